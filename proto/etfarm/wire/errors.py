@@ -1,0 +1,109 @@
+"""The errors that cross processes: whose fault, a reason for programs, a sentence and a remedy for people.
+
+The three faults are the types: `UserError` (the model, the program, the command), `DeviceError` (the board or phone, its
+link, its agent) and `FarmError` (the server or this software). Each domain error subclasses one of them and names its
+`reason`, an UPPER_SNAKE word that programs may rely on; `kind` decides the gRPC status at the server's edge.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar
+
+DOMAIN = "etfarm"
+"""ErrorInfo.domain of every error of ours."""
+
+
+class Fault(StrEnum):
+    """Who has to act."""
+
+    USER = "USER"
+    DEVICE = "DEVICE"
+    FARM = "FARM"
+
+
+class Kind(StrEnum):
+    """What sort of refusal it is, by the gRPC code of the same name."""
+
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    NOT_FOUND = "NOT_FOUND"
+    ALREADY_EXISTS = "ALREADY_EXISTS"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    FAILED_PRECONDITION = "FAILED_PRECONDITION"
+    RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
+    OUT_OF_RANGE = "OUT_OF_RANGE"
+    DATA_LOSS = "DATA_LOSS"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    ABORTED = "ABORTED"
+    UNAVAILABLE = "UNAVAILABLE"
+    UNIMPLEMENTED = "UNIMPLEMENTED"
+    CANCELLED = "CANCELLED"
+    INTERNAL = "INTERNAL"
+
+
+class EtfarmError(Exception):
+    """Any error that a user of etfarm is shown.
+
+    Args:
+        message: one sentence: what is wrong, with the values that matter.
+        remedy: one sentence: what to do about it; empty where nothing can be done.
+        stage: the stage that failed (`TORCH_EXPORT`, `LOAD`, ...), where one did.
+        metadata: every value of the message again, for programs; kept as strings.
+    """
+
+    fault: ClassVar[Fault] = Fault.FARM
+    reason: str = "INTERNAL"
+    kind: Kind = Kind.INTERNAL
+
+    def __init__(self, message: str, remedy: str = "", *, stage: str = "", **metadata: object) -> None:
+        super().__init__(message if not remedy else f"{message} {remedy}")
+        self.message = message
+        self.remedy = remedy
+        self.stage = stage
+        self.metadata: dict[str, str] = {key: str(value) for key, value in metadata.items()}
+
+
+class UserError(EtfarmError):
+    """The model, the program, the inputs or the command must change."""
+
+    fault = Fault.USER
+    reason = "INVALID_ARGUMENT"
+    kind = Kind.INVALID_ARGUMENT
+
+
+class DeviceError(EtfarmError):
+    """The device, its link or its agent failed; the cell may be placed again."""
+
+    fault = Fault.DEVICE
+    reason = "DEVICE_FAILED"
+    kind = Kind.UNAVAILABLE
+
+
+class FarmError(EtfarmError):
+    """The server or this software failed."""
+
+    fault = Fault.FARM
+    reason = "INTERNAL"
+    kind = Kind.INTERNAL
+
+
+FAULTS: dict[Fault, type[EtfarmError]] = {Fault.USER: UserError, Fault.DEVICE: DeviceError, Fault.FARM: FarmError}
+
+
+def error_of(
+    fault: Fault,
+    reason: str,
+    message: str,
+    remedy: str = "",
+    *,
+    kind: Kind | None = None,
+    stage: str = "",
+    **metadata: str,
+) -> EtfarmError:
+    """The error that another process described, with its reason kept."""
+    error = FAULTS[fault](message, remedy, stage=stage, **metadata)
+    error.reason = reason
+    if kind is not None:
+        error.kind = kind
+    return error
