@@ -7,6 +7,7 @@ link, its agent) and `FarmError` (the server or this software). Each domain erro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import ClassVar
 
@@ -99,10 +100,11 @@ def error_of(
     *,
     kind: Kind | None = None,
     stage: str = "",
-    **metadata: str,
+    metadata: Mapping[str, str] | None = None,
 ) -> EtfarmError:
     """The error that another process described, with its reason kept."""
-    error = FAULTS[fault](message, remedy, stage=stage, **metadata)
+    error = FAULTS[fault](message, remedy, stage=stage)
+    error.metadata.update(metadata or {})
     error.reason = reason
     if kind is not None:
         error.kind = kind

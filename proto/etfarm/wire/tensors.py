@@ -149,7 +149,8 @@ def dtype_of(name: str) -> np.dtype:
     if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, name))
+        extended: np.dtype = np.dtype(getattr(ml_dtypes, name))
+        return extended
     return np.dtype(name)
 
 
@@ -157,9 +158,7 @@ def to_array(tensor: Tensor) -> NDArray[np.generic]:
     """The tensor as an array of its logical shape; a read-only view with strides where the dim order is not contiguous."""
     import numpy as np
 
-    physical = np.frombuffer(tensor.data, dtype=dtype_of(tensor.dtype)).reshape(
-        [tensor.shape[d] for d in tensor.dim_order]
-    )
+    physical = np.frombuffer(tensor.data, dtype=dtype_of(tensor.dtype)).reshape([tensor.shape[d] for d in tensor.dim_order])
     return physical.transpose(np.argsort(tensor.dim_order).tolist()) if tensor.shape else physical
 
 
@@ -168,6 +167,4 @@ def from_array(name: str, array: NDArray[np.generic], dim_order: Sequence[int] =
     import numpy as np
 
     order = tuple(dim_order) or tuple(range(array.ndim))
-    return Tensor(
-        name, array.dtype.name, tuple(array.shape), np.ascontiguousarray(array.transpose(order)).tobytes(), order
-    )
+    return Tensor(name, array.dtype.name, tuple(array.shape), np.ascontiguousarray(array.transpose(order)).tobytes(), order)

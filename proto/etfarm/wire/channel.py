@@ -1,0 +1,167 @@
+"""Addresses, and channels to the server: TLS, the bearer token, keepalive and message limits in one place."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from etfarm.wire.errors import UserError
+from etfarm.wire.names import TLS_CA_VARIABLE, TOKEN_VARIABLE
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""A report with a million samples is under 5 MiB; an artifact's chunk 1 MiB."""
+
+OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+
+CLIENT_OPTIONS: list[tuple[str, int]] = [
+    *OPTIONS,
+    # A cut link is noticed within seconds, also while nothing is being said.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    # Two clients of one process must not share a connection that one of them closes.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    *OPTIONS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+
+class BadAddress(UserError):
+    """An address that no connection can be made to or listened on."""
+
+    reason = "BAD_ADDRESS"
+
+
+@dataclass(frozen=True)
+class Address:
+    """HOST:PORT, [IPV6]:PORT or unix:PATH."""
+
+    text: str
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches it: a unix socket or a loopback address."""
+        if self.text.startswith("unix:"):
+            return True
+        host = self.text.rpartition(":")[0].strip("[]")
+        if host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return False
+
+
+def parse_address(text: str) -> Address:
+    """The address that `text` gives.
+
+    Raises:
+        BadAddress: it is neither HOST:PORT, [IPV6]:PORT nor unix:PATH.
+    """
+    if text.startswith("unix:"):
+        if len(text) > len("unix:"):
+            return Address(text)
+    else:
+        host, colon, port = text.rpartition(":")
+        port_is_one = port.isascii() and port.isdigit() and int(port) < 65536
+        host_is_one = host and "/" not in host and (":" not in host or (host.startswith("[") and host.endswith("]")))
+        if colon and port_is_one and host_is_one:
+            return Address(text)
+    raise BadAddress(f"{text!r} is no address.", "Give HOST:PORT, [IPV6]:PORT or unix:PATH.", address=text)
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a client or an agent reaches a server."""
+
+    server: str
+    """The address as `parse_address` takes it."""
+    token: str = ""
+    """The bearer token; none is sent when empty."""
+    tls_ca: Path | None = None
+    """PEM certificates that the server's must be signed by; no TLS when None."""
+    tls_cert: Path | None = None
+    """PEM client certificate chain, where the server demands one."""
+    tls_key: Path | None = None
+    """The client certificate's key."""
+
+    @classmethod
+    def of(cls, server: str, tls_ca: str | Path | None = None) -> Access:
+        """Access with the token of ETFARM_TOKEN and, when not given, the authority of ETFARM_TLS_CA."""
+        ca = tls_ca or os.environ.get(TLS_CA_VARIABLE)
+        return cls(server, os.environ.get(TOKEN_VARIABLE, ""), Path(ca) if ca else None)
+
+
+def open_channel(access: Access) -> grpc.aio.Channel:
+    """A channel to the server; the caller closes it. Nothing is connected yet.
+
+    Raises:
+        BadAddress: the address is none, or a TLS file cannot be read.
+    """
+    target = parse_address(access.server).text
+    options = [*CLIENT_OPTIONS]
+    interceptors: list[Any] = [bearer(access.token) for bearer in _BEARERS] if access.token else []
+    if access.tls_ca is None:
+        if access.token and not parse_address(access.server).is_local:
+            raise BadAddress(
+                f"The token would travel to {access.server} in the clear.",
+                "Give --tls-ca FILE (or ETFARM_TLS_CA), or unset ETFARM_TOKEN for a server that asks for none.",
+            )
+        return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
+    try:
+        credentials = grpc.ssl_channel_credentials(
+            access.tls_ca.read_bytes(),
+            access.tls_key.read_bytes() if access.tls_key else None,
+            access.tls_cert.read_bytes() if access.tls_cert else None,
+        )
+    except OSError as error:
+        raise BadAddress(f"The TLS file {error.filename} cannot be read: {error.strerror}.", "Check --tls-ca.") from None
+    return grpc.aio.secure_channel(target, credentials, options=options, interceptors=interceptors)
+
+
+class _Bearer:
+    """Adds the token to every call."""
+
+    def __init__(self, token: str) -> None:
+        self._header = ("authorization", f"Bearer {token}")
+
+    async def _call(self, continuation: Callable[..., Awaitable[Any]], details: Any, request: Any) -> Any:
+        metadata = grpc.aio.Metadata(*(details.metadata or ()), self._header)
+        return await continuation(details._replace(metadata=metadata), request)
+
+    intercept_unary_unary: Any = _call
+    intercept_unary_stream: Any = _call
+    intercept_stream_unary: Any = _call
+    intercept_stream_stream: Any = _call
+
+
+# grpc.aio takes an interceptor for the first kind only that it is an instance of, so there is a class a kind.
+class _UnaryUnary(_Bearer, grpc.aio.UnaryUnaryClientInterceptor): ...
+
+
+class _UnaryStream(_Bearer, grpc.aio.UnaryStreamClientInterceptor): ...
+
+
+class _StreamUnary(_Bearer, grpc.aio.StreamUnaryClientInterceptor): ...
+
+
+class _StreamStream(_Bearer, grpc.aio.StreamStreamClientInterceptor): ...
+
+
+_BEARERS = (_UnaryUnary, _UnaryStream, _StreamUnary, _StreamStream)

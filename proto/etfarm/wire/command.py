@@ -1,0 +1,107 @@
+"""The `etfarm` command: finds the subcommand among the installed entry points and loads only that one. Stdlib only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points, version
+
+from etfarm.wire.errors import EtfarmError
+
+GROUP = "etfarm.commands"
+
+SUMMARIES = {
+    "bench": "measure models on devices: latency, memory, accuracy, operators by source line",
+    "compile": "lower a model to a .pte and its ETRecord",
+    "run": "run a .pte on a device with your inputs and get its outputs",
+    "jobs": "list, show, watch and cancel jobs, read their logs",
+    "devices": "list and show the devices of the farm",
+    "recipes": "list and show recipes, and what is missing for those that cannot run here",
+    "report": "show a job's reports again",
+    "bundle": "build, add and list the runners that devices are sent",
+    "serve": "run the compile server",
+    "agent": "serve this machine as a device",
+    "up": "keep the embedded farm of this user running",
+}
+"""What `etfarm --help` says of each command, so that it need not load them."""
+
+_EXTRAS = {"etfarm.server": "server", "etfarm.device_agents": "agent", "etfarm.client": "cli"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one subcommand; its exit code: 0 done, 1 failed, 2 usage, 3 gate not passed, 4 server unreachable."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(f"etfarm {version('etfarm')}")
+        return 0
+    commands = {point.name: point for point in entry_points(group=GROUP)}
+    point, rest = _find(commands, arguments)
+    if point is None:
+        return _unknown(commands, arguments)
+    try:
+        command = _load(point)
+        return command(rest) or 0
+    except EtfarmError as error:
+        print(f"etfarm: {error}", file=sys.stderr)
+        return 4 if error.reason == "SERVER_UNREACHABLE" else 2 if error.kind.value == "INVALID_ARGUMENT" else 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader of a pipe left; nothing more may be written at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _find(commands: dict[str, EntryPoint], arguments: list[str]) -> tuple[EntryPoint | None, list[str]]:
+    if len(arguments) > 1 and (point := commands.get(f"{arguments[0]}.{arguments[1]}")):
+        return point, arguments[2:]
+    return commands.get(arguments[0]), arguments[1:]
+
+
+def _load(point: EntryPoint) -> Callable[[list[str]], int | None]:
+    try:
+        command: Callable[[list[str]], int | None] = point.load()
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("etfarm"):
+            raise
+        extra = next((extra for prefix, extra in _EXTRAS.items() if point.module.startswith(prefix)), "all")
+        name = point.name.replace(".", " ")
+        print(
+            f"etfarm: `{name}` needs etfarm[{extra}] ({error.name} is not installed): pip install 'etfarm[{extra}]'.",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
+    return command
+
+
+def _unknown(commands: dict[str, EntryPoint], arguments: list[str]) -> int:
+    inner = sorted(name.partition(".")[2] for name in commands if name.startswith(f"{arguments[0]}."))
+    if inner:
+        wants_help = len(arguments) > 1 and arguments[1] in ("-h", "--help")
+        print(f"usage: etfarm {arguments[0]} {{{','.join(inner)}}} ...", file=sys.stdout if wants_help else sys.stderr)
+        return 0 if wants_help else 2
+    import difflib
+
+    near = difflib.get_close_matches(arguments[0], {name.partition(".")[0] for name in commands}, n=1)
+    hint = f" Did you mean `etfarm {near[0]}`?" if near else ""
+    print(f"etfarm: there is no command {arguments[0]!r}.{hint} See `etfarm --help`.", file=sys.stderr)
+    return 2
+
+
+def _help() -> str:
+    width = max(map(len, SUMMARIES))
+    rows = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in SUMMARIES.items())
+    return (
+        "usage: etfarm COMMAND ...\n\nA device farm for ExecuTorch that you host yourself.\n\n"
+        f"{rows}\n\n`etfarm COMMAND --help` tells more. Without --server or ETFARM_SERVER a command uses a farm of its own\n"
+        "and leaves nothing running."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""Words that both ends write: stages, phases, environment variables, the places of a user's data."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PROTOCOL_VERSION = 1
+"""Hello.protocol_version that this code speaks."""
+
+STAGES = (
+    "SOURCE_TRANSFORM",
+    "QUANTIZE",
+    "TORCH_EXPORT",
+    "TO_EDGE_TRANSFORM_AND_LOWER",
+    "TO_EDGE",
+    "EDGE_PROGRAM_MANAGER_TRANSFORM",
+    "TO_BACKEND",
+    "TO_EXECUTORCH",
+)
+"""ExecuTorch's export stages, as ExportSession names them in lower case."""
+
+SERVER_VARIABLE = "ETFARM_SERVER"
+TOKEN_VARIABLE = "ETFARM_TOKEN"
+TLS_CA_VARIABLE = "ETFARM_TLS_CA"
+DATA_VARIABLE = "ETFARM_DATA"
+
+
+def data_folder() -> Path:
+    """Where etfarm keeps a user's data: $ETFARM_DATA, else $XDG_DATA_HOME/etfarm, else ~/.local/share/etfarm."""
+    if chosen := os.environ.get(DATA_VARIABLE):
+        return Path(chosen)
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "share") / "etfarm"

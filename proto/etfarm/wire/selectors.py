@@ -1,0 +1,131 @@
+"""Device selectors: `arch=aarch64,memory>=2GiB,feature=i8mm,label.rack=3`. Parsing and matching are pure functions."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from etfarm.wire.errors import UserError
+
+if TYPE_CHECKING:
+    from etfarm.v1.device_pb2 import Device
+
+KEYS: Final = ("id", "name", "arch", "soc", "os", "memory", "cores", "feature", "backend", "emulated", "label.KEY")
+_NUMERIC: Final = ("memory", "cores")
+_TERM = re.compile(r"\s*([a-z][a-zA-Z0-9_.\-]*)\s*(>=|<=|!=|=)\s*(.*?)\s*\Z")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\Z")
+_UNITS: dict[str, int] = {"B": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
+_UNITS |= {f"{prefix}iB": 1 << (10 * power) for power, prefix in enumerate("KMGT", 1)}
+
+
+class UnknownSelectorKey(UserError):
+    """A selector asks for something that devices do not have."""
+
+    reason = "UNKNOWN_SELECTOR_KEY"
+
+
+class BadSelector(UserError):
+    """A selector's term is not KEY OP VALUE, or its value is of the wrong sort."""
+
+    reason = "BAD_SELECTOR"
+
+
+@dataclass(frozen=True)
+class Term:
+    """One comparison. `value` is a number for memory (bytes) and cores, a bool for emulated, else text."""
+
+    key: str
+    operator: str
+    value: str | float | bool
+
+
+@dataclass(frozen=True)
+class Selector:
+    """All terms must hold; none matches everything."""
+
+    terms: tuple[Term, ...] = ()
+
+    def matches(self, device: Device) -> bool:
+        """Whether every term holds of `device`. A device that lacks a key matches `!=` only."""
+        return all(_holds(term, device) for term in self.terms)
+
+
+def parse(text: str) -> Selector:
+    """The selector that `text` gives; blanks around terms do not count.
+
+    Raises:
+        UnknownSelectorKey: a key is none of `KEYS`.
+        BadSelector: a term is not KEY OP VALUE, or its value is of the wrong sort.
+    """
+    return Selector(tuple(_term(part) for part in text.split(",") if part.strip()))
+
+
+def _term(text: str) -> Term:
+    found = _TERM.match(text)
+    if found is None:
+        raise BadSelector(
+            f"The selector {text.strip()!r} is not KEY OP VALUE.",
+            f"Keys: {', '.join(KEYS)}; operators: = != >= <=.",
+            term=text,
+        )
+    key, operator, value = found.groups()
+    if key not in KEYS and not (key.startswith("label.") and len(key) > len("label.")):
+        near = difflib.get_close_matches(key, KEYS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise UnknownSelectorKey(f"Devices have no {key!r} to select by.{hint}", f"Keys: {', '.join(KEYS)}.", key=key)
+    if not value:
+        raise BadSelector(f"The selector {text.strip()!r} has no value.", "Give KEY=VALUE.", term=text)
+    if key in _NUMERIC:
+        return Term(key, operator, _number(key, value))
+    if operator in (">=", "<="):
+        raise BadSelector(f"{key!r} is text, {operator} compares numbers.", f"Numbers: {', '.join(_NUMERIC)}.", term=text)
+    if key == "emulated":
+        if value.lower() not in ("true", "false"):
+            raise BadSelector(f"'emulated' is true or false, not {value!r}.", "Give emulated=true or emulated=false.", term=text)
+        return Term(key, operator, value.lower() == "true")
+    return Term(key, operator, value)
+
+
+def _number(key: str, value: str) -> float:
+    found = _SIZE.match(value)
+    if found is None or (key == "cores" and found.group(2)):
+        example = "memory>=2GiB" if key == "memory" else "cores>=4"
+        raise BadSelector(f"{value!r} is no number for {key!r}.", f"Give for example {example}.", key=key, value=value)
+    return float(found.group(1)) * _UNITS[found.group(2) or "B"]
+
+
+_VALUES: Final[dict[str, Callable[[Device], Sequence[str | float | bool]]]] = {
+    "id": lambda device: (device.id,),
+    "name": lambda device: (device.name,),
+    "arch": lambda device: (device.arch,),
+    "soc": lambda device: (device.soc,),
+    "os": lambda device: (device.os,),
+    "memory": lambda device: (float(device.memory_bytes),),
+    "cores": lambda device: (float(device.cores),),
+    "feature": lambda device: tuple(device.features),
+    "backend": lambda device: tuple(device.backends),
+    "emulated": lambda device: (device.emulated,),
+}
+
+
+def _holds(term: Term, device: Device) -> bool:
+    if term.key.startswith("label."):
+        label = term.key.removeprefix("label.")
+        values: Sequence[str | float | bool] = (device.labels[label],) if label in device.labels else ()
+    else:
+        values = _VALUES[term.key](device)
+    if term.operator == "!=":
+        return all(not _equal(value, term.value) for value in values)
+    if term.operator == "=":
+        return any(_equal(value, term.value) for value in values)
+    wanted = float(term.value)
+    return any(float(value) >= wanted if term.operator == ">=" else float(value) <= wanted for value in values)
+
+
+def _equal(value: str | float | bool, wanted: str | float | bool) -> bool:
+    if isinstance(value, str) and isinstance(wanted, str):
+        return value.lower() == wanted.lower()
+    return value == wanted

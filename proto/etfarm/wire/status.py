@@ -1,0 +1,85 @@
+"""Errors as gRPC statuses and back: google.rpc.ErrorInfo with the domain `etfarm`, the reason, and all metadata."""
+
+from __future__ import annotations
+
+import grpc
+from etfarm.v1 import common_pb2
+from etfarm.wire.errors import DOMAIN, EtfarmError, FarmError, Fault, Kind, error_of
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+_DETAILS = "grpc-status-details-bin"
+
+
+class Unreachable(FarmError):
+    """The server does not answer."""
+
+    reason = "SERVER_UNREACHABLE"
+    kind = Kind.UNAVAILABLE
+
+
+def to_status(error: EtfarmError) -> grpc.Status:
+    """The status that carries `error` over gRPC."""
+    metadata = dict(error.metadata)
+    metadata["fault"] = error.fault.value
+    metadata["message"] = error.message
+    if error.remedy:
+        metadata["remedy"] = error.remedy
+    if error.stage:
+        metadata["stage"] = error.stage
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))
+    code = code_pb2.Code.Value(error.kind.value)
+    return rpc_status.to_status(status_pb2.Status(code=code, message=str(error), details=[detail]))
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError, *, server: str) -> EtfarmError:
+    """The error that a failed call stands for; `server` is the address to name where it was never reached."""
+    for key, value in error.trailing_metadata() or ():
+        if key == _DETAILS and isinstance(value, bytes) and (known := _from_details(value)) is not None:
+            return known
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return Unreachable(
+            f"The server at {server} does not answer: {details.splitlines()[0] if details else 'no connection'}.",
+            "Check the address (--server or ETFARM_SERVER), that `etfarm serve` runs there, and TLS (--tls-ca).",
+            server=server,
+        )
+    if code is grpc.StatusCode.CANCELLED:
+        return error_of(Fault.USER, "CANCELLED", "The call was cancelled.", kind=Kind.CANCELLED)
+    kind = Kind(code.name) if code.name in Kind.__members__ else Kind.INTERNAL
+    return error_of(Fault.FARM, code.name, f"The server at {server} answered {code.name}: {details}.", kind=kind)
+
+
+def _from_details(data: bytes) -> EtfarmError | None:
+    status = status_pb2.Status.FromString(data)
+    for detail in status.details:
+        info = error_details_pb2.ErrorInfo()
+        if not (detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN):
+            continue
+        metadata = dict(info.metadata)
+        fault = Fault(metadata.pop("fault", Fault.FARM.value))
+        message, remedy, stage = (metadata.pop(key, "") for key in ("message", "remedy", "stage"))
+        kind = Kind(code_pb2.Code.Name(status.code))
+        return error_of(fault, info.reason, message or status.message, remedy, kind=kind, stage=stage, metadata=metadata)
+    return None
+
+
+def to_proto(error: EtfarmError) -> common_pb2.Error:
+    """The error as a field of a cell or a result."""
+    return common_pb2.Error(
+        fault=common_pb2.Fault.Value(f"FAULT_{error.fault.value}"),
+        reason=error.reason,
+        message=error.message,
+        remedy=error.remedy,
+        stage=error.stage,
+        metadata=error.metadata,
+    )
+
+
+def from_proto(error: common_pb2.Error) -> EtfarmError:
+    """The exception that a cell's or a result's error stands for."""
+    name = common_pb2.Fault.Name(error.fault).removeprefix("FAULT_")
+    fault = Fault(name) if name in Fault.__members__ else Fault.FARM
+    return error_of(fault, error.reason, error.message, error.remedy, stage=error.stage, metadata=error.metadata)
