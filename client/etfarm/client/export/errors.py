@@ -1,0 +1,274 @@
+"""Step 1, client: what can be wrong with a MODEL argument, a factory or an eager module. Stdlib only.
+
+Every class is the user's to act on, and every value of a message is in its metadata as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from etfarm.wire.errors import Kind, UserError
+
+STAGE = "TORCH_EXPORT"
+"""The stage that errors of exporting name."""
+
+FORMS = "x.pt2, x.pte, file.py:factory, package.module:factory or demo:NAME"
+"""The five forms of a MODEL argument, in words."""
+
+
+class BadModelArgument(UserError):
+    """A MODEL argument has none of the five forms."""
+
+    reason = "BAD_MODEL_ARGUMENT"
+
+    def __init__(self, model: str, hint: str = "") -> None:
+        super().__init__(f"{model!r} names no model.", hint or f"Give {FORMS}.", model=model)
+
+
+class ModelNotFound(UserError):
+    """The file or the module of a MODEL argument is not there."""
+
+    reason = "MODEL_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+class UnknownDemo(UserError):
+    """`demo:NAME` with a name that no demo has."""
+
+    reason = "UNKNOWN_DEMO"
+    kind = Kind.NOT_FOUND
+
+    def __init__(self, demo: str, nearest: Sequence[str], known: Sequence[str]) -> None:
+        meant = f"Did you mean demo:{nearest[0]}? " if nearest else ""
+        super().__init__(
+            f"There is no demo {demo!r}.", f"{meant}The demos are {', '.join(known)}.", demo=demo, known=",".join(known)
+        )
+
+
+class NotAPt2(UserError):
+    """A .pt2 file is no archive of torch.export.save, or one that is cut off."""
+
+    reason = "NOT_A_PT2"
+
+
+class NotAPte(UserError):
+    """A .pte file is no ExecuTorch program."""
+
+    reason = "NOT_A_PTE"
+
+
+class TruncatedProgram(UserError):
+    """A .pte file ends before its own header says it does."""
+
+    reason = "TRUNCATED_PROGRAM"
+    kind = Kind.DATA_LOSS
+
+    def __init__(self, path: str, size_bytes: int, expected_bytes: int) -> None:
+        super().__init__(
+            f"{path} is cut off: it has {size_bytes} bytes, and its header promises {expected_bytes}.",
+            "Copy or download it again.",
+            path=path,
+            size_bytes=size_bytes,
+            expected_bytes=expected_bytes,
+        )
+
+
+class ExtraMissing(UserError):
+    """Eager models and demos need torch on the client, which is not installed here."""
+
+    reason = "EXTRA_MISSING"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"{model} is an eager model, and torch is not installed here: it needs etfarm[export].",
+            "Run pip install 'etfarm[export]', or give a .pt2 or .pte file.",
+            model=model,
+            extra="export",
+        )
+
+
+class FactoryNotFound(UserError):
+    """The file or module has no such function."""
+
+    reason = "FACTORY_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+    def __init__(self, where: str, factory: str, functions: Sequence[str]) -> None:
+        remedy = f"It has {', '.join(functions)}." if functions else "It has no functions of its own."
+        super().__init__(
+            f"{where} has no function {factory!r}.",
+            remedy,
+            where=where,
+            factory=factory,
+            functions=",".join(functions),
+        )
+
+
+class FactoryFailed(UserError):
+    """The user's own code raised, on import or when it was called. The exception is the `__cause__`."""
+
+    reason = "FACTORY_FAILED"
+
+    def __init__(self, where: str, error: BaseException, place: str, remedy: str = "") -> None:
+        text = str(error).strip()
+        what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        super().__init__(
+            f"{where} raised {what}{f', at {place}' if place else ''}.",
+            remedy,
+            where=where,
+            exception=type(error).__name__,
+            exception_message=text,
+            place=place,
+        )
+
+
+class FactoryReturnedSomethingElse(UserError):
+    """A factory gave neither (module, example_inputs) nor a ModelSource."""
+
+    reason = "FACTORY_RETURNED_SOMETHING_ELSE"
+
+    def __init__(self, where: str, returned: str) -> None:
+        super().__init__(
+            f"{where} returned {returned}.",
+            "Return (module, example_inputs), where example_inputs is the tuple of forward's arguments, or an "
+            "etfarm.client.export.ModelSource.",
+            where=where,
+            returned=returned,
+        )
+
+
+class BadModelSource(UserError):
+    """The parts of a ModelSource do not fit each other."""
+
+    reason = "BAD_MODEL_SOURCE"
+
+
+class ExampleInputsNotATuple(UserError):
+    """Example or calibration inputs are not a tuple of positional arguments."""
+
+    reason = "EXAMPLE_INPUTS_NOT_A_TUPLE"
+
+    def __init__(self, method: str, got: str) -> None:
+        super().__init__(
+            f"{method}: the example inputs are a {got}, not a tuple of arguments.",
+            "Write (x,) for a method of one argument.",
+            method=method,
+            got=got,
+        )
+
+
+class DynamicShapesForm(UserError):
+    """dynamic_shapes is not {method: shapes of its arguments}; torch would take some of these as static, silently."""
+
+    reason = "DYNAMIC_SHAPES_FORM"
+
+
+class DimWithoutMaximum(UserError):
+    """A dynamic dimension has no finite maximum; ExecuTorch plans memory for the largest input."""
+
+    reason = "DIM_WITHOUT_MAXIMUM"
+
+    def __init__(self, method: str, argument: str, dim: str) -> None:
+        name = dim if dim.isidentifier() else "n"
+        super().__init__(
+            f"{method}: dim {dim} of {argument!r} has no maximum, and ExecuTorch plans memory for the largest input.",
+            f'Give one, for example Dim("{name}", max=64).',
+            stage=STAGE,
+            method=method,
+            argument=argument,
+            dim=dim,
+        )
+
+
+class ModelInTrainMode(UserError):
+    """The module, or a part of it, is in train mode, which no program can hold."""
+
+    reason = "MODEL_IN_TRAIN_MODE"
+
+    def __init__(self, method: str, module: str) -> None:
+        part = f"its submodule {module!r}" if module else "the module"
+        super().__init__(
+            f"{method}: {part} is in train mode.",
+            "Call .eval() on the module before you return it.",
+            stage=STAGE,
+            method=method,
+            module=module,
+        )
+
+
+class ModelNotOnCpu(UserError):
+    """A weight or an input lies on another device than the CPU, or nowhere (meta)."""
+
+    reason = "MODEL_NOT_ON_CPU"
+
+    def __init__(self, method: str, tensor: str, device: str) -> None:
+        super().__init__(
+            f"{method}: {tensor} is on {device!r}; programs are exported on the CPU.",
+            "Call .cpu() on the module and on its inputs, or load real weights where it is 'meta'.",
+            stage=STAGE,
+            method=method,
+            tensor=tensor,
+            device=device,
+        )
+
+
+class UnsupportedInput(UserError):
+    """An input is of a dtype or type that no device can be given."""
+
+    reason = "UNSUPPORTED_INPUT"
+
+    def __init__(self, method: str, argument: str, what: str, remedy: str) -> None:
+        super().__init__(
+            f"{method}: input {argument!r} is {what}.", remedy, stage=STAGE, method=method, argument=argument, got=what
+        )
+
+
+class CalibrationMismatch(UserError):
+    """A calibration sample has another structure, dtype or rank than the example inputs."""
+
+    reason = "CALIBRATION_MISMATCH"
+
+    def __init__(self, method: str, sample: int, what: str) -> None:
+        super().__init__(
+            f"{method}: calibration sample {sample} differs from the example inputs: {what}.",
+            "Give every sample the same arguments as the example inputs.",
+            stage=STAGE,
+            method=method,
+            sample=sample,
+        )
+
+
+class DataDependentBranch(UserError):
+    """A Python branch hangs on a tensor's value, which a program cannot hold."""
+
+    reason = "DATA_DEPENDENT_BRANCH"
+
+    def __init__(self, method: str, place: str, code: str) -> None:
+        at = f" at {place}" if place else ""
+        quote = f": {code}" if code else ""
+        super().__init__(
+            f"{method}: a branch{at} depends on a tensor's value{quote}.",
+            "Write it with torch.cond(predicate, true_fn, false_fn, operands), or with torch.where.",
+            stage=STAGE,
+            method=method,
+            place=place,
+            code=code,
+        )
+
+
+class ExportFailed(UserError):
+    """torch.export refused the module. torch's exception is the `__cause__`."""
+
+    reason = "EXPORT_FAILED"
+
+    def __init__(self, method: str, exception: str, line: str, place: str) -> None:
+        super().__init__(
+            f"{method}: torch.export failed{f' at {place}' if place else ''} with {exception}: {line}",
+            "Try torch.export.export on the module by itself; etfarm exports with strict=False.",
+            stage=STAGE,
+            method=method,
+            exception=exception,
+            exception_message=line,
+            place=place,
+        )

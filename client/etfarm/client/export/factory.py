@@ -1,0 +1,196 @@
+"""Step 1, client: from `file.py:factory`, `package.module:factory` or `demo:NAME` to a ModelSource."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from etfarm.client.export.errors import (
+    ExampleInputsNotATuple,
+    ExtraMissing,
+    FactoryFailed,
+    FactoryNotFound,
+    FactoryReturnedSomethingElse,
+    ModelNotFound,
+)
+from etfarm.client.export.source import ModelSource
+from etfarm.client.export.spec import Demo, EagerSpec, FileFactory
+from etfarm.client.export.traces import place_of
+from etfarm.wire.errors import EtfarmError
+
+SEED = 0
+"""What the random generators of Python, numpy and torch are seeded with before a factory runs."""
+
+
+def load_source(spec: EagerSpec, *, say: Callable[[str], None] | None = None) -> ModelSource:
+    """The model that `spec` names, made by calling its factory in this process.
+
+    torch, random and numpy are seeded with `SEED` before the file is imported and again before the factory is called,
+    so that weights drawn at random are the same every time and the server's cache answers. `say` is told so, in one
+    sentence. During the call sys.path starts with the file's folder, or with the working folder for a module.
+
+    Raises:
+        ExtraMissing: torch is not installed.
+        ModelNotFound: the module of a ModuleFactory cannot be found.
+        FactoryNotFound: there is no such function in it.
+        FactoryFailed: the user's code raised.
+        FactoryReturnedSomethingElse: it returned no model.
+        ExampleInputsNotATuple: it returned (module, x) with an x that is no tuple.
+    """
+    if isinstance(spec, Demo):
+        _require_torch(f"demo:{spec.name}")
+        from etfarm.client.export.demos import make_demo
+
+        return make_demo(spec.name)
+    where = str(spec.path) if isinstance(spec, FileFactory) else spec.module
+    _require_torch(f"{where}:{spec.name}")
+    folder = spec.path.resolve().parent if isinstance(spec, FileFactory) else Path.cwd()
+    with _on_path(folder):
+        seed(SEED)
+        module = _file_module(spec.path) if isinstance(spec, FileFactory) else _named_module(spec.module)
+        factory = getattr(module, spec.name, None)
+        if not callable(factory):
+            raise FactoryNotFound(where, spec.name, _functions(module))
+        _must_take_nothing(factory, f"{where}:{spec.name}")
+        seed(SEED)
+        if say is not None:
+            say(f"Seeded torch, numpy and random with {SEED} before calling {where}:{spec.name}.")
+        with _users_code(f"{where}:{spec.name}"):
+            returned = factory()
+        return _as_source(f"{where}:{spec.name}", returned)
+
+
+def seed(value: int) -> None:
+    """Seeds the generators of random, numpy and torch."""
+    import numpy as np
+    import torch
+
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+
+
+def _require_torch(model: str) -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise ExtraMissing(model) from None
+
+
+def _file_module(path: Path) -> ModuleType:
+    # The name is part of nn_module_stack and so of the archive's digest: it hangs on the file's stem, not on its folder.
+    absolute = path.resolve()
+    name, copies = f"etfarm_model_{absolute.stem}", 1
+    while name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(absolute):
+        copies += 1
+        name = f"etfarm_model_{absolute.stem}_{copies}"
+    spec = importlib.util.spec_from_file_location(name, absolute)
+    if spec is None or spec.loader is None:
+        raise ModelNotFound(f"{path} cannot be imported as Python.", path=path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and typing look their module up there while it runs
+    try:
+        with _users_code(str(path)):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _named_module(name: str) -> ModuleType:
+    try:
+        with _users_code(name):
+            return importlib.import_module(name)
+    except FactoryFailed as error:
+        cause = error.__cause__
+        missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
+        if missing and (name == missing or name.startswith(f"{missing}.")):
+            raise ModelNotFound(
+                f"There is no module {missing!r}.",
+                f"It is looked for in the working folder, {Path.cwd()}, and where Python finds installed packages.",
+                module=name,
+            ) from None
+        raise
+
+
+@contextmanager
+def _on_path(folder: Path) -> Iterator[None]:
+    entry = str(folder)
+    sys.path.insert(0, entry)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        if entry in sys.path:
+            sys.path.remove(entry)
+
+
+@contextmanager
+def _users_code(where: str) -> Iterator[None]:
+    """Turns whatever the user's code raises, sys.exit included, into a FactoryFailed; our own errors pass."""
+    try:
+        yield
+    except EtfarmError:
+        raise
+    except (Exception, SystemExit) as error:
+        place = place_of(error, Path.cwd())
+        remedy = ""
+        if isinstance(error, ImportError) and "relative import" in str(error):
+            remedy = "The file belongs to a package: name it package.module:factory, from the folder above the package."
+        elif isinstance(error, ModuleNotFoundError) and error.name:
+            remedy = f"Install {error.name.partition('.')[0]!r} where etfarm runs, or start in the folder that has it."
+        raise FactoryFailed(where, error, str(place or ""), remedy) from error
+
+
+def _functions(module: ModuleType) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
+
+
+def _must_take_nothing(factory: Callable[..., object], where: str) -> None:
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise FactoryFailed(where, error, "", "A factory is called without arguments: give them defaults.") from error
+    except ValueError:  # a builtin without a signature; calling it will tell
+        return
+
+
+def _as_source(where: str, returned: object) -> ModelSource:
+    from torch import nn
+
+    if isinstance(returned, ModelSource):
+        for name, module in returned.methods.items():
+            if not isinstance(module, nn.Module):
+                raise FactoryReturnedSomethingElse(where, f"a ModelSource whose method {name!r} is {_kind(module)}")
+        return returned
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module):
+        if not isinstance(returned[1], tuple):
+            raise ExampleInputsNotATuple("forward", type(returned[1]).__name__)
+        return ModelSource.of(returned[0], returned[1])
+    if inspect.iscoroutine(returned):
+        returned.close()
+    raise FactoryReturnedSomethingElse(where, _kind(returned))
+
+
+def _kind(value: object) -> str:
+    from torch import nn
+
+    if value is None:
+        return "None"
+    if isinstance(value, nn.Module):
+        return f"a module ({type(value).__name__}) without example inputs"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}: {', '.join(type(item).__name__ for item in value[:4])}"
+    return f"a {type(value).__name__}"

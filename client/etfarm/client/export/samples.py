@@ -1,0 +1,135 @@
+"""Step 1, client: example and calibration inputs as flat values of the wire, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from etfarm.client.export.errors import CalibrationMismatch, UnsupportedInput
+from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value
+
+
+def flat_values(
+    method: str, names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> list[Value]:
+    """The inputs in the wire's order, `tree_leaves((args, kwargs))`, named by `names`.
+
+    A tensor keeps its memory format as dim order (channels_last is (0, 2, 3, 1)); one whose elements are not dense in
+    any order, such as a slice or an expanded one, is made contiguous.
+
+    Raises:
+        UnsupportedInput: a leaf is no dense CPU tensor of a dtype of the wire, and no bool, int, float or None.
+    """
+    leaves = input_leaves(args, kwargs)
+    return [wire_value(method, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+
+
+def input_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
+    """The leaves of all inputs in the wire's order. None is a leaf."""
+    from torch.utils import _pytree as pytree
+
+    return list(pytree.tree_leaves((args, dict(kwargs or {}))))
+
+
+def leaf_names(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[str]:
+    """How errors call the leaves before a program has named them: `0`, `1[0]`, `mask`."""
+    from torch.utils import _pytree as pytree
+
+    names = []
+    for path, _ in pytree.tree_flatten_with_path((args, dict(kwargs or {})))[0]:
+        first = str(getattr(path[1], "key", getattr(path[1], "idx", path[1])))
+        names.append(first + pytree.keystr(path[2:]))
+    return names
+
+
+def wire_value(method: str, name: str, leaf: Any) -> Value:
+    """One leaf as a value of the wire.
+
+    Raises:
+        UnsupportedInput: see `flat_values`.
+    """
+    import torch
+
+    if leaf is None or isinstance(leaf, bool | int | float):
+        return Scalar(name, leaf)
+    if not isinstance(leaf, torch.Tensor):
+        raise UnsupportedInput(
+            method,
+            name,
+            f"a {type(leaf).__name__}",
+            "Inputs are tensors, bools, ints, floats, None, and tuples, lists and dicts of these; keep anything else "
+            "in the module.",
+        )
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    if leaf.is_quantized or dtype not in ITEM_BYTES:
+        what = f"of the dtype {dtype}"
+        remedy = (
+            "Give its real and imaginary parts, as torch.view_as_real makes them."
+            if leaf.is_complex()
+            else f"The dtypes are {', '.join(ITEM_BYTES)}."
+        )
+        raise UnsupportedInput(method, name, what, remedy)
+    if leaf.layout != torch.strided:
+        raise UnsupportedInput(method, name, f"of the layout {leaf.layout}", "Call .to_dense() on it.")
+    tensor = leaf.detach().resolve_conj().resolve_neg().cpu()
+    order = _dim_order(tensor)
+    dense = tensor.permute(order).contiguous().reshape(-1)
+    return Tensor(name, dtype, tuple(tensor.shape), dense.view(torch.uint8).numpy().tobytes(), order)
+
+
+def must_match(
+    method: str, sample: int, example: tuple[Any, ...], given: tuple[Any, ...], names: Sequence[str]
+) -> None:
+    """Whether a calibration sample can stand where the example inputs do; sizes of dims may differ, for dynamic shapes.
+
+    Raises:
+        CalibrationMismatch: another structure, dtype, rank or constant.
+    """
+    import torch
+    from torch.utils import _pytree as pytree
+
+    (wanted, wanted_spec), (got, got_spec) = pytree.tree_flatten(example), pytree.tree_flatten(given)
+    if wanted_spec != got_spec:
+        raise CalibrationMismatch(method, sample, f"{len(got)} values in another structure than {len(wanted)}")
+    for name, a, b in zip(names, wanted, got, strict=False):  # names go on with the keyword arguments
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+            if type(a) is not type(b) or a != b:
+                raise CalibrationMismatch(method, sample, f"{name!r} is {_shown(b)} and not {_shown(a)}")
+        elif a.dtype != b.dtype or a.dim() != b.dim():
+            raise CalibrationMismatch(method, sample, f"{name!r} is {_shown(b)} and not {_shown(a)}")
+
+
+def unshared(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same inputs, where no tensor stands for two arguments.
+
+    torch.export(strict=False) finds inputs by identity: of `(x, x)` it uses the last for both, and the program ignores
+    the first without a word.
+    """
+    import torch
+    from torch.utils import _pytree as pytree
+
+    seen: set[int] = set()
+
+    def fresh(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) in seen:
+                return leaf.detach().clone()
+            seen.add(id(leaf))
+        return leaf
+
+    own_args, own_kwargs = pytree.tree_map(fresh, (args, dict(kwargs)))
+    return own_args, own_kwargs
+
+
+def _dim_order(tensor: Any) -> tuple[int, ...]:
+    """Outermost dim first, by stride; the order of the dims where the elements are not dense or leave a choice."""
+    natural = tuple(range(tensor.dim()))
+    if tensor.is_contiguous():
+        return natural
+    order = tuple(sorted(natural, key=lambda d: (-tensor.stride(d), d)))
+    return order if tensor.permute(order).is_contiguous() else natural
+
+
+def _shown(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"{value.dtype} {list(shape)}" if shape is not None else repr(value)

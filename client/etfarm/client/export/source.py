@@ -1,0 +1,131 @@
+"""Step 1, client: what a factory hands over, an eager model with all that exporting it needs. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from etfarm.client.export.errors import BadModelSource, DynamicShapesForm, ExampleInputsNotATuple
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """An eager model: its methods, with inputs to export and to calibrate them.
+
+    A model of one method is shorter as `ModelSource.of(module, (x,))`. Two methods:
+
+        ModelSource(
+            methods={"encode": encoder, "decode": decoder},
+            example_inputs={"encode": (image,), "decode": (tokens, state)},
+            dynamic_shapes={"decode": {"tokens": {1: Dim("length", max=128)}, "state": None}},
+        )
+
+    Raises:
+        BadModelSource: a part names a method that `methods` has not, or a method has no example inputs.
+        DynamicShapesForm: `dynamic_shapes` is not keyed by method.
+        ExampleInputsNotATuple: example or calibration inputs are not tuples.
+    """
+
+    methods: Mapping[str, nn.Module]
+    """A module per method name, in eval mode and on the CPU; the method is the module's `forward`."""
+    example_inputs: Mapping[str, tuple[Any, ...]]
+    """forward's positional arguments per method. Their shapes and dtypes are the program's. Tensors, numbers, None, and
+    tuples, lists and dicts of these; a number is baked in, and the program must be given the same one."""
+    example_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """forward's keyword arguments per method. They follow the positional ones in the flattened order of inputs."""
+    calibration_inputs: Mapping[str, Sequence[tuple[Any, ...]]] = field(default_factory=dict)
+    """Samples that static quantization takes its ranges from: tuples like `example_inputs`, with `example_kwargs` added
+    to each. Eight were enough where one was not. Where a method has none, its example inputs are the only sample."""
+    dynamic_shapes: Mapping[str, Any] = field(default_factory=dict)
+    """Per method, what torch.export takes: `{argument: {dim index: Dim(name, max=...)}}` or a tuple in the order of the
+    arguments. An argument that is left out of the dictionary is static. Every Dim needs a finite maximum."""
+    constant_methods: Mapping[str, Any] = field(default_factory=dict)
+    """Extra methods that only return a constant: a bool, int, float or tensor, or a list or tuple of these."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.methods, Mapping) or not self.methods:
+            raise BadModelSource(
+                "A ModelSource needs at least one method.", 'Give methods={"forward": module}, or use ModelSource.of.'
+            )
+        if isinstance(self.dynamic_shapes, Mapping):
+            foreign = [str(key) for key in self.dynamic_shapes if key not in self.methods]
+            if foreign:
+                raise _not_by_method(self.methods, f"{foreign[0]!r} is no method")
+        else:
+            raise _not_by_method(self.methods, f"it is a {type(self.dynamic_shapes).__name__}")
+        for part in ("example_inputs", "example_kwargs", "calibration_inputs"):
+            given = getattr(self, part)
+            if not isinstance(given, Mapping):
+                raise BadModelSource(
+                    f"{part} is a {type(given).__name__}, not a dictionary by method.",
+                    f'Give {part}={{"{next(iter(self.methods))}": ...}}, or use ModelSource.of.',
+                    part=part,
+                )
+            for name in given:
+                if name not in self.methods:
+                    raise BadModelSource(
+                        f"{part} names the method {name!r}, which is not in methods.",
+                        f"The methods are {', '.join(self.methods)}.",
+                        part=part,
+                        method=name,
+                    )
+        for name in self.methods:
+            if name not in self.example_inputs:
+                raise BadModelSource(
+                    f"The method {name!r} has no example inputs.",
+                    f'Give example_inputs={{"{name}": (x,)}}.',
+                    part="example_inputs",
+                    method=name,
+                )
+            _must_be_tuple(name, self.example_inputs[name])
+            for sample in self.calibration_inputs.get(name, ()):
+                _must_be_tuple(name, sample)
+        for name in self.constant_methods:
+            if name in self.methods:
+                raise BadModelSource(
+                    f"{name!r} is both a method and a constant method.", "Rename one of them.", method=name
+                )
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        example_inputs: tuple[Any, ...],
+        *,
+        method: str = "forward",
+        example_kwargs: Mapping[str, Any] | None = None,
+        calibration_inputs: Sequence[tuple[Any, ...]] = (),
+        dynamic_shapes: Any = None,
+        constant_methods: Mapping[str, Any] | None = None,
+    ) -> ModelSource:
+        """A model of one method. All arguments are that method's own: `dynamic_shapes={"x": {0: Dim("n", max=64)}}`.
+
+        Raises:
+            ExampleInputsNotATuple: `example_inputs` or a calibration sample is not a tuple.
+        """
+        return cls(
+            methods={method: module},
+            example_inputs={method: example_inputs},
+            example_kwargs={method: example_kwargs} if example_kwargs else {},
+            calibration_inputs={method: list(calibration_inputs)} if calibration_inputs else {},
+            dynamic_shapes={} if dynamic_shapes is None else {method: dynamic_shapes},
+            constant_methods=constant_methods or {},
+        )
+
+
+def _must_be_tuple(method: str, inputs: object) -> None:
+    if not isinstance(inputs, tuple):
+        raise ExampleInputsNotATuple(method, type(inputs).__name__)
+
+
+def _not_by_method(methods: Mapping[str, object], what: str) -> DynamicShapesForm:
+    first = next(iter(methods))
+    return DynamicShapesForm(
+        f"dynamic_shapes must be a dictionary by method, and {what}.",
+        f'Write {{"{first}": {{"x": {{0: Dim("n", max=64)}}}}}}.',
+        methods=",".join(methods),
+    )

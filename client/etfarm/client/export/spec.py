@@ -1,0 +1,222 @@
+"""Step 1, client: what kind of model a MODEL argument names, and whether its file can be one at all. Stdlib only.
+
+The checks of .pt2 and .pte are early, cheap and never enough: the server screens an archive and the device loads a
+program. They exist so that a user hears of a wrong or cut-off file before anything is sent.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import struct
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from etfarm.client.export.errors import (
+    BadModelArgument,
+    ModelNotFound,
+    NotAPt2,
+    NotAPte,
+    TruncatedProgram,
+    UnknownDemo,
+)
+
+DEMOS: Final = ("resnet8", "ds_cnn", "mobilenet_v1_025")
+"""The demos' names, as in `demo:NAME`."""
+
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*\Z")
+_HEAD_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Pt2File:
+    """An archive of torch.export.save. `path` exists and looks like one."""
+
+    path: Path
+
+    @property
+    def label(self) -> str:
+        """The model's name where the user gives none: the file's stem."""
+        return self.path.stem
+
+
+@dataclass(frozen=True)
+class PteFile:
+    """An ExecuTorch program. `path` exists and its header is sound."""
+
+    path: Path
+
+    @property
+    def label(self) -> str:
+        """The model's name where the user gives none: the file's stem."""
+        return self.path.stem
+
+
+@dataclass(frozen=True)
+class FileFactory:
+    """The function `name` of the Python file `path`, which exists."""
+
+    path: Path
+    name: str
+
+    @property
+    def label(self) -> str:
+        """The model's name where the user gives none: `file:function`."""
+        return f"{self.path.stem}:{self.name}"
+
+
+@dataclass(frozen=True)
+class ModuleFactory:
+    """The function `name` of the importable module `module`, which has not been looked for yet."""
+
+    module: str
+    name: str
+
+    @property
+    def label(self) -> str:
+        """The model's name where the user gives none: `module:function`."""
+        return f"{self.module}:{self.name}"
+
+
+@dataclass(frozen=True)
+class Demo:
+    """One of `DEMOS`."""
+
+    name: str
+
+    @property
+    def label(self) -> str:
+        """The model's name where the user gives none: the demo's."""
+        return self.name
+
+
+ModelSpec = Pt2File | PteFile | FileFactory | ModuleFactory | Demo
+EagerSpec = FileFactory | ModuleFactory | Demo
+"""The ones that need torch on the client."""
+
+
+def resolve(text: str) -> ModelSpec:
+    """What `text`, a MODEL argument, names. Relative paths are the working folder's.
+
+    Raises:
+        BadModelArgument: it has none of the five forms.
+        ModelNotFound: its file is not there.
+        UnknownDemo: there is no demo of that name.
+        NotAPt2, NotAPte, TruncatedProgram: its file is not what its name says.
+    """
+    if text.startswith("demo:"):
+        return Demo(_known_demo(text.removeprefix("demo:")))
+    suffix = Path(text).suffix.lower()
+    if suffix == ".pt2":
+        path = _existing(text)
+        check_pt2(path)
+        return Pt2File(path)
+    if suffix == ".pte":
+        path = _existing(text)
+        check_pte(path)
+        return PteFile(path)
+    if suffix == ".py":
+        raise BadModelArgument(text, f"Name the function that makes the model, as in {text}:make_model.")
+    where, colon, name = text.rpartition(":")
+    if colon and where and name.isidentifier():
+        if where.lower().endswith(".py"):
+            return FileFactory(_existing(where), name)
+        if _MODULE.match(where):
+            return ModuleFactory(where, name)
+    raise BadModelArgument(text)
+
+
+def check_pt2(path: Path) -> None:
+    """Whether `path` can be an archive of torch.export.save: a zip whose directory lists an exported program.
+
+    Raises:
+        NotAPt2: it is not, and the message says what it seems to be.
+    """
+    again = "Save it with torch.export.save(torch.export.export(module, example_inputs), path)."
+    shown = str(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name.partition("/")[2] for name in archive.namelist()]
+            whole = set(archive.namelist())
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        with path.open("rb") as file:
+            started = file.read(4) == b"PK\x03\x04"
+        if started:
+            raise NotAPt2(
+                f"{shown} is a cut-off or damaged .pt2 archive.", "Copy or download it again.", path=shown
+            ) from None
+        raise NotAPt2(
+            f"{shown} is no .pt2 archive: {str(error)[:1].lower()}{str(error)[1:]}.", again, path=shown
+        ) from None
+    if any(re.fullmatch(r"models/[^/]+\.json", name) for name in names):
+        return
+    if "serialized_exported_program.json" in whole:
+        what = "was saved by a torch older than 2.8"
+    elif "constants.pkl" in names:
+        what = "is a TorchScript archive"
+    elif "data.pkl" in names:
+        what = "is a torch.save checkpoint"
+    elif "archive_format" in names:
+        what = "is an archive without an exported program (a package of AOTInductor?)"
+    else:
+        what = "is a zip file, and no archive of torch.export.save"
+    raise NotAPt2(f"{shown} {what}.", again, path=shown)
+
+
+def check_pte(path: Path) -> None:
+    """Whether `path` has the head of an ExecuTorch program and is as long as that head says.
+
+    Raises:
+        NotAPte: the flatbuffer's identifier is not ET12, or its root lies outside.
+        TruncatedProgram: the file is shorter than its extended header's program and segments.
+    Source: the extended header of executorch/schema/extended_header.cpp, written by exir/_serialize/_program.py:
+        at byte 8, "eh00", u32 header length, u64 program size, u64 segment base offset, u64 segment data size.
+    """
+    shown = str(path)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    again = "Give the file that ExecuTorch's write_to_file or `etfarm compile -o` wrote."
+    if len(head) < 8 or not re.match(rb"ET\d\d", head[4:8]):
+        raise NotAPte(f"{shown} is no ExecuTorch program.", again, path=shown)
+    if head[4:8] != b"ET12":
+        version = head[4:8].decode()
+        raise NotAPte(
+            f"{shown} is a program of the format {version}; devices load ET12.",
+            "Export it again with ExecuTorch 1.x.",
+            path=shown,
+            format=version,
+        )
+    expected = struct.unpack_from("<I", head)[0] + 4
+    if len(head) >= 32 and head[8:12] == b"eh00":
+        (length,) = struct.unpack_from("<I", head, 12)
+        program_bytes, segments_at = struct.unpack_from("<QQ", head, 16)
+        segment_bytes = struct.unpack_from("<Q", head, 32)[0] if length >= 32 and len(head) >= 40 else 0
+        expected = max(expected, program_bytes, segments_at + segment_bytes)
+    if size < expected:
+        raise TruncatedProgram(shown, size, expected)
+
+
+def _known_demo(name: str) -> str:
+    if name in DEMOS:
+        return name
+    raise UnknownDemo(name, difflib.get_close_matches(name.lower().replace("-", "_"), DEMOS, cutoff=0.4), DEMOS)
+
+
+def _existing(text: str) -> Path:
+    path = Path(text)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise ModelNotFound(f"{text} is a folder, not a file.", path=text)
+    folder = path.parent
+    if not folder.is_dir():
+        raise ModelNotFound(
+            f"There is no file {text}.", f"There is no folder {folder} in {Path.cwd()} either.", path=text
+        )
+    siblings = [entry.name for entry in folder.iterdir() if entry.suffix == path.suffix]
+    near = difflib.get_close_matches(path.name, siblings, n=1)
+    remedy = f"Did you mean {folder / near[0]}?" if near else f"Paths start at the working folder, {Path.cwd()}."
+    raise ModelNotFound(f"There is no file {text}.", remedy, path=text)

@@ -1,0 +1,122 @@
+"""Step 1, client: source paths in stack traces, made the same for everyone and telling nothing of the client's disk.
+
+torch.export keeps `File "/home/ada/farm/models/net.py", line 31, in forward` with every node, and the report names the
+user's lines from that. A path becomes, by the first rule that fits:
+
+1. `<...>`, such as `<string>`: as it is.
+2. under site-packages or dist-packages: what follows, `torch/nn/modules/conv.py`.
+3. a module of this package, wherever it is installed: from `etfarm/` on.
+4. under the working folder: relative to it, `models/net.py`.
+5. under a folder of sys.path, the longest: relative to that, `net.py`.
+6. anything else: the file's name alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+_FRAME = re.compile(r'^(\s*File ")([^"\n]+)(", line \d+)', re.MULTILINE)
+_INSTALLED = re.compile(r"(?:.*/)?(?:site|dist)-packages/(.+)\Z")
+_OWN_FOLDER = Path(__file__).parent.as_posix()
+_OWN_ROOT = Path(__file__).parents[3].as_posix()
+_STDLIB = Path(os.__file__).parent.as_posix()
+_TORCH = ("torch/", "torchao/", "executorch/", "torchgen/", "functorch/")
+
+
+class Place(NamedTuple):
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def relative(path: str, base: Path) -> str:
+    """`path` of a source file as it may leave the client; `base` is the working folder. POSIX separators."""
+    if path.startswith("<"):
+        return path
+    path = path.replace("\\", "/")
+    installed = _INSTALLED.match(path)
+    if installed:
+        return installed[1]
+    if path.startswith(f"{_OWN_ROOT}/etfarm/"):
+        return path[len(_OWN_ROOT) + 1 :]
+    if not path.startswith("/") and ":" not in path:
+        return path.rsplit("/", 1)[-1] if path.startswith("../") else path.removeprefix("./")
+    roots = [base.as_posix(), base.resolve().as_posix()]
+    on_path = (Path(entry).as_posix() for entry in sys.path if entry and Path(entry).is_absolute())
+    for root in [*roots, *sorted(on_path, key=len, reverse=True)]:
+        prefix = root.rstrip("/") + "/"
+        if prefix != "/" and path.startswith(prefix):
+            return path[len(prefix) :]
+    return path.rsplit("/", 1)[-1]
+
+
+def relative_trace(trace: str, base: Path) -> str:
+    """A stack trace's text with the path of every frame made `relative`; lines of code stay."""
+    return _FRAME.sub(lambda frame: f"{frame[1]}{relative(frame[2], base)}{frame[3]}", trace)
+
+
+def make_relative(program: ExportedProgram, base: Path) -> None:
+    """Rewrites `stack_trace` of every node in place, those of submodules (torch.cond's branches) too."""
+    import torch
+
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                trace = node.meta.get("stack_trace")
+                if isinstance(trace, str):
+                    node.meta["stack_trace"] = relative_trace(trace, base)
+
+
+def place_of(error: BaseException, base: Path) -> Place | None:
+    """The innermost line of the user's own code that `error` went through, of its causes' where it has none itself."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        if isinstance(current, SyntaxError) and current.filename:
+            return Place(relative(current.filename, base), current.lineno or 0, (current.text or "").strip())
+        place = _innermost(traceback.extract_tb(current.__traceback__), base)
+        if place:
+            return place
+        current = current.__cause__ or current.__context__
+    return None
+
+
+def place_in(text: str, base: Path) -> Place | None:
+    """The innermost line of the user's own code in a stack trace that is part of a message."""
+    found = re.findall(r'^\s*File "([^"\n]+)", line (\d+), in [^\n]*\n(?:\s+(?!File ")([^\n]*))?', text, re.MULTILINE)
+    frames = [traceback.FrameSummary(file, int(line), "", line=code.strip()) for file, line, code in found]
+    return _innermost(frames, base)
+
+
+def _innermost(frames: Iterable[traceback.FrameSummary], base: Path) -> Place | None:
+    users = [frame for frame in frames if _is_users(frame.filename, base)]
+    if not users:
+        return None
+    last = users[-1]
+    return Place(relative(last.filename, base), last.lineno or 0, last.line or "")
+
+
+def _is_users(path: str, base: Path) -> bool:
+    if path.startswith("<"):
+        return False
+    posix = path.replace("\\", "/")
+    if posix.startswith(f"{_OWN_FOLDER}/"):
+        return posix.startswith(f"{_OWN_FOLDER}/demo_models/")
+    if _INSTALLED.match(posix):
+        return not relative(posix, base).startswith(_TORCH)
+    return not posix.startswith(f"{_STDLIB}/")
