@@ -1,0 +1,243 @@
+"""`etfarm bundle build`: compiles the C++ runner against ExecuTorch's wheel and packs it with everything it needs.
+
+No CMake and no torch: g++, the libraries and headers inside the wheel, and the standard library of Python. Equal inputs
+give equal bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import io
+import json
+import lzma
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from etfarm.device_agents.native.toolchain import (
+    EXECUTORCH_LIBRARIES,
+    LOADERS,
+    SYSTEM_LIBRARIES,
+    Compiler,
+    ExecutorchPackage,
+)
+from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle, BundledFile, BundleManifest
+from etfarm.wire import digest
+from etfarm.wire.errors import EtfarmError, FarmError, UserError
+
+SOURCES: Final = Path(__file__).parent
+ENTRY: Final = "etfarm-runner"
+_FLAGS: Final = (
+    "-std=c++17", "-O2", "-fPIE", "-Wall", "-Wextra",
+    # The c10 headers in the wheel would include a file that only a build of PyTorch generates.
+    "-DC10_USING_CUSTOM_GENERATED_MACROS",
+    # These change the layout and the inlines of classes that we share with the wheel's libraries.
+    "-DET_EVENT_TRACER_ENABLED", "-DET_USE_THREADPOOL",
+)  # fmt: skip
+_LINK_FLAGS: Final = (
+    # Kernel and backend libraries only register themselves; nothing refers to them, and they must be loaded all the same.
+    "-pie", "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", "-Wl,--build-id=none", "-s",
+)  # fmt: skip
+_EMULATORS: Final = {
+    # Other CPU models of qemu have kernels in XNNPACK that give wrong int8 results there.
+    "aarch64": ("qemu-aarch64-static", "-cpu", "cortex-a76"),
+}
+_PROBE_SECONDS: Final = 30
+
+Say = Callable[[str], None]
+
+
+class RunnerUnusable(FarmError):
+    """The runner was built and does not start."""
+
+    reason = "RUNNER_UNUSABLE"
+
+
+def source_digest() -> str:
+    """Digest over the runner's sources and how they are compiled: equal for equal behaviour."""
+    sources = {path.name: digest.of_file(path) for path in _sources("*.cpp") + _sources("*.h")}
+    return digest.of_value({"sources": sources, "flags": [*_FLAGS, *_LINK_FLAGS], "libraries": EXECUTORCH_LIBRARIES})
+
+
+def build_bundle(
+    arch: str,
+    out: Path,
+    *,
+    executorch: Path | None = None,
+    say: Say = lambda line: None,
+    jobs: int | None = None,
+) -> BundleManifest:
+    """Writes the bundle for `arch` to `out`, whole or not at all. Blocks for some seconds.
+
+    Args:
+        arch: `x86_64` or `aarch64`.
+        out: ends in `.tar.gz`, `.tgz` or `.tar.xz`, which chooses the compression (xz: smaller by half, slower).
+        executorch: an `executorch` package folder, a folder that has one, or its wheel; the installed one by default.
+        say: takes a line of progress.
+        jobs: compilers at a time; the number of CPUs by default.
+
+    Raises:
+        CompilerMissing, CompilerFailed, ExecutorchMissing: nothing to build with.
+        RunnerUnusable: the runner does not start on the architecture it was made for.
+    """
+    if arch not in LOADERS:
+        raise UserError(f"There is no runner for {arch!r}.", f"Choose one of {', '.join(LOADERS)}.", arch=arch)
+    compressor = _compressor(out)
+    with tempfile.TemporaryDirectory(prefix="etfarm-bundle-") as name:
+        scratch = Path(name)
+        compiler = Compiler.find(arch)
+        package = ExecutorchPackage.find(arch, executorch, scratch)
+        say(f"compiling for {arch} with {Path(compiler.path).name} {compiler.version()}, ExecuTorch {package.version}")
+        binary = compile_runner(compiler, package, scratch / "objects", jobs=jobs)
+
+        folder = scratch / "bundle"
+        folder.mkdir()
+        members = {ENTRY: binary, LOADERS[arch]: compiler.system_library(LOADERS[arch])}
+        members |= {library: package.folder / "lib" / library for library in EXECUTORCH_LIBRARIES}
+        members |= {library: compiler.system_library(library) for library in SYSTEM_LIBRARIES}
+        for member, path in members.items():
+            shutil.copyfile(path, folder / member)
+            # The loader and the runner are started; libraries are only mapped.
+            (folder / member).chmod(0o755 if member in (ENTRY, LOADERS[arch]) else 0o644)
+
+        manifest = _probed(arch, package.version, folder)
+        say(f"packing {len(members)} files, {sum(file.size for file in manifest.files.values()) / 1e6:.1f} MB")
+        _write(out, compressor(pack(folder, manifest)))
+    return manifest
+
+
+def compile_runner(compiler: Compiler, package: ExecutorchPackage, folder: Path, *, jobs: int | None = None) -> Path:
+    """The runner's executable, made in `folder`.
+
+    Raises:
+        CompilerFailed: with the compiler's own words.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    include = package.folder / "include"
+    flags = [
+        *_FLAGS,
+        f'-DETFARM_EXECUTORCH_VERSION="{package.version}"',
+        # Paths of this machine must not get into the program: __FILE__ stands in log lines.
+        f"-ffile-prefix-map={SOURCES}=.",
+        f"-ffile-prefix-map={include}=include",
+        "-isystem", str(include),
+        "-isystem", str(include / "executorch" / "runtime" / "core" / "portable_type" / "c10"),
+    ]  # fmt: skip
+
+    def compile_one(source: Path) -> str:
+        compiler.run([*flags, "-c", str(source), "-o", f"{source.stem}.o"], source.name, folder)
+        return f"{source.stem}.o"
+
+    # The largest first: with few CPUs the last one to start decides when all are done.
+    sources = sorted(_sources("*.cpp"), key=lambda path: -path.stat().st_size)
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        objects = sorted(pool.map(compile_one, sources))
+    libraries = [f"-l{name.removeprefix('lib').removesuffix('.so')}" for name in EXECUTORCH_LIBRARIES]
+    compiler.run([*objects, "-o", ENTRY, *_LINK_FLAGS, f"-L{package.folder / 'lib'}", *libraries], "linking", folder)
+    return folder / ENTRY
+
+
+def pack(folder: Path, manifest: BundleManifest) -> bytes:
+    """The uncompressed tar of a bundle's folder: names sorted, the manifest first, no times, no owners."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        text = json.dumps(manifest.to_json(), indent=1, sort_keys=True).encode() + b"\n"
+        _add(tar, MANIFEST_NAME, text, 0o644)
+        for name in sorted(manifest.files):
+            path = folder / name
+            _add(tar, name, path.read_bytes(), 0o755 if path.stat().st_mode & 0o100 else 0o644)
+    return stream.getvalue()
+
+
+def main(argv: list[str]) -> int:
+    """The command; `argv` is what follows `bundle build`."""
+    parser = argparse.ArgumentParser(prog="etfarm bundle build", description="Build a runner bundle for devices.")
+    parser.add_argument("--arch", choices=sorted(LOADERS), default=platform.machine(), help="default: this machine's")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help=".tar.gz or .tar.xz")
+    parser.add_argument("--executorch", type=Path, metavar="DIR|WHEEL", help="default: the installed package")
+    options = parser.parse_args(argv)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    started = time.monotonic()
+    try:
+        manifest = build_bundle(options.arch, options.output, executorch=options.executorch, say=say)
+    except EtfarmError as error:
+        say(str(error))
+        return 1
+    if manifest.note:
+        say(manifest.note)
+    size = options.output.stat().st_size
+    say(
+        f"{options.output}: {size / 1e6:.1f} MB, {len(manifest.operators)} operators, "
+        f"backends {', '.join(manifest.backends) or 'unknown'}, {time.monotonic() - started:.1f} s"
+    )
+    return 0
+
+
+def _probed(arch: str, version: str, folder: Path) -> BundleManifest:
+    """The manifest of `folder`, with what the runner there says of itself."""
+    files = {path.name: BundledFile(digest.of_file(path), path.stat().st_size) for path in folder.iterdir()}
+    manifest = BundleManifest(arch, version, source_digest(), (), (), files, LOADERS[arch], ENTRY)
+    emulator: Sequence[str] = ()
+    if arch != platform.machine():
+        emulator = _EMULATORS.get(arch, ())
+        if not emulator or not shutil.which(emulator[0]):
+            note = f"Backends and operators are not listed: this machine cannot run programs for {arch}."
+            return BundleManifest(arch, version, manifest.source_digest, (), (), files, LOADERS[arch], ENTRY, note)
+    try:
+        done = subprocess.run(
+            Bundle(folder, manifest).command(emulator),
+            input=b"hello\n", capture_output=True, check=True, timeout=_PROBE_SECONDS, env={"LC_ALL": "C"},
+        )  # fmt: skip
+        said = next(event for event in map(json.loads, done.stdout.splitlines()) if event["event"] == "result")
+        backends, operators = tuple(said["backends"]), tuple(said["operators"])
+    except subprocess.CalledProcessError as error:
+        why = error.stderr.decode(errors="replace").strip() or f"exit code {error.returncode}"
+        raise RunnerUnusable(f"The runner for {arch} was built and does not start: {why}", arch=arch) from None
+    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, StopIteration) as error:
+        raise RunnerUnusable(f"The runner for {arch} was built and does not answer: {error}", arch=arch) from None
+    return BundleManifest(arch, version, manifest.source_digest, backends, operators, files, LOADERS[arch], ENTRY)
+
+
+def _sources(pattern: str) -> list[Path]:
+    return sorted(SOURCES.glob(pattern))
+
+
+def _compressor(out: Path) -> Callable[[bytes], bytes]:
+    if out.name.endswith((".tar.gz", ".tgz")):
+        return lambda data: gzip.compress(data, 6, mtime=0)
+    if out.name.endswith(".tar.xz"):
+        return lambda data: lzma.compress(data, preset=6)
+    raise UserError(f"{out.name} does not say how to compress.", "Name it *.tar.gz or *.tar.xz.", output=out)
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes, mode: int) -> None:
+    member = tarfile.TarInfo(name)
+    member.size, member.mode = len(data), mode
+    tar.addfile(member, io.BytesIO(data))
+
+
+def _write(out: Path, data: bytes) -> None:
+    """Beside `out` first: who watches for the file never sees half of it."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = out.with_name(f".{out.name}.{os.getpid()}")
+        try:
+            partial.write_bytes(data)
+            partial.replace(out)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}.", output=out) from None

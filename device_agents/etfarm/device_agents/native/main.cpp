@@ -1,0 +1,260 @@
+// etfarm-runner: loads one ExecuTorch program and runs it on command. PROTOCOL.md is its specification.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <map>
+#include <new>
+#include <set>
+
+#include <executorch/runtime/backend/interface.h>
+#include <executorch/runtime/kernel/operator_registry.h>
+#include <sched.h>
+
+#include "log.h"
+#include "passes.h"
+#include "session.h"
+#include "system.h"
+#include "threadpool.h"
+#include "wire.h"
+
+#ifndef ETFARM_EXECUTORCH_VERSION
+#error "build.py defines ETFARM_EXECUTORCH_VERSION"
+#endif
+#if defined(__x86_64__)
+#define ETFARM_ARCH "x86_64"
+#elif defined(__aarch64__)
+#define ETFARM_ARCH "aarch64"
+#else
+#error "etfarm runs on x86_64 and aarch64"
+#endif
+
+namespace etfarm {
+namespace {
+
+constexpr int kProtocol = 1;
+// More than any tensor that a phone holds; a length beyond it is a damaged stream.
+constexpr std::int64_t kMaxPayloadBytes = std::int64_t{1} << 33;
+constexpr std::int64_t kMaxTimeNs = std::int64_t{1} << 60;
+
+Json result_of(const Command& command) { return Json().text("event", "result").text("command", command.name()); }
+
+void send_values(Json result, const std::vector<Json>& headers, const Bytes& payload) {
+  result.objects("values", headers).number("payload_bytes", static_cast<std::int64_t>(payload.size()));
+  Channel::get().send(result, payload.data(), payload.size());
+}
+
+void hello(Session&, Command& command) {
+  command.finish();
+  std::set<std::string> operators;
+  for (const auto& kernel : executorch::runtime::get_registered_kernels()) operators.insert(kernel.name_);
+  std::set<std::string> backends;
+  for (std::size_t i = 0; i < executorch::runtime::get_num_registered_backends(); ++i) {
+    const auto name = executorch::runtime::get_backend_name(i);
+    const auto* backend = name.ok() ? executorch::runtime::get_backend_class(*name) : nullptr;
+    if (backend && backend->is_available()) backends.insert(*name);
+  }
+  Channel::get().send(result_of(command)
+                          .number("protocol", kProtocol)
+                          .text("executorch", ETFARM_EXECUTORCH_VERSION)
+                          .text("arch", ETFARM_ARCH)
+                          .texts("backends", {backends.begin(), backends.end()})
+                          .texts("operators", {operators.begin(), operators.end()}));
+}
+
+void threads(Session& session, Command& command) {
+  const auto count = command.integer("n", 1, 1024);
+  command.finish();
+  if (session.loaded()) throw Failure{"BAD_STATE", "threads must be set before load: XNNPACK keeps the old pool and can hang", "", {}};
+  auto* pool = executorch::extension::threadpool::get_threadpool();
+  if (!pool && count != 1) throw Failure{"RUNTIME", "ExecuTorch has no thread pool here", "", {}};
+  if (pool && pool->get_thread_count() != static_cast<std::size_t>(count)) pool->_unsafe_reset_threadpool(static_cast<std::uint32_t>(count));
+  if (thread_count() != static_cast<std::size_t>(count)) {
+    throw Failure{"RUNTIME", "the thread pool has " + std::to_string(thread_count()) + " threads where " + std::to_string(count) + " were asked for", "", {}};
+  }
+  Channel::get().send(result_of(command).number("threads", count));
+}
+
+void affinity(Session&, Command& command) {
+  const auto cores = command.integers("cores", 0, CPU_SETSIZE - 1);
+  command.finish();
+  if (cores.empty()) throw Failure{"BAD_COMMAND", "affinity needs at least one core", "", {}};
+  if (const auto problem = bind_to_cores(cores)) throw Failure{"SYSTEM", "cannot bind to the cores " + shape_text(cores) + ": " + *problem, "", {}};
+  Channel::get().send(result_of(command).numbers("cores", cores));
+}
+
+// Puts what a Session method gave behind the event's head.
+void reply(const Command& command, const Json& body) {
+  Channel::get().send(result_of(command).append(body));
+}
+
+void load(Session& session, Command& command) {
+  const std::string path = command.require("path");
+  const auto data = command.take_all("data");
+  command.finish();
+  reply(command, session.load(path, data));
+}
+
+void method(Session& session, Command& command) {
+  const std::string name = command.require("name");
+  command.finish();
+  reply(command, session.describe(name));
+}
+
+void load_method(Session& session, Command& command) {
+  const std::string name = command.require("name");
+  const bool trace = command.flag("trace", false);
+  const bool debug = command.flag("debug", false);
+  command.finish();
+  reply(command, session.load_method(name, trace, debug));
+}
+
+void input(Session& session, Command& command) {
+  session.set_input(command);
+  Channel::get().send(result_of(command));
+}
+
+void default_inputs(Session& session, Command& command) {
+  const auto seed = static_cast<std::uint64_t>(command.integer("seed", 0, INT64_MAX));
+  command.finish();
+  std::vector<Json> headers;
+  Bytes payload;
+  session.default_inputs(seed, headers, payload);
+  send_values(result_of(command), headers, payload);
+}
+
+void run(Session& session, Command& command) {
+  command.finish();
+  LoadedMethod& method = session.ready();
+  if (method.debugging()) throw Failure{"BAD_STATE", "a method loaded with debug=1 runs by the debug command only", "", {}};
+  const auto took = method.execute(session.inputs());
+  if (method.tracer()) method.tracer()->reset();
+  Channel::get().send(result_of(command).number("run_ns", took));
+}
+
+void measure_command(Session& session, Command& command) {
+  const Plan plan{
+      command.integer("warmup", 0, 1'000'000'000, 10),
+      command.integer("iterations", 1, 1'000'000'000, 100),
+      command.integer("min_time_ns", 0, kMaxTimeNs, 1'000'000'000),
+      command.integer("max_time_ns", 1, kMaxTimeNs, 60'000'000'000),
+      command.integer("max_samples", 1, 100'000'000, 1'000'000),
+  };
+  command.finish();
+  measure(session, plan, result_of(command));
+}
+
+void trace_command(Session& session, Command& command) {
+  const auto iterations = command.integer("iterations", 1, 1'000'000);
+  const auto warmup = command.integer("warmup", 0, 1'000'000, 1);
+  const std::string path = command.require("path");
+  command.finish();
+  trace(session, warmup, iterations, path, result_of(command));
+}
+
+void debug_command(Session& session, Command& command) {
+  const std::string path = command.require("path");
+  const std::string dump = command.require("dump");
+  command.finish();
+  Channel::get().send(debug(session, path, dump, result_of(command)));
+}
+
+void outputs(Session& session, Command& command) {
+  command.finish();
+  std::vector<Json> headers;
+  Bytes payload;
+  session.outputs(headers, payload);
+  send_values(result_of(command), headers, payload);
+}
+
+void memory(Session&, Command& command) {
+  command.finish();
+  Channel::get().send(result_of(command)
+                          .number("rss_bytes", status_bytes("VmRSS"))
+                          .number("peak_rss_bytes", status_bytes("VmHWM"))
+                          .number("data_bytes", status_bytes("VmData")));
+}
+
+const std::map<std::string, std::function<void(Session&, Command&)>>& commands() {
+  static const std::map<std::string, std::function<void(Session&, Command&)>> table = {
+      {"hello", hello},       {"threads", threads}, {"affinity", affinity}, {"load", load},
+      {"method", method},     {"input", input},     {"run", run},           {"load_method", load_method},
+      {"outputs", outputs},   {"memory", memory},   {"trace", trace_command}, {"default_inputs", default_inputs},
+      {"measure", measure_command}, {"debug", debug_command},
+  };
+  return table;
+}
+
+void send_error(const std::string& command, const Failure& failure) {
+  Json event;
+  event.text("event", "error").text("command", command).text("code", failure.code).text("message", failure.message);
+  failure.runtime_code.empty() ? event.null("runtime_code") : event.text("runtime_code", failure.runtime_code);
+  Channel::get().send(event.texts("names", failure.names).texts("log", log::recent()));
+}
+
+// Answers one line; false where the session is over.
+bool serve(Session& session, const std::string& line) {
+  log::begin_command();
+  Command command;
+  try {
+    command = Command::parse(line);
+    // A payload is taken whatever the command is: what follows it must not be read as commands.
+    if (const auto bytes = command.take("bytes")) {
+      const auto size = static_cast<std::size_t>(parse_integer(*bytes, "bytes", 0, kMaxPayloadBytes));
+      try {
+        if (command.name() == "input" ? !Channel::get().read_payload(command.payload, size) : !Channel::get().skip(size)) return false;
+      } catch (const std::bad_alloc&) {
+        Channel::get().skip(size);
+        throw;
+      }
+    }
+    if (command.name() == "quit") {
+      command.finish();
+      Channel::get().send(result_of(command));
+      return false;
+    }
+    const auto entry = commands().find(command.name());
+    if (entry == commands().end()) throw Failure{"BAD_COMMAND", "there is no command '" + command.name().substr(0, 40) + "'", "", {}};
+    entry->second(session, command);
+  } catch (const Failure& failure) {
+    send_error(command.name(), failure);
+  } catch (const std::bad_alloc&) {
+    send_error(command.name(), {"OUT_OF_MEMORY", "the memory that this process may use is exhausted", "MemoryAllocationFailed", {}});
+  } catch (const std::exception& error) {
+    send_error(command.name(), {"RUNTIME", std::string("uncaught exception: ") + error.what(), "Internal", {}});
+  }
+  return true;
+}
+
+int run_main(int argc, char** argv) {
+  std::optional<std::int64_t> limit;
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--limit-data-bytes") != 0 || i + 1 >= argc || std::atoll(argv[i + 1]) <= 0) {
+      std::fprintf(stderr, "usage: etfarm-runner [--limit-data-bytes N]\n");
+      return 2;
+    }
+    limit = std::atoll(argv[++i]);
+  }
+  restrain(limit);
+  Channel& channel = Channel::get();
+  log::capture();
+  Session session;
+  for (;;) {
+    try {
+      const auto line = channel.read_line();
+      if (!line || !serve(session, *line)) break;
+    } catch (const Failure& failure) {
+      send_error("", failure);
+    }
+  }
+  // Destructors of backends have nothing left to do for us, and some wait for threads.
+  std::fflush(nullptr);
+  std::_Exit(0);
+}
+
+}  // namespace
+}  // namespace etfarm
+
+int main(int argc, char** argv) { return etfarm::run_main(argc, argv); }

@@ -1,0 +1,369 @@
+#include "session.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <sys/mman.h>
+
+#include <executorch/runtime/backend/interface.h>
+
+#include "log.h"
+#include "threadpool.h"
+
+namespace etfarm {
+
+using executorch::extension::FlatTensorDataMap;
+using executorch::extension::MmapDataLoader;
+using executorch::extension::merged_data_map::MergedDataMap;
+using executorch::runtime::Error;
+using executorch::runtime::EValue;
+using executorch::runtime::MethodMeta;
+using executorch::runtime::NamedDataMap;
+using executorch::runtime::Program;
+using executorch::runtime::Span;
+using executorch::runtime::Tag;
+using executorch::runtime::TensorInfo;
+
+namespace {
+
+std::string error_name(Error error) {
+  const char* name = executorch::runtime::to_string(error);
+  constexpr std::string_view prefix = "Error::";
+  return std::strncmp(name, prefix.data(), prefix.size()) == 0 ? name + prefix.size() : name;
+}
+
+template <typename T>
+T unwrap(executorch::runtime::Result<T>&& result, const std::string& doing) {
+  if (!result.ok()) throw runtime_failure(doing, result.error());
+  return std::move(*result);
+}
+
+const char* kind_name(Tag tag) {
+  switch (tag) {
+    case Tag::Tensor:
+      return "tensor";
+    case Tag::Int:
+      return "int";
+    case Tag::Double:
+      return "double";
+    case Tag::Bool:
+      return "bool";
+    case Tag::None:
+      return "none";
+    default:
+      return "unsupported";
+  }
+}
+
+bool backend_usable(const char* name) {
+  const auto* backend = executorch::runtime::get_backend_class(name);
+  return backend && backend->is_available();
+}
+
+// The operators that the runtime complained about while it loaded the method.
+std::vector<std::string> missing_operators() {
+  constexpr std::string_view mark = "Missing operator: [";
+  std::vector<std::string> names;
+  for (const auto& line : log::recent()) {
+    const std::size_t at = line.find(mark);
+    const std::size_t end = at == std::string::npos ? at : line.find("] ", at);
+    if (end != std::string::npos) names.push_back(line.substr(end + 2));
+  }
+  return names;
+}
+
+std::string joined(const std::vector<std::string>& names) {
+  std::string text;
+  for (const auto& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
+
+Json tensor_json(std::size_t index, const TensorInfo& info) {
+  return Json()
+      .number("index", static_cast<std::int64_t>(index))
+      .text("kind", "tensor")
+      .text("name", info.name())
+      .text("dtype", dtype_name(info.scalar_type()))
+      .numbers("shape", {info.sizes().begin(), info.sizes().end()})
+      .numbers("dim_order", {info.dim_order().begin(), info.dim_order().end()})
+      .number("size_bytes", static_cast<std::int64_t>(info.nbytes()))
+      .boolean("planned", info.is_memory_planned());
+}
+
+}  // namespace
+
+std::int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+Failure runtime_failure(const std::string& doing, Error error) {
+  const auto lines = log::recent();
+  std::string message = doing + ": ExecuTorch says " + error_name(error);
+  if (!lines.empty()) message += ": " + lines.back();
+  return Failure{"RUNTIME", message, error_name(error), {}};
+}
+
+Pages::Pages(std::size_t size) : data_(nullptr), size_(size) {
+  if (size == 0) return;
+  void* pages = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (pages == MAP_FAILED) throw std::bad_alloc();
+  data_ = static_cast<std::uint8_t*>(pages);
+}
+
+Pages::~Pages() {
+  if (data_) ::munmap(data_, size_);
+}
+
+LoadedMethod::LoadedMethod(const Program& program, const NamedDataMap* data, const std::string& name, bool trace, bool debug)
+    : name_(name), debug_(debug) {
+  const MethodMeta meta = unwrap(program.method_meta(name.c_str()), "method '" + name + "'");
+  std::vector<std::string> missing;
+  for (std::size_t i = 0; i < meta.num_backends(); ++i) {
+    const char* backend = unwrap(meta.get_backend_name(i), "backend " + std::to_string(i));
+    if (!backend_usable(backend)) missing.emplace_back(backend);
+  }
+  if (!missing.empty()) throw Failure{"BACKEND_MISSING", "this runner has no backend " + joined(missing), "", missing};
+
+  for (std::size_t i = 0; i < meta.num_memory_planned_buffers(); ++i) {
+    const std::int64_t size = unwrap(meta.memory_planned_buffer_size(i), "planned buffer " + std::to_string(i));
+    if (size < 0) throw Failure{"RUNTIME", "planned buffer " + std::to_string(i) + " has a negative size", "InvalidProgram", {}};
+    pages_.emplace_back(static_cast<std::size_t>(size));
+  }
+  for (const auto& pages : pages_) spans_.emplace_back(pages.data(), pages.size());
+  planned_ = std::make_unique<executorch::runtime::HierarchicalAllocator>(Span<Span<std::uint8_t>>(spans_.data(), spans_.size()));
+  manager_ = std::make_unique<executorch::runtime::MemoryManager>(&method_allocator_, planned_.get(), &temp_allocator_);
+  if (trace) {
+    tracer_ = std::make_unique<executorch::etdump::ETDumpGen>();
+    if (debug) tracer_->set_event_tracer_debug_level(executorch::runtime::EventTracerDebugLogLevel::kIntermediateOutputs);
+  }
+
+  const std::int64_t start = now_ns();
+  auto method = program.load_method(name.c_str(), manager_.get(), tracer_.get(), data);
+  load_method_ns = now_ns() - start;
+  if (!method.ok()) {
+    if (method.error() == Error::OperatorMissing) {
+      const auto operators = missing_operators();
+      throw Failure{"OPERATOR_MISSING", "this runner has no kernel for " + joined(operators), error_name(method.error()), operators};
+    }
+    throw runtime_failure("method '" + name + "' cannot be loaded", method.error());
+  }
+  method_.emplace(std::move(*method));
+  provide_outputs();
+}
+
+// A program that was exported without planned outputs leaves their memory to the caller.
+void LoadedMethod::provide_outputs() {
+  const MethodMeta meta = method_->method_meta();
+  for (std::size_t i = 0; i < meta.num_outputs(); ++i) {
+    const EValue& value = method_->get_output(i);
+    if (!value.isTensor() || value.toTensor().const_data_ptr() || value.toTensor().nbytes() == 0) continue;
+    const TensorInfo info = unwrap(meta.output_tensor_meta(i), "output " + std::to_string(i));
+    if (info.is_memory_planned()) continue;
+    Pages pages(info.nbytes());
+    if (method_->set_output_data_ptr(pages.data(), pages.size(), i) == Error::Ok) outputs_.push_back(std::move(pages));
+  }
+}
+
+// get_input() is deprecated for callers who would write through it; it is the only way to the dynamism of a shape.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+const EValue& LoadedMethod::input(std::size_t index) { return method_->get_input(index); }
+#pragma GCC diagnostic pop
+
+bool LoadedMethod::is_dynamic(std::size_t index) {
+  const EValue& value = input(index);
+  return value.isTensor() && value.toTensor().shape_dynamism() != executorch::aten::TensorShapeDynamism::STATIC;
+}
+
+std::int64_t LoadedMethod::execute(const std::vector<std::optional<Input>>& inputs) {
+  // The memory planner reuses an input's bytes once its last reader is done: the next run would read activations.
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const EValue& value = inputs[i]->value();
+    if (value.isNone()) continue;  // baked into the program; ExecuTorch takes no None
+    const Error error = method_->set_input(value, i);
+    if (error != Error::Ok) throw runtime_failure("input " + std::to_string(i) + " was refused", error);
+  }
+  const std::int64_t start = now_ns();
+  const Error error = method_->execute();
+  const std::int64_t took = now_ns() - start;
+  if (error != Error::Ok) throw runtime_failure("method '" + name_ + "' failed", error);
+  if (!first_run_ns) first_run_ns = took;
+  return took;
+}
+
+Json Session::load(const std::string& path, const std::vector<std::string>& data) {
+  if (program_) throw Failure{"BAD_STATE", "a program is loaded already; a runner process serves one", "", {}};
+  data_.clear();
+  loaders_.clear();
+  // The pool is fixed before XNNPACK sees it: resetting it later can hang.
+  const std::size_t threads = thread_count();
+
+  const auto open = [this](const std::string& file) {
+    auto loader = unwrap(MmapDataLoader::from(file.c_str(), MmapDataLoader::MlockConfig::NoMlock), "cannot open " + file);
+    loaders_.push_back(std::make_unique<MmapDataLoader>(std::move(loader)));
+    return loaders_.back().get();
+  };
+  std::vector<const NamedDataMap*> maps;
+  const std::int64_t start = now_ns();
+  for (const auto& file : data) {
+    data_.push_back(std::make_unique<FlatTensorDataMap>(unwrap(FlatTensorDataMap::load(open(file)), "cannot read " + file)));
+    maps.push_back(data_.back().get());
+  }
+  if (maps.size() > 1) merged_.emplace(unwrap(MergedDataMap::load({maps.data(), maps.size()}), "data files contradict each other"));
+  // Minimal, the default, lets one in eight damaged files crash or hang the process; this check costs microseconds.
+  program_.emplace(unwrap(Program::load(open(path), Program::Verification::InternalConsistency), "cannot load the program"));
+  const std::int64_t load_ns = now_ns() - start;
+
+  std::vector<std::string> methods;
+  for (std::size_t i = 0; i < program_->num_methods(); ++i) {
+    methods.emplace_back(unwrap(program_->get_method_name(i), "method " + std::to_string(i)));
+  }
+  return Json().number("load_ns", load_ns).texts("methods", methods).number("threads", static_cast<std::int64_t>(threads));
+}
+
+MethodMeta Session::meta(const std::string& method) {
+  if (!program_) throw Failure{"BAD_STATE", "no program is loaded", "", {}};
+  return unwrap(program_->method_meta(method.c_str()), "no method '" + method + "'");
+}
+
+Json Session::describe(const std::string& name) {
+  const MethodMeta meta = this->meta(name);
+  LoadedMethod* loaded = method_ && method_->name() == name ? method_.get() : nullptr;
+
+  const auto describe_value = [](std::size_t index, Tag tag) {
+    return Json().number("index", static_cast<std::int64_t>(index)).text("kind", kind_name(tag));
+  };
+  std::vector<Json> inputs;
+  for (std::size_t i = 0; i < meta.num_inputs(); ++i) {
+    const Tag tag = unwrap(meta.input_tag(i), "input " + std::to_string(i));
+    if (tag == Tag::Tensor) {
+      inputs.push_back(tensor_json(i, unwrap(meta.input_tensor_meta(i), "input " + std::to_string(i))));
+      loaded ? inputs.back().boolean("dynamic", loaded->is_dynamic(i)) : inputs.back().null("dynamic");
+    } else {
+      inputs.push_back(describe_value(i, tag));
+    }
+  }
+  std::vector<Json> outputs;
+  for (std::size_t i = 0; i < meta.num_outputs(); ++i) {
+    const Tag tag = unwrap(meta.output_tag(i), "output " + std::to_string(i));
+    outputs.push_back(tag == Tag::Tensor ? tensor_json(i, unwrap(meta.output_tensor_meta(i), "output " + std::to_string(i)))
+                                         : describe_value(i, tag));
+  }
+  std::vector<std::int64_t> planned;
+  for (std::size_t i = 0; i < meta.num_memory_planned_buffers(); ++i) {
+    planned.push_back(unwrap(meta.memory_planned_buffer_size(i), "planned buffer " + std::to_string(i)));
+  }
+  std::vector<std::string> backends;
+  for (std::size_t i = 0; i < meta.num_backends(); ++i) {
+    backends.emplace_back(unwrap(meta.get_backend_name(i), "backend " + std::to_string(i)));
+  }
+  return Json().text("name", name).objects("inputs", inputs).objects("outputs", outputs).numbers("planned_bytes", planned).texts("backends", backends);
+}
+
+Json Session::load_method(const std::string& name, bool trace, bool debug) {
+  const std::size_t count = meta(name).num_inputs();
+  if (debug && !trace) throw Failure{"BAD_COMMAND", "debug=1 needs trace=1", "", {}};
+  method_.reset();  // before the new one, so that both are never in memory at once
+  const NamedDataMap* data = merged_ ? static_cast<const NamedDataMap*>(&*merged_) : data_.empty() ? nullptr : data_[0].get();
+  method_ = std::make_unique<LoadedMethod>(*program_, data, name, trace, debug);
+  inputs_[name].resize(count);
+  return Json().number("load_method_ns", method_->load_method_ns);
+}
+
+LoadedMethod& Session::loaded_method() {
+  if (!method_) throw Failure{"BAD_STATE", "no method is loaded", "", {}};
+  return *method_;
+}
+
+LoadedMethod& Session::ready() {
+  LoadedMethod& method = loaded_method();
+  const auto& given = inputs_[method.name()];
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    if (!given[i]) throw Failure{"INPUT_MISMATCH", "input " + std::to_string(i) + " of " + std::to_string(given.size()) + " is not set", "", {}};
+  }
+  return method;
+}
+
+ExpectedTensor Session::expected(std::size_t index) {
+  const std::string what = "input " + std::to_string(index);
+  const TensorInfo info = unwrap(meta(method_->name()).input_tensor_meta(index), what);
+  return {index, std::string(info.name()), info.scalar_type(), {info.sizes().begin(), info.sizes().end()},
+          {info.dim_order().begin(), info.dim_order().end()}, method_->is_dynamic(index)};
+}
+
+void Session::set_input(Command& command) {
+  LoadedMethod& method = loaded_method();
+  auto& inputs = inputs_[method.name()];
+  const auto index = static_cast<std::size_t>(command.integer("index", 0, 1 << 20));
+  const auto kind = command.take("kind").value_or("tensor");
+  if (index >= inputs.size()) {
+    throw Failure{"INPUT_MISMATCH",
+                  "there is no input " + std::to_string(index) + ": method '" + method.name() + "' takes " + std::to_string(inputs.size()), "", {}};
+  }
+  const EValue& baked = method.input(index);
+  if (kind != kind_name(baked.tag)) {
+    throw Failure{"INPUT_MISMATCH", "input " + std::to_string(index) + " must be " + kind_name(baked.tag) + ", not " + kind, "", {}};
+  }
+  if (kind == "tensor") {
+    const std::string dtype = command.require("dtype");
+    const auto shape = command.integers("shape", 0, INT32_MAX);
+    const auto dim_order = command.integers("dim_order", 0, 255);
+    command.finish();
+    inputs[index] = checked_tensor(expected(index), dtype, shape, dim_order, std::move(command.payload));
+    return;
+  }
+  EValue value;
+  bool same = true;
+  if (kind == "int") {
+    value = EValue(command.integer("value", INT64_MIN, INT64_MAX));
+    same = value.toInt() == baked.toInt();
+  } else if (kind == "bool") {
+    value = EValue(command.flag("value", false));
+    same = value.toBool() == baked.toBool();
+  } else if (kind == "double") {
+    const std::string text = command.require("value");
+    char* end = nullptr;
+    const double number = std::strtod(text.c_str(), &end);
+    if (text.empty() || *end != '\0') throw Failure{"BAD_COMMAND", "value must be a number", "", {}};
+    value = EValue(number);
+    same = number == baked.toDouble() || (number != number && baked.toDouble() != baked.toDouble());
+  } else if (kind != "none") {
+    throw Failure{"INPUT_MISMATCH", "input " + std::to_string(index) + " is of a kind that etfarm does not carry", "", {}};
+  }
+  command.finish();
+  // The exporter bakes scalars in; another value would need another program.
+  if (!same) throw Failure{"INPUT_MISMATCH", "input " + std::to_string(index) + " must be the " + kind + " that the program was exported with", "", {}};
+  inputs[index] = Input::scalar(std::move(value));
+}
+
+void Session::default_inputs(std::uint64_t seed, std::vector<Json>& headers, Bytes& payload) {
+  LoadedMethod& method = loaded_method();
+  auto& inputs = inputs_[method.name()];
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    std::string name;
+    if (method.input(i).isTensor()) {
+      const ExpectedTensor tensor = expected(i);
+      if (item_bytes(tensor.type) == 0) throw Failure{"INPUT_MISMATCH", "input " + std::to_string(i) + " has a dtype that etfarm does not carry", "", {}};
+      std::size_t elements = 1;
+      for (const auto size : tensor.shape) elements *= static_cast<std::size_t>(size);
+      inputs[i] = Input::tensor(tensor.type, tensor.shape, tensor.dim_order, default_data(tensor.type, elements, seed, i));
+      name = tensor.name;
+    } else {
+      inputs[i] = Input::scalar(method.input(i));
+    }
+    append_value(inputs[i]->value(), name, headers, payload);
+  }
+}
+
+void Session::outputs(std::vector<Json>& headers, Bytes& payload) {
+  LoadedMethod& method = loaded_method();
+  if (!method.first_run_ns) throw Failure{"BAD_STATE", "the method has not run since it was loaded", "", {}};
+  const MethodMeta meta = this->meta(method.name());
+  for (std::size_t i = 0; i < meta.num_outputs(); ++i) {
+    const auto info = meta.output_tensor_meta(i);
+    append_value(method.method().get_output(i), info.ok() ? std::string(info->name()) : "", headers, payload);
+  }
+}
+
+}  // namespace etfarm

@@ -1,0 +1,106 @@
+// The one program of this process and the one method of it that is loaded.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <executorch/devtools/etdump/etdump_flatcc.h>
+#include <executorch/extension/data_loader/mmap_data_loader.h>
+#include <executorch/extension/flat_tensor/flat_tensor_data_map.h>
+#include <executorch/extension/memory_allocator/malloc_memory_allocator.h>
+#include <executorch/extension/named_data_map/merged_data_map.h>
+#include <executorch/runtime/executor/program.h>
+
+#include "values.h"
+#include "wire.h"
+
+namespace etfarm {
+
+std::int64_t now_ns();  // steady_clock
+
+// The Failure for an ExecuTorch error: its name, and the line that the runtime logged about it.
+Failure runtime_failure(const std::string& doing, executorch::runtime::Error error);
+
+// Zeroed pages that are touched only when used, so that a large plan costs what the method really writes.
+class Pages {
+ public:
+  explicit Pages(std::size_t size);
+  Pages(Pages&& other) noexcept : data_(other.data_), size_(other.size_) { other.data_ = nullptr; }
+  Pages& operator=(Pages&&) = delete;
+  ~Pages();
+  std::uint8_t* data() const { return data_; }
+  std::size_t size() const { return size_; }
+
+ private:
+  std::uint8_t* data_;
+  std::size_t size_;
+};
+
+// A method with the memory it lives in. Destroying it resets its mutable buffers.
+class LoadedMethod {
+ public:
+  LoadedMethod(const executorch::runtime::Program& program, const executorch::runtime::NamedDataMap* data, const std::string& name,
+               bool trace, bool debug);
+
+  const std::string& name() const { return name_; }
+  executorch::runtime::Method& method() { return *method_; }
+  executorch::etdump::ETDumpGen* tracer() { return tracer_.get(); }
+  bool debugging() const { return debug_; }
+  bool is_dynamic(std::size_t input);
+  // The value that the program was exported with, for inputs that are no tensors.
+  const executorch::runtime::EValue& input(std::size_t index);
+
+  // One execution; its time in ns. Inputs are set again before, outside of the time.
+  std::int64_t execute(const std::vector<std::optional<Input>>& inputs);
+
+  std::optional<std::int64_t> first_run_ns;  // of the first execution since loading
+  std::int64_t load_method_ns = 0;
+
+ private:
+  void provide_outputs();
+
+  std::string name_;
+  bool debug_;
+  std::vector<Pages> pages_;
+  std::vector<executorch::runtime::Span<std::uint8_t>> spans_;
+  executorch::extension::MallocMemoryAllocator method_allocator_;
+  executorch::extension::MallocMemoryAllocator temp_allocator_;
+  std::unique_ptr<executorch::runtime::HierarchicalAllocator> planned_;
+  std::unique_ptr<executorch::runtime::MemoryManager> manager_;
+  std::unique_ptr<executorch::etdump::ETDumpGen> tracer_;
+  std::vector<Pages> outputs_;
+  std::optional<executorch::runtime::Method> method_;  // last: it points into everything above
+};
+
+class Session {
+ public:
+  Json load(const std::string& path, const std::vector<std::string>& data);
+  Json describe(const std::string& method);
+  Json load_method(const std::string& name, bool trace, bool debug);
+  void set_input(Command& command);
+  void default_inputs(std::uint64_t seed, std::vector<Json>& headers, Bytes& payload);
+  void outputs(std::vector<Json>& headers, Bytes& payload);
+
+  bool loaded() const { return program_.has_value(); }
+  // The loaded method, ready to execute; a Failure where there is none or an input is missing.
+  LoadedMethod& ready();
+  const std::vector<std::optional<Input>>& inputs() { return inputs_[loaded_method().name()]; }
+
+ private:
+  LoadedMethod& loaded_method();
+  executorch::runtime::MethodMeta meta(const std::string& method);
+  ExpectedTensor expected(std::size_t index);
+
+  std::vector<std::unique_ptr<executorch::extension::MmapDataLoader>> loaders_;
+  std::vector<std::unique_ptr<executorch::extension::FlatTensorDataMap>> data_;
+  std::optional<executorch::extension::merged_data_map::MergedDataMap> merged_;
+  std::optional<executorch::runtime::Program> program_;
+  std::unique_ptr<LoadedMethod> method_;
+  std::map<std::string, std::vector<std::optional<Input>>> inputs_;
+};
+
+}  // namespace etfarm

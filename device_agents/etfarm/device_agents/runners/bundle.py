@@ -1,0 +1,217 @@
+"""A runner bundle: one archive with the C++ runner, its libraries and its own loader, for one architecture.
+
+The archive is a `.tar.gz` or `.tar.xz` without folders. `bundle.json` says what is in it and what it can run; every other
+member is listed there with its digest. Nothing of the machine that runs it is needed but a Linux kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from etfarm.wire import digest
+from etfarm.wire.errors import UserError
+
+SCHEMA: Final = "etfarm.bundle/1"
+MANIFEST_NAME: Final = "bundle.json"
+_MAX_BYTES: Final = 2 << 30
+"""Unpacked size above which an archive is refused: it is none of ours, or made to fill a disk."""
+_MAX_FILES: Final = 256
+
+
+class BadBundle(UserError):
+    """A file that should be a runner bundle is none, or is damaged."""
+
+    reason = "BAD_BUNDLE"
+
+    def __init__(self, why: str, **metadata: object) -> None:
+        super().__init__(
+            f"This is no usable runner bundle: {why}.", "Make one with `etfarm bundle build`.", why=why, **metadata
+        )
+
+
+@dataclass(frozen=True)
+class BundledFile:
+    """One member of a bundle."""
+
+    digest: str
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class BundleManifest:
+    """What `bundle.json` says."""
+
+    arch: str
+    """`x86_64` or `aarch64`."""
+    executorch: str
+    """ExecuTorch's version, without a local part."""
+    source_digest: str
+    """Over the runner's sources and how they are compiled."""
+    backends: tuple[str, ...]
+    """Delegates that are usable. Empty with `operators` where the bundle could not be run when it was built."""
+    operators: tuple[str, ...]
+    files: Mapping[str, BundledFile]
+    loader: str
+    """The member that starts the others: the dynamic loader of the libc inside."""
+    entry: str
+    """The runner itself."""
+    note: str = ""
+    """Why something above is empty."""
+
+    def to_json(self) -> dict[str, object]:
+        """The manifest as `bundle.json` holds it."""
+        return {
+            "schema": SCHEMA,
+            "arch": self.arch,
+            "executorch": self.executorch,
+            "source_digest": self.source_digest,
+            "backends": list(self.backends),
+            "operators": list(self.operators),
+            "files": {name: {"digest": file.digest, "size": file.size} for name, file in sorted(self.files.items())},
+            "loader": self.loader,
+            "entry": self.entry,
+            "note": self.note,
+        }
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> BundleManifest:
+        """The manifest in a `bundle.json`.
+
+        Raises:
+            BadBundle: it is none, or lists a name that does not belong into a flat folder.
+        """
+        try:
+            document: dict[str, Any] = json.loads(text)
+            if document["schema"] != SCHEMA:
+                raise BadBundle(f"its schema is {document['schema']!r}, not {SCHEMA!r}")
+            manifest = cls(
+                arch=_text(document["arch"]),
+                executorch=_text(document["executorch"]),
+                source_digest=_text(document["source_digest"]),
+                backends=tuple(_text(name) for name in document["backends"]),
+                operators=tuple(_text(name) for name in document["operators"]),
+                files={name: BundledFile(_text(f["digest"]), int(f["size"])) for name, f in document["files"].items()},
+                loader=_text(document["loader"]),
+                entry=_text(document["entry"]),
+                note=_text(document.get("note", "")),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadBundle(f"its {MANIFEST_NAME} cannot be read ({error})") from None
+        for name, file in manifest.files.items():
+            if not _is_plain(name) or not digest.is_digest(file.digest) or file.size < 0:
+                raise BadBundle(f"its {MANIFEST_NAME} lists {name!r} wrongly")
+        for name in (manifest.loader, manifest.entry):
+            if name not in manifest.files:
+                raise BadBundle(f"{name!r} is not among its files")
+        return manifest
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An unpacked, verified bundle in `folder`."""
+
+    folder: Path
+    manifest: BundleManifest
+
+    def command(self, emulator: Sequence[str] = ()) -> list[str]:
+        """The command line that starts the runner, in any working folder.
+
+        `emulator` goes in front, for example `("qemu-aarch64-static", "-cpu", "cortex-a76")`.
+        """
+        folder = self.folder.absolute()
+        loader, entry = folder / self.manifest.loader, folder / self.manifest.entry
+        return [*emulator, str(loader), "--library-path", str(folder), str(entry)]
+
+
+def unpack(archive: Path, folder: Path) -> Bundle:
+    """The bundle of `archive`, unpacked into `folder`, which appears complete and verified or not at all.
+
+    An existing `folder` is opened instead, its files verified again. Blocks: call it in a thread from async code.
+
+    Raises:
+        BadBundle: the archive is none of ours, or a file has another digest than the manifest says.
+    """
+    if folder.exists():
+        return open_folder(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        try:
+            with tarfile.open(archive, "r:*") as tar:
+                _extract(tar, staging)
+        except (tarfile.TarError, OSError, EOFError, ValueError) as error:
+            raise BadBundle(str(error) or type(error).__name__, archive=archive.name) from error
+        except Exception as error:
+            # zlib.error and lzma.LZMAError share no base with the rest.
+            if type(error).__module__ not in ("zlib", "_lzma", "lzma"):
+                raise
+            raise BadBundle(str(error), archive=archive.name) from error
+        bundle = open_folder(staging)
+        staging.chmod(0o755)
+        try:
+            staging.rename(folder)
+        except OSError:
+            # Somebody unpacked the same bundle meanwhile; theirs is as good once it is verified.
+            if not folder.exists():
+                raise
+            return open_folder(folder)
+        return Bundle(folder, bundle.manifest)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def open_folder(folder: Path) -> Bundle:
+    """The bundle that lies unpacked in `folder`; every file is verified.
+
+    Raises:
+        BadBundle: a file is missing, too many or different from what the manifest says.
+    """
+    try:
+        manifest = BundleManifest.parse((folder / MANIFEST_NAME).read_bytes())
+    except OSError as error:
+        raise BadBundle(f"it has no readable {MANIFEST_NAME} ({error.strerror})") from None
+    present = {entry.name for entry in os.scandir(folder)} - {MANIFEST_NAME}
+    if present != set(manifest.files):
+        odd = sorted(present ^ set(manifest.files))
+        raise BadBundle(f"its files are not those of its {MANIFEST_NAME}: {', '.join(odd[:5])}")
+    for name, file in manifest.files.items():
+        path = folder / name
+        if path.is_symlink() or path.stat().st_size != file.size or digest.of_file(path) != file.digest:
+            raise BadBundle(f"{name!r} is damaged", file=name)
+    return Bundle(folder, manifest)
+
+
+def _extract(tar: tarfile.TarFile, into: Path) -> None:
+    """Plain files only, by plain names only: an archive cannot reach out of `into`."""
+    total = 0
+    for count, member in enumerate(tar):
+        total += member.size
+        if not member.isreg() or not _is_plain(member.name):
+            raise BadBundle(f"it holds {member.name!r}, which is no plain file")
+        if total > _MAX_BYTES or count >= _MAX_FILES:
+            raise BadBundle(f"it unpacks to more than {_MAX_BYTES} bytes or {_MAX_FILES} files")
+        source = tar.extractfile(member)
+        if source is None or (into / member.name).exists():
+            raise BadBundle(f"it holds {member.name!r} twice")
+        with source, (into / member.name).open("xb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+        (into / member.name).chmod(0o755 if member.mode & 0o100 else 0o644)
+
+
+def _is_plain(name: str) -> bool:
+    return bool(name) and name not in (".", "..") and "/" not in name and "\0" not in name
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
