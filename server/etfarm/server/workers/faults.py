@@ -1,0 +1,124 @@
+"""Errors across the pipe between a child and the daemon: JSON, read with suspicion, never a pickle.
+
+A child has loaded a user's bytes, so nothing that it says is code or is of unbounded size.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+
+from etfarm.wire.errors import EtfarmError, FarmError, Fault, Kind, UserError, error_of
+
+MAX_TEXT = 8000
+"""Characters of one text of an error that came from a child; more is cut."""
+
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
+
+
+class ChildDied(FarmError):
+    """A child ended without an answer: a crash in native code, or somebody's kill."""
+
+    reason = "COMPILER_CRASHED"
+
+    def __init__(self, task: str, status: int, stage: str, log: str) -> None:
+        how = signal_name(-status) if status < 0 else f"exit code {status}"
+        where = f" in {stage}" if stage else ""
+        super().__init__(
+            f"The process of {task} died of {how}{where}.",
+            "Its last log lines are in the error's metadata; the job's log has all of them.",
+            stage=stage, task=task, signal=how if status < 0 else "", exit=how, log=log,
+        )  # fmt: skip
+
+
+class ChildOutOfMemory(UserError):
+    """A child wanted more memory than a job is given."""
+
+    reason = "CHILD_OUT_OF_MEMORY"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+    def __init__(self, task: str, memory_bytes: int, stage: str = "", detail: str = "") -> None:
+        where = f" in {stage}" if stage else ""
+        super().__init__(
+            f"{task} needs more than the {memory_bytes >> 20} MiB of memory that a job is given{where}.",
+            "Use a smaller model or raise the server's memory limit for compile jobs.",
+            stage=stage, task=task, memory_bytes=memory_bytes, detail=detail[:MAX_TEXT],
+        )  # fmt: skip
+
+
+class ChildTimedOut(UserError):
+    """A child did not end by its deadline, or used up its CPU time."""
+
+    reason = "CHILD_TIMED_OUT"
+    kind = Kind.DEADLINE_EXCEEDED
+
+    def __init__(self, task: str, deadline_s: float, stage: str = "", clock: str = "wall") -> None:
+        where = f" in {stage}" if stage else ""
+        super().__init__(
+            f"{task} was not done after {deadline_s:g} s of {clock} time{where}.",
+            "Give the job a longer timeout or a smaller model.",
+            stage=stage, task=task, deadline_s=deadline_s, clock=clock,
+        )  # fmt: skip
+
+
+class BadAnswer(FarmError):
+    """A child said something that its pool cannot read."""
+
+    reason = "CHILD_ANSWER_UNREADABLE"
+
+
+def signal_name(number: int) -> str:
+    """`SIGSEGV` for 11; `signal 77` for a number without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that the memory budget is used up; torch says it in a RuntimeError's text."""
+    return isinstance(error, MemoryError) or any(mark in str(error) for mark in _OUT_OF_MEMORY)
+
+
+def to_json(error: EtfarmError, *, hide: Mapping[str, str] | None = None) -> bytes:
+    """An error as JSON with `fault`, `reason`, `kind`, `message`, `remedy`, `stage` and `metadata`.
+
+    Args:
+        hide: texts that must not leave the host (paths of temporary folders) and what stands in for each.
+    """
+
+    def clean(text: str) -> str:
+        for secret, stand_in in (hide or {}).items():
+            text = text.replace(secret, stand_in)
+        return text[:MAX_TEXT]
+
+    return json.dumps(
+        {
+            "fault": error.fault.value,
+            "reason": error.reason,
+            "kind": error.kind.value,
+            "message": clean(error.message),
+            "remedy": clean(error.remedy),
+            "stage": error.stage,
+            "metadata": {key: clean(value) for key, value in error.metadata.items()},
+        }
+    ).encode()
+
+
+def from_json(data: bytes) -> EtfarmError:
+    """The error that `to_json` wrote. Unreadable bytes give a `BadAnswer`, returned as well."""
+    try:
+        said = json.loads(data)
+        metadata = {str(k): str(v)[:MAX_TEXT] for k, v in said["metadata"].items() if str(k) not in _TAKEN}
+        error = error_of(
+            Fault(said["fault"]), str(said["reason"])[:100], str(said["message"])[:MAX_TEXT],
+            str(said["remedy"])[:MAX_TEXT], kind=Kind(said["kind"]), stage=str(said["stage"])[:100],
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return BadAnswer("A child's error could not be read.", "This is a defect of etfarm or of the model's bytes.")
+    error.metadata.update(metadata)
+    return error
+
+
+_TAKEN = frozenset({"message", "remedy", "stage"})

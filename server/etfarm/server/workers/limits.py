@@ -1,0 +1,22 @@
+"""What one child may use of its host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of each child, enforced by the kernel (see `jail`)."""
+
+    memory_bytes: int = 8 << 30
+    """Private memory on top of what the forkserver had when the child was forked. Above it allocations fail."""
+
+    cpu_s: int = 3600
+    """CPU time over all threads; a child that spins without ever ending is killed after it."""
+
+    file_bytes: int = 32 << 30
+    """Largest file that it may write."""
+
+    threads: int = 2
+    """torch's intra-op threads in the child. The forkserver itself stays at one: a fork of a threaded torch hangs."""

@@ -1,0 +1,398 @@
+"""The daemon's side of its children: starts the forkserver, runs tasks in children, ends them.
+
+Loads neither torch nor numpy. Nothing here blocks the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from etfarm.server.workers import faults, frames, jail
+from etfarm.server.workers.limits import Limits
+from etfarm.wire.errors import EtfarmError, FarmError
+
+_KILL_S = 5.0
+"""How long the end of a killed tree may take before the daemon goes on without having seen it."""
+
+_LINE_BYTES = 64 << 10
+"""A longer line of a child's log is told in pieces."""
+
+_LOG_BYTES = 16 << 20
+"""What is told of one child's log; the rest is read and dropped."""
+
+
+class WorkersDown(FarmError):
+    """The forkserver ended or could not be warmed."""
+
+    reason = "WORKERS_DOWN"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A task's result. Use it as an async context manager: leaving it deletes `folder`."""
+
+    result: bytes
+    """What the task returned."""
+    folder: Path
+    """The child's folder with the files that it wrote; move what is to stay out of it before leaving."""
+    peak_rss_bytes: int
+    """Largest resident set of the child, the forkserver's shared pages included."""
+    cpu_s: float
+    """CPU time of the child and of the processes that it waited for."""
+
+    async def __aenter__(self) -> Finished:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await _delete(self.folder)
+
+
+@dataclass
+class _Forkserver:
+    """One incarnation of the forkserver process."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    alive: int
+    warm: asyncio.Future[dict[str, str]]
+
+
+@dataclass
+class _Heard:
+    """What a child said so far."""
+
+    result: bytes | None = None
+    error: EtfarmError | None = None
+    stage: str = ""
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=50))
+
+
+class Workers:
+    """A forkserver and its children, at most `concurrency` at a time.
+
+    Args:
+        preload: `module` to import or `module:function` to call in the forkserver before it serves.
+        limits: of each child.
+        folder: existing or new folder for the children's folders; its old content is deleted at the start.
+        concurrency: children at a time; more callers of `run` wait their turn, in order.
+    """
+
+    def __init__(self, *, preload: Sequence[str], limits: Limits, folder: Path, concurrency: int) -> None:
+        self._preload = tuple(preload)
+        self._limits = limits
+        self._folder = folder.resolve()
+        self._slots = asyncio.Semaphore(concurrency)
+        self._server: _Forkserver | None = None
+        self._network = jail.network_namespace()
+        self._running: set[asyncio.Task[object]] = set()
+
+    def start(self) -> None:
+        """Starts the forkserver and returns within milliseconds; it warms up by itself. Call it in the event loop."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True, mode=0o700)
+        self._server = self._launch()
+
+    @property
+    def forkserver_pid(self) -> int | None:
+        """The forkserver's process id; None before `start` and after `stop`."""
+        return None if self._server is None else self._server.process.pid
+
+    async def ready(self) -> None:
+        """Waits until the forkserver is warm.
+
+        Raises:
+            WorkersDown: it ended instead, or an entry of `preload` failed; the sentence says which and why.
+        """
+        server = self._current()
+        failed = await asyncio.shield(server.warm)
+        if failed:
+            entry, why = next(iter(failed.items()))
+            raise WorkersDown(
+                f"The compile workers could not load {entry}: {why}.",
+                "Install etfarm[server] completely.",
+                entry=entry,
+                why=why,
+            )
+
+    async def stop(self) -> None:
+        """Ends the children, then the forkserver, and deletes the folder."""
+        for task in list(self._running):
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        if self._server is not None:
+            server, self._server = self._server, None
+            self._close(server)
+            await asyncio.to_thread(server.process.wait)
+        await _delete(self._folder)
+
+    async def run(
+        self,
+        task: str,
+        request: object,
+        *,
+        deadline_s: float,
+        on_event: Callable[[bytes], None] = lambda _: None,
+        on_log: Callable[[str], None] = lambda _: None,
+    ) -> Finished:
+        """Runs `task` in a fresh jailed child and gives its result and folder.
+
+        Args:
+            task: `module:function`; called in the child as function(request, folder, emit) -> bytes.
+            request: pickled to the child; of a type that the child can import.
+            deadline_s: wall-clock seconds from the child's start; waiting for a slot or for warm-up does not count.
+            on_event: gets what the task emits, in order, on the event loop. JSON objects with `stage` name the stage
+                in which a death happened.
+            on_log: gets each line that the child, its native code and its subprocesses write to stdout or stderr.
+
+        Raises:
+            EtfarmError: the task raised it; its fault, reason, sentence, stage and metadata are kept.
+            ChildDied: the child died of a signal or ended without an answer.
+            ChildOutOfMemory: it needed more memory than the limits give.
+            ChildTimedOut: it was not done by the deadline.
+            WorkersDown: there is no forkserver.
+        A cancelled caller's child and all of its descendants are killed before CancelledError goes on.
+        """
+        me = asyncio.current_task()
+        assert me is not None
+        self._running.add(me)
+        try:
+            async with self._slots:
+                await self.ready()
+                folder = Path(tempfile.mkdtemp(prefix="job-", dir=self._folder))
+                try:
+                    return await self._attend(task, request, folder, deadline_s, on_event, on_log)
+                except BaseException:
+                    await asyncio.shield(_delete(folder))
+                    raise
+        finally:
+            self._running.discard(me)
+
+    async def _attend(
+        self,
+        task: str,
+        request: object,
+        folder: Path,
+        deadline_s: float,
+        on_event: Callable[[bytes], None],
+        on_log: Callable[[str], None],
+    ) -> Finished:
+        heard = _Heard()
+        data = frames.encode(frames.REQUEST, pickle.dumps(request))
+        channel, log, status = self._order(task, folder)
+        reader, writer = await asyncio.open_unix_connection(sock=channel)
+        ended, hang_up = await asyncio.open_unix_connection(sock=status)
+        lines = await _reader(log)
+        try:
+            async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as group:
+                group.create_task(_send(writer, data), name=f"request of {task}")
+                group.create_task(_listen(reader, heard, on_event), name=f"channel of {task}")
+                group.create_task(_follow(lines, heard, on_log), name=f"log of {task}")
+                final = group.create_task(ended.read(), name=f"status of {task}")
+        except TimeoutError:
+            raise faults.ChildTimedOut(task, deadline_s, heard.stage) from None
+        except ExceptionGroup as failed:
+            raise _first(failed) from None
+        finally:
+            # The supervisor takes this as the order to kill; when it has ended already, nothing happens.
+            await asyncio.shield(_hang_up(hang_up, ended))
+            writer.close()
+        return self._conclude(task, folder, heard, final.result())
+
+    def _order(self, task: str, folder: Path) -> tuple[socket.socket, int, socket.socket]:
+        """Sends the forkserver an order. Gives this side's ends of the channel, the log and the status."""
+        server = self._current()
+        channel, channel_child = socket.socketpair()
+        status, status_child = socket.socketpair()
+        log, log_child = os.pipe()
+        order = {
+            "task": task,
+            "folder": str(folder),
+            "daemon_network": self._network,
+            "limits": asdict(self._limits),
+        }
+        try:
+            # Orders are small and at most `concurrency` are on their way: this never blocks.
+            children = [channel_child.fileno(), log_child, status_child.fileno()]
+            socket.send_fds(server.control, [json.dumps(order).encode()], children)
+        except OSError as error:
+            channel.close()
+            status.close()
+            os.close(log)
+            raise WorkersDown(f"The forkserver takes no orders: {error.strerror}.") from error
+        finally:
+            channel_child.close()
+            status_child.close()
+            os.close(log_child)
+        return channel, log, status
+
+    def _conclude(self, task: str, folder: Path, heard: _Heard, report: bytes) -> Finished:
+        try:
+            said = json.loads(report)
+            status = int(said["exit"])
+        except (ValueError, KeyError, TypeError):
+            raise faults.ChildDied(task, -signal.SIGKILL, heard.stage, "\n".join(heard.tail)) from None
+        if heard.error is not None:
+            stage = heard.error.stage = heard.error.stage or heard.stage
+            if heard.error.reason == faults.ChildOutOfMemory.reason:
+                detail = heard.error.metadata.get("detail", "")
+                raise faults.ChildOutOfMemory(task, self._limits.memory_bytes, stage, detail)
+            raise heard.error
+        if heard.result is not None and status == 0:
+            return Finished(heard.result, folder, int(said["peak_rss_bytes"]), float(said["cpu_s"]))
+        log = "\n".join(heard.tail)
+        if status == -signal.SIGXCPU:
+            raise faults.ChildTimedOut(task, self._limits.cpu_s, heard.stage, clock="CPU")
+        if faults.is_out_of_memory(RuntimeError(log)):
+            raise faults.ChildOutOfMemory(task, self._limits.memory_bytes, heard.stage, log[-2000:])
+        raise faults.ChildDied(task, status, heard.stage, log)
+
+    def _current(self) -> _Forkserver:
+        if self._server is None:
+            raise WorkersDown("The compile workers are not running.", "Call start() first.")
+        if self._server.process.poll() is not None:
+            self._close(self._server)
+            self._server = self._launch()
+        return self._server
+
+    def _launch(self) -> _Forkserver:
+        control, control_child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        alive_child, alive = os.pipe()
+        home = self._folder / "home"
+        home.mkdir(exist_ok=True)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "etfarm.server.workers.forkserver", str(control_child.fileno()),
+                 str(alive_child), *self._preload],
+                stdin=subprocess.DEVNULL, pass_fds=(control_child.fileno(), alive_child), cwd=home,
+                env=jail.clean_environment(home), start_new_session=True,
+            )  # fmt: skip
+        finally:
+            control_child.close()
+            os.close(alive_child)
+        loop = asyncio.get_running_loop()
+        server = _Forkserver(process, control, alive, loop.create_future())
+        # Its exception is told to whoever waits in ready(); nobody has to.
+        server.warm.add_done_callback(lambda warm: warm.cancelled() or warm.exception())
+        loop.add_reader(control, self._on_control, server)
+        return server
+
+    @staticmethod
+    def _on_control(server: _Forkserver) -> None:
+        try:
+            message = server.control.recv(1 << 16)
+        except OSError:
+            message = b""
+        if not message:
+            asyncio.get_running_loop().remove_reader(server.control)
+        if server.warm.done():
+            return
+        if message:
+            server.warm.set_result(json.loads(message)["failed"])
+        else:
+            server.warm.set_exception(WorkersDown("The forkserver ended while it was warming up."))
+
+    @staticmethod
+    def _close(server: _Forkserver) -> None:
+        asyncio.get_running_loop().remove_reader(server.control)
+        server.control.close()
+        os.close(server.alive)  # its end ends the forkserver
+        if not server.warm.done():
+            server.warm.set_exception(WorkersDown("The compile workers were stopped."))
+
+
+async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
+    # A child that is refused by its jail answers before it has read its request.
+    with contextlib.suppress(ConnectionError):
+        writer.write(data)
+        await writer.drain()
+
+
+async def _listen(reader: asyncio.StreamReader, heard: _Heard, on_event: Callable[[bytes], None]) -> None:
+    while (frame := await frames.read(reader)) is not None:
+        kind, data = frame
+        if kind == frames.EVENT:
+            heard.stage = _stage(data, heard.stage)
+            on_event(data)
+        elif kind == frames.RESULT:
+            heard.result = data
+        elif kind == frames.ERROR:
+            heard.error = faults.from_json(data)
+        else:
+            raise faults.BadAnswer(f"A child sent a frame of kind {kind!r}.")
+
+
+def _stage(event: bytes, before: str) -> str:
+    try:
+        said = json.loads(event)
+        return str(said["stage"])[:100] if said["phase"] == "START" else before
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return before
+
+
+async def _follow(reader: asyncio.StreamReader, heard: _Heard, on_log: Callable[[str], None]) -> None:
+    left, rest = _LOG_BYTES, b""
+    while chunk := await reader.read(1 << 16):
+        left -= len(chunk)
+        if left < 0:
+            continue  # read on, or the child would block on a full pipe
+        *whole, rest = (rest + chunk).split(b"\n")
+        if len(rest) > _LINE_BYTES:
+            whole, rest = [*whole, rest], b""
+        for line in whole:
+            _tell(line, heard, on_log)
+    if rest:
+        _tell(rest, heard, on_log)
+    if left < 0:
+        _tell(b"(the log was cut here: %d more bytes)" % -left, heard, on_log)
+
+
+def _tell(line: bytes, heard: _Heard, on_log: Callable[[str], None]) -> None:
+    text = line.decode(errors="replace").rstrip("\r")
+    heard.tail.append(text[:500])
+    on_log(text)
+
+
+async def _reader(descriptor: int) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader),
+        os.fdopen(descriptor, "rb", buffering=0),
+    )
+    return reader
+
+
+async def _hang_up(writer: asyncio.StreamWriter, ended: asyncio.StreamReader) -> None:
+    try:
+        writer.write_eof()
+        async with asyncio.timeout(_KILL_S):
+            await ended.read()
+    except OSError:
+        return  # ended before; asyncio's timeout is an OSError too: then the supervisor is left to itself
+    finally:
+        writer.close()
+
+
+async def _delete(folder: Path) -> None:
+    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _first(group: ExceptionGroup[Exception]) -> Exception:
+    error: Exception = group
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,111 @@
+"""Tasks that the tests of the workers run in children. Each says what it does to its host."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from etfarm.wire.errors import UserError
+
+Emit = Callable[[bytes], None]
+
+
+class TooTall(UserError):
+    """A refusal of this module, which the daemon does not know."""
+
+    reason = "TOO_TALL"
+
+
+def echo(request: object, folder: Path, emit: Emit) -> bytes:
+    emit(b'{"stage": "ONE", "phase": "START"}')
+    (folder / "file.txt").write_text("kept")
+    return repr(request).encode()
+
+
+def refuse(request: object, folder: Path, emit: Emit) -> bytes:
+    raise TooTall(f"It is 3 m tall, says {folder}/x.", "Cut it.", stage="MEASURE", height_m=3)
+
+
+def stumble(request: object, folder: Path, emit: Emit) -> bytes:
+    raise KeyError("an unforeseen key")
+
+
+def crash(request: object, folder: Path, emit: Emit) -> bytes:
+    emit(b'{"stage": "TO_EXECUTORCH", "phase": "START"}')
+    print("last words", flush=True)
+    os.kill(os.getpid(), int(str(request)))
+    time.sleep(60)
+    return b""
+
+
+def eat(request: object, folder: Path, emit: Emit) -> bytes:
+    emit(b'{"stage": "QUANTIZE", "phase": "START"}')
+    hoard = [bytearray(64 << 20) for _ in range(64)]
+    return str(len(hoard)).encode()
+
+
+def talk(request: object, folder: Path, emit: Emit) -> bytes:
+    print("from Python")
+    sys.stderr.write("from stderr\n")
+    libc = ctypes.CDLL(None)
+    libc.puts(b"from C")
+    libc.fflush(None)
+    os.write(1, b"from a raw write\n")
+    subprocess.run(["sh", "-c", "echo from a subprocess"], check=True)
+    return b""
+
+
+def look_around(request: object, folder: Path, emit: Emit) -> bytes:
+    """Reports what the jail left: tries the listener that the test opened on loopback, and an abstract unix socket."""
+    port, name, token_owner = json.loads(str(request))
+    outcome = {}
+    for what, family, address in (("tcp", socket.AF_INET, ("127.0.0.1", port)), ("abstract", socket.AF_UNIX, name)):
+        with socket.socket(family) as probe:
+            try:
+                probe.connect(address)
+                outcome[what] = "connected"
+            except OSError as error:
+                outcome[what] = type(error).__name__
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        way_back = os.open(f"/proc/{token_owner}/ns/net", os.O_RDONLY)
+        outcome["setns"] = str(libc.setns(way_back, 0))
+    except OSError:
+        outcome["setns"] = "refused"
+    outcome["environment"] = json.dumps(dict(os.environ))
+    outcome["forkserver_environment"] = Path("/proc/self/environ").read_bytes().decode()
+    outcome["cwd"], outcome["folder"] = str(Path.cwd()), str(folder)
+    return json.dumps(outcome).encode()
+
+
+def linger(request: object, folder: Path, emit: Emit) -> bytes:
+    """Starts a grandchild in a session of its own, tells both pids, and waits for ever."""
+    grandchild = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    emit(json.dumps({"pids": [os.getpid(), grandchild.pid]}).encode())
+    signal.pause()
+    return b""
+
+
+def leave_behind(request: object, folder: Path, emit: Emit) -> bytes:
+    """Ends well, but leaves a process in a session of its own."""
+    return str(subprocess.Popen(["sleep", "600"], start_new_session=True).pid).encode()
+
+
+def spin(request: object, folder: Path, emit: Emit) -> bytes:
+    while True:
+        pass
+
+
+def flood(request: object, folder: Path, emit: Emit) -> bytes:
+    """Says more than a megabyte on one line, and bytes that are no UTF-8."""
+    os.write(1, b"x" * 1_000_000 + b"\n")
+    os.write(2, b"\xff\xfe\n")
+    return b"done"
