@@ -1,0 +1,304 @@
+"""Looks at a user's bytes before anything loads them. Stdlib only: runs in the daemon, and again in the child.
+
+`torch.export.load` executes what a .pt2 says in more ways than one; each is closed here:
+
+- pickles: sample inputs fall back to a full unpickle, as do weights and constants marked `use_pickle` and the older
+  layout's .pt files. Only pickles whose every opcode and global a plain tensor needs pass.
+- `opaque_obj_*` and `custom_obj_*` constants are unpickled, AOTInductor's members are shared objects that get loaded.
+- `expr_str` goes to sympy's sympify, `guards_code` to exec: see `expressions`.
+- node targets are looked up by getattr from `torch` and `operator`, so any callable in reach would become a node.
+- names of nodes, arguments and parameters are pasted into the Python source that torch.fx generates and executes.
+
+The jail stays the boundary; this keeps everything known from getting that far.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from etfarm.server.compile import expressions, pickles
+from etfarm.server.compile.refusals import NotAPt2, NotAPte, TruncatedProgram, UnsafeModel
+
+MAX_MEMBERS: Final = 200_000
+MAX_JSON_BYTES: Final = 512 << 20
+"""Largest archived JSON; a large language model's graph has some ten megabytes."""
+MAX_BYTES: Final = 64 << 30
+"""Largest sum of the members' unpacked sizes."""
+
+_ONLY_STORED: Final = zipfile.ZIP_STORED
+
+
+@dataclass(frozen=True)
+class Records:
+    """An archive's members without its root folder, however they are read."""
+
+    names: tuple[str, ...]
+    read: Callable[[str], bytes]
+
+
+def screen_pt2(path: Path) -> None:
+    """Refuses a file that is no .pt2, or whose loading could execute code.
+
+    Reads only the JSON and the pickles, not the weights.
+
+    Raises:
+        NotAPt2: no zip, or not with a .pt2's members.
+        UnsafeModel: something in it is, or may be, code; the sentence says what and where.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        _check_ends(file.read(4), _tail(file, size))
+        try:
+            with zipfile.ZipFile(file) as archive:
+                screen_records(_records(archive, size))
+        except (zipfile.BadZipFile, EOFError, struct.error, NotImplementedError) as error:
+            raise NotAPt2(f"its zip directory cannot be read ({error})") from None
+
+
+def screen_records(records: Records) -> None:
+    """The same over an archive's members; the child calls it with torch's own reader, which may see other ones.
+
+    Raises:
+        NotAPt2, UnsafeModel: as in `screen_pt2`.
+    """
+    names = set(records.names)
+    for needed in ("archive_format", "archive_version", "models/model.json"):
+        if needed not in names:
+            raise NotAPt2(f"it has no {needed}")
+    if records.read("archive_format") != b"pt2":
+        raise NotAPt2("its archive_format is another")
+    for name in records.names:
+        _screen_member(name, records)
+
+
+def screen_pte(path: Path) -> None:
+    """Refuses a file that is no .pte, or not a whole one.
+
+    Raises:
+        NotAPte: the flatbuffer identifier is not ExecuTorch's.
+        TruncatedProgram: the file is shorter than its extended header says.
+    Source: executorch/exir/_serialize/_program.py, _ExtendedHeader.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(40)
+    if len(head) < 8 or head[4:6] != b"ET":
+        raise NotAPte("its identifier is not ExecuTorch's")
+    if head[4:8] != b"ET12":
+        raise NotAPte(f"its format is {head[4:8].decode(errors='replace')}, and this version reads ET12")
+    if head[8:12] != b"eh00":
+        # Without the extended header the whole file is the flatbuffer, whose own verifier looks for its end.
+        return
+    if len(head) < 40:
+        raise TruncatedProgram(40, size)
+    length, program, segments, segment_bytes = struct.unpack("<I3Q", head[12:40])
+    if length < 24:
+        raise NotAPte(f"its extended header of {length} bytes is too short")
+    segment_bytes = segment_bytes if length >= 32 else 0
+    needed = max(program, segments + segment_bytes)
+    if needed > size:
+        raise TruncatedProgram(needed, size)
+
+
+def _screen_member(name: str, records: Records) -> None:
+    folder, _, file = name.rpartition("/")
+    if folder == "models":
+        if not file.endswith(".json"):
+            raise UnsafeModel("UNKNOWN_MEMBER", name, "is no exported program's JSON")
+        _screen_program(name, _json(name, records))
+    elif folder == "data/sample_inputs":
+        _screen_tensors(name, records.read(name))
+    elif folder in ("data/weights", "data/constants"):
+        if file.startswith(("opaque_obj_", "custom_obj_")):
+            raise UnsafeModel("CODE_CONSTANT", name, "is an object whose loading runs code")
+        if file.endswith("_config.json"):
+            _screen_payloads(name, _json(name, records))
+        elif file.endswith(".pt"):
+            raise UnsafeModel("PICKLED_WEIGHTS", name, "is a pickle of the older layout")
+    elif folder == "" or name.startswith((".data/", "extra/")):
+        if folder == "" and file not in _TOP:
+            raise UnsafeModel("UNKNOWN_MEMBER", name, "is not known in a .pt2")
+    else:  # data/aotinductor/ above all
+        raise UnsafeModel("UNKNOWN_MEMBER", name, "is not known in a .pt2, or is native code")
+
+
+_TOP: Final = frozenset({"archive_format", "archive_version", "byteorder", "version"})
+
+
+def _screen_payloads(name: str, config: object) -> None:
+    """Weights or constants by name: raw tensors only, in this archive's own members."""
+    if not isinstance(config, dict) or not isinstance(config.get("config"), dict):
+        raise NotAPt2(f"{name} is no payload config")
+    for payload in config["config"].values():
+        if not isinstance(payload, dict):
+            raise NotAPt2(f"{name} is no payload config")
+        if payload.get("use_pickle"):
+            raise UnsafeModel("PICKLED_WEIGHTS", name, "has tensors of a subclass, which are unpickled")
+        file = payload.get("path_name")
+        if not isinstance(file, str) or not file.startswith(("weight_", "tensor_")) or "/" in file:
+            raise UnsafeModel("CODE_CONSTANT", name, f"names {str(file)[:80]!r}, which is no plain tensor")
+    for key, text in _strings(config):
+        if key == "expr_str":
+            expressions.check_symbol(text, name)
+
+
+def _screen_program(name: str, program: object) -> None:
+    if not isinstance(program, dict) or not isinstance(program.get("graph_module"), dict):
+        raise NotAPt2(f"{name} is no exported program")
+    for key, text in _strings(program):
+        _CHECKS.get(key, expressions.check_name)(text, name)
+    if _has_objects(program):
+        raise UnsafeModel("CODE_CONSTANT", name, "uses script objects, whose loading runs code")
+
+
+def _accept(text: str, where: str) -> None:
+    """For texts that torch keeps, compares, or pastes as their repr()."""
+
+
+_CHECKS: Final[dict[str, Callable[[str, str], None]]] = {
+    "expr_str": expressions.check_symbol,
+    "guards_code": expressions.check_guard,
+    "target": expressions.check_target,
+    "as_operator": expressions.check_target,
+    "in_spec": expressions.check_tree,
+    "out_spec": expressions.check_tree,
+    "fqn": expressions.check_path,
+    "range_constraints": expressions.check_range,
+    "torch_version": _accept,
+    "metadata": _accept,  # stack traces and module paths
+    "as_string": _accept,
+    "as_strings": _accept,
+}
+"""What is checked of the string, or of each in the list, right under a key. Every other string must be a name."""
+
+
+def _strings(value: object) -> Iterator[tuple[str, str]]:
+    """Every string of a JSON value, with the key right above it; a key is a string under "" itself.
+
+    The two dicts whose keys or values are free: `range_constraints` has expressions for keys, and `metadata` texts for
+    values, as long as all are texts. A tensor may be called "metadata" as well: its dict is looked at like any other.
+    """
+    stack: list[tuple[str, object]] = [("", value)]
+    while stack:
+        above, found = stack.pop()
+        if isinstance(found, str):
+            yield above, found
+        elif isinstance(found, list):
+            stack.extend((above if isinstance(inner, str) else "", inner) for inner in found)
+        elif isinstance(found, dict):
+            texts = above == "metadata" and all(
+                isinstance(inner, str) and key not in _CHECKS and not key.startswith("as_")
+                for key, inner in found.items()
+            )
+            for key, inner in found.items():
+                yield (above if texts or above == "range_constraints" else ""), key
+                stack.append(("metadata" if texts else key, inner))
+
+
+def _has_objects(program: object) -> bool:
+    stack = [program]
+    while stack:
+        found = stack.pop()
+        if isinstance(found, list):
+            stack.extend(found)
+        elif isinstance(found, dict):
+            if found.get("custom_obj_values") or found.get("as_custom_obj") or found.get("custom_obj"):
+                return True
+            stack.extend(found.values())
+    return False
+
+
+def _screen_tensors(name: str, data: bytes) -> None:
+    """A torch.save file: a zip with one pickle of plain tensors."""
+    if not data:
+        return
+    _check_ends(data[:4], data[-22:], name)
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            records = _records(archive, len(data))
+            screen_tensor_records(name, records)
+    except (zipfile.BadZipFile, EOFError, struct.error, NotImplementedError):
+        raise UnsafeModel("NOT_WEIGHTS_ONLY", name, "is no torch.save file, so it would be unpickled") from None
+
+
+def screen_tensor_records(name: str, records: Records) -> None:
+    """The members of a torch.save file.
+
+    Raises:
+        UnsafeModel: its pickle is more than plain tensors, or it is a TorchScript archive.
+    """
+    for member in records.names:
+        if member == "data.pkl":
+            pickles.check(records.read(member), f"{name}:{member}")
+        elif not member.startswith(("data/", ".data/")) and member not in _TENSOR_FILE:
+            raise UnsafeModel("NOT_WEIGHTS_ONLY", f"{name}:{member}", "is not known in a torch.save file")
+    if "data.pkl" not in records.names:
+        raise UnsafeModel("NOT_WEIGHTS_ONLY", name, "has no data.pkl")
+
+
+_TENSOR_FILE: Final = frozenset({"version", "byteorder", ".format_version", ".storage_alignment"})
+
+
+def _json(name: str, records: Records) -> object:
+    data = records.read(name)
+    if len(data) > MAX_JSON_BYTES:
+        raise UnsafeModel("TOO_LARGE", name, f"has {len(data)} bytes")
+    try:
+        parsed: object = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise NotAPt2(f"{name} is no JSON ({error})") from None
+    return parsed
+
+
+def _records(archive: zipfile.ZipFile, size: int) -> Records:
+    """The members of a zip as every reader sees them: one root, no two of a name, nothing packed, nothing in front."""
+    members = archive.infolist()
+    if not members:
+        raise NotAPt2("it is an empty zip")
+    if len(members) > MAX_MEMBERS:
+        raise UnsafeModel("TOO_LARGE", "its directory", f"has {len(members)} members")
+    if min(member.header_offset for member in members) != 0:
+        raise UnsafeModel("AMBIGUOUS_ZIP", "its first byte", "is not its first member's")
+    root = members[0].filename.partition("/")[0] + "/"
+    names: dict[str, str] = {}
+    total = 0
+    for member in members:
+        name = member.filename
+        inner = name.removeprefix(root)
+        if not name.startswith(root) or not inner or ".." in inner.split("/") or "\\" in name or "\0" in name:
+            raise UnsafeModel("AMBIGUOUS_ZIP", name[:100], f"does not lie in {root[:60]}")
+        if inner.lower() in names:
+            raise UnsafeModel("AMBIGUOUS_ZIP", name[:100], "is there twice")
+        if member.compress_type != _ONLY_STORED or member.file_size != member.compress_size:
+            raise UnsafeModel("AMBIGUOUS_ZIP", name[:100], "is packed, which torch never does")
+        if member.flag_bits & 0x1:
+            raise UnsafeModel("AMBIGUOUS_ZIP", name[:100], "is encrypted")
+        total += member.file_size
+        if member.header_offset + member.file_size > size or total > min(MAX_BYTES, size):
+            raise UnsafeModel("TOO_LARGE", name[:100], "says that it is larger than the file")
+        names[inner.lower()] = inner
+    ordered = tuple(member.filename.removeprefix(root) for member in members)
+    return Records(ordered, lambda inner: archive.read(root + inner))
+
+
+def _tail(file: io.BufferedReader, size: int) -> bytes:
+    file.seek(max(0, size - 22))
+    tail = file.read(22)
+    file.seek(0)
+    return tail
+
+
+def _check_ends(head: bytes, tail: bytes, where: str = "") -> None:
+    """A zip that begins with its first member and ends with its end record: no two readers find other directories."""
+    if head == b"PK\x03\x04" and tail[:4] == b"PK\x05\x06" and tail[-2:] == b"\0\0":
+        return
+    if where:
+        raise UnsafeModel("NOT_WEIGHTS_ONLY", where, "is no torch.save file, so it would be unpickled")
+    raise NotAPt2("it is no zip, or not a whole one")
