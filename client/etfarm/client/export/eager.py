@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import time
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
@@ -69,9 +68,7 @@ class ExportedModel:
     """A tensor file per constant method, its leaves in flattened order."""
 
 
-def export_source(
-    source: ModelSource, *, name: str, folder_base: Path | None = None, strict: bool = False
-) -> ExportedModel:
+def export_source(source: ModelSource, *, name: str, folder_base: Path | None = None, strict: bool = False) -> ExportedModel:
     """`source` exported, every method by itself.
 
     Args:
@@ -122,7 +119,8 @@ def _export_method(source: ModelSource, method: str, base: Path, strict: bool) -
         program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=strict)
     must_be_bounded(method, program)
     make_relative(program, base)
-    archive = _save(method, program)
+    with _refusals(method, base), _quiet():
+        archive = _save(program)
     duration_ms = round((time.monotonic() - started) * 1000)
 
     signature = program.graph_signature
@@ -136,37 +134,13 @@ def _export_method(source: ModelSource, method: str, base: Path, strict: bool) -
     )
 
 
-def _save(method: str, program: ExportedProgram) -> bytes:
+def _save(program: ExportedProgram) -> bytes:
     import torch
 
     # A buffer has no file stem, so every archive has the same prefix; a path's stem would be part of the bytes.
     buffer = io.BytesIO()
-    with _quiet():
-        torch.export.save(program, buffer)
-    data = buffer.getvalue()
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        for entry in archive.namelist():
-            if "/sample_inputs/" in entry:
-                _must_load_as_data(method, archive.read(entry))
-    return data
-
-
-def _must_load_as_data(method: str, sample_inputs: bytes) -> None:
-    """Servers refuse an archive whose inputs are a pickle with classes in it: loading that would run their code."""
-    import pickle
-
-    import torch
-
-    try:
-        torch.load(io.BytesIO(sample_inputs), weights_only=True)
-    except pickle.UnpicklingError as error:
-        found = re.search(r"(?:GLOBAL|global:?|Unsupported class) ([\w.]+)", str(error))
-        raise UnsupportedInput(
-            method,
-            found[1] if found else "inputs",
-            "inside an object of a class of its own",
-            "Inputs are tensors, bools, ints, floats, None, and plain tuples, lists and dicts of these.",
-        ) from error
+    torch.export.save(program, buffer)
+    return buffer.getvalue()
 
 
 def _must_be_eval(method: str, module: nn.Module) -> None:

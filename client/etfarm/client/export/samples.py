@@ -9,9 +9,7 @@ from etfarm.client.export.errors import CalibrationMismatch, UnsupportedInput
 from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value
 
 
-def flat_values(
-    method: str, names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
-) -> list[Value]:
+def flat_values(method: str, names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[Value]:
     """The inputs in the wire's order, `tree_leaves((args, kwargs))`, named by `names`.
 
     A tensor keeps its memory format as dim order (channels_last is (0, 2, 3, 1)); one whose elements are not dense in
@@ -21,6 +19,7 @@ def flat_values(
         UnsupportedInput: a leaf is no dense CPU tensor of a dtype of the wire, and no bool, int, float or None.
     """
     leaves = input_leaves(args, kwargs)
+    _must_be_plain(method, names, args, kwargs)
     return [wire_value(method, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
 
 
@@ -52,7 +51,7 @@ def wire_value(method: str, name: str, leaf: Any) -> Value:
 
     if leaf is None or isinstance(leaf, bool | int | float):
         return Scalar(name, leaf)
-    if not isinstance(leaf, torch.Tensor):
+    if type(leaf) not in (torch.Tensor, torch.nn.Parameter):  # a subclass may keep its elements elsewhere
         raise UnsupportedInput(
             method,
             name,
@@ -77,9 +76,34 @@ def wire_value(method: str, name: str, leaf: Any) -> Value:
     return Tensor(name, dtype, tuple(tensor.shape), dense.view(torch.uint8).numpy().tobytes(), order)
 
 
-def must_match(
-    method: str, sample: int, example: tuple[Any, ...], given: tuple[Any, ...], names: Sequence[str]
-) -> None:
+def _must_be_plain(method: str, names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
+    """Containers are Python's own: an archive keeps its inputs as a pickle, and a server loads no class of others'."""
+    from torch.utils import _pytree as pytree
+
+    def first_foreign(spec: Any, leaves_before: int) -> tuple[int, str] | None:
+        if spec.is_leaf():
+            return None
+        if spec.type not in (tuple, list, dict):
+            return leaves_before, spec.type.__name__
+        for child in spec.children():
+            found = first_foreign(child, leaves_before)
+            if found:
+                return found
+            leaves_before += child.num_leaves
+        return None
+
+    found = first_foreign(pytree.tree_structure((args, dict(kwargs or {}))), 0)
+    if found:
+        place, kind = found
+        raise UnsupportedInput(
+            method,
+            names[place] if place < len(names) else "inputs",
+            f"inside a {kind}",
+            "Containers of inputs are tuples, lists and dicts; make anything else of them in forward.",
+        )
+
+
+def must_match(method: str, sample: int, example: tuple[Any, ...], given: tuple[Any, ...], names: Sequence[str]) -> None:
     """Whether a calibration sample can stand where the example inputs do; sizes of dims may differ, for dynamic shapes.
 
     Raises:

@@ -86,9 +86,7 @@ class ModelSource:
                 _must_be_tuple(name, sample)
         for name in self.constant_methods:
             if name in self.methods:
-                raise BadModelSource(
-                    f"{name!r} is both a method and a constant method.", "Rename one of them.", method=name
-                )
+                raise BadModelSource(f"{name!r} is both a method and a constant method.", "Rename one of them.", method=name)
 
     @classmethod
     def of(

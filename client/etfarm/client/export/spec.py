@@ -136,20 +136,20 @@ def check_pt2(path: Path) -> None:
     """
     again = "Save it with torch.export.save(torch.export.export(module, example_inputs), path)."
     shown = str(path)
+    damaged = NotAPt2(f"{shown} is a cut-off or damaged .pt2 archive.", "Copy or download it again.", path=shown)
     try:
         with zipfile.ZipFile(path) as archive:
-            names = [name.partition("/")[2] for name in archive.namelist()]
-            whole = set(archive.namelist())
+            entries = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError) as error:
         with path.open("rb") as file:
-            started = file.read(4) == b"PK\x03\x04"
-        if started:
-            raise NotAPt2(
-                f"{shown} is a cut-off or damaged .pt2 archive.", "Copy or download it again.", path=shown
-            ) from None
-        raise NotAPt2(
-            f"{shown} is no .pt2 archive: {str(error)[:1].lower()}{str(error)[1:]}.", again, path=shown
-        ) from None
+            if file.read(4) == b"PK\x03\x04":
+                raise damaged from None
+        raise NotAPt2(f"{shown} is no .pt2 archive: {str(error)[:1].lower()}{str(error)[1:]}.", again, path=shown) from None
+    # The example inputs are a zip in the zip: of an archive that is cut off after them, zipfile lists those.
+    if entries and min(entry.header_offset for entry in entries) > 0:
+        raise damaged
+    whole = {entry.filename for entry in entries}
+    names = {name.partition("/")[2] for name in whole}
     if any(re.fullmatch(r"models/[^/]+\.json", name) for name in names):
         return
     if "serialized_exported_program.json" in whole:
@@ -213,9 +213,7 @@ def _existing(text: str) -> Path:
         raise ModelNotFound(f"{text} is a folder, not a file.", path=text)
     folder = path.parent
     if not folder.is_dir():
-        raise ModelNotFound(
-            f"There is no file {text}.", f"There is no folder {folder} in {Path.cwd()} either.", path=text
-        )
+        raise ModelNotFound(f"There is no file {text}.", f"There is no folder {folder} in {Path.cwd()} either.", path=text)
     siblings = [entry.name for entry in folder.iterdir() if entry.suffix == path.suffix]
     near = difflib.get_close_matches(path.name, siblings, n=1)
     remedy = f"Did you mean {folder / near[0]}?" if near else f"Paths start at the working folder, {Path.cwd()}."

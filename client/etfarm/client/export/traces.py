@@ -3,7 +3,7 @@
 torch.export keeps `File "/home/ada/farm/models/net.py", line 31, in forward` with every node, and the report names the
 user's lines from that. A path becomes, by the first rule that fits:
 
-1. `<...>`, such as `<string>`: as it is.
+1. `<...>`, such as `<string>`: as it is, without the number that torch counts its generated code with.
 2. under site-packages or dist-packages: what follows, `torch/nn/modules/conv.py`.
 3. a module of this package, wherever it is installed: from `etfarm/` on.
 4. under the working folder: relative to it, `models/net.py`.
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _FRAME = re.compile(r'^(\s*File ")([^"\n]+)(", line \d+)', re.MULTILINE)
 _INSTALLED = re.compile(r"(?:.*/)?(?:site|dist)-packages/(.+)\Z")
+_GENERATED = re.compile(r"(<[^>]*>)\.\d+\Z")
 _OWN_FOLDER = Path(__file__).parent.as_posix()
 _OWN_ROOT = Path(__file__).parents[3].as_posix()
 _STDLIB = Path(os.__file__).parent.as_posix()
@@ -46,7 +47,8 @@ class Place(NamedTuple):
 def relative(path: str, base: Path) -> str:
     """`path` of a source file as it may leave the client; `base` is the working folder. POSIX separators."""
     if path.startswith("<"):
-        return path
+        # <eval_with_key>.7 is the seventh of this process: the next export of the same model would have other bytes.
+        return _GENERATED.sub(r"\1", path)
     path = path.replace("\\", "/")
     installed = _INSTALLED.match(path)
     if installed:

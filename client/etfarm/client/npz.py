@@ -1,0 +1,331 @@
+"""Steps 1 and 10, client: `--inputs` and `-o`, tensors of the wire in numpy's .npz files.
+
+A key is an argument's or output's name, or its place `0`, `1`, ... in flattened order (`arr_0`, as np.savez calls them,
+works too); `METHOD/` before it selects the method. What npz has no type for has a sibling key `KEY.dtype`, a string:
+
+    bfloat16, float8_e4m3fn, float8_e5m2   KEY holds the elements' bits as uint16 or uint8
+    scalar                                 KEY holds a Python bool, int or float in no dims, or nothing: None
+
+An array comes and goes contiguous: npz knows C and Fortran order and no channels_last, and a program that wants another
+dim order gets it from whoever calls it.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value, dtype_of, from_array, to_array
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+UNSAID = ""
+"""The method of keys without `METHOD/`."""
+
+_FOREIGN = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+_SCALAR = "scalar"
+_DTYPE = ".dtype"
+_PLACE = re.compile(r"(?:arr_)?(\d+)\Z")
+
+Named = dict[str, Value]
+"""Values by the key that the file has, without `METHOD/`, in the file's order."""
+
+
+class InputFileUnreadable(UserError):
+    """An inputs file is missing, cut off or no .npz."""
+
+    reason = "INPUT_FILE_UNREADABLE"
+
+
+class UnsupportedInputArray(UserError):
+    """An array of an inputs file has a dtype that no program takes, or a wrong `.dtype` beside it."""
+
+    reason = "UNSUPPORTED_INPUT"
+
+
+class UnknownInput(UserError):
+    """An inputs file has a key that is no input."""
+
+    reason = "UNKNOWN_INPUT"
+    kind = Kind.NOT_FOUND
+
+
+class DuplicateInput(UserError):
+    """Two keys of an inputs file are one input."""
+
+    reason = "DUPLICATE_INPUT"
+
+
+class InputMissing(UserError):
+    """An inputs file lacks an input."""
+
+    reason = "INPUT_MISSING"
+
+
+class OutputFileUnwritable(UserError):
+    """An outputs file cannot be written."""
+
+    reason = "OUTPUT_FILE_UNWRITABLE"
+
+
+def read_named(path: Path) -> dict[str, Named]:
+    """The values of an .npz by method and key, the method `UNSAID` where the key names none.
+
+    Whether the keys fit a program is `order`'s question: before the server has compiled, nobody knows the names.
+
+    Raises:
+        InputFileUnreadable: it is missing, cut off, no .npz, or holds Python objects.
+        UnsupportedInputArray: a dtype that no program takes, or a `.dtype` that does not fit.
+    """
+    arrays = _load(path)
+    named: dict[str, Named] = {}
+    for key, array in arrays.items():
+        if key.endswith(_DTYPE):
+            if key.removesuffix(_DTYPE) not in arrays:
+                raise UnsupportedInputArray(f"{path}: {key!r} tells the dtype of a key that is not there.", path=path, key=key)
+            continue
+        method, slash, name = key.partition("/")
+        method, name = (method, name) if slash else (UNSAID, key)
+        dtype = arrays.get(key + _DTYPE)
+        named.setdefault(method, {})[name] = _value(path, key, name, array, dtype)
+    return named
+
+
+def read_samples(path: Path, *, batched: bool = False) -> list[dict[str, Named]]:
+    """Several samples: each .npz of a folder, by file name, or with `batched` each index of axis 0 of one file.
+
+    A batched tensor loses axis 0; a scalar is every sample's. A file that is not batched is one sample.
+
+    Raises:
+        InputFileUnreadable: a folder without .npz files, or see `read_named`.
+        UnsupportedInputArray: batched arrays of several lengths, or see `read_named`.
+    """
+    if path.is_dir():
+        files = sorted(path.glob("*.npz"))
+        if not files:
+            raise InputFileUnreadable(f"The folder {path} has no .npz file.", "Each sample is one file.", path=path)
+        return [sample for file in files for sample in read_samples(file, batched=batched)]
+    named = read_named(path)
+    return _split(path, named) if batched else [named]
+
+
+def read_inputs(path: Path, methods: Mapping[str, Sequence[str]]) -> dict[str, list[Value]]:
+    """The inputs of each method that the file has keys for, in the order of `methods`' names.
+
+    Raises:
+        UnknownInput, InputMissing, DuplicateInput: the keys do not fit.
+        InputFileUnreadable, UnsupportedInputArray: see `read_named`.
+    """
+    named = read_named(path)
+    return {method: order(values, methods[method], method) for method, values in by_method(named, methods).items()}
+
+
+def by_method(named: Mapping[str, Named], methods: Sequence[str] | Mapping[str, object]) -> dict[str, Named]:
+    """`named` with keys of no method given to the only one, or to forward where there are several.
+
+    Raises:
+        UnknownInput: a key's method is not in `methods`, or nobody can say which method is meant.
+        DuplicateInput: one key is there with and without its method.
+    """
+    known = list(methods)
+    default = known[0] if len(known) == 1 else "forward"
+    result: dict[str, Named] = {}
+    for said, values in named.items():
+        method = said or default
+        if method not in known:
+            first = next(iter(values), "")
+            key = f"{said}/{first}" if said else first
+            raise UnknownInput(
+                f"The input {key!r} belongs to no method.",
+                f"The methods are {', '.join(known)}.",
+                key=key,
+                methods=",".join(known),
+            )
+        for name, value in values.items():
+            if name in result.setdefault(method, {}):
+                raise DuplicateInput(
+                    f"{method}: the input {name!r} is given twice, with its method and without.", method=method, key=name
+                )
+            result[method][name] = value
+    return result
+
+
+def order(named: Mapping[str, Value], names: Sequence[str], method: str = "") -> list[Value]:
+    """The values in the order of `names`, the inputs in flattened order, and called by them.
+
+    A key is a name, or a place where no input is called so.
+
+    Raises:
+        UnknownInput: a key is neither.
+        DuplicateInput: two keys are one input.
+        InputMissing: an input has no key.
+    """
+    prefix = f"{method}: " if method else ""
+    there = f"The inputs are {', '.join(names)}." if names else "There are no inputs."
+    found: dict[int, Value] = {}
+    keys: dict[int, str] = {}
+    for key, value in named.items():
+        digits = _PLACE.match(key)
+        if key in names:
+            place = list(names).index(key)
+        elif digits and int(digits[1]) < len(names):
+            place = int(digits[1])
+        else:
+            raise UnknownInput(f"{prefix}there is no input {key!r}.", there, method=method, key=key, inputs=",".join(names))
+        if place in found:
+            raise DuplicateInput(
+                f"{prefix}{keys[place]!r} and {key!r} are one input, {names[place]!r}.", "Give it once.", method=method, key=key
+            )
+        found[place], keys[place] = _called(names[place], value), key
+    missing = [name for place, name in enumerate(names) if place not in found]
+    if missing:
+        raise InputMissing(
+            f"{prefix}the input {missing[0]!r} is missing.",
+            there,
+            method=method,
+            missing=",".join(missing),
+            inputs=",".join(names),
+        )
+    return [found[place] for place in range(len(names))]
+
+
+def write_outputs(path: Path, outputs: Mapping[str, Sequence[Value]], names: Mapping[str, Sequence[str]] | None = None) -> None:
+    """Writes values as `read_named` reads them, under exactly `path`.
+
+    Keys have `METHOD/` where there are several methods. `names` are the outputs' per method; an output without a name,
+    or with one that another has too, is called by its place.
+
+    Raises:
+        OutputFileUnwritable: the file cannot be written; what was there before is gone only if it could.
+    """
+    import numpy as np
+
+    buffer = io.BytesIO()
+    # np.savez takes arrays as keyword arguments, so it cannot name one "file": the archive is written here.
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for key, array in _entries(outputs, names or {}):
+            # The date that ZipInfo defaults to: equal values give equal bytes.
+            with archive.open(zipfile.ZipInfo(f"{key}.npy"), "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
+    try:
+        path.write_bytes(buffer.getbuffer())
+    except OSError as error:
+        raise OutputFileUnwritable(
+            f"{path} cannot be written: {error.strerror or error}.", "Give another -o.", path=path
+        ) from None
+
+
+def _load(path: Path) -> dict[str, NDArray[Any]]:
+    import numpy as np
+
+    again = "Write it with numpy.savez(path, name=array, ...)."
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            raise InputFileUnreadable(f"{path} is one .npy array, not an .npz.", again, path=path)
+        with loaded:
+            return {key: loaded[key] for key in loaded.files}
+    except FileNotFoundError:
+        raise InputFileUnreadable(f"There is no file {path}.", again, path=path) from None
+    except (OSError, ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error, SyntaxError) as error:
+        if "allow_pickle" in str(error):
+            what = "it is no .npz, or holds Python objects, which are never loaded"
+        else:
+            what = str(error).strip().rstrip(".") or type(error).__name__
+        raise InputFileUnreadable(f"{path} cannot be read: {what}.", again, path=path) from None
+
+
+def _value(path: Path, key: str, name: str, array: NDArray[Any], said: NDArray[Any] | None) -> Value:
+    import numpy as np
+
+    if not isinstance(array, np.ndarray):
+        raise InputFileUnreadable(f"{path}: {key!r} is no array.", "Write it with numpy.savez.", path=path, key=key)
+    if said is not None:
+        dtype = str(said.reshape(-1)[0]) if isinstance(said, np.ndarray) and said.size == 1 else ""
+        if dtype == _SCALAR and (array.size == 0 or (array.ndim == 0 and array.dtype.kind in "biuf")):
+            return Scalar(name, array.item() if array.size else None)
+        if dtype in _FOREIGN and array.dtype.itemsize == ITEM_BYTES[dtype] and array.dtype.kind in "uiV":
+            bits = np.ascontiguousarray(array).reshape(array.shape)
+            return from_array(name, bits.view(dtype_of(dtype)))
+        if dtype not in ITEM_BYTES or dtype != array.dtype.name:
+            raise UnsupportedInputArray(
+                f"{path}: {key + _DTYPE!r} says {dtype or 'nothing'!r}, and {key!r} holds {array.dtype.name}.",
+                f"It is for {', '.join(_FOREIGN)}, held as uint16 or uint8, and for {_SCALAR!r}.",
+                path=path, key=key, dtype=dtype, held=array.dtype.name,
+            )  # fmt: skip
+    if array.dtype.name not in ITEM_BYTES:
+        is_raw = array.dtype.kind == "V" and array.dtype.itemsize in (1, 2)
+        raise UnsupportedInputArray(
+            f"{path}: {key!r} has the dtype {array.dtype.name}, which no program takes.",
+            f"If these are {' or '.join(_FOREIGN)}, say which in a key {key + _DTYPE!r}."
+            if is_raw
+            else f"The dtypes are {', '.join(ITEM_BYTES)}.",
+            path=path,
+            key=key,
+            dtype=array.dtype.name,
+        )
+    return from_array(name, array.astype(array.dtype.newbyteorder("<"), copy=False))
+
+
+def _split(path: Path, named: Mapping[str, Named]) -> list[dict[str, Named]]:
+    sizes: dict[str, int] = {}
+    for method, values in named.items():
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                key = f"{method}/{name}" if method else name
+                if not value.shape:
+                    raise UnsupportedInputArray(
+                        f"{path}: {key!r} has no axis 0 to take samples from.", "Leave out --batched.", path=path, key=key
+                    )
+                sizes[key] = value.shape[0]
+    if len(set(sizes.values())) > 1:
+        shown = ", ".join(f"{key} {size}" for key, size in sizes.items())
+        raise UnsupportedInputArray(f"{path}: axis 0 has several lengths: {shown}.", "Give all keys as many samples.", path=path)
+    count = next(iter(sizes.values()), 1)
+    return [
+        {m: {name: _at(value, index, count) for name, value in values.items()} for m, values in named.items()}
+        for index in range(count)
+    ]
+
+
+def _at(value: Value, index: int, count: int) -> Value:
+    if isinstance(value, Scalar):
+        return value
+    size = len(value.data) // count
+    return Tensor(value.name, value.dtype, value.shape[1:], value.data[index * size : (index + 1) * size])
+
+
+def _called(name: str, value: Value) -> Value:
+    if isinstance(value, Scalar):
+        return Scalar(name, value.value)
+    return Tensor(name, value.dtype, value.shape, value.data, value.dim_order)
+
+
+def _entries(
+    outputs: Mapping[str, Sequence[Value]], names: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    import numpy as np
+
+    for method, values in outputs.items():
+        prefix = f"{method}/" if len(outputs) > 1 else ""
+        given = list(names.get(method, ()))
+        for place, value in enumerate(values):
+            name = given[place] if place < len(given) else ""
+            key = prefix + (name if name and given.count(name) == 1 else str(place))
+            if isinstance(value, Scalar):
+                yield key, np.asarray(value.value) if value.value is not None else np.empty(0)
+                yield key + _DTYPE, np.asarray(_SCALAR)
+            elif value.dtype in _FOREIGN:
+                bits = np.uint16 if ITEM_BYTES[value.dtype] == 2 else np.uint8
+                yield key, np.ascontiguousarray(to_array(value)).reshape(value.shape).view(bits)
+                yield key + _DTYPE, np.asarray(value.dtype)
+            else:
+                yield key, np.ascontiguousarray(to_array(value)).reshape(value.shape)

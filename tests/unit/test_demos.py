@@ -1,0 +1,88 @@
+"""The demos: quick, the same in every process, with outputs that tell inputs apart before and after int8."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from etfarm.client.export import DEMOS, Demo, ModelSource, export_source, load_source
+from etfarm.wire import digest
+
+
+@pytest.fixture(scope="module")
+def demos() -> dict[str, ModelSource]:
+    return {name: load_source(Demo(name)) for name in DEMOS}
+
+
+def digests(sources: dict[str, ModelSource]) -> list[str]:
+    methods = [export_source(source, name=name).methods["forward"] for name, source in sources.items()]
+    return [digest.of_bytes(data) for method in methods for data in (method.pt2, *method.calibration)]
+
+
+def test_two_processes_give_the_same_bytes_whatever_their_folder_and_threads(demos: dict[str, ModelSource]) -> None:
+    code = (
+        "import torch; torch.set_num_threads(2); torch.manual_seed(99)\n"
+        "from etfarm.client.export import *; from etfarm.wire import digest\n"
+        "for name in DEMOS:\n"
+        "    method = export_source(load_source(Demo(name)), name=name).methods['forward']\n"
+        "    for data in (method.pt2, *method.calibration): print(digest.of_bytes(data))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == digests(demos)
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_outputs_tell_inputs_apart(demos: dict[str, ModelSource], name: str) -> None:
+    samples = demos[name].calibration_inputs["forward"]
+    outputs = torch.cat([demos[name].methods["forward"](*sample) for sample in samples])
+    assert len(samples) == 8
+    assert demos[name].example_inputs["forward"] == samples[0]
+    assert outputs.std(0).mean() > 0.5
+    assert outputs.argmax(1).tolist() == [index % outputs.shape[1] for index in range(8)]
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_int8_keeps_what_a_demo_says(demos: dict[str, ModelSource], name: str) -> None:
+    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    module, samples = demos[name].methods["forward"], demos[name].calibration_inputs["forward"]
+    quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True))
+    prepared = prepare_pt2e(torch.export.export(module, samples[0]).module(), quantizer)
+    for sample in samples:
+        prepared(*sample)
+    quantized = convert_pt2e(prepared)
+    reference = torch.cat([module(*sample) for sample in samples]).double()
+    actual = torch.cat([quantized(*sample) for sample in samples]).double()
+    signal = reference - reference.mean(0)  # a bias that all inputs share is no information
+    sqnr_db = 10 * torch.log10(signal.square().sum() / (reference - actual).square().sum())
+    assert sqnr_db > (20 if name == "mobilenet_v1_025" else 30)
+    assert torch.equal(reference.argmax(1), actual.argmax(1))
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_every_operator_names_a_line_of_the_demo(demos: dict[str, ModelSource], name: str) -> None:
+    pt2 = export_source(demos[name], name=name).methods["forward"].pt2
+    operators = [node for node in torch.export.load(io.BytesIO(pt2)).graph.nodes if node.op == "call_function"]
+    assert operators
+    for node in operators:
+        files = re.findall(r'File "([^"]+)"', node.meta["stack_trace"])
+        users = [file for file in files if not file.startswith(("torch/", "<"))]
+        assert users and users[-1] == f"etfarm/client/export/demo_models/{name}.py"
+
+
+def test_making_a_demo_is_quick_and_leaves_torch_as_it_was() -> None:
+    torch.manual_seed(7)
+    threads, expected = torch.get_num_threads(), torch.rand(1)
+    torch.manual_seed(7)
+    started = time.process_time()
+    load_source(Demo("ds_cnn"))
+    assert time.process_time() - started < 10
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.rand(1), expected)

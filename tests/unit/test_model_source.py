@@ -1,0 +1,237 @@
+"""MODEL arguments: what each form is taken for, and what a wrong file or a wrong factory is told."""
+
+from __future__ import annotations
+
+import io
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from etfarm.client.export import DEMOS, Demo, FileFactory, ModelSource, ModuleFactory, Pt2File, PteFile, load_source, resolve
+from etfarm.client.export import errors as e
+from etfarm.wire.errors import EtfarmError
+
+NET = """
+import torch
+from torch import nn
+import sibling
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+    def forward(self, x):
+        return self.linear(x)
+
+def make():
+    return Net().eval(), (torch.ones(1, 2),)
+def rows(n):
+    return make()
+def bare():
+    return Net().eval()
+def tensor():
+    return Net().eval(), torch.ones(1, 2)
+def three():
+    return Net().eval(), (torch.ones(1, 2),), None
+async def later():
+    return make()
+def breaks():
+    value = {}
+    return value["weights"]
+def leaves():
+    raise SystemExit(3)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "net.py").write_text(NET)
+    (tmp_path / "models" / "sibling.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def pt2() -> bytes:
+    buffer = io.BytesIO()
+    torch.export.save(torch.export.export(torch.nn.ReLU().eval(), (torch.ones(2),)), buffer)
+    return buffer.getvalue()
+
+
+def pte(program: int = 128, base: int = 128, segments: int = 64, head: bytes = b"ET12", size: int | None = None) -> bytes:
+    data = struct.pack("<I", 48) + head + b"eh00" + struct.pack("<IQQQ", 32, program, base, segments)
+    total = base + segments if size is None else size
+    return data.ljust(total, b"\0")[:total]
+
+
+def refusal(text: str) -> EtfarmError:
+    with pytest.raises(EtfarmError) as caught:
+        spec = resolve(text)
+        assert isinstance(spec, FileFactory | ModuleFactory)
+        load_source(spec)
+    return caught.value
+
+
+def test_importing_the_package_and_resolving_loads_no_torch() -> None:
+    code = (
+        "import sys; from etfarm.client.export import resolve, ModelSource; resolve('demo:resnet8');"
+        "print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False False\n"
+
+
+def test_each_form_is_taken_for_what_it_is(folder: Path, pt2: bytes) -> None:
+    Path("a.pt2").write_bytes(pt2)
+    Path("B.PTE").write_bytes(pte())
+    assert resolve("a.pt2") == Pt2File(Path("a.pt2"))
+    assert resolve("B.PTE") == PteFile(Path("B.PTE"))
+    assert resolve("models/net.py:make") == FileFactory(Path("models/net.py"), "make")
+    assert resolve("my_package.models:make") == ModuleFactory("my_package.models", "make")
+    assert [resolve(f"demo:{name}") for name in DEMOS] == [Demo(name) for name in DEMOS]
+    assert [resolve(text).label for text in ("a.pt2", "models/net.py:make", "demo:ds_cnn")] == ["a", "net:make", "ds_cnn"]
+
+
+@pytest.mark.parametrize("text", ["resnet8", "x.onnx", "", ":make", "a b:make", "x.py:", "net:not-a-name", "model.pt"])
+def test_anything_else_is_told_the_five_forms(text: str) -> None:
+    with pytest.raises(e.BadModelArgument, match=r"x\.pt2, x\.pte, file\.py:factory, package\.module:factory or demo:NAME"):
+        resolve(text)
+
+
+def test_a_file_without_a_function_is_told_to_name_one() -> None:
+    with pytest.raises(e.BadModelArgument, match=r"net\.py:make_model"):
+        resolve("net.py")
+
+
+def test_an_unknown_demo_is_told_the_nearest_and_all() -> None:
+    with pytest.raises(e.UnknownDemo, match=r"Did you mean demo:ds_cnn\?.*resnet8, ds_cnn, mobilenet_v1_025"):
+        resolve("demo:DS-CNN")
+
+
+def test_a_missing_file_is_told_with_the_nearest(folder: Path) -> None:
+    error = refusal("models/nett.py:make")
+    assert error.reason == "MODEL_NOT_FOUND" and "Did you mean models/net.py?" in str(error)
+    assert refusal("nothing/x.pt2").reason == "MODEL_NOT_FOUND"
+    Path("folder.pte").mkdir()
+    assert "is a folder" in str(refusal("folder.pte"))
+
+
+def test_a_program_that_is_none_or_cut_off_is_told_at_once(folder: Path) -> None:
+    path = Path("x.pte")
+    whole = pte()
+    for cut in (100, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        error = refusal("x.pte")
+        assert error.reason == "TRUNCATED_PROGRAM" and error.metadata["expected_bytes"] == str(len(whole))
+    for data in (b"", b"ET12", b"PK\x03\x04" + bytes(200), pte(head=b"TFL3")):
+        path.write_bytes(data)
+        assert refusal("x.pte").reason == "NOT_A_PTE"
+    path.write_bytes(pte(head=b"ET11"))
+    assert "ET11" in str(refusal("x.pte"))
+    path.write_bytes(pte(program=200, base=0, segments=0, size=199))
+    assert refusal("x.pte").reason == "TRUNCATED_PROGRAM"
+    path.write_bytes(struct.pack("<I", 8) + b"ET12" + bytes(40))  # no extended header: old, and sound
+    assert resolve("x.pte") == PteFile(path)
+
+
+def test_an_archive_that_is_none_is_told_what_it_seems(folder: Path, pt2: bytes) -> None:
+    path = Path("x.pt2")
+    path.write_bytes(pt2[:-100])
+    assert "cut-off" in str(refusal("x.pt2"))
+    path.write_bytes(b"hello")
+    assert refusal("x.pt2").reason == "NOT_A_PT2"
+    torch.save({"w": torch.ones(2)}, path)
+    assert "checkpoint" in str(refusal("x.pt2"))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("readme", "")
+    assert "is a zip file" in str(refusal("x.pt2"))
+
+
+def test_a_file_factory_runs_seeded_with_its_folder_on_the_path_and_says_so(folder: Path) -> None:
+    said: list[str] = []
+    spec = FileFactory(Path("models/net.py"), "make")
+    before = list(sys.path)
+    first = load_source(spec, say=said.append)
+    torch.rand(5)
+    second = load_source(spec)
+    assert isinstance(first, ModelSource) and list(first.methods) == ["forward"]
+    assert torch.equal(first.methods["forward"].linear.weight, second.methods["forward"].linear.weight)
+    assert said == ["Seeded torch, numpy and random with 0 before calling models/net.py:make."]
+    assert sys.path == before
+
+
+def test_two_files_of_one_stem_do_not_meet(folder: Path) -> None:
+    (folder / "other").mkdir()
+    (folder / "other" / "net.py").write_text("import torch\ndef make():\n    return torch.nn.ReLU().eval(), (torch.ones(1),)\n")
+    assert type(load_source(FileFactory(Path("models/net.py"), "make")).methods["forward"]).__name__ == "Net"
+    assert type(load_source(FileFactory(Path("other/net.py"), "make")).methods["forward"]).__name__ == "ReLU"
+    assert type(load_source(FileFactory(Path("models/net.py"), "make")).methods["forward"]).__name__ == "Net"
+
+
+def test_a_module_factory_is_found_from_the_working_folder(folder: Path) -> None:
+    (folder / "farm_models").mkdir()
+    (folder / "farm_models" / "relu.py").write_text(
+        "import torch\nfrom etfarm.client.export import ModelSource\n"
+        "def make():\n    return ModelSource.of(torch.nn.ReLU().eval(), (torch.ones(1),), method='act')\n"
+    )
+    assert list(load_source(ModuleFactory("farm_models.relu", "make")).methods) == ["act"]
+    assert refusal("farm_models.relux:make").reason == "MODEL_NOT_FOUND"
+    assert refusal("nowhere_at_all.models:make").reason == "MODEL_NOT_FOUND"
+
+
+def test_a_missing_factory_is_told_with_those_there_are(folder: Path) -> None:
+    error = refusal("models/net.py:build")
+    assert error.reason == "FACTORY_NOT_FOUND"
+    assert error.metadata["functions"].split(",")[:2] == ["make", "rows"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "words"),
+    [
+        ("bare", "FACTORY_RETURNED_SOMETHING_ELSE", r"a module \(Net\) without example inputs"),
+        ("three", "FACTORY_RETURNED_SOMETHING_ELSE", "a tuple of 3: Net, tuple, NoneType"),
+        ("later", "FACTORY_RETURNED_SOMETHING_ELSE", "coroutine"),
+        ("tensor", "EXAMPLE_INPUTS_NOT_A_TUPLE", r"Write \(x,\)"),
+        ("rows", "FACTORY_FAILED", "called without arguments"),
+        ("breaks", "FACTORY_FAILED", r"KeyError: 'weights', at models/net\.py:27"),
+        ("leaves", "FACTORY_FAILED", r"SystemExit: 3, at models/net\.py:29"),
+    ],
+)
+def test_a_factory_that_gives_no_model_is_told_why(folder: Path, name: str, reason: str, words: str) -> None:
+    error = refusal(f"models/net.py:{name}")
+    assert error.reason == reason
+    with pytest.raises(EtfarmError, match=words):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("x = 1\nif x\n", "SyntaxError.*broken.py:2"),
+        ("\nimport no_such_dependency.deep\n", "broken.py:2.*Install 'no_such_dependency'"),
+        ("from . import sibling\n", "package.module:factory"),
+        ("1 / 0\n", "ZeroDivisionError.*broken.py:1"),
+    ],
+)
+def test_a_file_that_fails_on_import_is_told_its_line(folder: Path, code: str, words: str) -> None:
+    (folder / "broken.py").write_text(code)
+    with pytest.raises(e.FactoryFailed, match=words):
+        load_source(FileFactory(Path("broken.py"), "make"))
+
+
+def test_a_source_whose_parts_do_not_fit_is_refused() -> None:
+    net, x = torch.nn.ReLU().eval(), torch.ones(1)
+    with pytest.raises(e.BadModelSource, match="no example inputs"):
+        ModelSource(methods={"a": net}, example_inputs={})
+    with pytest.raises(e.BadModelSource, match="'b', which is not in methods"):
+        ModelSource(methods={"a": net}, example_inputs={"a": (x,), "b": (x,)})
+    with pytest.raises(e.BadModelSource, match="both"):
+        ModelSource.of(net, (x,), constant_methods={"forward": 1})
+    with pytest.raises(e.DynamicShapesForm, match="'input' is no method"):
+        ModelSource(methods={"a": net}, example_inputs={"a": (x,)}, dynamic_shapes={"input": {0: None}})
+    with pytest.raises(e.ExampleInputsNotATuple):
+        ModelSource.of(net, (x,), calibration_inputs=[x])  # type: ignore[list-item]
