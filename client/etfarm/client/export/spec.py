@@ -168,6 +168,9 @@ def check_pt2(path: Path) -> None:
 def check_pte(path: Path) -> None:
     """Whether `path` has the head of an ExecuTorch program and is as long as that head says.
 
+    A program without segments (no delegates, few weights) has no extended header and tells no length: cut off, it is
+    found out when the server or a device loads it.
+
     Raises:
         NotAPte: the flatbuffer's identifier is not ET12, or its root lies outside.
         TruncatedProgram: the file is shorter than its extended header's program and segments.
