@@ -23,6 +23,14 @@ std::deque<std::string>& lines() {
   static auto* kept = new std::deque<std::string>();
   return *kept;
 }
+std::string& cause() {
+  static auto* kept = new std::string();
+  return *kept;
+}
+std::string& place() {
+  static auto* kept = new std::string();
+  return *kept;
+}
 int sent = 0;
 
 void keep_and_send(char level, const char* file, std::size_t line, std::string message) {
@@ -31,6 +39,13 @@ void keep_and_send(char level, const char* file, std::size_t line, std::string m
   {
     const std::lock_guard<std::mutex> lock(guard);
     lines().push_back(message);
+    if (level == 'E' || level == 'F') {
+      if (cause().empty()) {
+        cause() = message;
+      } else if (place().empty() && message.find("failed at instruction") != std::string::npos) {
+        place() = message;
+      }
+    }
     if (lines().size() > kKept) lines().pop_front();
     if (level != 'F' && ++sent > kSentPerCommand) return;
   }
@@ -67,12 +82,19 @@ void capture() {
 void begin_command() {
   const std::lock_guard<std::mutex> lock(guard);
   lines().clear();
+  cause().clear();
+  place().clear();
   sent = 0;
 }
 
 std::vector<std::string> recent() {
   const std::lock_guard<std::mutex> lock(guard);
   return {lines().begin(), lines().end()};
+}
+
+std::string reason() {
+  const std::lock_guard<std::mutex> lock(guard);
+  return cause() + (place().empty() ? "" : "; " + place());
 }
 
 }  // namespace etfarm::log

@@ -16,4 +16,8 @@ void begin_command();
 // The latest lines since begin_command(), oldest first, at most 40.
 std::vector<std::string> recent();
 
+// What the runtime says went wrong: the first line that it calls an error, which has the cause, and the one that names the
+// instruction. What follows those only lists arguments. Empty where there is none.
+std::string reason();
+
 }  // namespace etfarm::log

@@ -129,7 +129,7 @@ void run(Session& session, Command& command) {
   command.finish();
   LoadedMethod& method = session.ready();
   if (method.debugging()) throw Failure{"BAD_STATE", "a method loaded with debug=1 runs by the debug command only", "", {}};
-  const auto took = method.execute(session.inputs());
+  const auto took = method.execute(session.inputs()).ns();
   if (method.tracer()) method.tracer()->reset();
   Channel::get().send(result_of(command).number("run_ns", took));
 }

@@ -53,14 +53,14 @@ void measure(Session& session, const Plan& plan, Json result) {
   report("WARMUP", 0, 0);
   std::int64_t warmup = 0;
   const std::int64_t warming = now_ns();
-  for (std::int64_t told = warming; warmup < plan.warmup; ++warmup) {
-    const std::int64_t now = now_ns();
-    if (warmup > 0 && now - warming >= plan.max_time_ns) break;
-    if (now - told >= kProgressNs) {
-      report("WARMUP", warmup, now - warming);
-      told = now;
+  for (std::int64_t told = 0; warmup < plan.warmup;) {
+    const std::int64_t spent = method.execute(inputs).end - warming;
+    ++warmup;
+    if (spent >= plan.max_time_ns) break;  // a program that is this slow is warm
+    if (spent - told >= kProgressNs) {
+      report("WARMUP", warmup, spent);
+      told = spent;
     }
-    method.execute(inputs);
   }
 
   report("TIMED", 0, 0);
@@ -70,8 +70,9 @@ void measure(Session& session, const Plan& plan, Json result) {
   const Usage before = Usage::now();
   const std::int64_t start = now_ns();
   for (std::int64_t told = 0; !stop_reason;) {
-    samples[count++] = method.execute(inputs);
-    elapsed = now_ns() - start;
+    const Span span = method.execute(inputs);
+    samples[count++] = span.ns();
+    elapsed = span.end - start;
     if (count >= plan.iterations && elapsed >= plan.min_time_ns) {
       stop_reason = "ENOUGH";
     } else if (count >= plan.max_samples) {
@@ -115,11 +116,11 @@ void trace(Session& session, std::int64_t warmup, std::int64_t iterations, const
   samples.reserve(static_cast<std::size_t>(iterations));
   const std::int64_t start = now_ns();
   for (std::int64_t i = 0, told = start; i < iterations; ++i) {
-    samples.push_back(method.execute(inputs));
-    const std::int64_t now = now_ns();
-    if (now - told >= kProgressNs) {
-      report("TRACED", i + 1, now - start);
-      told = now;
+    const Span span = method.execute(inputs);
+    samples.push_back(span.ns());
+    if (span.end - told >= kProgressNs) {
+      report("TRACED", i + 1, span.end - start);
+      told = span.end;
     }
   }
   const std::size_t size = write_etdump(*method.tracer(), path);
@@ -140,7 +141,7 @@ Json debug(Session& session, const std::string& path, const std::string& dump, J
   method.tracer()->set_data_sink(&sink);
   std::int64_t took = 0;
   try {
-    took = method.execute(session.inputs());
+    took = method.execute(session.inputs()).ns();
   } catch (...) {
     method.tracer()->set_data_sink(nullptr);
     throw;

@@ -21,11 +21,12 @@ using executorch::runtime::EValue;
 using executorch::runtime::MethodMeta;
 using executorch::runtime::NamedDataMap;
 using executorch::runtime::Program;
-using executorch::runtime::Span;
 using executorch::runtime::Tag;
 using executorch::runtime::TensorInfo;
 
 namespace {
+
+using ByteSpans = executorch::runtime::Span<executorch::runtime::Span<std::uint8_t>>;
 
 std::string error_name(Error error) {
   const char* name = executorch::runtime::to_string(error);
@@ -98,9 +99,8 @@ std::int64_t now_ns() {
 }
 
 Failure runtime_failure(const std::string& doing, Error error) {
-  const auto lines = log::recent();
-  std::string message = doing + ": ExecuTorch says " + error_name(error);
-  if (!lines.empty()) message += ": " + lines.back();
+  const std::string reason = log::reason();
+  const std::string message = doing + ": ExecuTorch says " + error_name(error) + (reason.empty() ? "" : ": " + reason);
   return Failure{"RUNTIME", message, error_name(error), {}};
 }
 
@@ -131,7 +131,7 @@ LoadedMethod::LoadedMethod(const Program& program, const NamedDataMap* data, con
     pages_.emplace_back(static_cast<std::size_t>(size));
   }
   for (const auto& pages : pages_) spans_.emplace_back(pages.data(), pages.size());
-  planned_ = std::make_unique<executorch::runtime::HierarchicalAllocator>(Span<Span<std::uint8_t>>(spans_.data(), spans_.size()));
+  planned_ = std::make_unique<executorch::runtime::HierarchicalAllocator>(ByteSpans(spans_.data(), spans_.size()));
   manager_ = std::make_unique<executorch::runtime::MemoryManager>(&method_allocator_, planned_.get(), &temp_allocator_);
   if (trace) {
     tracer_ = std::make_unique<executorch::etdump::ETDumpGen>();
@@ -176,20 +176,19 @@ bool LoadedMethod::is_dynamic(std::size_t index) {
   return value.isTensor() && value.toTensor().shape_dynamism() != executorch::aten::TensorShapeDynamism::STATIC;
 }
 
-std::int64_t LoadedMethod::execute(const std::vector<std::optional<Input>>& inputs) {
+Span LoadedMethod::execute(const std::vector<std::optional<Input>>& inputs) {
   // The memory planner reuses an input's bytes once its last reader is done: the next run would read activations.
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const EValue& value = inputs[i]->value();
-    if (value.isNone()) continue;  // baked into the program; ExecuTorch takes no None
     const Error error = method_->set_input(value, i);
     if (error != Error::Ok) throw runtime_failure("input " + std::to_string(i) + " was refused", error);
   }
-  const std::int64_t start = now_ns();
+  Span span{now_ns(), 0};
   const Error error = method_->execute();
-  const std::int64_t took = now_ns() - start;
+  span.end = now_ns();
   if (error != Error::Ok) throw runtime_failure("method '" + name_ + "' failed", error);
-  if (!first_run_ns) first_run_ns = took;
-  return took;
+  if (!first_run_ns) first_run_ns = span.ns();
+  return span;
 }
 
 Json Session::load(const std::string& path, const std::vector<std::string>& data) {

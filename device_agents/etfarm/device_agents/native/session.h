@@ -40,6 +40,13 @@ class Pages {
   std::size_t size_;
 };
 
+// From just before an execution to just after it, on now_ns().
+struct Span {
+  std::int64_t start;
+  std::int64_t end;
+  std::int64_t ns() const { return end - start; }
+};
+
 // A method with the memory it lives in. Destroying it resets its mutable buffers.
 class LoadedMethod {
  public:
@@ -54,8 +61,8 @@ class LoadedMethod {
   // The value that the program was exported with, for inputs that are no tensors.
   const executorch::runtime::EValue& input(std::size_t index);
 
-  // One execution; its time in ns. Inputs are set again before, outside of the time.
-  std::int64_t execute(const std::vector<std::optional<Input>>& inputs);
+  // One execution. Inputs are set again before, outside of the time.
+  Span execute(const std::vector<std::optional<Input>>& inputs);
 
   std::optional<std::int64_t> first_run_ns;  // of the first execution since loading
   std::int64_t load_method_ns = 0;

@@ -31,10 +31,8 @@ class BadBundle(UserError):
 
     reason = "BAD_BUNDLE"
 
-    def __init__(self, why: str, **metadata: object) -> None:
-        super().__init__(
-            f"This is no usable runner bundle: {why}.", "Make one with `etfarm bundle build`.", why=why, **metadata
-        )
+    def __init__(self, why: str, *, file: str = "") -> None:
+        super().__init__(f"This is no usable runner bundle: {why}.", "Make one with `etfarm bundle build`.", why=why, file=file)
 
 
 @dataclass(frozen=True)
@@ -149,12 +147,12 @@ def unpack(archive: Path, folder: Path) -> Bundle:
             with tarfile.open(archive, "r:*") as tar:
                 _extract(tar, staging)
         except (tarfile.TarError, OSError, EOFError, ValueError) as error:
-            raise BadBundle(str(error) or type(error).__name__, archive=archive.name) from error
+            raise BadBundle(str(error) or type(error).__name__, file=archive.name) from error
         except Exception as error:
             # zlib.error and lzma.LZMAError share no base with the rest.
             if type(error).__module__ not in ("zlib", "_lzma", "lzma"):
                 raise
-            raise BadBundle(str(error), archive=archive.name) from error
+            raise BadBundle(str(error), file=archive.name) from error
         bundle = open_folder(staging)
         staging.chmod(0o755)
         try:

@@ -1,0 +1,172 @@
+"""How running a program fails. Whose fault a crash is, the caller decides after the device's self-test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from etfarm.wire.errors import DeviceError, FarmError, Kind, UserError
+
+_WITHOUT_DATA = "If its weights are in a .ptd file, give that too: without it XNNPACK crashes here."
+_KILLED = "Nobody but the kernel's out-of-memory killer usually sends that: try a device with more memory."
+
+
+class ProgramCrashed(UserError):
+    """The runner's process ended by itself while it served a program."""
+
+    reason = "PROGRAM_CRASHED"
+    kind = Kind.ABORTED
+
+    def __init__(
+        self, stage: str, *, signal: str, exit_code: int | None, abort_message: str, log: Sequence[str], without_data: bool
+    ) -> None:
+        how = f"by {signal}" if signal else f"with exit code {exit_code}"
+        said = f": {abort_message}" if abort_message else ""
+        hint = _KILLED if signal == "SIGKILL" else ""
+        if without_data and stage == "LOAD_METHOD" and signal == "SIGSEGV":
+            hint = _WITHOUT_DATA
+        super().__init__(
+            f"The program ended the runner {how} at {stage}{said}.",
+            hint,
+            stage=stage,
+            signal=signal,
+            exit_code="" if exit_code is None else exit_code,
+            abort_message=abort_message,
+            log="\n".join(log),
+        )
+        self.signal = signal
+        """Such as `SIGSEGV`; empty where it exited."""
+        self.exit_code = exit_code
+        """None where a signal ended it."""
+        self.abort_message = abort_message
+        """ExecuTorch's last words; empty where it had none."""
+        self.log = tuple(log)
+        """The latest lines of the runtime's log and of stderr, oldest first."""
+
+
+class ProgramHung(UserError):
+    """A command did not end by its deadline; the process was killed."""
+
+    reason = "PROGRAM_TIMED_OUT"
+    kind = Kind.DEADLINE_EXCEEDED
+
+    def __init__(self, stage: str, deadline_s: float, log: Sequence[str]) -> None:
+        super().__init__(
+            f"The program did not finish {stage} within {deadline_s:g} s and was killed.",
+            "Give it more time where it is only slow.",
+            stage=stage,
+            deadline_s=deadline_s,
+            log="\n".join(log),
+        )
+        self.log = tuple(log)
+
+
+class ProgramOutOfMemory(UserError):
+    """The program needs more memory than the runner may use."""
+
+    reason = "PROGRAM_OUT_OF_MEMORY"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+    def __init__(self, stage: str, limit_bytes: int | None, detail: str, log: Sequence[str]) -> None:
+        limit = "this device has" if limit_bytes is None else f"the {limit_bytes} bytes that it may use"
+        super().__init__(
+            f"The program needs more memory at {stage} than {limit}: {detail}.",
+            "Choose a device with more memory or a smaller model.",
+            stage=stage,
+            limit_bytes="" if limit_bytes is None else limit_bytes,
+            detail=detail,
+            log="\n".join(log),
+        )
+        self.limit_bytes = limit_bytes
+        self.log = tuple(log)
+
+
+class ProgramFailed(UserError):
+    """ExecuTorch answered with an error."""
+
+    reason = "PROGRAM_FAILED"
+
+    def __init__(self, stage: str, message: str, code: str, log: Sequence[str]) -> None:
+        super().__init__(_sentence(message), stage=stage, code=code, log="\n".join(log))
+        self.code = code
+        """ExecuTorch's name of the error, such as `InvalidProgram`; empty where the runner itself refused."""
+        self.log = tuple(log)
+
+
+class InputMismatch(UserError):
+    """An input is not what the program was exported for."""
+
+    reason = "INPUT_MISMATCH"
+
+    def __init__(self, stage: str, message: str) -> None:
+        super().__init__(
+            f"The inputs do not fit the program: {_sentence(message)}",
+            "Export for these inputs, or give inputs like the example inputs.",
+            stage=stage,
+            detail=message,
+        )
+
+
+class OperatorMissing(UserError):
+    """The runner has no kernel for operators of the program."""
+
+    reason = "OPERATOR_MISSING"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, stage: str, operators: Sequence[str]) -> None:
+        super().__init__(
+            f"The runner has no kernel for {', '.join(operators) or 'an operator of the program'}.",
+            "Use a recipe that decomposes or delegates it.",
+            stage=stage,
+            operators=",".join(operators),
+        )
+        self.operators = tuple(operators)
+
+
+class BackendMissing(UserError):
+    """The runner has no delegate that the program was lowered for."""
+
+    reason = "BACKEND_MISSING"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, stage: str, backends: Sequence[str]) -> None:
+        super().__init__(
+            f"The runner has no backend {', '.join(backends)}, which the program was lowered for.",
+            "Use a recipe of a backend that the device has.",
+            stage=stage,
+            backends=",".join(backends),
+        )
+        self.backends = tuple(backends)
+
+
+class CoresUnavailable(UserError):
+    """The process may not run on the CPUs that were asked for."""
+
+    reason = "CORES_UNAVAILABLE"
+
+    def __init__(self, stage: str, message: str) -> None:
+        super().__init__(_sentence(message), "Choose cores that the device has.", stage=stage, detail=message)
+
+
+class DeviceStorageFailed(DeviceError):
+    """The device could not write a file of ours, mostly because its disk is full."""
+
+    reason = "DEVICE_STORAGE_FAILED"
+
+    def __init__(self, stage: str, message: str) -> None:
+        super().__init__(_sentence(message), "Free space on the device.", stage=stage, detail=message)
+
+
+class RunnerBroken(FarmError):
+    """The runner could not be started, or does not keep to its protocol: our fault, not the program's."""
+
+    reason = "RUNNER_BROKEN"
+
+
+class RunnerClosed(FarmError):
+    """A command came after the runner was closed or cancelled."""
+
+    reason = "RUNNER_CLOSED"
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else text + "."

@@ -1,0 +1,312 @@
+"""The runner's process: started in its own session, spoken to in lines, killed as a group, always reaped.
+
+One request is under way at a time. Whatever interrupts it - a deadline, a cancelled task, a reply that is no protocol -
+ends the process, since nobody could tell any more which reply belongs to which command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+from urllib.parse import quote
+
+from etfarm.device_agents.runners import errors
+from etfarm.wire.errors import EtfarmError
+
+_MAX_LINE_BYTES: Final = 16 << 20
+_MAX_PAYLOAD_BYTES: Final = 1 << 33
+_KEPT_LINES: Final = 60
+_REAP_SECONDS: Final = 5.0
+"""Within which a killed process is gone, but for one stuck in the kernel, which nobody can help."""
+_MEMORY_WORDS: Final = ("bad_alloc", "out of memory", "out_of_memory", "cannot allocate memory", "failed to allocate")
+_MEMORY_CODES: Final = ("MemoryAllocationFailed", "DelegateMemoryAllocationFailed")
+_FIRST_STAGE: Final = "START"
+
+Argument = str | int | Path
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a runner may use."""
+
+    data_bytes: int | None = None
+    """Of memory that is written to (RLIMIT_DATA: heap, stacks of threads, anonymous mappings); None is no limit."""
+    command_s: float = 120.0
+    """For each command, beside the time that a measurement was given."""
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line that the runner wrote."""
+
+    source: str
+    """`runtime` (ExecuTorch's log) or `stderr`."""
+    level: str
+    """`D`, `I`, `E` or `F` of the runtime's log; empty for stderr."""
+    where: str
+    """`file.cpp:line` of the runtime's log."""
+    message: str
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.level, self.where, self.message) if part)
+
+
+OnLog = Callable[[LogLine], None]
+OnEvent = Callable[[Event], None]
+
+
+class RunnerProcess:
+    """A running runner. Made by `start`; `kill` and `reap` end it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, limits: Limits, on_log: OnLog | None) -> None:
+        self._process = process
+        self.limits = limits
+        self._on_log = on_log
+        self._lock = asyncio.Lock()
+        self._log: deque[LogLine] = deque(maxlen=_KEPT_LINES)
+        self._stderr = asyncio.create_task(self._read_stderr(), name=f"runner {process.pid} stderr")
+        self._ended: EtfarmError | None = None
+        self.stage = _FIRST_STAGE
+        """What is under way, for whoever must tell where the program failed."""
+        self.without_data = True
+        """No .ptd was loaded, which is worth a hint when XNNPACK crashes."""
+
+    @classmethod
+    async def start(cls, command: Sequence[str], folder: Path, limits: Limits, on_log: OnLog | None = None) -> RunnerProcess:
+        """A process of `command` in `folder`.
+
+        Raises:
+            RunnerBroken: it cannot be started.
+        """
+        options = [] if limits.data_bytes is None else ["--limit-data-bytes", str(limits.data_bytes)]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                *options,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                cwd=folder,
+                # Nothing of ours, tokens least of all, is a program's business; LD_* would change what is run.
+                env={"LC_ALL": "C", "HOME": str(folder), "TMPDIR": str(folder)},
+                # A group of its own, so that one signal reaches whatever the program forked, and Ctrl-C does not.
+                start_new_session=True,
+                limit=_MAX_LINE_BYTES,
+            )
+        except (OSError, ValueError) as error:
+            raise errors.RunnerBroken(f"The runner {command[0]} cannot be started: {error}.") from error
+        return cls(process, limits, on_log)
+
+    @property
+    def pid(self) -> int:
+        """The process, which leads a group of the same number."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process was not seen to end."""
+        return self._process.returncode is None
+
+    async def request(
+        self,
+        command: str,
+        arguments: Sequence[tuple[str, Argument]] = (),
+        payload: bytes | None = None,
+        *,
+        stage: str,
+        deadline_s: float | None = None,
+        on_progress: OnEvent | None = None,
+    ) -> tuple[Event, bytes]:
+        """One command's result and its payload.
+
+        Args:
+            command: its name.
+            arguments: in order; a key may come several times.
+            payload: bytes behind the line.
+            stage: what errors are said to have happened in, until a progress event names another.
+            deadline_s: for the whole of it; `Limits.command_s` by default.
+            on_progress: takes progress events.
+
+        Raises:
+            ProgramCrashed, ProgramHung, ProgramOutOfMemory: the process is over.
+            RunnerBroken: it is over too, and it was not the program's fault.
+            RunnerClosed: it was over before.
+            InputMismatch, OperatorMissing, BackendMissing, ProgramFailed and others: refused; the process is usable.
+        """
+        async with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            self.stage = stage
+            seconds = self.limits.command_s if deadline_s is None else deadline_s
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._send(command, arguments, payload)
+                    event, data = await self._receive(command, on_progress)
+            except TimeoutError:
+                await self._over(errors.ProgramHung(self.stage, seconds, self._lines()))
+            except asyncio.IncompleteReadError:
+                await self._over(None)
+            except EtfarmError as error:
+                await self._over(error)
+            except BaseException:
+                self._ended = errors.RunnerClosed("The runner was stopped in the middle of a command.")
+                self.kill()
+                raise
+        if event["event"] == "error":
+            raise self._refusal(event)
+        return event, data
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group, now; harmless where it has ended."""
+        if self._ended is None:
+            self._ended = errors.RunnerClosed("The runner is closed.")
+        self._signal_group()
+
+    def _signal_group(self) -> None:
+        # Only before it was reaped: afterwards the number may be somebody else's.
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def reap(self) -> int | None:
+        """Waits until the process and its pipes are gone; its exit code, negative for a signal, None where it is stuck."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            code: int | None = await asyncio.wait_for(self._process.wait(), _REAP_SECONDS)
+        except TimeoutError:
+            code = None
+        done, _ = await asyncio.wait({self._stderr}, timeout=0.5)
+        if not done:
+            self._stderr.cancel()
+        return code
+
+    async def _send(self, command: str, arguments: Sequence[tuple[str, Argument]], payload: bytes | None) -> None:
+        words = [command, *(f"{key}={quote(str(value), safe='/,.-_:+')}" for key, value in arguments)]
+        if payload is not None:
+            words.append(f"bytes={len(payload)}")
+        stdin = self._process.stdin
+        assert stdin is not None  # PIPE was asked for
+        # A process that is gone already is told from its end of the stream, with its exit code.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            stdin.write(" ".join(words).encode() + b"\n")
+            if payload:
+                stdin.write(payload)
+            await stdin.drain()
+
+    async def _receive(self, command: str, on_progress: OnEvent | None) -> tuple[Event, bytes]:
+        stdout = self._process.stdout
+        assert stdout is not None  # PIPE was asked for
+        while True:
+            try:
+                line = await stdout.readuntil(b"\n")
+                event = json.loads(line)
+                kind = event["event"]
+                if kind == "log":
+                    self._take(LogLine("runtime", event["level"], event["where"], event["message"]))
+                elif kind == "progress":
+                    self.stage = event["stage"]
+                    if on_progress is not None:
+                        on_progress(event)
+                elif kind in ("result", "error") and event["command"] == command:
+                    size = event.get("payload_bytes", 0)
+                    if not 0 <= size <= _MAX_PAYLOAD_BYTES:
+                        raise ValueError(f"a payload of {size} bytes")
+                    return event, await stdout.readexactly(size) if size else b""
+                else:
+                    raise ValueError(f"a {kind} of {event.get('command')!r}")
+            except (ValueError, KeyError, TypeError, AttributeError, asyncio.LimitOverrunError) as error:
+                raise errors.RunnerBroken(f"The runner's answer to {command} is no protocol: {error}.") from error
+
+    async def _over(self, error: EtfarmError | None) -> NoReturn:
+        """Ends the process and raises `error`, or what its exit code tells."""
+        if error is not None:
+            self._ended = error
+        # At the end of its stream the process has its exit code already, which this cannot change; what it forked goes.
+        self._signal_group()
+        code = await self.reap()
+        if self._ended is None:
+            self._ended = self._crash(code)
+        raise self._ended
+
+    def _crash(self, code: int | None) -> EtfarmError:
+        lines = self._lines()
+        if self.stage == _FIRST_STAGE:
+            what = "; ".join(lines[-3:]) or f"exit code {code}"
+            return errors.RunnerBroken(f"The runner ended before it had a program: {what}.", stage=self.stage, exit_code=code)
+        fatal = next((line.message for line in reversed(self._log) if line.level == "F"), "")
+        if self._is_about_memory(fatal):
+            return errors.ProgramOutOfMemory(self.stage, self.limits.data_bytes, fatal, lines)
+        return errors.ProgramCrashed(
+            self.stage,
+            signal=_signal_name(-code) if code is not None and code < 0 else "",
+            exit_code=code if code is None or code >= 0 else None,
+            abort_message=fatal,
+            log=lines,
+            without_data=self.without_data,
+        )
+
+    def _refusal(self, event: Mapping[str, Any]) -> EtfarmError:
+        """The error that an `error` event describes; the process is still usable."""
+        stage, message, runtime_code = self.stage, str(event["message"]), event.get("runtime_code") or ""
+        log, names = [str(line) for line in event.get("log", [])], [str(name) for name in event.get("names", [])]
+        limited = self.limits.data_bytes is not None
+        match event["code"]:
+            case "INPUT_MISMATCH":
+                return errors.InputMismatch(stage, message)
+            case "OPERATOR_MISSING":
+                return errors.OperatorMissing(stage, names)
+            case "BACKEND_MISSING":
+                return errors.BackendMissing(stage, names)
+            case "OUT_OF_MEMORY":
+                return errors.ProgramOutOfMemory(stage, self.limits.data_bytes, message, log)
+            case "RUNTIME" if limited and (runtime_code in _MEMORY_CODES or self._is_about_memory("\n".join(log))):
+                return errors.ProgramOutOfMemory(stage, self.limits.data_bytes, message, log)
+            case "RUNTIME":
+                return errors.ProgramFailed(stage, message, runtime_code, log)
+            case "SYSTEM":
+                return errors.CoresUnavailable(stage, message)
+            case "FILE":
+                return errors.DeviceStorageFailed(stage, message)
+            case code:
+                return errors.RunnerBroken(f"The runner refused a command: {message}.", stage=stage, code=code)
+
+    def _is_about_memory(self, text: str) -> bool:
+        return any(word in text.lower() for word in _MEMORY_WORDS)
+
+    def _take(self, line: LogLine) -> None:
+        self._log.append(line)
+        if self._on_log is not None:
+            self._on_log(line)
+
+    def _lines(self) -> list[str]:
+        return [str(line) for line in self._log]
+
+    async def _read_stderr(self) -> None:
+        stderr = self._process.stderr
+        assert stderr is not None  # PIPE was asked for
+        rest = b""
+        while chunk := await stderr.read(1 << 16):
+            *whole, rest = (rest + chunk).split(b"\n")
+            if len(rest) > 1 << 16:  # no newline in sight: a program that writes binary to stderr
+                whole, rest = [*whole, rest], b""
+            for line in whole:
+                self._take(LogLine("stderr", "", "", line.decode(errors="replace")))
+        if rest:
+            self._take(LogLine("stderr", "", "", rest.decode(errors="replace")))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"

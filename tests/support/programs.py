@@ -1,0 +1,209 @@
+"""Tiny programs for tests: made once, kept in a cache outside of the checkout, loaded without torch afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from etfarm.wire import digest, tensors
+from etfarm.wire.tensors import Tensor, Value
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Program:
+    """A .pte, inputs for it, and what torch gave for them."""
+
+    path: Path
+    inputs: list[Value]
+    expected: list[Value]
+
+    @property
+    def bytes(self) -> bytes:
+        """The .pte's content."""
+        return self.path.read_bytes()
+
+
+def cache_folder() -> Path:
+    """Where tests keep what is expensive to make; per user, outside of the checkout."""
+    folder = Path(tempfile.gettempdir()) / f"etfarm-tests-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+@cache
+def _toolchain() -> str:
+    return digest.of_value([digest.of_file(Path(__file__)), version("torch"), version("executorch")])[:16]
+
+
+def program(name: str) -> Program:
+    """The program of that name; see `_MAKERS`."""
+    folder = cache_folder() / f"programs-{_toolchain()}" / name
+    if not (folder / "done").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _MAKERS[name](folder)
+        (folder / "done").write_text(json.dumps(name))
+    inputs = tensors.decode((folder / "inputs.ett").read_bytes())
+    return Program(folder / "program.pte", inputs, tensors.decode((folder / "expected.ett").read_bytes()))
+
+
+def _value(name: str, value: torch.Tensor) -> Tensor:
+    import numpy as np
+
+    order = tuple(value.dim_order())
+    array: np.ndarray = value.detach().numpy()
+    return tensors.from_array(name, array, order)
+
+
+def _make(
+    folder: Path,
+    module: torch.nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    *,
+    dynamic_shapes: object = None,
+    xnnpack: bool = False,
+) -> None:
+    import torch
+    from executorch.exir import to_edge_transform_and_lower
+
+    module.eval()
+    exported = torch.export.export(module, inputs, dynamic_shapes=dynamic_shapes)  # type: ignore[arg-type]
+    partitioners = []
+    if xnnpack:
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+
+        partitioners = [XnnpackPartitioner()]
+    edge = to_edge_transform_and_lower(exported, partitioner=partitioners, generate_etrecord=False)
+    (folder / "program.pte").write_bytes(edge.to_executorch().buffer)
+    with torch.no_grad():
+        given = [_value(f"in{i}", tensor) for i, tensor in enumerate(inputs)]
+        result = module(*inputs)
+    outputs = result if isinstance(result, tuple) else (result,)
+    (folder / "inputs.ett").write_bytes(tensors.encode(given))
+    (folder / "expected.ett").write_bytes(tensors.encode(_value(f"out{i}", t) for i, t in enumerate(outputs)))
+
+
+def _add(folder: Path) -> None:
+    """x + y, float32 [2, 3], portable kernels."""
+    import torch
+
+    class Add(torch.nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x + y
+
+    _make(folder, Add(), (torch.arange(6.0).reshape(2, 3), torch.ones(2, 3) * 0.5))
+
+
+def _batch(folder: Path) -> None:
+    """x * 2 for float32 [n, 3] with n up to 8."""
+    import torch
+
+    class Double(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2.0
+
+    _make(folder, Double(), (torch.rand(4, 3),), dynamic_shapes={"x": {0: torch.export.Dim("n", min=1, max=8)}})
+
+
+def _conv(folder: Path) -> None:
+    """Two convolutions with ReLU in XNNPACK, float32 [1, 3, 16, 16]."""
+    import torch
+
+    torch.manual_seed(7)
+    layers = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3, stride=2), torch.nn.ReLU()
+    )
+    _make(folder, layers, (torch.rand(1, 3, 16, 16),), xnnpack=True)
+
+
+def _counter(folder: Path) -> None:
+    """A mutable buffer that counts its calls, added to x: tells whether state was kept or reset."""
+    import torch
+
+    class Counter(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls.add_(1.0)
+            return x + self.calls
+
+    _make(folder, Counter(), (torch.zeros(1),))
+
+
+def _chain(folder: Path) -> None:
+    """Portable operators whose intermediates reuse the input's memory: a second run without setting it again is wrong."""
+    import torch
+
+    class Chain(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(6):
+                x = torch.sin(x) + 1.0
+            return x
+
+    _make(folder, Chain(), (torch.rand(64),))
+
+
+def _channels_last(folder: Path) -> None:
+    """-x exported for a channels-last float32 [1, 2, 3, 4]."""
+    import torch
+
+    class Negative(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return -x
+
+    x = torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    _make(folder, Negative(), (x,))
+
+
+def _large(folder: Path) -> None:
+    """Intermediates of some 256 MB, for tests of the memory limit."""
+    import torch
+
+    class Large(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.expand(8192, 4096) + 1.0).sin().amax()
+
+    _make(folder, Large(), (torch.rand(4096),))
+
+
+def _scalars(folder: Path) -> None:
+    """x * factor + bias with a Python float baked in and an absent bias."""
+    import torch
+    from executorch.exir import to_edge_transform_and_lower
+
+    class Scale(torch.nn.Module):
+        def forward(self, x: torch.Tensor, factor: float, times: int, bias: torch.Tensor | None) -> torch.Tensor:
+            y = x * factor * times
+            return y if bias is None else y + bias
+
+    x = torch.rand(3)
+    exported = torch.export.export(Scale().eval(), (x, 2.5, 3, None))
+    (folder / "program.pte").write_bytes(to_edge_transform_and_lower(exported).to_executorch().buffer)
+    inputs: list[Value] = [
+        _value("x", x), tensors.Scalar("factor", 2.5), tensors.Scalar("times", 3), tensors.Scalar("bias", None),
+    ]  # fmt: skip
+    (folder / "inputs.ett").write_bytes(tensors.encode(inputs))
+    (folder / "expected.ett").write_bytes(tensors.encode([_value("out0", x * 2.5 * 3)]))
+
+
+_MAKERS: dict[str, Callable[[Path], None]] = {
+    "add": _add,
+    "batch": _batch,
+    "conv": _conv,
+    "counter": _counter,
+    "chain": _chain,
+    "channels_last": _channels_last,
+    "large": _large,
+    "scalars": _scalars,
+}

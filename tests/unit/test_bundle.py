@@ -1,0 +1,161 @@
+"""Runner bundles: built the same from the same, complete in themselves, and refused when damaged."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from etfarm.device_agents.native import build
+from etfarm.device_agents.native.toolchain import LOADERS, Compiler, ExecutorchPackage
+from etfarm.device_agents.runners.bundle import BadBundle, Bundle, BundleManifest, unpack
+
+from tests.support.runner import runner_archive, runner_bundle  # noqa: F401 - a fixture
+
+
+def repacked(source: Path, target: Path, change: Callable[[str, bytes], tuple[str, bytes] | None]) -> Path:
+    """`source` with every member given through `change`."""
+    with tarfile.open(source) as old, tarfile.open(target, "w:gz") as new:
+        for member in old:
+            file = old.extractfile(member)
+            assert file is not None
+            changed = change(member.name, file.read())
+            if changed is not None:
+                info = tarfile.TarInfo(changed[0])
+                info.size, info.mode = len(changed[1]), member.mode
+                new.addfile(info, io.BytesIO(changed[1]))
+    return target
+
+
+def test_the_bundle_says_what_it_can_run(runner_bundle: Bundle) -> None:  # noqa: F811
+    manifest = runner_bundle.manifest
+    assert manifest.executorch == "1.5.1"
+    assert manifest.backends == ("XnnpackBackend",)
+    assert len(manifest.operators) > 200
+    assert manifest.source_digest == build.source_digest()
+    assert manifest.note == ""
+    assert BundleManifest.parse(json.dumps(manifest.to_json())) == manifest
+
+
+def test_the_bundle_needs_nothing_of_the_system(runner_bundle: Bundle) -> None:  # noqa: F811
+    loader, *rest = runner_bundle.command()
+    listed = subprocess.run([loader, "--list", *rest], capture_output=True, text=True, check=True).stdout
+    paths = [line.split("=>")[1].split()[0] for line in listed.splitlines() if "=>" in line]
+    assert paths
+    assert {Path(path).parent for path in paths} == {runner_bundle.folder}
+
+
+def test_no_path_of_the_building_machine_is_in_the_runner(runner_bundle: Bundle) -> None:  # noqa: F811
+    binary = (runner_bundle.folder / build.ENTRY).read_bytes()
+    assert str(build.SOURCES).encode() not in binary
+    assert b"site-packages" not in binary
+
+
+def test_packing_twice_gives_the_same_bytes(runner_bundle: Bundle) -> None:  # noqa: F811
+    folder, manifest = runner_bundle.folder, runner_bundle.manifest
+    assert build.pack(folder, manifest) == build.pack(folder, replace(manifest, files=dict(reversed(manifest.files.items()))))
+
+
+def test_compiling_twice_gives_the_same_runner(runner_bundle: Bundle, tmp_path: Path) -> None:  # noqa: F811
+    compiler = Compiler.find(runner_bundle.manifest.arch)
+    package = ExecutorchPackage.find(runner_bundle.manifest.arch, None, tmp_path)
+    again = build.compile_runner(compiler, package, tmp_path / "elsewhere")
+    assert again.read_bytes() == (runner_bundle.folder / build.ENTRY).read_bytes()
+
+
+def test_building_imports_neither_torch_nor_executorch() -> None:
+    code = (
+        "import sys; from pathlib import Path; import etfarm.device_agents.native.build;"
+        "from etfarm.device_agents.native.toolchain import ExecutorchPackage, Compiler;"
+        "import platform; ExecutorchPackage.find(platform.machine(), None, Path('.'));"
+        "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'executorch', 'numpy')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("arch", sorted(LOADERS))
+def test_a_missing_compiler_is_one_sentence_with_its_package(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build.main(["--arch", arch, "-o", str(tmp_path / "b.tar.gz")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    package = {"x86_64": "g++", "aarch64": "g++-aarch64-linux-gnu"}[arch]
+    assert line.startswith(f"Building a runner for {arch} needs the compiler")
+    assert f"`apt-get install {package}`" in line
+    assert not (tmp_path / "b.tar.gz").exists()
+
+
+def test_a_missing_or_foreign_wheel_says_where_to_get_it(
+    runner_bundle: Bundle,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = ["--arch", runner_bundle.manifest.arch, "-o", str(tmp_path / "b.tar.gz")]
+    for given in (tmp_path / "nowhere", tmp_path / "no.whl"):
+        if given.suffix:
+            given.write_bytes(b"PK no")
+        assert build.main([*out, "--executorch", str(given)]) == 1
+        assert "pip download --no-deps" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_name_without_a_compression_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert build.main(["-o", str(tmp_path / "bundle.zip")]) == 1
+    assert "*.tar.gz or *.tar.xz" in capsys.readouterr().err
+
+
+def test_unpacking_again_verifies_what_is_there(tmp_path: Path) -> None:
+    first = unpack(runner_archive(), tmp_path / "bundle")
+    assert unpack(runner_archive(), tmp_path / "bundle") == first
+    library = first.folder / "libexecutorch.so"
+    library.write_bytes(library.read_bytes()[:-1] + b"x")
+    with pytest.raises(BadBundle, match=r"'libexecutorch\.so' is damaged"):
+        unpack(runner_archive(), tmp_path / "bundle")
+
+
+DAMAGES: dict[str, Callable[[str, bytes], tuple[str, bytes] | None]] = {
+    "is damaged": lambda name, data: (name, data[:-1] + b"?" if name == build.ENTRY else data),
+    "are not those": lambda name, data: None if name == "libc.so.6" else (name, data),
+    "no plain file": lambda name, data: (f"../{name}" if name == "libc.so.6" else name, data),
+    "cannot be read": lambda name, data: (name, b"{}" if name == "bundle.json" else data),
+    "its schema is": lambda name, data: (name, data.replace(b"etfarm.bundle/1", b"etfarm.bundle/9")),
+}
+
+
+@pytest.mark.parametrize("complaint", sorted(DAMAGES))
+def test_a_damaged_bundle_is_refused_and_leaves_nothing(complaint: str, tmp_path: Path) -> None:
+    bad = repacked(runner_archive(), tmp_path / "bad.tar.gz", DAMAGES[complaint])
+    with pytest.raises(BadBundle, match=complaint):
+        unpack(bad, tmp_path / "folder" / "bundle")
+    assert list((tmp_path / "folder").iterdir()) == []
+
+
+@pytest.mark.parametrize("keep", [0, 100, 1_000_000])
+def test_a_cut_archive_is_refused(keep: int, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.tar.gz"
+    cut.write_bytes(runner_archive().read_bytes()[:keep])
+    with pytest.raises(BadBundle):
+        unpack(cut, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_links_and_repeated_names_are_refused(tmp_path: Path) -> None:
+    for name, kind in (("link", tarfile.SYMTYPE), ("hard", tarfile.LNKTYPE), ("device", tarfile.CHRTYPE)):
+        with tarfile.open(tmp_path / "odd.tar.gz", "w:gz") as tar:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "/etc/passwd"
+            tar.addfile(info)
+        with pytest.raises(BadBundle, match="no plain file"):
+            unpack(tmp_path / "odd.tar.gz", tmp_path / "bundle")
+    with tarfile.open(tmp_path / "twice.tar.gz", "w:gz") as tar:
+        for _ in range(2):
+            tar.addfile(tarfile.TarInfo("same"))
+    with pytest.raises(BadBundle, match="twice"):
+        unpack(tmp_path / "twice.tar.gz", tmp_path / "bundle")

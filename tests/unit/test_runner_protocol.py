@@ -1,0 +1,135 @@
+"""The runner's protocol on the raw pipes: whatever comes in, it answers, and it ends when its input ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+from etfarm.device_agents.runners.bundle import Bundle
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.programs import program
+from tests.support.runner import runner_bundle  # noqa: F401 - a fixture
+
+COMMANDS = (
+    "hello", "threads", "affinity", "load", "method", "load_method", "input", "default_inputs",
+    "run", "measure", "trace", "debug", "outputs", "memory",
+)  # fmt: skip
+
+
+def talk(bundle: Bundle, data: bytes, *options: str) -> tuple[list[dict[str, Any]], int]:
+    """The events that `data` gets, and the exit code."""
+    done = subprocess.run(
+        [*bundle.command(), *options], input=data, capture_output=True, timeout=30, env={"LC_ALL": "C"}, check=False
+    )
+    events, rest = [], done.stdout
+    while rest:
+        line, _, rest = rest.partition(b"\n")
+        events.append(json.loads(line.decode("utf-8")))
+        rest = rest[events[-1].get("payload_bytes", 0) :]
+    return events, done.returncode
+
+
+def replies(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] in ("result", "error")]
+
+
+def words(value: str) -> bytes:
+    return " ".join(value.split()).encode()
+
+
+ARGUMENT = st.builds(
+    lambda key, value: f"{key}={value}",
+    st.sampled_from(["n", "cores", "path", "name", "index", "shape", "dim_order", "dtype", "seed", "iterations", "x"]),
+    st.one_of(
+        st.integers(-(2**70), 2**70).map(str),
+        st.sampled_from(["", "%", "%zz", "%00", "/dev/null", "/", "forward", "0,1", ",", "1,,2", "float32"]),
+        st.text(st.characters(codec="utf-8", exclude_characters="\n\r"), max_size=8),
+    ),
+)
+LINE = st.one_of(
+    st.builds(
+        lambda command, arguments: words(" ".join([command, *arguments])),
+        st.sampled_from(COMMANDS),
+        st.lists(ARGUMENT, max_size=4),
+    ),
+    st.binary(max_size=60).map(lambda data: data.replace(b"\n", b"").replace(b"bytes=", b"")),
+)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lines=st.lists(LINE, max_size=12))
+def test_every_line_of_garbage_gets_one_reply_and_the_end_of_input_ends_it(
+    runner_bundle: Bundle,  # noqa: F811
+    lines: list[bytes],
+) -> None:
+    sent = [line for line in lines if not line.startswith(b"quit")]
+    events, code = talk(runner_bundle, b"".join(line + b"\n" for line in sent))
+    assert code == 0
+    assert len(replies(events)) == len(sent)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.binary(max_size=2000))
+def test_a_stream_of_noise_ends_with_the_input(runner_bundle: Bundle, data: bytes) -> None:  # noqa: F811
+    events, code = talk(runner_bundle, data)
+    assert code == 0
+    assert all(event["event"] in ("result", "error", "log") for event in events)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lines=st.lists(LINE, min_size=1, max_size=6))
+def test_garbage_before_a_loaded_method_leaves_it_usable(runner_bundle: Bundle, lines: list[bytes]) -> None:  # noqa: F811
+    head = f"load path={program('add').path}\nload_method name=forward\n".encode()
+    # Only what cannot change the method's own state; a crash of the program is another test's matter.
+    noise = [line for line in lines if not line.startswith((b"quit", b"load_method", b"measure", b"trace"))]
+    body = b"".join(line + b"\n" for line in noise)
+    events, code = talk(runner_bundle, head + body + b"default_inputs seed=1\nrun\nquit\n")
+    assert code == 0
+    assert [event["event"] for event in replies(events)[-3:]] == ["result"] * 3
+
+
+def test_a_payload_is_taken_whatever_the_command(runner_bundle: Bundle) -> None:  # noqa: F811
+    events, _ = talk(runner_bundle, b"nonsense bytes=6\nhello\ninput index=0 bytes=4\nrun\nmemory\n")
+    assert [(event["event"], event["command"]) for event in events] == [
+        ("error", "nonsense"),
+        ("error", "input"),
+        ("result", "memory"),
+    ]
+
+
+def test_a_payload_that_is_cut_off_ends_the_process(runner_bundle: Bundle) -> None:  # noqa: F811
+    events, code = talk(runner_bundle, b"input index=0 bytes=1000000\nabc")
+    assert (events, code) == ([], 0)
+
+
+def test_a_line_without_end_is_refused_and_skipped(runner_bundle: Bundle) -> None:  # noqa: F811
+    events, _ = talk(runner_bundle, b"x" * (3 << 20) + b"\nmemory\n")
+    assert [event["event"] for event in events] == ["error", "result"]
+    assert "longer than" in events[0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (b"memory now=1", "memory has no option 'now'"),
+        (b"threads", "threads needs n="),
+        (b"threads n=0", "n must be an integer from 1 to 1024, not '0'"),
+        (b"threads n=1 n=2", "n is given twice"),
+        (b"load path=%4", "% is not followed by two hex digits"),
+        (b"run fast", "'fast' is not key=value"),
+        (b"run", "no method is loaded"),
+        (b"frobnicate", "there is no command 'frobnicate'"),
+    ],
+)
+def test_a_bad_command_is_told_what_is_wrong(runner_bundle: Bundle, line: bytes, complaint: str) -> None:  # noqa: F811
+    ((event,), _) = talk(runner_bundle, line + b"\n")
+    assert event["event"] == "error"
+    assert complaint in event["message"]
+
+
+def test_an_unknown_option_of_the_process_is_a_usage_error(runner_bundle: Bundle) -> None:  # noqa: F811
+    assert talk(runner_bundle, b"", "--limit-data-bytes", "many") == ([], 2)
