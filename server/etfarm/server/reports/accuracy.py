@@ -1,0 +1,143 @@
+"""Step 9: a device's outputs against those of the program before quantization."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from etfarm.wire import tensors
+from etfarm.wire.errors import UserError
+from etfarm.wire.tensors import Scalar, Value
+from numpy.typing import NDArray
+
+REFERENCE = "program before quantization"
+"""What `OutputAccuracy.reference` says: the exported program, run by torch on the host with the same inputs."""
+
+EXACT_DB = 300.0
+"""Cap of the SQNR, which an exact match has: float64 itself resolves some 320 dB."""
+
+
+class OutputsDoNotMatch(UserError):
+    """The program's outputs cannot be compared with the model's: another number of them, or another shape."""
+
+    reason = "OUTPUTS_DO_NOT_MATCH"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One output against its reference, computed in float64. None where a number does not exist (NaN, empty outputs)."""
+
+    equal: bool
+    """Whether all elements are equal; NaN equals NaN."""
+    max_abs_error: float | None
+    mean_abs_error: float | None
+    cosine: float | None
+    """Between the two as vectors, -1 to 1; None where one is all zero."""
+    sqnr_db: float | None
+    """See `sqnr_db`."""
+
+
+def pair(references: list[Value], outputs: list[Value]) -> list[tuple[Value, Value]]:
+    """Each reference with its output, by position.
+
+    Raises:
+        OutputsDoNotMatch: their numbers differ.
+    """
+    if len(references) != len(outputs):
+        raise OutputsDoNotMatch(
+            f"The program gave {len(outputs)} outputs where the model gives {len(references)}.",
+            outputs=len(outputs), expected=len(references),
+        )  # fmt: skip
+    return list(zip(references, outputs, strict=True))
+
+
+def compare(name: str, reference: Value, output: Value) -> Difference:
+    """How far `output` is from `reference`. bool counts as 0 and 1.
+
+    Raises:
+        OutputsDoNotMatch: their shapes differ, or one is None.
+    """
+    if (isinstance(reference, Scalar) and reference.value is None) or (isinstance(output, Scalar) and output.value is None):
+        if reference == output or (
+            isinstance(reference, Scalar) and isinstance(output, Scalar) and reference.value == output.value
+        ):
+            return Difference(True, None, None, None, None)
+        raise OutputsDoNotMatch(f"Output {name!r} is None on one side only.", output=name)
+    r, a = array_of(reference), array_of(output)
+    if r.shape != a.shape:
+        raise OutputsDoNotMatch(
+            f"Output {name!r} has the shape {list(a.shape)} where the model gives {list(r.shape)}.",
+            output=name, shape=list(a.shape), expected=list(r.shape),
+        )  # fmt: skip
+    return difference(r, a)
+
+
+def array_of(value: Value) -> NDArray[np.generic]:
+    """A value's elements: [shape] of its own dtype; a scalar is [] of bool, int64 or float64."""
+    return np.asarray(value.value) if isinstance(value, Scalar) else tensors.to_array(value)
+
+
+def dtype_of(value: Value) -> str | None:
+    """A value's dtype by torch's name; None for None."""
+    if isinstance(value, Scalar):
+        return None if value.value is None else np.asarray(value.value).dtype.name
+    return value.dtype
+
+
+def shape_of(value: Value) -> tuple[int, ...]:
+    """A value's shape; that of a scalar is ()."""
+    return () if isinstance(value, Scalar) else value.shape
+
+
+def difference(reference: NDArray[np.generic], actual: NDArray[np.generic]) -> Difference:
+    """The numbers for two arrays of one shape and any real dtypes."""
+    exact = reference.dtype == actual.dtype and reference.dtype.kind in "biu"
+    r, a = reference.astype(np.float64).ravel(), actual.astype(np.float64).ravel()
+    # int64 above 2^53 is no float64: equality is asked of the integers themselves.
+    same = (reference == actual).ravel() if exact else (r == a) | (np.isnan(r) & np.isnan(a))
+    with np.errstate(invalid="ignore", over="ignore"):
+        errors = np.where(same, 0.0, np.abs(r - a))
+        errors[np.isnan(r) | np.isnan(a)] = np.nan
+        return Difference(
+            equal=bool(same.all()),
+            max_abs_error=_finite(errors.max()) if errors.size else None,
+            mean_abs_error=_finite(errors.mean()) if errors.size else None,
+            cosine=_cosine(r, a),
+            sqnr_db=sqnr_db(r, a),
+        )
+
+
+def sqnr_db(reference: NDArray[np.float64], actual: NDArray[np.float64]) -> float | None:
+    """Signal to quantization noise ratio, 10 log10(sum r^2 / sum (r - a)^2), in dB, at most 300; 300 where they are equal.
+
+    Both are float64 of one shape. None where either has a NaN, where the reference is all zero or has an infinity that the
+    other does not share, and where there is nothing to compare.
+
+    Source: torchao.quantization.utils.compute_error computes the same with norms.
+    """
+    if np.isnan(reference).any() or np.isnan(actual).any() or not reference.any():
+        return None
+    if np.array_equal(reference, actual):
+        return EXACT_DB
+    # Scaled first, since squares of large float64 overflow and of small ones vanish.
+    scale = float(np.abs(reference).max())
+    with np.errstate(over="ignore", invalid="ignore"):
+        signal = float(np.square(reference / scale).sum())
+        noise = float(np.square((reference - actual) / scale).sum())
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return None
+    return EXACT_DB if noise == 0 else min(EXACT_DB, 10 * math.log10(signal / noise))
+
+
+def _cosine(r: NDArray[np.float64], a: NDArray[np.float64]) -> float | None:
+    if not (r.any() and a.any()):
+        return None
+    with np.errstate(over="ignore", invalid="ignore"):
+        r, a = r / np.abs(r).max(), a / np.abs(a).max()
+        cosine = float(np.dot(r, a) / (np.linalg.norm(r) * np.linalg.norm(a)))
+    return None if math.isnan(cosine) else max(-1.0, min(1.0, cosine))
+
+
+def _finite(value: np.floating) -> float | None:
+    return float(value) if np.isfinite(value) else None

@@ -1,0 +1,189 @@
+"""Step 9, in the jailed child: the trace joined with what the compiler knew, as the report's operator rows.
+
+Shares. Every share is a part of the method's mean time over its typical iterations, so that what nests in the trace nests in
+the shares, which medians do not:
+
+    method = sum of OPERATOR and DELEGATE rows + the method's REST;   delegate = sum of its KERNEL rows + its REST.
+
+Leaves are the rows without children; with the RESTs they sum to 1. A REST is what its parent's children leave over and is
+never negative: where rounding lets the children exceed the parent (XNNPACK's clock ticks whole microseconds), they are scaled
+to fill it and the REST is 0. Only shares are scaled; times stay as measured.
+
+Means. `mean_ns` is over the typical iterations too: those in the middle half by the method's time, between its quartiles. The
+first execution after a load, and one that another process interrupted, would otherwise dominate the means of a small model,
+and a share would have nothing to do with the medians beside it. Medians are over all iterations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from etfarm.server.reports.etdump import Call, Kernel, Times, Trace
+from etfarm.server.reports.graph import Instruction, Origin, Record
+from etfarm.v1 import report_pb2
+from numpy.typing import NDArray
+
+RESOLUTION_NS: Final = {"XnnpackBackend": 1000.0}
+"""Clock resolution of the events inside a delegate, by backend. Of others it is told from the times themselves."""
+
+UNKNOWN_KERNEL: Final = "kernel"
+"""The name of a kernel that neither the trace nor the program names."""
+
+UNKNOWN_DELEGATE: Final = "delegate"
+"""The name of a delegate where neither the program nor the ETRecord says which backend it is."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The traced pass of a report."""
+
+    profile: report_pb2.Profile
+    operators: tuple[report_pb2.OperatorRow, ...]
+    """In order of execution: a delegate, its kernels, its REST, ...; the method's REST comes last."""
+
+
+def join(trace: Trace, record: Record, program: Mapping[tuple[int, int], Instruction], method: str) -> Joined:
+    """Operator rows of a trace.
+
+    Args:
+        record: of the compilation that made the program; an empty one leaves modules, sources and handles out.
+        program: names by chain and instruction; an empty one leaves a kernel's namespace and the backends out.
+        method: only named in its REST's row.
+    """
+    rows = _Rows(trace)
+    calls_mean = [rows.mean(call.times_ns) for call in trace.calls]
+    method_mean = rows.mean(trace.method_ns)
+    whole = 1.0 if method_mean > 0 else None
+    shares, rest = _split(calls_mean, method_mean, whole)
+    for call, share in zip(trace.calls, shares, strict=True):
+        known = program.get((call.chain, call.instruction))
+        handles = record.handles.get(call.instruction, ())
+        if call.delegate:
+            origin = record.origin(handles)
+            events = record.delegate_handles.get(call.instruction, {})
+            rows.add_delegate(call, share, origin, known.name if known and known.delegate else None, events, record)
+        else:
+            name = known.name if known and not known.delegate else call.event or UNKNOWN_KERNEL
+            origin = record.origin(handles, name)
+            rows.add(report_pb2.OPERATOR_KIND_OPERATOR, name, call.times_ns, share, origin, call.instruction)
+    rows.add_rest(f"rest of {method}", trace.method_ns, [call.times_ns for call in trace.calls], rest)
+    profile = report_pb2.Profile(iterations=trace.method_ns.size, p50_ns=float(np.median(trace.method_ns)))
+    return Joined(profile, tuple(rows.rows))
+
+
+class _Rows:
+    """Rows under construction."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.rows: list[report_pb2.OperatorRow] = []
+        low, high = np.percentile(trace.method_ns, (25, 75), method="closest_observation")
+        self._typical: NDArray[np.bool_] = (trace.method_ns >= low) & (trace.method_ns <= high)
+        self._tick = _smallest([trace.method_ns, *(call.times_ns for call in trace.calls)])
+
+    def mean(self, times: Times) -> float:
+        """Over the typical iterations, ns."""
+        return float(times[self._typical].mean())
+
+    def add(
+        self,
+        kind: report_pb2.OperatorKind.ValueType,
+        name: str,
+        times: Times,
+        share: float | None,
+        origin: Origin,
+        instruction: int | None,
+        *,
+        parent: report_pb2.OperatorRow | None = None,
+        resolution: float | None = None,
+    ) -> report_pb2.OperatorRow:
+        """One more row. A time below `resolution` (the trace's smallest one where it is None) is left out, not 0."""
+        p50, mean = float(np.median(times)), self.mean(times)
+        row = report_pb2.OperatorRow(
+            index=len(self.rows), kind=kind, name=name, op_types=origin.op_types, debug_handles=origin.debug_handles,
+            parent=None if parent is None else parent.index, share=share, module=origin.module, instruction_id=instruction,
+            p50_ns=p50 if p50 >= (resolution or self._tick) else None, mean_ns=mean if mean > 0 else None,
+            resolution_ns=resolution if resolution or p50 > 0 else self._tick,
+        )  # fmt: skip
+        if parent is not None:
+            row.delegated = True
+            if parent.HasField("backend"):
+                row.backend = parent.backend
+        if origin.source is not None:
+            row.source.CopyFrom(report_pb2.SourceLine(file=origin.source.file, line=origin.source.line, code=origin.source.code))
+        self.rows.append(row)
+        return row
+
+    def add_delegate(
+        self,
+        call: Call,
+        share: float | None,
+        origin: Origin,
+        backend: str | None,
+        handles: Mapping[str, Sequence[int]],
+        record: Record,
+    ) -> None:
+        """A delegate's call, its kernels and what they leave over; the call alone where the backend tells no kernels."""
+        name = backend or UNKNOWN_DELEGATE
+        row = self.add(report_pb2.OPERATOR_KIND_DELEGATE, name, call.times_ns, share, origin, call.instruction)
+        row.delegated = True
+        if backend is not None:
+            row.backend = backend
+        if not call.kernels:
+            return
+        resolution = _resolution(backend, call.kernels)
+        shares, rest = _split([self.mean(kernel.times_ns) for kernel in call.kernels], self.mean(call.times_ns), share)
+        for kernel, part in zip(call.kernels, shares, strict=True):
+            known = handles.get(str(kernel.identifier))
+            origin = record.origin(known or ())
+            text = kernel.identifier if isinstance(kernel.identifier, str) else f"{name} #{kernel.identifier}"
+            child = self.add(
+                report_pb2.OPERATOR_KIND_KERNEL, text, kernel.times_ns, part, origin, call.instruction,
+                parent=row, resolution=resolution,
+            )  # fmt: skip
+            child.aligned = bool(known)
+        times = [kernel.times_ns for kernel in call.kernels]
+        self.add_rest(f"rest of {name}", call.times_ns, times, rest, parent=row, resolution=resolution)
+
+    def add_rest(
+        self,
+        name: str,
+        whole: Times,
+        parts: Sequence[Times],
+        share: float | None,
+        *,
+        parent: report_pb2.OperatorRow | None = None,
+        resolution: float | None = None,
+    ) -> None:
+        """What `parts` leave of `whole`."""
+        left = np.maximum(0.0, whole - np.sum(parts, axis=0)) if parts else whole
+        self.add(report_pb2.OPERATOR_KIND_REST, name, left, share, Origin(), None, parent=parent, resolution=resolution)
+
+
+def _split(parts: Sequence[float], whole: float, share: float | None) -> tuple[list[float | None], float | None]:
+    """The shares of `parts` of a whole that has `share` itself, and of what they leave over. They sum to `share`.
+
+    Parts that exceed the whole are scaled to fill it. Nothing is known of a whole that took no time: the rest has it all.
+    """
+    if share is None:
+        return [None] * len(parts), None
+    total = sum(parts)
+    scale = share / max(whole, total) if whole > 0 else 0.0
+    return [part * scale for part in parts], max(0.0, share - total * scale)
+
+
+def _resolution(backend: str | None, kernels: Sequence[Kernel]) -> float | None:
+    known = RESOLUTION_NS.get(backend or "")
+    if known is not None:
+        return known
+    # A clock of whole microseconds shows: no backend's times are all multiples of 1,000 ns by chance.
+    times = np.concatenate([kernel.times_ns for kernel in kernels])
+    return 1000.0 if times.size >= 10 and not (times % 1000).any() else None
+
+
+def _smallest(times: Sequence[Times]) -> float:
+    """The smallest time that was seen, which bounds the clock's resolution from above; 1 ns where all are 0."""
+    every = np.concatenate(times)
+    return float(every[every > 0].min()) if (every > 0).any() else 1.0
