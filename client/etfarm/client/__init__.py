@@ -1,0 +1,64 @@
+"""Steps 1 and 10: the client library. `Farm` and `AsyncFarm` submit models and give back reports.
+
+    from etfarm.client import Farm
+
+    with Farm() as farm:
+        print(farm.bench("demo:resnet8").result().report.latency.p50_ns)
+
+Importing this package imports neither grpc nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from etfarm.client.aio import AsyncFarm
+    from etfarm.client.client import Farm, Job
+    from etfarm.client.export import ModelSource
+    from etfarm.client.jobs import AsyncJob
+    from etfarm.client.models import CellChanged, JobChanged, JobResult, LogLine, Progress, Report
+    from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, UserError
+
+__all__ = [
+    "AsyncFarm",
+    "AsyncJob",
+    "CellChanged",
+    "DeviceError",
+    "EtfarmError",
+    "Farm",
+    "FarmError",
+    "Job",
+    "JobChanged",
+    "JobResult",
+    "LogLine",
+    "ModelSource",
+    "Progress",
+    "Report",
+    "UserError",
+]
+
+_HOMES = {
+    "AsyncFarm": "etfarm.client.aio",
+    "AsyncJob": "etfarm.client.jobs",
+    "Farm": "etfarm.client.client",
+    "Job": "etfarm.client.client",
+    "ModelSource": "etfarm.client.export",
+    "DeviceError": "etfarm.wire.errors",
+    "EtfarmError": "etfarm.wire.errors",
+    "FarmError": "etfarm.wire.errors",
+    "UserError": "etfarm.wire.errors",
+}
+
+
+def __getattr__(name: str) -> object:
+    """A public name, imported when it is first asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES.get(name, "etfarm.client.models")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

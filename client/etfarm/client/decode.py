@@ -1,0 +1,174 @@
+"""Step 10, client: the contract's messages as the library's plain values; the one place where both are seen."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from etfarm.client.models import (
+    Bundle,
+    Cell,
+    CellChanged,
+    CellState,
+    Cluster,
+    Device,
+    DeviceState,
+    Event,
+    JobChanged,
+    JobInfo,
+    JobState,
+    LogLine,
+    Progress,
+    RecipeInfo,
+    ServerInfo,
+)
+from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, device_pb2, farm_pb2, job_pb2
+from etfarm.wire import status
+from google.protobuf.timestamp_pb2 import Timestamp
+
+
+def job(message: job_pb2.Job) -> JobInfo:
+    """A Job, with its cells where it has them."""
+    return JobInfo(
+        id=message.id,
+        name=message.name,
+        labels=dict(message.labels),
+        owner=message.owner,
+        state=job_state(message.state),
+        submitted_at=_instant(message.submitted_at),
+        finished_at=_instant(message.finished_at) if message.HasField("finished_at") else None,
+        cells=tuple(cell(item) for item in message.cells),
+    )
+
+
+def job_state(value: job_pb2.JobState) -> JobState:
+    """A JobState; QUEUED where the server did not say."""
+    name = job_pb2.JobState.Name(value).removeprefix("JOB_STATE_")
+    return JobState(name) if name in JobState.__members__ else JobState.QUEUED
+
+
+def cell(message: job_pb2.Cell) -> Cell:
+    """A Cell."""
+    return Cell(
+        id=message.id,
+        index=message.index,
+        model=message.candidate_name,
+        recipe=message.recipe_name or None,
+        method=message.method,
+        threads=message.threads if message.HasField("threads") else None,
+        device=message.attempts[-1].device_id if message.attempts else None,
+        state=CellState(job_pb2.CellState.Name(message.state).removeprefix("CELL_STATE_")),
+        waiting_for=message.waiting_for,
+        error=status.from_proto(message.error) if message.HasField("error") else None,
+    )
+
+
+def event(message: job_pb2.JobEvent) -> Event | None:
+    """A JobEvent; None for a kind that this version does not know."""
+    sequence = message.sequence if message.HasField("sequence") else None
+    at = _instant(message.at)
+    match message.WhichOneof("event"):
+        case "job":
+            return JobChanged(sequence, at, job(message.job), job_state(message.job_state))
+        case "cell":
+            return CellChanged(sequence, at, cell(message.cell), job_state(message.job_state))
+        case "progress":
+            said = message.progress
+            return Progress(
+                at=at,
+                cell_id=said.cell_id,
+                actor=said.actor,
+                phase=said.phase,
+                duration_ms=said.duration_ms if said.HasField("duration_ms") else None,
+                done=said.done if said.HasField("done") else None,
+                total=said.total if said.HasField("total") else None,
+                message=said.message,
+            )
+        case "log":
+            return log_line(message.log)
+    return None
+
+
+def log_line(message: job_pb2.LogLine) -> LogLine:
+    """A LogLine."""
+    return LogLine(_instant(message.at), message.number, message.cell_id, message.source, message.text)
+
+
+def device(message: device_pb2.Device) -> Device:
+    """A Device."""
+    state = device_pb2.DeviceState.Name(message.state).removeprefix("DEVICE_STATE_")
+    clusters = tuple(
+        Cluster(
+            part=item.part,
+            cpus=tuple(item.cpus),
+            physical_cores=item.physical_cores,
+            max_frequency_hz=item.max_frequency_hz if item.HasField("max_frequency_hz") else None,
+            governor=item.governor,
+            features=tuple(item.features),
+        )
+        for item in message.clusters
+    )
+    return Device(
+        id=message.id,
+        agent_id=message.agent_id,
+        name=message.name,
+        arch=message.arch,
+        soc=message.soc,
+        os=message.os,
+        cores=message.cores,
+        memory_bytes=message.memory_bytes,
+        emulated=message.emulated,
+        features=tuple(message.features),
+        clusters=clusters,
+        labels=dict(message.labels),
+        backends=tuple(message.backends),
+        state=DeviceState(state) if state in DeviceState.__members__ else DeviceState.OFFLINE,
+        last_seen_at=_instant(message.last_seen_at) if message.HasField("last_seen_at") else None,
+        attempt_id=message.attempt_id,
+        operator_count=message.operator_count if message.HasField("operator_count") else None,
+        telemetry={field.name: value for field, value in message.telemetry.ListFields() if field.name != "at"},
+    )
+
+
+def recipe(message: compile_pb2.RecipeInfo) -> RecipeInfo:
+    """A RecipeInfo."""
+    return RecipeInfo(
+        name=message.name,
+        summary=message.summary,
+        backend=message.backend,
+        quantization=message.quantization,
+        available=message.available,
+        missing=message.missing,
+        arguments=tuple(message.arguments),
+    )
+
+
+def bundle(message: agent_pb2.RunnerBundle) -> Bundle:
+    """A RunnerBundle."""
+    return Bundle(
+        digest=message.artifact.digest,
+        size_bytes=message.artifact.size_bytes,
+        arch=message.arch,
+        executorch=message.executorch_version,
+        source_digest=message.source_digest,
+        backends=tuple(message.backends),
+        operators=tuple(message.operators),
+    )
+
+
+def server_info(message: farm_pb2.ServerInfo) -> ServerInfo:
+    """A ServerInfo."""
+    return ServerInfo(
+        version=message.version,
+        principal=message.principal.name,
+        role=common_pb2.Role.Name(message.principal.role).removeprefix("ROLE_"),
+        workers_ready=message.workers_ready,
+        devices_online=message.devices_online,
+        devices_known=message.devices_known,
+        live_jobs=message.live_jobs,
+        starting=message.starting,
+        bundle_error=status.from_proto(message.bundle_error) if message.HasField("bundle_error") else None,
+    )
+
+
+def _instant(stamp: Timestamp) -> datetime:
+    return stamp.ToDatetime(tzinfo=UTC)

@@ -1,0 +1,125 @@
+"""Steps 1 and 10, client: the errors that the library raises, and the exit code that each is for the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from etfarm.wire.errors import (
+    DeviceError,
+    EtfarmError,
+    FarmError,
+    Fault,
+    Kind,
+    UserError,
+)
+
+if TYPE_CHECKING:
+    import grpc
+
+__all__ = [
+    "DeviceError",
+    "EmbeddedFarmFailed",
+    "EtfarmError",
+    "FarmError",
+    "Fault",
+    "Interrupted",
+    "JobFailed",
+    "Kind",
+    "NotAvailable",
+    "OutputUnwritable",
+    "SeveralReports",
+    "UserError",
+    "exit_code",
+    "from_rpc_error",
+]
+
+DONE, FAILED, USAGE, GATE, UNREACHABLE = 0, 1, 2, 3, 4
+"""Exit codes: done; the job or a cell failed; wrong usage; a gate was not passed; no server answers."""
+
+_MODEL_REASONS = frozenset(
+    {
+        "FACTORY_FAILED",
+        "FACTORY_RETURNED_SOMETHING_ELSE",
+        "BAD_MODEL_SOURCE",
+        "EXAMPLE_INPUTS_NOT_A_TUPLE",
+        "DYNAMIC_SHAPES_FORM",
+        "INTERRUPTED",
+        "CANCELLED",
+    }
+)
+"""The user's errors without a stage that are no errors of the command: it was right, the model is not."""
+
+
+class JobFailed(EtfarmError):
+    """A job of several cells has failed ones; each has its error in its report."""
+
+    reason = "JOB_FAILED"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, job: str, failed: Sequence[str], cells: int) -> None:
+        super().__init__(
+            f"{len(failed)} of the {cells} cells of job {job} failed: {', '.join(failed[:4])}"
+            f"{', ...' if len(failed) > 4 else ''}.",
+            "Each report has its error.",
+            job=job,
+            failed=",".join(failed),
+        )
+
+
+class SeveralReports(UserError):
+    """`.report` was asked of a job that has none or several."""
+
+    reason = "SEVERAL_REPORTS"
+
+    def __init__(self, job: str, count: int) -> None:
+        super().__init__(f"Job {job} has {count} reports, not one.", "Use .reports.", job=job, reports=count)
+
+
+class EmbeddedFarmFailed(FarmError):
+    """The farm that a command starts for itself did not start, or went away."""
+
+    reason = "EMBEDDED_FARM_FAILED"
+    kind = Kind.UNAVAILABLE
+
+
+class OutputUnwritable(UserError):
+    """A file that the command should write cannot be written."""
+
+    reason = "OUTPUT_FILE_UNWRITABLE"
+
+
+class NotAvailable(UserError):
+    """An option that this version knows and cannot do."""
+
+    reason = "NOT_AVAILABLE"
+    kind = Kind.UNIMPLEMENTED
+
+    def __init__(self, what: str, remedy: str = "Leave it out.") -> None:
+        super().__init__(f"{what} is not available in this version.", remedy, option=what)
+
+
+class Interrupted(UserError):
+    """The user ended the command before its job was done."""
+
+    reason = "INTERRUPTED"
+    kind = Kind.CANCELLED
+
+
+def exit_code(error: EtfarmError) -> int:
+    """What a command that ends with `error` answers.
+
+    A user's error with a stage is one of the model; without a stage it is one of the command.
+    """
+    if error.reason in ("SERVER_UNREACHABLE", "EMBEDDED_FARM_FAILED"):
+        return UNREACHABLE
+    if error.fault is Fault.USER and not error.stage and error.reason not in _MODEL_REASONS:
+        return USAGE
+    return FAILED
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError, *, server: str) -> EtfarmError:
+    """The error that a failed call stands for: the client's one door from gRPC statuses to exceptions."""
+    from etfarm.wire import status
+
+    return status.from_rpc_error(error, server=server)

@@ -1,0 +1,225 @@
+"""Step 10, client: a submitted job: watched over broken streams, cancelled, and turned into its result."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from etfarm.client import decode, transfers
+from etfarm.client.errors import FarmError, Kind, UserError, from_rpc_error
+from etfarm.client.models import CellState, Event, JobInfo, JobResult, JobState, LogLine
+from etfarm.client.retry import Backoff, repeat
+from etfarm.v1 import common_pb2, job_pb2, report_pb2
+from etfarm.wire import report, tensors
+from etfarm.wire.errors import EtfarmError
+
+if TYPE_CHECKING:
+    from etfarm.client.aio import Stubs
+
+
+class CellNotFound(UserError):
+    """The job has no cell of that index."""
+
+    reason = "CELL_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+class NothingThere(FarmError):
+    """A cell that succeeded, or has not yet, lacks what was asked for."""
+
+    reason = "NOT_PRODUCED"
+    kind = Kind.NOT_FOUND
+
+
+class AsyncJob:
+    """A job on the farm. It goes on whether or not anybody watches."""
+
+    def __init__(self, stubs: Stubs, job: job_pb2.Job) -> None:
+        """Made by AsyncFarm."""
+        self._stubs = stubs
+        self._job = job
+
+    def __repr__(self) -> str:
+        return f"AsyncJob({self.id!r}, {self.state})"
+
+    @property
+    def id(self) -> str:
+        """The job's id."""
+        return self._job.id
+
+    @property
+    def state(self) -> JobState:
+        """The job's state as it was last heard of."""
+        return decode.job_state(self._job.state)
+
+    @property
+    def info(self) -> JobInfo:
+        """The job as it was last heard of, with its cells."""
+        return decode.job(self._job)
+
+    async def refresh(self) -> JobInfo:
+        """Asks the server how the job is now.
+
+        Raises:
+            EtfarmError: JOB_NOT_FOUND; SERVER_UNREACHABLE.
+        """
+        request = job_pb2.GetJobRequest(job_id=self.id)
+        self._job = await repeat(lambda: self._stubs.jobs.Get(request), server=self._stubs.server)
+        return self.info
+
+    async def watch(self, after: int = 0) -> AsyncIterator[Event]:
+        """What happened after the sequence `after`, then what happens, until the job is terminal.
+
+        A stream that breaks is taken up again after the last sequence: no journaled event is lost or comes twice.
+
+        Raises:
+            EtfarmError: SEQUENCE_UNKNOWN; SERVER_UNREACHABLE when the server stayed away.
+        """
+        backoff = Backoff()
+        while True:
+            try:
+                request = job_pb2.WatchRequest(job_id=self.id, after_sequence=after)
+                async for message in self._stubs.jobs.Watch(request):
+                    backoff.reset()
+                    if message.HasField("sequence"):
+                        if message.sequence <= after:
+                            continue
+                        after = message.sequence
+                    self._note(message)
+                    if (event := decode.event(message)) is not None:
+                        yield event
+                return
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or not await backoff.wait():
+                    raise from_rpc_error(error, server=self._stubs.server) from None
+
+    async def wait(self) -> JobState:
+        """Waits until the job is terminal; its state then.
+
+        Raises:
+            EtfarmError: as `watch`.
+        """
+        if not self.state.is_terminal:
+            async for _ in self.watch():
+                pass
+            await self.refresh()
+        return self.state
+
+    async def result(self) -> JobResult:
+        """Waits until the job is terminal, then its reports, those of failed cells too.
+
+        Raises:
+            EtfarmError: as `watch`. A failed cell raises only on `JobResult.report`.
+        """
+        await self.wait()
+        return JobResult(await self.document())
+
+    async def document(self, error: EtfarmError | None = None) -> dict[str, Any]:
+        """The document etfarm.report/1 as it is now: without the reports of cells that are still live.
+
+        Args:
+            error: what kept the caller from finishing.
+        """
+        request = report_pb2.GetReportsRequest(job_id=self.id)
+        answer = await repeat(lambda: self._stubs.reports.Get(request), server=self._stubs.server)
+        return report.document(self._job, answer.reports, error)
+
+    def document_without_reports(self, error: EtfarmError) -> dict[str, Any]:
+        """The document etfarm.report/1 where the server cannot be asked any more."""
+        return report.document(self._job, (), error)
+
+    async def cancel(self) -> JobState:
+        """Ends what is live; the job's state once all cells are terminal.
+
+        Raises:
+            EtfarmError: NOT_YOURS; SERVER_UNREACHABLE.
+        """
+        request = job_pb2.CancelRequest(job_id=self.id)
+        self._job = await repeat(lambda: self._stubs.jobs.Cancel(request), server=self._stubs.server)
+        return self.state
+
+    async def logs(self, *, cell: int | None = None, follow: bool = False) -> AsyncIterator[LogLine]:
+        """What compilers and runners printed, in order of arrival; with `follow` until the job is terminal.
+
+        Args:
+            cell: the index of one cell, whose lines alone are given.
+
+        Raises:
+            CellNotFound: there is no such cell.
+            EtfarmError: SERVER_UNREACHABLE.
+        """
+        cell_id = self._cell(cell).id if cell is not None else ""
+        seen, backoff = 0, Backoff()
+        while True:
+            try:
+                request = job_pb2.TailLogRequest(job_id=self.id, cell_id=cell_id, follow=follow)
+                async for message in self._stubs.jobs.TailLog(request):
+                    backoff.reset()
+                    if message.number > seen:
+                        seen = message.number
+                        yield decode.log_line(message)
+                return
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or not await backoff.wait():
+                    raise from_rpc_error(error, server=self._stubs.server) from None
+
+    async def outputs(self, cell: int = 0) -> list[tensors.Value]:
+        """What a cell's program gave, in flattened order. `etfarm.wire.tensors.to_array` makes arrays of tensors.
+
+        Raises:
+            EtfarmError: the cell failed: its own error.
+            CellNotFound, NothingThere: there is no such cell, or it gave nothing.
+        """
+        artifact = self._produced(cell, "outputs")
+        return tensors.decode(await transfers.download_bytes(self._stubs.artifacts, artifact, server=self._stubs.server))
+
+    async def save_program(self, path: Path, cell: int = 0, *, on_progress: transfers.Moved | None = None) -> None:
+        """Writes a cell's .pte to `path`.
+
+        Raises:
+            EtfarmError: the cell failed: its own error.
+            CellNotFound, NothingThere, OutputUnwritable: there is no such cell or program, or `path` cannot be written.
+        """
+        pte = self._produced(cell, "program").pte
+        await transfers.download_file(self._stubs.artifacts, pte, path, server=self._stubs.server, on_progress=on_progress)
+
+    async def save_etrecord(self, path: Path, cell: int = 0) -> None:
+        """Writes a cell's ETRecord to `path`.
+
+        Raises:
+            EtfarmError: the cell failed: its own error.
+            CellNotFound, NothingThere, OutputUnwritable: there is no such cell or ETRecord, or `path` cannot be written.
+        """
+        artifact: common_pb2.Artifact = self._produced(cell, "etrecord")
+        await transfers.download_file(self._stubs.artifacts, artifact, path, server=self._stubs.server)
+
+    def _note(self, message: job_pb2.JobEvent) -> None:
+        """Keeps `info` as new as the events that went by."""
+        if not message.HasField("sequence"):
+            return
+        self._job.state = message.job_state
+        kind = message.WhichOneof("event")
+        if kind == "cell":
+            for known in self._job.cells:
+                if known.id == message.cell.id:
+                    known.CopyFrom(message.cell)
+        elif kind == "job" and message.job.HasField("finished_at"):
+            self._job.finished_at.CopyFrom(message.job.finished_at)
+
+    def _cell(self, index: int) -> job_pb2.Cell:
+        for cell in self._job.cells:
+            if cell.index == index:
+                return cell
+        raise CellNotFound(f"Job {self.id} has no cell {index}.", f"It has {len(self._job.cells)}.", job=self.id, cell=index)
+
+    def _produced(self, index: int, what: str) -> Any:
+        cell = self._cell(index)
+        known = decode.cell(cell)
+        if known.error is not None:
+            raise known.error
+        if not cell.HasField(what):  # type: ignore[arg-type]
+            why = "it has not come so far" if not CellState(known.state).is_terminal else "it made none"
+            raise NothingThere(f"Cell {index} of job {self.id} has no {what}: {why}.", job=self.id, cell=index)
+        return getattr(cell, what)

@@ -1,0 +1,343 @@
+"""Step 10, client: what the library gives its users, plain values; no gRPC type is among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+from etfarm.client.errors import JobFailed, SeveralReports
+from etfarm.wire.errors import EtfarmError, Fault, error_of
+
+
+class JobState(StrEnum):
+    """A job's state, derived from its cells'."""
+
+    QUEUED = "QUEUED"
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether nothing will change it any more."""
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+
+class CellState(StrEnum):
+    """A cell's state."""
+
+    QUEUED = "QUEUED"
+    COMPILING = "COMPILING"
+    WAITING_FOR_DEVICE = "WAITING_FOR_DEVICE"
+    RUNNING = "RUNNING"
+    ANALYZING = "ANALYZING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether nothing will change it any more."""
+        return self in (CellState.SUCCEEDED, CellState.FAILED, CellState.CANCELLED)
+
+
+class DeviceState(StrEnum):
+    """What a device is doing."""
+
+    IDLE = "IDLE"
+    BUSY = "BUSY"
+    OFFLINE = "OFFLINE"
+    DRAINING = "DRAINING"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One candidate on one device choice with one method and one thread count."""
+
+    id: str
+    index: int
+    model: str
+    recipe: str | None
+    """None for a ready program."""
+    method: str
+    threads: int | None
+    """None: the device's default."""
+    device: str | None
+    """The id of the device that it was last placed on; None before it was."""
+    state: CellState
+    waiting_for: str
+    """Why it waits, where that is worth saying."""
+    error: EtfarmError | None
+
+    @property
+    def label(self) -> str:
+        """How people tell cells apart: `resnet8 · xnnpack_fp32 · forward · 4 threads`."""
+        threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}" if self.threads else None
+        method = self.method if self.method != "forward" else None
+        return " · ".join(filter(None, (self.model, self.recipe, method, threads)))
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """A job as it was when it was asked for."""
+
+    id: str
+    name: str
+    labels: Mapping[str, str]
+    owner: str
+    state: JobState
+    submitted_at: datetime
+    finished_at: datetime | None
+    cells: tuple[Cell, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class JobChanged:
+    """The job was submitted or became terminal."""
+
+    sequence: int | None
+    at: datetime
+    job: JobInfo
+    """Without cells."""
+    job_state: JobState
+
+
+@dataclass(frozen=True)
+class CellChanged:
+    """A cell is in another state, or knows more."""
+
+    sequence: int | None
+    at: datetime
+    cell: Cell
+    job_state: JobState
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a live cell is doing now. The latest wins; it has no sequence."""
+
+    at: datetime
+    cell_id: str
+    actor: str
+    """SERVER or a device's name."""
+    phase: str
+    """A compile stage, or LOAD, WARMUP, TIMED, TRACED, ..."""
+    duration_ms: float | None
+    """Set when the phase just ended."""
+    done: int | None
+    total: int | None
+    message: str
+    sequence: None = None
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line that a compiler or runner printed."""
+
+    at: datetime
+    number: int
+    """From 1 within the job."""
+    cell_id: str
+    source: str
+    """COMPILE, RUNNER, ANALYSIS or FARM."""
+    text: str
+    sequence: None = None
+
+
+Event = JobChanged | CellChanged | Progress | LogLine
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Cores of one kind."""
+
+    part: str
+    cpus: tuple[int, ...]
+    physical_cores: int
+    max_frequency_hz: int | None
+    governor: str
+    features: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that the farm knows."""
+
+    id: str
+    agent_id: str
+    name: str
+    arch: str
+    soc: str
+    os: str
+    cores: int
+    memory_bytes: int
+    emulated: bool
+    features: tuple[str, ...]
+    clusters: tuple[Cluster, ...]
+    labels: Mapping[str, str]
+    backends: tuple[str, ...]
+    state: DeviceState
+    last_seen_at: datetime | None
+    attempt_id: str
+    """The attempt that it runs; empty when idle."""
+    operator_count: int | None
+    telemetry: Mapping[str, float | bool] = field(default_factory=dict)
+    """What the last heartbeat told; keys with their unit, as `temperature_c`. Only what the device has."""
+
+
+@dataclass(frozen=True)
+class RecipeInfo:
+    """A recipe, and whether the server can run it."""
+
+    name: str
+    summary: str
+    backend: str
+    quantization: str
+    available: bool
+    missing: str
+    """What the server lacks for it; empty when available."""
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A runner that the farm sends to devices of its architecture."""
+
+    digest: str
+    size_bytes: int
+    arch: str
+    executorch: str
+    source_digest: str
+    backends: tuple[str, ...]
+    operators: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What the server is."""
+
+    version: str
+    principal: str
+    role: str
+    workers_ready: bool
+    devices_online: int
+    devices_known: int
+    live_jobs: int
+    starting: str
+    """What it is doing before it can do everything; empty when ready."""
+    bundle_error: EtfarmError | None
+    """Why there is no runner bundle for the server's own architecture, when building one failed."""
+
+
+class Record(Mapping[str, Any]):
+    """A JSON object whose keys are attributes too: `report.latency.p50_ns` is `report["latency"]["p50_ns"]`.
+
+    Objects inside of it are Records, lists are lists, null is None.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def __getitem__(self, key: str) -> Any:
+        return _wrapped(self._values[key])
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return _wrapped(self._values[name])
+        except KeyError:
+            raise AttributeError(f"there is no {name!r} here; there are {', '.join(self._values)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._values]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({dict(self._values)!r})"
+
+    def json(self) -> dict[str, Any]:
+        """The plain JSON object."""
+        return dict(self._values)
+
+
+class Report(Record):
+    """One cell's REPORT, as the schema etfarm.report/1 has it: `report.latency.p50_ns`, `report.operators[0].source.line`."""
+
+    def __repr__(self) -> str:
+        return f"Report({self.id!r}, {self.model.name!r}, {self.state})"
+
+    @property
+    def failure(self) -> EtfarmError | None:
+        """The error of a cell that failed, as the exception that it stands for."""
+        return error_from_json(self._values["error"])
+
+
+class JobResult:
+    """What came of a job: all its reports, those of failed cells too."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        """Args:
+        document: {schema, job, reports, error} of etfarm.report/1.
+        """
+        self._document = document
+        self.job = Record(document["job"])
+        self.reports = [Report(report) for report in document["reports"]]
+
+    def __repr__(self) -> str:
+        return f"JobResult({self.job.id!r}, {self.job.state}, {len(self.reports)} reports)"
+
+    @property
+    def state(self) -> JobState:
+        """The job's state."""
+        return JobState(self.job.state)
+
+    @property
+    def report(self) -> Report:
+        """The report of a job that has exactly one.
+
+        Raises:
+            EtfarmError: the cell failed: its own error.
+            JobFailed: the job has several cells, and one failed.
+            SeveralReports: it has several, or none.
+        """
+        if len(self.reports) == 1:
+            (report,) = self.reports
+            if (failure := report.failure) is not None:
+                raise failure
+            if report.state == CellState.CANCELLED:
+                raise error_of(Fault.USER, "CANCELLED", f"Job {self.job.id} was cancelled.")
+            return report
+        failed = [f"{report.model.name} ({report.error.reason})" for report in self.reports if report.error]
+        if failed:
+            raise JobFailed(self.job.id, failed, len(self.reports))
+        raise SeveralReports(self.job.id, len(self.reports))
+
+    def json(self) -> dict[str, Any]:
+        """The document etfarm.report/1: {schema, job, reports, error}."""
+        return self._document
+
+
+def error_from_json(error: Mapping[str, Any] | None) -> EtfarmError | None:
+    """The exception that an ERROR of etfarm.report/1 stands for; None for null."""
+    if error is None:
+        return None
+    fault = Fault(error["fault"]) if error["fault"] in Fault.__members__ else Fault.FARM
+    return error_of(
+        fault, error["reason"], error["message"], error["remedy"] or "", stage=error["stage"] or "", metadata=error["metadata"]
+    )
+
+
+def _wrapped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return Record(value)
+    if isinstance(value, list):
+        return [_wrapped(item) for item in value]
+    return value
