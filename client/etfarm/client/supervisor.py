@@ -79,10 +79,7 @@ class _Child:
         """Ends it: by closing its stdin, then SIGTERM, then SIGKILL."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        for wait_s, number in ((LEAVING_TIMEOUT_S = 20.0
-"""How long the farm before this one may take to be gone."""
-
-STDIN_GRACE_S, signal.SIGTERM), (TERMINATE_GRACE_S, signal.SIGKILL)):
+        for wait_s, number in ((STDIN_GRACE_S, signal.SIGTERM), (TERMINATE_GRACE_S, signal.SIGKILL)):
             try:
                 async with asyncio.timeout(wait_s):
                     await self.process.wait()

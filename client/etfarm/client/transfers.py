@@ -118,9 +118,7 @@ async def download_file(
     try:
         await repeat(lambda: chunks.download(stub, artifact, path, on_progress=on_progress), server=server)
     except OSError as error:
-        raise OutputUnwritable(
-            f"{path} cannot be written: {error.strerror or error}.", "Give another path.", path=path
-        ) from None
+        raise OutputUnwritable(f"{path} cannot be written: {error.strerror or error}.", "Give another path.", path=path) from None
     finally:
         part.unlink(missing_ok=True)
 
