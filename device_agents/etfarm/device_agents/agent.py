@@ -1,0 +1,265 @@
+"""The device's side of every connection: who this agent is, which attempt runs, and which results the server still lacks."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import uuid
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import IO
+
+from etfarm.device_agents.cache import Cache
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.errors import AgentFailed, Cancelled, DeviceBusy, FolderInUse, WrongDevice
+from etfarm.device_agents.execute import Attempt
+from etfarm.device_agents.runners.errors import DeviceStorageFailed
+from etfarm.v1 import agent_pb2, device_pb2
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.status import to_proto
+
+log = logging.getLogger(__name__)
+
+
+Tell = Callable[[agent_pb2.AgentMessage], None]
+"""Takes a message for the server; drops it while there is no connection."""
+
+
+def failed(start: agent_pb2.StartRun, error: EtfarmError) -> agent_pb2.RunResult:
+    """The result of an attempt that failed as a whole."""
+    told = to_proto(error)
+    return agent_pb2.RunResult(
+        attempt_id=start.attempt_id,
+        device_id=start.device_id,
+        candidates=[agent_pb2.CandidateResult(cell_id=candidate.cell_id, error=told) for candidate in start.candidates],
+        error=told,
+    )
+
+
+class DataFolder:
+    """The agent's data folder, for one agent at a time: its lock, the agent's id, results that wait.
+
+    Raises:
+        FolderInUse: another process holds it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock: IO[str] = (path / "lock").open("a+")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise FolderInUse(
+                f"Another agent works in {path}.", "Stop it, or give this one a folder of its own with --data.", folder=path
+            ) from None
+        # Work folders of runs that ended with an earlier process.
+        shutil.rmtree(self.runs, ignore_errors=True)
+
+    @property
+    def runs(self) -> Path:
+        """Work folders of runs."""
+        return self.path / "runs"
+
+    def agent_id(self) -> str:
+        """The agent's UUID, made at the first call ever."""
+        path = self.path / "agent_id"
+        try:
+            return str(uuid.UUID(path.read_text().strip()))
+        except FileNotFoundError:
+            pass
+        except ValueError:
+            log.warning("%s holds no UUID; this agent gets a new id", path)
+        agent_id = str(uuid.uuid4())
+        write_whole(path, f"{agent_id}\n".encode())
+        return agent_id
+
+    def close(self) -> None:
+        """Gives the folder free."""
+        self._lock.close()
+
+
+class Results:
+    """Results that the server has not acknowledged: in memory, and as files that outlive the agent.
+
+    Args:
+        folder: one serialized RunResult a file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._waiting: dict[str, agent_pb2.RunResult] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted(folder.glob("*.pb"), key=lambda path: path.stat().st_mtime):
+            result = agent_pb2.RunResult.FromString(path.read_bytes())
+            self._waiting[result.attempt_id] = result
+
+    def __contains__(self, attempt_id: object) -> bool:
+        return attempt_id in self._waiting
+
+    @property
+    def waiting(self) -> Mapping[str, agent_pb2.RunResult]:
+        """By attempt, in the order they came."""
+        return self._waiting
+
+    async def put(self, result: agent_pb2.RunResult) -> None:
+        """Keeps a result. A disk that takes no file is logged: the result then lives as long as this process."""
+        self._waiting[result.attempt_id] = result
+        try:
+            await asyncio.to_thread(write_whole, self._path(result.attempt_id), result.SerializeToString())
+        except OSError as error:
+            log.error("the result of attempt %s cannot be written: %s", result.attempt_id, error)
+
+    def drop(self, attempt_id: str) -> None:
+        """Forgets a result; harmless where there is none."""
+        if self._waiting.pop(attempt_id, None) is not None:
+            self._path(attempt_id).unlink(missing_ok=True)
+
+    def _path(self, attempt_id: str) -> Path:
+        # The id is the server's word and no file name.
+        return self._folder / f"{hashlib.sha256(attempt_id.encode()).hexdigest()[:32]}.pb"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Puts a file in place, durably and whole or not at all."""
+    partial = path.with_name(path.name + ".part")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def device_id(machine_id: str, agent_id: str, *, is_default_folder: bool) -> str:
+    """The device's id, 16 hex digits: the machine's, so that it outlives a reinstallation of the agent.
+
+    Agents with data folders of their own on one machine are devices of their own, or the second would take the first one's
+    place; so theirs is of the machine and the agent together. Without a machine id the agent's id is the device's.
+    """
+    if not machine_id:
+        return agent_id
+    # As machine-id(5) asks for: the id itself stays here, a hash with our name goes out.
+    text = f"{machine_id} etfarm" if is_default_folder else f"{machine_id} etfarm {agent_id}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Agent:
+    """Runs what the server asks for, one attempt at a time, whether or not there is a connection meanwhile.
+
+    Args:
+        config: the agent's.
+        device: the one device of this agent.
+        folder: the data folder.
+        cache: of artifacts.
+        tell: takes messages for the server.
+    """
+
+    def __init__(self, config: AgentConfig, device: device_pb2.Device, folder: DataFolder, cache: Cache, tell: Tell) -> None:
+        self.device = device
+        self.results = Results(folder.path / "results")
+        self._config = config
+        self._runs = folder.runs
+        self._cache = cache
+        self._tell = tell
+        self._attempt: Attempt | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: dict[str, str] = {}
+        self._done: deque[str] = deque(maxlen=1000)
+        self._closing = False
+
+    @property
+    def active(self) -> list[str]:
+        """Attempts that run now, those included whose result is being written down."""
+        return list(self._tasks)
+
+    @property
+    def timing(self) -> bool:
+        """Whether a pass is under way that nothing should disturb."""
+        return self._attempt is not None and self._attempt.timing
+
+    def start(self, start: agent_pb2.StartRun) -> None:
+        """Begins an attempt, or answers why not. One that is known already stays as it is."""
+        attempt_id = start.attempt_id
+        if attempt_id in self._tasks or attempt_id in self.results or attempt_id in self._done:
+            log.info("attempt %s is known already", attempt_id)
+            return
+        refusal: EtfarmError | None = None
+        if start.device_id != self.device.id:
+            refusal = WrongDevice(f"This agent has no device {start.device_id}.", device_id=start.device_id)
+        elif self._attempt is not None:
+            busy_with = self._attempt.start.attempt_id
+            refusal = DeviceBusy(f"{self.device.name} is busy with attempt {busy_with}.", busy_with=busy_with)
+        if refusal is not None:
+            self._spawn(attempt_id, self._finish(failed(start, refusal)))
+            return
+        log.info("attempt %s begins", attempt_id)
+        folder = self._runs / hashlib.sha256(attempt_id.encode()).hexdigest()[:32]
+        self._attempt = Attempt(self._config, self.device, self._cache, folder, start, self._progress)
+        self._spawn(attempt_id, self._run(self._attempt))
+
+    def cancel(self, attempt_id: str, reason: str) -> None:
+        """Ends an attempt; its runner is killed at once. A result that waits is of no use any more."""
+        if attempt_id in self.results:
+            self.acknowledge(attempt_id)
+        elif (task := self._tasks.get(attempt_id)) is not None and attempt_id not in self._cancelled:
+            self._cancelled[attempt_id] = reason
+            task.cancel()
+
+    def acknowledge(self, attempt_id: str) -> None:
+        """Forgets a result, since the server has it."""
+        self.results.drop(attempt_id)
+        self._done.append(attempt_id)
+
+    async def close(self) -> None:
+        """Ends what runs, runners included."""
+        self._closing = True
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _spawn(self, attempt_id: str, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work, name=f"attempt {attempt_id}")
+        self._tasks[attempt_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(attempt_id, None))
+
+    async def _run(self, attempt: Attempt) -> None:
+        """An attempt from its begin to its result; whatever happens, the device is free afterwards."""
+        start = attempt.start
+        try:
+            result = await attempt.run()
+        except asyncio.CancelledError:
+            reason = self._cancelled.pop(start.attempt_id, None)
+            if reason is None or self._closing:
+                raise
+            task = asyncio.current_task()
+            assert task is not None  # this is one
+            task.uncancel()
+            result = failed(start, Cancelled(f"The attempt was cancelled: {reason or 'no reason was given'}.", why=reason))
+        except EtfarmError as error:
+            result = failed(start, error)
+        except OSError as error:
+            log.error("attempt %s: %s", start.attempt_id, error)
+            result = failed(start, DeviceStorageFailed(attempt.phase, str(error)))
+        except Exception as error:
+            log.exception("attempt %s failed by a bug", start.attempt_id)
+            result = failed(start, AgentFailed(f"The agent failed: {type(error).__name__}: {error}."))
+        finally:
+            self._attempt = None
+        await self._finish(result)
+
+    async def _finish(self, result: agent_pb2.RunResult) -> None:
+        """Keeps a result, then sends it; without a connection it goes out when there is one again."""
+        errors = [result.error.reason] if result.HasField("error") else [c.error.reason for c in result.candidates]
+        log.info("attempt %s ended: %s", result.attempt_id, ", ".join(reason or "ok" for reason in errors) or "nothing to run")
+        await self.results.put(result)
+        self._tell(agent_pb2.AgentMessage(run_result=result))
+
+    def _progress(self, progress: agent_pb2.RunProgress) -> None:
+        self._tell(agent_pb2.AgentMessage(run_progress=progress))

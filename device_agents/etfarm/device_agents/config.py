@@ -1,0 +1,54 @@
+"""The agent's settings, made once by `main` from the command line and the environment."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from etfarm.wire.channel import Access
+from etfarm.wire.names import data_folder
+
+DEFAULT_CACHE_LIMIT_BYTES = 8 << 30
+
+
+def default_data_folder() -> Path:
+    """Where an agent that is told nothing keeps its id, its cache and results that the server has not acknowledged."""
+    return data_folder() / "agent"
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """How one agent process works."""
+
+    access: Access
+    """The server, and how it is reached."""
+    name: str
+    """The device's label for people."""
+    data: Path
+    """The data folder. One agent at a time uses it."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    cores: frozenset[int] | None = None
+    """Logical cpus that programs may use; all that the process may use when None."""
+    cache_limit_bytes: int = DEFAULT_CACHE_LIMIT_BYTES
+    """Above it the longest unused artifacts go. One that a run needs stays, whatever its size."""
+    memory_share: float = 0.8
+    """Part of the memory that is available when a run starts which its program may use. The rest keeps the agent, and the
+    board, alive when a program asks for everything."""
+    self_test_s: float = 10.0
+    """Deadline of the check after a program that crashed, hung or ran out of memory. It takes 20 ms on a PC; an emulated
+    board needs seconds."""
+    progress_interval_s: float = 0.25
+    """The shortest time between two RunProgress of one phase."""
+    retry_first_s: float = 0.2
+    """The first pause before another try to reach the server ..."""
+    retry_last_s: float = 5.0
+    """... which doubles up to this, and is jittered so that a farm's agents do not come back all at once."""
+
+    def pauses(self) -> Iterator[float]:
+        """Seconds to wait before each further try to reach the server, for ever."""
+        pause = self.retry_first_s
+        while True:
+            yield pause * random.uniform(0.5, 1.0)
+            pause = min(2 * pause, self.retry_last_s)

@@ -1,0 +1,95 @@
+"""What can go wrong on the agent's side of a run; what a program does wrong is in `runners.errors`."""
+
+from __future__ import annotations
+
+from etfarm.wire.errors import DeviceError, FarmError, Kind, UserError
+
+
+class NoCores(UserError):
+    """--cores leaves nothing to run on."""
+
+    reason = "NO_CORES"
+
+
+class FolderInUse(UserError):
+    """Another agent works in the data folder."""
+
+    reason = "DATA_FOLDER_IN_USE"
+    kind = Kind.FAILED_PRECONDITION
+
+
+class DeviceBusy(DeviceError):
+    """A run came while another one is under way."""
+
+    reason = "DEVICE_BUSY"
+
+
+class WrongDevice(DeviceError):
+    """A run came for a device that is not here."""
+
+    reason = "DEVICE_UNKNOWN"
+
+
+class Cancelled(UserError):
+    """The server took the attempt back."""
+
+    reason = "CANCELLED"
+    kind = Kind.CANCELLED
+
+
+class AgentFailed(FarmError):
+    """A bug of the agent."""
+
+    reason = "AGENT_FAILED"
+
+
+class CoresUnknown(UserError):
+    """Measurement.cores names no cpus of the device."""
+
+    reason = "CORES_UNKNOWN"
+
+
+class DiskFull(DeviceError):
+    """The device has no room for what the run needs."""
+
+    reason = "DEVICE_DISK_FULL"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+
+class MalformedDigest(FarmError):
+    """The server named an artifact by something that is no digest."""
+
+    reason = "DIGEST_MALFORMED"
+
+
+class SelfTestFailed(DeviceError):
+    """A program ended badly, and then the runner does not answer without it either: the device is to blame."""
+
+    reason = "DEVICE_SELF_TEST_FAILED"
+
+
+class TransferTimedOut(DeviceError):
+    """The attempt's time was over while artifacts were still under way."""
+
+    reason = "TRANSFER_TIMED_OUT"
+    kind = Kind.DEADLINE_EXCEEDED
+
+
+class NotReached(UserError):
+    """The attempt's time was over before this candidate's turn."""
+
+    reason = "ATTEMPT_TIMED_OUT"
+    kind = Kind.DEADLINE_EXCEEDED
+
+
+class NoRunner(FarmError):
+    """The server sent no runner that this device can start."""
+
+    reason = "NO_RUNNER"
+
+
+class ProgramMismatch(FarmError):
+    """A program's manifest is not what its digest says."""
+
+    reason = "DIGEST_MISMATCH"
+    kind = Kind.DATA_LOSS
