@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,8 @@ class Program:
     path: Path
     inputs: list[Value]
     expected: list[Value]
+    data: tuple[Path, ...] = ()
+    """Its .ptd files."""
 
     @property
     def bytes(self) -> bytes:
@@ -53,7 +55,8 @@ def program(name: str) -> Program:
         _MAKERS[name](folder)
         (folder / "done").write_text(json.dumps(name))
     inputs = tensors.decode((folder / "inputs.ett").read_bytes())
-    return Program(folder / "program.pte", inputs, tensors.decode((folder / "expected.ett").read_bytes()))
+    expected = tensors.decode((folder / "expected.ett").read_bytes())
+    return Program(folder / "program.pte", inputs, expected, tuple(sorted(folder.glob("*.ptd"))))
 
 
 def _value(name: str, value: torch.Tensor) -> Tensor:
@@ -197,6 +200,30 @@ def _scalars(folder: Path) -> None:
     (folder / "expected.ett").write_bytes(tensors.encode([_value("out0", x * 2.5 * 3)]))
 
 
+def _external(folder: Path, *, xnnpack: bool) -> None:
+    """A linear layer whose weights are in a .ptd file."""
+    import torch
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+    from executorch.exir.passes.external_constants_pass import delegate_external_constants_pass_unlifted
+
+    torch.manual_seed(3)
+    layer = torch.nn.Linear(4, 3).eval()
+    x = torch.rand(2, 4)
+    exported = torch.export.export(layer, (x,))
+    if xnnpack:
+        unlifted = exported.module()
+        delegate_external_constants_pass_unlifted(module=unlifted, gen_tag_fn=lambda node: "weights")
+        exported = torch.export.export(unlifted, (x,))
+    edge = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()] if xnnpack else [])
+    made = edge.to_executorch(ExecutorchBackendConfig(external_constants=not xnnpack))
+    (folder / "program.pte").write_bytes(made.buffer)
+    made.write_tensor_data_to_file(str(folder))
+    with torch.no_grad():
+        (folder / "expected.ett").write_bytes(tensors.encode([_value("out0", layer(x))]))
+    (folder / "inputs.ett").write_bytes(tensors.encode([_value("x", x)]))
+
+
 _MAKERS: dict[str, Callable[[Path], None]] = {
     "add": _add,
     "batch": _batch,
@@ -206,4 +233,6 @@ _MAKERS: dict[str, Callable[[Path], None]] = {
     "channels_last": _channels_last,
     "large": _large,
     "scalars": _scalars,
+    "external": partial(_external, xnnpack=False),
+    "external_xnnpack": partial(_external, xnnpack=True),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -47,7 +48,7 @@ async def runner(start: Start) -> AsyncIterator[NativeRunner]:
 
 async def loaded(runner: NativeRunner, program: Program, **options: bool) -> Program:
     """`program` loaded with its inputs set."""
-    await runner.load(program.path)
+    await runner.load(program.path, program.data)
     await runner.load_method("forward", **options)
     await runner.set_inputs(program.inputs)
     return program
@@ -63,7 +64,7 @@ def assert_close(actual: list[Value], expected: list[Value]) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["add", "batch", "conv", "chain", "channels_last", "scalars"])
+@pytest.mark.parametrize("name", ["add", "batch", "conv", "chain", "channels_last", "scalars", "external", "external_xnnpack"])
 async def test_outputs_are_torchs(runner: NativeRunner, name: str) -> None:
     model = await loaded(runner, program(name))
     await runner.run()
@@ -310,6 +311,44 @@ async def test_a_crash_tells_signal_and_stage(runner: NativeRunner) -> None:
         await runner.run()  # what became of it is still told
 
 
+async def test_a_crash_of_the_program_itself_is_survived_and_explained(runner: NativeRunner) -> None:
+    await runner.load(program("external_xnnpack").path)  # and not its weights
+    with pytest.raises(errors.ProgramCrashed, match=r"by SIGSEGV at LOAD_METHOD.*\.ptd file") as caught:
+        await runner.load_method("forward")
+    assert caught.value.stage == "LOAD_METHOD"
+
+
+async def test_missing_weights_of_portable_operators_are_an_error(runner: NativeRunner) -> None:
+    await runner.load(program("external").path)
+    with pytest.raises(errors.ProgramFailed, match="external_data_map is null"):
+        await runner.load_method("forward")
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "told"),
+    [
+        ("assert failed (index < size_)", errors.ProgramCrashed, r"by SIGABRT at LOAD: assert failed \(index < size_\)"),
+        ("uncaught C++ exception: std::bad_alloc", errors.ProgramOutOfMemory, "more memory at LOAD"),
+    ],
+)
+async def test_an_abort_comes_with_its_last_words(tmp_path: Path, words: str, error: type[Exception], told: str) -> None:
+    line = json.dumps({"event": "log", "level": "F", "where": "array_ref.h:7", "message": words})
+    script = f"read command; echo '{line}'; kill -ABRT $$"
+    async with NativeRunner.start(["/bin/sh", "-c", script], tmp_path) as runner:
+        with pytest.raises(error, match=told):
+            await runner.load(tmp_path / "any.pte")
+
+
+async def test_what_a_program_forked_ends_with_it(tmp_path: Path) -> None:
+    script = "sleep 600 & echo $! > child; read command; exit 3"
+    async with NativeRunner.start(["/bin/sh", "-c", script], tmp_path) as runner:
+        with pytest.raises(errors.ProgramCrashed, match="with exit code 3 at LOAD"):
+            await asyncio.wait_for(runner.load(tmp_path / "any.pte"), 5)
+    child = int((tmp_path / "child").read_text())
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"  # init reaps it
+
+
 async def test_a_hang_ends_at_the_deadline(start: Start) -> None:
     async with start(limits=Limits(command_s=0.3)) as runner:
         await loaded(runner, program("conv"))
@@ -354,6 +393,20 @@ async def test_a_program_larger_than_the_budget_is_out_of_memory(start: Start) -
         with pytest.raises(errors.ProgramOutOfMemory, match=str(64 << 20)):
             await loaded(runner, program("large"))
         await runner.memory()  # refused, not dead
+
+
+async def test_threads_that_do_not_fit_into_the_budget_are_refused(start: Start) -> None:
+    async with start(limits=Limits(data_bytes=16 << 20)) as runner:
+        with pytest.raises(errors.ProgramOutOfMemory, match="no room for 64 threads"):
+            await runner.threads(64)
+
+
+async def test_the_samples_do_not_take_from_the_programs_budget(start: Start) -> None:
+    async with start(limits=Limits(data_bytes=4 << 20)) as runner:
+        await runner.threads(1)
+        await loaded(runner, program("add"))
+        measured = await runner.measure(replace(QUICK, max_samples=10_000_000))  # room for 80 MB of samples
+        assert measured.iterations == QUICK.iterations
 
 
 async def test_the_same_program_fits_without_a_budget(runner: NativeRunner) -> None:

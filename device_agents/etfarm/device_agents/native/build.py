@@ -193,9 +193,11 @@ def _probed(arch: str, version: str, folder: Path) -> BundleManifest:
     emulator: Sequence[str] = ()
     if arch != platform.machine():
         emulator = _EMULATORS.get(arch, ())
-        if not emulator or not shutil.which(emulator[0]):
+        path = shutil.which(emulator[0]) if emulator else None
+        if path is None:
             note = f"Backends and operators are not listed: this machine cannot run programs for {arch}."
             return BundleManifest(arch, version, manifest.source_digest, (), (), files, LOADERS[arch], ENTRY, note)
+        emulator = (path, *emulator[1:])  # the runner's environment has no PATH
     try:
         done = subprocess.run(
             Bundle(folder, manifest).command(emulator),

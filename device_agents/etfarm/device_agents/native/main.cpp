@@ -74,6 +74,10 @@ void threads(Session& session, Command& command) {
   if (thread_count() != static_cast<std::size_t>(count)) {
     throw Failure{"RUNTIME", "the thread pool has " + std::to_string(thread_count()) + " threads where " + std::to_string(count) + " were asked for", "", {}};
   }
+  // pthreadpool takes no notice of a thread that could not be made, mostly for want of memory for its stack.
+  if (task_count().value_or(count) < count) {
+    throw Failure{"OUT_OF_MEMORY", "there is no room for " + std::to_string(count) + " threads", "MemoryAllocationFailed", {}};
+  }
   Channel::get().send(result_of(command).number("threads", count));
 }
 
@@ -221,7 +225,7 @@ bool serve(Session& session, const std::string& line) {
   } catch (const Failure& failure) {
     send_error(command.name(), failure);
   } catch (const std::bad_alloc&) {
-    send_error(command.name(), {"OUT_OF_MEMORY", "the memory that this process may use is exhausted", "MemoryAllocationFailed", {}});
+    send_error(command.name(), {"OUT_OF_MEMORY", "an allocation failed", "MemoryAllocationFailed", {}});
   } catch (const std::exception& error) {
     send_error(command.name(), {"RUNTIME", std::string("uncaught exception: ") + error.what(), "Internal", {}});
   }

@@ -47,7 +47,7 @@ void measure(Session& session, const Plan& plan, Json result) {
   if (method.tracer()) throw Failure{"BAD_STATE", "the method is loaded with a tracer, which costs time; load it without", "", {}};
   const auto& inputs = session.inputs();
   // Pages are touched by the samples that come: reserving a million of them adds nothing to the peak RSS.
-  const Pages buffer(static_cast<std::size_t>(plan.max_samples) * sizeof(std::int64_t));
+  const Pages buffer(static_cast<std::size_t>(plan.max_samples) * sizeof(std::int64_t), Pages::For::Us);
   auto* samples = reinterpret_cast<std::int64_t*>(buffer.data());
 
   report("WARMUP", 0, 0);

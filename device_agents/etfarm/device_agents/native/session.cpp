@@ -104,9 +104,11 @@ Failure runtime_failure(const std::string& doing, Error error) {
   return Failure{"RUNTIME", message, error_name(error), {}};
 }
 
-Pages::Pages(std::size_t size) : data_(nullptr), size_(size) {
+Pages::Pages(std::size_t size, For owner) : data_(nullptr), size_(size) {
   if (size == 0) return;
-  void* pages = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  // RLIMIT_DATA counts private writable mappings only.
+  const int sharing = owner == For::Program ? MAP_PRIVATE : MAP_SHARED | MAP_NORESERVE;
+  void* pages = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, sharing | MAP_ANONYMOUS, -1, 0);
   if (pages == MAP_FAILED) throw std::bad_alloc();
   data_ = static_cast<std::uint8_t*>(pages);
 }
@@ -193,6 +195,7 @@ Span LoadedMethod::execute(const std::vector<std::optional<Input>>& inputs) {
 
 Json Session::load(const std::string& path, const std::vector<std::string>& data) {
   if (program_) throw Failure{"BAD_STATE", "a program is loaded already; a runner process serves one", "", {}};
+  merged_.reset();  // of a load that failed: it points into data_
   data_.clear();
   loaders_.clear();
   // The pool is fixed before XNNPACK sees it: resetting it later can hang.

@@ -28,7 +28,9 @@ Failure runtime_failure(const std::string& doing, executorch::runtime::Error err
 // Zeroed pages that are touched only when used, so that a large plan costs what the method really writes.
 class Pages {
  public:
-  explicit Pages(std::size_t size);
+  // The program's memory is under its limit; what is ours must not be, or it would take from the program's budget.
+  enum class For { Program, Us };
+  explicit Pages(std::size_t size, For owner = For::Program);
   Pages(Pages&& other) noexcept : data_(other.data_), size_(other.size_) { other.data_ = nullptr; }
   Pages& operator=(Pages&&) = delete;
   ~Pages();

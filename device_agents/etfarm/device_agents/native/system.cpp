@@ -71,6 +71,15 @@ std::optional<std::string> bind_to_cores(const std::vector<std::int64_t>& cores)
   return problem;
 }
 
+std::optional<std::int64_t> task_count() {
+  std::ifstream file("/proc/self/status");
+  std::string line;
+  while (std::getline(file, line)) {
+    if (line.compare(0, 8, "Threads:") == 0) return std::strtoll(line.c_str() + 8, nullptr, 10);
+  }
+  return std::nullopt;
+}
+
 void restrain(std::optional<std::int64_t> data_bytes) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   const rlimit none{0, 0};

@@ -27,6 +27,9 @@ std::optional<std::int64_t> status_bytes(const std::string& key);
 // Binds every thread of the process to these CPUs. An errno text where that fails.
 std::optional<std::string> bind_to_cores(const std::vector<std::int64_t>& cores);
 
+// Threads that the process has.
+std::optional<std::int64_t> task_count();
+
 // Ends this process when its parent ends, forbids core dumps, and limits its data segment where `data_bytes` is given.
 void restrain(std::optional<std::int64_t> data_bytes);
 

@@ -47,9 +47,8 @@ class CompilerFailed(UserError):
     reason = "COMPILER_FAILED"
 
     def __init__(self, what: str, output: str) -> None:
-        super().__init__(
-            f"The compiler failed at {what}: {output.strip()[-2000:]}", "It must know C++17.", what=what, output=output
-        )
+        # The end of the output is where g++ and ld say why.
+        super().__init__(f"The compiler failed at {what}: {output.strip()[-2000:]}", what=what, output=output)
 
 
 class ExecutorchMissing(UserError):

@@ -123,7 +123,8 @@ class Bundle:
     def command(self, emulator: Sequence[str] = ()) -> list[str]:
         """The command line that starts the runner, in any working folder.
 
-        `emulator` goes in front, for example `("qemu-aarch64-static", "-cpu", "cortex-a76")`.
+        `emulator` goes in front, for example `("/usr/bin/qemu-aarch64-static", "-cpu", "cortex-a76")`; its path is
+        absolute, since a runner's environment has no PATH.
         """
         folder = self.folder.absolute()
         loader, entry = folder / self.manifest.loader, folder / self.manifest.entry

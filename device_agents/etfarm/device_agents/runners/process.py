@@ -64,6 +64,25 @@ OnLog = Callable[[LogLine], None]
 OnEvent = Callable[[Event], None]
 
 
+class _Group(asyncio.subprocess.SubprocessStreamProtocol):
+    """Takes down what the program forked as soon as the leader is gone: it would hold the pipes open for ever."""
+
+    leader: int | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert isinstance(transport, asyncio.SubprocessTransport)  # what subprocess_exec makes
+        self.leader = transport.get_pid()
+
+    def process_exited(self) -> None:
+        if self.leader is not None:
+            # The leader is reaped by now, but its number stays taken while the group has members, and no system hands
+            # out a number again within the moment since.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.leader, signal.SIGKILL)
+        super().process_exited()
+
+
 class RunnerProcess:
     """A running runner. Made by `start`; `kill` and `reap` end it."""
 
@@ -88,8 +107,11 @@ class RunnerProcess:
             RunnerBroken: it cannot be started.
         """
         options = [] if limits.data_bytes is None else ["--limit-data-bytes", str(limits.data_bytes)]
+        loop = asyncio.get_running_loop()
         try:
-            process = await asyncio.create_subprocess_exec(
+            # As asyncio.create_subprocess_exec does, which takes no protocol.
+            transport, group = await loop.subprocess_exec(
+                lambda: _Group(limit=_MAX_LINE_BYTES, loop=loop),
                 *command,
                 *options,
                 stdin=asyncio.subprocess.PIPE,
@@ -100,11 +122,10 @@ class RunnerProcess:
                 env={"LC_ALL": "C", "HOME": str(folder), "TMPDIR": str(folder)},
                 # A group of its own, so that one signal reaches whatever the program forked, and Ctrl-C does not.
                 start_new_session=True,
-                limit=_MAX_LINE_BYTES,
             )
         except (OSError, ValueError) as error:
             raise errors.RunnerBroken(f"The runner {command[0]} cannot be started: {error}.") from error
-        return cls(process, limits, on_log)
+        return cls(asyncio.subprocess.Process(transport, group, loop), limits, on_log)
 
     @property
     def pid(self) -> int:
