@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from etfarm.v1 import common_pb2 as etfarm_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65tfarm/v1/compile.proto\x12\tetfarm.v1\x1a\x16\x65tfarm/v1/common.proto\"\x14\n\x12ListRecipesRequest\"=\n\x13ListRecipesResponse\x12&\n\x07recipes\x18\x01 \x03(\x0b\x32\x15.etfarm.v1.RecipeInfo\"\x89\x01\n\nRecipeInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07summary\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x14\n\x0cquantization\x18\x04 \x01(\t\x12\x11\n\tavailable\x18\x05 \x01(\x08\x12\x0f\n\x07missing\x18\x06 \x01(\t\x12\x11\n\targuments\x18\x07 \x03(\t\"$\n\x15GetCompilationRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\"O\n\x05Stage\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x18\n\x0b\x64uration_ms\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05where\x18\x03 \x01(\tB\x0e\n\x0c_duration_ms\"\x87\x01\n\nDelegation\x12\x11\n\tsubgraphs\x18\x01 \x01(\x03\x12\x17\n\x0f\x64\x65legated_nodes\x18\x02 \x01(\x03\x12\x1b\n\x13non_delegated_nodes\x18\x03 \x01(\x03\x12\x30\n\toperators\x18\x04 \x03(\x0b\x32\x1d.etfarm.v1.OperatorDelegation\"J\n\x12OperatorDelegation\x12\n\n\x02op\x18\x01 \x01(\t\x12\x11\n\tdelegated\x18\x02 \x01(\x03\x12\x15\n\rnon_delegated\x18\x03 \x01(\x03\"O\n\tToolchain\x12\r\n\x05torch\x18\x01 \x01(\t\x12\x12\n\nexecutorch\x18\x02 \x01(\t\x12\x0f\n\x07torchao\x18\x03 \x01(\t\x12\x0e\n\x06\x65tfarm\x18\x04 \x01(\t\"(\n\x07Warning\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"$\n\x08\x44imRange\x12\x0b\n\x03min\x18\x01 \x01(\x03\x12\x0b\n\x03max\x18\x02 \x01(\x03\"l\n\tValueSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12!\n\x04\x64ims\x18\x04 \x03(\x0b\x32\x13.etfarm.v1.DimRange\x12\x11\n\tdim_order\x18\x05 \x03(\x05\"\x96\x01\n\x0bMethodFacts\x12$\n\x06inputs\x18\x01 \x03(\x0b\x32\x14.etfarm.v1.ValueSpec\x12%\n\x07outputs\x18\x02 \x03(\x0b\x32\x14.etfarm.v1.ValueSpec\x12\x11\n\toperators\x18\x03 \x03(\t\x12\x10\n\x08\x62\x61\x63kends\x18\x04 \x03(\t\x12\x15\n\rplanned_bytes\x18\x05 \x03(\x03\"\x8d\x01\n\x0cProgramFacts\x12\x35\n\x07methods\x18\x01 \x03(\x0b\x32$.etfarm.v1.ProgramFacts.MethodsEntry\x1a\x46\n\x0cMethodsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.etfarm.v1.MethodFacts:\x02\x38\x01\"\xb4\x04\n\x0b\x43ompilation\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.etfarm.v1.Error\x12 \n\x06stages\x18\x03 \x03(\x0b\x32\x10.etfarm.v1.Stage\x12#\n\x07program\x18\x04 \x01(\x0b\x32\x12.etfarm.v1.Program\x12%\n\x08\x65trecord\x18\x05 \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12:\n\ndelegation\x18\x06 \x03(\x0b\x32&.etfarm.v1.Compilation.DelegationEntry\x12\'\n\ttoolchain\x18\x07 \x01(\x0b\x32\x14.etfarm.v1.Toolchain\x12$\n\x08warnings\x18\x08 \x03(\x0b\x32\x12.etfarm.v1.Warning\x12&\n\x05\x66\x61\x63ts\x18\t \x01(\x0b\x32\x17.etfarm.v1.ProgramFacts\x12\x41\n\x0e\x65xample_inputs\x18\n \x03(\x0b\x32).etfarm.v1.Compilation.ExampleInputsEntry\x1aH\n\x0f\x44\x65legationEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12$\n\x05value\x18\x02 \x01(\x0b\x32\x15.etfarm.v1.Delegation:\x02\x38\x01\x1aI\n\x12\x45xampleInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\"\n\x05value\x18\x02 \x01(\x0b\x32\x13.etfarm.v1.Artifact:\x02\x38\x01\"\xa9\x01\n\x07Program\x12 \n\x03pte\x18\x01 \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12*\n\x04\x64\x61ta\x18\x02 \x03(\x0b\x32\x1c.etfarm.v1.Program.DataEntry\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x1a@\n\tDataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\"\n\x05value\x18\x02 \x01(\x0b\x32\x13.etfarm.v1.Artifact:\x02\x38\x01\x32\xaa\x01\n\x0e\x43ompileService\x12L\n\x0bListRecipes\x12\x1d.etfarm.v1.ListRecipesRequest\x1a\x1e.etfarm.v1.ListRecipesResponse\x12J\n\x0eGetCompilation\x12 .etfarm.v1.GetCompilationRequest\x1a\x16.etfarm.v1.Compilationb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65tfarm/v1/compile.proto\x12\tetfarm.v1\x1a\x16\x65tfarm/v1/common.proto\"\x14\n\x12ListRecipesRequest\"=\n\x13ListRecipesResponse\x12&\n\x07recipes\x18\x01 \x03(\x0b\x32\x15.etfarm.v1.RecipeInfo\"\x89\x01\n\nRecipeInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07summary\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x14\n\x0cquantization\x18\x04 \x01(\t\x12\x11\n\tavailable\x18\x05 \x01(\x08\x12\x0f\n\x07missing\x18\x06 \x01(\t\x12\x11\n\targuments\x18\x07 \x03(\t\"$\n\x15GetCompilationRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\"O\n\x05Stage\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x18\n\x0b\x64uration_ms\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05where\x18\x03 \x01(\tB\x0e\n\x0c_duration_ms\"\x87\x01\n\nDelegation\x12\x11\n\tsubgraphs\x18\x01 \x01(\x03\x12\x17\n\x0f\x64\x65legated_nodes\x18\x02 \x01(\x03\x12\x1b\n\x13non_delegated_nodes\x18\x03 \x01(\x03\x12\x30\n\toperators\x18\x04 \x03(\x0b\x32\x1d.etfarm.v1.OperatorDelegation\"J\n\x12OperatorDelegation\x12\n\n\x02op\x18\x01 \x01(\t\x12\x11\n\tdelegated\x18\x02 \x01(\x03\x12\x15\n\rnon_delegated\x18\x03 \x01(\x03\"O\n\tToolchain\x12\r\n\x05torch\x18\x01 \x01(\t\x12\x12\n\nexecutorch\x18\x02 \x01(\t\x12\x0f\n\x07torchao\x18\x03 \x01(\t\x12\x0e\n\x06\x65tfarm\x18\x04 \x01(\t\"(\n\x07Warning\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"$\n\x08\x44imRange\x12\x0b\n\x03min\x18\x01 \x01(\x03\x12\x0b\n\x03max\x18\x02 \x01(\x03\"\x8a\x01\n\tValueSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12!\n\x04\x64ims\x18\x04 \x03(\x0b\x32\x13.etfarm.v1.DimRange\x12\x11\n\tdim_order\x18\x05 \x03(\x05\x12\x12\n\x05value\x18\x06 \x01(\tH\x00\x88\x01\x01\x42\x08\n\x06_value\"\x96\x01\n\x0bMethodFacts\x12$\n\x06inputs\x18\x01 \x03(\x0b\x32\x14.etfarm.v1.ValueSpec\x12%\n\x07outputs\x18\x02 \x03(\x0b\x32\x14.etfarm.v1.ValueSpec\x12\x11\n\toperators\x18\x03 \x03(\t\x12\x10\n\x08\x62\x61\x63kends\x18\x04 \x03(\t\x12\x15\n\rplanned_bytes\x18\x05 \x03(\x03\"\x8d\x01\n\x0cProgramFacts\x12\x35\n\x07methods\x18\x01 \x03(\x0b\x32$.etfarm.v1.ProgramFacts.MethodsEntry\x1a\x46\n\x0cMethodsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.etfarm.v1.MethodFacts:\x02\x38\x01\"\xb4\x04\n\x0b\x43ompilation\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.etfarm.v1.Error\x12 \n\x06stages\x18\x03 \x03(\x0b\x32\x10.etfarm.v1.Stage\x12#\n\x07program\x18\x04 \x01(\x0b\x32\x12.etfarm.v1.Program\x12%\n\x08\x65trecord\x18\x05 \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12:\n\ndelegation\x18\x06 \x03(\x0b\x32&.etfarm.v1.Compilation.DelegationEntry\x12\'\n\ttoolchain\x18\x07 \x01(\x0b\x32\x14.etfarm.v1.Toolchain\x12$\n\x08warnings\x18\x08 \x03(\x0b\x32\x12.etfarm.v1.Warning\x12&\n\x05\x66\x61\x63ts\x18\t \x01(\x0b\x32\x17.etfarm.v1.ProgramFacts\x12\x41\n\x0e\x65xample_inputs\x18\n \x03(\x0b\x32).etfarm.v1.Compilation.ExampleInputsEntry\x1aH\n\x0f\x44\x65legationEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12$\n\x05value\x18\x02 \x01(\x0b\x32\x15.etfarm.v1.Delegation:\x02\x38\x01\x1aI\n\x12\x45xampleInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\"\n\x05value\x18\x02 \x01(\x0b\x32\x13.etfarm.v1.Artifact:\x02\x38\x01\"\xa9\x01\n\x07Program\x12 \n\x03pte\x18\x01 \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12*\n\x04\x64\x61ta\x18\x02 \x03(\x0b\x32\x1c.etfarm.v1.Program.DataEntry\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x1a@\n\tDataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\"\n\x05value\x18\x02 \x01(\x0b\x32\x13.etfarm.v1.Artifact:\x02\x38\x01\x32\xaa\x01\n\x0e\x43ompileService\x12L\n\x0bListRecipes\x12\x1d.etfarm.v1.ListRecipesRequest\x1a\x1e.etfarm.v1.ListRecipesResponse\x12J\n\x0eGetCompilation\x12 .etfarm.v1.GetCompilationRequest\x1a\x16.etfarm.v1.Compilationb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -60,24 +60,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WARNING']._serialized_end=741
   _globals['_DIMRANGE']._serialized_start=743
   _globals['_DIMRANGE']._serialized_end=779
-  _globals['_VALUESPEC']._serialized_start=781
-  _globals['_VALUESPEC']._serialized_end=889
-  _globals['_METHODFACTS']._serialized_start=892
-  _globals['_METHODFACTS']._serialized_end=1042
-  _globals['_PROGRAMFACTS']._serialized_start=1045
-  _globals['_PROGRAMFACTS']._serialized_end=1186
-  _globals['_PROGRAMFACTS_METHODSENTRY']._serialized_start=1116
-  _globals['_PROGRAMFACTS_METHODSENTRY']._serialized_end=1186
-  _globals['_COMPILATION']._serialized_start=1189
-  _globals['_COMPILATION']._serialized_end=1753
-  _globals['_COMPILATION_DELEGATIONENTRY']._serialized_start=1606
-  _globals['_COMPILATION_DELEGATIONENTRY']._serialized_end=1678
-  _globals['_COMPILATION_EXAMPLEINPUTSENTRY']._serialized_start=1680
-  _globals['_COMPILATION_EXAMPLEINPUTSENTRY']._serialized_end=1753
-  _globals['_PROGRAM']._serialized_start=1756
-  _globals['_PROGRAM']._serialized_end=1925
-  _globals['_PROGRAM_DATAENTRY']._serialized_start=1861
-  _globals['_PROGRAM_DATAENTRY']._serialized_end=1925
-  _globals['_COMPILESERVICE']._serialized_start=1928
-  _globals['_COMPILESERVICE']._serialized_end=2098
+  _globals['_VALUESPEC']._serialized_start=782
+  _globals['_VALUESPEC']._serialized_end=920
+  _globals['_METHODFACTS']._serialized_start=923
+  _globals['_METHODFACTS']._serialized_end=1073
+  _globals['_PROGRAMFACTS']._serialized_start=1076
+  _globals['_PROGRAMFACTS']._serialized_end=1217
+  _globals['_PROGRAMFACTS_METHODSENTRY']._serialized_start=1147
+  _globals['_PROGRAMFACTS_METHODSENTRY']._serialized_end=1217
+  _globals['_COMPILATION']._serialized_start=1220
+  _globals['_COMPILATION']._serialized_end=1784
+  _globals['_COMPILATION_DELEGATIONENTRY']._serialized_start=1637
+  _globals['_COMPILATION_DELEGATIONENTRY']._serialized_end=1709
+  _globals['_COMPILATION_EXAMPLEINPUTSENTRY']._serialized_start=1711
+  _globals['_COMPILATION_EXAMPLEINPUTSENTRY']._serialized_end=1784
+  _globals['_PROGRAM']._serialized_start=1787
+  _globals['_PROGRAM']._serialized_end=1956
+  _globals['_PROGRAM_DATAENTRY']._serialized_start=1892
+  _globals['_PROGRAM_DATAENTRY']._serialized_end=1956
+  _globals['_COMPILESERVICE']._serialized_start=1959
+  _globals['_COMPILESERVICE']._serialized_end=2129
 # @@protoc_insertion_point(module_scope)

@@ -288,11 +288,14 @@ class ValueSpec(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     DIMS_FIELD_NUMBER: _builtins.int
     DIM_ORDER_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The argument's or output's name; empty where only its position is known."""
     kind: _builtins.str
     """tensor, int, float, bool, none or str."""
     dtype: _builtins.str
+    value: _builtins.str
+    """JSON of what a non-tensor input must be: the program has it baked in."""
     @_builtins.property
     def dims(self) -> _containers.RepeatedCompositeFieldContainer[Global___DimRange]: ...
     @_builtins.property
@@ -305,12 +308,15 @@ class ValueSpec(_message.Message):
         dtype: _builtins.str = ...,
         dims: _abc.Iterable[Global___DimRange] | None = ...,
         dim_order: _abc.Iterable[_builtins.int] | None = ...,
+        value: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dim_order", b"dim_order", "dims", b"dims", "dtype", b"dtype", "kind", b"kind", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "dim_order", b"dim_order", "dims", b"dims", "dtype", b"dtype", "kind", b"kind", "name", b"name", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
+    _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value) -> _WhichOneofReturnType__value | None: ...
 
 Global___ValueSpec: _TypeAlias = ValueSpec  # noqa: Y015
 

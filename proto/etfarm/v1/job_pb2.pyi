@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from etfarm.v1 import common_pb2 as _common_pb2
 from etfarm.v1 import compile_pb2 as _compile_pb2
+from etfarm.v1 import report_pb2 as _report_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
@@ -455,6 +456,8 @@ class Cell(_message.Message):
     ETRECORD_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     UPDATED_AT_FIELD_NUMBER: _builtins.int
+    COMPILE_CACHED_FIELD_NUMBER: _builtins.int
+    TIMELINE_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     job_id: _builtins.str
     index: _builtins.int
@@ -477,6 +480,8 @@ class Cell(_message.Message):
     """Set in a terminal state, on failure too."""
     waiting_for: _builtins.str
     """Why it waits, where that is worth saying ("board-7 is known but offline")."""
+    compile_cached: _builtins.bool
+    """Whether the compilation was answered from the cache."""
     @_builtins.property
     def error(self) -> _common_pb2.Error: ...
     @_builtins.property
@@ -493,6 +498,10 @@ class Cell(_message.Message):
     def etrecord(self) -> _common_pb2.Artifact: ...
     @_builtins.property
     def updated_at(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def timeline(self) -> _containers.RepeatedCompositeFieldContainer[_report_pb2.Phase]:
+        """The steps so far."""
+
     def __init__(
         self,
         *,
@@ -517,10 +526,12 @@ class Cell(_message.Message):
         etrecord: _common_pb2.Artifact | None = ...,
         waiting_for: _builtins.str = ...,
         updated_at: _timestamp_pb2.Timestamp | None = ...,
+        compile_cached: _builtins.bool = ...,
+        timeline: _abc.Iterable[_report_pb2.Phase] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_index", b"_device_index", "_threads", b"_threads", "device_index", b"device_index", "error", b"error", "etrecord", b"etrecord", "outputs", b"outputs", "program", b"program", "threads", b"threads", "updated_at", b"updated_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_index", b"_device_index", "_threads", b"_threads", "attempts", b"attempts", "candidate_index", b"candidate_index", "candidate_name", b"candidate_name", "compilation_key", b"compilation_key", "device_index", b"device_index", "error", b"error", "etrecord", b"etrecord", "id", b"id", "index", b"index", "job_id", b"job_id", "method", b"method", "outputs", b"outputs", "program", b"program", "recipe_name", b"recipe_name", "report_id", b"report_id", "selector", b"selector", "state", b"state", "threads", b"threads", "updated_at", b"updated_at", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_index", b"_device_index", "_threads", b"_threads", "attempts", b"attempts", "candidate_index", b"candidate_index", "candidate_name", b"candidate_name", "compilation_key", b"compilation_key", "compile_cached", b"compile_cached", "device_index", b"device_index", "error", b"error", "etrecord", b"etrecord", "id", b"id", "index", b"index", "job_id", b"job_id", "method", b"method", "outputs", b"outputs", "program", b"program", "recipe_name", b"recipe_name", "report_id", b"report_id", "selector", b"selector", "state", b"state", "threads", b"threads", "timeline", b"timeline", "updated_at", b"updated_at", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_index: _TypeAlias = _typing.Literal["device_index"]  # noqa: Y015
     _WhichOneofArgType__device_index: _TypeAlias = _typing.Literal["_device_index", b"_device_index"]  # noqa: Y015

@@ -1,0 +1,1 @@
+"""The compile server: jobs in, programs to devices, reports out."""

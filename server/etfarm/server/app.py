@@ -1,0 +1,221 @@
+"""The composition root: makes every part of a server, starts it in order, ends it in reverse."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import grpc
+import structlog
+from etfarm.server.artifacts.store import Store
+from etfarm.server.compile.compiler import Compiler
+from etfarm.server.compile.prewarm import PRELOAD as COMPILE_PRELOAD
+from etfarm.server.config import Config
+from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.registry import Registry
+from etfarm.server.devices.runs import Runs
+from etfarm.server.jobs.conductor import Conductor
+from etfarm.server.jobs.execution import Execution
+from etfarm.server.jobs.journal import Journal
+from etfarm.server.jobs.log import JobLog
+from etfarm.server.jobs.placement import Placement
+from etfarm.server.jobs.submission import Submission
+from etfarm.server.jobs.watch import Announcer
+from etfarm.server.reports.analyst import Analyst
+from etfarm.server.rpc.agents import AgentService
+from etfarm.server.rpc.artifacts import ArtifactService
+from etfarm.server.rpc.auth import Tokens
+from etfarm.server.rpc.compile import CompileService
+from etfarm.server.rpc.devices import DeviceService
+from etfarm.server.rpc.edge import Edge
+from etfarm.server.rpc.farm import FarmService
+from etfarm.server.rpc.jobs import JobService
+from etfarm.server.rpc.reports import ReportService
+from etfarm.server.rpc.sessions import SessionService
+from etfarm.server.state.engine import Database
+from etfarm.server.workers.limits import Limits
+from etfarm.server.workers.pool import Workers
+from etfarm.v1 import (
+    agent_pb2,
+    agent_pb2_grpc,
+    artifact_pb2,
+    artifact_pb2_grpc,
+    compile_pb2,
+    compile_pb2_grpc,
+    device_pb2,
+    device_pb2_grpc,
+    farm_pb2,
+    farm_pb2_grpc,
+    job_pb2,
+    job_pb2_grpc,
+    report_pb2,
+    report_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+)  # fmt: skip
+from etfarm.wire.channel import SERVER_OPTIONS
+from etfarm.wire.errors import FarmError, UserError
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+from grpc_reflection.v1alpha import reflection
+
+log = structlog.get_logger()
+
+PRELOAD = (*COMPILE_PRELOAD, "etfarm.server.reports.analyze:prewarm")
+"""What the forkserver loads before it serves: all that a compilation or an analysis would otherwise import."""
+
+_GRACE_S = 1.0
+"""How long open calls may take to end at a shutdown."""
+
+SERVICES = tuple(
+    service.full_name
+    for module in (artifact_pb2, compile_pb2, job_pb2, device_pb2, session_pb2, agent_pb2, report_pb2, farm_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+)
+"""The contract's services by full name."""
+
+
+class CannotListen(UserError):
+    """The address is taken, or not this machine's."""
+
+    reason = "CANNOT_LISTEN"
+
+
+def now() -> datetime:
+    """The instant, in UTC."""
+    return datetime.now(UTC)
+
+
+def new_id() -> str:
+    """An id that nobody has: 16 hex characters."""
+    return uuid.uuid4().hex[:16]
+
+
+@asynccontextmanager
+async def running(config: Config) -> AsyncIterator[str]:
+    """A server that runs; gives the address that it listens on.
+
+    Raises:
+        CannotListen: it cannot be listened on.
+        EtfarmError: as the parts say.
+    """
+    tokens = Tokens.read(config.tokens) if config.tokens else Tokens()
+    config.data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (config.data / "work").mkdir(exist_ok=True)
+    # Before gRPC starts a thread: what it forks must have been single-threaded all along.
+    limits = Limits(memory_bytes=config.memory_bytes)
+    workers = Workers(preload=PRELOAD, limits=limits, folder=config.data / "work" / "children", concurrency=config.workers)
+    workers.start()
+    database = Database(config.data / "farm.sqlite")
+    background: list[asyncio.Task[None]] = []
+    try:
+        await database.open()
+        store = Store(config.data / "artifacts", database)
+        announcer = Announcer()
+        journal = Journal(database, announcer, now)
+        joblog = JobLog(database, announcer, now)
+        bundles = Bundles(store, database, config.data / "work")
+        await bundles.load()
+        runs = Runs(config.patience_s)
+        registry = Registry(database, bundles, runs, now)
+        await registry.load()
+        compiler = Compiler(workers, store, database, deadline_s=config.compile_deadline_s, threads=config.threads)
+        analyst = Analyst(workers, store, deadline_s=config.analysis_deadline_s)
+        execution = Execution(registry, runs, Placement(registry, runs), bundles, store, new_id)
+        conductor = Conductor(
+            journal, joblog, announcer, compiler, execution, analyst,
+            thresholds=config.thresholds, now=now, clock=time.monotonic, new_id=new_id,
+        )  # fmt: skip
+        submission = Submission(store, registry.devices, new_id)
+        ready = asyncio.Event()
+        own_version = version("etfarm")
+
+        server = grpc.aio.server(interceptors=[Edge(tokens)], options=SERVER_OPTIONS)
+        artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(ArtifactService(store), server)
+        compile_pb2_grpc.add_CompileServiceServicer_to_server(CompileService(compiler), server)
+        jobs = JobService(journal, joblog, submission, conductor, version=own_version, now=now)
+        job_pb2_grpc.add_JobServiceServicer_to_server(jobs, server)
+        device_pb2_grpc.add_DeviceServiceServicer_to_server(DeviceService(registry), server)
+        session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(), server)
+        agents = AgentService(registry, runs, version=own_version, clock=time.monotonic)
+        agent_pb2_grpc.add_AgentServiceServicer_to_server(agents, server)
+        report_pb2_grpc.add_ReportServiceServicer_to_server(ReportService(journal), server)
+        farm = FarmService(registry, bundles, version=own_version, workers_ready=ready.is_set, live=lambda: conductor.live)
+        farm_pb2_grpc.add_FarmServiceServicer_to_server(farm, server)
+        healthy = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+        reflection.enable_server_reflection([*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
+
+        address = _bind(server, config)
+        await server.start()
+        for service in ("", *SERVICES):
+            await healthy.set(service, health_pb2.HealthCheckResponse.SERVING)
+        await conductor.resume()
+
+        async def warm() -> None:
+            await workers.ready()
+            ready.set()
+
+        background.append(asyncio.create_task(warm(), name="workers-ready"))
+        if config.build_bundle:
+            background.append(asyncio.create_task(bundles.build_own(), name="bundle-build"))
+        else:
+            bundles.settled.set()
+        _write_address(config.address_file, address)
+        try:
+            yield address
+        finally:
+            await healthy.enter_graceful_shutdown()
+            await conductor.stop()
+            await joblog.flush()
+            await server.stop(_GRACE_S)
+            if config.address_file is not None:
+                config.address_file.unlink(missing_ok=True)
+    finally:
+        for task in background:
+            task.cancel()
+        for outcome in await asyncio.gather(*background, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                log.error("a background task failed", error=str(outcome))
+        await workers.stop()
+        database.close()
+
+
+def _bind(server: grpc.aio.Server, config: Config) -> str:
+    text = config.listen.text
+    try:
+        if config.tls_cert and config.tls_key:
+            key, chain = config.tls_key.read_bytes(), config.tls_cert.read_bytes()
+            client_ca = config.tls_client_ca.read_bytes() if config.tls_client_ca else None
+            credentials = grpc.ssl_server_credentials([(key, chain)], client_ca, require_client_auth=client_ca is not None)
+            port = server.add_secure_port(text, credentials)
+        else:
+            if text.startswith("unix:"):
+                Path(text.removeprefix("unix:")).unlink(missing_ok=True)
+            port = server.add_insecure_port(text)
+    except OSError as error:
+        raise FarmError(f"The TLS file {error.filename} cannot be read: {error.strerror}.") from None
+    except RuntimeError as error:
+        raise CannotListen(f"Cannot listen on {text}: {error}.", "Choose another --listen address.", address=text) from None
+    if text.startswith("unix:"):
+        Path(text.removeprefix("unix:")).chmod(0o600)
+        return text
+    return f"{text.rpartition(':')[0]}:{port}"
+
+
+def _write_address(path: Path | None, address: str) -> None:
+    if path is None:
+        return
+    fresh = path.with_name(path.name + ".new")
+    fresh.unlink(missing_ok=True)
+    with os.fdopen(os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        json.dump({"address": address, "pid": os.getpid()}, file)
+    fresh.replace(path)

@@ -1,0 +1,1 @@
+"""Blobs by digest: the store that models, programs, traces and outputs live in."""

@@ -1,0 +1,244 @@
+"""The artifact store: plain files by digest, written beside and renamed, so that what has its name is whole and verified."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+from etfarm.v1 import artifact_pb2, common_pb2
+from etfarm.wire import digest as digests
+from etfarm.wire.chunks import CHUNK_BYTES, spans
+from etfarm.wire.errors import FarmError, Kind, UserError
+from sqlalchemy import Connection
+from sqlalchemy.dialects.sqlite import insert
+
+_RESERVE_BYTES = 256 << 20
+"""Disk that uploads leave free, so that the journal can always write."""
+
+
+class ArtifactNotFound(UserError):
+    """The store does not hold the digest."""
+
+    reason = "ARTIFACT_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+class BadUpload(UserError):
+    """An upload stream breaks the contract's rules."""
+
+    reason = "BAD_UPLOAD"
+
+
+class ChunkOutOfPlace(UserError):
+    """A chunk does not start where the stored part ends."""
+
+    reason = "CHUNK_OUT_OF_PLACE"
+    kind = Kind.OUT_OF_RANGE
+
+
+class DigestMismatch(UserError):
+    """All bytes came and are others than announced."""
+
+    reason = "DIGEST_MISMATCH"
+    kind = Kind.DATA_LOSS
+
+
+class UploadInProgress(UserError):
+    """Two streams write one upload."""
+
+    reason = "UPLOAD_IN_PROGRESS"
+    kind = Kind.ABORTED
+
+
+class DiskFull(FarmError):
+    """No room for the upload."""
+
+    reason = "DISK_FULL"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+
+class Store:
+    """Artifacts under `folder`: `blobs/ab/abcdef...` whole ones, `uploads/` those that are on their way."""
+
+    def __init__(self, folder: Path, database: Database) -> None:
+        self._blobs = folder / "blobs"
+        self._uploads = folder / "uploads"
+        for path in (self._blobs, self._uploads):
+            path.mkdir(parents=True, exist_ok=True)
+        self._database = database
+        self._writing: set[str] = set()
+
+    def path(self, digest: str) -> Path:
+        """The file of a stored artifact; read it, never write it.
+
+        Raises:
+            ArtifactNotFound: the store does not hold it.
+        """
+        path = self._place(digest)
+        if not path.exists():
+            raise ArtifactNotFound(f"The store does not hold {digest[:12]}.", "Upload it again.", digest=digest)
+        return path
+
+    def has(self, digest: str) -> bool:
+        """Whether the artifact is stored whole."""
+        return self._place(digest).exists()
+
+    def missing(self, wanted: Iterable[str]) -> list[str]:
+        """Those of `wanted` that are not stored whole."""
+        return [digest for digest in wanted if not self.has(digest)]
+
+    def upload_status(self, digest: str) -> artifact_pb2.UploadStatus:
+        """How far an upload came."""
+        place, part = self._place(digest), self._part(digest)
+        if place.exists():
+            return artifact_pb2.UploadStatus(digest=digest, committed_bytes=place.stat().st_size, complete=True)
+        return artifact_pb2.UploadStatus(digest=digest, committed_bytes=part.stat().st_size if part.exists() else 0)
+
+    async def put(self, data: bytes, owner: str) -> common_pb2.Artifact:
+        """Stores a small artifact."""
+        path = self._uploads / f"put-{os.urandom(8).hex()}"
+        await asyncio.to_thread(path.write_bytes, data)
+        return await self.adopt(path, owner)
+
+    async def adopt(self, path: Path, owner: str) -> common_pb2.Artifact:
+        """Moves a file of this server's own into the store."""
+        digest = await asyncio.to_thread(digests.of_file, path)
+        artifact = common_pb2.Artifact(digest=digest, size_bytes=path.stat().st_size)
+        if self.has(digest):
+            path.unlink()
+        else:
+            await asyncio.to_thread(self._settle, path, digest)
+        await self._record(artifact, owner)
+        return artifact
+
+    async def receive(
+        self, artifact: common_pb2.Artifact, chunks: AsyncIterator[artifact_pb2.Chunk], owner: str
+    ) -> artifact_pb2.UploadStatus:
+        """Takes one upload from its committed size on.
+
+        Raises:
+            UploadInProgress, ChunkOutOfPlace, BadUpload, DigestMismatch, DiskFull: as ArtifactService.Upload says.
+        """
+        digest = artifact.digest
+        if not self.has(digest):
+            if digest in self._writing:
+                raise UploadInProgress(f"Another stream is uploading {digest[:12]}.", "Wait for it, or try again.", digest=digest)
+            self._writing.add(digest)
+            try:
+                await self._write(artifact, chunks)
+            finally:
+                self._writing.discard(digest)
+        await self._record(artifact, owner)
+        return self.upload_status(digest)
+
+    async def _write(self, artifact: common_pb2.Artifact, chunks: AsyncIterator[artifact_pb2.Chunk]) -> None:
+        part = self._part(artifact.digest)
+        have = part.stat().st_size if part.exists() else 0
+        self._check_room(artifact.size_bytes - have)
+        hasher = await asyncio.to_thread(_hash_of, part) if have else hashlib.sha256()
+        with part.open("ab") as file:
+            async for chunk in chunks:
+                if chunk.offset != have:
+                    raise ChunkOutOfPlace(
+                        f"A chunk starts at {chunk.offset} where {have} bytes are committed.",
+                        "Ask GetUploadStatus and continue there.", committed_bytes=have,
+                    )  # fmt: skip
+                if have + len(chunk.data) > artifact.size_bytes:
+                    raise _reasoned(BadUpload(f"More bytes came than the {artifact.size_bytes} announced."), "TOO_MANY_BYTES")
+                try:
+                    await asyncio.to_thread(_append, file.fileno(), hasher, chunk.data)
+                except OSError as error:
+                    self._check_room(artifact.size_bytes - have)
+                    raise DiskFull(f"The store cannot write: {error.strerror}.", "Free disk on the server.") from None
+                have += len(chunk.data)
+            if have < artifact.size_bytes:
+                return
+            await asyncio.to_thread(os.fsync, file.fileno())
+        if hasher.hexdigest() != artifact.digest:
+            part.unlink()
+            raise DigestMismatch(
+                f"All {have} bytes came and their sha256 is {hasher.hexdigest()[:12]}, not {artifact.digest[:12]}.",
+                "Send it again from 0.", digest=artifact.digest,
+            )  # fmt: skip
+        await asyncio.to_thread(self._settle, part, artifact.digest)
+
+    async def chunks(self, digest: str, offset: int) -> AsyncIterator[artifact_pb2.Chunk]:
+        """The artifact's bytes from `offset` on.
+
+        Raises:
+            ArtifactNotFound: the store does not hold it.
+            BadUpload: `offset` lies behind its end (reason OFFSET_PAST_END).
+        """
+        with self.path(digest).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if not 0 <= offset <= size:
+                error = _reasoned(BadUpload(f"{digest[:12]} has {size} bytes; {offset} is no offset in it."), "OFFSET_PAST_END")
+                error.kind = Kind.OUT_OF_RANGE
+                raise error
+            for start, length in spans(offset, size, CHUNK_BYTES):
+                data = await asyncio.to_thread(os.pread, file.fileno(), length, start)
+                yield artifact_pb2.Chunk(offset=start, data=data)
+
+    def _place(self, digest: str) -> Path:
+        if not digests.is_digest(digest):
+            raise _reasoned(BadUpload(f"{digest!r} is no sha256 in lower-case hex."), "DIGEST_MALFORMED")
+        return self._blobs / digest[:2] / digest
+
+    def _part(self, digest: str) -> Path:
+        return self._uploads / f"{digest}.part"
+
+    def _settle(self, path: Path, digest: str) -> None:
+        place = self._place(digest)
+        place.parent.mkdir(exist_ok=True)
+        path.chmod(0o444)
+        path.replace(place)
+        directory = os.open(place.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def _check_room(self, needed: int) -> None:
+        free = shutil.disk_usage(self._uploads).free
+        if needed + _RESERVE_BYTES > free:
+            raise DiskFull(
+                f"The upload needs {needed} bytes, the store has {free} free and keeps {_RESERVE_BYTES} of them.",
+                "Free disk on the server; nothing of yours was deleted.", needed_bytes=needed, free_bytes=free,
+            )  # fmt: skip
+
+    async def _record(self, artifact: common_pb2.Artifact, owner: str) -> None:
+        def record(connection: Connection) -> None:
+            row = {"digest": artifact.digest, "size_bytes": artifact.size_bytes, "owner": owner, "stored_at": datetime.now(UTC)}
+            connection.execute(insert(schema.artifacts).values(row).on_conflict_do_nothing())
+
+        await self._database.write(record)
+
+    def forget_upload(self, digest: str) -> None:
+        """Drops the part of an upload that will not go on."""
+        with suppress(FileNotFoundError):
+            self._part(digest).unlink()
+
+
+def _reasoned(error: BadUpload, reason: str) -> BadUpload:
+    error.reason = reason
+    return error
+
+
+def _hash_of(path: Path) -> hashlib._Hash:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256")
+
+
+def _append(fd: int, hasher: hashlib._Hash, data: bytes) -> None:
+    hasher.update(data)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

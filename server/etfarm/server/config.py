@@ -1,0 +1,79 @@
+"""What a server is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from etfarm.server.reports.verdict import Thresholds
+from etfarm.wire.channel import Address
+from etfarm.wire.errors import UserError
+
+
+class Exposed(UserError):
+    """Others could reach the server without TLS and a token."""
+
+    reason = "EXPOSED"
+
+
+@dataclass(frozen=True)
+class Config:
+    """One server's configuration."""
+
+    listen: Address
+    """Where it listens; port 0 lets the system choose."""
+    data: Path
+    """Its folder: database, artifacts, children's folders. One server at a time uses it."""
+    tokens: Path | None = None
+    """Token file; without one everybody who reaches the server is an admin."""
+    tls_cert: Path | None = None
+    """PEM certificate chain; no TLS when None."""
+    tls_key: Path | None = None
+    """The certificate's PEM key."""
+    tls_client_ca: Path | None = None
+    """PEM certificates that clients' must be signed by; clients need none when None."""
+    insecure: bool = False
+    """Allow an address that others reach without TLS and tokens."""
+    workers: int = 1
+    """Compilations and analyses at a time."""
+    threads: int = 2
+    """Threads of each compilation."""
+    memory_bytes: int = 8 << 30
+    """What one compilation may allocate on top of the prewarmed worker."""
+    compile_deadline_s: float = 1800.0
+    """How long one compilation may take; the largest that were measured take minutes."""
+    analysis_deadline_s: float = 600.0
+    """How long one analysis may take."""
+    patience_s: float = 60.0
+    """How long a run waits for its agent to come back before the cell is placed again."""
+    address_file: Path | None = None
+    """Where to write the address once the server listens, mode 0600."""
+    exit_with_stdin: bool = False
+    """End when stdin does: whoever started the server holds the other end."""
+    build_bundle: bool = True
+    """Build the runner bundle for this machine's architecture where it is missing."""
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    """When a measurement is called invalid."""
+
+    def check(self) -> None:
+        """Refuses what would expose the farm.
+
+        Raises:
+            Exposed: others reach the address, and TLS or tokens are missing.
+            UserError: a certificate without its key, or the other way round.
+        """
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise UserError("TLS needs a certificate and its key.", "Give both --tls-cert and --tls-key.")
+        if self.listen.is_local or self.insecure:
+            return
+        missing = [
+            flag
+            for flag, value in (("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key), ("--tokens", self.tokens))
+            if value is None
+        ]
+        if missing:
+            raise Exposed(
+                f"Other machines can reach {self.listen.text}, and it has no {', no '.join(missing)}.",
+                "Give them, listen on 127.0.0.1, or say --insecure if you trust everybody who can reach it.",
+                address=self.listen.text,
+            )  # fmt: skip

@@ -1,0 +1,179 @@
+"""Runner bundles: which the farm offers for which architecture, and the one that it builds for its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import structlog
+from etfarm.server.artifacts.store import Store
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+from etfarm.v1 import agent_pb2, common_pb2
+from etfarm.wire.errors import EtfarmError, FarmError, UserError
+from sqlalchemy import Connection, select
+from sqlalchemy.dialects.sqlite import insert
+
+log = structlog.get_logger()
+
+_MANIFEST_BYTES = 4 << 20
+
+
+class NotABundle(UserError):
+    """An artifact has no valid bundle.json."""
+
+    reason = "NOT_A_BUNDLE"
+
+
+class BundleMissing(FarmError):
+    """The farm has no runner for a device's architecture."""
+
+    reason = "BUNDLE_MISSING"
+
+
+class Bundles:
+    """The farm's runner bundles; the newest one of an architecture is used."""
+
+    def __init__(self, store: Store, database: Database, folder: Path) -> None:
+        self._store = store
+        self._database = database
+        self._folder = folder
+        self._by_arch: dict[str, agent_pb2.RunnerBundle] = {}
+        self._own_error: EtfarmError | None = None
+        self._own_arch = platform.machine()
+        self.settled = asyncio.Event()
+        """Set once the bundle of the server's own architecture is there or has failed."""
+
+    @property
+    def own_error(self) -> EtfarmError | None:
+        """Why the server's own architecture has no bundle; None while it has one or is building it."""
+        return self._own_error
+
+    @property
+    def starting(self) -> str:
+        """What is still being done, for people; empty when nothing is."""
+        return "" if self.settled.is_set() else f"building the runner bundle for {self._own_arch}"
+
+    async def load(self) -> None:
+        """Takes up the bundles that were added before."""
+        query = select(schema.bundles.c.body).order_by(schema.bundles.c.added_at)
+        for body in await self._database.read(lambda connection: connection.execute(query).scalars().all()):
+            bundle = agent_pb2.RunnerBundle.FromString(body)
+            if self._store.has(bundle.artifact.digest):
+                self._by_arch[bundle.arch] = bundle
+
+    def list(self) -> Sequence[agent_pb2.RunnerBundle]:
+        """The bundle in use for each architecture."""
+        return [self._by_arch[arch] for arch in sorted(self._by_arch)]
+
+    def get(self, arch: str) -> agent_pb2.RunnerBundle | None:
+        """The bundle that devices of an architecture are sent."""
+        return self._by_arch.get(arch)
+
+    async def demand(self, arch: str) -> agent_pb2.RunnerBundle:
+        """The bundle for an architecture; waits while the server's own is being built.
+
+        Raises:
+            BundleMissing: there is none.
+            EtfarmError: building the server's own failed, as the build says.
+        """
+        if arch not in self._by_arch and arch == self._own_arch:
+            await self.settled.wait()
+        if (bundle := self._by_arch.get(arch)) is not None:
+            return bundle
+        if arch == self._own_arch and self._own_error is not None:
+            raise self._own_error
+        raise BundleMissing(
+            f"The farm has no runner bundle for {arch}.",
+            f"Build one with `etfarm bundle build --arch {arch} -o FILE` and offer it with `etfarm bundle add FILE`.",
+            arch=arch,
+        )
+
+    async def add(self, digest: str) -> agent_pb2.RunnerBundle:
+        """Offers a stored bundle.
+
+        Raises:
+            ArtifactNotFound: it is not stored.
+            NotABundle: it has no valid bundle.json.
+        """
+        path = self._store.path(digest)
+        bundle = await asyncio.to_thread(_read_manifest, path)
+        bundle.artifact.CopyFrom(common_pb2.Artifact(digest=digest, size_bytes=path.stat().st_size))
+        row = {"digest": digest, "arch": bundle.arch, "body": bundle.SerializeToString(), "added_at": datetime.now(UTC)}
+
+        def write(connection: Connection) -> None:
+            again = {key: row[key] for key in ("body", "added_at")}
+            connection.execute(insert(schema.bundles).values(row).on_conflict_do_update(index_elements=["digest"], set_=again))
+
+        await self._database.write(write)
+        self._by_arch[bundle.arch] = bundle
+        return bundle
+
+    async def build_own(self) -> None:
+        """Makes the bundle for the server's own architecture where it is missing or of other sources."""
+        try:
+            await self._build_own()
+        except EtfarmError as error:
+            self._own_error = error
+            log.error("no runner bundle", arch=self._own_arch, error=str(error))
+        finally:
+            self.settled.set()
+
+    async def _build_own(self) -> None:
+        known = self._by_arch.get(self._own_arch)
+        if known is not None and known.source_digest == await _bundle_command("--source-digest"):
+            return
+        log.info("building the runner bundle", arch=self._own_arch)
+        print(f"etfarm serve: building the runner bundle for {self._own_arch}, once", flush=True)
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            path = Path(folder) / "bundle.tar.gz"
+            await _bundle_command("-o", str(path))
+            artifact = await self._store.adopt(path, "farm")
+        bundle = await self.add(artifact.digest)
+        megabytes = bundle.artifact.size_bytes / 1e6
+        print(f"etfarm serve: the runner bundle for {bundle.arch} is ready ({megabytes:.1f} MB)", flush=True)
+
+
+async def _bundle_command(*arguments: str) -> str:
+    """Runs `etfarm bundle build` in a process of its own, which ends with its caller; gives what it prints."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "etfarm.wire.command", "bundle", "build", *arguments,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        await process.wait()
+        raise
+    if process.returncode != 0:
+        lines = err.decode(errors="replace").strip().splitlines()
+        sentence = (lines[-1] if lines else f"it ended with {process.returncode}").removeprefix("etfarm: ")
+        error = FarmError(sentence)
+        error.reason = "BUNDLE_BUILD_FAILED"
+        raise error
+    return out.decode().strip()
+
+
+def _read_manifest(path: Path) -> agent_pb2.RunnerBundle:
+    try:
+        with tarfile.open(path) as archive:
+            member = archive.getmember("bundle.json")
+            if member.size > _MANIFEST_BYTES or (file := archive.extractfile(member)) is None:
+                raise ValueError("bundle.json is no file of a sane size")
+            manifest = json.load(file)
+        if manifest["schema"] != "etfarm.bundle/1":
+            raise ValueError(f"its schema is {manifest['schema']!r}")
+        return agent_pb2.RunnerBundle(
+            arch=manifest["arch"], executorch_version=manifest["executorch"], source_digest=manifest["source_digest"],
+            backends=manifest["backends"], operators=manifest["operators"],
+        )  # fmt: skip
+    except (tarfile.TarError, KeyError, ValueError, TypeError, OSError, EOFError) as error:
+        raise NotABundle(f"This is no runner bundle: {error}.", "Make one with `etfarm bundle build -o FILE`.") from None

@@ -1,0 +1,192 @@
+"""Which devices are known, which of them are connected, and what runs on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.runs import Runs
+from etfarm.server.devices.session import AgentSession
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+from etfarm.v1 import agent_pb2, device_pb2
+from etfarm.v1.device_pb2 import Device, DeviceState
+from etfarm.wire.errors import DeviceError, Kind, UserError
+from sqlalchemy import Connection, select
+from sqlalchemy.dialects.sqlite import insert
+
+
+class DeviceNotFound(UserError):
+    """Neither an id, a unique prefix of one, nor a name."""
+
+    reason = "DEVICE_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+class AgentConnected(UserError):
+    """A live agent has the same id."""
+
+    reason = "AGENT_CONNECTED"
+    kind = Kind.ALREADY_EXISTS
+
+
+class DeviceOffline(DeviceError):
+    """The device's agent is not connected."""
+
+    reason = "DEVICE_OFFLINE"
+
+
+class Registry:
+    """The farm's devices. `on_change` is called whenever a device came, went, or became free."""
+
+    def __init__(self, database: Database, bundles: Bundles, runs: Runs, now: Callable[[], datetime]) -> None:
+        self._database = database
+        self._bundles = bundles
+        self._runs = runs
+        self._now = now
+        self._known: dict[str, Device] = {}
+        self._telemetry: dict[str, device_pb2.DeviceTelemetry] = {}
+        self._sessions: dict[str, AgentSession] = {}
+        self._serving: dict[str, AgentSession] = {}
+        self._listeners: list[Callable[[], None]] = []
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Calls `listener` at each change, for good."""
+        self._listeners.append(listener)
+
+    def changed(self) -> None:
+        """Tells the listeners."""
+        for listener in self._listeners:
+            listener()
+
+    async def load(self) -> None:
+        """Takes up the devices that were known before; all are offline until their agents come."""
+        rows = await self._database.read(lambda connection: connection.execute(select(schema.devices)).all())
+        for row in rows:
+            device = Device.FromString(row.body)
+            device.last_seen_at.FromDatetime(row.last_seen_at)
+            self._known[row.id] = device
+
+    def devices(self) -> Sequence[Device]:
+        """All known devices by name, with their states as of now."""
+        return sorted((self._seen(device) for device in self._known.values()), key=lambda device: (device.name, device.id))
+
+    def get(self, key: str) -> Device:
+        """The device of an id, a unique prefix of one, or a name.
+
+        Raises:
+            DeviceNotFound: there is none, or several are meant.
+        """
+        if key in self._known:
+            return self._seen(self._known[key])
+        found = [device for device in self._known.values() if device.name == key]
+        found = found or [device for device in self._known.values() if key and device.id.startswith(key)]
+        if len(found) != 1:
+            names = ", ".join(sorted(f"{device.name} ({device.id})" for device in found or self._known.values())) or "none"
+            what = "Several devices are called" if found else "There is no device"
+            raise DeviceNotFound(f"{what} {key!r}.", f"Known: {names}.", device=key)
+        return self._seen(found[0])
+
+    def _seen(self, device: Device) -> Device:
+        seen = Device()
+        seen.CopyFrom(device)
+        attempt = self._runs.on_device(device.id)
+        seen.attempt_id = attempt or ""
+        if device.id not in self._serving:
+            seen.state = DeviceState.DEVICE_STATE_OFFLINE
+        else:
+            seen.state = DeviceState.DEVICE_STATE_BUSY if attempt else DeviceState.DEVICE_STATE_IDLE
+            if (telemetry := self._telemetry.get(device.id)) is not None:
+                seen.telemetry.CopyFrom(telemetry)
+        if (bundle := self._bundles.get(device.arch)) is not None:
+            seen.backends[:] = bundle.backends
+            seen.operator_count = len(bundle.operators)
+        return seen
+
+    def session_of(self, device_id: str) -> AgentSession:
+        """The connection that serves a device.
+
+        Raises:
+            DeviceOffline: nobody does.
+        """
+        session = self._serving.get(device_id)
+        if session is None:
+            raise DeviceOffline(f"Device {device_id} is offline.", device=device_id)
+        return session
+
+    async def connect(self, session: AgentSession, hello: agent_pb2.Hello) -> None:
+        """Takes a new connection of an agent.
+
+        Raises:
+            AgentConnected: another connection of the same agent is alive.
+        """
+        former = self._sessions.get(hello.agent_id)
+        if former is not None:
+            if former.is_alive():
+                raise AgentConnected(
+                    f"Another process serves as agent {hello.agent_id}.",
+                    "Stop it, or give this one a data folder of its own (--data).", agent_id=hello.agent_id,
+                )  # fmt: skip
+            former.end()
+            await self.disconnect(former)
+        self._sessions[hello.agent_id] = session
+        for device in hello.devices:
+            await self._serve(session, device)
+        self._runs.agent_said({device.id for device in hello.devices}, {*hello.active_attempts, *hello.unacknowledged_attempts})
+        self.changed()
+
+    async def update(self, session: AgentSession, device: Device) -> None:
+        """A device came or changed."""
+        await self._serve(session, device)
+        self.changed()
+
+    def gone(self, session: AgentSession, device_id: str) -> None:
+        """A device left its agent; what ran on it is lost."""
+        if self._serving.get(device_id) is session:
+            del self._serving[device_id]
+            self._runs.agent_said({device_id}, set())
+            self.changed()
+
+    async def heartbeat(self, session: AgentSession, heartbeat: agent_pb2.Heartbeat) -> None:
+        """Takes telemetry, and the time as the devices' last sign of life."""
+        for device_id, telemetry in heartbeat.telemetry.items():
+            if self._serving.get(device_id) is session:
+                telemetry.at.FromDatetime(self._now())
+                self._telemetry[device_id] = telemetry
+                self._known[device_id].last_seen_at.FromDatetime(self._now())
+
+    async def disconnect(self, session: AgentSession) -> None:
+        """Forgets a connection that ended; its devices go offline, what runs there gets a time to come back."""
+        if self._sessions.get(session.agent_id) is session:
+            del self._sessions[session.agent_id]
+        gone = [device_id for device_id, serving in self._serving.items() if serving is session]
+        for device_id in gone:
+            del self._serving[device_id]
+            self._runs.device_went(device_id)
+        if gone:
+            self.changed()
+            await self._remember(gone)
+
+    async def _serve(self, session: AgentSession, device: Device) -> None:
+        known = Device()
+        known.CopyFrom(device)
+        known.agent_id = session.agent_id
+        known.last_seen_at.FromDatetime(self._now())
+        self._known[device.id] = known
+        self._serving[device.id] = session
+        await self._remember([device.id])
+
+    async def _remember(self, device_ids: Sequence[str]) -> None:
+        rows = [
+            {"id": device_id, "body": device.SerializeToString(), "last_seen_at": device.last_seen_at.ToDatetime(UTC)}
+            for device_id in device_ids
+            if (device := self._known.get(device_id)) is not None
+        ]
+
+        def write(connection: Connection) -> None:
+            for row in rows:
+                again = {key: row[key] for key in ("body", "last_seen_at")}
+                connection.execute(insert(schema.devices).values(row).on_conflict_do_update(index_elements=["id"], set_=again))
+
+        await self._database.write(write)

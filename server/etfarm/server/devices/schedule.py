@@ -1,0 +1,101 @@
+"""Which waiting cell goes to which device. Pure functions of values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from etfarm.v1.device_pb2 import Device, DeviceState
+from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.selectors import Selector
+
+IDLE: Final = DeviceState.DEVICE_STATE_IDLE
+OFFLINE: Final = DeviceState.DEVICE_STATE_OFFLINE
+
+
+class NoSuchDevice(UserError):
+    """No known device, offline ones included, matches a selector."""
+
+    reason = "NO_SUCH_DEVICE"
+    kind = Kind.FAILED_PRECONDITION
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A cell that wants a device."""
+
+    cell_id: str
+    selector: Selector
+    priority: int
+    """Higher goes first."""
+    order: tuple[int, int]
+    """The job's number and the cell's index: earlier goes first at equal priority."""
+    avoid: frozenset[str] = frozenset()
+    """Devices that failed under this cell; used only where nothing else matches."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A cell and the idle device that it gets."""
+
+    cell_id: str
+    device_id: str
+
+
+def schedule(waiting: Sequence[Waiting], devices: Sequence[Device]) -> list[Assignment]:
+    """Which cell goes to which idle device now. No I/O, no clock: equal arguments give equal answers.
+
+    A real device before an emulated one, a device that has not failed the cell before one that has; then by id, so that
+    repeated runs meet the same device. A cell that waits holds up nobody who could run elsewhere.
+    """
+    idle = {device.id: device for device in devices if device.state == IDLE}
+    assignments = []
+    for cell in sorted(waiting, key=lambda cell: (-cell.priority, cell.order)):
+        fitting = [device for device in idle.values() if cell.selector.matches(device)]
+        if not fitting:
+            continue
+        chosen = min(fitting, key=lambda device: (device.id in cell.avoid, device.emulated, device.id))
+        del idle[chosen.id]
+        assignments.append(Assignment(cell.cell_id, chosen.id))
+    return assignments
+
+
+def matching(selector: Selector, text: str, devices: Sequence[Device]) -> list[Device]:
+    """The known devices that a selector matches, real ones first.
+
+    Raises:
+        NoSuchDevice: none does; the sentence lists what there is.
+    """
+    found = [device for device in devices if selector.matches(device)]
+    if found:
+        return sorted(found, key=lambda device: (device.emulated, device.id))
+    if not devices:
+        raise NoSuchDevice(
+            "No device has ever connected to this farm.", "Start `etfarm agent --server ADDRESS` on one.", known=""
+        )
+    known = "; ".join(describe(device) for device in devices[:10])
+    raise NoSuchDevice(f"No known device matches {text!r}.", f"There is: {known}.", selector=text, known=known)
+
+
+def describe(device: Device) -> str:
+    """A device in a few words."""
+    state = DeviceState.Name(device.state).removeprefix("DEVICE_STATE_").lower()
+    emulated = ", emulated" if device.emulated else ""
+    return f"{device.name} (id={device.id}, arch={device.arch}, soc={device.soc}, cores={device.cores}{emulated}, {state})"
+
+
+def why_waiting(cell: Waiting, devices: Sequence[Device], runs: Mapping[str, str]) -> str:
+    """What a cell that got no device waits for; empty when that is only its turn on one.
+
+    Args:
+        runs: device id to the attempt that runs there.
+    """
+    fitting = [device for device in devices if cell.selector.matches(device)]
+    if not fitting:
+        return "no known device matches any more"
+    if all(device.state == OFFLINE for device in fitting):
+        names = ", ".join(sorted(device.name for device in fitting))
+        return f"{names} {'is' if len(fitting) == 1 else 'are'} known but offline"
+    busy = sorted(device.name for device in fitting if device.id in runs)
+    return f"{', '.join(busy)} {'is' if len(busy) == 1 else 'are'} busy" if busy else ""

@@ -1,0 +1,57 @@
+"""One connection of an agent: what is sent to it, and whether it still lives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from etfarm.v1 import agent_pb2
+
+HEARTBEAT_INTERVAL_S = 5.0
+"""How often an agent is asked to say that it lives."""
+
+_MISSED = 3
+"""Heartbeats that may stay out before an agent is taken for dead."""
+
+
+class AgentSession:
+    """The server's end of AgentService.Connect for one agent.
+
+    Args:
+        clock: seconds on a monotonic clock.
+    """
+
+    def __init__(self, agent_id: str, clock: Callable[[], float]) -> None:
+        self.agent_id = agent_id
+        self._clock = clock
+        self._outgoing: asyncio.Queue[agent_pb2.ServerMessage | None] = asyncio.Queue()
+        self._heard_at = clock()
+        self._ended = False
+
+    def heard(self) -> None:
+        """The agent said something."""
+        self._heard_at = self._clock()
+
+    def is_alive(self) -> bool:
+        """Whether the agent is connected and was heard lately."""
+        return not self._ended and self._clock() - self._heard_at < _MISSED * HEARTBEAT_INTERVAL_S
+
+    def silence_left_s(self) -> float:
+        """Seconds until the agent counts as dead if nothing more comes."""
+        return self._heard_at + _MISSED * HEARTBEAT_INTERVAL_S - self._clock()
+
+    def send(self, message: agent_pb2.ServerMessage) -> None:
+        """Queues a message; never waits. After the end it goes nowhere: what matters is said again at the next Hello."""
+        if not self._ended:
+            self._outgoing.put_nowait(message)
+
+    def end(self) -> None:
+        """Closes the stream once what is queued was sent."""
+        if not self._ended:
+            self._ended = True
+            self._outgoing.put_nowait(None)
+
+    async def outgoing(self) -> AsyncIterator[agent_pb2.ServerMessage]:
+        """The messages to send, until the end."""
+        while (message := await self._outgoing.get()) is not None:
+            yield message

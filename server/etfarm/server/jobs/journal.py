@@ -1,0 +1,280 @@
+"""The journal: every job, every change of a cell, every attempt is written here before anybody hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+
+from etfarm.server.jobs import model
+from etfarm.server.jobs.watch import Announcer
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+from etfarm.v1 import agent_pb2, job_pb2, report_pb2
+from etfarm.v1.job_pb2 import Cell, Job, JobEvent
+from etfarm.wire.errors import FarmError, Kind, UserError
+from sqlalchemy import Connection, func, select, update
+
+_PAGE = 500
+
+
+class JobNotFound(UserError):
+    """No job has the id, and no single one the prefix."""
+
+    reason = "JOB_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+class SequenceUnknown(UserError):
+    """A watcher asks for events after one that has not happened."""
+
+    reason = "SEQUENCE_UNKNOWN"
+    kind = Kind.OUT_OF_RANGE
+
+
+class StaleVersion(FarmError):
+    """Somebody else changed the cell meanwhile; the change was not made."""
+
+    reason = "STALE_VERSION"
+    kind = Kind.ABORTED
+
+
+class Journal:
+    """Reads and writes jobs. `announcer` hears of each change right after its transaction."""
+
+    def __init__(self, database: Database, announcer: Announcer, now: Callable[[], datetime]) -> None:
+        self._database = database
+        self._announcer = announcer
+        self._now = now
+
+    async def submit(self, job: Job, request_id: str) -> tuple[Job, bool]:
+        """Writes a new job down, or finds the one that this owner submitted with the same request_id.
+
+        Returns:
+            The job and whether it is new.
+        """
+
+        def write(connection: Connection) -> tuple[Job, JobEvent | None]:
+            known = select(schema.jobs.c.id).where(schema.jobs.c.owner == job.owner, schema.jobs.c.request_id == request_id)
+            if (job_id := connection.execute(known).scalar()) is not None:
+                return job_row(connection, job_id), None
+            number = (connection.execute(select(func.max(schema.jobs.c.number))).scalar() or 0) + 1
+            connection.execute(
+                schema.jobs.insert().values(
+                    id=job.id, number=number, name=job.name, owner=job.owner, request_id=request_id, priority=job.spec.priority,
+                    spec=job.spec.SerializeToString(), submitted_at=_utc(job.submitted_at), last_sequence=0,
+                )
+            )  # fmt: skip
+            connection.execute(
+                schema.cells.insert(),
+                [
+                    {"id": cell.id, "job_id": job.id, "index": cell.index, "state": _name(cell), "version": cell.version,
+                     "body": cell.SerializeToString()}
+                    for cell in job.cells
+                ],
+            )  # fmt: skip
+            written = job_row(connection, job.id)
+            return written, self._append(connection, job.id, JobEvent(job=_brief(written)), written.state)
+
+        written, event = await self._database.write(write, durable=True)
+        if event is not None:
+            self._announcer.announce(job.id, event)
+        return written, event is not None
+
+    async def change(self, after: Cell, *, report: report_pb2.Report | None = None) -> Cell:
+        """Writes a cell's new version down, with its report where it is the last one, and tells the watchers.
+
+        Raises:
+            StaleVersion: the version before it is not what the journal has.
+        """
+        final = after.state in model.TERMINAL
+
+        def write(connection: Connection) -> list[JobEvent]:
+            before = (schema.cells.c.id == after.id) & (schema.cells.c.version == after.version - 1)
+            values = {"state": _name(after), "version": after.version, "body": after.SerializeToString()}
+            if connection.execute(update(schema.cells).where(before).values(values)).rowcount != 1:
+                raise StaleVersion(f"Cell {after.id} is no longer at version {after.version - 1}.", cell=after.id)
+            if report is not None:
+                connection.execute(schema.reports.insert().values(_report_row(after, report)))
+            job = job_row(connection, after.job_id, with_spec=False)
+            written = [self._append(connection, after.job_id, JobEvent(cell=after), job.state)]
+            if final and model.is_terminal(job.state):
+                job.finished_at.FromDatetime(self._now())
+                row = {"finished_at": _utc(job.finished_at)}
+                connection.execute(update(schema.jobs).where(schema.jobs.c.id == job.id).values(row))
+                written.append(self._append(connection, job.id, JobEvent(job=_brief(job)), job.state))
+            return written
+
+        for event in await self._database.write(write, durable=final):
+            self._announcer.announce(after.job_id, event)
+        return after
+
+    def _append(self, connection: Connection, job_id: str, event: JobEvent, state: job_pb2.JobState.ValueType) -> JobEvent:
+        counted = update(schema.jobs).where(schema.jobs.c.id == job_id).values(last_sequence=schema.jobs.c.last_sequence + 1)
+        event.sequence = connection.execute(counted.returning(schema.jobs.c.last_sequence)).scalar_one()
+        event.at.FromDatetime(self._now())
+        event.job_state = state
+        connection.execute(schema.events.insert().values(job_id=job_id, sequence=event.sequence, body=event.SerializeToString()))
+        return event
+
+    async def get(self, key: str) -> Job:
+        """The job of an id, of a unique prefix of one (4 characters or more), or "latest".
+
+        Raises:
+            JobNotFound: there is none, or the prefix fits several.
+        """
+
+        def read(connection: Connection) -> Job:
+            if key == "latest":
+                query = select(schema.jobs.c.id).order_by(schema.jobs.c.number.desc()).limit(1)
+            elif len(key) < 4:
+                query = select(schema.jobs.c.id).where(schema.jobs.c.id == key)
+            else:
+                query = select(schema.jobs.c.id).where(schema.jobs.c.id.startswith(key, autoescape=True)).limit(2)
+            found = connection.execute(query).scalars().all()
+            if len(found) != 1:
+                what = "Several jobs begin with" if found else "There is no job"
+                raise JobNotFound(f"{what} {key!r}.", "See `etfarm jobs list`.", job=key)
+            return job_row(connection, found[0])
+
+        return await self._database.read(read)
+
+    async def list(self, size: int, before: int | None) -> tuple[Sequence[Job], int | None]:
+        """Jobs without specs, newest first, and where the next page begins."""
+
+        def read(connection: Connection) -> tuple[Sequence[Job], int | None]:
+            query = select(schema.jobs.c.id, schema.jobs.c.number).order_by(schema.jobs.c.number.desc()).limit(size + 1)
+            if before is not None:
+                query = query.where(schema.jobs.c.number <= before)
+            rows = connection.execute(query).all()
+            following = rows[size].number if len(rows) > size else None
+            return [job_row(connection, row.id, with_spec=False) for row in rows[:size]], following
+
+        return await self._database.read(read)
+
+    async def live(self) -> Sequence[Job]:
+        """The jobs that are not terminal, oldest first: what a server goes on with after its start."""
+
+        def read(connection: Connection) -> Sequence[Job]:
+            query = select(schema.jobs.c.id).where(schema.jobs.c.finished_at.is_(None)).order_by(schema.jobs.c.number)
+            return [job_row(connection, job_id) for job_id in connection.execute(query).scalars()]
+
+        return await self._database.read(read)
+
+    async def watch(self, job_id: str, after: int) -> AsyncIterator[JobEvent]:
+        """The events after a sequence, then those to come, until the job is terminal.
+
+        Raises:
+            SequenceUnknown: `after` has not happened yet.
+        """
+        with self._announcer.subscribe(job_id) as subscription:
+            job, last = await self._database.read(partial(_job_and_last, job_id=job_id))
+            if after > last:
+                raise SequenceUnknown(f"The job has {last} events, {after} is none of them.", "Watch from 0.", last=last)
+            seen = after
+            while seen < last:
+                for event in await self._database.read(partial(_events, job_id=job_id, after=seen)):
+                    seen = event.sequence
+                    yield event
+            while not model.is_terminal(job.state):
+                for event in await subscription.take():
+                    if event.HasField("sequence"):
+                        if event.sequence <= seen:
+                            continue
+                        seen = event.sequence
+                        if event.WhichOneof("event") == "job":
+                            job.state = event.job_state
+                    yield event
+
+    async def start_attempt(self, cell: Cell) -> None:
+        """Writes down that a cell was placed; its last attempt is the new one."""
+        attempt = cell.attempts[-1]
+        row = {"id": attempt.id, "cell_id": cell.id, "device_id": attempt.device_id, "started_at": _utc(attempt.started_at)}
+        await self._database.write(lambda connection: connection.execute(schema.attempts.insert().values(row)))
+
+    async def finish_attempt(self, cell: Cell, result: agent_pb2.CandidateResult | None) -> None:
+        """Writes an attempt's outcome down, before the agent is told that it may forget it."""
+        attempt = cell.attempts[-1]
+        row = {
+            "finished_at": _utc(attempt.finished_at),
+            "error": attempt.error.SerializeToString() if attempt.HasField("error") else None,
+            "result": None if result is None else result.SerializeToString(),
+        }
+        change = update(schema.attempts).where(schema.attempts.c.id == attempt.id).values(row)
+        await self._database.write(lambda connection: connection.execute(change), durable=True)
+
+    async def result_of(self, attempt_id: str) -> agent_pb2.CandidateResult:
+        """What an attempt gave, for an analysis that is taken up again."""
+        query = select(schema.attempts.c.result).where(schema.attempts.c.id == attempt_id)
+        body = await self._database.read(lambda connection: connection.execute(query).scalar())
+        return agent_pb2.CandidateResult.FromString(body or b"")
+
+    async def reports(self, job_id: str) -> Sequence[report_pb2.Report]:
+        """The reports of a job in the order of its cells."""
+        query = (
+            select(schema.reports.c.body)
+            .join(schema.cells, schema.cells.c.id == schema.reports.c.cell_id)
+            .where(schema.reports.c.job_id == job_id)
+            .order_by(schema.cells.c.index)
+        )
+        bodies = await self._database.read(lambda connection: connection.execute(query).scalars().all())
+        return await asyncio.to_thread(lambda: [report_pb2.Report.FromString(body) for body in bodies])
+
+
+def job_row(connection: Connection, job_id: str, *, with_spec: bool = True) -> Job:
+    """The job as the database has it.
+
+    Raises:
+        JobNotFound: it has none of this id.
+    """
+    row = connection.execute(select(schema.jobs).where(schema.jobs.c.id == job_id)).one_or_none()
+    if row is None:
+        raise JobNotFound(f"There is no job {job_id!r}.", "See `etfarm jobs list`.", job=job_id)
+    bodies = select(schema.cells.c.body).where(schema.cells.c.job_id == job_id).order_by(schema.cells.c.index)
+    spec = job_pb2.JobSpec.FromString(row.spec)
+    job = Job(id=row.id, name=row.name, labels=spec.labels, owner=row.owner)
+    job.cells.extend(Cell.FromString(body) for body in connection.execute(bodies).scalars())
+    job.state = model.job_state(job.cells)
+    job.submitted_at.FromDatetime(row.submitted_at)
+    if row.finished_at is not None:
+        job.finished_at.FromDatetime(row.finished_at)
+    if with_spec:
+        job.spec.CopyFrom(spec)
+    return job
+
+
+def _events(connection: Connection, job_id: str, after: int) -> Sequence[JobEvent]:
+    table = schema.events
+    query = select(table.c.body).where(table.c.job_id == job_id, table.c.sequence > after).order_by(table.c.sequence).limit(_PAGE)
+    return [JobEvent.FromString(body) for body in connection.execute(query).scalars()]
+
+
+def _job_and_last(connection: Connection, job_id: str) -> tuple[Job, int]:
+    last: int = connection.execute(select(schema.jobs.c.last_sequence).where(schema.jobs.c.id == job_id)).scalar_one()
+    return job_row(connection, job_id, with_spec=False), last
+
+
+def _brief(job: Job) -> Job:
+    brief = Job()
+    brief.CopyFrom(job)
+    brief.ClearField("spec")
+    brief.ClearField("cells")
+    return brief
+
+
+def _report_row(cell: Cell, report: report_pb2.Report) -> dict[str, object]:
+    return {
+        "id": report.id, "job_id": cell.job_id, "cell_id": cell.id, "model_name": report.model.name,
+        "recipe_digest": report.recipe_digest, "device_id": report.device.id,
+        "p50_ns": report.latency.p50_ns if report.latency.HasField("p50_ns") else None,
+        "created_at": report.created_at.ToDatetime(UTC), "body": report.SerializeToString(),
+    }  # fmt: skip
+
+
+def _name(cell: Cell) -> str:
+    return job_pb2.CellState.Name(cell.state).removeprefix("CELL_STATE_")
+
+
+def _utc(stamp: object) -> datetime:
+    return stamp.ToDatetime(UTC)  # type: ignore[attr-defined,no-any-return]

@@ -1,0 +1,91 @@
+"""The log of a job: what its compilers and runners printed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import datetime
+from functools import partial
+
+from etfarm.server.jobs import model
+from etfarm.server.jobs.journal import job_row
+from etfarm.server.jobs.watch import Announcer
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+from etfarm.v1.job_pb2 import JobEvent, LogLine
+from sqlalchemy import Connection, func, select
+
+_PAGE = 500
+
+
+class JobLog:
+    """What compilers and runners printed, a line each, numbered within the job. Lines are written in batches."""
+
+    def __init__(self, database: Database, announcer: Announcer, now: Callable[[], datetime]) -> None:
+        self._database = database
+        self._announcer = announcer
+        self._now = now
+        self._numbers: dict[str, int] = {}
+        self._waiting: list[dict[str, object]] = []
+        self._flushing: asyncio.Task[None] | None = None
+
+    def add(self, job_id: str, cell_id: str, source: str, text: str) -> None:
+        """Takes one line; watchers get it at once, the database soon."""
+        number = self._numbers.get(job_id, 0) + 1
+        self._numbers[job_id] = number
+        at = self._now()
+        self._waiting.append(
+            {"job_id": job_id, "number": number, "at": at, "cell_id": cell_id, "source": source, "text": text[:8000]}
+        )
+        line = LogLine(number=number, cell_id=cell_id, source=source, text=text[:8000])
+        line.at.FromDatetime(at)
+        self._announcer.announce(job_id, JobEvent(at=line.at, log=line))
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.create_task(self.flush(), name="log-flush")
+
+    async def resume(self, job_id: str) -> None:
+        """Goes on counting where an earlier server stopped."""
+        query = select(func.max(schema.log_lines.c.number)).where(schema.log_lines.c.job_id == job_id)
+        last = await self._database.read(lambda connection: connection.execute(query).scalar())
+        self._numbers[job_id] = int(last or 0)
+
+    async def flush(self) -> None:
+        """Writes down what waits."""
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            await self._database.write(partial(_insert, rows=batch))
+
+    async def tail(self, job_id: str, cell_id: str, *, follow: bool) -> AsyncIterator[LogLine]:
+        """The lines so far, with `follow` also those to come until the job is terminal; of one cell where `cell_id` says so."""
+        with self._announcer.subscribe(job_id) as subscription:
+            await self.flush()
+            job = await self._database.read(partial(job_row, job_id=job_id, with_spec=False))
+            follow = follow and not model.is_terminal(job.state)
+            seen = 0
+            while lines := await self._database.read(partial(_lines, job_id=job_id, after=seen)):
+                for line in lines:
+                    seen = line.number
+                    if cell_id in ("", line.cell_id):
+                        yield line
+            while follow:
+                for event in await subscription.take():
+                    kind = event.WhichOneof("event")
+                    if kind == "log" and event.log.number > seen and cell_id in ("", event.log.cell_id):
+                        yield event.log
+                    elif kind == "job" and model.is_terminal(event.job_state):
+                        return
+
+
+def _insert(connection: Connection, rows: list[dict[str, object]]) -> None:
+    connection.execute(schema.log_lines.insert(), rows)
+
+
+def _lines(connection: Connection, job_id: str, after: int) -> Sequence[LogLine]:
+    table = schema.log_lines
+    query = select(table).where(table.c.job_id == job_id, table.c.number > after).order_by(table.c.number).limit(_PAGE)
+    lines = []
+    for row in connection.execute(query):
+        line = LogLine(number=row.number, cell_id=row.cell_id, source=row.source, text=row.text)
+        line.at.FromDatetime(row.at)
+        lines.append(line)
+    return lines

@@ -1,0 +1,82 @@
+"""The states of a cell and the one door between them. A job's state is derived from its cells, never stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Final
+
+from etfarm.v1 import job_pb2
+from etfarm.v1.job_pb2 import Cell, CellState, JobState
+from etfarm.wire.errors import FarmError
+
+QUEUED: Final = CellState.CELL_STATE_QUEUED
+COMPILING: Final = CellState.CELL_STATE_COMPILING
+WAITING: Final = CellState.CELL_STATE_WAITING_FOR_DEVICE
+RUNNING: Final = CellState.CELL_STATE_RUNNING
+ANALYZING: Final = CellState.CELL_STATE_ANALYZING
+SUCCEEDED: Final = CellState.CELL_STATE_SUCCEEDED
+FAILED: Final = CellState.CELL_STATE_FAILED
+CANCELLED: Final = CellState.CELL_STATE_CANCELLED
+
+TERMINAL: Final = frozenset({SUCCEEDED, FAILED, CANCELLED})
+
+TRANSITIONS: Final[dict[int, frozenset[int]]] = {
+    QUEUED: frozenset({COMPILING, FAILED, CANCELLED}),
+    COMPILING: frozenset({WAITING, SUCCEEDED, FAILED, CANCELLED}),
+    WAITING: frozenset({RUNNING, FAILED, CANCELLED}),
+    RUNNING: frozenset({ANALYZING, WAITING, FAILED, CANCELLED}),
+    ANALYZING: frozenset({SUCCEEDED, FAILED, CANCELLED}),
+    SUCCEEDED: frozenset(),
+    FAILED: frozenset(),
+    CANCELLED: frozenset(),
+}
+
+
+class IllegalTransition(FarmError):
+    """A state that does not follow the cell's. A bug in the caller, never a user's fault."""
+
+    reason = "ILLEGAL_TRANSITION"
+
+
+def advance(cell: Cell, to: CellState.ValueType, *, at: datetime) -> Cell:
+    """The cell one step on, its version counted up; `cell` stays as it is.
+
+    Raises:
+        IllegalTransition: `to` does not follow `cell.state`.
+    """
+    if to not in TRANSITIONS[cell.state]:
+        names = CellState.Name(cell.state), CellState.Name(to)
+        raise IllegalTransition(f"Cell {cell.id} cannot go from {names[0]} to {names[1]}.", cell=cell.id)
+    after = amend(cell, at=at)
+    after.state = to
+    return after
+
+
+def amend(cell: Cell, *, at: datetime) -> Cell:
+    """The cell in the same state as a new version, for more to be said of it."""
+    after = Cell()
+    after.CopyFrom(cell)
+    after.version += 1
+    after.updated_at.FromDatetime(at)
+    return after
+
+
+def job_state(cells: Iterable[Cell]) -> JobState.ValueType:
+    """A job's state: live while a cell is; else FAILED if one failed, CANCELLED if one was cancelled, else SUCCEEDED."""
+    states = {cell.state for cell in cells}
+    if states <= TERMINAL:
+        if FAILED in states:
+            return JobState.JOB_STATE_FAILED
+        return JobState.JOB_STATE_CANCELLED if CANCELLED in states else JobState.JOB_STATE_SUCCEEDED
+    return JobState.JOB_STATE_QUEUED if states == {QUEUED} else JobState.JOB_STATE_RUNNING
+
+
+def is_terminal(state: JobState.ValueType) -> bool:
+    """Whether a job in this state never changes again."""
+    return state in (JobState.JOB_STATE_SUCCEEDED, JobState.JOB_STATE_FAILED, JobState.JOB_STATE_CANCELLED)
+
+
+def candidate_of(job: job_pb2.Job, cell: Cell) -> job_pb2.Candidate:
+    """What the cell is made from."""
+    return job.spec.candidates[cell.candidate_index]

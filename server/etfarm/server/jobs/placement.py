@@ -1,0 +1,74 @@
+"""Brings waiting cells and idle devices together, at every change of either."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from etfarm.server.devices import schedule
+from etfarm.server.devices.registry import Registry
+from etfarm.server.devices.runs import Progressed, Runs
+from etfarm.server.devices.schedule import Waiting
+from etfarm.v1.device_pb2 import Device
+
+
+@dataclass
+class _Request:
+    """A cell in the queue."""
+
+    waiting: Waiting
+    attempt_id: str
+    on_progress: Progressed
+    on_wait: Callable[[str], None]
+    chosen: asyncio.Future[str]
+    why: str = ""
+
+
+class Placement:
+    """The cells that wait for a device."""
+
+    def __init__(self, registry: Registry, runs: Runs) -> None:
+        self._registry = registry
+        self._runs = runs
+        self._requests: dict[str, _Request] = {}
+        registry.on_change(self.place)
+
+    async def device(self, waiting: Waiting, attempt_id: str, on_progress: Progressed, on_wait: Callable[[str], None]) -> Device:
+        """Waits until a device is free for the cell, occupies it with the attempt, and gives it.
+
+        Args:
+            on_wait: told why it waits, whenever that changes; empty when nothing stands in its way but its turn.
+        """
+        chosen: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._requests[waiting.cell_id] = _Request(waiting, attempt_id, on_progress, on_wait, chosen)
+        try:
+            self.place()
+            return self._registry.get(await chosen)
+        except asyncio.CancelledError:
+            self.free(attempt_id)
+            raise
+        finally:
+            self._requests.pop(waiting.cell_id, None)
+
+    def free(self, attempt_id: str) -> None:
+        """Gives the attempt's device to the next; an attempt that has none changes nothing."""
+        self._runs.end(attempt_id)
+        self.place()
+
+    def place(self) -> None:
+        """Assigns what can be assigned now."""
+        requests = {cell_id: request for cell_id, request in self._requests.items() if not request.chosen.done()}
+        if not requests:
+            return
+        devices = self._registry.devices()
+        for assignment in schedule.schedule([request.waiting for request in requests.values()], devices):
+            request = requests.pop(assignment.cell_id)
+            self._runs.begin(request.attempt_id, assignment.device_id, request.on_progress)
+            request.chosen.set_result(assignment.device_id)
+        busy = self._runs.busy()
+        for request in requests.values():
+            why = schedule.why_waiting(request.waiting, devices, busy)
+            if why != request.why:
+                request.why = why
+                request.on_wait(why)

@@ -1,0 +1,81 @@
+"""Who listens to a job: subscriptions that get every journaled event and the latest of everything else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from etfarm.v1.job_pb2 import JobEvent
+
+_MAX_LOG_LINES = 1000
+"""Log lines that a slow watcher may lag behind; older ones are left out and stay in TailLog."""
+
+
+class Subscription:
+    """One listener's events: journaled ones complete and in order, progress by cell, the newest log lines."""
+
+    def __init__(self) -> None:
+        self._journaled: deque[JobEvent] = deque()
+        self._progress: dict[str, JobEvent] = {}
+        self._log: deque[JobEvent] = deque(maxlen=_MAX_LOG_LINES)
+        self._something = asyncio.Event()
+
+    def put(self, event: JobEvent) -> None:
+        """Takes one event; never waits."""
+        if event.HasField("sequence"):
+            self._journaled.append(event)
+        elif event.WhichOneof("event") == "progress":
+            # Phases that ended are worth keeping apart from what is going on: they carry durations.
+            key = f"{event.progress.cell_id} {event.progress.phase} {event.progress.HasField('duration_ms')}"
+            self._progress.pop(key, None)
+            self._progress[key] = event
+        else:
+            self._log.append(event)
+        self._something.set()
+
+    async def take(self) -> list[JobEvent]:
+        """Waits for events and gives all that there are, progress before the change that follows it."""
+        await self._something.wait()
+        self._something.clear()
+        taken = [*self._log, *self._progress.values(), *self._journaled]
+        self._log.clear()
+        self._progress.clear()
+        self._journaled.clear()
+        return taken
+
+
+class Announcer:
+    """Hands events to the subscriptions of their job, and keeps the latest progress of each live cell for newcomers."""
+
+    def __init__(self) -> None:
+        self._subscriptions: dict[str, set[Subscription]] = {}
+        self._latest: dict[str, dict[str, JobEvent]] = {}
+
+    def announce(self, job_id: str, event: JobEvent) -> None:
+        """Tells everybody who listens to the job. Call it after the journal has written, never before."""
+        kind = event.WhichOneof("event")
+        if kind == "progress":
+            self._latest.setdefault(job_id, {})[event.progress.cell_id] = event
+        elif kind == "cell":
+            self._latest.get(job_id, {}).pop(event.cell.id, None)
+        elif kind == "job":
+            self._latest.pop(job_id, None)
+        for subscription in self._subscriptions.get(job_id, ()):
+            subscription.put(event)
+
+    @contextmanager
+    def subscribe(self, job_id: str) -> Iterator[Subscription]:
+        """A subscription to all that is announced from now on, the latest progress first."""
+        subscription = Subscription()
+        for event in self._latest.get(job_id, {}).values():
+            subscription.put(event)
+        listeners = self._subscriptions.setdefault(job_id, set())
+        listeners.add(subscription)
+        try:
+            yield subscription
+        finally:
+            listeners.discard(subscription)
+            if not listeners:
+                self._subscriptions.pop(job_id, None)

@@ -1,0 +1,153 @@
+"""`etfarm serve`: the server daemon."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import structlog
+from etfarm.server.app import running
+from etfarm.server.config import Config
+from etfarm.wire.channel import parse_address
+from etfarm.wire.errors import UserError
+from etfarm.wire.names import data_folder
+
+
+class FolderInUse(UserError):
+    """Another server uses the data folder."""
+
+    reason = "DATA_FOLDER_IN_USE"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `etfarm serve`."""
+    made = argparse.ArgumentParser(
+        prog="etfarm serve",
+        description="Run the compile server: it lowers models, sends programs to the devices whose agents connect to it, and "
+        "keeps what they measured.",
+    )
+    made.add_argument("--listen", default="127.0.0.1:7433", metavar="ADDRESS",
+                      help="HOST:PORT, [IPV6]:PORT or unix:PATH; port 0 lets the system choose (default %(default)s)")  # fmt: skip
+    made.add_argument("--data", type=Path, default=None, metavar="DIR", help="its files (default: ~/.local/share/etfarm/server)")
+    made.add_argument(
+        "--tokens",
+        type=Path,
+        metavar="FILE",
+        help="lines of NAME ROLE TOKEN; ROLE is admin, user, agent or viewer",
+    )
+    made.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain")
+    made.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM key of the certificate")
+    made.add_argument("--tls-client-ca", type=Path, metavar="FILE", help="PEM certificates that clients' must be signed by")
+    made.add_argument("--insecure", action="store_true", help="listen for other machines without TLS and tokens")
+    made.add_argument("--workers", type=_positive, default=1, metavar="N", help="compilations at a time (default %(default)s)")
+    made.add_argument(
+        "--threads", type=_positive, default=os.cpu_count() or 1, metavar="N", help="threads of a compilation (default: cpus)"
+    )
+    made.add_argument(
+        "--memory-gib", type=_positive, default=8, metavar="N", help="memory of a compilation (default %(default)s)"
+    )
+    made.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="how long a run waits for its agent to come back (default %(default)g s)",
+    )
+    made.add_argument("--no-bundle", action="store_true", help="do not build the runner bundle for this machine")
+    made.add_argument("--address-file", type=Path, metavar="FILE", help="write the address there once listening")
+    made.add_argument("--exit-with-stdin", action="store_true", help="end when stdin ends")
+    return made
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return value
+
+
+def main(argv: list[str]) -> int:
+    """Serves until SIGTERM, SIGINT or, with --exit-with-stdin, the end of stdin."""
+    arguments = parser().parse_args(argv)
+    config = Config(
+        listen=parse_address(arguments.listen), data=arguments.data or data_folder() / "server", tokens=arguments.tokens,
+        tls_cert=arguments.tls_cert, tls_key=arguments.tls_key, tls_client_ca=arguments.tls_client_ca,
+        insecure=arguments.insecure, workers=arguments.workers, threads=arguments.threads,
+        memory_bytes=arguments.memory_gib << 30, patience_s=arguments.patience, address_file=arguments.address_file,
+        exit_with_stdin=arguments.exit_with_stdin, build_bundle=not arguments.no_bundle,
+    )  # fmt: skip
+    config.check()
+    _configure_logging()
+    with _locked(config.data):
+        asyncio.run(_serve(config))
+    return 0
+
+
+async def _serve(config: Config) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if config.exit_with_stdin:
+        loop.add_reader(sys.stdin.fileno(), _drain_stdin, stop)
+    async with running(config) as address:
+        if config.insecure and not config.listen.is_local:
+            print("etfarm serve: INSECURE: anybody who reaches this address can run programs on the farm's devices", flush=True)
+        print(f"etfarm serve: listening on {address}", flush=True)
+        await stop.wait()
+
+
+def _drain_stdin(stop: asyncio.Event) -> None:
+    if not os.read(sys.stdin.fileno(), 4096):
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        stop.set()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the data folder for this process alone.
+
+    Raises:
+        FolderInUse: another server has it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = (folder / "server.lock").open("a+")
+    except OSError as error:
+        raise UserError(f"The data folder {folder} cannot be used: {error.strerror}.", "Choose another --data.") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            raise FolderInUse(
+                f"Another server (pid {lock.read().strip() or 'unknown'}) uses {folder}.", "Stop it, or choose another --data."
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def _configure_logging() -> None:
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"])
+            if not sys.stderr.isatty()
+            else structlog.dev.ConsoleRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=True,
+    )

@@ -1,0 +1,115 @@
+"""Puts a cell's report together from the job, the compilation, the attempt's result and the analysis. Pure."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from etfarm.server.reports.verdict import Thresholds, judge
+from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
+from etfarm.v1.device_pb2 import Device
+from etfarm.wire import digest as digests
+
+
+def assemble(
+    report_id: str,
+    job: job_pb2.Job,
+    cell: job_pb2.Cell,
+    *,
+    at: datetime,
+    compilation: compile_pb2.Compilation | None = None,
+    device: Device | None = None,
+    result: agent_pb2.CandidateResult | None = None,
+    analysis: report_pb2.Report | None = None,
+    thresholds: Thresholds | None = None,
+) -> report_pb2.Report:
+    """The report of a cell in a terminal state, with all that is known of it; what never came about is absent.
+
+    Args:
+        analysis: what `Analyst.analyze` found.
+    """
+    candidate = job.spec.candidates[cell.candidate_index]
+    report = report_pb2.Report(
+        id=report_id, cell=cell.id, method=cell.method, state=job_pb2.CellState.Name(cell.state).removeprefix("CELL_STATE_")
+    )
+    report.created_at.FromDatetime(at)
+    if cell.HasField("error"):
+        report.error.CopyFrom(cell.error)
+    if cell.attempts:
+        report.attempt = cell.attempts[-1].id
+    if candidate.recipe:
+        report.recipe = cell.recipe_name
+        report.recipe_digest = digests.of_bytes(candidate.recipe.encode())
+    if cell.HasField("threads"):
+        report.threads = cell.threads
+    report.model.CopyFrom(report_pb2.ReportModel(name=candidate.name, digest=model_digest(candidate)))
+    if compilation is not None:
+        report.compile.CopyFrom(_compile(compilation, cell.compile_cached))
+    if device is not None:
+        report.device.CopyFrom(_device(device))
+    if result is not None:
+        _fill_measured(report, job, result)
+        if method := (compilation and compilation.facts.methods.get(cell.method)):
+            report.memory.planned_bytes.extend(method.planned_bytes)
+    if analysis is not None:
+        warnings = list(analysis.compile.warnings)
+        analysis.ClearField("compile")
+        report.MergeFrom(analysis)
+        report.compile.warnings.extend(warnings)
+    if result is not None and device is not None and result.HasField("samples") and report.HasField("latency"):
+        verdict = judge(result, report.latency, emulated=device.emulated, thresholds=thresholds or Thresholds())
+        report.verdict.CopyFrom(verdict)
+    report.timeline.extend(cell.timeline)
+    return report
+
+
+def model_digest(candidate: job_pb2.Candidate) -> str:
+    """A model's digest: of the manifest of its methods; a ready program's own."""
+    if candidate.WhichOneof("source") == "program":
+        return candidate.program.digest
+    methods = {name: method.exported_program.digest for name, method in candidate.model.methods.items()}
+    return digests.of_value({"schema": "etfarm.model/1", "methods": methods})
+
+
+def since(job: job_pb2.Job, at: datetime) -> float:
+    """Milliseconds from the job's submission to an instant."""
+    return (at - job.submitted_at.ToDatetime(UTC)).total_seconds() * 1e3
+
+
+def _compile(compilation: compile_pb2.Compilation, cached: bool) -> report_pb2.ReportCompile:
+    program_bytes = compilation.program.pte.size_bytes + sum(data.size_bytes for data in compilation.program.data.values())
+    compiled = report_pb2.ReportCompile(
+        cached=cached, stages=compilation.stages, delegation=compilation.delegation, toolchain=compilation.toolchain,
+        warnings=compilation.warnings,
+        program=report_pb2.ProgramSize(digest=compilation.program.digest, size_bytes=program_bytes),
+    )  # fmt: skip
+    if compilation.HasField("etrecord"):
+        etrecord = _size(compilation.etrecord)
+        compiled.etrecord.CopyFrom(etrecord)
+    return compiled
+
+
+def _size(artifact: common_pb2.Artifact) -> report_pb2.ProgramSize:
+    return report_pb2.ProgramSize(digest=artifact.digest, size_bytes=artifact.size_bytes)
+
+
+def _device(device: Device) -> report_pb2.ReportDevice:
+    return report_pb2.ReportDevice(
+        id=device.id, name=device.name, arch=device.arch, soc=device.soc, os=device.os, cores=device.cores,
+        memory_bytes=device.memory_bytes, emulated=device.emulated,
+    )  # fmt: skip
+
+
+def _fill_measured(report: report_pb2.Report, job: job_pb2.Job, result: agent_pb2.CandidateResult) -> None:
+    if result.HasField("runner"):
+        report.runner.CopyFrom(result.runner)
+    if result.threads:
+        report.threads = result.threads
+    for name in ("load", "memory", "telemetry", "outputs", "samples", "etdump"):
+        if result.HasField(name):
+            getattr(report, name).CopyFrom(getattr(result, name))
+    if result.HasField("samples"):
+        report.measurement.CopyFrom(
+            report_pb2.ReportMeasurement(
+                warmup=result.warmup, iterations=result.iterations, duration_ns=result.duration_ns, stop_reason=result.stop_reason
+            )
+        )

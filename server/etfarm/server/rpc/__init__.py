@@ -1,0 +1,1 @@
+"""The server's edge: one servicer a resource, one interceptor that knows who calls, one table from errors to statuses."""

@@ -1,0 +1,112 @@
+"""AgentService: one stream for each connected agent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import structlog
+from etfarm.server.devices.registry import Registry
+from etfarm.server.devices.runs import Runs
+from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
+from etfarm.server.rpc.edge import later
+from etfarm.v1 import agent_pb2, agent_pb2_grpc
+from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.names import PROTOCOL_VERSION
+
+log = structlog.get_logger()
+
+
+class NoHello(UserError):
+    """An agent's first message is no Hello."""
+
+    reason = "NO_HELLO"
+
+
+class ProtocolUnsupported(UserError):
+    """An agent speaks another version of the protocol."""
+
+    reason = "PROTOCOL_UNSUPPORTED"
+    kind = Kind.FAILED_PRECONDITION
+
+
+class AgentService(agent_pb2_grpc.AgentServiceServicer):
+    """See agent.proto."""
+
+    ServeSession: Any = later("AgentService.ServeSession")
+
+    def __init__(self, registry: Registry, runs: Runs, *, version: str, clock: Callable[[], float]) -> None:
+        self._registry = registry
+        self._runs = runs
+        self._version = version
+        self._clock = clock
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[agent_pb2.AgentMessage], context: object
+    ) -> AsyncIterator[agent_pb2.ServerMessage]:
+        first = await anext(aiter(request_iterator), None)
+        if first is None or first.WhichOneof("message") != "hello":
+            raise NoHello("The first message of an agent is Hello.")
+        hello = first.hello
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolUnsupported(
+                f"The agent speaks protocol {hello.protocol_version}, this server {PROTOCOL_VERSION}.",
+                "Install the same etfarm on both.", supported=PROTOCOL_VERSION,
+            )  # fmt: skip
+        session = AgentSession(hello.agent_id, self._clock)
+        session.send(
+            agent_pb2.ServerMessage(
+                welcome=agent_pb2.Welcome(server_version=self._version, heartbeat_interval_s=HEARTBEAT_INTERVAL_S)
+            )
+        )
+        await self._registry.connect(session, hello)
+        log.info("agent connected", agent=hello.agent_id, host=hello.host, devices=[device.id for device in hello.devices])
+        for attempt_id in hello.active_attempts:
+            if not self._runs.knows(attempt_id):
+                cancel = agent_pb2.CancelRun(attempt_id=attempt_id, reason="the server no longer knows it")
+                session.send(agent_pb2.ServerMessage(cancel_run=cancel))
+        listening = asyncio.create_task(self._listen(session, request_iterator), name=f"agent-{hello.agent_id}")
+        try:
+            async for message in session.outgoing():
+                yield message
+        finally:
+            listening.cancel()
+            await asyncio.wait([listening])
+            session.end()
+            await self._registry.disconnect(session)
+            log.info("agent disconnected", agent=hello.agent_id)
+
+    async def _listen(self, session: AgentSession, messages: AsyncIterator[agent_pb2.AgentMessage]) -> None:
+        """Takes an agent's messages until it says goodbye, is silent for too long, or the stream breaks."""
+        try:
+            reader = aiter(messages)
+            while True:
+                async with asyncio.timeout(session.silence_left_s()):
+                    message = await anext(reader, None)
+                if message is None or message.WhichOneof("message") == "goodbye":
+                    return
+                session.heard()
+                await self._take(session, message)
+        except TimeoutError:
+            log.warning("an agent fell silent", agent=session.agent_id)
+        except Exception:
+            log.exception("an agent's message could not be taken", agent=session.agent_id)
+        finally:
+            session.end()
+
+    async def _take(self, session: AgentSession, message: agent_pb2.AgentMessage) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "heartbeat":
+            await self._registry.heartbeat(session, message.heartbeat)
+        elif kind == "run_progress":
+            self._runs.progressed(message.run_progress)
+        elif kind == "run_result":
+            if not self._runs.deliver(message.run_result):
+                # Of an attempt that was given up or cancelled: nobody will read it, so the agent may forget it.
+                ack = agent_pb2.Ack(attempt_id=message.run_result.attempt_id)
+                session.send(agent_pb2.ServerMessage(ack=ack))
+        elif kind == "device_update":
+            await self._registry.update(session, message.device_update.device)
+        elif kind == "device_gone":
+            self._registry.gone(session, message.device_gone.device_id)

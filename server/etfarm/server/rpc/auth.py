@@ -1,0 +1,177 @@
+"""Who calls and what they may: tokens, principals, and one row for every rpc of the contract."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from etfarm.v1 import common_pb2
+from etfarm.v1.common_pb2 import Principal, Role
+from etfarm.wire.errors import Kind, UserError
+
+ADMIN: Final = Role.ROLE_ADMIN
+USER: Final = Role.ROLE_USER
+AGENT: Final = Role.ROLE_AGENT
+VIEWER: Final = Role.ROLE_VIEWER
+
+_READERS: Final = frozenset({ADMIN, USER, VIEWER})
+_USERS: Final = frozenset({ADMIN, USER})
+_AGENTS: Final = frozenset({ADMIN, AGENT})
+_MOVERS: Final = frozenset({ADMIN, USER, AGENT})
+_ADMINS: Final = frozenset({ADMIN})
+_ALL: Final = frozenset({ADMIN, USER, AGENT, VIEWER})
+
+ROLES: Final[dict[str, frozenset[Role.ValueType]]] = {
+    "/etfarm.v1.ArtifactService/FindMissing": _MOVERS,
+    "/etfarm.v1.ArtifactService/GetUploadStatus": _MOVERS,
+    "/etfarm.v1.ArtifactService/Upload": _MOVERS,
+    "/etfarm.v1.ArtifactService/Download": _ALL,
+    "/etfarm.v1.ArtifactService/List": _READERS,
+    "/etfarm.v1.ArtifactService/Delete": _ADMINS,
+    "/etfarm.v1.ArtifactService/Collect": _ADMINS,
+    "/etfarm.v1.CompileService/ListRecipes": _READERS,
+    "/etfarm.v1.CompileService/GetCompilation": _READERS,
+    "/etfarm.v1.JobService/Submit": _USERS,
+    "/etfarm.v1.JobService/Get": _READERS,
+    "/etfarm.v1.JobService/List": _READERS,
+    "/etfarm.v1.JobService/Watch": _READERS,
+    "/etfarm.v1.JobService/Cancel": _USERS,
+    "/etfarm.v1.JobService/Retry": _USERS,
+    "/etfarm.v1.JobService/TailLog": _READERS,
+    "/etfarm.v1.DeviceService/List": _READERS,
+    "/etfarm.v1.DeviceService/Get": _READERS,
+    "/etfarm.v1.DeviceService/Watch": _READERS,
+    "/etfarm.v1.DeviceService/Reserve": _USERS,
+    "/etfarm.v1.DeviceService/Renew": _USERS,
+    "/etfarm.v1.DeviceService/Release": _USERS,
+    "/etfarm.v1.DeviceService/Label": _ADMINS,
+    "/etfarm.v1.DeviceService/Drain": _ADMINS,
+    "/etfarm.v1.SessionService/Open": _USERS,
+    "/etfarm.v1.SessionService/Call": _USERS,
+    "/etfarm.v1.AgentService/Connect": _AGENTS,
+    "/etfarm.v1.AgentService/ServeSession": _AGENTS,
+    "/etfarm.v1.ReportService/Get": _READERS,
+    "/etfarm.v1.ReportService/ListOperators": _READERS,
+    "/etfarm.v1.ReportService/Compare": _READERS,
+    "/etfarm.v1.ReportService/Tag": _USERS,
+    "/etfarm.v1.ReportService/ListHistory": _READERS,
+    "/etfarm.v1.FarmService/GetServerInfo": _ALL,
+    "/etfarm.v1.FarmService/ListBundles": _READERS,
+    "/etfarm.v1.FarmService/AddBundle": _ADMINS,
+    # A balancer's or a person's tools; they tell nothing of jobs or devices.
+    "/grpc.health.v1.Health/Check": _ALL,
+    "/grpc.health.v1.Health/List": _ALL,
+    "/grpc.health.v1.Health/Watch": _ALL,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL,
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _ALL,
+}
+"""Which roles may call what. A method without a row can be called by nobody."""
+
+LOCAL: Final = Principal(name="local", role=ADMIN)
+"""Everybody on a server without a token file, which only this machine reaches."""
+
+_principal: ContextVar[Principal] = ContextVar("principal")
+
+
+class Unauthenticated(UserError):
+    """No token, or one that nobody has."""
+
+    reason = "UNAUTHENTICATED"
+    kind = Kind.UNAUTHENTICATED
+
+
+class PermissionDenied(UserError):
+    """The caller's role may not."""
+
+    reason = "PERMISSION_DENIED"
+    kind = Kind.PERMISSION_DENIED
+
+
+class NotYours(UserError):
+    """It belongs to somebody else."""
+
+    reason = "NOT_YOURS"
+    kind = Kind.PERMISSION_DENIED
+
+
+class BadTokenFile(UserError):
+    """The token file cannot be used."""
+
+    reason = "BAD_TOKEN_FILE"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Who has which token. Tokens are kept as hashes; `None` for a server that asks for none."""
+
+    by_hash: dict[bytes, Principal] | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Tokens:
+        """The tokens of a file: a line each `NAME ROLE TOKEN`; `#` begins a comment.
+
+        Raises:
+            BadTokenFile: it cannot be read, others may read it, or a line is of another form.
+        """
+        try:
+            mode, text = path.stat().st_mode, path.read_text()
+        except OSError as error:
+            raise BadTokenFile(f"The token file {path} cannot be read: {error.strerror}.", "Check --tokens.") from None
+        if mode & 0o077:
+            raise BadTokenFile(f"Others than its owner may read the token file {path}.", f"Run `chmod 600 {path}`.")
+        by_hash: dict[bytes, Principal] = {}
+        for number, line in enumerate(text.splitlines(), 1):
+            words = line.partition("#")[0].split()
+            if not words:
+                continue
+            if len(words) != 3 or words[1].upper() not in ("ADMIN", "USER", "AGENT", "VIEWER") or len(words[2]) < 16:
+                raise BadTokenFile(
+                    f"Line {number} of {path} is not NAME ROLE TOKEN.",
+                    "ROLE is admin, user, agent or viewer; TOKEN has 16 characters or more (try `openssl rand -hex 24`).",
+                )
+            by_hash[_hash(words[2])] = Principal(name=words[0], role=common_pb2.Role.Value(f"ROLE_{words[1].upper()}"))
+        if not by_hash:
+            raise BadTokenFile(f"The token file {path} has no token.", "Add a line NAME ROLE TOKEN.")
+        return cls(by_hash)
+
+    def principal(self, header: str | None) -> Principal:
+        """Who sends an `authorization` header.
+
+        Raises:
+            Unauthenticated: nobody does.
+        """
+        if self.by_hash is None:
+            return LOCAL
+        if header is None or not header.startswith("Bearer "):
+            raise Unauthenticated("This server asks for a token and none came.", "Set ETFARM_TOKEN.")
+        sent = _hash(header.removeprefix("Bearer ").strip())
+        for known, principal in self.by_hash.items():
+            if hmac.compare_digest(known, sent):
+                return principal
+        raise Unauthenticated("The server does not know this token.", "Check ETFARM_TOKEN with the farm's admin.")
+
+
+def _hash(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
+def authorize(principal: Principal, method: str) -> None:
+    """Lets a principal through to a method, and remembers it for `caller`.
+
+    Raises:
+        PermissionDenied: the role has no place in the method's row, or there is no row.
+    """
+    if principal.role not in ROLES.get(method, frozenset()):
+        role = common_pb2.Role.Name(principal.role).removeprefix("ROLE_").lower()
+        rpc = method.rpartition(".")[2]
+        raise PermissionDenied(f"{principal.name} is {role} and may not call {rpc}.", "Ask the farm's admin.", rpc=rpc, role=role)
+    _principal.set(principal)
+
+
+def caller() -> Principal:
+    """Who calls the rpc that is being answered."""
+    return _principal.get()

@@ -1,0 +1,31 @@
+"""DeviceService: what the farm can measure on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from etfarm.server.devices.registry import Registry
+from etfarm.server.rpc.edge import later
+from etfarm.v1 import device_pb2, device_pb2_grpc
+from etfarm.wire import selectors
+
+
+class DeviceService(device_pb2_grpc.DeviceServiceServicer):
+    """See device.proto."""
+
+    Watch: Any = later("DeviceService.Watch")
+    Reserve: Any = later("DeviceService.Reserve")
+    Renew: Any = later("DeviceService.Renew")
+    Release: Any = later("DeviceService.Release")
+    Label: Any = later("DeviceService.Label")
+    Drain: Any = later("DeviceService.Drain")
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    async def List(self, request: device_pb2.ListDevicesRequest, context: object) -> device_pb2.ListDevicesResponse:
+        selector = selectors.parse(request.selector)
+        return device_pb2.ListDevicesResponse(devices=[device for device in self._registry.devices() if selector.matches(device)])
+
+    async def Get(self, request: device_pb2.GetDeviceRequest, context: object) -> device_pb2.Device:
+        return self._registry.get(request.device_id)

@@ -1,0 +1,45 @@
+"""FarmService: the farm as a whole, and its runner bundles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from etfarm.server.compile.compiler import toolchain
+from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.registry import Registry
+from etfarm.server.devices.schedule import OFFLINE
+from etfarm.server.rpc.auth import caller
+from etfarm.v1 import agent_pb2, farm_pb2, farm_pb2_grpc
+from etfarm.wire.status import to_proto
+
+
+class FarmService(farm_pb2_grpc.FarmServiceServicer):
+    """See farm.proto."""
+
+    def __init__(
+        self, registry: Registry, bundles: Bundles, *, version: str, workers_ready: Callable[[], bool], live: Callable[[], int]
+    ) -> None:
+        self._registry = registry
+        self._bundles = bundles
+        self._version = version
+        self._workers_ready = workers_ready
+        self._live = live
+
+    async def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: object) -> farm_pb2.ServerInfo:
+        devices = self._registry.devices()
+        ready = self._workers_ready()
+        starting = self._bundles.starting or ("" if ready else "warming the compile workers")
+        info = farm_pb2.ServerInfo(
+            version=self._version, workers_ready=ready, principal=caller(), devices_known=len(devices),
+            devices_online=sum(device.state != OFFLINE for device in devices), live_jobs=self._live(), starting=starting,
+            toolchain=toolchain() if ready else None,
+        )  # fmt: skip
+        if self._bundles.own_error is not None:
+            info.bundle_error.CopyFrom(to_proto(self._bundles.own_error))
+        return info
+
+    async def ListBundles(self, request: farm_pb2.ListBundlesRequest, context: object) -> farm_pb2.ListBundlesResponse:
+        return farm_pb2.ListBundlesResponse(bundles=self._bundles.list())
+
+    async def AddBundle(self, request: farm_pb2.AddBundleRequest, context: object) -> agent_pb2.RunnerBundle:
+        return await self._bundles.add(request.digest)

@@ -1,0 +1,82 @@
+"""JobService: submit, look, watch, cancel."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from datetime import datetime
+from typing import Any
+
+from etfarm.server.jobs import model
+from etfarm.server.jobs.conductor import Conductor
+from etfarm.server.jobs.journal import Journal
+from etfarm.server.jobs.log import JobLog
+from etfarm.server.jobs.submission import BadJob, Submission
+from etfarm.server.rpc.auth import ADMIN, NotYours, caller
+from etfarm.server.rpc.edge import later
+from etfarm.v1 import job_pb2, job_pb2_grpc
+
+
+class JobService(job_pb2_grpc.JobServiceServicer):
+    """See job.proto."""
+
+    Retry: Any = later("JobService.Retry")
+
+    def __init__(
+        self,
+        journal: Journal,
+        joblog: JobLog,
+        submission: Submission,
+        conductor: Conductor,
+        *,
+        version: str,
+        now: Callable[[], datetime],
+    ) -> None:
+        self._journal = journal
+        self._joblog = joblog
+        self._submission = submission
+        self._conductor = conductor
+        self._version = version
+        self._now = now
+
+    async def Submit(self, request: job_pb2.SubmitRequest, context: object) -> job_pb2.Job:
+        if not request.request_id:
+            raise BadJob("The request has no request_id.", "Send a UUID, the same one when you send it again.")
+        made = await self._submission.make(request.spec, owner=caller().name, at=self._now())
+        job, is_new = await self._journal.submit(made, request.request_id)
+        if is_new:
+            self._conductor.start(job)
+        return self._own(job)
+
+    async def Get(self, request: job_pb2.GetJobRequest, context: object) -> job_pb2.Job:
+        return self._own(await self._journal.get(request.job_id))
+
+    async def List(self, request: job_pb2.ListJobsRequest, context: object) -> job_pb2.ListJobsResponse:
+        if request.page_token and not request.page_token.isdecimal():
+            raise BadJob(f"{request.page_token!r} is no page token.", "Send next_page_token of the page before.")
+        size = min(request.page_size or 50, 500)
+        jobs, following = await self._journal.list(size, int(request.page_token) if request.page_token else None)
+        token = "" if following is None else str(following)
+        return job_pb2.ListJobsResponse(jobs=[self._own(job) for job in jobs], next_page_token=token)
+
+    async def Watch(self, request: job_pb2.WatchRequest, context: object) -> AsyncIterator[job_pb2.JobEvent]:
+        job = await self._journal.get(request.job_id)
+        async for event in self._journal.watch(job.id, request.after_sequence):
+            yield event
+
+    async def Cancel(self, request: job_pb2.CancelRequest, context: object) -> job_pb2.Job:
+        job = await self._journal.get(request.job_id)
+        principal = caller()
+        if principal.role != ADMIN and principal.name != job.owner:
+            raise NotYours(f"Job {job.id} belongs to {job.owner}.", "Ask them or an admin.", owner=job.owner)
+        await self._conductor.cancel(job)
+        return self._own(await self._journal.get(job.id))
+
+    async def TailLog(self, request: job_pb2.TailLogRequest, context: object) -> AsyncIterator[job_pb2.LogLine]:
+        job = await self._journal.get(request.job_id)
+        live = request.follow and not model.is_terminal(job.state)
+        async for line in self._joblog.tail(job.id, request.cell_id, follow=live):
+            yield line
+
+    def _own(self, job: job_pb2.Job) -> job_pb2.Job:
+        job.server_version = self._version
+        return job

@@ -1,0 +1,136 @@
+"""The tables. What is searched or compared is a column; what is only carried is a serialized etfarm.v1 message."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import (
+    Column,
+    DateTime,
+    Dialect,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    TypeDecorator,
+    UniqueConstraint,
+)  # fmt: skip
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """An aware instant; SQLite stores it naive, in UTC."""
+
+    impl = DateTime
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> Any:
+        return None if value is None else value.astimezone(UTC).replace(tzinfo=None)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
+        return None if value is None else value.replace(tzinfo=UTC)
+
+
+metadata = MetaData()
+
+jobs = Table(
+    "jobs", metadata,
+    Column("id", String, primary_key=True),
+    Column("number", Integer, nullable=False, unique=True),
+    Column("name", String, nullable=False),
+    Column("owner", String, nullable=False),
+    Column("request_id", String, nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("spec", LargeBinary, nullable=False),
+    Column("submitted_at", UtcDateTime, nullable=False),
+    Column("finished_at", UtcDateTime),
+    Column("last_sequence", Integer, nullable=False),
+    UniqueConstraint("owner", "request_id"),
+)  # fmt: skip
+
+cells = Table(
+    "cells", metadata,
+    Column("id", String, primary_key=True),
+    Column("job_id", String, ForeignKey("jobs.id"), nullable=False, index=True),
+    Column("index", Integer, nullable=False),
+    Column("state", String, nullable=False, index=True),
+    Column("version", Integer, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+)  # fmt: skip
+
+attempts = Table(
+    "attempts", metadata,
+    Column("id", String, primary_key=True),
+    Column("cell_id", String, ForeignKey("cells.id"), nullable=False, index=True),
+    Column("device_id", String, nullable=False),
+    Column("started_at", UtcDateTime, nullable=False),
+    Column("finished_at", UtcDateTime),
+    Column("error", LargeBinary),
+    Column("result", LargeBinary),
+)  # fmt: skip
+
+events = Table(
+    "events", metadata,
+    Column("job_id", String, ForeignKey("jobs.id"), primary_key=True),
+    Column("sequence", Integer, primary_key=True),
+    Column("body", LargeBinary, nullable=False),
+)  # fmt: skip
+
+log_lines = Table(
+    "log_lines", metadata,
+    Column("job_id", String, ForeignKey("jobs.id"), primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column("at", UtcDateTime, nullable=False),
+    Column("cell_id", String, nullable=False),
+    Column("source", String, nullable=False),
+    Column("text", String, nullable=False),
+)  # fmt: skip
+
+artifacts = Table(
+    "artifacts", metadata,
+    Column("digest", String, primary_key=True),
+    Column("size_bytes", Integer, nullable=False),
+    Column("owner", String, nullable=False),
+    Column("stored_at", UtcDateTime, nullable=False),
+)  # fmt: skip
+
+compilations = Table(
+    "compilations", metadata,
+    Column("key", String, primary_key=True),
+    Column("body", LargeBinary, nullable=False),
+    Column("compiled_at", UtcDateTime, nullable=False),
+)  # fmt: skip
+
+devices = Table(
+    "devices", metadata,
+    Column("id", String, primary_key=True),
+    Column("body", LargeBinary, nullable=False),
+    Column("last_seen_at", UtcDateTime, nullable=False),
+)  # fmt: skip
+
+bundles = Table(
+    "bundles", metadata,
+    Column("digest", String, primary_key=True),
+    Column("arch", String, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    Column("added_at", UtcDateTime, nullable=False),
+)  # fmt: skip
+
+reports = Table(
+    "reports", metadata,
+    Column("id", String, primary_key=True),
+    Column("job_id", String, ForeignKey("jobs.id"), nullable=False),
+    Column("cell_id", String, ForeignKey("cells.id"), nullable=False, unique=True),
+    Column("model_name", String, nullable=False),
+    Column("recipe_digest", String, nullable=False),
+    Column("device_id", String, nullable=False),
+    Column("p50_ns", Float),
+    Column("created_at", UtcDateTime, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    Index("reports_of_a_job", "job_id"),
+    Index("reports_of_a_model", "model_name", "created_at"),
+)  # fmt: skip
