@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=60.0,
         metavar="S",
-        help="how long a run waits for its agent to come back (default %(default)g s)",
+        help="how long a run waits for its agent (default %(default)g s)",
     )
     made.add_argument("--no-bundle", action="store_true", help="do not build the runner bundle for this machine")
     made.add_argument("--address-file", type=Path, metavar="FILE", help="write the address there once listening")

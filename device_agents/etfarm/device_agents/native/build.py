@@ -163,9 +163,14 @@ def main(argv: list[str]) -> int:
     """The command; `argv` is what follows `bundle build`."""
     parser = argparse.ArgumentParser(prog="etfarm bundle build", description="Build a runner bundle for devices.")
     parser.add_argument("--arch", choices=sorted(LOADERS), default=platform.machine(), help="default: this machine's")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help=".tar.gz or .tar.xz")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("-o", "--output", type=Path, metavar="FILE", help=".tar.gz or .tar.xz")
+    what.add_argument("--source-digest", action="store_true", help="only print the digest of the runner's sources")
     parser.add_argument("--executorch", type=Path, metavar="DIR|WHEEL", help="default: the installed package")
     options = parser.parse_args(argv)
+    if options.source_digest:
+        print(source_digest())
+        return 0
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ import tarfile
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import structlog
@@ -128,7 +129,8 @@ class Bundles:
 
     async def _build_own(self) -> None:
         known = self._by_arch.get(self._own_arch)
-        if known is not None and known.source_digest == await _bundle_command("--source-digest"):
+        same_runtime = known is not None and known.executorch_version == version("executorch")
+        if known is not None and same_runtime and known.source_digest == await _bundle_command("--source-digest"):
             return
         log.info("building the runner bundle", arch=self._own_arch)
         print(f"etfarm serve: building the runner bundle for {self._own_arch}, once", flush=True)
