@@ -13,15 +13,17 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import grpc
 from etfarm.device_agents.errors import DiskFull, MalformedDigest
 from etfarm.device_agents.runners.bundle import Bundle, unpack
 from etfarm.v1 import artifact_pb2, common_pb2
-from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
 from etfarm.wire import chunks, digest
 from etfarm.wire.chunks import Progressed
+
+if TYPE_CHECKING:
+    from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
 
 log = logging.getLogger(__name__)
 

@@ -345,9 +345,7 @@ class _Execution:
 
     async def _judged(self, error: EtfarmError) -> EtfarmError:
         """Whose fault it is that a program ended badly: the program's if its runner answers right after without it."""
-        error.metadata["self_test"] = "passed"
-        if self._bundle is None:
-            return error
+        assert self._bundle is not None  # a program ran
         limit_s = self._attempt.config.self_test_s
         try:
             async with asyncio.timeout(limit_s), self._start_runner(self._bundle) as runner:
@@ -362,7 +360,8 @@ class _Execution:
             )
             broken.metadata.update(error.metadata, self_test=why, program_error=error.reason, program_message=error.message)
             return broken
-        return error
+        error.metadata["self_test"] = "passed"
+        return _out_of_memory(error) or error
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -402,3 +401,12 @@ class _Execution:
             if total is not None and done <= total:
                 progress.total = total
         self._attempt.tell(progress)
+
+
+def _out_of_memory(error: EtfarmError) -> errors.ProgramOutOfMemory | None:
+    """The error again as one about memory, where the kernel killed the program: nobody else here sends SIGKILL unasked."""
+    if not isinstance(error, errors.ProgramCrashed) or error.signal != "SIGKILL":
+        return None
+    killed = errors.ProgramOutOfMemory(error.stage, None, "the kernel killed it (SIGKILL)", error.log)
+    killed.metadata.update(signal=error.signal, self_test=error.metadata["self_test"])
+    return killed
