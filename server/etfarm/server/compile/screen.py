@@ -62,8 +62,11 @@ def screen_pt2(path: Path) -> None:
             raise NotAPt2(f"its zip directory cannot be read ({error})") from None
 
 
-def screen_records(records: Records) -> None:
+def screen_records(records: Records, opened: Callable[[str, bytes], Records] | None = None) -> None:
     """The same over an archive's members; the child calls it with torch's own reader, which may see other ones.
+
+    Args:
+        opened: gives the members of a torch.save file by its name and bytes; zipfile's when None.
 
     Raises:
         NotAPt2, UnsafeModel: as in `screen_pt2`.
@@ -75,7 +78,7 @@ def screen_records(records: Records) -> None:
     if records.read("archive_format") != b"pt2":
         raise NotAPt2("its archive_format is another")
     for name in records.names:
-        _screen_member(name, records)
+        _screen_member(name, records, opened or tensor_records)
 
 
 def screen_pte(path: Path) -> None:
@@ -107,14 +110,16 @@ def screen_pte(path: Path) -> None:
         raise TruncatedProgram(needed, size)
 
 
-def _screen_member(name: str, records: Records) -> None:
+def _screen_member(name: str, records: Records, opened: Callable[[str, bytes], Records]) -> None:
     folder, _, file = name.rpartition("/")
     if folder == "models":
         if not file.endswith(".json"):
             raise UnsafeModel("UNKNOWN_MEMBER", name, "is no exported program's JSON")
         _screen_program(name, _json(name, records))
     elif folder == "data/sample_inputs":
-        _screen_tensors(name, records.read(name))
+        data = records.read(name)
+        if data:  # none: a program without example inputs
+            screen_tensor_records(name, opened(name, data))
     elif folder in ("data/weights", "data/constants"):
         if file.startswith(("opaque_obj_", "custom_obj_")):
             raise UnsafeModel("CODE_CONSTANT", name, "is an object whose loading runs code")
@@ -194,8 +199,7 @@ def _strings(value: object) -> Iterator[tuple[str, str]]:
             stack.extend((above if isinstance(inner, str) else "", inner) for inner in found)
         elif isinstance(found, dict):
             texts = above == "metadata" and all(
-                isinstance(inner, str) and key not in _CHECKS and not key.startswith("as_")
-                for key, inner in found.items()
+                isinstance(inner, str) and key not in _CHECKS and not key.startswith("as_") for key, inner in found.items()
             )
             for key, inner in found.items():
                 yield (above if texts or above == "range_constraints" else ""), key
@@ -215,16 +219,17 @@ def _has_objects(program: object) -> bool:
     return False
 
 
-def _screen_tensors(name: str, data: bytes) -> None:
-    """A torch.save file: a zip with one pickle of plain tensors."""
-    if not data:
-        return
+def tensor_records(name: str, data: bytes) -> Records:
+    """The members of a torch.save file, a zip with one pickle of plain tensors.
+
+    Raises:
+        UnsafeModel: it is none, so that torch.load would fall back to unpickling it.
+    """
     _check_ends(data[:4], data[-22:], name)
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            records = _records(archive, len(data))
-            screen_tensor_records(name, records)
-    except (zipfile.BadZipFile, EOFError, struct.error, NotImplementedError):
+        # The archive stays open with what reads from it.
+        return _records(zipfile.ZipFile(io.BytesIO(data)), len(data))
+    except (zipfile.BadZipFile, EOFError, struct.error, NotImplementedError, NotAPt2):
         raise UnsafeModel("NOT_WEIGHTS_ONLY", name, "is no torch.save file, so it would be unpickled") from None
 
 

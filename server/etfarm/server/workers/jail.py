@@ -60,7 +60,10 @@ def clean_environment(folder: Path) -> dict[str, str]:
     return kept | {
         "HOME": str(folder),
         "TMPDIR": str(folder),
-        "OMP_NUM_THREADS": "1",  # a fork of a process whose torch has threads hangs
+        # A fork of a process whose torch or BLAS has threads hangs.
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
         "PYTHONHASHSEED": "0",
         "PYTHONUNBUFFERED": "1",
         "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",  # torch.load must not unpickle code, whatever its caller says

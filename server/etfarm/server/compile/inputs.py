@@ -1,0 +1,81 @@
+"""Whether inputs fit a method, before anything is sent to a device. Stdlib only: for the daemon and the children."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from etfarm.server.compile.refusals import InputMismatch
+from etfarm.server.compile.result import DimRange, MethodFacts, ValueFacts
+from etfarm.wire.tensors import Scalar, Value
+
+_KINDS = {"int": int, "float": float, "bool": bool}
+
+
+def check_inputs(method: str, facts: MethodFacts, values: Sequence[Value]) -> None:
+    """Refuses inputs that the method would fail on, or would silently read wrongly.
+
+    Args:
+        method: its name, for the sentence.
+        values: leaves in flattened order; names of the values are not looked at.
+
+    Raises:
+        InputMismatch: another count, kind, dtype, shape, dim order or baked value; the first one in order.
+    """
+    expected = facts["inputs"]
+    if len(values) != len(expected):
+        names = ", ".join(_name(fact, index) for index, fact in enumerate(expected)) or "nothing"
+        raise InputMismatch(
+            method, "", "count", f"{len(expected)} ({names})", str(len(values)), "Give one value for each, in this order."
+        )
+    for index, (fact, value) in enumerate(zip(expected, values, strict=True)):
+        _check(method, _name(fact, index), fact, value)
+
+
+def _check(method: str, name: str, fact: ValueFacts, value: Value) -> None:
+    if isinstance(value, Scalar) or fact["kind"] != "tensor":
+        _check_scalar(method, name, fact, value)
+        return
+    if value.dtype != fact["dtype"]:
+        remedy = f"Convert it, for example with array.astype({fact['dtype']!r})."
+        raise InputMismatch(method, name, "dtype", str(fact["dtype"]), value.dtype, remedy)
+    dims = fact["dims"] or []
+    if len(dims) != len(value.shape) or not all(_fits(d, n) for d, n in zip(dims, value.shape, strict=True)):
+        dynamic = any(isinstance(dim, dict) for dim in dims)
+        remedy = "Reshape or resize it." if dynamic else "Reshape it, or export the model with dynamic shapes."
+        raise InputMismatch(method, name, "shape", _shown(dims), str(list(value.shape)), remedy)
+    order = fact["dim_order"]
+    if order is not None and list(value.dim_order) != list(order) and not _same_layout(value.shape, value.dim_order, order):
+        remedy = "Give its bytes in that order: contiguous is 0, 1, 2, ..., channels last is 0, 2, 3, 1."
+        raise InputMismatch(method, name, "dim order", str(list(order)), str(list(value.dim_order)), remedy)
+
+
+def _check_scalar(method: str, name: str, fact: ValueFacts, value: Value) -> None:
+    kind = "tensor" if not isinstance(value, Scalar) else _kind_of(value)
+    if kind != fact["kind"]:
+        raise InputMismatch(method, name, "kind", fact["kind"], kind, f"Give a {fact['kind']}.")
+    if isinstance(value, Scalar) and "value" in fact and value.value != fact["value"]:
+        remedy = "The export baked it in: give the same value, or export again with the new one."
+        raise InputMismatch(method, name, "value", repr(fact["value"]), repr(value.value), remedy)
+
+
+def _kind_of(value: Scalar) -> str:
+    if value.value is None:
+        return "none"
+    return next(kind for kind, python in _KINDS.items() if type(value.value) is python)
+
+
+def _fits(dim: int | DimRange, size: int) -> bool:
+    return dim == size if isinstance(dim, int) else dim["min"] <= size <= dim["max"]
+
+
+def _same_layout(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two orders lay the same bytes: they differ only in where dims of size 1 stand."""
+    return [d for d in one if shape[d] != 1] == [d for d in other if shape[d] != 1]
+
+
+def _shown(dims: Sequence[int | DimRange]) -> str:
+    return "[" + ", ".join(str(d) if isinstance(d, int) else f"{d['min']}..{d['max']}" for d in dims) + "]"
+
+
+def _name(fact: ValueFacts, index: int) -> str:
+    return fact["name"] or str(index)

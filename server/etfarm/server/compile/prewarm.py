@@ -1,0 +1,70 @@
+"""What the forkserver does once so that each child need not. Importing this imports no torch; `warm` does."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Final
+
+PRELOAD: Final = ("etfarm.server.compile.prewarm:warm",)
+"""For `Workers(preload=...)`."""
+
+_RECIPES: Final = (
+    "executorch.backends.xnnpack.recipes",
+    "executorch.backends.apple.coreml.recipes",
+    "executorch.backends.apple.coreai.recipes",
+    "executorch.backends.arm.recipes",
+    "executorch.backends.qualcomm.recipes",
+)
+"""Modules that register recipe providers when they are imported, where their tools are installed."""
+
+
+def recipe_modules() -> tuple[str, ...]:
+    """Names of the modules that register ExecuTorch's recipe providers."""
+    return _RECIPES
+
+
+def warm() -> None:
+    """Imports torch and ExecuTorch, and lowers a tiny model, which pays the one-off costs of a process.
+
+    Everything stays on one thread: a child forked off a torch that had worked on several hangs.
+
+    Raises:
+        RuntimeError: another thread was started all the same.
+    """
+    assert os.environ.get("OMP_NUM_THREADS") == "1"
+    import torch
+
+    torch.set_num_threads(1)
+    importlib.import_module("tqdm").tqdm.monitor_interval = 0  # its monitor is a thread
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    try:
+        _warm()
+    finally:
+        logging.disable(logging.NOTSET)
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads != 1:
+        raise RuntimeError(f"the forkserver has {threads} threads; its children could hang")
+
+
+def _warm() -> None:
+    import executorch.kernels.quantized
+    import executorch.runtime
+    import torch
+    import torchao.quantization.pt2e.quantize_pt2e  # noqa: F401
+    from executorch.backends.xnnpack.partition.graphs import bilinear_2d, sdpa
+    from executorch.backends.xnnpack.recipes import XNNPackRecipeType
+    from executorch.devtools import Inspector  # noqa: F401
+    from executorch.export import ExportRecipe, ExportSession
+
+    importlib.import_module("etfarm.server.compile.pipeline")
+    executorch.runtime.Runtime.get()
+    bilinear_2d.get_graphs()
+    sdpa.get_graphs()
+    module = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.ReLU()).eval()
+    program = torch.export.export(module, (torch.zeros(1, 1, 2, 2),))
+    ExportSession({"forward": program}, export_recipe=ExportRecipe.get_recipe(XNNPackRecipeType.FP32)).export()

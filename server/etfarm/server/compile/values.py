@@ -1,0 +1,73 @@
+"""Between wire values and torch: leaves in flattened pytree order. Child side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value
+from torch.utils import _pytree as pytree
+
+Leaf = Any
+"""A torch.Tensor, bool, int, float, str or None."""
+
+
+def to_leaf(value: Value) -> Leaf:
+    """The torch tensor, in the value's memory order, or the plain Python value."""
+    if isinstance(value, Scalar):
+        return value.value
+    dtype = getattr(torch, value.dtype)
+    if not value.data:
+        return torch.empty(value.shape, dtype=dtype)
+    physical = torch.frombuffer(bytearray(value.data), dtype=dtype).reshape([value.shape[d] for d in value.dim_order])
+    if not value.shape:
+        return physical.reshape(())
+    inverse = sorted(range(len(value.shape)), key=lambda logical: value.dim_order[logical])
+    return physical.permute(inverse)
+
+
+def to_value(name: str, leaf: Any) -> Value:
+    """The wire value of a tensor or plain Python value; a tensor keeps its dim order.
+
+    Raises:
+        BadTensorFile: its dtype is none that etfarm carries.
+        TypeError: it is neither tensor nor bool, int, float, None.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        if leaf is not None and not isinstance(leaf, bool | int | float):
+            raise TypeError(f"{name!r} is a {type(leaf).__name__}, which cannot be sent")
+        return Scalar(name, leaf)
+    tensor = leaf.detach().cpu()
+    order = tuple(tensor.dim_order()) if tensor.dim() else ()
+    physical = tensor.permute(order).contiguous() if order else tensor
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    data = physical.reshape(-1).view(torch.uint8).numpy().tobytes() if physical.numel() else b""
+    if dtype in ITEM_BYTES and len(data) != physical.numel() * ITEM_BYTES[dtype]:
+        raise TypeError(f"{name!r} of {dtype} has {len(data)} bytes")
+    return Tensor(name, dtype, tuple(tensor.shape), data, order)
+
+
+def to_arguments(program: Any, leaves: Sequence[Leaf]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of an exported program from its leaves in flattened order."""
+    args, kwargs = pytree.tree_unflatten(list(leaves), program.call_spec.in_spec)
+    return args, kwargs
+
+
+def input_names(program: Any) -> list[str]:
+    """Names of an exported program's inputs in flattened order: `x`, `options_mask`."""
+    return [s.arg.name for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
+
+
+def output_names(program: Any) -> list[str]:
+    """Names of the nodes that make the outputs, in flattened order; a constant's is empty."""
+    specs = program.graph_signature.output_specs
+    return [getattr(s.arg, "name", "") or "" for s in specs if s.kind.name == "USER_OUTPUT"]
+
+
+def example_values(program: Any) -> list[Value] | None:
+    """The example inputs that a .pt2 carries, flattened and named; None without any."""
+    if not program.example_inputs:
+        return None
+    leaves = pytree.tree_leaves(program.example_inputs)
+    return [to_value(name, leaf) for name, leaf in zip(input_names(program), leaves, strict=True)]

@@ -1,0 +1,148 @@
+"""Tiny models that each show one thing to the compile room. Seeded: equal calls give equal bytes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+
+
+class ConvRelu(nn.Module):
+    """A convolution, an activation, a linear: delegated and quantized whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.conv(image))
+        return self.out(x.mean((2, 3)))
+
+
+class Fft(nn.Module):
+    """Compiles, and cannot run: ExecuTorch has no complex kernels."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.fft(x).abs()
+
+
+class DictInputs(nn.Module):
+    """Nested inputs, a keyword, a Python number, two outputs of which one is a number."""
+
+    def forward(self, batch: dict[str, torch.Tensor], scale: int, *, bias: torch.Tensor) -> dict[str, Any]:
+        return {"sum": batch["left"] * scale + batch["right"] + bias, "scale": scale}
+
+
+class Dynamic(nn.Module):
+    """A linear over any batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x))
+
+
+class Counter(nn.Module):
+    """A buffer that changes and does not begin at zero."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.full((1,), 41.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        return x + self.count
+
+
+class Normalized(nn.Module):
+    """A batch norm, for training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x))
+
+
+class Elementwise(nn.Module):
+    """Nothing that XNNPACK's dynamic quantization touches."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x) * 2
+
+
+class Unknown(nn.Module):
+    """An operator without an ExecuTorch kernel."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.svdvals(x)
+
+
+def conv() -> Any:
+    return _exported(ConvRelu(), (torch.randn(1, 3, 8, 8),))
+
+
+def fft() -> Any:
+    return _exported(Fft(), (torch.randn(8),))
+
+
+def dict_inputs() -> Any:
+    batch = {"left": torch.ones(2, 3), "right": torch.ones(2, 3)}
+    return _exported(DictInputs(), (batch, 3), {"bias": torch.full((3,), 0.5)})
+
+
+def dynamic(maximum: int | None = 8) -> Any:
+    return _exported(Dynamic(), (torch.randn(4, 16),), dynamic_shapes={"x": {0: Dim("batch", min=1, max=maximum)}})
+
+
+def counter() -> Any:
+    return _exported(Counter(), (torch.zeros(2),))
+
+
+def train_mode() -> Any:
+    return _exported(Normalized().train(), (torch.randn(2, 3, 4, 4),), evaluate=False)
+
+
+def elementwise() -> Any:
+    return _exported(Elementwise(), (torch.randn(4),))
+
+
+def unknown() -> Any:
+    return _exported(Unknown(), (torch.randn(4, 4),))
+
+
+def resnet8() -> Any:
+    """MLPerf Tiny's image classifier, from ExecuTorch's examples."""
+    from executorch.examples.models import MODEL_NAME_TO_MODEL
+    from executorch.examples.models.model_factory import EagerModelFactory
+
+    torch.manual_seed(0)
+    module, inputs, _, _ = EagerModelFactory.create_model(*MODEL_NAME_TO_MODEL["resnet8"])
+    return torch.export.export(module, inputs)
+
+
+def save(make: Callable[[], Any], path: Path) -> Path:
+    """Writes what `make` exports, seeded, as a .pt2 whose bytes do not depend on the path."""
+    torch.manual_seed(0)
+    buffer = io.BytesIO()
+    torch.export.save(make(), buffer)
+    path.write_bytes(buffer.getvalue())
+    return path
+
+
+def _exported(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, evaluate: bool = True, **more: Any
+) -> Any:
+    return torch.export.export(module.eval() if evaluate else module, args, kwargs, **more)
