@@ -50,8 +50,9 @@ def prewarm() -> None:
 
     import torch
     from executorch.devtools.etdump import serialize  # noqa: F401
-    from executorch.exir._serialize.generated.executorch_flatbuffer import Program  # noqa: F401
+    from executorch.exir._serialize import _flatbuffer_program
 
+    _flatbuffer_program._patch_generated_flatbuffer_aliases()
     # The first load of a .pt2 imports and caches much; a program without arithmetic starts no threads.
     archive = io.BytesIO()
     torch.export.save(torch.export.export(torch.nn.Identity(), (torch.zeros(1),)), archive)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +19,8 @@ from etfarm.wire.errors import FarmError
 
 _EDGE: Final = "edge_dialect_exported_program"
 _TARGETS: Final = ("executorch.exir.dialects.edge.ops.", "torch.ops.")
+_QUANTIZATION: Final = "quantized_decomposed."
+_NOTHING: Final[frozenset[tuple[int, str]]] = frozenset()
 _MAX_ENTRY_BYTES: Final = 256 << 20
 
 
@@ -69,18 +71,27 @@ class Record:
     nodes: Mapping[int, tuple[Node, ...]] = field(default_factory=dict)
     """By debug handle; what one operator was decomposed into shares a handle."""
 
-    def origin(self, handles: Sequence[int], kernel: str | None = None) -> Origin:
-        """What the nodes of `handles` have in common; only of those of a kernel's type where some are."""
+    def origin(self, handles: Sequence[int], *, kernel: str | None = None, without: Set[tuple[int, str]] = _NOTHING) -> Origin:
+        """What the nodes of `handles` have in common.
+
+        Args:
+            kernel: only nodes of this kernel's type, where there are some. A linear that became permute_copy and addmm has one
+                handle for both, and each takes its own.
+            without: no nodes of these handles and types (see `base_name`). What quantizes an undelegated kernel's output for
+                a delegate has the kernel's handle.
+        """
         unique = tuple(sorted(set(handles)))
-        nodes = [node for handle in unique for node in self.nodes.get(handle, ())]
+        found = [(handle, base_name(node.op_type), node) for handle in unique for node in self.nodes.get(handle, ())]
+        nodes = [node for handle, name, node in found if (handle, name) not in without]
         if kernel is not None:
-            # A linear that became permute_copy and addmm has one handle for both: each kernel takes its own.
-            nodes = [node for node in nodes if _base(node.op_type) == _base(kernel)] or nodes
-        places = {node.source for node in nodes if node.source is not None}
+            nodes = [node for node in nodes if base_name(node.op_type) == base_name(kernel)] or nodes
+        # Quantization has no place in the user's model but the one of its neighbours.
+        own = [node for node in nodes if not node.op_type.startswith(_QUANTIZATION)] or nodes
+        places = {node.source for node in own if node.source is not None}
         return Origin(
             unique,
             tuple(dict.fromkeys(node.op_type for node in nodes)),
-            common_module(node.module for node in nodes if not node.op_type.startswith("quantized_decomposed.")),
+            common_module(node.module for node in own),
             places.pop() if len(places) == 1 else None,
         )
 
@@ -92,6 +103,12 @@ class Instruction:
     name: str
     """`aten.convolution.out`, or the backend of a delegate."""
     delegate: bool
+
+
+def base_name(name: str) -> str:
+    """An operator's name without namespace and overload: `addmm` of `aten.addmm.default`, `aten.addmm.out`, `addmm.out`."""
+    parts = name.split(".")
+    return parts[-2] if len(parts) > 1 else name
 
 
 def read_record(path: Path, method: str) -> Record:
@@ -168,12 +185,6 @@ def _instructions(plan: Any) -> Iterator[tuple[tuple[int, int], Instruction]]:
                 call = DelegateCall()
                 call.Init(table.Bytes, table.Pos)
                 yield (chain_index, index), Instruction(_text(plan.Delegates(call.DelegateIndex()).Id()), delegate=True)
-
-
-def _base(name: str) -> str:
-    """`addmm` of `aten.addmm.default`, `aten.addmm.out` and `addmm.out`."""
-    parts = name.split(".")
-    return parts[-2] if len(parts) > 1 else name
 
 
 def _text(value: bytes | None) -> str:

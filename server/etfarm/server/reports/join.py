@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 from etfarm.server.reports.etdump import Call, Kernel, Times, Trace
-from etfarm.server.reports.graph import Instruction, Origin, Record
+from etfarm.server.reports.graph import Instruction, Origin, Record, base_name
 from etfarm.v1 import report_pb2
 from numpy.typing import NDArray
 
@@ -58,16 +58,22 @@ def join(trace: Trace, record: Record, program: Mapping[tuple[int, int], Instruc
     method_mean = rows.mean(trace.method_ns)
     whole = 1.0 if method_mean > 0 else None
     shares, rest = _split(calls_mean, method_mean, whole)
-    for call, share in zip(trace.calls, shares, strict=True):
-        known = program.get((call.chain, call.instruction))
+    names = [_kernel_name(call, program) for call in trace.calls]
+    undelegated = {
+        (handle, base_name(name))
+        for call, name in zip(trace.calls, names, strict=True)
+        for handle in record.handles.get(call.instruction, ())
+        if not call.delegate
+    }
+    for call, name, share in zip(trace.calls, names, shares, strict=True):
         handles = record.handles.get(call.instruction, ())
         if call.delegate:
-            origin = record.origin(handles)
+            known = program.get((call.chain, call.instruction))
+            origin = record.origin(handles, without=undelegated)
             events = record.delegate_handles.get(call.instruction, {})
             rows.add_delegate(call, share, origin, known.name if known and known.delegate else None, events, record)
         else:
-            name = known.name if known and not known.delegate else call.event or UNKNOWN_KERNEL
-            origin = record.origin(handles, name)
+            origin = record.origin(handles, kernel=name)
             rows.add(report_pb2.OPERATOR_KIND_OPERATOR, name, call.times_ns, share, origin, call.instruction)
     rows.add_rest(f"rest of {method}", trace.method_ns, [call.times_ns for call in trace.calls], rest)
     profile = report_pb2.Profile(iterations=trace.method_ns.size, p50_ns=float(np.median(trace.method_ns)))
@@ -160,6 +166,11 @@ class _Rows:
         """What `parts` leave of `whole`."""
         left = np.maximum(0.0, whole - np.sum(parts, axis=0)) if parts else whole
         self.add(report_pb2.OPERATOR_KIND_REST, name, left, share, Origin(), None, parent=parent, resolution=resolution)
+
+
+def _kernel_name(call: Call, program: Mapping[tuple[int, int], Instruction]) -> str:
+    known = program.get((call.chain, call.instruction))
+    return known.name if known and not known.delegate else call.event or UNKNOWN_KERNEL
 
 
 def _split(parts: Sequence[float], whole: float, share: float | None) -> tuple[list[float | None], float | None]:

@@ -28,7 +28,8 @@ def run(model: Path, inputs: list[Value]) -> list[Value]:
     import torch
     from torch.utils import _pytree as pytree
 
-    program = torch.export.load(model)
+    with model.open("rb") as file:  # by its path it would have to end in .pt2, and stored artifacts do not
+        program = torch.export.load(file)
     spec = program.call_spec.in_spec
     if spec is None or spec.num_leaves != len(inputs):
         wanted = 0 if spec is None else spec.num_leaves

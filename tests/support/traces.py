@@ -1,0 +1,210 @@
+"""Real traces for tests: compiled, run and traced by ExecuTorch itself in a child, kept in a cache outside of the checkout.
+
+The networks are defined here, so that lines of this file are the user's lines in what is found.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etfarm.wire import digest
+
+from tests.support.programs import cache_folder
+
+if TYPE_CHECKING:
+    import torch
+
+ITERATIONS = 12
+CALIBRATION = 8
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One method's run with everything that an analysis takes."""
+
+    folder: Path
+    method: str
+
+    @property
+    def pte(self) -> Path:
+        return self.folder / "program.pte"
+
+    @property
+    def etrecord(self) -> Path:
+        return self.folder / "program.etrecord"
+
+    @property
+    def etdump(self) -> Path:
+        """Of ITERATIONS executions, the first of them cold."""
+        return self.folder / "trace.etdp"
+
+    @property
+    def model(self) -> Path:
+        """Before quantization."""
+        return self.folder / "model.pt2"
+
+    @property
+    def inputs(self) -> Path:
+        return self.folder / "inputs.ett"
+
+    @property
+    def outputs(self) -> Path:
+        return self.folder / "outputs.ett"
+
+
+def line_of(code: str) -> int:
+    """The number of this file's only line that starts with `code`."""
+    (found,) = [at for at, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip().startswith(code)]
+    return found
+
+
+@cache
+def traced(name: str) -> Traced:
+    """The run of that name; see `_MAKERS`."""
+    key = digest.of_value([digest.of_file(Path(__file__)), version("torch"), version("executorch")])[:16]
+    folder = cache_folder() / f"traces-{key}" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            subprocess.run([sys.executable, "-m", "tests.support.traces", name, str(folder)], check=True, capture_output=True)
+            (folder / "done").touch()
+    return Traced(folder, json.loads((folder / "method.json").read_text()))
+
+
+def _network() -> torch.nn.Module:
+    import torch
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = torch.nn.Conv2d(3, 16, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            convolved = self.conv(x)
+            return torch.relu(convolved)
+
+    class Network(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+            self.fc = torch.nn.Linear(16, 10)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.block(x)
+            pooled = y.mean((2, 3))
+            scores = self.fc(pooled)
+            return scores, scores.argmax(1)
+
+    torch.manual_seed(11)
+    return Network().eval()
+
+
+def _images(count: int) -> list[tuple[torch.Tensor]]:
+    import torch
+
+    torch.manual_seed(12)
+    return [(torch.rand(1, 3, 32, 32),) for _ in range(count)]
+
+
+def _lower(folder: Path, programs: Any, *, xnnpack: bool) -> None:
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+
+    edge = to_edge_transform_and_lower(programs, partitioner=[XnnpackPartitioner()] if xnnpack else [], generate_etrecord=True)
+    _save(folder, edge.to_executorch())
+
+
+def _save(folder: Path, program: Any) -> None:
+    (folder / "program.pte").write_bytes(program.buffer)
+    program.get_etrecord().save(str(folder / "program.etrecord"))
+
+
+def _single(folder: Path, *, xnnpack: bool) -> str:
+    import torch
+
+    exported = torch.export.export(_network(), _images(1)[0])
+    torch.export.save(exported, folder / "model.pt2")
+    _lower(folder, exported, xnnpack=xnnpack)
+    return "forward"
+
+
+def _int8(folder: Path) -> str:
+    import torch
+    from executorch.backends.xnnpack.recipes.xnnpack_recipe_types import XNNPackRecipeType
+    from executorch.export import ExportRecipe, ExportSession
+
+    network, inputs = _network(), _images(CALIBRATION)
+    torch.export.save(torch.export.export(network, inputs[0]), folder / "model.pt2")
+    recipe = ExportRecipe.get_recipe(XNNPackRecipeType.PT2E_INT8_STATIC_PER_CHANNEL)
+    session = ExportSession(network, example_inputs=inputs, export_recipe=recipe, generate_etrecord=True)
+    session.export()
+    _save(folder, session.get_executorch_program_manager())
+    return "forward"
+
+
+def _methods(folder: Path) -> str:
+    """Two methods, of which the second runs."""
+    import torch
+
+    class Encode(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.tanh()
+
+    class Decode(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            doubled = x * 2.0
+            return doubled.sigmoid()
+
+    decode = torch.export.export(Decode(), _images(1)[0])
+    torch.export.save(decode, folder / "model.pt2")
+    _lower(folder, {"encode": torch.export.export(Encode(), _images(1)[0]), "decode": decode}, xnnpack=False)
+    return "decode"
+
+
+def _renamed(folder: Path) -> str:
+    """One method that is not called forward."""
+    import torch
+
+    exported = torch.export.export(_network(), _images(1)[0])
+    torch.export.save(exported, folder / "model.pt2")
+    _lower(folder, {"classify": exported}, xnnpack=True)
+    return "classify"
+
+
+_MAKERS: dict[str, Callable[[Path], str]] = {
+    "xnnpack": lambda folder: _single(folder, xnnpack=True),
+    "portable": lambda folder: _single(folder, xnnpack=False),
+    "int8": _int8,
+    "methods": _methods,
+    "renamed": _renamed,
+}
+
+
+def _run(folder: Path, method: str) -> None:
+    from etfarm.server.reports import reference
+    from etfarm.wire import tensors
+    from executorch.extension.pybindings.portable_lib import _load_for_executorch
+
+    (inputs,) = _images(1)
+    module = _load_for_executorch(str(folder / "program.pte"), enable_etdump=True)
+    for _ in range(ITERATIONS):
+        outputs = module.run_method(method, inputs)
+    module.write_etdump_result_to_file(str(folder / "trace.etdp"))
+    for file, leaves in (("inputs.ett", inputs), ("outputs.ett", outputs)):
+        (folder / file).write_bytes(tensors.encode(reference.from_torch(str(at), leaf) for at, leaf in enumerate(leaves)))
+    (folder / "method.json").write_text(json.dumps(method))
+
+
+if __name__ == "__main__":
+    _target = Path(sys.argv[2])
+    _run(_target, _MAKERS[sys.argv[1]](_target))

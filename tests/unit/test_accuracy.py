@@ -1,0 +1,101 @@
+"""Outputs against references: the numbers, and where there is no number."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from etfarm.server.reports import accuracy
+from etfarm.wire import tensors
+from etfarm.wire.tensors import Scalar, Tensor
+from hypothesis import given
+from hypothesis import strategies as st
+
+FLOATS = st.floats(-1e6, 1e6, allow_subnormal=False)
+
+
+def _tensor(values: Any, dtype: str = "float32") -> Tensor:
+    return tensors.from_array("out", np.array(values).astype(tensors.dtype_of(dtype)))
+
+
+@given(st.lists(st.tuples(FLOATS, FLOATS), min_size=1, max_size=50))
+def test_the_numbers_are_those_of_their_definitions(pairs: list[tuple[float, float]]) -> None:
+    r, a = np.array(pairs).T
+    found = accuracy.difference(r, a)
+    assert found.equal == bool((r == a).all())
+    assert found.max_abs_error == np.abs(r - a).max()
+    assert found.mean_abs_error == pytest.approx(np.abs(r - a).mean())
+    signal, noise = float((r * r).sum()), float(((r - a) ** 2).sum())
+    if signal > 1e-200 and noise > 1e-200:
+        assert found.sqnr_db == pytest.approx(min(300.0, 10 * math.log10(signal / noise)), abs=1e-6)
+    if signal > 1e-200 and float((a * a).sum()) > 1e-200:
+        assert found.cosine == pytest.approx(float(np.dot(r, a)) / math.sqrt(signal) / math.sqrt(float((a * a).sum())), abs=1e-9)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int64", "bool"])
+def test_an_exact_match_has_the_cap(dtype: str) -> None:
+    value = _tensor([[1, 0], [1, 1]], dtype)
+    found = accuracy.compare("out", value, value)
+    assert found == accuracy.Difference(True, 0.0, 0.0, pytest.approx(1.0), 300.0)
+
+
+def test_a_known_ratio_is_in_decibels() -> None:
+    found = accuracy.compare("out", _tensor([1.0, -1.0]), _tensor([1.125, -1.125]))
+    assert found.sqnr_db == pytest.approx(20 * math.log10(8))
+    assert (found.equal, found.max_abs_error, found.mean_abs_error) == (False, 0.125, 0.125)
+
+
+def test_a_difference_below_float64_is_capped() -> None:
+    assert accuracy.sqnr_db(np.array([1e200, 1.0]), np.array([1e200, 1.0 + 1e-15])) == 300.0
+
+
+def test_nan_has_no_error_but_equals_nan() -> None:
+    found = accuracy.compare("out", _tensor([1.0, math.nan]), _tensor([1.0, math.nan]))
+    assert found == accuracy.Difference(True, None, None, None, None)
+    assert not accuracy.compare("out", _tensor([1.0, 2.0]), _tensor([1.0, math.nan])).equal
+
+
+def test_an_infinite_output_has_no_numbers() -> None:
+    found = accuracy.compare("out", _tensor([1.0, 2.0]), _tensor([1.0, math.inf]))
+    assert (found.max_abs_error, found.mean_abs_error, found.sqnr_db) == (None, None, None)
+
+
+def test_an_all_zero_reference_has_no_ratio_even_if_matched() -> None:
+    found = accuracy.compare("out", _tensor([0.0, 0.0]), _tensor([0.0, 0.0]))
+    assert (found.equal, found.max_abs_error, found.cosine, found.sqnr_db) == (True, 0.0, None, None)
+
+
+def test_large_integers_that_float64_cannot_tell_apart_are_not_equal() -> None:
+    found = accuracy.compare("out", _tensor([2**60], "int64"), _tensor([2**60 + 1], "int64"))
+    assert not found.equal
+    assert found.sqnr_db is not None
+
+
+def test_an_empty_output_is_equal_and_has_no_numbers() -> None:
+    value = _tensor(np.zeros((0, 3)))
+    assert accuracy.compare("out", value, value) == accuracy.Difference(True, None, None, None, None)
+
+
+def test_the_physical_order_does_not_matter() -> None:
+    array = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
+    last = tensors.from_array("out", array, (0, 2, 3, 1))
+    assert accuracy.compare("out", tensors.from_array("out", array), last).equal
+
+
+def test_scalars_compare_with_each_other_and_with_tensors() -> None:
+    assert accuracy.compare("out", Scalar("", 3), Scalar("", 3)).sqnr_db == 300.0
+    assert accuracy.compare("out", Scalar("", 3.0), _tensor(3.0)).equal
+    assert accuracy.compare("out", Scalar("", None), Scalar("other", None)).equal
+
+
+@pytest.mark.parametrize("pair", [(_tensor([1.0]), _tensor([[1.0]])), (Scalar("", None), _tensor([1.0]))])
+def test_outputs_of_other_shapes_are_refused(pair: tuple[Any, Any]) -> None:
+    with pytest.raises(accuracy.OutputsDoNotMatch, match="scores"):
+        accuracy.compare("scores", *pair)
+
+
+def test_another_number_of_outputs_is_refused() -> None:
+    with pytest.raises(accuracy.OutputsDoNotMatch, match="1 outputs where the model gives 2"):
+        accuracy.pair([Scalar("", 1), Scalar("", 2)], [Scalar("", 1)])

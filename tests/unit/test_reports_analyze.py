@@ -1,0 +1,206 @@
+"""The analysis as the child runs it: what it fills, and what one broken part costs."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from etfarm.server.reports.analyze import analyze, prewarm
+from etfarm.server.reports.request import AnalyzeRequest
+from etfarm.v1 import report_pb2
+from etfarm.wire import tensors
+from etfarm.wire.tensors import Scalar, Tensor
+
+from tests.support.traces import Traced, traced
+
+
+def _request(run: Traced, tmp_path: Path) -> AnalyzeRequest:
+    samples = tmp_path / "samples"
+    samples.write_bytes(np.arange(1000, 1100, dtype="<i8").tobytes())
+    stored = tmp_path / "0123abcd"  # the store's names have no suffix
+    stored.write_bytes(run.model.read_bytes())
+    return AnalyzeRequest(
+        pte=run.pte, etdump=run.etdump, etrecord=run.etrecord, model=stored, inputs=run.inputs, outputs=run.outputs,
+        samples=samples, method=run.method, output_names=("scores", "label"), traced_ns=(5, 6, 7),
+    )  # fmt: skip
+
+
+def _analyze(request: AnalyzeRequest, folder: Path) -> tuple[report_pb2.Report, list[dict[str, str]]]:
+    events: list[dict[str, str]] = []
+    data = analyze(pickle.loads(pickle.dumps(request)), folder, lambda event: events.append(json.loads(event)))
+    return report_pb2.Report.FromString(data), events
+
+
+def _codes(report: report_pb2.Report) -> list[str]:
+    return [warning.code for warning in report.compile.warnings]
+
+
+def test_a_report_holds_latency_accuracy_profile_and_operators(tmp_path: Path) -> None:
+    report, events = _analyze(_request(traced("xnnpack"), tmp_path), tmp_path)
+    assert _codes(report) == []
+    assert (report.latency.min_ns, report.latency.p50_ns, len(report.latency.samples_ns)) == (1000, 1049.5, 100)
+    assert list(report.latency.p50_ci95_ns) == [1039, 1060]
+    scores, label = report.accuracy
+    assert (scores.output, scores.dtype, list(scores.shape)) == ("scores", "float32", [1, 10])
+    assert scores.reference == "program before quantization"
+    assert scores.sqnr_db > 100
+    assert scores.max_abs_error < 1e-5
+    assert (label.output, label.dtype, label.equal, label.sqnr_db) == ("label", "int64", True, 300)
+    assert report.profile.iterations == 12
+    assert report.operators
+    assert [(event["phase"], event["state"]) for event in events] == [
+        (phase, state) for phase in ("STATISTICS", "ACCURACY", "JOIN") for state in ("START", "END")
+    ]
+
+
+def test_only_what_analysis_finds_out_is_set(tmp_path: Path) -> None:
+    report, _ = _analyze(_request(traced("xnnpack"), tmp_path), tmp_path)
+    assert {field.name for field, _ in report.ListFields()} == {"latency", "accuracy", "profile", "operators"}
+
+
+def test_int8_is_close_to_the_model_before_quantization_and_not_equal(tmp_path: Path) -> None:
+    report, _ = _analyze(_request(traced("int8"), tmp_path), tmp_path)
+    assert _codes(report) == []
+    scores = report.accuracy[0]
+    assert 20 < scores.sqnr_db < 100
+    assert not scores.equal
+    assert scores.cosine > 0.99
+
+
+def test_a_run_without_measurement_has_nothing_but_accuracy(tmp_path: Path) -> None:
+    request = replace(_request(traced("xnnpack"), tmp_path), etdump=None, samples=None, traced_ns=())
+    report, events = _analyze(request, tmp_path)
+    assert [field.name for field, _ in report.ListFields()] == ["accuracy"]
+    assert [event["phase"] for event in events] == ["ACCURACY", "ACCURACY"]
+
+
+def test_a_broken_trace_costs_the_operators_only(tmp_path: Path) -> None:
+    request = _request(traced("xnnpack"), tmp_path)
+    broken = tmp_path / "trace.etdp"
+    broken.write_bytes(request.etdump.read_bytes()[:100])  # type: ignore[union-attr]
+    report, _ = _analyze(replace(request, etdump=broken), tmp_path)
+    assert _codes(report) == ["ANALYSIS_JOIN_FAILED"]
+    assert not report.operators
+    assert (report.profile.iterations, report.profile.p50_ns) == (3, 6)
+    assert len(report.accuracy) == 2
+    assert report.latency.HasField("p50_ns")
+
+
+@pytest.mark.parametrize("how", ["garbage", "empty archive", "other method"])
+def test_a_broken_record_costs_the_sources_only(tmp_path: Path, how: str) -> None:
+    request = _request(traced("xnnpack"), tmp_path)
+    record = tmp_path / "broken.etrecord"
+    if how == "garbage":
+        record.write_bytes(b"PK no zip")
+    elif how == "empty archive":
+        zipfile.ZipFile(record, "w").close()
+    else:
+        record.write_bytes(traced("methods").etrecord.read_bytes())
+    report, _ = _analyze(replace(request, etrecord=record), tmp_path)
+    assert _codes(report) == ["ANALYSIS_ETRECORD_UNREADABLE"]
+    assert report.operators[0].backend == "XnnpackBackend"
+    assert not any(row.HasField("source") for row in report.operators)
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", bytes(64), b"\xff" * 64])
+def test_a_broken_program_costs_the_names_only(tmp_path: Path, data: bytes) -> None:
+    broken = tmp_path / "broken.pte"
+    broken.write_bytes(data)
+    report, _ = _analyze(replace(_request(traced("xnnpack"), tmp_path), pte=broken), tmp_path)
+    assert _codes(report) == ["ANALYSIS_PROGRAM_UNREADABLE"]
+    assert report.operators[0].module == "block"
+
+
+def test_a_model_that_does_not_load_costs_the_accuracy_only(tmp_path: Path) -> None:
+    request = _request(traced("xnnpack"), tmp_path)
+    broken = tmp_path / "broken.pt2"
+    broken.write_bytes(b"no model")
+    report, _ = _analyze(replace(request, model=broken), tmp_path)
+    assert _codes(report) == ["ANALYSIS_ACCURACY_FAILED"]
+    assert not report.accuracy
+    assert report.operators
+    assert report.latency.HasField("p50_ns")
+
+
+def test_inputs_that_the_model_does_not_take_are_told(tmp_path: Path) -> None:
+    request = _request(traced("xnnpack"), tmp_path)
+    inputs = tmp_path / "inputs.ett"
+    inputs.write_bytes(tensors.encode([Scalar("x", 1), Scalar("y", 2)]))
+    report, _ = _analyze(replace(request, inputs=inputs), tmp_path)
+    assert _codes(report) == ["ANALYSIS_ACCURACY_FAILED"]
+    assert "takes 1 inputs and was run with 2" in report.compile.warnings[0].message
+    inputs.write_bytes(tensors.encode([Tensor("x", "float32", (1, 3, 16, 16), bytes(4 * 3 * 256))]))
+    report, _ = _analyze(replace(request, inputs=inputs), tmp_path)
+    assert _codes(report) == ["ANALYSIS_ACCURACY_FAILED"]
+
+
+def test_one_output_of_another_shape_keeps_the_others_numbers(tmp_path: Path) -> None:
+    request = _request(traced("xnnpack"), tmp_path)
+    given = tensors.decode(request.outputs.read_bytes())  # type: ignore[union-attr]
+    outputs = tmp_path / "outputs.ett"
+    outputs.write_bytes(tensors.encode([Tensor("0", "float32", (10,), given[0].data), given[1]]))  # type: ignore[union-attr]
+    report, _ = _analyze(replace(request, outputs=outputs), tmp_path)
+    assert _codes(report) == ["ANALYSIS_OUTPUTS_DO_NOT_MATCH"]
+    scores, label = report.accuracy
+    assert (list(scores.shape), scores.HasField("equal"), scores.HasField("sqnr_db")) == ([10], False, False)
+    assert label.equal
+
+
+def test_cut_samples_cost_the_latency_only(tmp_path: Path) -> None:
+    request = _request(traced("xnnpack"), tmp_path)
+    (tmp_path / "cut").write_bytes(bytes(801))
+    report, _ = _analyze(replace(request, samples=tmp_path / "cut"), tmp_path)
+    assert _codes(report) == ["ANALYSIS_STATISTICS_FAILED"]
+    assert not report.HasField("latency")
+    assert report.operators
+
+
+def _accuracy_of(folder: Path, module: object, inputs: list[tensors.Value], outputs: list[tensors.Value]) -> report_pb2.Report:
+    import torch
+    from etfarm.server.reports.reference import to_torch
+
+    assert isinstance(module, torch.nn.Module)
+    torch.export.save(torch.export.export(module.eval(), tuple(to_torch(value) for value in inputs)), folder / "model.pt2")
+    for file, values in (("inputs.ett", inputs), ("outputs.ett", outputs)):
+        (folder / file).write_bytes(tensors.encode(values))
+    request = AnalyzeRequest(
+        pte=None, etdump=None, etrecord=None, model=folder / "model.pt2", inputs=folder / "inputs.ett",
+        outputs=folder / "outputs.ett", samples=None, method="forward", output_names=(), traced_ns=(),
+    )  # fmt: skip
+    return _analyze(request, folder)[0]
+
+
+def test_the_reference_takes_channels_last_and_scalars_and_gives_bfloat16(tmp_path: Path) -> None:
+    import torch
+
+    class Mixed(torch.nn.Module):
+        def forward(self, x: torch.Tensor, factor: float, bias: None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            return (x * factor).to(torch.bfloat16), x > 5, x.sum()
+
+    array = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
+    x = tensors.from_array("x", array, (0, 2, 3, 1))
+    outputs: list[tensors.Value] = [
+        tensors.from_array("scaled", (array * 2.5).astype(tensors.dtype_of("bfloat16"))),
+        tensors.from_array("large", array > 5),
+        Scalar("total", 276.0),
+    ]
+    report = _accuracy_of(tmp_path, Mixed(), [x, Scalar("factor", 2.5), Scalar("bias", None)], outputs)
+    assert _codes(report) == []
+    assert [(row.output, row.dtype, row.equal, row.sqnr_db) for row in report.accuracy] == [
+        ("scaled", "bfloat16", True, 300), ("large", "bool", True, 300), ("total", "float64", True, 300),
+    ]  # fmt: skip
+
+
+def test_a_warm_analysis_is_quick(tmp_path: Path) -> None:
+    request = _request(traced("int8"), tmp_path)
+    prewarm()
+    _analyze(request, tmp_path)
+    start = time.perf_counter()
+    _analyze(request, tmp_path)
+    assert time.perf_counter() - start < 0.6
