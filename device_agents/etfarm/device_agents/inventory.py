@@ -107,7 +107,7 @@ def parse(facts: Mapping[str, str], cores: Collection[int] | None = None) -> dev
     )
     if (total := re.search(r"^MemTotal:\s+(\d+) kB", facts.get("/proc/meminfo", ""), re.MULTILINE)) is not None:
         device.memory_bytes = int(total.group(1)) * 1024
-    if (page := facts.get("getconf PAGESIZE", "").strip()).isdigit():
+    if (page := facts.get("getconf PAGESIZE", "").strip()).isdecimal():
         device.page_size_bytes = int(page)
     return device
 
@@ -207,7 +207,7 @@ def _stanzas(cpuinfo: str) -> Iterator[dict[str, str]]:
 
 def _allowed(facts: Mapping[str, str], stanzas: list[dict[str, str]], cores: Collection[int] | None) -> frozenset[int]:
     listed = re.search(r"^Cpus_allowed_list:\s*(\S+)", facts.get("/proc/self/status", ""), re.MULTILINE)
-    present = frozenset(int(s["processor"]) for s in stanzas if s.get("processor", "").isdigit())
+    present = frozenset(int(s["processor"]) for s in stanzas if s.get("processor", "").isdecimal())
     allowed = parse_cpu_list(listed.group(1)) if listed else present
     return allowed if cores is None else allowed & frozenset(cores)
 
@@ -228,9 +228,9 @@ def _cpu(number: int, facts: Mapping[str, str], stanzas: list[dict[str, str]]) -
         part=_part(own),
         features=frozenset((own.get("features") or own.get("flags") or "").split()),
         core=core,
-        max_frequency_hz=int(frequency) * 1000 if frequency.isdigit() else None,
+        max_frequency_hz=int(frequency) * 1000 if frequency.isdecimal() else None,
         governor=fact("cpufreq/scaling_governor"),
-        capacity=int(capacity) if capacity.isdigit() else None,
+        capacity=int(capacity) if capacity.isdecimal() else None,
     )
 
 
@@ -273,7 +273,7 @@ def _soc(facts: Mapping[str, str], stanzas: list[dict[str, str]]) -> str:
     for key in ("model name", "hardware", "model"):
         # x86's `model` is a number, Arm's a board.
         for stanza in stanzas:
-            if (value := stanza.get(key, "")) and not value.isdigit():
+            if (value := stanza.get(key, "")) and not value.isdecimal():
                 return value
     return next((part for stanza in stanzas if (part := _part(stanza))), "")
 

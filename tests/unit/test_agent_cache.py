@@ -1,0 +1,165 @@
+"""The agent's cache against a real artifact stream: verified, resumed, bounded, one fetch at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from etfarm.device_agents.cache import Cache, Transfers
+from etfarm.device_agents.errors import MalformedDigest
+from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2
+from etfarm.wire.chunks import CorruptDownload, artifact_of
+
+
+class Store(artifact_pb2_grpc.ArtifactServiceServicer):
+    """Blobs, and the offsets that were asked for."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[str, bytes] = {}
+        self.asked: list[tuple[str, int]] = []
+        self.cut_after: int | None = None
+        self.received: dict[str, bytes] = {}
+
+    def put(self, data: bytes) -> common_pb2.Artifact:
+        artifact = artifact_of(data)
+        self.blobs[artifact.digest] = data
+        return artifact
+
+    async def Download(self, request: artifact_pb2.DownloadRequest, context: Any) -> AsyncIterator[artifact_pb2.Chunk]:
+        self.asked.append((request.digest, request.offset))
+        if request.digest not in self.blobs:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such artifact")
+        data = self.blobs[request.digest]
+        for start in range(request.offset, len(data), 1000):
+            if self.cut_after is not None and start >= self.cut_after:
+                self.cut_after = None
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+            yield artifact_pb2.Chunk(offset=start, data=data[start : start + 1000])
+
+    async def FindMissing(self, request: artifact_pb2.FindMissingRequest, context: Any) -> artifact_pb2.FindMissingResponse:
+        return artifact_pb2.FindMissingResponse(missing=[name for name in request.digests if name not in self.blobs])
+
+    async def GetUploadStatus(self, request: artifact_pb2.GetUploadStatusRequest, context: Any) -> artifact_pb2.UploadStatus:
+        return artifact_pb2.UploadStatus(digest=request.digest, committed_bytes=len(self.received.get(request.digest, b"")))
+
+    async def Upload(self, request_iterator: Any, context: Any) -> artifact_pb2.UploadStatus:
+        digest = (await anext(request_iterator)).header.artifact.digest
+        async for request in request_iterator:
+            have = self.received.get(digest, b"")
+            assert request.chunk.offset == len(have)
+            self.received[digest] = have + request.chunk.data
+            if self.cut_after is not None:
+                self.cut_after = None
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+        self.blobs[digest] = self.received[digest]
+        return artifact_pb2.UploadStatus(digest=digest, complete=True)
+
+
+@pytest.fixture
+async def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+async def transfers(store: Store) -> AsyncIterator[Transfers]:
+    server = grpc.aio.server()
+    artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(store, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield Transfers(artifact_pb2_grpc.ArtifactServiceStub(channel), at_once)
+    await server.stop(None)
+
+
+def at_once() -> Iterator[float]:
+    while True:
+        yield 0.0
+
+
+async def test_an_artifact_is_fetched_once(store: Store, transfers: Transfers, tmp_path: Path) -> None:
+    artifact = store.put(b"program" * 1000)
+    cache = Cache(tmp_path, 1 << 20)
+    with cache.lease(transfers) as lease:
+        paths = await asyncio.gather(*(lease.fetch(artifact) for _ in range(5)))
+        assert {path.read_bytes() for path in paths} == {b"program" * 1000}
+    with cache.lease(transfers) as lease:
+        await lease.fetch(artifact)
+    assert store.asked == [(artifact.digest, 0)]
+
+
+async def test_a_cut_download_goes_on_where_it_was(store: Store, transfers: Transfers, tmp_path: Path) -> None:
+    artifact = store.put(os.urandom(10_000))
+    store.cut_after = 4000
+    with Cache(tmp_path, 1 << 20).lease(transfers) as lease:
+        assert (await lease.fetch(artifact)).read_bytes() == store.blobs[artifact.digest]
+    assert store.asked == [(artifact.digest, 0), (artifact.digest, 4000)]
+
+
+async def test_a_file_that_was_damaged_meanwhile_is_fetched_again(store: Store, transfers: Transfers, tmp_path: Path) -> None:
+    artifact = store.put(b"x" * 5000)
+    with Cache(tmp_path, 1 << 20).lease(transfers) as lease:
+        path = await lease.fetch(artifact)
+    path.write_bytes(b"y" + b"x" * 4999)
+    for _ in range(2):
+        with Cache(tmp_path, 1 << 20).lease(transfers) as lease:  # as the next process would
+            assert (await lease.fetch(artifact)).read_bytes() == b"x" * 5000
+    assert len(store.asked) == 2
+
+
+async def test_wrong_bytes_are_never_kept(store: Store, transfers: Transfers, tmp_path: Path) -> None:
+    artifact = store.put(b"good")
+    store.blobs[artifact.digest] = b"evil"
+    with Cache(tmp_path, 1 << 20).lease(transfers) as lease:
+        with pytest.raises(CorruptDownload):
+            await lease.fetch(artifact)
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+        store.blobs[artifact.digest] = b"good"
+        assert (await lease.fetch(artifact)).read_bytes() == b"good"
+
+
+async def test_the_longest_unused_go_when_the_limit_is_passed(store: Store, transfers: Transfers, tmp_path: Path) -> None:
+    artifacts = [store.put(bytes([number]) * 1000) for number in range(4)]
+    cache = Cache(tmp_path, 3000)
+    for artifact in [*artifacts[:3], artifacts[0]]:
+        with cache.lease(transfers) as lease:
+            await lease.fetch(artifact)
+    store.asked.clear()
+    with cache.lease(transfers) as lease:
+        await lease.fetch(artifacts[3])
+        for artifact in (artifacts[0], artifacts[2], artifacts[3]):
+            await lease.fetch(artifact)
+    assert [digest for digest, _ in store.asked] == [artifacts[3].digest], "only the second one had to go"
+
+
+async def test_what_a_run_holds_stays_whatever_the_limit(store: Store, transfers: Transfers, tmp_path: Path) -> None:
+    artifacts = [store.put(bytes([number]) * 1000) for number in range(3)]
+    cache = Cache(tmp_path, 1500)
+    with cache.lease(transfers) as lease:
+        paths = [await lease.fetch(artifact) for artifact in artifacts]
+        assert all(path.exists() for path in paths)
+    assert [path.exists() for path in paths] == [False, False, True]
+
+
+async def test_an_artifact_that_is_not_there_is_not_asked_for_again(store: Store, transfers: Transfers, tmp_path: Path) -> None:
+    with Cache(tmp_path, 1 << 20).lease(transfers) as lease:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await lease.fetch(artifact_of(b"unknown"))
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        with pytest.raises(MalformedDigest):
+            await lease.fetch(common_pb2.Artifact(digest="../../etc/passwd", size_bytes=1))
+    assert len(store.asked) == 1
+
+
+async def test_a_cut_upload_goes_on_where_it_was(store: Store, transfers: Transfers, tmp_path: Path) -> None:
+    data = os.urandom(3 << 19)
+    path = tmp_path / "trace.etdp"
+    path.write_bytes(data)
+    store.cut_after = 1
+    artifact = await transfers.upload(path)
+    assert store.blobs[artifact.digest] == data
+    assert await transfers.upload(data) == artifact

@@ -1,0 +1,142 @@
+"""The decisions of an execution, and what a program does to memory, on the real runner."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from etfarm.device_agents import inventory
+from etfarm.device_agents.agent import DataFolder, Results, device_id
+from etfarm.device_agents.cache import Cache
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.errors import FolderInUse
+from etfarm.device_agents.execute import Attempt, plan_of, traced_iterations
+from etfarm.v1 import agent_pb2, artifact_pb2, artifact_pb2_grpc, common_pb2, compile_pb2, job_pb2
+from etfarm.wire import digest, tensors
+from etfarm.wire.channel import Access
+from etfarm.wire.chunks import artifact_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.programs import program
+from tests.support.runner import runner_archive
+
+
+class Blobs(artifact_pb2_grpc.ArtifactServiceServicer):
+    """A store that has what it is given and takes everything."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[str, bytes] = {}
+
+    def put(self, data: bytes) -> common_pb2.Artifact:
+        self.blobs[artifact_of(data).digest] = data
+        return artifact_of(data)
+
+    async def Download(self, request: artifact_pb2.DownloadRequest, context: Any) -> AsyncIterator[artifact_pb2.Chunk]:
+        data = self.blobs[request.digest]
+        for start in range(request.offset, len(data), 1 << 18):
+            yield artifact_pb2.Chunk(offset=start, data=data[start : start + (1 << 18)])
+
+    async def FindMissing(self, request: artifact_pb2.FindMissingRequest, context: Any) -> artifact_pb2.FindMissingResponse:
+        return artifact_pb2.FindMissingResponse()
+
+
+@pytest.fixture
+async def blobs() -> Blobs:
+    return Blobs()
+
+
+@pytest.fixture
+async def address(blobs: Blobs) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(blobs, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+async def test_a_program_that_needs_too_much_memory_is_the_users_fault(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    share = (100 << 20) / psutil.virtual_memory().available
+    config = AgentConfig(Access(address), "board", tmp_path, memory_share=share)
+    made = program("large")
+    pte = blobs.put(made.bytes)
+    candidate = agent_pb2.RunCandidate(
+        cell_id="cell",
+        program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})),
+        inputs=blobs.put(tensors.encode(made.inputs)),
+        bundle=agent_pb2.RunnerBundle(artifact=blobs.put(runner_archive().read_bytes())),
+    )
+    start = agent_pb2.StartRun(attempt_id="a", device_id="d", candidates=[candidate], deadline_s=60)
+    device = inventory.parse(inventory.collect())
+    cache = Cache(tmp_path / "cache", 1 << 30)
+    result = await Attempt(config, device, cache, tmp_path / "run", start, lambda progress: None).run()
+    error = result.candidates[0].error
+    assert (error.fault, error.reason) == (common_pb2.FAULT_USER, "PROGRAM_OUT_OF_MEMORY")
+    assert error.metadata["self_test"] == "passed"
+    assert not (tmp_path / "run").exists()
+
+
+async def test_a_program_of_other_files_is_not_run(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    given_program = compile_pb2.Program(pte=blobs.put(b"no program"), digest=digest.of_program("0" * 64, {}))
+    start = agent_pb2.StartRun(attempt_id="a", candidates=[agent_pb2.RunCandidate(cell_id="c", program=given_program)])
+    config = AgentConfig(Access(address), "board", tmp_path)
+    cache = Cache(tmp_path / "cache", 1 << 30)
+    device = inventory.parse(inventory.collect())
+    result = await Attempt(config, device, cache, tmp_path / "run", start, lambda progress: None).run()
+    assert result.candidates[0].error.reason == "DIGEST_MISMATCH"
+    assert list((tmp_path / "cache" / "blobs").iterdir()) == []
+
+
+def test_what_a_measurement_leaves_open_has_the_documented_defaults() -> None:
+    plan = plan_of(job_pb2.Measurement())
+    assert (plan.warmup, plan.iterations, plan.max_samples) == (10, 100, 1_000_000)
+    assert (plan.min_time_ns, plan.max_time_ns) == (1_000_000_000, 60_000_000_000)
+
+
+def test_zero_is_a_value() -> None:
+    plan = plan_of(job_pb2.Measurement(warmup=0, min_time_s=0))
+    assert (plan.warmup, plan.min_time_ns) == (0, 0)
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=1))
+def test_short_programs_are_traced_more_often(samples: list[int]) -> None:
+    short = sum(sample < 20_000 for sample in samples) > len(samples) // 2
+    assert traced_iterations(samples) == (100 if short else 10)
+
+
+def test_a_device_keeps_its_id_and_agents_beside_it_have_their_own() -> None:
+    machine, one, other = "3d1219c7c4c5404aaa1f6d2a48adfda4", "agent-1", "agent-2"
+    default = device_id(machine, one, is_default_folder=True)
+    assert default == device_id(machine, other, is_default_folder=True)
+    ids = {default, device_id(machine, one, is_default_folder=False), device_id(machine, other, is_default_folder=False)}
+    assert len(ids) == 3 and all(len(each) == 16 for each in ids)
+    assert not any(each in machine for each in ids)
+    assert device_id("", one, is_default_folder=True) == one
+
+
+def test_the_agents_id_outlives_the_process(tmp_path: Path) -> None:
+    folder = DataFolder(tmp_path / "agent")
+    agent_id = folder.agent_id()
+    with pytest.raises(FolderInUse):
+        DataFolder(tmp_path / "agent")
+    folder.close()
+    again = DataFolder(tmp_path / "agent")
+    assert again.agent_id() == agent_id
+    again.close()
+
+
+async def test_results_outlive_the_process_until_they_are_acknowledged(tmp_path: Path) -> None:
+    results = Results(tmp_path)
+    for attempt in ("../../etc/passwd", "b"):
+        await results.put(agent_pb2.RunResult(attempt_id=attempt, device_id="d"))
+    (tmp_path / "half.pb.part").write_bytes(b"\xff")
+    again = Results(tmp_path)
+    assert dict(again.waiting) == dict(results.waiting)
+    again.drop("../../etc/passwd")
+    again.drop("unknown")
+    assert list(Results(tmp_path).waiting) == ["b"]

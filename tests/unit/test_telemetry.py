@@ -1,0 +1,52 @@
+"""Telemetry of this machine: true where it is told, absent where there is nothing to tell."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+from etfarm.device_agents.runners.protocol import Measured
+from etfarm.device_agents.telemetry import Telemetry, run_telemetry
+
+
+def test_what_is_told_is_what_the_machine_says(tmp_path: Path) -> None:
+    told = Telemetry(tmp_path).read()
+    assert abs(told.at.ToSeconds() - time.time()) < 5
+    assert 0 < told.memory_available_bytes < psutil.virtual_memory().total
+    assert told.disk_free_bytes <= psutil.disk_usage(str(tmp_path)).total
+    assert 0 <= told.cpu_share <= 1
+    assert 1 << 20 < told.agent_rss_bytes < psutil.virtual_memory().total
+
+
+def test_what_the_machine_lacks_is_absent_and_not_zero(tmp_path: Path) -> None:
+    told = Telemetry(tmp_path).read()
+    assert not told.HasField("temperature_c") or told.temperature_c != 0
+    assert told.HasField("battery_share") == (psutil.sensors_battery() is not None)
+    assert told.HasField("charging") <= told.HasField("battery_share")
+    assert not told.HasField("frequency_hz") or told.frequency_hz > 0
+
+
+def test_a_missing_folder_only_costs_the_disks_value(tmp_path: Path) -> None:
+    told = Telemetry(tmp_path / "gone").read()
+    assert not told.HasField("disk_free_bytes") and told.HasField("load_1m")
+
+
+def test_a_light_reading_leaves_out_what_costs(tmp_path: Path) -> None:
+    told = Telemetry(tmp_path).read(light=True)
+    assert {field.name for field, _ in told.ListFields()} == {"at", "load_1m", "memory_available_bytes"}
+    assert told.load_1m <= os.getloadavg()[0] + 1
+
+
+def test_counters_that_the_kernel_does_not_tell_are_absent() -> None:
+    from array import array
+
+    measured = Measured(
+        warmup=1, first_run_ns=1, iterations=1, duration_ns=1, stop_reason="ENOUGH", wall_ns=7, cpu_ns=0,
+        voluntary_switches=0, involuntary_switches=None, minor_faults=None, major_faults=None, cpu_pressure_us=None,
+        peak_rss_bytes=None, samples_ns=array("q", [1]),
+    )  # fmt: skip
+    told = run_telemetry(measured)
+    assert {field.name for field, _ in told.ListFields()} == {"cpu_time_ns", "wall_time_ns", "voluntary_switches"}
+    assert told.voluntary_switches == 0
