@@ -35,6 +35,9 @@ from etfarm.wire.status import Unreachable
 CONNECT_TIMEOUT_S = 10.0
 """How long the first answer may take; a server on the other side of the world needs one second."""
 
+GIVE_UP_S = 5.0
+"""How long a submission that is cancelled may take to cancel the job that it made."""
+
 
 class NotConnected(UserError):
     """The farm is used outside of its `with` block."""
@@ -342,7 +345,14 @@ class AsyncFarm:
         stubs = self._open
         await transfers.upload_missing(stubs.artifacts, made.blobs, server=stubs.server, on_progress=on_upload)
         request = job_pb2.SubmitRequest(request_id=made.request_id, spec=made.spec)
-        return AsyncJob(stubs, await repeat(lambda: stubs.jobs.Submit(request), server=stubs.server))
+        submitting = asyncio.create_task(repeat(lambda: stubs.jobs.Submit(request), server=stubs.server), name="submit")
+        try:
+            return AsyncJob(stubs, await asyncio.shield(submitting))
+        except asyncio.CancelledError:
+            # The server may have the job by now, and nobody would know its id: whoever gives up wants no job.
+            async with asyncio.timeout(GIVE_UP_S):
+                await AsyncJob(stubs, await submitting).cancel()
+            raise
 
     async def _must_answer(self, stubs: Stubs) -> None:
         """One quick call, so that a wrong address is heard of now and not after the patience for a restart."""

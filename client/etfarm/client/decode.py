@@ -40,7 +40,7 @@ def job(message: job_pb2.Job) -> JobInfo:
     )
 
 
-def job_state(value: job_pb2.JobState) -> JobState:
+def job_state(value: job_pb2.JobState.ValueType) -> JobState:
     """A JobState; QUEUED where the server did not say."""
     name = job_pb2.JobState.Name(value).removeprefix("JOB_STATE_")
     return JobState(name) if name in JobState.__members__ else JobState.QUEUED

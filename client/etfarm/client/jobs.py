@@ -126,7 +126,7 @@ class AsyncJob:
         answer = await repeat(lambda: self._stubs.reports.Get(request), server=self._stubs.server)
         return report.document(self._job, answer.reports, error)
 
-    def document_without_reports(self, error: EtfarmError) -> dict[str, Any]:
+    def document_without_reports(self, error: EtfarmError | None) -> dict[str, Any]:
         """The document etfarm.report/1 where the server cannot be asked any more."""
         return report.document(self._job, (), error)
 

@@ -1,0 +1,221 @@
+"""Steps 1 and 10, command line: how every command starts and ends: arguments, errors, exit codes, Ctrl-C, `--json`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+from etfarm.client.errors import Interrupted, OutputUnwritable, exit_code
+from etfarm.wire.errors import EtfarmError, UserError
+
+Answer = TypeVar("Answer")
+Command = Callable[..., int | None]
+
+STDOUT = "-"
+"""`--json -` writes to stdout."""
+
+# typer's usage errors derive from a ClickException that is typer's own or click's, by its version.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+class Usage(UserError):
+    """The command line is wrong."""
+
+    reason = "USAGE"
+
+
+@dataclass
+class Outcome:
+    """What came of a command so far; `--json` is written from it, however the command ends."""
+
+    json_file: str | None = None
+    """FILE of `--json`, or `-`."""
+    document: Callable[[EtfarmError | None], dict[str, Any]] | None = None
+    """The document etfarm.report/1 as far as it is known, with the error that ended the command."""
+
+    def write(self, error: EtfarmError | None) -> None:
+        """Writes `--json`, where it was given.
+
+        Raises:
+            OutputUnwritable: the file cannot be written.
+        """
+        if self.json_file is None:
+            return
+        from etfarm.wire import report
+
+        document = self.document(error) if self.document is not None else report.document(None, (), error)
+        text = report.dumps(document)
+        if self.json_file == STDOUT:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        else:
+            write_whole(Path(self.json_file), text.encode())
+
+
+def execute(command: Command | Mapping[str, Command], argv: list[str], name: str, about: str = "") -> int:
+    """Runs a command, or one of a group's, and answers its exit code; errors are one sentence on stderr.
+
+    Args:
+        command: a typer function, or functions by subcommand.
+        name: what comes after `etfarm`.
+        about: the group's help; a function's is its docstring.
+    """
+    outcome = Outcome()
+    code, error = 0, None
+    try:
+        code = _run(command, argv, name, about, outcome)
+    except EtfarmError as raised:
+        error, code = raised, exit_code(raised)
+    except KeyboardInterrupt:
+        error, code = Interrupted("Interrupted."), 128 + signal.SIGINT
+    except _UsageError as raised:
+        said = str(getattr(raised, "format_message", raised.__str__)()).strip().rstrip(".")
+        error, code = Usage(f"{said}.", f"See `etfarm {name} --help`."), 2
+        outcome.json_file = outcome.json_file or _json_file(argv)
+    if isinstance(error, Interrupted) and error.metadata.get("signal"):
+        code = 128 + int(error.metadata["signal"])
+    if error is not None:
+        print(f"etfarm: {error}", file=sys.stderr)
+    try:
+        outcome.write(error)
+    except OutputUnwritable as raised:
+        print(f"etfarm: {raised}", file=sys.stderr)
+        code = code or exit_code(raised)
+    _leave_busy_threads(code)
+    return code
+
+
+def run_async(main: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+    """Runs `main` in an event loop. The first Ctrl-C (or SIGTERM) cancels it, so that it can clean up; the second leaves.
+
+    Raises:
+        Interrupted: it was cancelled so and said nothing itself.
+    """
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(main(), name="command")
+    caught: list[int] = []
+
+    def interrupt(number: int) -> None:
+        if caught:
+            sys.stderr.write("\x1b[?25h" if sys.stderr.isatty() else "")
+            sys.stderr.flush()
+            os._exit(128 + number)
+        caught.append(number)
+        task.cancel()
+
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    for number in numbers:
+        loop.add_signal_handler(number, interrupt, number)
+    try:
+        return loop.run_until_complete(task)
+    except asyncio.CancelledError:
+        raise Interrupted("Interrupted.", signal=caught[0] if caught else signal.SIGINT) from None
+    except Interrupted as error:
+        error.metadata.setdefault("signal", str(caught[0] if caught else int(signal.SIGINT)))
+        raise
+    finally:
+        rest = asyncio.all_tasks(loop)
+        for other in rest:
+            other.cancel()
+        loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        for number in numbers:
+            loop.remove_signal_handler(number)
+        loop.close()
+
+
+_THREAD_NAME = "etfarm work"
+
+
+async def in_thread(work: Callable[[], Answer]) -> Answer:
+    """The answer of blocking work in a thread that nobody has to wait for: Ctrl-C does not wait for torch."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Answer] = loop.create_future()
+
+    def settle(answer: Answer | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(answer)  # type: ignore[arg-type]
+
+    def target() -> None:
+        answer, failed = None, None
+        try:
+            answer = work()
+        except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
+            failed = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, answer, failed)
+
+    threading.Thread(target=target, name=_THREAD_NAME, daemon=True).start()
+    return await future
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Puts `data` at `path` at once: a reader finds all of it or what was there before.
+
+    Raises:
+        OutputUnwritable: it cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)  # a pipe or /dev/null: nothing to replace
+            return
+        part.write_bytes(data)
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise OutputUnwritable(f"{path} cannot be written: {error.strerror or error}.", "Give another path.", path=path) from None
+
+
+def _run(command: Command | Mapping[str, Command], argv: list[str], name: str, about: str, outcome: Outcome) -> int:
+    app = typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    )
+    if isinstance(command, Mapping):
+        app.callback(help=about)(_nothing)
+        for subcommand, function in command.items():
+            app.command(subcommand)(function)
+    else:
+        app.command()(command)
+    runnable = typer.main.get_command(app)
+    # A group that is called without a subcommand prints its help, and that is wrong usage.
+    asked = argv if argv or not isinstance(command, Mapping) else ["--help"]
+    code = runnable.main(args=asked, prog_name=f"etfarm {name}", standalone_mode=False, obj=outcome)
+    return int(code or 0) if asked is argv else 2
+
+
+def _nothing() -> None:
+    """A group's own callback: its subcommands do everything."""
+
+
+def _json_file(argv: list[str]) -> str | None:
+    """FILE of `--json` in arguments that could not be parsed."""
+    for index, argument in enumerate(argv):
+        if argument.startswith("--json="):
+            return argument.removeprefix("--json=")
+        if argument == "--json" and index + 1 < len(argv):
+            return argv[index + 1]
+    return None
+
+
+def _leave_busy_threads(code: int) -> None:
+    """Ends the process now if work was left behind in a thread: torch at work does not outlive Python's end well."""
+    if any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,159 @@
+"""Steps 1 and 10, command line: `etfarm bench`, from models to a report for each cell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from etfarm.client.cli import options
+from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, run_async
+
+
+def main(argv: list[str]) -> int:
+    """Runs `etfarm bench`."""
+    return execute(bench, argv, "bench")
+
+
+def bench(
+    context: typer.Context,
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL...", help="x.pt2, x.pte, file.py:factory, package.module:factory or demo:NAME."),
+    ],
+    recipe: options.Recipes = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option("--device", metavar="SELECTOR", help="One cell on one device that matches, as arch=aarch64,memory>=2GiB."),
+    ] = None,
+    all_devices: Annotated[bool, typer.Option("--all-devices", help="One cell on each device that matches.")] = False,
+    inputs: Annotated[
+        Path | None, typer.Option("--inputs", metavar="FILE.npz", help="Inputs by argument name or place; METHOD/ before it.")
+    ] = None,
+    method: Annotated[list[str] | None, typer.Option("--method", metavar="M", help="A method. Again for more. [forward]")] = None,
+    threads: Annotated[
+        list[str] | None, typer.Option("--threads", metavar="N[,N]...", help="Thread counts. [the fastest cluster's cores]")
+    ] = None,
+    cores: Annotated[str, typer.Option("--cores", metavar="C", help="big, little, or cpus as 0-3.")] = "",
+    iterations: Annotated[int | None, typer.Option("--iterations", metavar="N", min=1, help="At least so many. [100]")] = None,
+    warmup: Annotated[int | None, typer.Option("--warmup", metavar="N", min=0, help="Runs before, not counted. [10]")] = None,
+    min_time: Annotated[
+        float | None, typer.Option("--min-time", metavar="S", min=0, help="At least so many seconds. [1]")
+    ] = None,
+    interleave: Annotated[bool, typer.Option("--interleave", help="Not in this version.")] = False,
+    no_profile: Annotated[bool, typer.Option("--no-profile", help="No traced pass, so no operators.")] = False,
+    numerics: Annotated[bool, typer.Option("--numerics", help="Not in this version.")] = False,
+    data: Annotated[list[str] | None, typer.Option("--data", metavar="X.ptd", help="Not in this version.")] = None,
+    name: options.Name = "",
+    label: options.Labels = None,
+    timeout: options.Timeout = None,
+    priority: Annotated[int, typer.Option("--priority", metavar="P", help="Higher first. [0]")] = 0,
+    no_cache: options.NoCache = False,
+    json: options.JsonFile = None,
+    html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Not in this version.")] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Submit, print the job's id and leave.")] = False,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> int:
+    """Measures models on devices: latency, memory, accuracy, and operators by source line.
+
+    Each model with each recipe, on each device choice, with each method and thread count is one cell of the job.
+    """
+    outcome: Outcome = context.obj
+    outcome.json_file = json
+    options.refuse(interleave=interleave, numerics=numerics, data=data, html=html)
+    counts = options.threads_of(threads or ())
+    labels = options.labels_of(label or ())
+    recipes = recipe or []
+
+    # What costs nothing to refuse is refused before anything starts.
+    from etfarm.client.export.spec import PteFile, resolve
+    from etfarm.client.submission import DEFAULT_RECIPE, read_recipe
+    from etfarm.wire import selectors
+
+    for text in recipes:
+        read_recipe(text)
+    for text in device or ():
+        selectors.parse(text)
+    specs = [resolve(model) for model in models]
+    if recipes and all(isinstance(spec, PteFile) for spec in specs):
+        raise Usage("A .pte is compiled already, so that --recipe says nothing about it.", "Leave --recipe out.")
+    if inputs is not None:
+        must_be_file(inputs)
+
+    from etfarm.client.aio import AsyncFarm
+    from etfarm.client.cli import flow
+    from etfarm.client.cli.display import Display, open_display
+    from etfarm.client.jobs import AsyncJob
+    from etfarm.client.models import JobResult, JobState
+    from etfarm.client.submission import PreparedModel
+
+    async def submit(farm: AsyncFarm, prepared: list[PreparedModel], display: Display) -> AsyncJob:
+        return await farm.bench(
+            prepared,
+            recipes or [DEFAULT_RECIPE],
+            device or [""],
+            all_devices=all_devices,
+            inputs=inputs,
+            methods=method or (),
+            threads=counts,
+            cores=cores,
+            iterations=iterations,
+            warmup=warmup,
+            min_time_s=min_time,
+            profile=not no_profile,
+            name=name,
+            labels=labels,
+            timeout_s=timeout,
+            priority=priority,
+            no_cache=no_cache,
+            on_upload=display.moved,
+        )
+
+    async def finish(job: AsyncJob, result: JobResult, display: Display) -> None:
+        display.stop()
+        print_result(result, to_stderr=json == STDOUT)
+
+    async def carry_out() -> int:
+        if detach:
+            await flow.must_last(server)
+        with open_display() as display:
+            task = flow.Task(specs, submit, finish, server, tls_ca, detach)
+            job, result = await flow.carry_out(task, outcome, display)
+        if result is None:
+            print_detached(job.id, to_stderr=json == STDOUT)
+            return 0
+        return 0 if result.state is JobState.SUCCEEDED else 1
+
+    return run_async(carry_out)
+
+
+def must_be_file(path: Path) -> None:
+    """For an option that names a file which is read later.
+
+    Raises:
+        Usage: there is none.
+    """
+    if not path.is_file():
+        raise Usage(f"There is no file {path}.", f"Paths start at the working folder, {Path.cwd()}.", path=path)
+
+
+def print_result(result: object, *, to_stderr: bool) -> None:
+    """Prints a job's reports and how to see them again."""
+    from etfarm.client.cli import output, render
+    from etfarm.client.models import JobResult
+    from rich.text import Text
+
+    assert isinstance(result, JobResult)
+    console = output.open_console(to_stderr=to_stderr)
+    document = result.json()
+    console.print(render.reports(document["reports"], width=console.width, job=result.job.id))
+    console.print(Text(f"job {result.job.id}  {result.state.value}  etfarm report show {result.job.id}", style="dim"))
+
+
+def print_detached(job_id: str, *, to_stderr: bool) -> None:
+    """Prints a job's id, alone on stdout, and what to do with it."""
+    import sys
+
+    print(job_id, file=sys.stderr if to_stderr else sys.stdout)
+    print(f"It goes on: `etfarm jobs watch {job_id}`, then `etfarm report show {job_id}`.", file=sys.stderr)

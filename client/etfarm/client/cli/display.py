@@ -1,0 +1,199 @@
+"""Step 10, command line: what a waiting command shows: a live table on a terminal, plain lines elsewhere. On stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, Self
+
+from etfarm.client.cli import units
+from etfarm.client.models import Cell, CellChanged, Event, Progress
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+
+ROWS = 16
+"""Cells in the live table; the liveliest come first."""
+
+
+class Display(Protocol):
+    """Shows what goes on while a command waits."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def status(self, text: str) -> None:
+        """One sentence about what the command does before its job runs."""
+
+    def moved(self, done: int, total: int) -> None:
+        """Bytes that were uploaded."""
+
+    def cells(self, cells: Sequence[Cell]) -> None:
+        """The job's cells, once they are known."""
+
+    def event(self, event: Event) -> None:
+        """Something happened in the job."""
+
+    def stop(self) -> None:
+        """Leaves the terminal to others. Nothing is shown afterwards."""
+
+
+def open_display() -> Display:
+    """The display that fits stderr."""
+    return LiveDisplay() if sys.stderr.isatty() else PlainDisplay(lambda line: print(line, file=sys.stderr, flush=True))
+
+
+class PlainDisplay:
+    """Lines, as things end. For pipes, logs and CI."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        """Args:
+        write: takes one line without its end.
+        """
+        self._write = write
+        self._labels: dict[str, str] = {}
+        self._states: dict[str, str] = {}
+        self._said = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Lines that were written stay."""
+
+    def status(self, text: str) -> None:
+        """Writes the sentence, once."""
+        if text != self._said:
+            self._said = text
+            self._write(text)
+
+    def moved(self, done: int, total: int) -> None:
+        """Writes the size when all is there."""
+        if done == total:
+            self._write(f"Uploaded {units.size(total)}.")
+
+    def cells(self, cells: Sequence[Cell]) -> None:
+        """Learns their names."""
+        self._labels = {cell.id: cell.label for cell in cells}
+
+    def event(self, event: Event) -> None:
+        """Writes a line for a phase that ended, a state that is new, and a reason to wait."""
+        if isinstance(event, Progress) and event.duration_ms is not None:
+            took = units.milliseconds(event.duration_ms)
+            self._write(f"{self._labels.get(event.cell_id, event.cell_id)}: {event.phase} {took} ({event.actor})")
+        elif isinstance(event, CellChanged):
+            said = f"{event.cell.state.value}{f' ({event.cell.waiting_for})' if event.cell.waiting_for else ''}"
+            if self._states.get(event.cell.id) != said:
+                self._states[event.cell.id] = said
+                self._write(f"{event.cell.label}: {said}")
+
+
+class LiveDisplay:
+    """A table of the cells that is redrawn in place and gone when the command is done."""
+
+    def __init__(self) -> None:
+        self._live: Live | None = None
+        self._status = "Starting."
+        self._cells: dict[str, Cell] = {}
+        self._progress: dict[str, Progress] = {}
+        self._since: dict[str, float] = {}
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Self:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._live = Live(
+            console=Console(stderr=True, highlight=False),
+            get_renderable=self._render,
+            refresh_per_second=8,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Takes the table away."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def status(self, text: str) -> None:
+        """Shows the sentence until the next one."""
+        self._status = text
+
+    def moved(self, done: int, total: int) -> None:
+        """Shows how much is there."""
+        self._status = f"Uploading {units.size(done)} of {units.size(total)}."
+
+    def cells(self, cells: Sequence[Cell]) -> None:
+        """Shows a row for each."""
+        self._status = ""
+        for cell in cells:
+            self._cells[cell.id] = cell
+            self._since.setdefault(cell.id, time.monotonic())
+
+    def event(self, event: Event) -> None:
+        """Shows a cell's newest state and phase."""
+        if isinstance(event, CellChanged):
+            known = self._cells.get(event.cell.id)
+            if known is None or known.state is not event.cell.state:
+                self._since[event.cell.id] = time.monotonic()
+                self._progress.pop(event.cell.id, None)
+            self._cells[event.cell.id] = event.cell
+        elif isinstance(event, Progress):
+            self._progress[event.cell_id] = event
+
+    def _render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.spinner import Spinner
+        from rich.table import Table
+        from rich.text import Text
+
+        elapsed = units.clock(time.monotonic() - self._started)
+        if not self._cells:
+            return Spinner("dots", Text(f"{self._status}  {elapsed}", no_wrap=True, overflow="ellipsis"))
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True, overflow="ellipsis", min_width=12)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True, overflow="ellipsis", style="dim")
+        table.add_column(no_wrap=True, justify="right", style="dim")
+        liveliest = sorted(self._cells.values(), key=lambda cell: (cell.state.is_terminal, _rank(cell), cell.index))
+        now = time.monotonic()
+        for cell in sorted(liveliest[:ROWS], key=lambda cell: cell.index):
+            spent = "" if cell.state.is_terminal else units.clock(now - self._since[cell.id])
+            state = Text(cell.state.value.lower().replace("_", " "), style=_STYLES.get(cell.state.value, "bold"))
+            table.add_row(cell.label, state, _doing(cell, self._progress.get(cell.id)), spent)
+        ended = sum(cell.state.is_terminal for cell in self._cells.values())
+        more = f", {len(liveliest) - ROWS} more" if len(liveliest) > ROWS else ""
+        foot = f"{self._status}  " if self._status else ""
+        foot += f"{ended} of {units.count(len(self._cells), 'cell')} done{more}  {elapsed}"
+        return Group(table, Spinner("dots", Text(foot, style="dim")))
+
+
+_STYLES = {"SUCCEEDED": "green", "FAILED": "bold red", "CANCELLED": "yellow", "QUEUED": "dim", "WAITING_FOR_DEVICE": "yellow"}
+
+
+def _rank(cell: Cell) -> int:
+    return {"RUNNING": 0, "ANALYZING": 1, "COMPILING": 2}.get(cell.state.value, 3)
+
+
+def _doing(cell: Cell, progress: Progress | None) -> str:
+    if cell.state.is_terminal:
+        return cell.error.message if cell.error is not None else ""
+    if progress is None:
+        return cell.waiting_for
+    far = f" {100 * progress.done / progress.total:.0f} %" if progress.done is not None and progress.total else ""
+    actor = f" ({progress.actor})" if progress.actor not in ("", "SERVER") else ""
+    return " ".join(filter(None, (f"{progress.phase}{far}{actor}", progress.message or cell.waiting_for)))

@@ -1,0 +1,184 @@
+"""Steps 1 and 10, command line: the way of a command with a job: prepare and connect at once, submit, wait, finish."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from etfarm.client import embedded
+from etfarm.client.aio import AsyncFarm
+from etfarm.client.cli import units
+from etfarm.client.cli.app import Outcome, in_thread
+from etfarm.client.cli.display import Display
+from etfarm.client.errors import Interrupted, UserError
+from etfarm.client.export.spec import ModelSpec
+from etfarm.client.jobs import AsyncJob
+from etfarm.client.models import JobResult
+from etfarm.client.submission import PreparedModel, prepare
+from etfarm.wire import names, report
+from etfarm.wire.errors import EtfarmError
+
+Answer = TypeVar("Answer")
+
+_FARM_LOST = "the farm is gone"
+
+CANCEL_TIMEOUT_S = 20.0
+"""How long Ctrl-C waits for the job to be cancelled; a second one leaves at once."""
+
+
+class NeedsLastingFarm(UserError):
+    """A job cannot be left alone on a farm that goes with its last command."""
+
+    reason = "NEEDS_LASTING_FARM"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one command wants of the farm."""
+
+    models: Sequence[ModelSpec]
+    submit: Callable[[AsyncFarm, list[PreparedModel], Display], Awaitable[AsyncJob]]
+    finish: Callable[[AsyncJob, JobResult, Display], Awaitable[None]] | None = None
+    """Fetches files and shows the result, while the farm is still there: leaving an embedded one takes a moment."""
+    server: str | None = None
+    tls_ca: str | None = None
+    detach: bool = False
+
+
+async def carry_out(task: Task, outcome: Outcome, display: Display) -> tuple[AsyncJob, JobResult | None]:
+    """The job and its result, None when it was detached.
+
+    Raises:
+        EtfarmError: whatever keeps the job from being submitted or watched.
+        Interrupted: Ctrl-C; the job was cancelled.
+    """
+    # torch and the export take seconds, and so may a farm that starts: neither waits for the other.
+    preparing = asyncio.create_task(in_thread(lambda: _prepare(task.models, display)), name="prepare models")
+    farm = AsyncFarm(task.server, tls_ca=task.tls_ca, on_status=display.status)
+    connecting = asyncio.create_task(farm.__aenter__(), name="connect")
+    try:
+        await _both(preparing, connecting)
+        if farm.lease is not None and task.detach and not farm.lease.lasting:
+            raise lasting_farm_needed()
+        working = asyncio.create_task(_with_farm(task, farm, preparing.result(), outcome, display), name="job")
+        return await _while_there(working, farm.lease)
+    finally:
+        await farm.close()
+
+
+async def must_last(server: str | None) -> None:
+    """For `--detach`: whether the farm that the command will use stays when the command has left.
+
+    Raises:
+        NeedsLastingFarm: no server is named, and no embedded farm is kept by `etfarm up`.
+    """
+    if not (server or os.environ.get(names.SERVER_VARIABLE)) and not await embedded.is_lasting():
+        raise lasting_farm_needed()
+
+
+def lasting_farm_needed() -> NeedsLastingFarm:
+    """What `--detach` is answered with on a farm that would take the job along."""
+    return NeedsLastingFarm(
+        "--detach needs a farm that stays: the embedded farm ends with this command, and the job with it.",
+        "Run `etfarm up` in another terminal first, or name a server with --server or ETFARM_SERVER.",
+    )
+
+
+def _prepare(specs: Sequence[ModelSpec], display: Display) -> list[PreparedModel]:
+    # What a user's factory prints must not get into what the command itself writes to stdout.
+    with redirect_stdout(sys.stderr):
+        return [prepare(spec, say=display.status) for spec in specs]
+
+
+async def _both(*tasks: asyncio.Task[Any]) -> None:
+    """Waits for all; when one fails the others are cancelled, and have ended, before it raises."""
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def _while_there(working: asyncio.Task[Answer], lease: embedded.Lease | None) -> Answer:
+    """What the work gives, for as long as the farm is there.
+
+    Cancelled, it waits until the work has cleaned up, and raises what that raises.
+
+    Raises:
+        EmbeddedFarmFailed: the embedded farm ended; the work was ended too.
+    """
+    lost = asyncio.create_task(lease.lost(), name="embedded farm") if lease is not None else None
+    try:
+        await asyncio.wait({working, lost} if lost else {working}, return_when=asyncio.FIRST_COMPLETED)
+        if lost is not None and not working.done():
+            working.cancel(_FARM_LOST)
+            await asyncio.wait({working})
+            lost.result()
+    except asyncio.CancelledError:
+        working.cancel()
+        await asyncio.wait({working})
+    finally:
+        if lost is not None:
+            lost.cancel()
+    return working.result()
+
+
+async def _with_farm(
+    task: Task, farm: AsyncFarm, models: list[PreparedModel], outcome: Outcome, display: Display
+) -> tuple[AsyncJob, JobResult | None]:
+    display.status("Submitting.")
+    job = await task.submit(farm, models, display)
+    outcome.document = job.document_without_reports
+    cells = job.info.cells
+    display.status(f"Job {job.id}: {units.count(len(cells), 'cell')}.")
+    if task.detach:
+        return job, None
+    try:
+        result = await follow(job, display)
+        outcome.document = ended(result)
+        if task.finish is not None:
+            await task.finish(job, result, display)
+    except asyncio.CancelledError as cancelled:
+        if _FARM_LOST in cancelled.args:
+            raise
+        raise await _cancel(job, outcome, display) from None
+    return job, result
+
+
+async def follow(job: AsyncJob, display: Display) -> JobResult:
+    """Shows the job's events until it is terminal; its result."""
+    display.cells(job.info.cells)
+    async for event in job.watch():
+        display.event(event)
+    await job.refresh()
+    return JobResult(await job.document())
+
+
+async def _cancel(job: AsyncJob, outcome: Outcome, display: Display) -> Interrupted:
+    """Cancels the job of a command that was interrupted; the error that says what became of it."""
+    if job.state.is_terminal:
+        return Interrupted(f"Interrupted; job {job.id} was done: `etfarm report show {job.id}`.", job=job.id)
+    display.status(f"Cancelling job {job.id}. Ctrl-C again leaves at once.")
+    try:
+        async with asyncio.timeout(CANCEL_TIMEOUT_S):
+            await job.cancel()
+            outcome.document = ended(JobResult(await job.document()))
+    except (EtfarmError, TimeoutError) as failed:
+        return Interrupted(
+            f"Interrupted; whether job {job.id} was cancelled is not known: {failed}",
+            f"Run `etfarm jobs cancel {job.id}`.",
+            job=job.id,
+        )
+    return Interrupted(f"Interrupted; job {job.id} was cancelled.", job=job.id)
+
+
+def ended(result: JobResult) -> Callable[[EtfarmError | None], dict[str, Any]]:
+    """The document of a job that is terminal, for `Outcome`."""
+    return lambda error: {**result.json(), "error": report.error_json(error) if error is not None else None}

@@ -1,0 +1,54 @@
+"""Step 10, command line: the console that results are printed on, as wide as there is room for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+PIPE_WIDTH = 160
+"""Columns where stdout is no terminal and COLUMNS does not say: room for the source lines."""
+
+WIDEST = 200
+
+
+def open_console(*, to_stderr: bool = False) -> Console:
+    """The console for results: stdout, or stderr where stdout is taken by `--json -`. NO_COLOR is respected by rich."""
+    file = sys.stderr if to_stderr else sys.stdout
+    width = None if file.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH
+    console = Console(file=file, width=width, highlight=False, markup=False, emoji=False)
+    if console.width > WIDEST:
+        console.width = WIDEST
+    return console
+
+
+def show(renderable: RenderableType, *, to_stderr: bool = False) -> None:
+    """Prints one result."""
+    open_console(to_stderr=to_stderr).print(renderable)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[RenderableType]], *, right: Sequence[str] = ()) -> Table:
+    """A plain table: dim heads, no lines, one row a line; what is too long ends in an ellipsis.
+
+    Args:
+        right: heads of the columns that are aligned right.
+    """
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for head in heads:
+        made.add_column(head, justify="right" if head in right else "left", no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def facts(pairs: Iterable[tuple[str, RenderableType]]) -> Table:
+    """Names and values below each other; values may take several lines."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in pairs:
+        grid.add_row(name, value)
+    return grid

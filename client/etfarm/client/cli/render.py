@@ -1,0 +1,280 @@
+"""Step 10, command line: reports as people read them: the answer first, then the lines of their code, then the rest.
+
+Takes the JSON of etfarm.report/1, so that a report looks the same now and when it is shown again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from etfarm.client.cli import units
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+TOP = 10
+"""Operators that are shown where nobody said how many."""
+
+CODE_WIDTH = 100
+"""Terminals narrower than this get no column with the source code."""
+
+Json = Mapping[str, Any]
+
+_STATE_STYLES = {"VALID": "green", "INVALID": "bold red", "NOT_BENCHMARKABLE": "yellow"}
+_ADVICE = {
+    "EMULATED": "Numbers of an emulated device say nothing about a real one: use --device emulated=false.",
+    "CPU_SHARE": "Stop what else runs on the device, or give fewer --threads.",
+    "INVOLUNTARY_SWITCHES": "Stop what else runs on the device, or keep to free cores with --cores.",
+    "CPU_PRESSURE": "Stop what else runs on the device.",
+    "TOO_FEW_SAMPLES": "Give a larger --iterations or --min-time.",
+    "OUTPUTS_DIFFER": "The program is not deterministic: look for races or uninitialised memory in its kernels.",
+}
+"""What to do about a verdict's reason, by code."""
+
+
+def reports(documents: Iterable[Json], *, width: int, top: int = TOP, job: str = "") -> RenderableType:
+    """All reports of a job, one below the other.
+
+    Args:
+        width: columns of the terminal.
+        top: so many operators each; 0 is all.
+        job: the id to name where a command shows more.
+    """
+    parts: list[RenderableType] = []
+    for document in documents:
+        if parts:
+            parts.append(Text())
+        parts.append(report(document, width=width, top=top, job=job))
+    return Group(*parts)
+
+
+def report(document: Json, *, width: int, top: int = TOP, job: str = "") -> RenderableType:
+    """One REPORT."""
+    parts: list[RenderableType] = [headline(document, width)]
+    if document["error"]:
+        parts.append(_indented(error_text(document["error"])))
+    if document["operators"]:
+        parts.append(Padding(operators(document["operators"], width=width - 2, top=top), (0, 0, 0, 2)))
+        left_out = _left_out(document["operators"], top, job)
+        if left_out is not None:
+            parts.append(_indented(left_out))
+    facts = list(_facts(document))
+    if facts:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, text in facts:
+            grid.add_row(name, text)
+        parts.append(_indented(grid))
+    return Group(*parts)
+
+
+def label(document: Json) -> str:
+    """What was measured where: `resnet8 · xnnpack_fp32 · pi5-a (Cortex-A76 × 4)`."""
+    model = document["model"]["name"] if document["model"] else "?"
+    method = document["method"] if document["method"] not in (None, "forward") else None
+    device = document["device"]
+    place = None
+    if device:
+        chip = device["soc"] or device["arch"]
+        threads = document["threads"]
+        place = f"{device['name'] or device['id'][:12]} ({chip}{f' × {threads}' if threads else ''})"
+    return " · ".join(part for part in (model, document["recipe"], method, place) if part)
+
+
+def headline(document: Json, width: int) -> RenderableType:
+    """The answer in one line, or in two where the terminal is narrow."""
+    left = Text(label(document), style="bold", no_wrap=True, overflow="ellipsis")
+    right = Text(no_wrap=True, overflow="ellipsis")
+    latency, profile = document["latency"], document["profile"]
+    if document["state"] != "SUCCEEDED":
+        right.append(document["state"], "bold red" if document["state"] == "FAILED" else "yellow")
+    if latency and latency["p50_ns"] is not None:
+        p50_ns = latency["p50_ns"]
+        right.append(f"{'  ' if right else ''}p50 {units.time(p50_ns)}", "bold")
+        if latency["p50_ci95_ns"]:
+            right.append(f" {_interval(latency)}")
+        if (verdict := document["verdict"]) and verdict["status"]:
+            right.append("  ").append(verdict["status"].replace("_", " "), _STATE_STYLES.get(verdict["status"], ""))
+        right.append(f"  {units.count(len(latency['samples_ns']), 'sample')}", "dim")
+        if profile:
+            right.append(f"  traced {units.time(profile['p50_ns'])}", "dim")
+    elif document["state"] == "SUCCEEDED":
+        right.append("ran once" if document["device"] else "compiled", "green")
+    if left.cell_len + 3 + right.cell_len <= width:
+        return left.append(" " * max(3, min(width, 116) - left.cell_len - right.cell_len)).append_text(right)
+    return Group(left, _indented(right))
+
+
+def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> RenderableType:
+    """The operators that took longest, kernels under their delegate: share, time, name, backend, source and its code."""
+    chosen = _chosen(rows, top)
+    times = units.column([row["p50_ns"] for row in chosen])
+    with_code = width >= CODE_WIDTH
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", style="dim", no_wrap=True, min_width=max(len(str(row["index"])) for row in chosen))
+    table.add_column(justify="right", no_wrap=True, min_width=7)
+    table.add_column(justify="right", no_wrap=True, min_width=max(map(len, times)))
+    table.add_column(no_wrap=True, overflow="ellipsis", max_width=max(24, width * 3 // 8))
+    table.add_column(no_wrap=True, overflow="ellipsis", style="dim", min_width=8)
+    table.add_column(no_wrap=True, overflow="ellipsis", style="cyan", max_width=width * 2 // 7)
+    if with_code:
+        table.add_column(no_wrap=True, overflow="ellipsis", style="dim")
+    for row, time in zip(chosen, times, strict=True):
+        cells: list[RenderableType] = [
+            "" if row["kind"] == "REST" else str(row["index"]),
+            Text(units.percent(row["share"]), style="bold" if (row["share"] or 0) >= 0.1 else ""),
+            time,
+            Text(f"{'  ' if row['parent'] is not None else ''}{_name(row)}", style="dim" if row["kind"] == "REST" else ""),
+            _backend(row),
+            Text(_place(row)),
+        ]
+        if with_code:
+            cells.append(Text(row["source"]["code"].strip() if row["source"] else ""))
+        table.add_row(*cells)
+    return table
+
+
+def error_text(error: Json) -> Text:
+    """An ERROR in one sentence with its remedy."""
+    text = Text()
+    text.append(f"{error['reason']}", "red")
+    text.append(f" {error['message']}")
+    if error["remedy"]:
+        text.append(f" {error['remedy']}")
+    return text
+
+
+def say(console: Console, renderable: RenderableType) -> None:
+    """Prints; what is too long for a line was shortened by whoever made it."""
+    console.print(renderable, highlight=False, soft_wrap=False)
+
+
+def _chosen(rows: Sequence[Json], top: int) -> list[Json]:
+    """The `top` leaves that took longest with their delegates, the longest first, children right below."""
+    leaves = [row for row in rows if row["kind"] != "DELEGATE" or not _children(rows, row)]
+    leaves.sort(key=lambda row: -(row["share"] or 0.0))
+    kept = {id(row) for row in (leaves[:top] if top else leaves)}
+    kept |= {id(row) for row in rows if any(id(child) in kept for child in _children(rows, row))}
+
+    def longest_first(some: Iterable[Json]) -> list[Json]:
+        return sorted((row for row in some if id(row) in kept), key=lambda row: -(row["share"] or 0.0))
+
+    chosen = []
+    for row in longest_first(row for row in rows if row["parent"] is None):
+        chosen.append(row)
+        chosen += longest_first(_children(rows, row))
+    return chosen
+
+
+def _children(rows: Sequence[Json], parent: Json) -> list[Json]:
+    if parent["kind"] != "DELEGATE":
+        return []
+    return [row for row in rows if row["parent"] == parent["index"]]
+
+
+def _left_out(rows: Sequence[Json], top: int, job: str) -> Text | None:
+    chosen = {id(row) for row in _chosen(rows, top)}
+    more = [row for row in rows if id(row) not in chosen]
+    if not more:
+        return None
+    share = sum(row["share"] or 0.0 for row in more if row["kind"] != "DELEGATE" or not _children(rows, row))
+    how = f": etfarm report show {job} --top 0" if job else ""
+    return Text(f"and {len(more)} more, {units.percent(share)} together{how}", style="dim")
+
+
+def _name(row: Json) -> str:
+    if row["kind"] != "REST":
+        return str(row["name"])
+    return "not explained by its kernels" if row["parent"] is not None else "not explained by operators"
+
+
+def _backend(row: Json) -> str:
+    if row["kind"] == "REST":
+        return ""
+    return str(row["backend"] or "portable").removesuffix("Backend")
+
+
+def _place(row: Json) -> str:
+    if row["source"]:
+        return f"{row['source']['file']}:{row['source']['line']}"
+    return str(row["module"] or "")
+
+
+def _facts(document: Json) -> Iterator[tuple[str, RenderableType]]:
+    for reason in (document["verdict"] or {}).get("reasons", ()):
+        advice = _ADVICE.get(reason["code"], "")
+        yield "verdict", Text(f"{reason['message']} {advice}".strip())
+    for output in document["accuracy"] or ():
+        yield "accuracy", Text(_accuracy(output))
+    memory, load = document["memory"], document["load"]
+    if memory:
+        planned = sum(memory["planned_bytes"] or ())
+        parts = [f"peak {units.size(memory['peak_rss_bytes'])}" if memory["peak_rss_bytes"] else ""]
+        parts.append(f"planned {units.size(planned)}" if memory["planned_bytes"] else "")
+        if any(parts):
+            yield "memory", Text(", ".join(filter(None, parts)))
+    if load:
+        said = [("program", "load_ns"), ("method", "load_method_ns"), ("first run", "first_run_ns")]
+        parts = [f"{name} {units.time(load[key])}" for name, key in said if load[key] is not None]
+        if parts:
+            yield "load", Text(" · ".join(parts))
+    compiled = document["compile"]
+    if compiled:
+        yield from _compile_facts(compiled, document)
+    if document["latency"] and document["latency"]["p90_ns"] is not None:
+        latency = document["latency"]
+        shown = [(name, latency[f"{name}_ns"]) for name in ("min", "p90", "p99", "mean", "stddev")]
+        yield "spread", Text(" · ".join(f"{name} {units.time(value)}" for name, value in shown if value is not None))
+
+
+def _compile_facts(compiled: Json, document: Json) -> Iterator[tuple[str, RenderableType]]:
+    if compiled["stages"]:
+        text = Text()
+        if compiled["cached"]:
+            text.append("cached; took ", "dim")
+        text.append(" · ".join(f"{stage['stage']} {units.milliseconds(stage['duration_ms'])}" for stage in compiled["stages"]))
+        yield "compile", text
+    if compiled["program"]:
+        parts = [units.size(compiled["program"]["size_bytes"])]
+        for method, delegation in (compiled["delegation"] or {}).items():
+            nodes = delegation["delegated_nodes"] + delegation["non_delegated_nodes"]
+            if nodes:
+                of = f" of {method}" if len(compiled["delegation"]) > 1 else ""
+                share = f"{delegation['delegated_nodes']} of {units.count(nodes, 'node')}{of} delegated"
+                parts.append(f"{share} in {units.count(delegation['subgraphs'], 'subgraph')}")
+        if (spent := _delegated_time(document["operators"])) is not None:
+            parts.append(f"{units.percent(spent)} of the time")
+        yield "program", Text(", ".join(parts))
+    for warning in compiled["warnings"]:
+        yield "warning", Text(warning["message"], style="yellow")
+
+
+def _delegated_time(rows: Sequence[Json] | None) -> float | None:
+    shares = [row["share"] for row in rows or () if row["parent"] is None and row["kind"] == "DELEGATE"]
+    return sum(share or 0.0 for share in shares) if shares else None
+
+
+def _accuracy(output: Json) -> str:
+    name = output["output"] or "output"
+    if output["equal"]:
+        return f"{name}: equal to {output['reference']}"
+    parts = []
+    if output["sqnr_db"] is not None:
+        parts.append(f"SQNR {output['sqnr_db']:.1f} dB")
+    if output["max_abs_error"] is not None:
+        parts.append(f"max abs error {output['max_abs_error']:.3g}")
+    if output["cosine"] is not None:
+        parts.append(f"cosine {output['cosine']:.6f}")
+    return f"{name}: {', '.join(parts) or 'not comparable'}, against {output['reference']}"
+
+
+def _interval(latency: Json) -> str:
+    low_ns, high_ns = latency["p50_ci95_ns"]
+    return units.interval(low_ns, high_ns, latency["p50_ns"])
+
+
+def _indented(renderable: RenderableType) -> Padding:
+    return Padding(renderable, (0, 0, 0, 2))
