@@ -192,16 +192,17 @@ class Agent:
         refusal: EtfarmError | None = None
         if start.device_id != self.device.id:
             refusal = WrongDevice(f"This agent has no device {start.device_id}.", device_id=start.device_id)
-        elif self._attempt is not None:
-            busy_with = self._attempt.start.attempt_id
+        elif self._attempt is not None and (busy_with := self._attempt.start.attempt_id) not in self._cancelled:
             refusal = DeviceBusy(f"{self.device.name} is busy with attempt {busy_with}.", busy_with=busy_with)
         if refusal is not None:
             self._spawn(attempt_id, self._finish(failed(start, refusal)))
             return
         log.info("attempt %s begins", attempt_id)
         folder = self._runs / hashlib.sha256(attempt_id.encode()).hexdigest()[:32]
+        # One that was cancelled just now needs a moment to end; the server need not know.
+        ending = None if self._attempt is None else self._tasks.get(self._attempt.start.attempt_id)
         self._attempt = Attempt(self._config, self.device, self._cache, folder, start, self._progress)
-        self._spawn(attempt_id, self._run(self._attempt))
+        self._spawn(attempt_id, self._run(self._attempt, ending))
 
     def cancel(self, attempt_id: str, reason: str) -> None:
         """Ends an attempt; its runner is killed at once. A result that waits is of no use any more."""
@@ -229,10 +230,12 @@ class Agent:
         self._tasks[attempt_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(attempt_id, None))
 
-    async def _run(self, attempt: Attempt) -> None:
-        """An attempt from its begin to its result; whatever happens, the device is free afterwards."""
+    async def _run(self, attempt: Attempt, ending: asyncio.Task[None] | None) -> None:
+        """An attempt from its begin, after `ending`, to its result; whatever happens, the device is free afterwards."""
         start = attempt.start
         try:
+            if ending is not None:
+                await asyncio.wait({ending})
             result = await attempt.run()
         except asyncio.CancelledError:
             reason = self._cancelled.pop(start.attempt_id, None)
@@ -251,7 +254,8 @@ class Agent:
             log.exception("attempt %s failed by a bug", start.attempt_id)
             result = failed(start, AgentFailed(f"The agent failed: {type(error).__name__}: {error}."))
         finally:
-            self._attempt = None
+            if self._attempt is attempt:
+                self._attempt = None
         await self._finish(result)
 
     async def _finish(self, result: agent_pb2.RunResult) -> None:
