@@ -68,6 +68,8 @@ class Cell:
     """None: the device's default."""
     device: str | None
     """The id of the device that it was last placed on; None before it was."""
+    attempts: int
+    """How often it was placed; more than once after device faults."""
     state: CellState
     waiting_for: str
     """Why it waits, where that is worth saying."""

@@ -1,0 +1,152 @@
+"""What is lost when something dies in the middle: nothing that was submitted."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from etfarm.client.models import CellChanged, CellState, JobState, Progress
+from etfarm.wire.errors import EtfarmError
+
+from tests.support.farm import FarmProcess, descendants, wait_until
+from tests.support import models
+from tests.support.proxy import link_to
+
+LONG = {"iterations": 100, "min_time_s": 4.0, "profile": False}
+"""A timed pass that a fault can hit in the middle."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.save(models.conv, tmp_path_factory.mktemp("model") / "conv.pt2")
+
+
+def _until(job: object, phase: str) -> int:
+    """Watches until a cell is in the phase; the last sequence seen."""
+    seen = 0
+    for event in job.watch():  # type: ignore[attr-defined]
+        seen = event.sequence or seen
+        if isinstance(event, Progress) and event.phase == phase:
+            return seen
+        if isinstance(event, CellChanged) and event.cell.state is CellState.FAILED:
+            raise AssertionError(f"the cell failed before {phase}: {event.cell.error}")
+    raise AssertionError(f"the job ended before {phase}")
+
+
+def test_a_job_survives_the_server_s_death_while_it_compiles_and_while_it_runs(breakable: FarmProcess, model: Path) -> None:
+    breakable.start()
+    with breakable.client() as farm:
+        job = farm.bench(model, **LONG)
+        seen = _until(job, "TO_EDGE_TRANSFORM_AND_LOWER")
+        assert breakable.server is not None
+        children = descendants(breakable.server.pid)
+        assert len(children) >= 2  # the forkserver and the compiling child
+        breakable.kill9()
+        assert wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children)), "children outlived the server"
+        breakable.restart()
+        running = _until(job, "TIMED")
+        breakable.kill9()
+        breakable.restart()
+        rest = [event for event in job.watch(after=seen) if event.sequence]
+        assert [event.sequence for event in rest] == list(range(seen + 1, rest[-1].sequence + 1))
+        assert running >= seen
+        report = job.result().report
+        assert report.state == "SUCCEEDED"
+        assert len(report.latency.samples_ns) >= 100
+        # The agent kept the run: the cell was not placed twice.
+        starts = [event for event in rest if isinstance(event, CellChanged) and event.cell.state is CellState.RUNNING]
+        assert len(starts) == 1
+
+
+def test_a_cell_is_placed_again_when_its_agent_dies_and_the_dead_one_leaves_no_runner(breakable: FarmProcess, model: Path) -> None:
+    breakable.start()
+    dying = breakable.agents[0]
+    with breakable.client() as farm:
+        job = farm.bench(model, **LONG)
+        _until(job, "TIMED")
+        runners = descendants(dying.pid)
+        assert runners
+        dying.kill9()
+        assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in runners)), "the runner outlived its agent"
+        dying.start()
+        dying.expect("connected to")
+        assert job.result().report.state == "SUCCEEDED"
+        attempts = farm.job(job.id).info.cells[0].attempts
+        assert attempts == 2
+
+
+def test_a_cut_link_costs_nothing_but_time(breakable: FarmProcess, model: Path) -> None:
+    breakable.start(agents=0)
+    with link_to(breakable.address) as link, breakable.client() as farm:
+        breakable.add_agent(server=link.address)
+        job = farm.bench(model, **LONG)
+        _until(job, "TIMED")
+        link.cut()
+        assert wait_until(lambda: farm.devices()[0].state.name == "OFFLINE")
+        link.heal()
+        assert job.result().report.state == "SUCCEEDED"
+        assert farm.job(job.id).info.cells[0].attempts == 1
+
+
+def test_cancel_ends_the_compile_child_and_the_runner_within_a_second(breakable: FarmProcess, model: Path) -> None:
+    breakable.start()
+    assert breakable.server is not None
+    with breakable.client() as farm:
+        warm = farm.compile(model)
+        assert warm.wait() is JobState.SUCCEEDED
+        idle = descendants(breakable.server.pid)
+
+        compiling = farm.compile(model, "xnnpack_pt2e_int8_static_per_channel", no_cache=True)
+        _until(compiling, "QUANTIZE")
+        assert compiling.cancel() is JobState.CANCELLED
+        assert wait_until(lambda: descendants(breakable.server.pid) <= idle, 1.0), "the compile child lives"
+
+        running = farm.bench(model, iterations=100, min_time_s=30.0)
+        _until(running, "TIMED")
+        assert descendants(breakable.agents[0].pid)
+        assert running.cancel() is JobState.CANCELLED
+        assert wait_until(lambda: not descendants(breakable.agents[0].pid), 1.0), "the runner lives"
+        with pytest.raises(EtfarmError, match="cancelled"):
+            _ = running.result().report
+        # The device serves the next run at once.
+        assert farm.bench(model, iterations=100, min_time_s=0.0).result().report.state == "SUCCEEDED"
+
+
+def test_a_frozen_agent_is_taken_for_dead_and_comes_back(breakable: FarmProcess, model: Path) -> None:
+    breakable.start()
+    frozen = breakable.agents[0]
+    with breakable.client() as farm:
+        frozen.signal(signal.SIGSTOP)
+        assert wait_until(lambda: farm.devices()[0].state.name == "OFFLINE", 40.0)
+        job = farm.bench(model, iterations=100, min_time_s=0.0)
+        frozen.signal(signal.SIGCONT)
+        assert job.result().report.state == "SUCCEEDED"
+
+
+def test_the_same_request_id_is_one_job(farm: FarmProcess, model: Path) -> None:
+    import asyncio
+    import uuid
+
+    from etfarm.v1 import job_pb2, job_pb2_grpc
+    from etfarm.wire import recipes
+    from etfarm.wire.channel import Access, open_channel
+    from etfarm.wire.digest import of_file
+
+    with farm.client() as client:
+        client.compile(model).wait()
+
+    async def twice() -> list[job_pb2.Job]:
+        candidate = job_pb2.Candidate(name="conv", recipe=recipes.parse("portable").json)
+        candidate.model.name = "conv"
+        candidate.model.methods["forward"].exported_program.digest = of_file(model)
+        request = job_pb2.SubmitRequest(request_id=str(uuid.uuid4()), spec=job_pb2.JobSpec(candidates=[candidate]))
+        async with open_channel(Access(farm.address)) as channel:
+            stub = job_pb2_grpc.JobServiceStub(channel)
+            return list(await asyncio.gather(stub.Submit(request), stub.Submit(request)))
+
+    first, second = asyncio.run(twice())
+    assert first.id == second.id
+    assert [cell.id for cell in first.cells] == [cell.id for cell in second.cells]
+
+

@@ -1,0 +1,193 @@
+"""A real farm for tests: `etfarm serve` and `etfarm agent` as processes of their own, with one verb for each fault."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, Queue
+
+from etfarm.client import Farm
+
+from tests.support.runner import runner_archive
+
+START_S = 60.0
+"""How long a process may take until it says the line that is waited for, on a busy machine."""
+
+
+class Daemon:
+    """One process of etfarm whose stdout is read line by line; it ends with its stdin, so never outlives the test."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
+        self._arguments = [sys.executable, "-m", "etfarm.wire.command", *arguments]
+        self._environment = {**os.environ, **(environment or {})}
+        self._environment.pop("ETFARM_SERVER", None)
+        self.log = log
+        self.lines: list[str] = []
+        self._queue: Queue[str | None] = Queue()
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Starts it; what it printed before is forgotten."""
+        self.lines, self._queue = [], Queue()
+        with self.log.open("a") as errors:
+            self.process = subprocess.Popen(
+                self._arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=self._environment
+            )
+        threading.Thread(target=self._read, args=(self.process, self._queue), daemon=True).start()
+
+    def _read(self, process: subprocess.Popen[str], queue: Queue[str | None]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            queue.put(line.rstrip("\n"))
+        queue.put(None)
+
+    def expect(self, text: str, timeout_s: float = START_S) -> str:
+        """Waits for a line of stdout that contains `text`; fails with the log when the process ends first."""
+        while True:
+            try:
+                line = self._queue.get(timeout=timeout_s)
+            except Empty:
+                raise AssertionError(f"no {text!r} within {timeout_s} s; it said {self.lines}; {self.log.read_text()}") from None
+            if line is None:
+                raise AssertionError(f"it ended before {text!r}; it said {self.lines}; {self.log.read_text()}")
+            self.lines.append(line)
+            if text in line:
+                return line
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process."""
+        os.kill(self.pid, number)
+
+    def kill9(self) -> None:
+        """The process is gone at once."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        """Ends it in order; its exit code."""
+        if self.process is None:
+            return 0
+        if self.process.poll() is None:
+            assert self.process.stdin is not None
+            with suppress(BrokenPipeError):
+                self.process.stdin.close()
+            try:
+                self.process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                raise AssertionError(f"it did not end with its stdin; {self.log.read_text()[-3000:]}") from None
+        return self.process.returncode
+
+
+class FarmProcess:
+    """A server, and the agents that it is given. `folder` keeps its data over restarts."""
+
+    def __init__(self, folder: Path, *, bundle: bool = True, serve: Sequence[str] = ()) -> None:
+        self.folder = folder
+        self._bundle = bundle
+        self._serve_arguments = serve
+        self.address = ""
+        self.server: Daemon | None = None
+        self.agents: list[Daemon] = []
+
+    def start(self, *, agents: int = 1) -> FarmProcess:
+        """Starts the server, offers it the runner, and starts agents that have connected when this returns."""
+        self.restart()
+        if self._bundle:
+            with self.client() as farm:
+                farm.add_bundle(runner_archive())
+        for _ in range(agents):
+            self.add_agent()
+        return self
+
+    def restart(self) -> None:
+        """Starts the server, on the port that it had before."""
+        listen = self.address or "127.0.0.1:0"
+        arguments = ["serve", "--listen", listen, "--data", str(self.folder / "server"), "--exit-with-stdin", "--no-bundle"]
+        self.server = Daemon([*arguments, *self._serve_arguments], self.folder / "serve.log")
+        self.server.start()
+        self.address = self.server.expect("listening on").rpartition(" ")[2]
+
+    def add_agent(self, *arguments: str, server: str | None = None) -> Daemon:
+        """A connected agent with a data folder of its own."""
+        index = len(self.agents)
+        data = self.folder / f"agent-{index}"
+        agent = Daemon(
+            ["agent", "--server", server or self.address, "--data", str(data), "--name", f"board-{index}", "--exit-with-stdin",
+             *arguments],
+            self.folder / f"agent-{index}.log",
+        )  # fmt: skip
+        agent.start()
+        agent.expect("connected to")
+        self.agents.append(agent)
+        return agent
+
+    def client(self) -> Farm:
+        """A client of this farm; use it in a with statement."""
+        return Farm(self.address)
+
+    def kill9(self) -> None:
+        """The server is gone at once, its agents stay."""
+        assert self.server is not None
+        self.server.kill9()
+
+    def stop(self) -> None:
+        """Ends all of it."""
+        for agent in self.agents:
+            if agent.process is not None and agent.process.poll() is None:
+                agent.signal(signal.SIGCONT)
+            agent.stop()
+        if self.server is not None:
+            self.server.stop()
+
+
+def etfarm(
+    *arguments: str, cwd: Path, environment: dict[str, str] | None = None, timeout_s: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """Runs one command of the CLI to its end."""
+    clean = {key: value for key, value in os.environ.items() if key != "ETFARM_SERVER"}
+    return subprocess.run(
+        [sys.executable, "-m", "etfarm.wire.command", *arguments],
+        cwd=cwd, env={**clean, "COLUMNS": "140", **(environment or {})}, capture_output=True, text=True, timeout=timeout_s,
+        check=False,
+    )  # fmt: skip
+
+
+def descendants(pid: int) -> set[int]:
+    """The processes below `pid`, by /proc."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError, ValueError):
+                stat = (entry / "stat").read_text()
+                parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
+    found: set[int] = set()
+    queue = [pid]
+    while queue:
+        for child in parents.get(queue.pop(), []):
+            found.add(child)
+            queue.append(child)
+    return found
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    """Whether `condition` comes true in time; for what no event tells of (other processes in /proc)."""
+    waiting = threading.Event()
+    for _ in range(int(timeout_s / 0.02)):
+        if condition():
+            return True
+        waiting.wait(0.02)
+    return condition()
