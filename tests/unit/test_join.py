@@ -177,6 +177,35 @@ def test_bytes_that_are_no_trace_are_refused(data: bytes) -> None:
         etdump.read(data)
 
 
+def test_iterations_that_executed_something_else_are_left_out() -> None:
+    def run(*events: tuple[int, str]) -> dict[str, Any]:
+        named = [
+            {"profile_event": {"name": name, "instruction_id": at, "start_time": 5, "end_time": 5 + 10 * (at + 1)}}
+            for at, name in events
+        ]
+        return {"events": named}
+
+    yes = run((0, "native_call_sin.out"), (0, "Method::execute"))
+    no = run((1, "native_call_cos.out"), (0, "Method::execute"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(etdump, "_runs", lambda data: [run((0, "Method::init")), yes, no, yes])
+        trace = etdump.read(b"")
+    assert (trace.left_out, trace.method_ns.tolist()) == (1, [10, 10])
+    assert [(call.instruction, call.event, call.times_ns.tolist()) for call in trace.calls] == [(0, "sin.out", [10, 10])]
+
+
+def test_a_kernel_without_its_own_event_takes_the_time_of_its_call() -> None:
+    """Views of the interpreter say only OPERATOR_CALL; kernels that call kernels say two events that overlap."""
+    table = {
+        (0, 0, "OPERATOR_CALL", ""): _times(7),
+        (0, 1, "native_call_b.out", ""): _times(5),
+        (0, 1, "native_call_a.out", ""): _times(6),
+        (0, 1, "OPERATOR_CALL", ""): _times(8),
+    }
+    calls = etdump._calls(table)
+    assert [(call.event, call.times_ns.tolist()) for call in calls] == [(None, [7]), ("b.out", [8])]
+
+
 NS = st.integers(0, 3_000_000)
 
 

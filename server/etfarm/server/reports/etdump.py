@@ -79,8 +79,8 @@ def read(data: bytes) -> Trace:
     iterations = [found for run in _runs(data) if (found := _iteration(run)) is not None]
     if not iterations:
         raise BadTrace("The trace holds no execution of a method.")
-    usual, _ = Counter(tuple(sorted(map(str, times))) for times in iterations).most_common(1)[0]
-    alike = [times for times in iterations if tuple(sorted(map(str, times))) == usual]
+    usual, _ = Counter(frozenset(times) for times in iterations).most_common(1)[0]
+    alike = [times for times in iterations if times.keys() == usual]
     table = {key: np.array([times[key] for times in alike], dtype=np.float64) for key in alike[0]}
     method = next(times for key, times in table.items() if key[2] == EXECUTE)
     return Trace(method, _calls(table), len(iterations) - len(alike))

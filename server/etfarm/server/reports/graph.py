@@ -124,7 +124,7 @@ def read_record(path: Path, method: str) -> Record:
             delegates = _of_method(_load(archive, "delegate_map"), method)
             graph = _load(archive, _graph_entry(archive, method))["graph_module"]["graph"]
         nodes: dict[int, list[Node]] = {}
-        for node in _nodes(graph):
+        for node in graph["nodes"]:
             for handle in _numbers(node["metadata"].get("debug_handle")):
                 nodes.setdefault(handle, []).append(_node(node))
         return Record(
@@ -210,16 +210,6 @@ def _graph_entry(archive: zipfile.ZipFile, method: str) -> str:
 
 def _of_method(maps: Mapping[str, Any] | None, method: str) -> Mapping[str, Any]:
     return (maps or {}).get(method) or {}
-
-
-def _nodes(graph: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """All nodes in order, those of torch.cond's branches after the node that has them."""
-    for node in graph["nodes"]:
-        yield node
-        for argument in node.get("inputs", ()):
-            inner = argument["arg"].get("as_graph") if isinstance(argument.get("arg"), dict) else None
-            if inner:
-                yield from _nodes(inner["graph"])
 
 
 def _node(node: Mapping[str, Any]) -> Node:

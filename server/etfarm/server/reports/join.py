@@ -7,7 +7,8 @@ the shares, which medians do not:
 
 Leaves are the rows without children; with the RESTs they sum to 1. A REST is what its parent's children leave over and is
 never negative: where rounding lets the children exceed the parent (XNNPACK's clock ticks whole microseconds), they are scaled
-to fill it and the REST is 0. Only shares are scaled; times stay as measured.
+to fill it and the REST is 0. Only shares are scaled; times stay as measured. XNNPACK rounds down, so that a delegate's REST
+also holds up to a microsecond of each of its kernels: most of a small model's delegate can be REST.
 
 Means. `mean_ns` is over the typical iterations too: those in the middle half by the method's time, between its quartiles. The
 first execution after a load, and one that another process interrupted, would otherwise dominate the means of a small model,

@@ -49,23 +49,15 @@ def judge(
         latency: with its samples.
         asked_samples: the samples that the job asked for; 0 when it left that to the farm.
     """
-    reasons = [
-        reason
-        for reason in (
-            _outputs(result),
-            *(
-                ()
-                if emulated
-                else (
-                    _samples(result, latency, max(asked_samples, thresholds.min_samples)),
-                    _cpu_share(result, thresholds.min_cpu_share),
-                    _switches(result, thresholds.max_involuntary_per_s),
-                    _pressure(result, thresholds.max_psi_some),
-                )
-            ),
-        )
-        if reason is not None
-    ]
+    checks = [_outputs(result)]
+    if not emulated:
+        checks += [
+            _samples(result, latency, max(asked_samples, thresholds.min_samples)),
+            _cpu_share(result, thresholds.min_cpu_share),
+            _switches(result, thresholds.max_involuntary_per_s),
+            _pressure(result, thresholds.max_psi_some),
+        ]
+    reasons = [reason for reason in checks if reason is not None]
     if emulated:
         message = "The device is emulated: its outputs count, its times mean nothing."
         reasons.insert(0, report_pb2.VerdictReason(code="EMULATED", message=message))
