@@ -122,14 +122,18 @@ def run_async(main: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         error.metadata.setdefault("signal", str(caught[0] if caught else int(signal.SIGINT)))
         raise
     finally:
-        rest = asyncio.all_tasks(loop)
-        for other in rest:
-            other.cancel()
-        loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
+        loop.run_until_complete(_end_other_tasks())
         loop.run_until_complete(loop.shutdown_asyncgens())
         for number in numbers:
             loop.remove_signal_handler(number)
         loop.close()
+
+
+async def _end_other_tasks() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 _THREAD_NAME = "etfarm work"

@@ -147,8 +147,9 @@ def print_result(result: object, *, to_stderr: bool) -> None:
     assert isinstance(result, JobResult)
     console = output.open_console(to_stderr=to_stderr)
     document = result.json()
-    console.print(render.reports(document["reports"], width=console.width, job=result.job.id))
-    console.print(Text(f"job {result.job.id}  {result.state.value}  etfarm report show {result.job.id}", style="dim"))
+    reports = render.reports(document["reports"], width=console.width, job=result.job.id)
+    foot = Text(f"job {result.job.id}  {result.state.value}  etfarm report show {result.job.id}", style="dim")
+    output.say(console, reports, foot)
 
 
 def print_detached(job_id: str, *, to_stderr: bool) -> None:

@@ -50,7 +50,7 @@ def list_(
         for one in found
     ]
     heads = ("NAME", "ID", "ARCH", "SOC", "CORES", "MEMORY", "STATE", "LAST SEEN")
-    output.show(output.table(heads, rows, right=("CORES", "MEMORY")))
+    output.show(output.table(heads, rows, right=("CORES", "MEMORY"), shrink=("NAME", "SOC")))
 
 
 _STYLES = {"IDLE": "green", "BUSY": "bold", "OFFLINE": "dim", "DRAINING": "yellow"}

@@ -36,7 +36,7 @@ def list_(
         return
     now = datetime.now(UTC)
     rows = [(job.id, job.name, job.state.value, job.owner, units.ago(job.submitted_at, now), _took(job)) for job in found]
-    output.show(output.table(("JOB", "NAME", "STATE", "OWNER", "SUBMITTED", "TOOK"), rows, right=("TOOK",)))
+    output.show(output.table(("JOB", "NAME", "STATE", "OWNER", "SUBMITTED", "TOOK"), rows, right=("TOOK",), shrink=("NAME",)))
 
 
 def show(job: options.JobId, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
@@ -66,7 +66,7 @@ def show(job: options.JobId, server: options.Server = None, tls_ca: options.TlsC
         (str(cell.index), cell.label, cell.state.value, (cell.device or "")[:12], str(cell.error or cell.waiting_for))
         for cell in found.cells
     ]
-    output.show(output.table(("CELL", "WHAT", "STATE", "DEVICE", "WHY"), rows, right=("CELL",)))
+    output.show(output.table(("CELL", "WHAT", "STATE", "DEVICE", "WHY"), rows, right=("CELL",), shrink=("WHAT", "WHY")))
 
 
 def watch(

@@ -6,8 +6,10 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 PIPE_WIDTH = 160
 """Columns where stdout is no terminal and COLUMNS does not say: room for the source lines."""
@@ -27,18 +29,45 @@ def open_console(*, to_stderr: bool = False) -> Console:
 
 def show(renderable: RenderableType, *, to_stderr: bool = False) -> None:
     """Prints one result."""
-    open_console(to_stderr=to_stderr).print(renderable)
+    say(open_console(to_stderr=to_stderr), renderable)
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[RenderableType]], *, right: Sequence[str] = ()) -> Table:
-    """A plain table: dim heads, no lines, one row a line; what is too long ends in an ellipsis.
+def say(console: Console, *renderables: RenderableType) -> None:
+    """Prints below each other; without the blanks that rich fills lines with where that is not a terminal."""
+    if console.is_terminal:
+        for renderable in renderables:
+            console.print(renderable)
+        return
+    with console.capture() as capture:
+        for renderable in renderables:
+            console.print(renderable)
+    console.file.writelines(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+    console.file.flush()
+
+
+def table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    *,
+    right: Sequence[str] = (),
+    shrink: Sequence[str] = (),
+) -> Table:
+    """A plain table: dim heads, no lines, one row a line.
 
     Args:
         right: heads of the columns that are aligned right.
+        shrink: heads of the columns that are shortened, with an ellipsis, where the terminal is narrow.
     """
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for head in heads:
-        made.add_column(head, justify="right" if head in right else "left", no_wrap=True, overflow="ellipsis")
+    for place, head in enumerate(heads):
+        natural = max(len(head), *(cell_len(str(row[place])) for row in rows)) if rows else len(head)
+        made.add_column(
+            head,
+            justify="right" if head in right else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            min_width=None if head in shrink else natural,
+        )
     for row in rows:
         made.add_row(*row)
     return made

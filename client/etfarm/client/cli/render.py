@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from etfarm.client.cli import units
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -25,13 +25,16 @@ Json = Mapping[str, Any]
 _STATE_STYLES = {"VALID": "green", "INVALID": "bold red", "NOT_BENCHMARKABLE": "yellow"}
 _ADVICE = {
     "EMULATED": "Numbers of an emulated device say nothing about a real one: use --device emulated=false.",
-    "CPU_SHARE": "Stop what else runs on the device, or give fewer --threads.",
+    "CPU_STARVED": "Stop what else runs on the device, or give fewer --threads.",
     "INVOLUNTARY_SWITCHES": "Stop what else runs on the device, or keep to free cores with --cores.",
     "CPU_PRESSURE": "Stop what else runs on the device.",
     "TOO_FEW_SAMPLES": "Give a larger --iterations or --min-time.",
     "OUTPUTS_DIFFER": "The program is not deterministic: look for races or uninitialised memory in its kernels.",
 }
 """What to do about a verdict's reason, by code."""
+
+_BACKENDS = {"XnnpackBackend": "XNNPACK", "CoreMLBackend": "Core ML", "QnnBackend": "QNN", "EthosUBackend": "Ethos-U"}
+"""What people call backends, where that is not their class's name."""
 
 
 def reports(documents: Iterable[Json], *, width: int, top: int = TOP, job: str = "") -> RenderableType:
@@ -147,11 +150,6 @@ def error_text(error: Json) -> Text:
     return text
 
 
-def say(console: Console, renderable: RenderableType) -> None:
-    """Prints; what is too long for a line was shortened by whoever made it."""
-    console.print(renderable, highlight=False, soft_wrap=False)
-
-
 def _chosen(rows: Sequence[Json], top: int) -> list[Json]:
     """The `top` leaves that took longest with their delegates, the longest first, children right below."""
     leaves = [row for row in rows if row["kind"] != "DELEGATE" or not _children(rows, row)]
@@ -194,7 +192,8 @@ def _name(row: Json) -> str:
 def _backend(row: Json) -> str:
     if row["kind"] == "REST":
         return ""
-    return str(row["backend"] or "portable").removesuffix("Backend")
+    backend = str(row["backend"] or "portable")
+    return _BACKENDS.get(backend, backend.removesuffix("Backend"))
 
 
 def _place(row: Json) -> str:

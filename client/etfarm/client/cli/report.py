@@ -39,6 +39,6 @@ def show(
     result = run_async(fetch)
     outcome.document = lambda error: result.json()
     console = output.open_console(to_stderr=json == STDOUT)
-    console.print(render.reports(result.json()["reports"], width=console.width, top=top, job=result.job.id))
-    console.print(Text(f"job {result.job.id}  {result.job.state}", style="dim"))
+    reports = render.reports(result.json()["reports"], width=console.width, top=top, job=result.job.id)
+    output.say(console, reports, Text(f"job {result.job.id}  {result.job.state}", style="dim"))
     return 0
