@@ -123,6 +123,35 @@ def unknown() -> Any:
     return _exported(Unknown(), (torch.randn(4, 4),))
 
 
+def quantized() -> Any:
+    """ConvRelu, quantized to int8 by the user."""
+    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
+        XNNPACKQuantizer,
+        get_symmetric_quantization_config,
+    )
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    quantizer = XNNPACKQuantizer()
+    quantizer.set_global(get_symmetric_quantization_config(is_per_channel=True))
+    inputs = (torch.randn(1, 3, 8, 8),)
+    prepared = prepare_pt2e(torch.export.export(ConvRelu().eval(), inputs).module(), quantizer)
+    prepared(*inputs)
+    return torch.export.export(convert_pt2e(prepared), inputs)
+
+
+def four_bit() -> Any:
+    """A linear whose weights torchao made 4-bit before the export, as a client does it."""
+    from torchao.quantization import quantize_
+    from torchao.quantization.granularity import PerAxis
+    from torchao.quantization.quant_api import Int8DynamicActivationIntxWeightConfig
+    from torchao.utils import unwrap_tensor_subclass
+
+    module = nn.Sequential(nn.Linear(32, 32), nn.ReLU()).eval()
+    quantize_(module, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerAxis(0)))
+    unwrap_tensor_subclass(module)
+    return torch.export.export(module, (torch.randn(1, 32),))
+
+
 def resnet8() -> Any:
     """MLPerf Tiny's image classifier, from ExecuTorch's examples."""
     from executorch.examples.models import MODEL_NAME_TO_MODEL

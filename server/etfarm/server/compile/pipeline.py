@@ -67,7 +67,7 @@ def _compile(
         (folder / f"{method}.ett").write_bytes(tensors.encode(given))
 
     built = lowering.executorch_recipe(recipe)
-    kept = program  # what was last exported, for stop_after
+    original = kept = program  # kept: what was last exported, for stop_after
     try:
         if recipe.quantization in _PT2E:
             program = kept = _quantized(request, program, built, recipe, stages, result)
@@ -91,7 +91,7 @@ def _compile(
     result["program"] = {"pte": "model.pte"}
     result["delegation"] = lowering.delegation(session)
     described = facts.of_program(manager.executorch_program, (folder / "model.pte").stat().st_size)
-    facts.add_exported(described, method, program)
+    facts.add_exported(described, method, original)
     result["facts"] = described
     if request.want_etrecord:
         _save_etrecord(session, folder, result)

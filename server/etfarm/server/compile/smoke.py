@@ -33,7 +33,7 @@ _CODES = {
 }  # fmt: skip
 """executorch::runtime::Error in words. Source: executorch/runtime/core/error.h."""
 
-_CODE = re.compile(r"(?:error:?|Error|code)\s*(?:=|:)?\s*(0x[0-9a-fA-F]+|\d+)")
+_CODE = re.compile(r"[Ee]rror:?\s*(?:code\s*)?0x:?([0-9a-fA-F]+)")
 _LOG_LINE = re.compile(r"^(?:[IEWF] )?(?:[\d:.]+ )?(?:executorch:)?(?:[\w.\-]+:\d+\]|\[[\w.\-]+:\d+\])\s*(.+)$")
 
 
@@ -106,12 +106,12 @@ class SmokeRunner:
 def explain(error: str, log: str) -> str:
     """The runtime's reason in one line: what its log said first, and its error code in words."""
     found = _CODE.search(error)
-    code = int(found[1], 0) if found else 0
+    code = int(found[1], 16) if found else 0
     words = f"{_CODES[code]} (0x{code:x})" if code in _CODES else error.strip().splitlines()[0][:200]
     for line in log.splitlines():
         told = _LOG_LINE.match(line.strip())
         if told and not told[1].startswith(("Failed to execute", "KernelCall failed")):
-            return f"{words}: {told[1][:200]}"
+            return f"{words}: {told[1][:200].rstrip('. ')}"
     return words
 
 

@@ -1,0 +1,55 @@
+"""Inputs that do not fit are refused before a device sees them, and the sentence says which and how."""
+
+from __future__ import annotations
+
+import pytest
+from etfarm.server.compile.inputs import check_inputs
+from etfarm.server.compile.refusals import InputMismatch
+from etfarm.server.compile.result import MethodFacts
+from etfarm.wire.tensors import Scalar, Tensor, Value
+
+FACTS: MethodFacts = {
+    "inputs": [
+        {"name": "x", "kind": "tensor", "dtype": "float32", "dims": [{"min": 1, "max": 4}, 2], "dim_order": [0, 1]},
+        {"name": None, "kind": "int", "dtype": None, "dims": None, "dim_order": None, "value": 3},
+    ],
+    "outputs": [], "operators": [], "backends": [], "planned_bytes": [],
+}  # fmt: skip
+
+
+def tensor(*shape: int, dtype: str = "float32", item: int = 4, order: tuple[int, ...] = ()) -> Tensor:
+    size = item
+    for dim in shape:
+        size *= dim
+    return Tensor("anything", dtype, shape, bytes(size), order)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_what_fits_passes(batch: int) -> None:
+    check_inputs("forward", FACTS, [tensor(batch, 2), Scalar("", 3)])
+
+
+def test_orders_that_lay_the_same_bytes_are_one() -> None:
+    check_inputs("forward", FACTS, [tensor(1, 2, order=(1, 0)), Scalar("", 3)])
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([tensor(1, 2)], ["count", "2 (x, 1)"]),
+        ([tensor(5, 2), Scalar("", 3)], ["'x'", "[1..4, 2]", "[5, 2]"]),
+        ([tensor(2), Scalar("", 3)], ["'x'", "shape", "[2]"]),
+        ([tensor(1, 2, dtype="float64", item=8), Scalar("", 3)], ["'x'", "float64", "float32", "astype"]),
+        ([tensor(2, 2, order=(1, 0)), Scalar("", 3)], ["'x'", "dim order", "[1, 0]"]),
+        ([Scalar("", 1.0), Scalar("", 3)], ["'x'", "kind", "tensor"]),
+        ([tensor(1, 2), Scalar("", True)], ["'1'", "kind", "int"]),
+        ([tensor(1, 2), Scalar("", 4)], ["'1'", "takes 3", "same value"]),
+        ([tensor(1, 2), tensor(1, 2)], ["'1'", "kind"]),
+    ],
+)
+def test_what_does_not_fit_is_named(values: list[Value], words: list[str]) -> None:
+    with pytest.raises(InputMismatch) as caught:
+        check_inputs("forward", FACTS, values)
+    assert caught.value.reason == "INPUT_MISMATCH"
+    for word in words:
+        assert word in str(caught.value)

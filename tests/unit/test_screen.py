@@ -1,0 +1,326 @@
+"""The screen: what torch.export.save writes passes, each known way to execute code is refused without torch."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etfarm.server.compile import expressions, pickles, screen
+from etfarm.server.compile.refusals import NotAPt2, NotAPte, TruncatedProgram, UnsafeModel
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from tests.support import models  # noqa: E402 - needs torch
+
+Members = dict[str, bytes]
+MODEL = "models/model.json"
+SAMPLES = "data/sample_inputs/model.pt"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Members:
+    """The members of a real .pt2, with dynamic shapes and a guard."""
+    path = models.save(models.dynamic, tmp_path_factory.mktemp("screen") / "m")
+    with zipfile.ZipFile(path) as archive:
+        return {info.filename.partition("/")[2]: archive.read(info) for info in archive.infolist()}
+
+
+def write(path: Path, members: Members, root: str = "archive/") -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in members.items():
+            archive.writestr(root + name, data)
+    return path
+
+
+def refused(path: Path, members: Members) -> str:
+    """The vector that `members` are refused for."""
+    with pytest.raises(UnsafeModel) as caught:
+        screen.screen_pt2(write(path, members))
+    assert caught.value.reason == "UNSAFE_MODEL"
+    return caught.value.metadata["vector"]
+
+
+def changed(members: Members, change: Callable[[Any], None], name: str = MODEL) -> Members:
+    document = json.loads(members[name])
+    change(document)
+    return members | {name: json.dumps(document).encode()}
+
+
+class Exploit:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, ...]]:
+        return __import__("os").system, ("touch /tmp/etfarm-was-exploited",)
+
+
+def torch_saved(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [models.conv, models.fft, models.dict_inputs, models.dynamic, models.counter, models.unknown, models.elementwise],
+)
+def test_what_torch_writes_passes(make: Callable[[], Any], tmp_path: Path) -> None:
+    screen.screen_pt2(models.save(make, tmp_path / "digest-without-suffix"))
+
+
+def test_what_torch_writes_after_lowering_to_core_operators_passes(tmp_path: Path) -> None:
+    screen.screen_pt2(models.save(lambda: models.dynamic().run_decompositions(), tmp_path / "m"))
+
+
+def test_the_screen_loads_neither_torch_nor_numpy() -> None:
+    code = "import sys, etfarm.server.compile.screen; sys.exit(bool({'torch', 'numpy', 'sympy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        torch_saved(((Exploit(),), {})),
+        pickle.dumps(((Exploit(),), {})),  # no zip: torch's older format
+        torch_saved(((torch.ones(1),), {})) + b"x",
+        torch_saved(((complex,), {})),
+    ],
+    ids=["call", "bare pickle", "appended", "class"],
+)
+def test_sample_inputs_that_need_a_full_unpickle_are_refused(good: Members, tmp_path: Path, samples: bytes) -> None:
+    assert refused(tmp_path / "m", good | {SAMPLES: samples}) == "NOT_WEIGHTS_ONLY"
+
+
+def test_sample_inputs_as_a_torchscript_archive_are_refused(good: Members, tmp_path: Path) -> None:
+    with zipfile.ZipFile(io.BytesIO(good[SAMPLES])) as archive:
+        inner = {i.filename.partition("/")[2]: archive.read(i) for i in archive.infolist()}
+    samples = write(tmp_path / "s", inner | {"constants.pkl": b""}).read_bytes()
+    assert refused(tmp_path / "m", good | {SAMPLES: samples}) == "NOT_WEIGHTS_ONLY"
+
+
+@pytest.mark.parametrize("name", ["opaque_obj_0", "custom_obj_0"])
+def test_constants_that_are_objects_are_refused(good: Members, tmp_path: Path, name: str) -> None:
+    assert refused(tmp_path / "a", good | {f"data/constants/{name}": pickle.dumps(Exploit())}) == "CODE_CONSTANT"
+    config = json.dumps({"config": {"c": {"path_name": name, "use_pickle": False}}}).encode()
+    assert refused(tmp_path / "b", good | {"data/constants/model_constants_config.json": config}) == "CODE_CONSTANT"
+
+
+@pytest.mark.parametrize("kind", ["weights", "constants"])
+def test_pickled_tensors_are_refused(good: Members, tmp_path: Path, kind: str) -> None:
+    config = json.dumps({"config": {"c": {"path_name": "weight_0", "use_pickle": True}}}).encode()
+    name = f"data/{kind}/model_{kind}_config.json"
+    assert refused(tmp_path / "m", good | {name: config}) == "PICKLED_WEIGHTS"
+    assert refused(tmp_path / "m", good | {f"data/{kind}/model.pt": torch_saved({})}) == "PICKLED_WEIGHTS"
+
+
+def test_native_code_and_unknown_members_are_refused(good: Members, tmp_path: Path) -> None:
+    for name in ("data/aotinductor/model/model.so", "data/other/x", "executorch/x", "models/model.py", "x.py"):
+        assert refused(tmp_path / "m", good | {name: b"\x7fELF"}) == "UNKNOWN_MEMBER"
+
+
+def test_the_older_layout_of_an_archive_is_refused(tmp_path: Path) -> None:
+    older = {"version": b"8.1", "serialized_exported_program.json": b"{}", "serialized_state_dict.pt": b""}
+    with pytest.raises(NotAPt2):
+        screen.screen_pt2(write(tmp_path / "m", older))
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "__import__('os').system('id')",
+        "Symbol('s1').__class__",
+        "Symbol('s1', positive=__import__('os').system('id'))",
+        "(lambda: 1)()",
+        "[x for x in (1,)]",
+        "exec('x')",
+        "Float('1', precision=Symbol('x'))",
+        "Integer('1')",
+        "Pow(Integer(9), Integer(99999999))",
+        "Add(" * 100 + ")" * 100,
+        "1" * 30000,
+        "s1; import os",
+        "Symbol('a b')",
+        "f'{1}'",
+    ],
+)
+def test_an_expression_that_sympify_would_evaluate_is_refused(good: Members, tmp_path: Path, expression: str) -> None:
+    def change(program: Any) -> None:
+        program["graph_module"]["graph"]["tensor_values"]["x"]["sizes"][0] = {"as_expr": {"expr_str": expression}}
+
+    assert refused(tmp_path / "m", changed(good, change)) == "UNSAFE_EXPRESSION"
+
+
+def test_an_expression_hides_nowhere(good: Members, tmp_path: Path) -> None:
+    evil = {"as_expr": {"expr_str": "__import__('os').system('id')"}}
+
+    def in_metadata(program: Any) -> None:
+        program["graph_module"]["graph"]["tensor_values"]["metadata"] = {"sizes": [evil]}
+
+    def in_weights(config: Any) -> None:
+        next(iter(config["config"].values()))["tensor_meta"]["sizes"] = [evil]
+
+    weights = "data/weights/model_weights_config.json"
+    assert refused(tmp_path / "a", changed(good, in_metadata)) == "UNSAFE_EXPRESSION"
+    assert refused(tmp_path / "b", changed(good, in_weights, weights)) == "UNSAFE_EXPRESSION"
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [
+        "__import__('os').system('id')",
+        "L['x'].size.__globals__",
+        "L['x'].size()[0] <= 8 or exec('x')",
+        "L['x'].tolist()",
+        "(y := 1) == 1",
+        "L['\"); import os; (\"'] == 1",
+        "print(1)",
+    ],
+)
+def test_a_guard_that_torch_would_execute_is_refused(good: Members, tmp_path: Path, guard: str) -> None:
+    assert refused(tmp_path / "m", changed(good, lambda p: p.update(guards_code=[guard]))) == "UNSAFE_GUARD"
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["torch.os.system", "torch.ops.load_library", "torch.ops.load_library.__call__.__call__", "torch.hub.load",
+     "_operator.attrgetter", "_operator.methodcaller", "#handler:x", "math.__loader__.load_module",
+     "torch.ops.aten.add.__class__", "torch.ops.higher_order.call_torchbind", "torch.ops.my_ops.x.default"],
+)  # fmt: skip
+def test_a_target_that_is_no_known_operator_is_refused(good: Members, tmp_path: Path, target: str) -> None:
+    def change(program: Any) -> None:
+        program["graph_module"]["graph"]["nodes"][0]["target"] = target
+
+    assert refused(tmp_path / "m", changed(good, change)) == "UNSAFE_TARGET"
+
+
+@pytest.mark.parametrize("name", ["x):\n    import os\n    def y(", "a b", "x=1", "x;y", "a'b", "é"])
+def test_a_name_that_would_be_source_code_is_refused(good: Members, tmp_path: Path, name: str) -> None:
+    def placeholder(program: Any) -> None:
+        program["graph_module"]["graph"]["inputs"][0]["as_tensor"]["name"] = name
+
+    def argument(program: Any) -> None:
+        program["graph_module"]["module_call_graph"][0]["signature"]["forward_arg_names"] = [name]
+
+    def in_metadata(program: Any) -> None:
+        program["graph_module"]["graph"]["nodes"][0]["inputs"][0]["arg"] = {"metadata": {"as_name": name}}
+
+    for change in (placeholder, argument, in_metadata):
+        assert refused(tmp_path / "m", changed(good, change)) == "UNSAFE_NAME"
+
+
+def test_a_dict_key_that_would_break_out_of_a_guards_message_is_refused(good: Members, tmp_path: Path) -> None:
+    def change(program: Any) -> None:
+        signature = program["graph_module"]["module_call_graph"][0]["signature"]
+        spec = json.loads(signature["in_spec"])
+        spec[1]["children_spec"][1]["context"] = json.dumps(['") or __import__("os").system("id") or ("'])
+        signature["in_spec"] = json.dumps(spec)
+
+    assert refused(tmp_path / "m", changed(good, change)) == "UNSAFE_TREE"
+
+
+def test_script_objects_are_refused(good: Members, tmp_path: Path) -> None:
+    def change(program: Any) -> None:
+        program["graph_module"]["graph"]["custom_obj_values"] = {"metadata": {"name": "o", "class_fqn": "c"}}
+
+    assert refused(tmp_path / "m", changed(good, change)) == "CODE_CONSTANT"
+
+
+def test_an_archive_that_two_readers_see_differently_is_refused(good: Members, tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in good.items():
+            archive.writestr("archive/" + name, data)
+    path.write_bytes(packed.getvalue())
+    with pytest.raises(UnsafeModel, match="packed"):
+        screen.screen_pt2(path)
+    whole = write(path, good).read_bytes()
+    for other in (b"MZ" + whole, whole + b"x", write(path, good).read_bytes()[:-2] + b"\x01\x00x"):
+        path.write_bytes(other)
+        with pytest.raises((NotAPt2, UnsafeModel)):
+            screen.screen_pt2(path)
+    assert refused(path, good | {MODEL.upper(): good[MODEL]}) == "AMBIGUOUS_ZIP"
+    assert refused(path, good | {"../x": b""}) == "AMBIGUOUS_ZIP"
+
+
+def test_a_zip_bomb_is_refused(good: Members, tmp_path: Path) -> None:
+    path = write(tmp_path / "m", good)
+    data = bytearray(path.read_bytes())
+    (entry,) = struct.unpack_from("<I", data, len(data) - 6)  # the directory's offset, in the end record
+    struct.pack_into("<II", data, entry + 20, 1 << 30, 1 << 30)  # both sizes of the first member
+    path.write_bytes(data)
+    with pytest.raises(UnsafeModel, match="larger than the file"):
+        screen.screen_pt2(path)
+
+
+@pytest.mark.parametrize("data", [b"", b"PK", b"not a zip at all", b"\0" * 100])
+def test_other_bytes_are_no_pt2(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "m").write_bytes(data)
+    with pytest.raises(NotAPt2) as caught:
+        screen.screen_pt2(tmp_path / "m")
+    assert caught.value.reason == "NOT_A_PT2"
+
+
+@given(cut=st.floats(0, 0.999))
+def test_a_cut_off_pt2_is_refused(good: Members, tmp_path_factory: pytest.TempPathFactory, cut: float) -> None:
+    path = write(tmp_path_factory.getbasetemp() / "cut", good)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * cut)])
+    with pytest.raises((NotAPt2, UnsafeModel)):
+        screen.screen_pt2(path)
+
+
+@given(st.text(max_size=200))
+def test_any_text_in_place_of_an_expression_is_refused_or_harmless(text: str) -> None:
+    try:
+        expressions.check_symbol(text, "here")
+    except UnsafeModel:
+        return
+    assert not set(text) & set('[]{};:@`$\\"')
+    assert "__" not in text
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_in_place_of_a_pickle_are_refused(data: bytes) -> None:
+    try:
+        pickles.check(data, "here")
+    except UnsafeModel:
+        return
+    assert pickle.loads(data) is not NotImplemented  # whatever passes is harmless to load
+
+
+def pte(program: int = 100, base: int = 128, segments: int = 64, size: int = 192) -> bytes:
+    header = b"eh00" + struct.pack("<I3Q", 32, program, base, segments)
+    return (b"\x40\0\0\0ET12" + header).ljust(size, b"\0")
+
+
+def test_a_whole_pte_passes(tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    for data in (pte(), b"\x40\0\0\0ET12" + b"\0" * 100):
+        path.write_bytes(data)
+        screen.screen_pte(path)
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 64, b"\x40\0\0\0ET99" + b"\0" * 64, b"\x40\0\0\0FB12" + b"\0" * 64])
+def test_other_bytes_are_no_pte(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "p").write_bytes(data)
+    with pytest.raises(NotAPte):
+        screen.screen_pte(tmp_path / "p")
+
+
+@pytest.mark.parametrize("data", [pte(size=191), pte(size=39), pte(program=1 << 40), pte(base=1 << 62, segments=9)])
+def test_a_cut_off_pte_says_how_much_is_missing(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "p").write_bytes(data)
+    with pytest.raises(TruncatedProgram) as caught:
+        screen.screen_pte(tmp_path / "p")
+    assert caught.value.metadata["size_bytes"] == str(len(data))
