@@ -34,7 +34,7 @@ UNKNOWN_KERNEL: Final = "kernel"
 """The name of a kernel that neither the trace nor the program names."""
 
 UNKNOWN_DELEGATE: Final = "delegate"
-"""The name of a delegate where neither the program nor the ETRecord says which backend it is."""
+"""The name of a delegate where the program cannot be read, which says which backend it is."""
 
 
 @dataclass(frozen=True)
