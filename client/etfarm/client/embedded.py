@@ -96,11 +96,15 @@ class Place:
         """Holds the server's address while it runs."""
         return self.data / "address"
 
-    def lock(self, name: str) -> int:
-        """Waits for the lock file `name`. Closing the descriptor, and all that inherited it, gives it back."""
+    def lock(self, name: str, *, wait: bool = True) -> int:
+        """Waits for the lock file `name`. Closing the descriptor, and all that inherited it, gives it back.
+
+        Raises:
+            BlockingIOError: it is held by another, and not to be waited for.
+        """
         fd = os.open(self.data / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException:
             os.close(fd)
             raise

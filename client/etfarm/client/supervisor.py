@@ -246,7 +246,10 @@ class Supervisor:
         Raises:
             _Failed: they do not go.
         """
-        self._say(status="Waiting for the embedded farm before this one to leave.")
+        try:
+            return self._place.lock("running", wait=False)
+        except BlockingIOError:
+            self._say(status="Waiting for the embedded farm before this one to leave.")
         try:
             async with asyncio.timeout(LEAVING_TIMEOUT_S):
                 return await asyncio.to_thread(self._place.lock, "running")

@@ -71,5 +71,10 @@ def _show(bundles: list[Bundle]) -> None:
         for bundle in bundles
     ]
     output.show(
-        output.table(("ARCH", "EXECUTORCH", "BACKENDS", "OPERATORS", "SIZE", "DIGEST"), rows, right=("OPERATORS", "SIZE"))
+        output.table(
+            ("ARCH", "EXECUTORCH", "BACKENDS", "OPERATORS", "SIZE", "DIGEST"),
+            rows,
+            right=("OPERATORS", "SIZE"),
+            shrink=("BACKENDS",),
+        )
     )

@@ -30,15 +30,14 @@ def list_(
     rows = [
         (
             Text(recipe.name, style="bold" if recipe.available else "dim"),
-            recipe.backend or "portable",
             recipe.quantization if recipe.quantization not in ("", "none") else "-",
-            Text("available", style="green") if recipe.available else Text(f"needs {recipe.missing}", style="yellow"),
-            recipe.summary,
+            Text("yes", style="green") if recipe.available else Text("no", style="yellow"),
+            Text(recipe.summary) if recipe.available else Text(f"{recipe.summary}; {recipe.missing}", style="dim"),
         )
         for recipe in sorted(found, key=lambda recipe: not recipe.available)
         if recipe.available or not available
     ]
-    output.show(output.table(("RECIPE", "BACKEND", "QUANTIZATION", "HERE", "WHAT"), rows))
+    output.show(output.table(("RECIPE", "QUANTIZATION", "HERE", "WHAT"), rows, shrink=("WHAT",)))
 
 
 def show(
@@ -59,7 +58,7 @@ def show(
     here = {one.name: one for one in _fetch(server, tls_ca)}.get(name)
     pairs = [("recipe", name), ("what", known.summary), ("backend", known.backend), ("quantization", known.quantization.value)]
     if here is not None:
-        pairs.append(("here", "available" if here.available else f"not available: needs {here.missing}"))
+        pairs.append(("here", "available" if here.available else f"not available: {here.missing}"))
     pairs += [("runs on", known.runs_on), ("keeps fp32", known.keeps_fp32)]
     pairs += [("argument", text) for text in (here.arguments if here is not None else ())]
     if parsed is None and not any(argument.required for argument in known.arguments):

@@ -17,8 +17,8 @@ from rich.text import Text
 TOP = 10
 """Operators that are shown where nobody said how many."""
 
-CODE_WIDTH = 100
-"""Terminals narrower than this get no column with the source code."""
+LEAST_CODE = 12
+"""Fewer characters of a line of code say nothing."""
 
 Json = Mapping[str, Any]
 
@@ -114,29 +114,34 @@ def headline(document: Json, width: int) -> RenderableType:
 def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> RenderableType:
     """The operators that took longest, kernels under their delegate: share, time, name, backend, source and its code."""
     chosen = _chosen(rows, top)
+    shares = [units.percent(row["share"]) for row in chosen]
     times = units.column([row["p50_ns"] for row in chosen])
-    with_code = width >= CODE_WIDTH
+    names = [f"{'  ' if row['parent'] is not None else ''}{_name(row)}" for row in chosen]
+    backends = [_backend(row) for row in chosen]
+    places = [_place(row) for row in chosen]
+    codes = [row["source"]["code"].strip() if row["source"] else "" for row in chosen]
+    numbers = ["" if row["kind"] == "REST" else str(row["index"]) for row in chosen]
+
+    # What is left of the line goes to names, then to places; code takes what they leave, and is the first to go.
+    room = width - sum(2 + max(map(len, column)) for column in (numbers, shares, times, backends))
+    place_width = min(max(map(len, places)), max(room * 2 // 5, 12))
+    name_width = min(max(map(len, names)), room - place_width - 4)
+    code_width = room - place_width - name_width - 6
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(justify="right", style="dim", no_wrap=True, min_width=max(len(str(row["index"])) for row in chosen))
-    table.add_column(justify="right", no_wrap=True, min_width=7)
-    table.add_column(justify="right", no_wrap=True, min_width=max(map(len, times)))
-    table.add_column(no_wrap=True, overflow="ellipsis", max_width=max(24, width * 3 // 8))
-    table.add_column(no_wrap=True, overflow="ellipsis", style="dim", min_width=8)
-    table.add_column(no_wrap=True, overflow="ellipsis", style="cyan", max_width=width * 2 // 7)
-    if with_code:
-        table.add_column(no_wrap=True, overflow="ellipsis", style="dim")
-    for row, time in zip(chosen, times, strict=True):
-        cells: list[RenderableType] = [
-            "" if row["kind"] == "REST" else str(row["index"]),
-            Text(units.percent(row["share"]), style="bold" if (row["share"] or 0) >= 0.1 else ""),
-            time,
-            Text(f"{'  ' if row['parent'] is not None else ''}{_name(row)}", style="dim" if row["kind"] == "REST" else ""),
-            _backend(row),
-            Text(_place(row)),
-        ]
-        if with_code:
-            cells.append(Text(row["source"]["code"].strip() if row["source"] else ""))
-        table.add_row(*cells)
+    for justify, style in (("right", "dim"), ("right", ""), ("right", ""), ("left", ""), ("left", "dim"), ("left", "cyan")):
+        table.add_column(justify=justify, style=style, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column(style="dim", no_wrap=True)
+    for place, row in enumerate(chosen):
+        style = "dim" if row["kind"] == "REST" else "bold" if (row["share"] or 0) >= 0.1 else ""
+        table.add_row(
+            numbers[place],
+            Text(shares[place], style=style),
+            times[place],
+            Text(units.without_middle(names[place], name_width), style=style),
+            backends[place],
+            units.without_start(places[place], place_width),
+            Text(units.without_end(codes[place], code_width) if code_width >= LEAST_CODE else ""),
+        )
     return table
 
 
@@ -190,8 +195,8 @@ def _name(row: Json) -> str:
 
 
 def _backend(row: Json) -> str:
-    if row["kind"] == "REST":
-        return ""
+    if row["kind"] in ("REST", "KERNEL"):
+        return ""  # its delegate's, right above
     backend = str(row["backend"] or "portable")
     return _BACKENDS.get(backend, backend.removesuffix("Backend"))
 
@@ -259,7 +264,7 @@ def _delegated_time(rows: Sequence[Json] | None) -> float | None:
 def _accuracy(output: Json) -> str:
     name = output["output"] or "output"
     if output["equal"]:
-        return f"{name}: equal to {output['reference']}"
+        return f"{name}: equal to the {output['reference']}"
     parts = []
     if output["sqnr_db"] is not None:
         parts.append(f"SQNR {output['sqnr_db']:.1f} dB")
@@ -267,7 +272,7 @@ def _accuracy(output: Json) -> str:
         parts.append(f"max abs error {output['max_abs_error']:.3g}")
     if output["cosine"] is not None:
         parts.append(f"cosine {output['cosine']:.6f}")
-    return f"{name}: {', '.join(parts) or 'not comparable'}, against {output['reference']}"
+    return f"{name}: {', '.join(parts) or 'not comparable'}, against the {output['reference']}"
 
 
 def _interval(latency: Json) -> str:

@@ -85,3 +85,21 @@ def clock(seconds: float) -> str:
 def count(number: int, noun: str) -> str:
     """`1 cell`, `2 cells`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def without_end(text: str, width: int) -> str:
+    """`text` in at most `width` characters, cut at its end."""
+    return text if len(text) <= width else f"{text[: max(0, width - 1)]}…"
+
+
+def without_start(text: str, width: int) -> str:
+    """`text` in at most `width` characters, cut at its start: of a path the end says more."""
+    return text if len(text) <= width else f"…{text[len(text) - max(0, width - 1) :]}"
+
+
+def without_middle(text: str, width: int) -> str:
+    """`text` in at most `width` characters, its start and its last few kept: `Convolution (NHW… IGEMM #2`."""
+    if len(text) <= width:
+        return text
+    tail = min(9, max(0, width - 1) // 2)
+    return f"{text[: max(0, width - 1 - tail)]}…{text[len(text) - tail :]}"
