@@ -521,6 +521,20 @@ async def test_a_stream_that_the_server_still_holds_does_not_end_a_known_agent(s
     assert await server.connected()
 
 
+async def test_an_agent_that_waited_for_the_server_has_one_connection(server: Server, launch: Launch) -> None:
+    await server.stop()
+    agent = await launch()
+    assert await agent.line() == f"etfarm agent: connecting to {server.address}"
+    await asyncio.sleep(2)  # a few tries
+    assert "does not answer" in agent.log
+    await server.start()
+    connection = await server.connected()
+    # gRPC itself comes back within two seconds where a channel was left over.
+    await connection.until(lambda m: len([m for m in connection.received if m.HasField("heartbeat")]) > 15)
+    open_ones = [c for c in psutil.Process(agent.process.pid).net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED]
+    assert len(open_ones) == 1
+
+
 async def test_two_agents_do_not_share_a_data_folder(server: Server, launch: Launch, tmp_path: Path) -> None:
     await launch()
     first = await server.connected()

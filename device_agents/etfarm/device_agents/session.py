@@ -106,16 +106,12 @@ class Session:
         said, said_s = "", 0.0
         while not stop.is_set():
             connection = _Connection()
-            try:
-                await self._connect(connection, stop)
-                why = f"The server at {server} closed the stream."
-            except grpc.aio.AioRpcError as error:
-                refusal = from_rpc_error(error, server=server)
-                if self._is_final(refusal):
-                    raise refusal from None
-                why = refusal.message
+            refusal = await self._connect(connection, stop)
             if stop.is_set():
                 return
+            if refusal is not None and self._is_final(refusal):
+                raise refusal
+            why = refusal.message if refusal is not None else f"The server at {server} closed the stream."
             if connection.welcomed:
                 pauses, said = self._config.pauses(), ""
             pause = next(pauses)
@@ -133,8 +129,8 @@ class Session:
             return True
         return not self._was_welcome and error.kind in _FINAL_AT_FIRST
 
-    async def _connect(self, connection: _Connection, stop: asyncio.Event) -> None:
-        """One connection, from Hello to its end or, after `stop`, to Goodbye.
+    async def _connect(self, connection: _Connection, stop: asyncio.Event) -> EtfarmError | None:
+        """One connection, from Hello to its end or, after `stop`, to Goodbye; why it ended, None where no error was told.
 
         A channel of its own: gRPC's would wait up to its own backoff before it looks whether the server is there again.
         """
@@ -150,8 +146,7 @@ class Session:
                     queue.put_nowait(agent_pb2.AgentMessage(goodbye=agent_pb2.Goodbye(reason="the agent was stopped")))
                     queue.put_nowait(None)
                     await asyncio.wait({reader}, timeout=_GOODBYE_S)
-                if reader.done() and not stop.is_set():
-                    reader.result()
+                return reader.result() if reader.done() else None
             finally:
                 self._outgoing.close()
                 call.cancel()
@@ -171,22 +166,34 @@ class Session:
             unacknowledged_attempts=self._agent.results.waiting,
         )
 
-    async def _read(self, call: _Call, connection: _Connection) -> None:
-        """The server's messages, until the stream ends."""
-        async for message in call:
-            kind = message.WhichOneof("message")
-            if kind == "welcome":
-                self._welcome(message.welcome, connection)
-            elif kind == "start_run":
-                self._agent.start(message.start_run)
-            elif kind == "cancel_run":
-                self._agent.cancel(message.cancel_run.attempt_id, message.cancel_run.reason)
-            elif kind == "ack":
-                self._agent.acknowledge(message.ack.attempt_id)
-            elif kind == "drain":
-                log.info("the server sends no new runs to %s", message.drain.device_id)
-            else:
-                log.warning("the server sent a message that this agent does not know; it may be newer")
+    async def _read(self, call: _Call, connection: _Connection) -> EtfarmError | None:
+        """Takes the server's messages until the stream ends, and gives the error that it ends with.
+
+        The exception must not get any further: its traceback would hold the call in a cycle, and a call that is not
+        collected keeps its closed channel connecting and pinging.
+        """
+        try:
+            async for message in call:
+                self._take(message, connection)
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error, server=self._config.access.server)
+        return None
+
+    def _take(self, message: agent_pb2.ServerMessage, connection: _Connection) -> None:
+        """Does what one message says."""
+        kind = message.WhichOneof("message")
+        if kind == "welcome":
+            self._welcome(message.welcome, connection)
+        elif kind == "start_run":
+            self._agent.start(message.start_run)
+        elif kind == "cancel_run":
+            self._agent.cancel(message.cancel_run.attempt_id, message.cancel_run.reason)
+        elif kind == "ack":
+            self._agent.acknowledge(message.ack.attempt_id)
+        elif kind == "drain":
+            log.info("the server sends no new runs to %s", message.drain.device_id)
+        else:
+            log.warning("the server sent a message that this agent does not know; it may be newer")
 
     def _welcome(self, welcome: agent_pb2.Welcome, connection: _Connection) -> None:
         if connection.welcomed:
