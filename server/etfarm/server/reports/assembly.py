@@ -56,7 +56,10 @@ def assemble(
         report.MergeFrom(analysis)
         report.compile.warnings.extend(warnings)
     if result is not None and device is not None and result.HasField("samples") and report.HasField("latency"):
-        verdict = judge(result, report.latency, emulated=device.emulated, thresholds=thresholds or Thresholds())
+        asked = job.spec.measurement.iterations
+        verdict = judge(
+            result, report.latency, emulated=device.emulated, thresholds=thresholds or Thresholds(), asked_samples=asked
+        )
         report.verdict.CopyFrom(verdict)
     report.timeline.extend(cell.timeline)
     return report
