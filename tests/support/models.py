@@ -90,6 +90,13 @@ class Unknown(nn.Module):
         return torch.linalg.svdvals(x)
 
 
+class Unbounded(nn.Module):
+    """An output whose size depends on values without a bound; no memory can be planned for it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bincount(x)
+
+
 def conv() -> Any:
     return _exported(ConvRelu(), (torch.randn(1, 3, 8, 8),))
 
@@ -121,6 +128,10 @@ def elementwise() -> Any:
 
 def unknown() -> Any:
     return _exported(Unknown(), (torch.randn(4, 4),))
+
+
+def unbounded() -> Any:
+    return _exported(Unbounded(), (torch.tensor([1, 2, 3]),))
 
 
 def quantized() -> Any:

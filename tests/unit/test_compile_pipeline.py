@@ -107,7 +107,7 @@ async def test_a_program_runs_like_the_model_and_says_what_it_is(workers: Worker
     assert compiled.files[str(result["etrecord"])]
     delegation = result["delegation"]["forward"]
     assert delegation["subgraphs"] >= 1
-    assert delegation["delegated_nodes"] > 3
+    assert delegation["delegated_nodes"] >= 3
     assert sum(row["delegated"] for row in delegation["operators"]) == delegation["delegated_nodes"]
     facts = result["facts"]
     assert facts is not None
@@ -209,6 +209,7 @@ async def test_a_buffers_initial_value_is_kept(workers: Workers, tmp_path: Path)
         (models.elementwise, DYNAMIC, "QUANTIZED_NOTHING", "plain fp32"),
         (models.conv, "xnnpack_torchao_int8da_int4w_per_channel", "RECIPE_NEEDS_EAGER_MODULE", "eager module"),
         (models.quantized, STATIC, "ALREADY_QUANTIZED", "again"),
+        (models.unbounded, "xnnpack_fp32", "STAGE_FAILED", "finite upper bound"),
     ],
 )
 async def test_what_would_be_silent_or_late_is_refused(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 from pathlib import Path
 
 import pytest
-
 from etfarm.server.workers import jail
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
@@ -45,3 +46,31 @@ async def test_a_child_whose_network_stays_loads_nothing(tmp_path: Path, monkeyp
     assert getattr(caught.value, "reason", "") == "NETWORK_NOT_REMOVED"
     assert not events
     await asyncio.wait_for(pool.stop(), 5)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user to try it as one")
+def test_another_user_than_root_loses_network_and_capabilities_too() -> None:
+    network = jail.network_namespace()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        outcome = b"failed"
+        try:
+            os.setgroups([])
+            os.setresgid(65534, 65534, 65534)
+            os.setresuid(65534, 65534, 65534)
+            ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: /proc/self is a daemon's own, as it is a login's
+            jail._remove_network()
+            jail.check_network(network)
+            jail._drop_capabilities()
+            status = Path("/proc/self/status").read_text()
+            outcome = b"jailed" if "CapEff:\t0000000000000000" in status and os.geteuid() == 65534 else b"capable"
+        except BaseException as error:  # noqa: BLE001 - a forked test must not return into pytest
+            outcome = repr(error).encode()
+        finally:
+            os.write(writer, outcome)
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as said:
+        assert said.read() == b"jailed"
+    os.waitpid(child, 0)

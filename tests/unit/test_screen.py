@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from etfarm.server.compile import expressions, pickles, screen
-from etfarm.server.compile.refusals import NotAPt2, NotAPte, TruncatedProgram, UnsafeModel
+from etfarm.server.compile.refusals import NotAPt2, NotAPte, TruncatedProgram, UnknownOperator, UnsafeModel
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -194,13 +194,21 @@ def test_a_guard_that_torch_would_execute_is_refused(good: Members, tmp_path: Pa
     "target",
     ["torch.os.system", "torch.ops.load_library", "torch.ops.load_library.__call__.__call__", "torch.hub.load",
      "_operator.attrgetter", "_operator.methodcaller", "#handler:x", "math.__loader__.load_module",
-     "torch.ops.aten.add.__class__", "torch.ops.higher_order.call_torchbind", "torch.ops.my_ops.x.default"],
+     "torch.ops.aten.add.__class__", "torch.ops.higher_order.call_torchbind"],
 )  # fmt: skip
 def test_a_target_that_is_no_known_operator_is_refused(good: Members, tmp_path: Path, target: str) -> None:
     def change(program: Any) -> None:
         program["graph_module"]["graph"]["nodes"][0]["target"] = target
 
     assert refused(tmp_path / "m", changed(good, change)) == "UNSAFE_TARGET"
+
+
+def test_a_custom_operator_is_refused_by_its_name(good: Members, tmp_path: Path) -> None:
+    def change(program: Any) -> None:
+        program["graph_module"]["graph"]["nodes"][0]["target"] = "torch.ops.mine.blur.default"
+
+    with pytest.raises(UnknownOperator, match="mine::blur"):
+        screen.screen_pt2(write(tmp_path / "m", changed(good, change)))
 
 
 @pytest.mark.parametrize("name", ["x):\n    import os\n    def y(", "a b", "x=1", "x;y", "a'b", "é"])

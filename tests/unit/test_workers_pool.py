@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
-
 from etfarm.server.workers.faults import ChildDied, ChildOutOfMemory, ChildTimedOut
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers, WorkersDown
@@ -60,6 +59,12 @@ async def gone(pids: Sequence[int], within_s: float) -> None:
             finally:
                 loop.remove_reader(handle)
                 os.close(handle)
+
+
+def daemon_like(folder: Path, preload: str) -> subprocess.Popen[bytes]:
+    """A process with workers of its own, which tells the pids of what it started."""
+    command = [sys.executable, "-m", "tests.support.daemon", str(folder), preload]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
 
 
 async def test_a_result_and_its_files_come_back_and_the_folder_goes(workers: Workers, tmp_path: Path) -> None:
@@ -204,10 +209,7 @@ async def test_kill_9_of_the_daemon_takes_forkserver_children_and_grandchildren(
     warming = state == "warming"
     (tmp_path / "slow_preload.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
-    daemon = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.daemon", str(tmp_path / "jobs"), "slow_preload" if warming else TASKS],
-        stdout=subprocess.PIPE, cwd=ROOT,
-    )  # fmt: skip
+    daemon = daemon_like(tmp_path / "jobs", "slow_preload" if warming else TASKS)
     assert daemon.stdout is not None
     pids = json.loads(daemon.stdout.readline())["pids"]
     if not warming:

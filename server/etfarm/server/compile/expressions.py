@@ -12,7 +12,7 @@ import json
 import re
 from typing import Final
 
-from etfarm.server.compile.refusals import UnsafeModel
+from etfarm.server.compile.refusals import UnknownOperator, UnsafeModel
 
 MAX_EXPRESSION: Final = 20_000
 MAX_DEPTH: Final = 60
@@ -56,6 +56,7 @@ _TARGET: Final = re.compile(
     r"|_operator\.(eq|ne|le|ge|lt|gt|neg|pos|mul|add|sub|floordiv|truediv|mod|pow|and_|or_|lshift|rshift|getitem)"
     r"|math\.(trunc|ceil|floor|sqrt)"
 )
+_CUSTOM: Final = re.compile(r"torch\.ops\.([A-Za-z][A-Za-z0-9_]*)\.([A-Za-z][A-Za-z0-9_]*)\.[A-Za-z][A-Za-z0-9_]*")
 _HIGHER_ORDER_REFUSED: Final = frozenset(
     f"torch.ops.higher_order.{name}"
     for name in ("call_torchbind", "aoti_call_delegate", "triton_kernel_wrapper_functional", "run_const_graph",
@@ -149,8 +150,12 @@ def check_target(text: str, where: str) -> None:
     """A node's target, which torch looks up by getattr: an operator of a known library, or arithmetic on sizes.
 
     Raises:
+        UnknownOperator: an operator of another library.
         UnsafeModel: it is anything else.
     """
+    custom = _CUSTOM.fullmatch(text)
+    if custom and not _TARGET.fullmatch(text):
+        raise UnknownOperator(f"{custom[1]}::{custom[2]}")
     if not _TARGET.fullmatch(text) or text in _HIGHER_ORDER_REFUSED:
         raise _refused("UNSAFE_TARGET", where, "target", text)
 

@@ -57,6 +57,19 @@ class UnsafeModel(UserError):
         )  # fmt: skip
 
 
+class UnknownOperator(UserError):
+    """The model uses an operator of a library that the server does not load."""
+
+    reason = "UNKNOWN_OPERATOR"
+
+    def __init__(self, operator: str) -> None:
+        super().__init__(
+            f"The model uses the operator {operator}, which this server does not know.",
+            "Decompose it before the export (program.run_decompositions()), or use operators of PyTorch.",
+            operator=operator,
+        )
+
+
 class RecipeNeedsEagerModule(UserError):
     """A source transform finds nothing to transform in an exported program, and would silently leave it in fp32."""
 

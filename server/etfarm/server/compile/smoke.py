@@ -110,7 +110,7 @@ def explain(error: str, log: str) -> str:
     words = f"{_CODES[code]} (0x{code:x})" if code in _CODES else error.strip().splitlines()[0][:200]
     for line in log.splitlines():
         told = _LOG_LINE.match(line.strip())
-        if told and not told[1].startswith(("Failed to execute", "KernelCall failed")):
+        if told and "cpuinfo" not in line and not told[1].startswith(("Failed to execute", "KernelCall failed")):
             return f"{words}: {told[1][:200].rstrip('. ')}"
     return words
 

@@ -26,7 +26,7 @@ class ChildDied(FarmError):
         how = signal_name(-status) if status < 0 else f"exit code {status}"
         where = f" in {stage}" if stage else ""
         super().__init__(
-            f"The process of {task} died of {how}{where}.",
+            f"The job's process died of {how}{where}.",
             "Its last log lines are in the error's metadata; the job's log has all of them.",
             stage=stage, task=task, signal=how if status < 0 else "", exit=how, log=log,
         )  # fmt: skip
@@ -41,8 +41,8 @@ class ChildOutOfMemory(UserError):
     def __init__(self, task: str, memory_bytes: int, stage: str = "", detail: str = "") -> None:
         where = f" in {stage}" if stage else ""
         super().__init__(
-            f"{task} needs more than the {memory_bytes >> 20} MiB of memory that a job is given{where}.",
-            "Use a smaller model or raise the server's memory limit for compile jobs.",
+            f"The job needs more than the {memory_bytes >> 20} MiB of memory that it is given{where}.",
+            "Use a smaller model, or raise the server's memory limit of a job.",
             stage=stage, task=task, memory_bytes=memory_bytes, detail=detail[:MAX_TEXT],
         )  # fmt: skip
 
@@ -56,8 +56,8 @@ class ChildTimedOut(UserError):
     def __init__(self, task: str, deadline_s: float, stage: str = "", clock: str = "wall") -> None:
         where = f" in {stage}" if stage else ""
         super().__init__(
-            f"{task} was not done after {deadline_s:g} s of {clock} time{where}.",
-            "Give the job a longer timeout or a smaller model.",
+            f"The job was not done after {deadline_s:g} s of {clock} time{where}.",
+            "Give it a longer timeout, or a smaller model.",
             stage=stage, task=task, deadline_s=deadline_s, clock=clock,
         )  # fmt: skip
 

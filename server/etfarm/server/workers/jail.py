@@ -152,13 +152,21 @@ def _drop_capabilities() -> None:
 def _limit(limits: Limits) -> None:
     # RLIMIT_AS below what is mapped already would be a SIGSEGV; RLIMIT_DATA on top of it makes allocations fail.
     own = data_bytes()
-    resource.setrlimit(resource.RLIMIT_DATA, (own + limits.memory_bytes,) * 2)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _lower(resource.RLIMIT_DATA, own + limits.memory_bytes, own + limits.memory_bytes)
+    _lower(resource.RLIMIT_CORE, 0, 0)
     # The soft limit's SIGXCPU is a death that can be told from others; the hard one's SIGKILL comes if it is ignored.
-    resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, limits.cpu_s + 5))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes,) * 2)
+    _lower(resource.RLIMIT_CPU, limits.cpu_s, limits.cpu_s + 5)
+    _lower(resource.RLIMIT_FSIZE, limits.file_bytes, limits.file_bytes)
     # When the host itself runs out of memory, the kernel takes this process rather than the daemon.
     Path("/proc/self/oom_score_adj").write_text("800")
+
+
+def _lower(which: int, soft: int, hard: int) -> None:
+    # A lower limit that the daemon was started under stays.
+    _, before = resource.getrlimit(which)
+    if before != resource.RLIM_INFINITY:
+        soft, hard = min(soft, before), min(hard, before)
+    resource.setrlimit(which, (soft, hard))
 
 
 def data_bytes() -> int:
