@@ -6,7 +6,7 @@
   layout's .pt files. Only pickles whose every opcode and global a plain tensor needs pass.
 - `opaque_obj_*` and `custom_obj_*` constants are unpickled, AOTInductor's members are shared objects that get loaded.
 - `expr_str` goes to sympy's sympify, `guards_code` to exec: see `expressions`.
-- node targets are looked up by getattr from `torch` and `operator`, so any callable in reach would become a node.
+- node targets are looked up by getattr from `torch` and `operator`; only torch's verifier stands behind that.
 - names of nodes, arguments and parameters are pasted into the Python source that torch.fx generates and executes.
 
 The jail stays the boundary; this keeps everything known from getting that far.
