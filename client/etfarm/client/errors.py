@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -104,6 +105,7 @@ class Interrupted(UserError):
 
     reason = "INTERRUPTED"
     kind = Kind.CANCELLED
+    signal_number: int = signal.SIGINT
 
 
 def exit_code(error: EtfarmError) -> int:

@@ -75,13 +75,13 @@ def execute(command: Command | Mapping[str, Command], argv: list[str], name: str
     except EtfarmError as raised:
         error, code = raised, exit_code(raised)
     except KeyboardInterrupt:
-        error, code = Interrupted("Interrupted."), 128 + signal.SIGINT
+        error = Interrupted("Interrupted.")
     except _UsageError as raised:
-        said = str(getattr(raised, "format_message", raised.__str__)()).strip().rstrip(".")
-        error, code = Usage(f"{said}.", f"See `etfarm {name} --help`."), 2
+        said = str(getattr(raised, "format_message", raised.__str__)()).strip()
+        error, code = Usage(said if said[-1:] in ".?" else f"{said}.", f"See `etfarm {name} --help`."), 2
         outcome.json_file = outcome.json_file or _json_file(argv)
-    if isinstance(error, Interrupted) and error.metadata.get("signal"):
-        code = 128 + int(error.metadata["signal"])
+    if isinstance(error, Interrupted):
+        code = 128 + error.signal_number
     if error is not None:
         print(f"etfarm: {error}", file=sys.stderr)
     try:
@@ -116,11 +116,10 @@ def run_async(main: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         loop.add_signal_handler(number, interrupt, number)
     try:
         return loop.run_until_complete(task)
-    except asyncio.CancelledError:
-        raise Interrupted("Interrupted.", signal=caught[0] if caught else signal.SIGINT) from None
-    except Interrupted as error:
-        error.metadata.setdefault("signal", str(caught[0] if caught else int(signal.SIGINT)))
-        raise
+    except (asyncio.CancelledError, Interrupted) as error:
+        interrupted = error if isinstance(error, Interrupted) else Interrupted("Interrupted.")
+        interrupted.signal_number = caught[0] if caught else signal.SIGINT
+        raise interrupted from None
     finally:
         loop.run_until_complete(_end_other_tasks())
         loop.run_until_complete(loop.shutdown_asyncgens())

@@ -116,6 +116,10 @@ def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> Renderable
     chosen = _chosen(rows, top)
     shares = [units.percent(row["share"]) for row in chosen]
     times = units.column([row["p50_ns"] for row in chosen])
+    times = [
+        time or (f"<{units.time(row['resolution_ns'])}" if row["resolution_ns"] else "")
+        for time, row in zip(times, chosen, strict=True)
+    ]
     names = [f"{'  ' if row['parent'] is not None else ''}{_name(row)}" for row in chosen]
     backends = [_backend(row) for row in chosen]
     places = [_place(row) for row in chosen]
