@@ -36,8 +36,6 @@ def main(argv: list[str]) -> int:
     Raises:
         EtfarmError: the agent cannot work, or the server refuses it; the message is for people.
     """
-    # gRPC's core writes warnings about forks and pings to stderr that nobody can do anything about.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     options = _parser().parse_args(argv)
     if not options.server:
         _parser().error(f"give --server ADDR, or set {SERVER_VARIABLE}")
