@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 KEYS: Final = ("id", "name", "arch", "soc", "os", "memory", "cores", "feature", "backend", "emulated", "label.KEY")
 _NUMERIC: Final = ("memory", "cores")
-_TERM = re.compile(r"\s*([a-z][a-zA-Z0-9_.\-]*)\s*(>=|<=|!=|=)\s*(.*?)\s*\Z")
+_TERM = re.compile(r"\s*([a-z][a-zA-Z0-9_.\-]*)\s*(>=|<=|!=|=)(?!=)\s*(.*?)\s*\Z")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\Z")
 _UNITS: dict[str, int] = {"B": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
 _UNITS |= {f"{prefix}iB": 1 << (10 * power) for power, prefix in enumerate("KMGT", 1)}

@@ -13,7 +13,7 @@ import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeGuard
 
 from etfarm.wire.errors import UserError
 
@@ -117,7 +117,7 @@ def decode(data: bytes | memoryview) -> list[Value]:
     try:
         entries = json.loads(bytes(view[8 : 8 + size]))["values"]
         return [_value(entry, payload) for entry in entries]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadTensorFile(f"The tensor file's header cannot be read: {error}.") from None
 
 
@@ -130,11 +130,15 @@ def _value(entry: dict[str, object], payload: memoryview) -> Value:
         return Scalar(name, value)
     start, size = entry["offset"], entry["size_bytes"]
     shape, order = entry["shape"], entry["dim_order"]
-    if not (isinstance(start, int) and isinstance(size, int) and isinstance(shape, list) and isinstance(order, list)):
-        raise ValueError(f"tensor {name!r} lacks its place")
+    if not (isinstance(start, int) and isinstance(size, int) and _is_counts(shape) and _is_counts(order)):
+        raise ValueError(f"tensor {name!r} lacks its place or its shape")
     if start < 0 or size < 0 or start + size > len(payload):
         raise BadTensorFile(f"The tensor file is cut off in {name!r}.")
     return Tensor(name, str(entry["dtype"]), tuple(shape), bytes(payload[start : start + size]), tuple(order))
+
+
+def _is_counts(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 def read(file: BinaryIO) -> list[Value]:
@@ -167,4 +171,6 @@ def from_array(name: str, array: NDArray[np.generic], dim_order: Sequence[int] =
     import numpy as np
 
     order = tuple(dim_order) or tuple(range(array.ndim))
-    return Tensor(name, array.dtype.name, tuple(array.shape), np.ascontiguousarray(array.transpose(order)).tobytes(), order)
+    # A dtype's name does not tell its byte order.
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return Tensor(name, array.dtype.name, tuple(array.shape), np.ascontiguousarray(little.transpose(order)).tobytes(), order)
