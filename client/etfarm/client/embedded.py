@@ -60,7 +60,7 @@ class Place:
         Raises:
             EmbeddedFarmFailed: a folder cannot be made, or is somebody else's.
         """
-        for folder in (self.data, self.sockets):
+        for folder in (self.data, self.sockets, self.held_jobs):
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 owner = folder.lstat()
@@ -90,6 +90,11 @@ class Place:
     def server_socket(self) -> Path:
         """Where the server listens."""
         return self.sockets / "server.sock"
+
+    @property
+    def held_jobs(self) -> Path:
+        """A folder with an empty file for each job that goes with its command."""
+        return self.data / "held"
 
     @property
     def address_file(self) -> Path:
@@ -136,6 +141,18 @@ class Lease:
         why = await asyncio.shield(self._ended)
         if not self._leaving:
             raise EmbeddedFarmFailed(why or "The embedded farm ended.", f"Its logs are in {self.data}.", folder=self.data)
+
+    def hold_job(self, job_id: str) -> None:
+        """Says that a job is this command's: if it dies, the job is cancelled, at the latest when a farm starts again."""
+        self._say(job=job_id)
+
+    def release_job(self, job_id: str) -> None:
+        """Says that a job is done with."""
+        self._say(done=job_id)
+
+    def _say(self, **said: str) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(json.dumps(said).encode() + b"\n")
 
     async def leave(self) -> None:
         """Gives the lease back; the last one's waits until the farm is gone."""

@@ -142,12 +142,14 @@ class Supervisor:
 
     async def _talk(self, key: int, connection: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=connection)
+        held: set[str] = set()
         try:
             if first := await reader.readline():
                 self._kinds[key] = str(json.loads(first).get("kind", ""))
                 self._connections[key] = writer
                 self._tell(writer, self._said)
-                await reader.read()
+                while line := await reader.readline():
+                    self._hear(json.loads(line), held)
         except (OSError, ValueError) as error:
             print(f"connection {key}: {error}", file=sys.stderr, flush=True)
         finally:
@@ -155,9 +157,33 @@ class Supervisor:
             del self._connections[key]
             self._changed.set()
         if self._connections:
+            for job in held:
+                self._start(self._cancel(job), f"cancel {job}")
             self._let_go(writer)
         else:
             self._parting.append(writer)
+
+    def _hear(self, said: dict[str, str], held: set[str]) -> None:
+        """Keeps count of the jobs that go with a command, on disk too: this process may be killed like any other."""
+        job = said.get("job") or said.get("done") or ""
+        if not (job.isascii() and job.isalnum()):
+            raise ValueError(f"no job id: {job!r}")
+        if "job" in said:
+            held.add(job)
+            (self._place.held_jobs / job).touch()
+        else:
+            held.discard(job)
+            (self._place.held_jobs / job).unlink(missing_ok=True)
+
+    async def _cancel(self, job: str) -> None:
+        """Cancels the job of a command that died."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "etfarm.wire.command", "jobs", "cancel", job),
+            *("--server", f"unix:{self._place.server_socket}"),
+            stdin=asyncio.subprocess.DEVNULL,
+        )
+        if await process.wait() in (0, 2):  # cancelled, or unknown to the server
+            (self._place.held_jobs / job).unlink(missing_ok=True)
 
     def _let_go(self, writer: asyncio.StreamWriter) -> None:
         """Tells one that left that the farm stays for others."""
@@ -227,6 +253,9 @@ class Supervisor:
             server = await self._launch("server", running, "serve", *here)
             await server.must_say("etfarm serve: listening on")
             self._start(server.drain(), "server's stdout")
+            for orphan in sorted(place.held_jobs.iterdir()):
+                self._say(status=f"Cancelling job {orphan.name}, whose command was killed.")
+                await self._cancel(orphan.name)
             self._say(status="Starting the embedded farm's agent.")
             agent = await self._launch("agent", running, "agent", "--server", unix, "--data", str(place.data / "agent"))
             await agent.must_say("etfarm agent: connected to")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, Self
 
 from etfarm.client.cli import units
-from etfarm.client.models import Cell, CellChanged, Event, Progress
+from etfarm.client.models import Cell, CellChanged, CellState, Event, Progress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -115,7 +115,7 @@ class LiveDisplay:
             refresh_per_second=8,
             transient=True,
             redirect_stdout=False,
-            redirect_stderr=False,
+            redirect_stderr=True,  # what a user's factory prints goes above the table
         )
         self._live.start()
         return self
@@ -194,6 +194,8 @@ def _doing(cell: Cell, progress: Progress | None) -> str:
         return cell.error.message if cell.error is not None else ""
     if progress is None:
         return cell.waiting_for
+    if cell.state is CellState.WAITING_FOR_DEVICE:
+        return progress.message or cell.waiting_for
     far = f" {100 * progress.done / progress.total:.0f} %" if progress.done is not None and progress.total else ""
     actor = f" ({progress.actor})" if progress.actor not in ("", "SERVER") else ""
     return " ".join(filter(None, (f"{progress.phase}{far}{actor}", progress.message or cell.waiting_for)))

@@ -16,7 +16,7 @@ from etfarm.client.cli import units
 from etfarm.client.cli.app import Outcome, in_thread
 from etfarm.client.cli.display import Display
 from etfarm.client.errors import Interrupted, UserError
-from etfarm.client.export.spec import ModelSpec
+from etfarm.client.export.spec import EagerSpec, ModelSpec
 from etfarm.client.jobs import AsyncJob
 from etfarm.client.models import JobResult
 from etfarm.client.submission import PreparedModel, prepare
@@ -61,6 +61,7 @@ async def carry_out(task: Task, outcome: Outcome, display: Display) -> tuple[Asy
     preparing = asyncio.create_task(in_thread(lambda: _prepare(task.models, display)), name="prepare models")
     farm = AsyncFarm(task.server, tls_ca=task.tls_ca, on_status=display.status)
     connecting = asyncio.create_task(farm.__aenter__(), name="connect")
+    connecting.add_done_callback(lambda _: _connected(task, preparing, display))
     try:
         await _both(preparing, connecting)
         if farm.lease is not None and task.detach and not farm.lease.lasting:
@@ -87,6 +88,13 @@ def lasting_farm_needed() -> NeedsLastingFarm:
         "--detach needs a farm that stays: the embedded farm ends with this command, and the job with it.",
         "Run `etfarm up` in another terminal first, or name a server with --server or ETFARM_SERVER.",
     )
+
+
+def _connected(task: Task, preparing: asyncio.Task[Any], display: Display) -> None:
+    """Says what is waited for once the farm is there: the last that was heard is of the farm's start."""
+    eager = [spec.label for spec in task.models if isinstance(spec, EagerSpec)]
+    if eager and not preparing.done():
+        display.status(f"Exporting {', '.join(eager)}.")
 
 
 def _prepare(specs: Sequence[ModelSpec], display: Display) -> list[PreparedModel]:
@@ -140,6 +148,8 @@ async def _with_farm(
     display.status(f"Job {job.id}: {units.count(len(cells), 'cell')}.")
     if task.detach:
         return job, None
+    if farm.lease is not None:
+        farm.lease.hold_job(job.id)
     try:
         result = await follow(job, display)
         outcome.document = ended(result)
@@ -149,6 +159,9 @@ async def _with_farm(
         if _FARM_LOST in cancelled.args:
             raise
         raise await _cancel(job, outcome, display) from None
+    finally:
+        if farm.lease is not None and job.state.is_terminal:
+            farm.lease.release_job(job.id)
     return job, result
 
 
