@@ -222,6 +222,7 @@ async def launch(server: Server, tmp_path: Path) -> AsyncIterator[Launch]:
         with contextlib.suppress(ProcessLookupError):
             agent.process.kill()
         await agent.process.wait()
+        assert "asyncio" not in agent.log and "Traceback" not in agent.log, agent.log
 
 
 def values(server: Server, artifact: common_pb2.Artifact) -> list[np.ndarray]:

@@ -30,6 +30,8 @@ stream, which is cut, for alive."""
 _LEAST_HEARTBEAT_S: Final = 0.05
 _GOODBYE_S: Final = 0.5
 """How long a Goodbye may take to get out."""
+_RACE: Final = "Internal error from Core"
+"""What grpc.aio says where the server refused the stream before Hello was out; the next try hears the server's own words."""
 _SAY_AGAIN_S: Final = 60.0
 """A reason why there is no connection is logged again after so long; a new one at once."""
 
@@ -115,7 +117,9 @@ class Session:
             if connection.welcomed:
                 pauses, said = self._config.pauses(), ""
             pause = next(pauses)
-            if why != said or loop.time() - said_s > _SAY_AGAIN_S:
+            if _RACE in why:
+                log.debug("%s", why)
+            elif why != said or loop.time() - said_s > _SAY_AGAIN_S:
                 log.warning("%s Trying again.", why)
                 said, said_s = why, loop.time()
             try:
@@ -150,6 +154,8 @@ class Session:
             finally:
                 self._outgoing.close()
                 call.cancel()
+                # gRPC's task that takes the messages would wait for the next one for good.
+                queue.put_nowait(None)
                 tasks = [reader, stopped, *connection.tasks]
                 for task in tasks:
                     task.cancel()
