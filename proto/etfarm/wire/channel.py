@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,11 @@ from etfarm.wire.names import TLS_CA_VARIABLE, TOKEN_VARIABLE
 MAX_MESSAGE_BYTES = 64 << 20
 """A report with a million samples is under 5 MiB; an artifact's chunk 1 MiB."""
 
+MAX_METADATA_BYTES = 128 << 10
+"""An error's trailers; gRPC's 8 KiB would turn a long sentence into RESOURCE_EXHAUSTED. `status` keeps below it."""
+
 OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 ]
@@ -68,6 +73,17 @@ class Address:
             return False
 
 
+_HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*)\Z")
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
+
+
 def parse_address(text: str) -> Address:
     """The address that `text` gives.
 
@@ -80,8 +96,7 @@ def parse_address(text: str) -> Address:
     else:
         host, colon, port = text.rpartition(":")
         port_is_one = port.isascii() and port.isdigit() and int(port) < 65536
-        host_is_one = host and "/" not in host and (":" not in host or (host.startswith("[") and host.endswith("]")))
-        if colon and port_is_one and host_is_one:
+        if colon and port_is_one and (_is_ipv6(host[1:-1]) if host[:1] + host[-1:] == "[]" else _HOST.match(host)):
             return Address(text)
     raise BadAddress(f"{text!r} is no address.", "Give HOST:PORT, [IPV6]:PORT or unix:PATH.", address=text)
 

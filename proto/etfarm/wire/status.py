@@ -11,6 +11,11 @@ from grpc_status import rpc_status
 
 _DETAILS = "grpc-status-details-bin"
 
+_MOST_CHARACTERS = 2000
+"""Of one text in a status; what is longer ends with an ellipsis. Trailers are limited: see MAX_METADATA_BYTES."""
+_MOST_VALUES = 6000
+"""Characters of all of an error's own metadata; what comes after is left out."""
+
 
 class Unreachable(FarmError):
     """The server does not answer."""
@@ -20,18 +25,26 @@ class Unreachable(FarmError):
 
 
 def to_status(error: EtfarmError) -> grpc.Status:
-    """The status that carries `error` over gRPC."""
-    metadata = dict(error.metadata)
+    """The status that carries `error` over gRPC. Texts beyond some thousand characters are cut."""
+    metadata: dict[str, str] = {}
+    room = _MOST_VALUES
+    for key, value in error.metadata.items():
+        if (room := room - len(key) - len(_cut(value))) >= 0:
+            metadata[key] = _cut(value)
     metadata["fault"] = error.fault.value
-    metadata["message"] = error.message
+    metadata["message"] = _cut(error.message)
     if error.remedy:
-        metadata["remedy"] = error.remedy
+        metadata["remedy"] = _cut(error.remedy)
     if error.stage:
         metadata["stage"] = error.stage
     detail = any_pb2.Any()
     detail.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))
     code = code_pb2.Code.Value(error.kind.value)
-    return rpc_status.to_status(status_pb2.Status(code=code, message=str(error), details=[detail]))
+    return rpc_status.to_status(status_pb2.Status(code=code, message=_cut(str(error)), details=[detail]))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…"
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, *, server: str) -> EtfarmError:
