@@ -9,8 +9,8 @@ import pytest
 from etfarm.client.models import CellChanged, CellState, JobState, Progress
 from etfarm.wire.errors import EtfarmError
 
-from tests.support.farm import FarmProcess, descendants, wait_until
 from tests.support import models
+from tests.support.farm import FarmProcess, descendants, wait_until
 from tests.support.proxy import link_to
 
 LONG = {"iterations": 100, "min_time_s": 4.0, "profile": False}
@@ -59,7 +59,7 @@ def test_a_job_survives_the_server_s_death_while_it_compiles_and_while_it_runs(b
         assert len(starts) == 1
 
 
-def test_a_cell_is_placed_again_when_its_agent_dies_and_the_dead_one_leaves_no_runner(breakable: FarmProcess, model: Path) -> None:
+def test_a_cell_is_placed_again_when_its_agent_dies_which_leaves_no_runner(breakable: FarmProcess, model: Path) -> None:
     breakable.start()
     dying = breakable.agents[0]
     with breakable.client() as farm:

@@ -6,8 +6,9 @@ works too); `METHOD/` before it selects the method. What npz has no type for has
     bfloat16, float8_e4m3fn, float8_e5m2   KEY holds the elements' bits as uint16 or uint8
     scalar                                 KEY holds a Python bool, int or float in no dims, or nothing: None
 
-An array comes and goes contiguous: npz knows C and Fortran order and no channels_last, and a program that wants another
-dim order gets it from whoever calls it.
+An array comes and goes contiguous: npz knows C and Fortran order and no channels_last. A program that was exported for
+another dim order has a sibling key `KEY.dim_order`, the dims from the outermost in memory to the innermost: channels_last
+is 0, 2, 3, 1. The array itself keeps its logical shape.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ UNSAID = ""
 _FOREIGN = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 _SCALAR = "scalar"
 _DTYPE = ".dtype"
+_DIM_ORDER = ".dim_order"
 _PLACE = re.compile(r"(?:arr_)?(\d+)\Z")
 
 Named = dict[str, Value]
@@ -88,14 +90,17 @@ def read_named(path: Path) -> dict[str, Named]:
     arrays = _load(path)
     named: dict[str, Named] = {}
     for key, array in arrays.items():
-        if key.endswith(_DTYPE):
-            if key.removesuffix(_DTYPE) not in arrays:
-                raise UnsupportedInputArray(f"{path}: {key!r} tells the dtype of a key that is not there.", path=path, key=key)
+        if key.endswith((_DTYPE, _DIM_ORDER)):
+            if key.removesuffix(_DTYPE).removesuffix(_DIM_ORDER) not in arrays:
+                raise UnsupportedInputArray(f"{path}: {key!r} tells of a key that is not there.", path=path, key=key)
             continue
         method, slash, name = key.partition("/")
         method, name = (method, name) if slash else (UNSAID, key)
         dtype = arrays.get(key + _DTYPE)
-        named.setdefault(method, {})[name] = _value(path, key, name, array, dtype)
+        value = _value(path, key, name, array, dtype)
+        if (dim_order := arrays.get(key + _DIM_ORDER)) is not None:
+            value = _laid_out(path, key, value, dim_order)
+        named.setdefault(method, {})[name] = value
     return named
 
 
@@ -241,6 +246,19 @@ def _load(path: Path) -> dict[str, NDArray[Any]]:
         else:
             what = str(error).strip().rstrip(".") or type(error).__name__
         raise InputFileUnreadable(f"{path} cannot be read: {what}.", again, path=path) from None
+
+
+def _laid_out(path: Path, key: str, value: Value, said: NDArray[Any]) -> Tensor:
+    """The same elements with their bytes in the order that the sibling key says."""
+    order = tuple(int(dim) for dim in said.reshape(-1)) if said.dtype.kind in "iu" else ()
+    if not isinstance(value, Tensor) or sorted(order) != list(range(len(value.shape))):
+        raise UnsupportedInputArray(
+            f"{path}: {key + _DIM_ORDER!r} is no order of the dims of {key!r}.",
+            "Give each dim once, outermost in memory first: channels_last is 0, 2, 3, 1.",
+            path=path,
+            key=key,
+        )
+    return from_array(value.name, to_array(value), order)
 
 
 def _value(path: Path, key: str, name: str, array: NDArray[Any], said: NDArray[Any] | None) -> Value:

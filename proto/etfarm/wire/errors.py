@@ -58,8 +58,9 @@ class EtfarmError(Exception):
     kind: Kind = Kind.INTERNAL
 
     def __init__(self, message: str, remedy: str = "", *, stage: str = "", **metadata: object) -> None:
-        super().__init__(message if not remedy else f"{message} {remedy}")
-        self.message = message
+        # A library's words, which some messages end in, need not end in a full stop.
+        self.message = message if message.endswith((".", "!", "?", ":")) else f"{message}."
+        super().__init__(f"{self.message} {remedy}" if remedy else self.message)
         self.remedy = remedy
         self.stage = stage
         self.metadata: dict[str, str] = {key: str(value) for key, value in metadata.items()}
