@@ -42,11 +42,11 @@ def report_json(report: report_pb2.Report) -> Json:
 
 
 def error_json(error: EtfarmError | common_pb2.Error) -> Json:
-    """One ERROR: {fault, reason, message, remedy, stage, metadata}; remedy and stage are null where there is none."""
+    """One ERROR: {fault, reason, message, remedy, stage, metadata}; null where there is none."""
     if isinstance(error, EtfarmError):
         fields = (error.fault.value, error.reason, error.message, error.remedy, error.stage, error.metadata)
     else:
-        fault = common_pb2.Fault.Name(error.fault).removeprefix("FAULT_")
+        fault = common_pb2.Fault.Name(error.fault).removeprefix("FAULT_").removeprefix("UNSPECIFIED")
         fields = (fault, error.reason, error.message, error.remedy, error.stage, dict(error.metadata))
     keys = ("fault", "reason", "message", "remedy", "stage", "metadata")
     return {key: (None if value == "" else value) for key, value in zip(keys, fields, strict=True)}
@@ -102,6 +102,9 @@ def _field(message: Message, field: Any) -> Any:
             return None
         return [_single(field, item) for item in value]
     if field.has_presence and not message.HasField(field.name):
+        return None
+    # A text of the contract that is not `optional` is empty where there is none.
+    if value == "" and not field.has_presence:
         return None
     return _single(field, value)
 

@@ -1,0 +1,255 @@
+"""The JSON that users keep: every key is there, null means not measured, integers are numbers, and it is strict JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from etfarm.v1 import common_pb2, job_pb2, report_pb2
+from etfarm.wire import report as projection
+from etfarm.wire.errors import Fault, error_of
+from google.protobuf.message import Message
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+ERROR = ["fault", "reason", "message", "remedy", "stage", "metadata"]
+SOURCE = ["file", "line", "code"]
+ARTIFACT = ["digest", "size_bytes"]
+
+# What `etfarm.report/1` promises: dicts are objects, a list is a list of such objects, None is a leaf.
+KEYS: dict[str, Any] = {
+    "id": None,
+    "cell": None,
+    "attempt": None,
+    "recipe": None,
+    "recipe_digest": None,
+    "method": None,
+    "threads": None,
+    "state": None,
+    "error": dict.fromkeys(ERROR),
+    "model": dict.fromkeys(["name", "digest"]),
+    "device": dict.fromkeys(["id", "name", "arch", "soc", "os", "cores", "memory_bytes", "emulated"]),
+    "runner": dict.fromkeys(["kind", "executorch", "bundle_digest", "cores"]),
+    "compile": {
+        "cached": None,
+        "stages": [dict.fromkeys(["stage", "duration_ms", "where"])],
+        "program": dict.fromkeys(ARTIFACT),
+        "etrecord": dict.fromkeys(ARTIFACT),
+        "delegation": {
+            "METHOD": {
+                "subgraphs": None,
+                "delegated_nodes": None,
+                "non_delegated_nodes": None,
+                "operators": [dict.fromkeys(["op", "delegated", "non_delegated"])],
+            }
+        },
+        "toolchain": dict.fromkeys(["torch", "executorch", "torchao", "etfarm"]),
+        "warnings": [dict.fromkeys(["code", "message"])],
+    },
+    "measurement": dict.fromkeys(["warmup", "iterations", "duration_ns", "stop_reason"]),
+    "latency": dict.fromkeys(
+        ["samples_ns", "min_ns", "p50_ns", "p90_ns", "p99_ns", "mean_ns", "stddev_ns", "p50_ci95_ns"]
+    ),
+    "load": dict.fromkeys(["load_ns", "load_method_ns", "first_run_ns"]),
+    "memory": dict.fromkeys(["peak_rss_bytes", "planned_bytes"]),
+    "accuracy": [
+        dict.fromkeys(
+            ["output", "dtype", "shape", "reference", "equal", "max_abs_error", "mean_abs_error", "cosine", "sqnr_db"]
+        )
+    ],
+    "profile": dict.fromkeys(["iterations", "p50_ns"]),
+    "operators": [
+        {
+            **dict.fromkeys(
+                ["index", "kind", "parent", "name", "op_types", "backend", "delegated", "p50_ns", "mean_ns", "resolution_ns"]
+            ),
+            **dict.fromkeys(["share", "module"]),
+            "source": dict.fromkeys(SOURCE),
+            **dict.fromkeys(["aligned", "instruction_id", "debug_handles"]),
+        }
+    ],
+    "numeric_gap": [
+        {**dict.fromkeys(["ops", "snr_db", "mse", "l1", "max_abs_error"]), "source": dict.fromkeys(SOURCE)}
+    ],
+    "verdict": {"status": None, "reasons": [dict.fromkeys(["code", "message", "measured", "threshold"])]},
+    "telemetry": dict.fromkeys(
+        [
+            "cpu_time_ns", "wall_time_ns", "voluntary_switches", "involuntary_switches", "minor_faults", "major_faults",
+            "psi_cpu_some_us",
+        ]
+    ),
+    "timeline": [dict.fromkeys(["actor", "phase", "start_ms", "duration_ms"])],
+}  # fmt: skip
+
+
+def filled(message: Message, number: float = 3.0) -> Message:
+    """The message with every field set, maps under METHOD, lists of one."""
+    for field in message.DESCRIPTOR.fields:
+        target = getattr(message, field.name)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            if field.message_type.fields_by_name["value"].message_type is None:
+                target["METHOD"] = "text"
+            else:
+                filled(target["METHOD"], number)
+        elif field.message_type is not None:
+            if field.message_type.full_name == "google.protobuf.Timestamp":
+                target.FromJsonString("2025-01-02T03:04:05Z")
+            else:
+                filled(target.add() if field.is_repeated else target, number)
+        else:
+            value: Any = {"string": "text", "bool": True, "double": number, "enum": 1}.get(_type(field), 3)
+            target.append(value) if field.is_repeated else setattr(message, field.name, value)
+    return message
+
+
+def _type(field: Any) -> str:
+    kinds = {field.TYPE_STRING: "string", field.TYPE_BOOL: "bool", field.TYPE_DOUBLE: "double", field.TYPE_ENUM: "enum"}
+    return kinds.get(field.type, "int")
+
+
+def assert_keys(value: Any, expected: Any, path: str = "report") -> None:
+    if isinstance(expected, dict):
+        assert isinstance(value, dict), path
+        assert list(value) == list(expected), path
+        for key, inner in expected.items():
+            assert_keys(value[key], inner, f"{path}.{key}")
+    elif isinstance(expected, list):
+        assert isinstance(value, list) and len(value) == 1, path
+        assert_keys(value[0], expected[0], f"{path}[]")
+
+
+def test_a_full_report_has_every_key_and_no_other() -> None:
+    report = projection.report_json(filled(report_pb2.Report()))  # type: ignore[arg-type]
+    # The free-form objects: their keys are the user's.
+    report["error"]["metadata"] = None
+    assert_keys(report, KEYS)
+
+
+def test_an_empty_report_has_every_top_key_and_measures_nothing() -> None:
+    report = projection.report_json(report_pb2.Report(id="r", cell="c", state="CANCELLED"))
+    assert list(report) == list(KEYS)
+    assert {key: value for key, value in report.items() if value is not None} == {
+        "id": "r",
+        "cell": "c",
+        "state": "CANCELLED",
+        "timeline": [],
+    }
+
+
+def test_what_is_absent_within_is_null_and_never_zero_or_empty() -> None:
+    message = report_pb2.Report()
+    for name in ("model", "device", "runner", "compile", "latency", "load", "memory", "verdict", "telemetry"):
+        getattr(message, name).SetInParent()
+    message.operators.add(index=0)
+    message.accuracy.add(output="0")
+    message.compile.toolchain.SetInParent()
+    report = projection.report_json(message)
+    assert report["latency"] == {**dict.fromkeys(KEYS["latency"]), "samples_ns": []}
+    assert report["load"] == dict.fromkeys(KEYS["load"])
+    assert report["memory"] == dict.fromkeys(KEYS["memory"])
+    assert report["telemetry"] == dict.fromkeys(KEYS["telemetry"])
+    assert report["verdict"] == {"status": None, "reasons": []}
+    assert report["device"]["soc"] is None
+    assert report["runner"] == dict.fromkeys(KEYS["runner"])
+    assert report["compile"]["stages"] == report["compile"]["warnings"] == []
+    assert report["compile"]["delegation"] == {}
+    assert report["compile"]["etrecord"] is None
+    assert report["compile"]["toolchain"]["torchao"] is None
+    (row,) = report["operators"]
+    nulls = ("kind", "parent", "backend", "p50_ns", "mean_ns", "resolution_ns", "share", "module", "source", "aligned")
+    assert {key: row[key] for key in nulls} == dict.fromkeys(nulls)
+    assert (row["index"], row["instruction_id"], row["op_types"], row["debug_handles"]) == (0, None, [], [])
+    (accuracy,) = report["accuracy"]
+    assert {accuracy[key] for key in ("dtype", "equal", "max_abs_error", "mean_abs_error", "cosine", "sqnr_db")} == {None}
+
+
+def test_a_zero_that_was_measured_stays_zero() -> None:
+    message = report_pb2.Report(threads=0)
+    message.load.load_ns = 0
+    message.telemetry.involuntary_switches = 0
+    message.operators.add(index=0, parent=0, share=0.0, instruction_id=0, aligned=False, delegated=False, module="")
+    report = projection.report_json(message)
+    assert report["threads"] == 0
+    assert report["load"]["load_ns"] == 0
+    assert report["telemetry"]["involuntary_switches"] == 0
+    (row,) = report["operators"]
+    assert [row[key] for key in ("parent", "share", "instruction_id", "aligned", "delegated", "module")] == [
+        0,
+        0,
+        0,
+        False,
+        False,
+        "",
+    ]
+
+
+def test_integers_stay_integers_beyond_what_a_double_holds() -> None:
+    message = report_pb2.Report()
+    message.latency.samples_ns.extend([2**53 + 1, 7])
+    message.memory.peak_rss_bytes = 2**62 + 1
+    again = json.loads(projection.dumps(projection.document(None, [message], None)))["reports"][0]
+    assert again["latency"]["samples_ns"] == [2**53 + 1, 7]
+    assert again["memory"]["peak_rss_bytes"] == 2**62 + 1
+    assert all(type(sample) is int for sample in again["latency"]["samples_ns"])
+
+
+def test_enums_are_their_words() -> None:
+    message = report_pb2.Report()
+    for kind in ("OPERATOR", "DELEGATE", "KERNEL", "REST"):
+        message.operators.add(kind=report_pb2.OperatorKind.Value(f"OPERATOR_KIND_{kind}"))
+    message.verdict.status = report_pb2.VERDICT_STATUS_NOT_BENCHMARKABLE
+    message.error.fault = common_pb2.FAULT_DEVICE
+    report = projection.report_json(message)
+    assert [row["kind"] for row in report["operators"]] == ["OPERATOR", "DELEGATE", "KERNEL", "REST"]
+    assert report["verdict"]["status"] == "NOT_BENCHMARKABLE"
+    assert report["error"]["fault"] == "DEVICE"
+
+
+@given(st.sampled_from([math.nan, math.inf, -math.inf]))
+@settings(max_examples=3)
+def test_what_is_no_number_is_null(number: float) -> None:
+    report = filled(report_pb2.Report(), number)
+    text = projection.dumps(projection.document(None, [report], None))  # type: ignore[list-item]
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    again = json.loads(text, parse_constant=refuse)["reports"][0]
+    assert again["accuracy"][0]["sqnr_db"] is None
+    assert again["latency"]["p50_ci95_ns"] == [None]
+    assert again["verdict"]["reasons"][0]["measured"] is None
+
+
+def test_an_error_is_the_same_from_the_wire_and_from_an_exception() -> None:
+    expected = {"fault": "USER", "reason": "BAD", "message": "No.", "remedy": None, "stage": None, "metadata": {"a": "1"}}
+    assert projection.error_json(error_of(Fault.USER, "BAD", "No.", metadata={"a": "1"})) == expected
+    said = common_pb2.Error(fault=common_pb2.FAULT_USER, reason="BAD", message="No.", metadata={"a": "1"})
+    assert projection.error_json(said) == expected
+    assert projection.error_json(common_pb2.Error(message="No."))["fault"] is None
+
+
+@pytest.mark.parametrize("state", ["QUEUED", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"])
+def test_a_job_has_its_keys(state: str) -> None:
+    job = job_pb2.Job(id="j", labels={"k": "v"}, state=job_pb2.JobState.Value(f"JOB_STATE_{state}"), server_version="1")
+    job.submitted_at.FromJsonString("2025-01-02T03:04:05.6Z")
+    assert projection.job_json(job) == {
+        "id": "j", "name": None, "labels": {"k": "v"}, "state": state, "submitted_at": "2025-01-02T03:04:05.600Z",
+        "finished_at": None, "server_version": "1",
+    }  # fmt: skip
+    job.name = "n"
+    job.finished_at.FromJsonString("2025-01-02T03:04:06Z")
+    assert projection.job_json(job)["name"] == "n"
+    assert projection.job_json(job)["finished_at"] == "2025-01-02T03:04:06Z"
+
+
+def test_the_document_has_its_four_keys_on_failure_too() -> None:
+    failed = projection.document(None, [], error_of(Fault.FARM, "SERVER_UNREACHABLE", "No answer.", "Start it."))
+    assert list(failed) == ["schema", "job", "reports", "error"]
+    assert failed["schema"] == "etfarm.report/1"
+    assert failed["job"] is None
+    assert failed["reports"] == []
+    assert failed["error"]["reason"] == "SERVER_UNREACHABLE"
+    assert projection.document(job_pb2.Job(id="j"), [report_pb2.Report()], None)["error"] is None
+    assert projection.dumps(failed).endswith("}\n")
