@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etfarm.wire.errors import DeviceError, FarmError, Kind, UserError
+from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Kind, UserError
 
 
 class NoCores(UserError):
@@ -67,6 +67,16 @@ class SelfTestFailed(DeviceError):
 
     reason = "DEVICE_SELF_TEST_FAILED"
 
+    def __init__(self, why: str, program_error: EtfarmError) -> None:
+        super().__init__(
+            f"The runner does not answer on this device any more ({why}), after a program ended with {program_error.reason}.",
+            "Look at the device: memory, disk, temperature, the kernel's log.",
+            stage=program_error.stage,
+        )
+        self.metadata.update(
+            program_error.metadata, self_test=why, program_error=program_error.reason, program_message=program_error.message
+        )
+
 
 class TransferTimedOut(DeviceError):
     """The attempt's time was over while artifacts were still under way."""
@@ -74,12 +84,24 @@ class TransferTimedOut(DeviceError):
     reason = "TRANSFER_TIMED_OUT"
     kind = Kind.DEADLINE_EXCEEDED
 
+    def __init__(self, stage: str, deadline_s: float) -> None:
+        super().__init__(
+            f"The attempt's {deadline_s:g} s were over while artifacts were still under way.", stage=stage, deadline_s=deadline_s
+        )
+
 
 class NotReached(UserError):
     """The attempt's time was over before this candidate's turn."""
 
     reason = "ATTEMPT_TIMED_OUT"
     kind = Kind.DEADLINE_EXCEEDED
+
+    def __init__(self, deadline_s: float) -> None:
+        super().__init__(
+            f"The attempt's {deadline_s:g} s were over before this candidate's turn.",
+            "Give the job a longer timeout.",
+            deadline_s=deadline_s,
+        )
 
 
 class NoRunner(FarmError):

@@ -168,11 +168,7 @@ class _Execution:
         deadline_s = attempt.start.deadline_s
         try:
             if attempt.remaining_s() <= 0:
-                raise NotReached(
-                    f"The attempt's {deadline_s:g} s were over before this candidate's turn.",
-                    "Give the job a longer timeout.",
-                    deadline_s=deadline_s,
-                )
+                raise NotReached(deadline_s)
             deadline = asyncio.timeout(attempt.remaining_s())
             try:
                 async with deadline:
@@ -181,11 +177,7 @@ class _Execution:
                 if not deadline.expired():
                     raise
                 if attempt.phase in _TRANSFER_PHASES:
-                    raise TransferTimedOut(
-                        f"The attempt's {deadline_s:g} s were over while artifacts were still under way.",
-                        stage=attempt.phase,
-                        deadline_s=deadline_s,
-                    ) from None
+                    raise TransferTimedOut(attempt.phase, deadline_s) from None
                 stage = self._runner.stage if self._runner else attempt.phase
                 raise errors.ProgramHung(stage, deadline_s, list(self._recent)) from None
         except (errors.ProgramCrashed, errors.ProgramHung, errors.ProgramOutOfMemory) as error:
@@ -353,13 +345,7 @@ class _Execution:
         except (EtfarmError, TimeoutError) as failure:
             why = str(failure) or f"no answer within {limit_s:g} s"
             log.error("the self-test failed: %s", why)
-            broken = SelfTestFailed(
-                f"The runner does not answer on this device any more ({why}), after a program ended with {error.reason}.",
-                "Look at the device: memory, disk, temperature, the kernel's log.",
-                stage=error.stage,
-            )
-            broken.metadata.update(error.metadata, self_test=why, program_error=error.reason, program_message=error.message)
-            return broken
+            return SelfTestFailed(why, error)
         error.metadata["self_test"] = "passed"
         return _out_of_memory(error) or error
 
