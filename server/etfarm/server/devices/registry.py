@@ -131,9 +131,10 @@ class Registry:
             former.end()
             await self.disconnect(former)
         self._sessions[hello.agent_id] = session
+        # Before the devices can be given anything: what begins from now on, this Hello cannot know.
+        self._runs.agent_said({device.id for device in hello.devices}, {*hello.active_attempts, *hello.unacknowledged_attempts})
         for device in hello.devices:
             await self._serve(session, device)
-        self._runs.agent_said({device.id for device in hello.devices}, {*hello.active_attempts, *hello.unacknowledged_attempts})
         self.changed()
 
     async def update(self, session: AgentSession, device: Device) -> None:

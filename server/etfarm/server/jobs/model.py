@@ -45,7 +45,7 @@ def advance(cell: Cell, to: CellState.ValueType, *, at: datetime) -> Cell:
     Raises:
         IllegalTransition: `to` does not follow `cell.state`.
     """
-    if to not in TRANSITIONS[cell.state]:
+    if to not in TRANSITIONS.get(cell.state, ()):
         names = CellState.Name(cell.state), CellState.Name(to)
         raise IllegalTransition(f"Cell {cell.id} cannot go from {names[0]} to {names[1]}.", cell=cell.id)
     after = amend(cell, at=at)

@@ -60,22 +60,25 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 welcome=agent_pb2.Welcome(server_version=self._version, heartbeat_interval_s=HEARTBEAT_INTERVAL_S)
             )
         )
-        await self._registry.connect(session, hello)
-        log.info("agent connected", agent=hello.agent_id, host=hello.host, devices=[device.id for device in hello.devices])
-        for attempt_id in hello.active_attempts:
-            if not self._runs.knows(attempt_id):
-                cancel = agent_pb2.CancelRun(attempt_id=attempt_id, reason="the server no longer knows it")
-                session.send(agent_pb2.ServerMessage(cancel_run=cancel))
-        listening = asyncio.create_task(self._listen(session, request_iterator), name=f"agent-{hello.agent_id}")
+        # A stream that breaks while its devices are being registered must not leave them behind.
         try:
-            async for message in session.outgoing():
-                yield message
+            await self._registry.connect(session, hello)
+            log.info("agent connected", agent=hello.agent_id, host=hello.host, devices=[device.id for device in hello.devices])
+            for attempt_id in hello.active_attempts:
+                if not self._runs.knows(attempt_id):
+                    cancel = agent_pb2.CancelRun(attempt_id=attempt_id, reason="the server no longer knows it")
+                    session.send(agent_pb2.ServerMessage(cancel_run=cancel))
+            listening = asyncio.create_task(self._listen(session, request_iterator), name=f"agent-{hello.agent_id}")
+            try:
+                async for message in session.outgoing():
+                    yield message
+            finally:
+                listening.cancel()
+                await asyncio.wait([listening])
+                log.info("agent disconnected", agent=hello.agent_id)
         finally:
-            listening.cancel()
-            await asyncio.wait([listening])
             session.end()
             await self._registry.disconnect(session)
-            log.info("agent disconnected", agent=hello.agent_id)
 
     async def _listen(self, session: AgentSession, messages: AsyncIterator[agent_pb2.AgentMessage]) -> None:
         """Takes an agent's messages until it says goodbye, is silent for too long, or the stream breaks."""

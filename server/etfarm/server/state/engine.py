@@ -30,6 +30,7 @@ class Database:
     def __init__(self, path: Path) -> None:
         self._engine = create_engine(f"sqlite:///{path}", poolclass=NullPool, connect_args={"check_same_thread": False})
         event.listen(self._engine, "connect", _configure)
+        event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
         self._writer = _Lane(self._engine, "db-writer")
         self._reader = _Lane(self._engine, "db-reader")
 
@@ -89,6 +90,9 @@ class _Lane:
 
 
 def _configure(connection: object, _record: object) -> None:
+    # Python's sqlite3 would begin a transaction only at the first INSERT: several SELECTs would be no snapshot, and a
+    # migration that is cut off would stay half made.
+    connection.isolation_level = None  # type: ignore[attr-defined]
     cursor = connection.cursor()  # type: ignore[attr-defined]
     for pragma in ("journal_mode=WAL", "foreign_keys=ON", "busy_timeout=10000"):
         cursor.execute(f"PRAGMA {pragma}")

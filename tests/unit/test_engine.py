@@ -1,0 +1,155 @@
+"""The database: snapshots, order, durability's pragma, and migrations that make the schema."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from etfarm.server.state import schema
+from etfarm.server.state.engine import HEAD, Database, DatabaseTooNew
+from sqlalchemy import Connection, create_engine, func, inspect, select, text
+from sqlalchemy.exc import OperationalError
+
+NOW = "2025-01-02 03:04:05"
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    made = Database(tmp_path / "farm.sqlite")
+    await made.open()
+    yield made
+    made.close()
+
+
+def add(connection: Connection, digest: str = "a") -> None:
+    connection.execute(text(f"INSERT INTO artifacts VALUES ('{digest}', 1, 'ann', '{NOW}')"))
+
+
+def count(connection: Connection) -> int:
+    return connection.execute(select(func.count()).select_from(schema.artifacts)).scalar_one()
+
+
+async def test_a_read_sees_every_write_that_has_returned(database: Database) -> None:
+    for number in range(20):
+        await database.write(lambda connection, number=number: add(connection, str(number)))
+        assert await database.read(count) == number + 1
+
+
+async def test_a_read_is_one_snapshot_whatever_is_written_meanwhile(database: Database) -> None:
+    await database.write(add)
+    loop = asyncio.get_running_loop()
+
+    def twice(connection: Connection) -> tuple[int, int]:
+        before = count(connection)
+        asyncio.run_coroutine_threadsafe(database.write(lambda other: add(other, "b")), loop).result(10)
+        return before, count(connection)
+
+    assert await database.read(twice) == (1, 1)
+    assert await database.read(count) == 2
+
+
+async def test_a_write_that_fails_leaves_nothing(database: Database) -> None:
+    def fail(connection: Connection) -> None:
+        add(connection)
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        await database.write(fail)
+    await database.write(lambda connection: add(connection, "b"))
+    assert await database.read(lambda connection: connection.execute(select(schema.artifacts.c.digest)).scalars().all()) == ["b"]
+
+
+async def test_a_reader_cannot_write(database: Database) -> None:
+    with pytest.raises(OperationalError, match="readonly"):
+        await database.read(add)
+
+
+@pytest.mark.parametrize(("durable", "level"), [(True, 2), (False, 1)])
+async def test_a_durable_write_waits_for_the_disk(database: Database, durable: bool, level: int) -> None:
+    def synchronous(connection: Connection) -> int:
+        return connection.execute(text("PRAGMA synchronous")).scalar_one()
+
+    assert await database.write(synchronous, durable=not durable) != level
+    assert await database.write(synchronous, durable=durable) == level
+    assert await database.read(lambda connection: connection.execute(text("PRAGMA journal_mode")).scalar_one()) == "wal"
+
+
+async def test_foreign_keys_hold(database: Database) -> None:
+    with pytest.raises(Exception, match="FOREIGN KEY"):
+        await database.write(lambda c: c.execute(text("INSERT INTO events VALUES ('nojob', 1, x'00')")))
+
+
+async def test_it_opens_again_with_what_was_written(database: Database, tmp_path: Path) -> None:
+    await database.write(add)
+    again = Database(tmp_path / "farm.sqlite")
+    await again.open()
+    assert await again.read(count) == 1
+    again.close()
+
+
+async def test_a_database_of_a_newer_etfarm_is_refused(database: Database, tmp_path: Path) -> None:
+    await database.write(lambda connection: connection.execute(text("UPDATE alembic_version SET version_num = '9999'")))
+    again = Database(tmp_path / "farm.sqlite")
+    with pytest.raises(DatabaseTooNew, match=f"9999.*{HEAD}") as refused:
+        await again.open()
+    assert refused.value.remedy
+    again.close()
+
+
+async def test_a_migration_that_is_cut_off_leaves_nothing_half_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from alembic import op
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("cut")
+
+    path = tmp_path / "farm.sqlite"
+    with monkeypatch.context() as broken:
+        broken.setattr(op, "create_index", fail)
+        first = Database(path)
+        with pytest.raises(RuntimeError, match="cut"):
+            await first.open()
+        first.close()
+    assert sqlite3.connect(path).execute("SELECT name FROM sqlite_master").fetchall() == []
+    second = Database(path)
+    await second.open()
+    assert await second.read(count) == 0
+    second.close()
+
+
+async def test_the_migrations_make_the_tables_of_the_schema(database: Database, tmp_path: Path) -> None:
+    made = create_engine(f"sqlite:///{tmp_path / 'direct.sqlite'}")
+    schema.metadata.create_all(made)
+
+    def shape(connection: Connection) -> dict[str, object]:
+        looked = inspect(connection)
+        return {
+            table: {
+                "columns": [
+                    (column["name"], str(column["type"]), column["nullable"], column["primary_key"])
+                    for column in looked.get_columns(table)
+                ],
+                "indexes": sorted((index["name"], tuple(index["column_names"])) for index in looked.get_indexes(table)),
+                "unique": sorted(tuple(unique["column_names"]) for unique in looked.get_unique_constraints(table)),
+                "foreign": sorted(
+                    (tuple(key["constrained_columns"]), key["referred_table"]) for key in looked.get_foreign_keys(table)
+                ),
+            }
+            for table in looked.get_table_names()
+            if table != "alembic_version"
+        }
+
+    migrated = await database.read(shape)
+    with made.connect() as connection:
+        assert migrated == shape(connection)
+    assert set(migrated) == set(schema.metadata.tables)
+    made.dispose()
+
+
+async def test_head_is_the_newest_migration(database: Database) -> None:
+    revision = await database.read(
+        lambda connection: connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+    )
+    assert revision == HEAD

@@ -1,0 +1,199 @@
+"""Which devices are known and connected, over Hellos, breaks and replacements."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from etfarm.server.artifacts.store import Store
+from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.registry import AgentConnected, DeviceNotFound, DeviceOffline, Registry
+from etfarm.server.devices.runs import AttemptLost, Runs
+from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
+from etfarm.server.state.engine import Database
+from etfarm.v1.agent_pb2 import Heartbeat, Hello, RunnerBundle
+from etfarm.v1.device_pb2 import Device, DeviceState, DeviceTelemetry
+from etfarm.wire.errors import Kind
+
+IDLE, BUSY, OFFLINE = DeviceState.DEVICE_STATE_IDLE, DeviceState.DEVICE_STATE_BUSY, DeviceState.DEVICE_STATE_OFFLINE
+
+
+class World:
+    """A registry with a clock that the test turns."""
+
+    def __init__(self, folder: Path) -> None:
+        self.seconds = 1000.0
+        self.database = Database(folder / "farm.sqlite")
+        self.runs = Runs(3600)
+        self.bundles = Bundles(Store(folder, self.database), self.database, folder)
+        self.registry = self.new_registry()
+
+    def new_registry(self) -> Registry:
+        return Registry(self.database, self.bundles, self.runs, self.now)
+
+    def now(self) -> datetime:
+        return datetime.fromtimestamp(self.seconds, UTC)
+
+    def session(self, agent: str = "agent") -> AgentSession:
+        return AgentSession(agent, lambda: self.seconds)
+
+    async def connect(self, *devices: str, agent: str = "agent", **hello: list[str]) -> AgentSession:
+        session = self.session(agent)
+        said = [Device(id=name, name=f"board-{name}", arch="aarch64") for name in devices]
+        await self.registry.connect(session, Hello(agent_id=agent, devices=said, **hello))  # type: ignore[arg-type]
+        return session
+
+    def states(self) -> dict[str, int]:
+        return {device.id: device.state for device in self.registry.devices()}
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    made = World(tmp_path)
+    await made.database.open()
+    yield made
+    made.database.close()
+
+
+async def test_a_device_is_idle_busy_and_offline(world: World) -> None:
+    session = await world.connect("pi", "xl")
+    assert world.states() == {"pi": IDLE, "xl": IDLE}
+    world.runs.begin("a1", "pi", lambda _: None)
+    assert world.states() == {"pi": BUSY, "xl": IDLE}
+    assert world.registry.get("pi").attempt_id == "a1"
+    assert world.registry.session_of("pi") is session
+    await world.registry.disconnect(session)
+    assert world.states() == {"pi": OFFLINE, "xl": OFFLINE}
+    with pytest.raises(DeviceOffline):
+        world.registry.session_of("pi")
+
+
+async def test_listeners_hear_of_coming_and_going(world: World) -> None:
+    heard: list[dict[str, int]] = []
+    world.registry.on_change(lambda: heard.append(world.states()))
+    session = await world.connect("pi")
+    await world.registry.update(session, Device(id="xl", name="xl"))
+    world.registry.gone(session, "pi")
+    await world.registry.disconnect(session)
+    assert heard == [{"pi": IDLE}, {"pi": IDLE, "xl": IDLE}, {"pi": OFFLINE, "xl": IDLE}, {"pi": OFFLINE, "xl": OFFLINE}]
+
+
+async def test_a_known_device_stays_known_after_a_restart_as_offline(world: World) -> None:
+    await world.connect("pi")
+    again = world.new_registry()
+    await again.load()
+    (device,) = again.devices()
+    assert (device.id, device.agent_id, device.state, device.name) == ("pi", "agent", OFFLINE, "board-pi")
+    assert device.last_seen_at.ToDatetime(UTC) == world.now()
+
+
+@pytest.mark.parametrize("key", ["4f00aa", "4f", "board-4f00aa"])
+async def test_a_device_is_found_by_id_prefix_and_name(world: World, key: str) -> None:
+    await world.connect("4f00aa", "5a")
+    assert world.registry.get(key).id == "4f00aa"
+
+
+@pytest.mark.parametrize(
+    ("key", "says"), [("nothing", "There is no device"), ("4f", "Several devices"), ("", "There is no device")]
+)
+async def test_a_device_that_is_not_or_not_one_is_refused_with_what_there_is(world: World, key: str, says: str) -> None:
+    await world.connect("4f01", "4f02")
+    with pytest.raises(DeviceNotFound, match=says) as refused:
+        world.registry.get(key)
+    assert "board-4f01 (4f01)" in refused.value.remedy
+    assert refused.value.kind is Kind.NOT_FOUND
+
+
+async def test_a_second_agent_of_an_id_is_refused_beside_a_live_one_and_replaces_a_silent_one(world: World) -> None:
+    first = await world.connect("pi")
+    with pytest.raises(AgentConnected, match="--data") as refused:
+        await world.connect("pi")
+    assert refused.value.kind is Kind.ALREADY_EXISTS
+    assert world.registry.session_of("pi") is first
+    world.seconds += 3 * HEARTBEAT_INTERVAL_S - 0.1
+    assert first.is_alive()
+    first.heard()
+    world.seconds += 3 * HEARTBEAT_INTERVAL_S
+    second = await world.connect("pi")
+    assert world.registry.session_of("pi") is second
+    assert not first.is_alive()
+    await world.registry.disconnect(first)
+    assert world.states() == {"pi": IDLE}, "the former connection's end is not the new one's"
+
+
+async def test_a_run_survives_a_reconnection_that_still_has_it(world: World) -> None:
+    session = await world.connect("pi")
+    world.runs.begin("a1", "pi", lambda _: None)
+    await world.registry.disconnect(session)
+    await world.connect("pi", active_attempts=["a1"])
+    world.runs.begin("a2", "pi2", lambda _: None)
+    await world.registry.disconnect(world.registry.session_of("pi"))
+    await world.connect("pi", unacknowledged_attempts=["a1"])
+    assert world.states() == {"pi": BUSY}
+
+
+async def test_a_run_that_the_agent_no_longer_has_is_lost(world: World) -> None:
+    session = await world.connect("pi")
+    world.runs.begin("a1", "pi", lambda _: None)
+    await world.registry.disconnect(session)
+    await world.connect("pi")
+    with pytest.raises(AttemptLost):
+        await world.runs.result("a1")
+
+
+async def test_a_run_is_lost_with_its_device_but_not_with_another_agents_claim(world: World) -> None:
+    session, other = await world.connect("pi"), await world.connect("xl", agent="other")
+    world.runs.begin("a1", "pi", lambda _: None)
+    world.registry.gone(other, "pi")
+    assert world.states()["pi"] == BUSY
+    world.registry.gone(session, "pi")
+    with pytest.raises(AttemptLost):
+        await world.runs.result("a1")
+
+
+async def test_a_run_that_begins_while_its_agent_is_being_registered_is_not_lost(world: World) -> None:
+    """The Hello knows nothing of it: it was sent before."""
+    gate = threading.Event()
+    blocked = asyncio.create_task(world.database.write(lambda _: gate.wait(10)))
+    connecting = asyncio.create_task(world.connect("pi", "xl"))
+    try:
+        async with asyncio.timeout(5):
+            while not (placed := [name for name, state in world.states().items() if state == IDLE]):
+                await asyncio.sleep(0)  # lets `connect` come as far as its write
+        world.runs.begin("a1", placed[0], lambda _: None)
+    finally:
+        gate.set()
+        await asyncio.gather(blocked, connecting)
+    assert not world.runs._runs["a1"].result.done()
+
+
+async def test_telemetry_counts_while_its_own_agent_is_connected(world: World) -> None:
+    session, other = await world.connect("pi"), await world.connect("xl", agent="other")
+    world.seconds += 5
+    await world.registry.heartbeat(session, Heartbeat(telemetry={"pi": DeviceTelemetry(load_1m=0.5)}))
+    await world.registry.heartbeat(other, Heartbeat(telemetry={"pi": DeviceTelemetry(load_1m=9), "none": DeviceTelemetry()}))
+    device = world.registry.get("pi")
+    assert device.telemetry.load_1m == 0.5
+    assert device.last_seen_at.ToDatetime(UTC) == device.telemetry.at.ToDatetime(UTC) == world.now()
+    await world.registry.disconnect(session)
+    assert not world.registry.get("pi").HasField("telemetry")
+
+
+async def test_what_the_server_adds_to_a_device_is_never_the_agents(world: World) -> None:
+    session = world.session()
+    lying = Device(id="pi", arch="aarch64", agent_id="other", state=BUSY, attempt_id="x")
+    await world.registry.connect(session, Hello(agent_id="agent", devices=[lying]))
+    device = world.registry.get("pi")
+    assert (device.agent_id, device.state, device.attempt_id) == ("agent", IDLE, "")
+
+
+async def test_a_device_has_the_backends_of_the_bundle_for_its_architecture(world: World) -> None:
+    await world.connect("pi")
+    assert not world.registry.get("pi").HasField("operator_count")
+    world.bundles._by_arch["aarch64"] = RunnerBundle(arch="aarch64", backends=["XnnpackBackend"], operators=["a", "b"])
+    device = world.registry.get("pi")
+    assert (list(device.backends), device.operator_count) == (["XnnpackBackend"], 2)

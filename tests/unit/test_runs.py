@@ -1,0 +1,143 @@
+"""Attempts on devices: they outlive connections, end once, and are given up only for a reason."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from etfarm.server.devices.runs import AttemptLost, Runs
+from etfarm.v1.agent_pb2 import CandidateResult, RunProgress, RunResult
+from etfarm.wire.errors import Fault
+
+FOREVER_S = 3600.0
+AT_ONCE_S = 0.001
+WAIT_S = 5.0
+
+
+def ignore(progress: RunProgress) -> None:
+    """Nobody looks at it."""
+
+
+def begun(patience_s: float = FOREVER_S) -> Runs:
+    runs = Runs(patience_s)
+    runs.begin("a1", "pi", ignore)
+    return runs
+
+
+async def result(runs: Runs, attempt: str = "a1") -> RunResult:
+    async with asyncio.timeout(WAIT_S):
+        return await runs.result(attempt)
+
+
+def is_pending(runs: Runs) -> bool:
+    """Whether nothing has come of the attempt yet; what would, has been set synchronously."""
+    return not runs._runs["a1"].result.done()
+
+
+async def test_an_attempt_occupies_its_device_until_it_ends() -> None:
+    runs = begun()
+    assert runs.on_device("pi") == "a1"
+    assert runs.on_device("other") is None
+    assert runs.busy() == {"pi": "a1"}
+    assert runs.knows("a1")
+    runs.end("a1")
+    runs.end("a1")
+    assert runs.busy() == {}
+    assert not runs.knows("a1")
+
+
+async def test_the_first_delivery_counts_and_a_second_changes_nothing() -> None:
+    runs = begun()
+    assert runs.deliver(RunResult(attempt_id="a1", candidates=[CandidateResult(cell_id="c")]))
+    assert runs.deliver(RunResult(attempt_id="a1"))
+    assert [one.cell_id for one in (await result(runs)).candidates] == ["c"]
+
+
+async def test_a_result_that_nobody_waits_for_is_said_to_be_so() -> None:
+    runs = begun()
+    runs.end("a1")
+    assert not runs.deliver(RunResult(attempt_id="a1"))
+    assert not runs.deliver(RunResult(attempt_id="never"))
+
+
+async def test_progress_goes_to_its_attempt_only() -> None:
+    told: list[str] = []
+    runs = Runs(FOREVER_S)
+    runs.begin("a1", "pi", lambda progress: told.append(progress.phase))
+    runs.progressed(RunProgress(attempt_id="a1", phase="LOAD"))
+    runs.progressed(RunProgress(attempt_id="a2", phase="WARMUP"))
+    assert told == ["LOAD"]
+
+
+async def test_an_agent_that_comes_back_with_the_attempt_keeps_it() -> None:
+    runs = begun()
+    runs.device_went("pi")
+    runs.agent_said({"pi"}, {"a1"})
+    assert is_pending(runs)
+    runs.deliver(RunResult(attempt_id="a1"))
+    assert (await result(runs)).attempt_id == "a1"
+
+
+async def test_an_agent_that_comes_back_without_the_attempt_has_lost_it() -> None:
+    runs = begun()
+    runs.device_went("pi")
+    runs.agent_said({"pi", "other"}, {"a2"})
+    with pytest.raises(AttemptLost, match="pi came back without the run") as lost:
+        await result(runs)
+    assert lost.value.fault is Fault.DEVICE
+    assert lost.value.metadata == {"device": "pi", "attempt": "a1"}
+
+
+async def test_another_agents_hello_says_nothing_of_the_attempt() -> None:
+    runs = begun()
+    runs.agent_said({"other"}, set())
+    assert is_pending(runs)
+
+
+async def test_a_device_that_stays_away_longer_than_the_patience_has_lost_it() -> None:
+    runs = begun(AT_ONCE_S)
+    runs.device_went("pi")
+    with pytest.raises(AttemptLost, match=r"was not heard of for 0\.001 s"):
+        await result(runs)
+    assert runs.on_device("pi") == "a1", "the device is free only when the attempt was ended"
+
+
+async def test_patience_is_counted_anew_after_each_return() -> None:
+    runs = begun(AT_ONCE_S)
+    for _ in range(3):
+        runs.device_went("pi")
+        runs.agent_said({"pi"}, {"a1"})
+    loop = asyncio.get_running_loop()
+    passed = loop.create_future()
+    # Timers fire in the order of their times: this one after any that was left running.
+    loop.call_later(20 * AT_ONCE_S, passed.set_result, None)
+    await passed
+    assert is_pending(runs)
+
+
+async def test_a_second_break_does_not_prolong_the_patience_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = begun()
+    timers: list[float] = []
+    loop = asyncio.get_running_loop()
+    later = loop.call_later
+    monkeypatch.setattr(loop, "call_later", lambda delay, *rest: (timers.append(delay), later(delay, *rest))[1])
+    runs.device_went("pi")
+    runs.device_went("pi")
+    runs.device_went("other")
+    assert timers == [FOREVER_S]
+
+
+async def test_a_result_that_came_before_the_loss_stays() -> None:
+    runs = begun()
+    runs.deliver(RunResult(attempt_id="a1"))
+    runs.agent_said({"pi"}, set())
+    assert (await result(runs)).attempt_id == "a1"
+
+
+async def test_the_end_of_an_attempt_ends_its_patience() -> None:
+    runs = begun()
+    runs.device_went("pi")
+    timer = runs._runs["a1"].giving_up
+    assert timer is not None
+    runs.end("a1")
+    assert timer.cancelled()

@@ -1,0 +1,143 @@
+"""Which cell goes to which device: properties of a pure function."""
+
+from __future__ import annotations
+
+import pytest
+from etfarm.server.devices import schedule
+from etfarm.server.devices.schedule import Assignment, NoSuchDevice, Waiting
+from etfarm.v1.device_pb2 import Device, DeviceState
+from etfarm.wire import selectors
+from etfarm.wire.errors import Kind
+from hypothesis import given
+from hypothesis import strategies as st
+
+IDLE, BUSY, OFFLINE, DRAINING = (
+    DeviceState.DEVICE_STATE_IDLE,
+    DeviceState.DEVICE_STATE_BUSY,
+    DeviceState.DEVICE_STATE_OFFLINE,
+    DeviceState.DEVICE_STATE_DRAINING,
+)
+IDS = ["d0", "d1", "d2", "d3"]
+
+devices = st.lists(
+    st.builds(
+        Device,
+        id=st.sampled_from(IDS), arch=st.sampled_from(["aarch64", "x86_64"]), emulated=st.booleans(),
+        state=st.sampled_from([IDLE, IDLE, BUSY, OFFLINE, DRAINING]),
+    ),
+    max_size=4, unique_by=lambda device: device.id,
+)  # fmt: skip
+queues = st.lists(
+    st.tuples(
+        st.sampled_from(["", "arch=aarch64", "arch=x86_64", "id=d1", "emulated=false"]), st.integers(-1, 2),
+        st.integers(0, 3), st.frozensets(st.sampled_from(IDS), max_size=2),
+    ),
+    max_size=6,
+).map(
+    lambda rows: [
+        Waiting(f"c{number}", selectors.parse(text), priority, (order, number), avoid)
+        for number, (text, priority, order, avoid) in enumerate(rows)
+    ]
+)  # fmt: skip
+
+
+@given(queues, devices, st.randoms())
+def test_equal_arguments_in_any_order_give_equal_answers(waiting: list[Waiting], known: list[Device], random: object) -> None:
+    answer = schedule.schedule(waiting, known)
+    random.shuffle(waiting)  # type: ignore[attr-defined]
+    random.shuffle(known)  # type: ignore[attr-defined]
+    assert schedule.schedule(waiting, known) == answer
+
+
+@given(queues, devices)
+def test_each_cell_gets_at_most_one_idle_device_that_it_matches_and_each_device_one_cell(
+    waiting: list[Waiting], known: list[Device]
+) -> None:
+    answer = schedule.schedule(waiting, known)
+    by_id, by_cell = {device.id: device for device in known}, {cell.cell_id: cell for cell in waiting}
+    assert len({one.device_id for one in answer}) == len({one.cell_id for one in answer}) == len(answer)
+    for one in answer:
+        assert by_id[one.device_id].state == IDLE
+        assert by_cell[one.cell_id].selector.matches(by_id[one.device_id])
+
+
+@given(queues, devices)
+def test_nobody_is_left_out_while_a_device_that_fits_stays_idle(waiting: list[Waiting], known: list[Device]) -> None:
+    answer = schedule.schedule(waiting, known)
+    taken = {one.device_id for one in answer}
+    left = [device for device in known if device.state == IDLE and device.id not in taken]
+    for cell in waiting:
+        if cell.cell_id not in {one.cell_id for one in answer}:
+            assert not any(cell.selector.matches(device) for device in left)
+
+
+@given(queues, devices)
+def test_who_comes_first_chooses_as_if_alone(waiting: list[Waiting], known: list[Device]) -> None:
+    order = sorted(waiting, key=lambda cell: (-cell.priority, cell.order))
+    expected: list[Assignment] = []
+    for cell in order:
+        taken = {one.device_id for one in expected}
+        expected += schedule.schedule([cell], [device for device in known if device.id not in taken])
+    assert schedule.schedule(waiting, known) == expected
+
+
+def cell(name: str = "c", text: str = "", priority: int = 0, order: tuple[int, int] = (0, 0), avoid: str = "") -> Waiting:
+    return Waiting(name, selectors.parse(text), priority, order, frozenset(avoid.split()))
+
+
+def device(name: str, state: DeviceState.ValueType = IDLE, **more: object) -> Device:
+    return Device(id=name, name=name, state=state, **more)  # type: ignore[arg-type]
+
+
+def test_priority_goes_before_age_and_age_before_the_rest() -> None:
+    waiting = [cell("young", order=(9, 0)), cell("old", order=(1, 1)), cell("older", order=(1, 0)), cell("high", priority=1)]
+    for count, first in enumerate(["high", "older", "old", "young"], 1):
+        known = [device(f"d{number}") for number in range(count)]
+        assert schedule.schedule(waiting, known)[-1].cell_id == first
+
+
+@pytest.mark.parametrize(
+    ("avoid", "chosen"),
+    [("", "real-a"), ("real-a", "real-b"), ("real-a real-b", "emulated"), ("real-a real-b emulated", "real-a")],
+)
+def test_a_device_that_failed_the_cell_comes_last_then_an_emulated_one(avoid: str, chosen: str) -> None:
+    known = [device("emulated", emulated=True), device("real-b"), device("real-a")]
+    assert schedule.schedule([cell(avoid=avoid)], known) == [Assignment("c", chosen)]
+
+
+def test_a_cell_that_waits_for_a_busy_device_holds_up_nobody() -> None:
+    known = [device("pi", BUSY), device("other")]
+    waiting = [cell("first", "id=pi", priority=9), cell("second")]
+    assert schedule.schedule(waiting, known) == [Assignment("second", "other")]
+
+
+def test_matching_takes_offline_devices_too_and_puts_emulated_ones_last() -> None:
+    known = [device("a", emulated=True), device("c", OFFLINE), device("b", BUSY)]
+    assert [one.id for one in schedule.matching(selectors.parse(""), "", known)] == ["b", "c", "a"]
+
+
+def test_no_match_is_refused_with_what_there_is() -> None:
+    known = [device("pi", OFFLINE, arch="aarch64", soc="BCM", cores=4), device("emu", emulated=True)]
+    with pytest.raises(
+        NoSuchDevice, match=r"No known device matches 'arch=riscv'\. There is: pi \(id=pi, arch=aarch64"
+    ) as refused:
+        schedule.matching(selectors.parse("arch=riscv"), "arch=riscv", known)
+    assert refused.value.kind is Kind.FAILED_PRECONDITION
+    assert "emu" in refused.value.metadata["known"] and "offline" in refused.value.metadata["known"]
+    with pytest.raises(NoSuchDevice, match="No device has ever connected"):
+        schedule.matching(selectors.parse(""), "", [])
+
+
+@pytest.mark.parametrize(
+    ("known", "busy", "says"),
+    [
+        ([], {}, "no known device matches any more"),
+        ([device("a", OFFLINE)], {}, "a is known but offline"),
+        ([device("b", OFFLINE), device("a", OFFLINE)], {}, "a, b are known but offline"),
+        ([device("b", OFFLINE), device("a", BUSY)], {"a": "x"}, "a is busy"),
+        ([device("b", BUSY), device("a", BUSY)], {"a": "x", "b": "y"}, "a, b are busy"),
+        ([device("a")], {}, ""),
+    ],
+)
+def test_why_a_cell_waits_is_said(known: list[Device], busy: dict[str, str], says: str) -> None:
+    assert schedule.why_waiting(cell(), known, busy) == says
