@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
+
 from etfarm.client.errors import Interrupted, OutputUnwritable, exit_code
 from etfarm.wire.errors import EtfarmError, UserError
 

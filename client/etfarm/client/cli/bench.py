@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from etfarm.client.cli import options
 from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, run_async
 
@@ -140,9 +141,10 @@ def must_be_file(path: Path) -> None:
 
 def print_result(result: object, *, to_stderr: bool) -> None:
     """Prints a job's reports and how to see them again."""
+    from rich.text import Text
+
     from etfarm.client.cli import output, render
     from etfarm.client.models import JobResult
-    from rich.text import Text
 
     assert isinstance(result, JobResult)
     console = output.open_console(to_stderr=to_stderr)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute, run_async
 

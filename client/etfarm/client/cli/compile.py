@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from etfarm.client.cli import options
 from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, run_async
 from etfarm.client.errors import NotAvailable

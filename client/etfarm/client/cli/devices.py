@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
+
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute, run_async
 
@@ -22,10 +23,11 @@ def list_(
     tls_ca: options.TlsCa = None,
 ) -> None:
     """All known devices, offline ones included."""
+    from rich.text import Text
+
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli import output, units
     from etfarm.client.models import Device
-    from rich.text import Text
 
     async def fetch() -> list[Device]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
@@ -50,7 +52,7 @@ def list_(
         for one in found
     ]
     heads = ("NAME", "ID", "ARCH", "SOC", "CORES", "MEMORY", "STATE", "LAST SEEN")
-    output.show(output.table(heads, rows, right=("CORES", "MEMORY"), shrink=("NAME", "SOC")))
+    output.show_table(heads, rows, right=("CORES", "MEMORY"), shrink=("NAME", "SOC"))
 
 
 _STYLES = {"IDLE": "green", "BUSY": "bold", "OFFLINE": "dim", "DRAINING": "yellow"}

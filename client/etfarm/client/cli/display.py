@@ -110,7 +110,8 @@ class LiveDisplay:
         from rich.live import Live
 
         self._live = Live(
-            console=Console(stderr=True, highlight=False),
+            # This very file: exporting swaps sys.stderr for a while, and a table half drawn elsewhere leaves its rest here.
+            console=Console(file=sys.stderr, highlight=False),
             get_renderable=self._render,
             refresh_per_second=8,
             transient=True,

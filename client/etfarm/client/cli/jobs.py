@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
+
 from etfarm.client.cli import options
 from etfarm.client.cli.app import STDOUT, Command, Outcome, execute, run_async
 
@@ -36,7 +37,7 @@ def list_(
         return
     now = datetime.now(UTC)
     rows = [(job.id, job.name, job.state.value, job.owner, units.ago(job.submitted_at, now), _took(job)) for job in found]
-    output.show(output.table(("JOB", "NAME", "STATE", "OWNER", "SUBMITTED", "TOOK"), rows, right=("TOOK",), shrink=("NAME",)))
+    output.show_table(("JOB", "NAME", "STATE", "OWNER", "SUBMITTED", "TOOK"), rows, right=("TOOK",), shrink=("NAME",))
 
 
 def show(job: options.JobId, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
@@ -66,7 +67,7 @@ def show(job: options.JobId, server: options.Server = None, tls_ca: options.TlsC
         (str(cell.index), cell.label, cell.state.value, (cell.device or "")[:12], str(cell.error or cell.waiting_for))
         for cell in found.cells
     ]
-    output.show(output.table(("CELL", "WHAT", "STATE", "DEVICE", "WHY"), rows, right=("CELL",), shrink=("WHAT", "WHY")))
+    output.show_table(("CELL", "WHAT", "STATE", "DEVICE", "WHY"), rows, right=("CELL",), shrink=("WHAT", "WHY"))
 
 
 def watch(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+
 from etfarm.client.cli.app import Usage
 from etfarm.client.errors import NotAvailable
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
+from rich.console import Console, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +15,9 @@ PIPE_WIDTH = 160
 """Columns where stdout is no terminal and COLUMNS does not say: room for the source lines."""
 
 WIDEST = 200
+
+LEAST_WIDTH = 8
+"""Columns are not shortened below this; the line is cut at its end then."""
 
 
 def open_console(*, to_stderr: bool = False) -> Console:
@@ -45,32 +48,35 @@ def say(console: Console, *renderables: RenderableType) -> None:
     console.file.flush()
 
 
-def table(
+def show_table(
     heads: Sequence[str],
     rows: Sequence[Sequence[str | Text]],
     *,
     right: Sequence[str] = (),
     shrink: Sequence[str] = (),
-) -> Table:
-    """A plain table: dim heads, no lines, one row a line.
+    to_stderr: bool = False,
+) -> None:
+    """Prints a plain table: dim heads, no lines, one row a line.
 
     Args:
         right: heads of the columns that are aligned right.
-        shrink: heads of the columns that are shortened, with an ellipsis, where the terminal is narrow.
+        shrink: heads of the columns that are shortened, with an ellipsis, where the terminal is narrow; the widest first.
     """
+    console = open_console(to_stderr=to_stderr)
+    widths = {head: max([cell_len(head), *(cell_len(str(row[place])) for row in rows)]) for place, head in enumerate(heads)}
+    # Rich shares a lack of room among all columns, and cuts ids and states before it cuts sentences.
+    for _ in range(sum(widths.values()) + 2 * (len(heads) - 1) - console.width):
+        widest = max(shrink, key=widths.__getitem__, default=None)
+        if widest is None or widths[widest] <= LEAST_WIDTH:
+            break
+        widths[widest] -= 1
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for place, head in enumerate(heads):
-        natural = max(len(head), *(cell_len(str(row[place])) for row in rows)) if rows else len(head)
-        made.add_column(
-            head,
-            justify="right" if head in right else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-            min_width=None if head in shrink else natural,
-        )
+    for head in heads:
+        justify: JustifyMethod = "right" if head in right else "left"
+        made.add_column(head, justify=justify, no_wrap=True, overflow="ellipsis", width=widths[head])
     for row in rows:
         made.add_row(*row)
-    return made
+    say(console, made)
 
 
 def facts(pairs: Iterable[tuple[str, RenderableType]]) -> Table:

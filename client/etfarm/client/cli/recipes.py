@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute, run_async
 
@@ -23,8 +24,9 @@ def list_(
     tls_ca: options.TlsCa = None,
 ) -> None:
     """All recipes, those that this farm can run first."""
-    from etfarm.client.cli import output
     from rich.text import Text
+
+    from etfarm.client.cli import output
 
     found = _fetch(server, tls_ca)
     rows = [
@@ -37,7 +39,7 @@ def list_(
         for recipe in sorted(found, key=lambda recipe: not recipe.available)
         if recipe.available or not available
     ]
-    output.show(output.table(("RECIPE", "QUANTIZATION", "HERE", "WHAT"), rows, shrink=("WHAT",)))
+    output.show_table(("RECIPE", "QUANTIZATION", "HERE", "WHAT"), rows, shrink=("WHAT",))
 
 
 def show(

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from etfarm.client.cli import units
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+
+from etfarm.client.cli import units
 
 TOP = 10
 """Operators that are shown where nobody said how many."""
@@ -128,7 +129,7 @@ def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> Renderable
 
     # What is left of the line goes to names, then to places; code takes what they leave, and is the first to go.
     room = width - sum(2 + max(map(len, column)) for column in (numbers, shares, times, backends))
-    place_width = min(max(map(len, places)), max(room * 2 // 5, 12))
+    place_width = min(max(map(len, places)), max(room * 9 // 20, 12))
     name_width = min(max(map(len, names)), room - place_width - 4)
     code_width = room - place_width - name_width - 6
     table = Table.grid(padding=(0, 2, 0, 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+
 from etfarm.client.cli import options
 from etfarm.client.cli.app import STDOUT, Outcome, execute, run_async
 
@@ -23,10 +24,11 @@ def show(
     tls_ca: options.TlsCa = None,
 ) -> int:
     """A job's reports, those of cells that are done while it runs."""
+    from rich.text import Text
+
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli import output, render
     from etfarm.client.models import JobResult
-    from rich.text import Text
 
     outcome: Outcome = context.obj
     outcome.json_file = json

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from etfarm.client.cli import options
 from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, run_async
 
@@ -113,4 +114,4 @@ def print_outputs(values: object, *, to_stderr: bool) -> None:
             more = ", ..." if len(flat) == 6 else ""
             shown = ", ".join(f"{number:.5g}" if isinstance(number, float) else str(number) for number in flat)
             rows.append((value.name or str(place), f"{value.dtype} {list(value.shape)}", f"{shown}{more}"))
-    output.show(output.table(("OUTPUT", "TYPE", "VALUES"), rows, shrink=("VALUES",)), to_stderr=to_stderr)
+    output.show_table(("OUTPUT", "TYPE", "VALUES"), rows, shrink=("VALUES",), to_stderr=to_stderr)

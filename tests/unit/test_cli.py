@@ -1,0 +1,256 @@
+"""The command line: exit codes, one clear sentence, and `--json` however a command ends. No farm is started here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etfarm.client.cli import bench, compile, jobs, options, run, units
+from etfarm.client.cli.app import Outcome, Usage, execute, in_thread, run_async, write_whole
+from etfarm.client.errors import EmbeddedFarmFailed, Interrupted, NotAvailable, exit_code
+from etfarm.wire.errors import EtfarmError, Fault, Kind, error_of
+
+NOBODY = "127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (error_of(Fault.FARM, "SERVER_UNREACHABLE", "No."), 4),
+        (EmbeddedFarmFailed("No."), 4),
+        (error_of(Fault.USER, "UNKNOWN_RECIPE", "No."), 2),
+        (error_of(Fault.USER, "NO_SUCH_DEVICE", "No.", kind=Kind.FAILED_PRECONDITION), 2),
+        (error_of(Fault.USER, "NOT_A_PT2", "No."), 2),
+        (error_of(Fault.USER, "MODEL_IN_TRAIN_MODE", "No.", stage="TORCH_EXPORT"), 1),
+        (error_of(Fault.USER, "FACTORY_FAILED", "No."), 1),
+        (error_of(Fault.USER, "PROGRAM_CRASHED", "No.", stage="TIMED"), 1),
+        (error_of(Fault.DEVICE, "DEVICE_FAILED", "No."), 1),
+        (error_of(Fault.FARM, "INTERNAL", "No."), 1),
+        (NotAvailable("--html"), 2),
+    ],
+)
+def test_each_error_has_its_exit_code(error: EtfarmError, code: int) -> None:
+    assert exit_code(error) == code
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "says"),
+    [
+        (bench.main, [], "Missing argument"),
+        (bench.main, ["demo:resnet9"], "There is no demo 'resnet9'. Did you mean demo:resnet8?"),
+        (bench.main, ["nothere.pt2"], "There is no file nothere.pt2."),
+        (bench.main, ["demo:resnet8", "--recipe", "xnnpack_fp31"], "Did you mean xnnpack_fp32"),
+        (bench.main, ["demo:resnet8", "--device", "arhc=aarch64"], "Did you mean 'arch'?"),
+        (bench.main, ["demo:resnet8", "--threads", "1,two"], "--threads 'two' is no number of threads."),
+        (bench.main, ["demo:resnet8", "--label", "team"], "--label 'team' is not K=V."),
+        (bench.main, ["demo:resnet8", "--inputs", "nothere.npz"], "There is no file nothere.npz."),
+        (bench.main, ["demo:resnet8", "--html", "x.html"], "--html is not available in this version."),
+        (bench.main, ["demo:resnet8", "--interleave"], "--interleave is not available in this version."),
+        (bench.main, ["demo:resnet8", "--numerics"], "--numerics is not available in this version."),
+        (bench.main, ["demo:resnet8", "--data", "x.ptd"], "--data is not available in this version."),
+        (bench.main, ["demo:resnet8", "--iterations", "0"], "--iterations"),
+        (compile.main, ["demo:resnet8"], "There is nowhere to put the program. Give -o FILE.pte."),
+        (compile.main, ["demo:resnet8", "-o", "no/x.pte"], "There is no folder no for no/x.pte."),
+        (compile.main, ["demo:resnet8", "-o", "x.pte", "--stop-after", "QUANTISE"], "is no stage. The stages are"),
+        (compile.main, ["demo:resnet8", "-o", "x.pte", "--stop-after", "QUANTIZE"], "not available in this version"),
+        (run.main, ["nothere.pte"], "There is no file nothere.pte."),
+        (jobs.main, ["shw"], "Did you mean 'show'?"),
+        (jobs.main, ["list", "--server", "nowhere"], "'nowhere' is no address."),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_exit_code_2(
+    command: Any, argv: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command(argv) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("etfarm: ") and said.err.count("\n") == 1
+    assert says in said.err
+
+
+@pytest.mark.parametrize("how", [["--json", "out.json"], ["--json=out.json"]])
+@pytest.mark.parametrize("wrong", [["--no-such-option"], ["--iterations", "many"], ["--recipe", "none"]])
+def test_json_is_written_for_wrong_usage_too(
+    how: list[str], wrong: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert bench.main(["demo:resnet8", *how, *wrong]) == 2
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert document["schema"] == "etfarm.report/1"
+    assert document["job"] is None and document["reports"] == []
+    assert document["error"]["fault"] == "USER"
+    assert set(document["error"]) == {"fault", "reason", "message", "remedy", "stage", "metadata"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_json_goes_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["demo:nothing", "--json", "-"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["reason"] == "UNKNOWN_DEMO"
+
+
+def test_json_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert bench.main(["demo:nothing", "--json", str(tmp_path / "no" / "x.json")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_exit_code_4(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert jobs.main(["list", "--server", NOBODY]) == 4
+    assert f"The server at {NOBODY} does not answer" in capsys.readouterr().err
+
+
+def test_detach_without_a_lasting_farm_names_up(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ETFARM_DATA", str(tmp_path))
+    monkeypatch.delenv("ETFARM_SERVER", raising=False)
+    assert bench.main(["demo:resnet8", "--detach"]) == 2
+    assert "etfarm up" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []  # nothing was started
+
+
+def test_a_group_without_a_subcommand_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert jobs.main([]) == 2
+    assert "cancel" in capsys.readouterr().out
+    assert jobs.main(["--help"]) == 0
+
+
+def test_a_pte_refuses_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pte = tmp_path / "x.pte"
+    pte.write_bytes((4).to_bytes(4, "little") + b"ET12" + bytes(64))
+    assert bench.main([str(pte), "--recipe", "portable"]) == 2
+    assert "compiled already" in capsys.readouterr().err
+
+
+def test_threads_are_read_from_lists_and_repetitions() -> None:
+    assert options.threads_of(["1, 2", "4", "2"]) == [1, 2, 4]
+    with pytest.raises(Usage):
+        options.threads_of(["1,,2"])
+
+
+def test_labels_may_hold_equals_signs() -> None:
+    assert options.labels_of(["a=b=c", "d="]) == {"a": "b=c", "d": ""}
+
+
+def test_the_document_is_written_with_what_is_known_when_a_command_fails(tmp_path: Path) -> None:
+    target = tmp_path / "x.json"
+
+    def command(context: Any) -> None:
+        outcome: Outcome = context.obj
+        outcome.json_file = str(target)
+        outcome.document = lambda error: {"job": "known", "error": error and error.reason}
+        raise error_of(Fault.FARM, "INTERNAL", "Broken.")
+
+    import typer
+
+    command.__annotations__ = {"context": typer.Context}
+    assert execute(command, [], "test") == 1
+    assert json.loads(target.read_text()) == {"job": "known", "error": "INTERNAL"}
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    write_whole(path, b"old")
+    write_whole(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+    write_whole(Path(os.devnull), b"gone")
+
+
+def test_ctrl_c_cancels_and_lets_the_command_clean_up() -> None:
+    cleaned = []
+
+    async def main() -> None:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
+            cleaned.append(True)
+            raise
+
+    with pytest.raises(Interrupted) as caught:
+        run_async(main)
+    assert cleaned == [True]
+    assert caught.value.signal_number == signal.SIGINT
+
+
+def test_work_in_a_thread_does_not_hold_up_ctrl_c() -> None:
+    release = threading.Event()
+
+    async def main() -> None:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        await in_thread(lambda: release.wait(30))
+
+    with pytest.raises(Interrupted):
+        run_async(main)
+    release.set()
+
+
+def test_work_in_a_thread_raises_where_it_is_awaited() -> None:
+    def work() -> None:
+        raise ValueError("here")
+
+    with pytest.raises(ValueError, match="here"):
+        run_async(lambda: in_thread(work))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["devices", "list", "--help"], ["bench", "--help"], ["bench", "demo:nothing"], ["jobs", "list", "--server", NOBODY]],
+)
+def test_commands_load_no_torch(arguments: list[str]) -> None:
+    code = "import sys; from etfarm.wire.command import main; main(sys.argv[1:]); print('torch' in sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1] == "False"
+
+
+def test_help_loads_no_grpc_and_no_rich() -> None:
+    code = "import sys; from etfarm.client.cli.bench import main; main(['--help']); print({'grpc', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 ns"), (999, "999 ns"), (1840, "1.84 µs"), (1.84e6, "1.84 ms"), (18.4e6, "18.4 ms"), (2.5e9, "2.50 s")],
+)
+def test_times_have_three_digits_that_say_something(value: float, text: str) -> None:
+    assert units.time(value) == text
+
+
+def test_absent_numbers_are_not_zero() -> None:
+    assert units.time(None) == "-"
+    assert units.size(None) == "-"
+    assert units.percent(None) == ""
+    assert units.size(0) == "0 B"
+
+
+def test_a_column_has_one_unit() -> None:
+    assert units.column([760_000, 3_000, None]) == ["760.0 µs", "3.0 µs", ""]
+    assert units.column([76_000_000, 3_000]) == ["76.00 ms", "0.00 ms"]
+
+
+def test_long_texts_keep_the_end_that_says_more() -> None:
+    assert units.without_start("a/long/path/model.py:31", 12) == "…model.py:31"
+    assert units.without_middle("Convolution (NHWC, F32) IGEMM #2", 20) == "Convolutio… IGEMM #2"
+    assert units.without_end("y = self.conv2(y)", 6) == "y = s…"
+    for cut in (units.without_start, units.without_middle, units.without_end):
+        assert all(len(cut("x" * 50, width)) <= width for width in range(1, 60))
+
+
+def test_instants_are_told_as_people_do() -> None:
+    now = datetime(2026, 1, 10, tzinfo=UTC)
+    told = [units.ago(now - timedelta(seconds=s), now) for s in (1, 30, 600, 36_000, 259_200)]
+    assert told == ["now", "30 s ago", "10 min ago", "10 h ago", "3 d ago"]
+    assert units.ago(None, now) == "-"

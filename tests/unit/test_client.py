@@ -1,0 +1,271 @@
+"""The library: what Submit is sent, what users are given, and what is tried again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import numpy as np
+import pytest
+
+from etfarm.client import decode, retry, submission
+from etfarm.client.aio import AsyncFarm, NotConnected
+from etfarm.client.client import Farm
+from etfarm.client.errors import JobFailed, NotAvailable, SeveralReports
+from etfarm.client.jobs import AsyncJob
+from etfarm.client.models import CellChanged, JobChanged, JobResult, LogLine, Progress, Record
+from etfarm.client.npz import UnknownInput
+from etfarm.client.submission import InputsDiffer, PreparedMethod, PreparedModel, Submission
+from etfarm.v1 import common_pb2, job_pb2, report_pb2
+from etfarm.wire import digest, recipes, report, tensors
+from etfarm.wire.errors import EtfarmError, Fault, error_of
+from etfarm.wire.status import to_status
+
+TWO = PreparedModel("two", {"forward": PreparedMethod(b"pt2", (b"sample",), ("x", "y"), 12.0)})
+
+
+def _submission(models: list[PreparedModel], *names: str) -> Submission:
+    made = Submission(job_pb2.JobSpec())
+    made.add_candidates(models, [recipes.parse(name) for name in names])
+    return made
+
+
+def test_each_model_with_each_recipe_is_a_candidate_and_bytes_are_sent_once() -> None:
+    other = PreparedModel("other", {"forward": PreparedMethod(b"pt2")})
+    made = _submission([TWO, other], "xnnpack_fp32", "portable")
+    named = [(candidate.name, recipes.from_json(candidate.recipe).name) for candidate in made.spec.candidates]
+    assert named == [("two", "xnnpack_fp32"), ("two", "portable"), ("other", "xnnpack_fp32"), ("other", "portable")]
+    assert set(made.blobs) == {digest.of_bytes(b"pt2"), digest.of_bytes(b"sample")}
+
+
+def test_the_time_of_the_export_goes_along() -> None:
+    (candidate,) = _submission([TWO], "portable").spec.candidates
+    (stage,) = candidate.stages_done
+    assert (stage.stage, stage.duration_ms, stage.where) == ("TORCH_EXPORT", 12.0, "CLIENT")
+
+
+def test_a_program_is_one_candidate_whatever_the_recipes(tmp_path: Path) -> None:
+    pte = tmp_path / "x.pte"
+    pte.write_bytes(b"program")
+    (candidate,) = _submission([PreparedModel("x", program=pte)], "portable", "xnnpack_fp32").spec.candidates
+    assert candidate.recipe == ""
+    assert candidate.program.digest == digest.of_program(digest.of_bytes(b"program"), {})
+
+
+def _inputs(made: Submission, method: str = "forward") -> list[tensors.Value]:
+    data = made.blobs[made.spec.inputs[method].digest][1]
+    assert isinstance(data, bytes)
+    return tensors.decode(data)
+
+
+@pytest.mark.parametrize(
+    "given", [{"y": np.zeros(2), "x": np.ones(2)}, {"1": np.zeros(2), "0": np.ones(2)}, [np.ones(2), np.zeros(2)]]
+)
+def test_inputs_are_ordered_as_the_method_takes_them(given: Any) -> None:
+    made = Submission(job_pb2.JobSpec())
+    made.add_inputs(given, [TWO], [])
+    assert [value.name for value in _inputs(made)] == ["x", "y"]
+    first = _inputs(made)[0]
+    assert isinstance(first, tensors.Tensor)
+    assert tensors.to_array(first).tolist() == [1, 1]
+
+
+def test_an_inputs_file_is_read(tmp_path: Path) -> None:
+    np.savez(tmp_path / "in.npz", y=np.zeros(2), x=np.ones(2))
+    made = Submission(job_pb2.JobSpec())
+    made.add_inputs(tmp_path / "in.npz", [TWO], [])
+    assert [value.name for value in _inputs(made)] == ["x", "y"]
+
+
+def test_an_unknown_input_is_refused() -> None:
+    with pytest.raises(UnknownInput):
+        Submission(job_pb2.JobSpec()).add_inputs({"z": np.ones(2)}, [TWO], [])
+
+
+def test_a_program_takes_places_in_their_order(tmp_path: Path) -> None:
+    made = Submission(job_pb2.JobSpec())
+    program = PreparedModel("x", program=tmp_path / "x.pte")
+    made.add_inputs({"10": np.ones(1), "9": np.ones(1), "0": np.ones(1)}, [program], ["encode"])
+    assert [value.name for value in _inputs(made, "encode")] == ["0", "9", "10"]
+
+
+def test_one_file_cannot_serve_models_that_order_it_otherwise() -> None:
+    turned = PreparedModel("turned", {"forward": PreparedMethod(b"", input_names=("y", "x"))})
+    with pytest.raises(InputsDiffer):
+        Submission(job_pb2.JobSpec()).add_inputs({"x": np.ones(1), "y": np.ones(1)}, [TWO, turned], [])
+
+
+def test_a_recipe_file_is_the_recipe_that_it_names(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('recipe = "xnnpack_fp32"\n')
+    assert submission.read_recipe(str(path)).digest == recipes.parse("xnnpack_fp32").digest
+    with pytest.raises(recipes.BadRecipeText, match="cannot be read"):
+        submission.read_recipe(str(tmp_path / "none.toml"))
+
+
+def test_a_model_with_constant_methods_is_refused() -> None:
+    from etfarm.client.export.eager import ExportedModel
+
+    with pytest.raises(NotAvailable, match="constant methods"):
+        submission._exported(ExportedModel("x", {}, {"bos": b""}))
+
+
+def _result(*states: str, errors: bool = True) -> JobResult:
+    error = common_pb2.Error(fault=common_pb2.FAULT_USER, reason="PROGRAM_CRASHED", message="It fell.", stage="TIMED")
+    reports = [
+        report_pb2.Report(
+            id=str(index),
+            state=state,
+            model=report_pb2.ReportModel(name=f"m{index}"),
+            error=error if state == "FAILED" else None,
+            latency=report_pb2.Latency(p50_ns=5.0) if state == "SUCCEEDED" else None,
+        )
+        for index, state in enumerate(states)
+    ]
+    job = job_pb2.Job(id="j", state=job_pb2.JOB_STATE_FAILED if "FAILED" in states else job_pb2.JOB_STATE_SUCCEEDED)
+    return JobResult(report.document(job, reports, None))
+
+
+def test_a_report_is_read_by_attributes_and_by_keys() -> None:
+    found = _result("SUCCEEDED").report
+    assert found.latency.p50_ns == found["latency"]["p50_ns"] == 5.0
+    assert found.memory is None
+    assert found.json()["state"] == "SUCCEEDED"
+    with pytest.raises(AttributeError, match="there are"):
+        found.latency.p51_ns  # noqa: B018
+
+
+def test_a_record_is_a_mapping_all_the_way_down() -> None:
+    record = Record({"a": [{"b": 1}], "c": None})
+    assert record.a[0].b == 1
+    assert dict(record)["c"] is None
+    assert "a" in record and len(record) == 2
+
+
+def test_a_failed_cell_raises_only_on_report() -> None:
+    result = _result("FAILED")
+    assert result.reports[0].state == "FAILED"
+    with pytest.raises(EtfarmError, match="It fell") as caught:
+        _ = result.report
+    assert (caught.value.reason, caught.value.fault, caught.value.stage) == ("PROGRAM_CRASHED", Fault.USER, "TIMED")
+
+
+def test_several_cells_have_no_single_report() -> None:
+    with pytest.raises(SeveralReports):
+        _ = _result("SUCCEEDED", "SUCCEEDED").report
+    with pytest.raises(JobFailed, match="1 of the 2 cells"):
+        _ = _result("SUCCEEDED", "FAILED").report
+
+
+def test_events_are_plain_values() -> None:
+    cell = job_pb2.Cell(id="c", state=job_pb2.CELL_STATE_RUNNING, candidate_name="m")
+    messages = [
+        job_pb2.JobEvent(sequence=1, job=job_pb2.Job(id="j", state=job_pb2.JOB_STATE_QUEUED), job_state=job_pb2.JOB_STATE_QUEUED),
+        job_pb2.JobEvent(sequence=2, cell=cell, job_state=job_pb2.JOB_STATE_RUNNING),
+        job_pb2.JobEvent(progress=job_pb2.Progress(cell_id="c", phase="TIMED")),
+        job_pb2.JobEvent(log=job_pb2.LogLine(number=1, text="hello")),
+    ]
+    events = [decode.event(message) for message in messages]
+    assert [type(event) for event in events] == [JobChanged, CellChanged, Progress, LogLine]
+    assert [event.sequence for event in events if event] == [1, 2, None, None]
+    assert decode.event(job_pb2.JobEvent()) is None
+
+
+def _refusal(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="away")
+
+
+async def test_a_call_is_made_again_while_the_server_is_away() -> None:
+    answers = [_refusal(grpc.StatusCode.UNAVAILABLE), _refusal(grpc.StatusCode.UNAVAILABLE), "here"]
+
+    async def call() -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert await retry.repeat(call, server="s") == "here"
+
+
+async def test_patience_ends() -> None:
+    async def call() -> str:
+        raise _refusal(grpc.StatusCode.UNAVAILABLE)
+
+    with pytest.raises(EtfarmError) as caught:
+        await retry.repeat(call, server="s", patience_s=0.3)
+    assert caught.value.reason == "SERVER_UNREACHABLE"
+
+
+async def test_a_refusal_is_not_tried_again() -> None:
+    refusal = to_status(error_of(Fault.USER, "JOB_NOT_FOUND", "There is no job x."))
+    tries = []
+
+    async def call() -> str:
+        tries.append(1)
+        raise grpc.aio.AioRpcError(refusal.code, grpc.aio.Metadata(), grpc.aio.Metadata(*refusal.trailing_metadata))
+
+    with pytest.raises(EtfarmError, match="There is no job x"):
+        await retry.repeat(call, server="s")
+    assert tries == [1]
+
+
+class _BrokenWatch:
+    """Stubs whose Watch breaks after each event, and gives an old one again."""
+
+    server = "s"
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.jobs = self
+
+    def Watch(self, request: job_pb2.WatchRequest) -> Any:
+        self.asked.append(request.after_sequence)
+
+        async def stream() -> Any:
+            for sequence in range(max(1, request.after_sequence), 4):
+                yield job_pb2.JobEvent(sequence=sequence, job=job_pb2.Job(id="j"), job_state=job_pb2.JOB_STATE_RUNNING)
+                if sequence == request.after_sequence + 1 and sequence < 3:
+                    raise _refusal(grpc.StatusCode.UNAVAILABLE)
+
+        return stream()
+
+
+async def test_a_watcher_goes_on_after_the_last_event_it_saw() -> None:
+    stubs = _BrokenWatch()
+    job = AsyncJob(cast(Any, stubs), job_pb2.Job(id="j", state=job_pb2.JOB_STATE_QUEUED))
+    assert [event.sequence async for event in job.watch()] == [1, 2, 3]
+    assert stubs.asked == [0, 1, 2]
+
+
+async def test_a_farm_outside_of_its_block_says_so() -> None:
+    with pytest.raises(NotConnected):
+        await AsyncFarm(NOBODY).devices()
+    with pytest.raises(NotConnected):
+        Farm(NOBODY).devices()
+
+
+NOBODY = "127.0.0.1:1"
+
+
+def test_the_synchronous_farm_raises_what_the_other_does() -> None:
+    with pytest.raises(EtfarmError) as caught, Farm(NOBODY):
+        pass
+    assert caught.value.reason == "SERVER_UNREACHABLE"
+
+
+def test_importing_the_library_loads_neither_grpc_nor_torch() -> None:
+    code = "import sys, etfarm.client; print({'grpc', 'torch', 'numpy', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "set()"
+
+
+def test_every_public_name_is_there() -> None:
+    import etfarm.client
+
+    for name in etfarm.client.__all__:
+        assert getattr(etfarm.client, name).__name__ == name
+    with pytest.raises(AttributeError):
+        etfarm.client.nothing  # noqa: B018

@@ -1,0 +1,144 @@
+"""The embedded farm with its real server and agent: shared, gone with its last user, and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from etfarm.client import embedded
+from etfarm.client.embedded import Place, join
+from etfarm.client.errors import EmbeddedFarmFailed
+from etfarm.wire import names
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A data folder of its own; what still runs there afterwards fails the test."""
+    monkeypatch.setenv(names.DATA_VARIABLE, str(tmp_path))
+    monkeypatch.delenv(names.SERVER_VARIABLE, raising=False)
+    here = Place.of_user()
+    yield here
+    left = _processes(here)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+
+
+def _processes(place: Place) -> list[int]:
+    """Processes whose command line names the farm's folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if os.fsencode(str(place.data)) in command:
+                found.append(int(entry.name))
+    return found
+
+
+def _supervisor(place: Place) -> int:
+    (pid,) = (pid for pid in _processes(place) if b"etfarm.client.supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return pid
+
+
+async def _all_gone(place: Place) -> None:
+    """Waits until the lock that every process of the farm holds is free."""
+    os.close(await asyncio.to_thread(place.lock, "running"))
+
+
+async def test_the_last_one_out_leaves_nothing(place: Place) -> None:
+    statuses: list[str] = []
+    lease = await join(on_status=statuses.append)
+    assert lease.address == f"unix:{place.server_socket}"
+    assert stat.S_IMODE(place.data.stat().st_mode) == 0o700
+    assert stat.S_IMODE(place.supervisor_socket.stat().st_mode) == 0o600
+    assert stat.S_IMODE(place.address_file.stat().st_mode) == 0o600
+    assert any("server" in status for status in statuses)
+    await lease.leave()
+    assert _processes(place) == []
+    assert not place.supervisor_socket.exists() and not place.server_socket.exists() and not place.address_file.exists()
+
+
+async def test_commands_at_once_share_one_farm(place: Place) -> None:
+    leases = await asyncio.gather(*(join() for _ in range(4)))
+    assert len({lease.address for lease in leases}) == 1
+    assert len(_processes(place)) >= 3
+    supervisor = _supervisor(place)
+    for lease in leases[:-1]:
+        await lease.leave()
+    assert _supervisor(place) == supervisor
+    await leases[-1].leave()
+
+
+async def test_one_that_comes_while_the_last_leaves_gets_a_farm(place: Place) -> None:
+    for _ in range(3):
+        first = await join()
+        leaving = asyncio.create_task(first.leave())
+        await asyncio.sleep(0)
+        second = await join()
+        await leaving
+        await second.leave()
+
+
+async def test_a_killed_command_takes_its_farm_along(place: Place) -> None:
+    code = "import asyncio, sys; from etfarm.client.embedded import join\nasync def main():\n lease = await join(); print('joined', flush=True); await lease.lost()\nasyncio.run(main())"  # noqa: E501
+    command = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
+    assert command.stdout is not None
+    assert await command.stdout.readline() == b"joined\n"
+    command.kill()
+    await command.wait()
+    await _all_gone(place)
+    assert _processes(place) == []
+
+
+async def test_a_killed_supervisor_takes_its_children_along_and_is_heard_of(place: Place) -> None:
+    lease = await join()
+    os.kill(_supervisor(place), signal.SIGKILL)
+    with pytest.raises(EmbeddedFarmFailed):
+        await lease.lost()
+    await lease.leave()
+    await _all_gone(place)
+    assert [pid for pid in _processes(place) if Path(f"/proc/{pid}/cmdline").read_bytes()] == []
+    # What it left behind does not keep a new one from starting.
+    again = await join()
+    await again.leave()
+
+
+async def test_a_lasting_farm_is_known_as_one(place: Place) -> None:
+    assert not await embedded.is_lasting()
+    up = await join(kind="up")
+    assert await embedded.is_lasting()
+    guest = await join()
+    assert guest.lasting
+    await guest.leave()
+    await up.leave()
+    assert not await embedded.is_lasting()
+
+
+async def test_a_server_that_cannot_start_says_why(place: Place) -> None:
+    place.make()
+    (place.data / "server").write_text("in the way")
+    with pytest.raises(EmbeddedFarmFailed, match="server ended with exit code"):
+        await join()
+    await _all_gone(place)
+
+
+async def test_a_long_path_has_its_sockets_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(names.DATA_VARIABLE, str(tmp_path / ("long" * 30)))
+    place = Place.of_user()
+    assert len(str(place.server_socket)) <= embedded.LONGEST_SOCKET_PATH
+    lease = await join()
+    assert stat.S_IMODE(place.sockets.stat().st_mode) == 0o700
+    await lease.leave()
+    assert _processes(place) == []
+    assert not place.sockets.exists()
