@@ -125,7 +125,7 @@ def test_an_input_of_another_memory_format_is_refused_and_the_right_one_runs(
     image = np.random.default_rng(0).random((1, 3, 16, 16), np.float32)
     np.savez(tmp_path / "in.npz", **{"image": image, "image.dim_order": np.array(order)})
     done = etfarm(
-        "bench", f"{FACTORIES}:channels_last", "--inputs", "in.npz", "--min-time", "0", "--json", "r.json", "--server", farm.address,
+        "bench", f"{FACTORIES}:channels_last", "--inputs", "in.npz", "--json", "r.json", "--server", farm.address,
         cwd=tmp_path,
     )  # fmt: skip
     report = json.loads((tmp_path / "r.json").read_text())["reports"][0]
@@ -139,8 +139,9 @@ def test_an_input_of_another_memory_format_is_refused_and_the_right_one_runs(
 
 
 def test_a_program_that_needs_a_kernel_the_device_lacks_is_never_sent(farm: FarmProcess, tmp_path: Path) -> None:
-    from etfarm.client.models import Progress
     from executorch.exir import to_edge
+
+    from etfarm.client.models import Progress
 
     with torch.library._scoped_library("etfarm_test", "DEF") as library:
         library.define("odd(Tensor x) -> Tensor")

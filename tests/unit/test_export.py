@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
 from etfarm.client.export import ExportedMethod, FileFactory, ModelSource, export_source, load_source, needs_eager
 from etfarm.client.export import errors as e
 from etfarm.client.export.traces import place_in, relative
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.tensors import Scalar, decode, to_array
 from etfarm.wire.tensors import Tensor as WireTensor
-from torch import Tensor, nn
-from torch.export import Dim
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,13 +144,14 @@ def test_inputs_are_flattened_and_named_and_keep_their_memory_format() -> None:
 
     x = torch.randn(1, 2, 3, 4).to(memory_format=torch.channels_last)
     kwargs = {"opts": {"mask": torch.ones(4, dtype=torch.int64)[::2], "none": None}, "scale": 3.0, "z": torch.ones(2).bfloat16()}
-    method = forward_of(ModelSource.of(Many().eval(), (x, x), example_kwargs=kwargs))
+    sample = x + 1
+    method = forward_of(ModelSource.of(Many().eval(), (x, x), example_kwargs=kwargs, calibration_inputs=[(sample, sample)]))
     assert method.input_names == ("x", "rest_0", "opts_mask", "opts_none", "scale", "z")
     assert len(method.output_names) == 3
     values = decode(method.calibration[0])
     assert [value.name for value in values] == list(method.input_names)
     first, mask, z = (value for value in (values[0], values[2], values[5]) if isinstance(value, WireTensor))
-    assert first.dim_order == (0, 2, 3, 1) and to_array(first).tolist() == x.tolist()
+    assert first.dim_order == (0, 2, 3, 1) and to_array(first).tolist() == sample.tolist()
     assert to_array(mask).tolist() == [1, 1]
     assert z.dtype == "bfloat16"
     assert values[3:5] == [Scalar("opts_none", None), Scalar("scale", 3.0)]
@@ -162,12 +164,12 @@ def test_one_tensor_for_two_arguments_still_gives_a_program_of_two() -> None:
     assert module(torch.tensor([1.0, 1.0]), torch.tensor([5.0, 5.0])).tolist() == [7, 7]
 
 
-def test_calibration_inputs_travel_in_order_and_the_example_stands_in_for_none() -> None:
+def test_calibration_inputs_travel_in_order_beside_the_example_that_is_in_the_archive() -> None:
     samples = [(torch.full((2,), float(i)), torch.zeros(2)) for i in range(3)]
     method = forward_of(ModelSource.of(Add().eval(), samples[0], calibration_inputs=samples))
     firsts = [decode(file)[0] for file in method.calibration]
-    assert [to_array(value)[0] for value in firsts if isinstance(value, WireTensor)] == [0, 1, 2]
-    assert len(forward_of(ModelSource.of(Add().eval(), samples[0])).calibration) == 1
+    assert [to_array(value)[0] for value in firsts if isinstance(value, WireTensor)] == [1, 2]
+    assert forward_of(ModelSource.of(Add().eval(), samples[0])).calibration == ()
 
 
 def test_every_method_is_exported_and_constants_come_along() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import grpc
+
 from etfarm.device_agents.errors import DiskFull, MalformedDigest
 from etfarm.device_agents.runners.bundle import Bundle, unpack
 from etfarm.v1 import artifact_pb2, common_pb2

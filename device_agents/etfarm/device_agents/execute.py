@@ -16,6 +16,7 @@ from typing import Final
 
 import grpc
 import psutil
+
 from etfarm.device_agents.cache import Cache, Lease, Transfers
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.errors import NoRunner, NotReached, ProgramMismatch, SelfTestFailed, TransferTimedOut

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 import grpc
+
 from etfarm.device_agents.agent import Agent
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.telemetry import Telemetry

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import psutil
+
 from etfarm.device_agents.runners.protocol import Measured
 from etfarm.v1 import device_pb2, report_pb2
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+
 from etfarm.wire.errors import UserError
 from etfarm.wire.names import TLS_CA_VARIABLE, TOKEN_VARIABLE
 
@@ -42,7 +43,7 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *OPTIONS,
     ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 

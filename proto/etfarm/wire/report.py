@@ -10,10 +10,11 @@ import math
 from collections.abc import Iterable
 from typing import Any, Final
 
-from etfarm.v1 import common_pb2, job_pb2, report_pb2
-from etfarm.wire.errors import EtfarmError
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
+
+from etfarm.v1 import common_pb2, job_pb2, report_pb2
+from etfarm.wire.errors import EtfarmError
 
 SCHEMA: Final = "etfarm.report/1"
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import grpc
-from etfarm.v1 import common_pb2
-from etfarm.wire.errors import DOMAIN, EtfarmError, FarmError, Fault, Kind, error_of
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
+
+from etfarm.v1 import common_pb2
+from etfarm.wire.errors import DOMAIN, EtfarmError, FarmError, Fault, Kind, error_of
 
 _DETAILS = "grpc-status-details-bin"
 

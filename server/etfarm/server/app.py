@@ -15,6 +15,10 @@ from pathlib import Path
 
 import grpc
 import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+from grpc_reflection.v1alpha import reflection
+
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.prewarm import PRELOAD as COMPILE_PRELOAD
@@ -63,9 +67,6 @@ from etfarm.v1 import (
 )  # fmt: skip
 from etfarm.wire.channel import SERVER_OPTIONS
 from etfarm.wire.errors import FarmError, UserError
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health
-from grpc_reflection.v1alpha import reflection
 
 log = structlog.get_logger()
 

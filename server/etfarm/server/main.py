@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import structlog
+
 from etfarm.server.app import running
 from etfarm.server.config import Config
 from etfarm.wire.channel import parse_address
@@ -35,8 +36,8 @@ def parser() -> argparse.ArgumentParser:
         "keeps what they measured.",
     )
     made.add_argument("--listen", default="127.0.0.1:7433", metavar="ADDRESS",
-                      help="HOST:PORT, [IPV6]:PORT or unix:PATH; port 0 lets the system choose (default %(default)s)")  # fmt: skip
-    made.add_argument("--data", type=Path, default=None, metavar="DIR", help="its files (default: ~/.local/share/etfarm/server)")
+                      help="HOST:PORT, [IPV6]:PORT or unix:PATH; port 0: the system chooses (default %(default)s)")  # fmt: skip
+    made.add_argument("--data", type=Path, metavar="DIR", help="its files (default: ~/.local/share/etfarm/server)")
     made.add_argument(
         "--tokens",
         type=Path,

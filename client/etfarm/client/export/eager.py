@@ -48,8 +48,8 @@ class ExportedMethod:
     pt2: bytes = field(repr=False)
     """The archive of torch.export.save, ATen dialect. It carries the example inputs."""
     calibration: tuple[bytes, ...] = field(repr=False)
-    """Tensor files (etfarm.wire.tensors), one per sample, values in flattened order. The example inputs when the source
-    has no calibration inputs; never empty."""
+    """Tensor files (etfarm.wire.tensors), one per sample, values in flattened order; those of the source beside its
+    example inputs, which the archive has."""
     input_names: tuple[str, ...]
     """The inputs' names in flattened order: `x`, `state_0`, `options_mask`."""
     output_names: tuple[str, ...]
@@ -108,7 +108,7 @@ def _export_method(source: ModelSource, method: str, base: Path, strict: bool) -
     _must_be_on_cpu(method, module, args, kwargs)
     early_names = leaf_names(args, kwargs)
     flat_values(method, early_names, args, kwargs)
-    samples = source.calibration_inputs.get(method) or [args]
+    samples = source.calibration_inputs.get(method, ())
     for index, sample in enumerate(samples):
         must_match(method, index, args, sample, early_names)
     shapes = normal_shapes(method, module, args, kwargs, source.dynamic_shapes.get(method))
@@ -125,9 +125,12 @@ def _export_method(source: ModelSource, method: str, base: Path, strict: bool) -
 
     signature = program.graph_signature
     names = tuple(spec.arg.name for spec in signature.input_specs if spec.kind.name == "USER_INPUT")
+    # The archive carries the example inputs, which the server calibrates with too.
+    example = encode(flat_values(method, names, args, kwargs))
+    files = (encode(flat_values(method, names, sample, kwargs)) for sample in samples)
     return ExportedMethod(
         pt2=archive,
-        calibration=tuple(encode(flat_values(method, names, sample, kwargs)) for sample in samples),
+        calibration=tuple(file for file in files if file != example),
         input_names=names,
         output_names=tuple(spec.arg.name for spec in signature.output_specs if spec.kind.name == "USER_OUTPUT"),
         duration_ms=duration_ms,

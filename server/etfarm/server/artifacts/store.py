@@ -11,14 +11,15 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from sqlalchemy import Connection
+from sqlalchemy.dialects.sqlite import insert
+
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire.chunks import CHUNK_BYTES, spans
 from etfarm.wire.errors import FarmError, Kind, UserError
-from sqlalchemy import Connection
-from sqlalchemy.dialects.sqlite import insert
 
 _RESERVE_BYTES = 256 << 20
 """Disk that uploads leave free, so that the journal can always write."""

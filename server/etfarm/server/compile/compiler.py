@@ -11,6 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, cast
 
+from sqlalchemy import Connection, select
+from sqlalchemy.dialects.sqlite import insert
+
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.request import CompileRequest
 from etfarm.server.compile.result import DimRange, MethodFacts, ValueFacts
@@ -20,8 +23,6 @@ from etfarm.server.workers.pool import Finished, Workers
 from etfarm.v1 import compile_pb2, job_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire.errors import FarmError, Kind, UserError
-from sqlalchemy import Connection, select
-from sqlalchemy.dialects.sqlite import insert
 
 COMPILE_TASK: Final = "etfarm.server.compile.pipeline:compile_model"
 INSPECT_TASK: Final = "etfarm.server.compile.facts:inspect_pte"

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from executorch.exir._serialize._program import _flatbuffer_to_program, _get_extended_header
+from executorch.exir.schema import Bool, DataLocation, Double, Int, Null, Program, String, TensorShapeDynamism
+from executorch.exir.schema import Tensor as PteTensor
+
 from etfarm.server.compile import loading, screen
 from etfarm.server.compile.explain import first_line
 from etfarm.server.compile.refusals import UnsupportedProgram
@@ -17,9 +21,6 @@ from etfarm.server.compile.result import CompileResult, DimRange, MethodFacts, P
 from etfarm.server.compile.toolchain import toolchain
 from etfarm.server.compile.values import input_names, output_names
 from etfarm.server.workers.faults import is_out_of_memory
-from executorch.exir._serialize._program import _flatbuffer_to_program, _get_extended_header
-from executorch.exir.schema import Bool, DataLocation, Double, Int, Null, Program, String, TensorShapeDynamism
-from executorch.exir.schema import Tensor as PteTensor
 
 _DTYPES = {
     "BYTE": "uint8", "CHAR": "int8", "SHORT": "int16", "INT": "int32", "LONG": "int64", "HALF": "float16",

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.export.pt2_archive._package import load_pt2
+
 from etfarm.server.compile import screen
 from etfarm.server.compile.explain import first_line
 from etfarm.server.compile.refusals import DimWithoutMaximum, NotAPt2, TrainingMode
 from etfarm.server.workers.faults import is_out_of_memory
-from torch.export.pt2_archive._package import load_pt2
 
 _log = logging.getLogger(__name__)
 

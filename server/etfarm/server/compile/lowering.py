@@ -10,6 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
+from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig
+from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
+from executorch.export import ExportRecipe, ExportSession, LoweringRecipe
+from executorch.export.recipe_registry import recipe_registry
+
 from etfarm.server.compile.explain import first_line, stage_failed
 from etfarm.server.compile.prewarm import recipe_modules
 from etfarm.server.compile.refusals import ToolchainIncomplete
@@ -17,10 +22,6 @@ from etfarm.server.compile.result import Delegation, StageEvent, StageTime
 from etfarm.server.workers.faults import is_out_of_memory
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.recipes import Plain, Recipe
-from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig
-from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
-from executorch.export import ExportRecipe, ExportSession, LoweringRecipe
-from executorch.export.recipe_registry import recipe_registry
 
 _log = logging.getLogger(__name__)
 

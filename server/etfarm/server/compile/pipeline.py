@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+
 from etfarm.server.compile import facts, loading, lowering, quantize
 from etfarm.server.compile.explain import first_line
 from etfarm.server.compile.refusals import ProgramCannotRun, QuantizedNothing, RecipeNeedsEagerModule
@@ -106,7 +107,7 @@ def _quantized(
     with stages.stage("QUANTIZE"):
         calibration = request.calibration.get(method, ())
         module = quantize.quantize(program, built.quantization_recipe, recipe.name, method, calibration)
-        if recipe.quantization is Quantization.PT2E_STATIC and len(calibration) < 2:
+        if recipe.quantization is Quantization.PT2E_STATIC and not calibration:
             _warn(
                 result, "FEW_CALIBRATION_INPUTS",
                 f"{method} was calibrated with one input; eight or more give int8 its accuracy. "

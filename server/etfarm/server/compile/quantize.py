@@ -13,6 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from executorch.export.stages import QuantizeStage
+from torch.export import Dim
+from torch.export.dynamic_shapes import _combine_args
+from torch.utils import _pytree as pytree
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
 from etfarm.server.compile import facts, loading, values
 from etfarm.server.compile.inputs import check_inputs
 from etfarm.server.compile.refusals import (
@@ -24,11 +30,6 @@ from etfarm.server.compile.refusals import (
     StageFailed,
 )
 from etfarm.wire import tensors
-from executorch.export.stages import QuantizeStage
-from torch.export import Dim
-from torch.export.dynamic_shapes import _combine_args
-from torch.utils import _pytree as pytree
-from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 _QUANTIZED = ("quantized_decomposed.", "torchao.quantize_affine", "torchao.dequantize_affine", "torchao.choose_qparams")
 _HEAVY = ("conv1d", "conv2d", "conv3d", "conv_transpose", "convolution", "linear", "matmul", "mm", "bmm", "addmm")
@@ -47,7 +48,7 @@ def quantize(program: Any, recipe: Any, name: str, method: str, calibration: Seq
     Args:
         recipe: ExecuTorch's QuantizationRecipe with PT2E quantizers.
         name: the recipe's name, for the sentence.
-        calibration: tensor files; the program's own example inputs when there are none.
+        calibration: tensor files, beside the program's own example inputs.
 
     Raises:
         AlreadyQuantized, NoExampleInputs, BadCalibrationInput: as they say.
@@ -105,10 +106,8 @@ def stayed_fp32(program: Any) -> Mapping[str, int]:
 
 
 def _samples(program: Any, method: str, calibration: Sequence[Path]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    if not calibration:
-        return [program.example_inputs]
     expected = facts.of_exported(program)
-    found = []
+    found = [program.example_inputs]
     for index, path in enumerate(calibration):
         try:
             sample = tensors.decode(path.read_bytes())

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+
 from etfarm.server.compile import facts, loading, values
 from etfarm.server.compile.explain import first_line
 from etfarm.server.compile.inputs import check_inputs
@@ -20,7 +22,6 @@ from etfarm.server.workers.faults import is_out_of_memory
 from etfarm.wire import tensors
 from etfarm.wire.errors import UserError
 from etfarm.wire.tensors import Value
-from torch.utils import _pytree as pytree
 
 _log = logging.getLogger(__name__)
 

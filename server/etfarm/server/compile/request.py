@@ -20,8 +20,8 @@ class CompileRequest:
     recipe_json: str = ""
     """`etfarm.wire.recipes.Recipe.json`; empty where `pte` is given."""
     calibration: Mapping[str, Sequence[Path]] = field(default_factory=dict)
-    """Tensor files by method, one a sample, leaves in flattened order. A method without any is calibrated with the
-    example inputs that its .pt2 carries."""
+    """Tensor files by method, one a sample, leaves in flattened order; used beside the example inputs that its .pt2
+    carries."""
     strict: bool = False
     """torch.export's strict mode where the server exports again, after quantizing."""
     want_etrecord: bool = True

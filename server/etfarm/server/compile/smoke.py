@@ -132,9 +132,10 @@ def _serve(channel: socket.socket, log: Path) -> NoReturn:
 
 
 def _run(order: dict[str, object]) -> dict[str, object]:
+    from executorch.runtime import Runtime, Verification
+
     from etfarm.server.compile.values import to_leaf
     from etfarm.wire import tensors
-    from executorch.runtime import Runtime, Verification
 
     inputs = order["inputs"]
     assert isinstance(inputs, dict)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value
 from torch.utils import _pytree as pytree
+
+from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value
 
 Leaf = Any
 """A torch.Tensor, bool, int, float, str or None."""

@@ -14,13 +14,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 import structlog
+from sqlalchemy import Connection, select
+from sqlalchemy.dialects.sqlite import insert
+
 from etfarm.server.artifacts.store import Store
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.wire.errors import EtfarmError, FarmError, UserError
-from sqlalchemy import Connection, select
-from sqlalchemy.dialects.sqlite import insert
 
 log = structlog.get_logger()
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
+from sqlalchemy import Connection, select
+from sqlalchemy.dialects.sqlite import insert
+
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
@@ -13,8 +16,6 @@ from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, device_pb2
 from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.wire.errors import DeviceError, Kind, UserError
-from sqlalchemy import Connection, select
-from sqlalchemy.dialects.sqlite import insert
 
 
 class DeviceNotFound(UserError):

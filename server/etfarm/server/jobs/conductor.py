@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import structlog
+
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.jobs import model
 from etfarm.server.jobs.execution import Execution

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 
+from sqlalchemy import Connection, func, select, update
+
 from etfarm.server.jobs import model
 from etfarm.server.jobs.watch import Announcer
 from etfarm.server.state import schema
@@ -14,7 +16,6 @@ from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, job_pb2, report_pb2
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent
 from etfarm.wire.errors import FarmError, Kind, UserError
-from sqlalchemy import Connection, func, select, update
 
 _PAGE = 500
 

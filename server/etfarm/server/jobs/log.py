@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import datetime
 from functools import partial
 
+from sqlalchemy import Connection, func, select
+
 from etfarm.server.jobs import model
 from etfarm.server.jobs.journal import job_row
 from etfarm.server.jobs.watch import Announcer
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1.job_pb2 import JobEvent, LogLine
-from sqlalchemy import Connection, func, select
 
 _PAGE = 500
 

@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
+
 from etfarm.wire import tensors
 from etfarm.wire.errors import UserError
 from etfarm.wire.tensors import Scalar, Value
-from numpy.typing import NDArray
 
 REFERENCE = "program before quantization"
 """What `OutputAccuracy.reference` says: the exported program, run by torch on the host with the same inputs."""

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+from google.protobuf.message import DecodeError
+
 from etfarm.server.artifacts.store import Store
 from etfarm.server.reports.request import AnalyzeRequest
 from etfarm.server.workers.pool import Workers
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.wire.errors import FarmError
-from google.protobuf.message import DecodeError
 
 ANALYZE_TASK: Final = "etfarm.server.reports.analyze:analyze"
 

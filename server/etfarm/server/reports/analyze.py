@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+
 from etfarm.server.reports import accuracy, etdump, graph, join, reference, statistics
 from etfarm.server.reports.request import AnalyzeRequest
 from etfarm.v1 import compile_pb2, report_pb2

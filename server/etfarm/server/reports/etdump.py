@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from etfarm.wire.errors import DeviceError, Kind
 from numpy.typing import NDArray
+
+from etfarm.wire.errors import DeviceError, Kind
 
 EXECUTE: Final = "Method::execute"
 DELEGATE_CALL: Final = "DELEGATE_CALL"

@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
+
 from etfarm.server.reports.etdump import Call, Kernel, Times, Trace
 from etfarm.server.reports.graph import Instruction, Origin, Record, base_name
 from etfarm.v1 import report_pb2
-from numpy.typing import NDArray
 
 RESOLUTION_NS: Final = {"XnnpackBackend": 1000.0}
 """Clock resolution of the events inside a delegate, by backend. Of others it is told from the times themselves."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from etfarm.wire.errors import DeviceError, Kind
 from numpy.typing import NDArray
+
+from etfarm.wire.errors import DeviceError, Kind
 
 CONFIDENCE = 0.95
 """Of the median's interval."""

@@ -8,10 +8,11 @@ from typing import Any, NoReturn
 
 import grpc
 import structlog
+from grpc.aio import ServicerContext
+
 from etfarm.server.rpc.auth import Tokens, authorize
 from etfarm.wire.errors import EtfarmError, FarmError, Kind, UserError
 from etfarm.wire.status import to_status
-from grpc.aio import ServicerContext
 
 log = structlog.get_logger()
 

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from etfarm.wire.errors import FarmError
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.pool import NullPool
+
+from etfarm.wire.errors import FarmError
 
 T = TypeVar("T")
 

@@ -1,0 +1,330 @@
+"""Step 9: which of a delegate's nodes each of XNNPACK's kernels ran. Pure.
+
+XNNPACK runs the nodes of a delegate in their order, and ExecuTorch's profile names each kernel that ran. What lies between is
+XNNPACK's optimizer, which fuses and drops nodes. A rule here says when a node may have no kernel of its own, from the graph
+alone; whether it had one, the profile says. The rules, each with an example:
+
+    clamped binary     (x + y).relu() is one node and two kernels, Add and Clamp.
+    clamp              F.max_pool2d(x, 2).relu(): the pooling's own kernel clamps. So do convolution, linear and another clamp.
+    constant pad       conv(F.pad(x, (0, 1, 0, 1))): the convolution pads.
+    copy               x.clone() is left out where one neighbour alone sees it.
+    reshape            x.flatten(1).reshape(2, 3): of two in a row the second one runs; one that changes nothing does not.
+    transpose          q @ k.transpose(1, 2): the product reads its second operand transposed.
+    dynamic quantize   linear(x) in int8 with scales found at run time: the linear's kernel quantizes its own input.
+    square             (x ** 2).mean(-1): one kernel, Mean Squared. x * x runs as Square.
+    table              int8 -> gelu -> int8: a chain of elementwise nodes between two 8-bit values is one lookup in a table.
+    1x1 convolution    runs as Fully Connected.
+
+Source: XNNPACK's src/subgraph.c (xnn_subgraph_optimize), for what is fused; what names come of it was measured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from etfarm.server.reports.xnnpack import XGraph, XNode
+from etfarm.wire.errors import FarmError
+
+_MATRIX: Final = ("Fully Connected", "Dynamic Fully Connected")
+_CONVOLUTION: Final = ("Convolution", *_MATRIX)
+
+_FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
+    "Abs": ("Abs",),
+    "Add": ("Add",),
+    "ArgMaxPooling2d": ("ArgMax Pooling",),
+    "AvgPooling2d": ("Average Pooling",),
+    "BatchMatrixMultiply": ("Batch Matrix Multiply",),
+    "Ceiling": ("Ceiling",),
+    "Clamp": ("Clamp",),
+    "Concatenate2": ("Concatenate",),
+    "Concatenate3": ("Concatenate",),
+    "Concatenate4": ("Concatenate",),
+    "Concatenate5": ("Concatenate",),
+    "Conv2d": _CONVOLUTION,
+    "ConvTranspose2d": ("Deconvolution",),
+    "Convert": ("Convert",),
+    "Copy": ("Copy",),
+    "Cos": ("Cosine",),
+    "DepthwiseConv2d": ("Convolution",),
+    "Div": ("Divide",),
+    "ELU": ("ELU",),
+    "Exp": ("Exp",),
+    "Floor": ("Floor",),
+    "FullyConnected": _MATRIX,
+    "Gelu": ("GELU",),
+    "GlobalAvgPooling2d": ("Mean", "Mean Squared", "Global Average Pooling"),
+    "Hardswish": ("HardSwish",),
+    "LeakyReLU": ("LeakyReLU",),
+    "Log": ("Log",),
+    "MaxPooling2d": ("Max Pooling",),
+    "Maximum": ("Maximum", "Clamp"),
+    "Minimum": ("Minimum", "Clamp"),
+    "Multiply": ("Multiply",),
+    "Negate": ("Negate",),
+    "PReLU": ("PReLU",),
+    "ReciprocalSquareRoot": ("Reciprocal Square Root",),
+    "Sigmoid": ("Sigmoid",),
+    "Sin": ("Sine",),
+    "Softmax": ("Softmax",),
+    "Square": ("Square",),
+    "SquareRoot": ("Square Root",),
+    "StaticConstantPad": ("Constant Pad",),
+    "StaticReshape": ("Static Reshape", "Copy"),
+    "StaticResizeBilinear2D": ("Resize Bilinear",),
+    "StaticSlice": ("Slice",),
+    "StaticTranspose": ("Transpose",),
+    "Subtract": ("Subtract",),
+    "Tanh": ("TanH",),
+}
+"""How XNNPACK names a kernel of each kind, up to the layout and types. ScaledDotProductAttention: no partitioner makes one."""
+
+_TABLE: Final = "Invalid Unary Op"
+"""XNNPACK has no name for a lookup."""
+
+_BINARY: Final = frozenset({"Add", "Subtract", "Multiply", "Div", "Maximum", "Minimum", "PReLU"})
+_CLAMPING: Final = frozenset(
+    {"Conv2d", "DepthwiseConv2d", "ConvTranspose2d", "FullyConnected", "AvgPooling2d", "MaxPooling2d", "Clamp"}
+)
+_PRODUCTS: Final = frozenset({"FullyConnected", "BatchMatrixMultiply"})
+_UNARY: Final = frozenset(
+    "Abs Ceiling Clamp Convert Cos ELU Exp Floor Gelu Hardswish LeakyReLU Log Negate ReciprocalSquareRoot Sigmoid Sin Square "
+    "SquareRoot Tanh".split()
+)  # fmt: skip
+
+_EIGHT_BITS: Final = frozenset({3, 4, 6, 9, 11})
+_QDINT8: Final = 9
+_LONGEST_TABLE: Final = 10
+
+_FAMILY: Final = re.compile(r"(.+?)(?: \(.*| #\d+)?$")
+
+
+class Unaligned(FarmError):
+    """A delegate's kernels are not those that its graph leads to, or could be in more than one way."""
+
+    reason = "KERNELS_UNALIGNED"
+
+
+@dataclass(frozen=True)
+class Match:
+    """What one kernel ran."""
+
+    node: int
+    """The node that the kernel is named after; the last one of a table."""
+    fused: tuple[int, ...] = ()
+    """Other nodes, ascending, that the kernel does as well."""
+    clamp: bool = False
+    """Whether the kernel is only what clamps the node's output."""
+
+
+def family(event: str) -> str:
+    """A kernel's name without layout, types, microkernel and number: `Convolution` of `Convolution (NHWC, F32) IGEMM #2`."""
+    found = _FAMILY.match(event)
+    return found[1] if found else event
+
+
+def align(graph: XGraph, events: Sequence[str]) -> list[Match]:
+    """For each event of a delegate's profile, in order, what it ran.
+
+    Raises:
+        Unaligned: there is no way or more than one to account for all events and all nodes.
+    """
+    roles = _roles(graph)
+    families = [family(event) for event in events]
+    ways = _ways(roles, families)
+    if ways[-1].get(len(families), 0) != 1:
+        _refuse(graph, events, ways)
+    matches: list[Match] = []
+    at = len(families)
+    taken: list[tuple[int, int]] = []
+    for index in range(len(roles) - 1, -1, -1):
+        (used,) = [n for n in roles[index].uses(families, at) if ways[index].get(at - n, 0)]
+        taken.append((index, used))
+        at -= used
+    absorbed: dict[int, list[int]] = defaultdict(list)
+    runs = {index for index, used in taken if used}
+    for index, used in taken:
+        if not used and (into := _runner(roles, runs, index)) is not None:
+            absorbed[into].append(index)
+    for index, used in reversed(taken):
+        if used:
+            matches.append(Match(index, tuple(sorted(absorbed[index]))))
+            matches.extend(Match(index, clamp=True) for _ in range(used - 1))
+    return matches
+
+
+@dataclass
+class _Role:
+    """What kernels a node may have."""
+
+    kernels: tuple[tuple[str, ...], ...]
+    """One after the other, each by the names that it may have."""
+    into: int | None = None
+    """The node whose kernel does it as well, where it may have none; None where no kernel does."""
+    optional: bool = False
+    gone: bool = field(default=False)
+    """Whether it certainly has no kernel."""
+
+    def uses(self, families: Sequence[str], end: int) -> list[int]:
+        """How many events that end before `end` may be this node's."""
+        counts = [0] if self.optional or self.gone else []
+        size = len(self.kernels)
+        if not self.gone and end >= size:
+            if all(name in names for name, names in zip(families[end - size : end], self.kernels, strict=True)):
+                counts.append(size)
+        return counts
+
+
+def _ways(roles: Sequence[_Role], families: Sequence[str]) -> list[dict[int, int]]:
+    """For each number of nodes: in how many ways (2 is several) they account for so many first events."""
+    ways: list[dict[int, int]] = [{0: 1}]
+    for role in roles:
+        reached: dict[int, int] = defaultdict(int)
+        for at, count in ways[-1].items():
+            for used in {0, len(role.kernels)}:
+                if used in role.uses(families, at + used) and at + used <= len(families):
+                    reached[at + used] = min(2, reached[at + used] + count)
+        ways.append(dict(reached))
+    return ways
+
+
+def _refuse(graph: XGraph, events: Sequence[str], ways: Sequence[Mapping[int, int]]) -> None:
+    counts = f"{len(events)} kernels ran for {len(graph.nodes)} nodes"
+    if ways[-1].get(len(events), 0) > 1:
+        raise Unaligned(f"{counts}, and they match in more than one way.", kernels=len(events), nodes=len(graph.nodes))
+    stuck = next((index for index, reached in enumerate(ways) if not reached), len(ways)) - 1
+    furthest = max(ways[stuck], default=0)
+    kernel = repr(events[furthest]) if furthest < len(events) else "no kernel"
+    node = graph.nodes[stuck].kind if stuck < len(graph.nodes) else "no node"
+    raise Unaligned(
+        f"{counts}; kernel {furthest} is {kernel} where node {stuck} is {node}.",
+        kernels=len(events), nodes=len(graph.nodes), kernel=kernel, node=node,
+    )  # fmt: skip
+
+
+def _runner(roles: Sequence[_Role], runs: set[int], index: int) -> int | None:
+    """The node whose kernel does that of `index`, which has none itself."""
+    seen: set[int] = set()
+    into: int | None = index
+    while into is not None and into not in runs and into not in seen:
+        seen.add(into)
+        into = roles[into].into
+    return into if into in runs else None
+
+
+class _Flow:
+    """Who makes and who takes each value of a graph."""
+
+    def __init__(self, graph: XGraph) -> None:
+        self.graph = graph
+        self.producer = {value: index for index, node in enumerate(graph.nodes) for value in node.outputs}
+        self.consumers: dict[int, list[int]] = defaultdict(list)
+        for index, node in enumerate(graph.nodes):
+            for value in dict.fromkeys(node.inputs):
+                self.consumers[value].append(index)
+
+    def only(self, value: int) -> int | None:
+        """The one node that takes a value, where nothing else does."""
+        takers = self.consumers[value]
+        known = self.graph.values.get(value)
+        return takers[0] if len(takers) == 1 and not (known and known.output) else None
+
+    def eight_bits(self, value: int) -> bool:
+        known = self.graph.values.get(value)
+        return known is not None and known.datatype in _EIGHT_BITS
+
+    def of_kind(self, index: int | None, kinds: frozenset[str]) -> bool:
+        return index is not None and self.graph.nodes[index].kind in kinds
+
+
+def _roles(graph: XGraph) -> list[_Role]:
+    flow = _Flow(graph)
+    roles = [_role(flow, index, node) for index, node in enumerate(graph.nodes)]
+    for chain in _tables(flow):
+        last = chain[-1]
+        roles[last] = _Role(((_TABLE,),))
+        for index in chain[:-1]:
+            roles[index] = _Role((), into=last, gone=True)
+    return roles
+
+
+def _role(flow: _Flow, index: int, node: XNode) -> _Role:
+    names = _FAMILIES.get(node.kind, ())
+    if node.kind == "Multiply" and len(set(node.inputs)) == 1:
+        names = (*names, "Square")
+    kernels = (names, ("Clamp",)) if node.clamped and node.kind in _BINARY else (names,)
+    if not any(flow.consumers[value] or flow.graph.values[value].output for value in node.outputs if value in flow.graph.values):
+        return _Role(kernels, optional=True)
+    taker = flow.only(node.outputs[0])
+    maker = flow.producer.get(node.inputs[0]) if node.inputs else None
+    into = None
+    match node.kind:
+        case "Clamp" if maker is not None and flow.only(node.inputs[0]) == index and flow.of_kind(maker, _CLAMPING):
+            into = maker
+        case "StaticConstantPad" if flow.of_kind(taker, frozenset({"Conv2d", "DepthwiseConv2d"})):
+            into = taker
+        case "Copy":
+            into = taker if maker is None or flow.only(node.inputs[0]) != index else maker
+        case "StaticReshape":
+            into = taker if flow.of_kind(taker, frozenset({"StaticReshape"})) else None
+            return _Role(kernels, into, optional=into is not None)
+        case "StaticTranspose" if taker is not None and flow.of_kind(taker, _PRODUCTS):
+            into = taker if flow.graph.nodes[taker].inputs[1:2] == node.outputs else None
+        case "Convert" if flow.graph.values[node.outputs[0]].datatype == _QDINT8:
+            takers = flow.consumers[node.outputs[0]]
+            into = takers[0] if all(flow.of_kind(taker, _PRODUCTS) for taker in takers) else None
+        case "Square" | "Multiply" if flow.of_kind(taker, frozenset({"GlobalAvgPooling2d"})) and len(set(node.inputs)) == 1:
+            into = taker
+    return _Role(kernels, into, optional=into is not None)
+
+
+def _tables(flow: _Flow) -> list[list[int]]:
+    """Chains of elementwise nodes that XNNPACK evaluates for all 256 inputs when it loads, to look them up afterwards.
+
+    As XNNPACK finds them: from the first node whose input has 8 bits as far as each value has one taker, at most ten nodes,
+    then back to the last 8-bit value. One node alone stays what it is.
+    """
+    chains: list[list[int]] = []
+    fused: set[int] = set()
+    for index, node in enumerate(flow.graph.nodes):
+        start = _through(flow, node, set())
+        if index in fused or start is None or not flow.eight_bits(start):
+            continue
+        chain, values = [index], {start, *node.outputs}
+        while len(chain) < _LONGEST_TABLE and (taker := flow.only(flow.graph.nodes[chain[-1]].outputs[0])) is not None:
+            if _through(flow, flow.graph.nodes[taker], values) is None:
+                break
+            chain.append(taker)
+            values.update(flow.graph.nodes[taker].outputs)
+        while len(chain) > 1 and not flow.eight_bits(flow.graph.nodes[chain[-1]].outputs[0]):
+            chain.pop()
+        if len(chain) > 1:
+            chains.append(chain)
+            fused.update(chain)
+    return chains
+
+
+def _through(flow: _Flow, node: XNode, values: set[int]) -> int | None:
+    """The value that an elementwise node is a function of; None where there are several, and for other nodes.
+
+    A clamped binary is two nodes to XNNPACK, of which the second takes the first's output.
+    """
+    if node.kind in _UNARY:
+        dynamic = flow.graph.values[node.outputs[0]].datatype == _QDINT8
+        return None if node.kind == "Convert" and dynamic else node.inputs[0]
+    if node.kind in _BINARY and len(node.inputs) == 2 and not node.clamped:
+        first, second = node.inputs
+        for one, other in ((first, second), (second, first)):
+            known, variable = flow.graph.values.get(one), flow.graph.values.get(other)
+            if known and known.constant and known.elements == 1 and variable and not variable.constant:
+                return other
+        return first if first in values and second in values else None
+    return None
+
+
+def families_of(graph: XGraph) -> Counter[str]:
+    """How many nodes of each kind a graph has."""
+    return Counter(node.kind for node in graph.nodes)

@@ -1,0 +1,166 @@
+"""The main job, end to end, from three shells: serve, agent, bench."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.farm import Daemon, FarmProcess, etfarm
+from tests.support.programs import program
+
+RECIPES = ("xnnpack_fp32", "xnnpack_pt2e_int8_static_per_channel")
+
+
+def test_three_processes(tmp_path: Path) -> None:
+    """A server that builds its own runner, an agent, and a command; nothing of them stays."""
+    serve = Daemon(["serve", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "server")], tmp_path / "serve.log")
+    serve.start()
+    try:
+        address = serve.expect("listening on").rpartition(" ")[2]
+        agent = Daemon(
+            ["agent", "--server", address, "--data", str(tmp_path / "agent"), "--name", "board"], tmp_path / "agent.log"
+        )
+        agent.start()
+        try:
+            agent.expect("connected to")
+            recipes = [word for recipe in RECIPES for word in ("--recipe", recipe)]
+            done = etfarm("bench", "demo:resnet8", *recipes, "--server", address, "--json", "report.json", cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+            serve.expect("is ready")
+            _check_document(json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail))
+            assert re.search(r"p50 [\d.]+ [mµ]s \[", done.stdout), done.stdout
+        finally:
+            agent.signal(signal.SIGTERM)
+            assert agent.process is not None
+            assert agent.process.wait(timeout=20) == 0
+    finally:
+        serve.signal(signal.SIGTERM)
+        assert serve.process is not None
+        assert serve.process.wait(timeout=20) == 0
+
+
+def _check_document(document: dict[str, object]) -> None:
+    reports = document["reports"]
+    assert isinstance(reports, list)
+    assert [report["recipe"] for report in reports] == list(RECIPES)
+    for report, sqnr_db in zip(reports, (100, 25), strict=True):
+        assert report["state"] == "SUCCEEDED"
+        assert report["device"]["name"] == "board"
+        latency, measurement = report["latency"], report["measurement"]
+        samples = latency["samples_ns"]
+        assert len(samples) == measurement["iterations"] >= 100
+        assert measurement["duration_ns"] >= 10**9
+        assert latency["min_ns"] == min(samples)
+        assert latency["p50_ns"] == pytest.approx(np.percentile(samples, 50))
+        assert latency["p50_ci95_ns"][0] <= latency["p50_ns"] <= latency["p50_ci95_ns"][1]
+        assert report["accuracy"][0]["sqnr_db"] > sqnr_db
+        assert report["memory"]["peak_rss_bytes"] > 1 << 20
+        assert report["verdict"]["status"] in ("VALID", "INVALID")
+        assert report["compile"]["delegation"]["forward"]["delegated_nodes"] > 20
+        leaves = [row for row in report["operators"] if not any(other["parent"] == row["index"] for other in report["operators"])]
+        assert sum(row["share"] for row in leaves) == pytest.approx(1)
+        assert {"DELEGATE", "KERNEL", "REST"} <= {row["kind"] for row in report["operators"]}
+        phases = [phase["phase"] for phase in report["timeline"]]
+        assert phases.index("COMPILE") < phases.index("TIMED") < phases.index("ANALYZE")
+    stages = [[stage["stage"] for stage in report["compile"]["stages"]] for report in reports]
+    assert "QUANTIZE" not in stages[0] and "QUANTIZE" in stages[1]
+    sizes = [report["compile"]["program"]["size_bytes"] for report in reports]
+    assert sizes[1] < sizes[0] / 2
+
+
+def test_the_same_again_is_answered_from_the_cache(farm: FarmProcess, tmp_path: Path) -> None:
+    with farm.client() as client:
+        first = client.bench("demo:ds_cnn", min_time_s=0.0).result().report
+        again = client.bench("demo:ds_cnn", min_time_s=0.0).result().report
+    assert again.compile.cached
+    assert again.compile.program.digest == first.compile.program.digest
+    assert again.compile.etrecord.digest == first.compile.etrecord.digest
+
+
+def test_undelegated_operators_name_the_users_lines(farm: FarmProcess, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "class Mine(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        y = torch.cumsum(x, 0)\n"
+        "        return torch.sin(y)\n"
+        "def factory():\n"
+        "    return Mine().eval(), (torch.rand(64, 64),)\n"
+    )
+    arguments = ("mine.py:factory", "--recipe", "portable", "--min-time", "0", "--json", "r.json", "--server", farm.address)
+    done = etfarm("bench", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "r.json").read_text())["reports"][0]["operators"]
+    lines = {row["source"]["line"]: row["source"] for row in rows if row["kind"] == "OPERATOR"}
+    assert lines == {
+        4: {"file": "mine.py", "line": 4, "code": "y = torch.cumsum(x, 0)"},
+        5: {"file": "mine.py", "line": 5, "code": "return torch.sin(y)"},
+    }
+    assert "mine.py:4" in done.stdout
+
+
+def test_one_failing_cell_does_not_sink_the_others(farm: FarmProcess, tmp_path: Path) -> None:
+    with farm.client() as client:
+        broken = program("external_xnnpack").path
+        result = client.bench([broken, program("conv").path], min_time_s=0.0).result()
+    assert [report.state for report in result.reports] == ["FAILED", "SUCCEEDED"]
+    assert result.state.name == "FAILED"
+
+
+def test_run_gives_the_programs_outputs(farm: FarmProcess, tmp_path: Path) -> None:
+    made = program("add")
+    arrays = {str(index): np.asarray(value) for index, value in enumerate(_arrays(made.inputs))}
+    np.savez(tmp_path / "in.npz", **arrays)
+    done = etfarm("run", str(made.path), "--inputs", "in.npz", "-o", "out.npz", "--server", farm.address, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with np.load(tmp_path / "out.npz") as outputs:
+        for got, expected in zip(outputs.values(), _arrays(made.expected), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def _arrays(values: list[object]) -> list[np.ndarray]:
+    from etfarm.wire.tensors import Tensor, to_array
+
+    return [to_array(value) for value in values if isinstance(value, Tensor)]
+
+
+def test_compile_writes_a_program_that_the_reference_runtime_runs(farm: FarmProcess, tmp_path: Path) -> None:
+    done = etfarm(
+        "compile", "demo:ds_cnn", "--recipe", "xnnpack_fp32", "-o", "x.pte", "--etrecord", "x.etrecord", "--server", farm.address,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    import torch
+    from executorch.runtime import Runtime
+
+    outputs = Runtime.get().load_program(tmp_path / "x.pte").load_method("forward").execute([torch.rand(1, 1, 49, 10)])
+    assert outputs[0].shape == (1, 12)
+    assert (tmp_path / "x.etrecord").stat().st_size > 10_000
+
+
+def test_the_other_commands_say_what_there_is(farm: FarmProcess, tmp_path: Path) -> None:
+    def say(*arguments: str) -> str:
+        done = etfarm(*arguments, "--server", farm.address, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    bench = etfarm(
+        "bench", str(program("conv").path), "--min-time", "0", "--name", "nightly", "--server", farm.address, cwd=tmp_path
+    )
+    assert bench.returncode == 0, bench.stderr
+    assert "board-0" in say("devices", "list")
+    shown = say("devices", "show", "board-0")
+    assert "XnnpackBackend" in shown
+    assert "nightly" in say("jobs", "list")
+    assert "SUCCEEDED" in say("jobs", "show", "latest")
+    assert say("report", "show", "latest").count("p50") >= 1
+    assert "RUNNER" in say("jobs", "logs", "latest") or say("jobs", "logs", "latest")
+    recipes = say("recipes", "list")
+    assert "xnnpack_fp32" in recipes and "qnn_fp16" in recipes
+    assert "Qualcomm" in say("recipes", "show", "qnn_fp16")
+    assert "x86_64" in say("bundle", "list") or "aarch64" in say("bundle", "list")
