@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc
+
 from etfarm.client import decode, embedded, submission, transfers
 from etfarm.client.errors import Kind, UserError, from_rpc_error
 from etfarm.client.jobs import AsyncJob

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from etfarm.client.models import (
     Bundle,
     Cell,
@@ -23,7 +25,6 @@ from etfarm.client.models import (
 )
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, device_pb2, farm_pb2, job_pb2
 from etfarm.wire import status
-from google.protobuf.timestamp_pb2 import Timestamp
 
 
 def job(message: job_pb2.Job) -> JobInfo:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
+
 from etfarm.client import decode, transfers
 from etfarm.client.errors import FarmError, Kind, UserError, from_rpc_error
 from etfarm.client.models import CellState, Event, JobInfo, JobResult, JobState, LogLine

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import grpc
+
 from etfarm.client.errors import from_rpc_error
 
 PATIENCE_S = 30.0

@@ -20,11 +20,12 @@ from etfarm.wire import tensors
 
 if TYPE_CHECKING:
     import numpy as np
-    from etfarm.client.export import ExportedModel
-    from etfarm.v1 import common_pb2, job_pb2
     from numpy.typing import NDArray
     from torch import nn
     from torch.export import ExportedProgram
+
+    from etfarm.client.export import ExportedModel
+    from etfarm.v1 import common_pb2, job_pb2
 
 DEFAULT_RECIPE = "xnnpack_fp32"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
+
 from etfarm.client.errors import OutputUnwritable, from_rpc_error
 from etfarm.client.retry import Backoff, repeat
 from etfarm.v1 import artifact_pb2, common_pb2

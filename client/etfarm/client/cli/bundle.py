@@ -71,11 +71,5 @@ def _show(bundles: list[Bundle]) -> None:
         )
         for bundle in bundles
     ]
-    output.show(
-        output.table(
-            ("ARCH", "EXECUTORCH", "BACKENDS", "OPERATORS", "SIZE", "DIGEST"),
-            rows,
-            right=("OPERATORS", "SIZE"),
-            shrink=("BACKENDS",),
-        )
-    )
+    heads = ("ARCH", "EXECUTORCH", "BACKENDS", "OPERATORS", "SIZE", "DIGEST")
+    output.show_table(heads, rows, right=("OPERATORS", "SIZE"), shrink=("BACKENDS",))
