@@ -6,6 +6,9 @@ from datetime import UTC, datetime, timedelta
 from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from etfarm.server.jobs import model
 from etfarm.server.jobs.model import (
     ANALYZING,
@@ -22,8 +25,6 @@ from etfarm.server.jobs.model import (
 )  # fmt: skip
 from etfarm.v1.job_pb2 import Cell, CellState, JobState
 from etfarm.wire.errors import Fault
-from hypothesis import given
-from hypothesis import strategies as st
 
 STATES = [state for state in CellState.values() if state != CellState.CELL_STATE_UNSPECIFIED]
 LIVE = {QUEUED, COMPILING, WAITING, RUNNING, ANALYZING}
@@ -39,7 +40,7 @@ def test_the_table_is_the_designs() -> None:
     allowed = {(before, after) for before, afters in TRANSITIONS.items() for after in afters}
     assert allowed == FORWARD | set(product(LIVE, {FAILED, CANCELLED}))
     assert set(TRANSITIONS) == set(STATES)
-    assert LIVE | TERMINAL == set(STATES)
+    assert set(STATES) == LIVE | TERMINAL
 
 
 def test_every_state_can_be_reached_and_every_live_one_can_succeed() -> None:

@@ -175,8 +175,10 @@ class Journal:
                 raise SequenceUnknown(f"The job has {last} events, {after} is none of them.", "Watch from 0.", last=last)
             seen = after
             while seen < last:
+                # A page may hold more than `last`: what happened meanwhile, the end of the job included.
                 for event in await self._database.read(partial(_events, job_id=job_id, after=seen)):
                     seen = event.sequence
+                    job.state = _state_after(event, job.state)
                     yield event
             while not model.is_terminal(job.state):
                 for event in await subscription.take():
@@ -184,8 +186,7 @@ class Journal:
                         if event.sequence <= seen:
                             continue
                         seen = event.sequence
-                        if event.WhichOneof("event") == "job":
-                            job.state = event.job_state
+                        job.state = _state_after(event, job.state)
                     yield event
 
     async def start_attempt(self, cell: Cell) -> None:
@@ -249,6 +250,11 @@ def _events(connection: Connection, job_id: str, after: int) -> Sequence[JobEven
     table = schema.events
     query = select(table.c.body).where(table.c.job_id == job_id, table.c.sequence > after).order_by(table.c.sequence).limit(_PAGE)
     return [JobEvent.FromString(body) for body in connection.execute(query).scalars()]
+
+
+def _state_after(event: JobEvent, before: job_pb2.JobState.ValueType) -> job_pb2.JobState.ValueType:
+    """What a watcher knows of the job's state: only a job's own event is the last one, not its last cell's."""
+    return event.job_state if event.WhichOneof("event") == "job" else before
 
 
 def _job_and_last(connection: Connection, job_id: str) -> tuple[Job, int]:

@@ -41,8 +41,7 @@ class JobLog:
         line = LogLine(number=number, cell_id=cell_id, source=source, text=text[:8000])
         line.at.FromDatetime(at)
         self._announcer.announce(job_id, JobEvent(at=line.at, log=line))
-        if self._flushing is None or self._flushing.done():
-            self._flushing = asyncio.create_task(self.flush(), name="log-flush")
+        self._begin()
 
     async def resume(self, job_id: str) -> None:
         """Goes on counting where an earlier server stopped."""
@@ -51,7 +50,16 @@ class JobLog:
         self._numbers[job_id] = int(last or 0)
 
     async def flush(self) -> None:
-        """Writes down what waits."""
+        """Returns when all lines so far are written down. A caller that is cancelled meanwhile takes none along."""
+        while self._waiting or (self._flushing is not None and not self._flushing.done()):
+            await asyncio.shield(self._begin())
+
+    def _begin(self) -> asyncio.Task[None]:
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.create_task(self._write(), name="log-flush")
+        return self._flushing
+
+    async def _write(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting, []
             await self._database.write(partial(_insert, rows=batch))

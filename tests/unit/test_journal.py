@@ -1,0 +1,275 @@
+"""The journal on a real database: written before announced, each change once, sequences without gaps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from etfarm.server.jobs import model
+from etfarm.server.jobs.journal import Journal, JobNotFound, SequenceUnknown, StaleVersion
+from etfarm.server.jobs.watch import Announcer
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+from etfarm.v1.agent_pb2 import CandidateResult
+from etfarm.v1.job_pb2 import Cell, Job, JobEvent, JobSpec, JobState, Progress
+from etfarm.v1.report_pb2 import Report
+from etfarm.wire.errors import Kind
+from sqlalchemy import select
+
+WAIT_S = 10.0
+START = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+class World:
+    """A journal whose clock moves a second at each look."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.announcer = Announcer()
+        self.looked = 0
+        self.journal = Journal(database, self.announcer, self.now)
+
+    def now(self) -> datetime:
+        self.looked += 1
+        return START + timedelta(seconds=self.looked)
+
+    async def submit(self, name: str = "job00000", cells: int = 1, owner: str = "ann", request: str = "") -> Job:
+        job = Job(id=name, name=f"n-{name}", owner=owner, spec=JobSpec(priority=3, labels={"k": "v"}), labels={"k": "v"})
+        job.submitted_at.FromDatetime(START)
+        for index in range(cells):
+            job.cells.add(id=f"{name}-{index}", job_id=name, index=index, state=model.QUEUED, version=1)
+        written, _ = await self.journal.submit(job, request or name)
+        return written
+
+    async def step(self, cell: Cell, *states: int, report: Report | None = None) -> Cell:
+        for state in states:
+            after = model.advance(cell, state, at=START)  # type: ignore[arg-type]
+            cell = await self.journal.change(after, report=report if state in model.TERMINAL else None)
+        return cell
+
+    async def events(self, job: str, after: int = 0) -> list[JobEvent]:
+        async with asyncio.timeout(WAIT_S):
+            return [event async for event in self.journal.watch(job, after)]
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    database = Database(tmp_path / "farm.sqlite")
+    await database.open()
+    yield World(database)
+    database.close()
+
+
+def sequences(events: list[JobEvent]) -> list[int]:
+    return [event.sequence for event in events if event.HasField("sequence")]
+
+
+async def test_a_job_comes_back_as_it_was_submitted(world: World) -> None:
+    job = await world.submit(cells=2)
+    again = await world.journal.get(job.id)
+    assert again == job
+    assert (again.owner, again.name, dict(again.labels), again.spec.priority) == ("ann", "n-job00000", {"k": "v"}, 3)
+    assert [cell.index for cell in again.cells] == [0, 1]
+    assert again.state == JobState.JOB_STATE_QUEUED
+    assert again.submitted_at.ToDatetime(UTC) == START
+    assert not again.HasField("finished_at")
+
+
+async def test_a_request_id_is_one_job_for_its_owner_and_another_for_others(world: World) -> None:
+    first = await world.submit("job-a", request="r1")
+    assert (await world.submit("job-b", request="r1", cells=5)) == first
+    assert (await world.submit("job-c", request="r1", owner="bob")).id == "job-c"
+    assert (await world.submit("job-d", request="r2")).id == "job-d"
+    with pytest.raises(JobNotFound):
+        await world.journal.get("job-b")
+    await world.step(first.cells[0], model.CANCELLED)
+    assert sequences(await world.events("job-a")) == [1, 2, 3]
+
+
+async def test_the_same_request_twice_at_once_is_one_job(world: World) -> None:
+    one, other = await asyncio.gather(world.submit("job-a", request="r"), world.submit("job-b", request="r"))
+    assert one == other
+
+
+async def test_a_change_of_an_older_version_is_refused_and_not_announced(world: World) -> None:
+    job = await world.submit()
+    stale = job.cells[0]
+    await world.step(job.cells[0], model.COMPILING)
+    with world.announcer.subscribe(job.id) as subscription:
+        with pytest.raises(StaleVersion) as refused:
+            await world.step(stale, model.CANCELLED)
+        assert refused.value.kind is Kind.ABORTED
+        assert not subscription._something.is_set()
+    again = await world.journal.get(job.id)
+    assert (again.cells[0].state, again.cells[0].version) == (model.COMPILING, 2)
+
+
+async def test_of_two_changes_at_once_one_wins(world: World) -> None:
+    job = await world.submit()
+    outcomes = await asyncio.gather(
+        world.step(job.cells[0], model.COMPILING), world.step(job.cells[0], model.FAILED), return_exceptions=True
+    )
+    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["Cell", "StaleVersion"]
+
+
+PATH = (model.COMPILING, model.WAITING, model.RUNNING, model.ANALYZING, model.SUCCEEDED)
+
+
+async def test_sequences_are_contiguous_and_end_with_the_job(world: World) -> None:
+    job = await world.submit(cells=3)
+    await asyncio.gather(*(world.step(cell, *PATH) for cell in job.cells))
+    events = await world.events(job.id)
+    assert sequences(events) == list(range(1, 1 + 1 + 3 * len(PATH) + 1))
+    assert events[0].WhichOneof("event") == events[-1].WhichOneof("event") == "job"
+    assert [event.WhichOneof("event") for event in events[1:-1]] == ["cell"] * 15
+    assert events[-1].job_state == events[-1].job.state == JobState.JOB_STATE_SUCCEEDED
+    assert not events[-1].job.cells and not events[-1].job.HasField("spec")
+    assert all(event.HasField("at") for event in events)
+
+
+async def test_a_job_is_finished_with_its_last_cell_and_not_before(world: World) -> None:
+    job = await world.submit(cells=2)
+    await world.step(job.cells[0], model.FAILED)
+    half = await world.journal.get(job.id)
+    assert not half.HasField("finished_at")
+    assert half.state == JobState.JOB_STATE_RUNNING
+    assert [one.id for one in await world.journal.live()] == [job.id]
+    await world.step(job.cells[1], model.COMPILING, model.SUCCEEDED)
+    whole = await world.journal.get(job.id)
+    assert whole.state == JobState.JOB_STATE_FAILED
+    assert whole.finished_at.ToDatetime(UTC) > START
+    assert await world.journal.live() == []
+    assert (await world.events(job.id))[-1].job.finished_at == whole.finished_at
+
+
+@pytest.mark.parametrize("after", range(8))
+async def test_watching_after_a_sequence_gives_exactly_the_rest(world: World, after: int) -> None:
+    job = await world.submit()
+    await world.step(job.cells[0], *PATH)
+    assert sequences(await world.events(job.id, after)) == list(range(after + 1, 8))
+
+
+async def test_watching_after_what_has_not_happened_is_refused(world: World) -> None:
+    job = await world.submit()
+    with pytest.raises(SequenceUnknown, match="has 1 events") as refused:
+        await world.events(job.id, 2)
+    assert refused.value.kind is Kind.OUT_OF_RANGE
+
+
+async def test_watchers_of_a_live_job_get_everything_whenever_they_join(world: World) -> None:
+    job = await world.submit(cells=2)
+    watching = []
+    cells = list(job.cells)
+    for step in PATH:
+        watching.append(asyncio.create_task(world.events(job.id)))
+        cells[0] = await world.step(cells[0], step)
+        watching.append(asyncio.create_task(world.events(job.id, after=1)))
+        cells[1] = await world.step(cells[1], step)
+    for number, task in enumerate(watching):
+        assert sequences(await task) == list(range(1 + number % 2, 13)), f"watcher {number}"
+
+
+async def test_a_watcher_is_told_progress_that_is_going_on_and_the_end_comes_last(world: World) -> None:
+    job = await world.submit()
+    cell = await world.step(job.cells[0], model.COMPILING)
+    world.announcer.announce(job.id, JobEvent(progress=Progress(cell_id=cell.id, phase="TORCH_EXPORT")))
+    heard: list[JobEvent] = []
+
+    async def watch() -> None:
+        async for event in world.journal.watch(job.id, 0):
+            heard.append(event)
+            if event.WhichOneof("event") == "progress":
+                told.set()
+
+    told = asyncio.Event()
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+        group.create_task(watch())
+        await told.wait()
+        await world.step(cell, model.SUCCEEDED)
+    assert [event.WhichOneof("event") for event in heard] == ["job", "cell", "progress", "cell", "job"]
+    assert sequences(heard) == [1, 2, 3, 4]
+
+
+async def test_a_watcher_does_not_miss_what_happens_between_its_looks(world: World) -> None:
+    """The last change commits right after the watcher looked for the newest event."""
+    job = await world.submit()
+    read = world.database.read
+    finished = False
+
+    async def read_then_finish(do):  # type: ignore[no-untyped-def]
+        nonlocal finished
+        found = await read(do)
+        if not finished:
+            finished = True
+            await world.step(job.cells[0], *PATH)
+        return found
+
+    world.database.read = read_then_finish  # type: ignore[method-assign]
+    assert sequences(await world.events(job.id)) == list(range(1, 8))
+
+
+async def test_a_report_is_written_with_the_last_change_or_not_at_all(world: World) -> None:
+    job = await world.submit(cells=2)
+    reports = [Report(id=f"r{index}", cell=job.cells[index].id) for index in (0, 1)]
+    reports[1].latency.p50_ns = 5.0
+    await world.step(job.cells[1], model.COMPILING, model.SUCCEEDED, report=reports[1])
+    stale = job.cells[1]
+    with pytest.raises(StaleVersion):
+        await world.step(stale, model.FAILED, report=Report(id="late", cell=stale.id))
+    assert [report.id for report in await world.journal.reports(job.id)] == ["r1"]
+    await world.step(job.cells[0], model.CANCELLED, report=reports[0])
+    assert [report.id for report in await world.journal.reports(job.id)] == ["r0", "r1"]
+    rows = await world.database.read(lambda c: c.execute(select(schema.reports.c.id, schema.reports.c.p50_ns)).all())
+    assert sorted(map(tuple, rows)) == [("r0", None), ("r1", 5.0)]
+
+
+async def test_an_attempt_keeps_its_result(world: World) -> None:
+    job = await world.submit()
+    cell = job.cells[0]
+    attempt = cell.attempts.add(id="a1", device_id="pi")
+    attempt.started_at.FromDatetime(START)
+    await world.journal.start_attempt(cell)
+    assert await world.journal.result_of("a1") == CandidateResult()
+    attempt.finished_at.FromDatetime(START)
+    await world.journal.finish_attempt(cell, CandidateResult(cell_id=cell.id, iterations=7))
+    assert (await world.journal.result_of("a1")).iterations == 7
+
+
+@pytest.mark.parametrize("key", ["abcdef01", "abcd", "abcde", "latest"])
+async def test_a_job_is_found_by_id_prefix_and_latest(world: World, key: str) -> None:
+    await world.submit("xyz00000")
+    await world.submit("abcdef01")
+    assert (await world.journal.get(key)).id == "abcdef01"
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [("", "no job"), ("abc", "no job"), ("zzzz", "no job"), ("abcd", "Several jobs"), ("abc_", "no job"), ("%%%%", "no job")],
+)
+async def test_what_is_no_job_is_refused(world: World, key: str, says: str) -> None:
+    await world.submit("abcdef01")
+    await world.submit("abcdef02")
+    with pytest.raises(JobNotFound, match=says) as refused:
+        await world.journal.get(key)
+    assert refused.value.kind is Kind.NOT_FOUND
+
+
+async def test_latest_of_no_job_is_refused(world: World) -> None:
+    with pytest.raises(JobNotFound):
+        await world.journal.get("latest")
+
+
+async def test_jobs_are_listed_newest_first_in_pages_without_specs(world: World) -> None:
+    for number in range(5):
+        await world.submit(f"job-{number}")
+    seen, before = [], None
+    for expected in (2, 2, 1):
+        page, before = await world.journal.list(2, before)
+        assert len(page) == expected
+        seen += page
+    assert before is None
+    assert [job.id for job in seen] == ["job-4", "job-3", "job-2", "job-1", "job-0"]
+    assert not any(job.HasField("spec") for job in seen)

@@ -1,0 +1,142 @@
+"""The log of a job: every line once, in order, to those who follow too."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from etfarm.server.jobs import model
+from etfarm.server.jobs.journal import Journal
+from etfarm.server.jobs.log import JobLog
+from etfarm.server.jobs.watch import Announcer
+from etfarm.server.state.engine import Database
+from etfarm.v1.job_pb2 import Job, JobSpec, LogLine
+
+WAIT_S = 10.0
+AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+class World:
+    def __init__(self, database: Database, job: Job) -> None:
+        self.database = database
+        self.announcer = Announcer()
+        self.journal = Journal(database, self.announcer, lambda: AT)
+        self.log = self.new_log()
+        self.job = job
+
+    def new_log(self) -> JobLog:
+        return JobLog(self.database, self.announcer, lambda: AT)
+
+    async def tail(self, *, follow: bool = False, cell: str = "") -> list[LogLine]:
+        async with asyncio.timeout(WAIT_S):
+            return [line async for line in self.log.tail("j", cell, follow=follow)]
+
+    async def end_job(self) -> None:
+        await self.journal.change(model.advance(self.job.cells[0], model.CANCELLED, at=AT))
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    database = Database(tmp_path / "farm.sqlite")
+    await database.open()
+    job = Job(id="j", owner="ann", spec=JobSpec())
+    job.submitted_at.FromDatetime(AT)
+    job.cells.add(id="c", job_id="j", state=model.QUEUED, version=1)
+    made = World(database, job)
+    await made.journal.submit(job, "r")
+    yield made
+    await made.log.flush()
+    database.close()
+
+
+def texts(lines: list[LogLine]) -> list[str]:
+    return [line.text for line in lines]
+
+
+async def test_lines_come_back_numbered_with_their_source(world: World) -> None:
+    for number in range(1200):
+        world.log.add("j", "c" if number % 2 else "d", "COMPILE", f"line {number}")
+    lines = await world.tail()
+    assert texts(lines) == [f"line {number}" for number in range(1200)]
+    assert [line.number for line in lines] == list(range(1, 1201))
+    assert {line.source for line in lines} == {"COMPILE"}
+    assert lines[0].at.ToDatetime(UTC) == AT
+    assert texts(await world.tail(cell="c")) == [f"line {number}" for number in range(1, 1200, 2)]
+
+
+async def test_a_line_whose_writing_has_begun_is_not_missed(world: World) -> None:
+    gate = threading.Event()
+    blocked = asyncio.create_task(world.database.write(lambda _: gate.wait(WAIT_S)))
+    world.log.add("j", "c", "COMPILE", "early")
+    flushing = world.log._flushing
+    assert flushing is not None
+    await asyncio.sleep(0)  # the flush's first step: it holds the line now, and waits for the database
+    tailing = asyncio.create_task(world.tail())
+    for _ in range(10):
+        await world.database.read(lambda _: None)  # time enough for a tail that would not wait
+    gate.set()
+    assert texts(await tailing) == ["early"]
+    await blocked
+
+
+async def test_who_stops_tailing_takes_no_line_along(world: World) -> None:
+    gate = threading.Event()
+    blocked = asyncio.create_task(world.database.write(lambda _: gate.wait(WAIT_S)))
+    await asyncio.sleep(0)
+    world.log._waiting.append(
+        {"job_id": "j", "number": 1, "at": AT, "cell_id": "c", "source": "RUNNER", "text": "kept"}
+    )  # as `add` leaves it until its flush begins
+    tailing = asyncio.create_task(world.tail())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    tailing.cancel()
+    await asyncio.wait([tailing])
+    gate.set()
+    await blocked
+    assert texts(await world.tail()) == ["kept"]
+
+
+async def test_following_gives_what_was_and_what_comes_until_the_job_ends(world: World) -> None:
+    world.log.add("j", "c", "COMPILE", "before")
+    got: list[str] = []
+    arrived = asyncio.Event()
+
+    async def follow() -> None:
+        async for line in world.log.tail("j", "", follow=True):
+            got.append(line.text)
+            arrived.set()
+
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+        group.create_task(follow())
+        await arrived.wait()
+        for number in range(3):
+            arrived.clear()
+            world.log.add("j", "c", "RUNNER", f"later {number}")
+            await arrived.wait()
+        await world.end_job()
+    assert got == ["before", "later 0", "later 1", "later 2"]
+
+
+async def test_following_a_job_that_is_over_ends(world: World) -> None:
+    world.log.add("j", "c", "COMPILE", "all")
+    await world.end_job()
+    assert texts(await world.tail(follow=True)) == ["all"]
+
+
+async def test_a_new_server_goes_on_counting(world: World) -> None:
+    world.log.add("j", "c", "COMPILE", "one")
+    await world.log.flush()
+    world.log = world.new_log()
+    await world.log.resume("j")
+    world.log.add("j", "c", "COMPILE", "two")
+    assert [(line.number, line.text) for line in await world.tail()] == [(1, "one"), (2, "two")]
+
+
+async def test_a_line_without_end_is_cut(world: World) -> None:
+    world.log.add("j", "c", "COMPILE", "x" * 100_000)
+    (line,) = await world.tail()
+    assert line.text == "x" * 8000
