@@ -142,7 +142,7 @@ async def running(config: Config) -> AsyncIterator[str]:
         server = grpc.aio.server(interceptors=[Edge(tokens)], options=SERVER_OPTIONS)
         artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(ArtifactService(store), server)
         compile_pb2_grpc.add_CompileServiceServicer_to_server(CompileService(compiler), server)
-        jobs = JobService(journal, joblog, submission, conductor, version=own_version, now=now)
+        jobs = JobService(journal, joblog, announcer, submission, conductor, version=own_version, now=now)
         job_pb2_grpc.add_JobServiceServicer_to_server(jobs, server)
         device_pb2_grpc.add_DeviceServiceServicer_to_server(DeviceService(registry), server)
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(), server)

@@ -248,8 +248,6 @@ class Conductor:
 
     async def _advance(self, way: Way, to: job_pb2.CellState.ValueType) -> None:
         after = model.advance(way.cell, to, at=self._now())
-        if to != model.WAITING:
-            after.waiting_for = ""
         await _to_the_end(self._change(way, after))
 
     async def _change(self, way: Way, after: Cell, report: report_pb2.Report | None = None) -> None:
@@ -261,7 +259,6 @@ class Conductor:
 
     async def _end(self, way: Way, to: job_pb2.CellState.ValueType, error: EtfarmError | None) -> None:
         after = model.advance(way.cell, to, at=self._now())
-        after.waiting_for = ""
         if error is not None:
             after.error.CopyFrom(to_proto(error))
         elif to == model.CANCELLED:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from etfarm.v1.job_pb2 import JobEvent
+from etfarm.v1.job_pb2 import JobEvent, Progress
 
 _MAX_LOG_LINES = 1000
 """Log lines that a slow watcher may lag behind; older ones are left out and stay in TailLog."""
@@ -64,6 +64,11 @@ class Announcer:
             self._latest.pop(job_id, None)
         for subscription in self._subscriptions.get(job_id, ()):
             subscription.put(event)
+
+    def latest(self, job_id: str, cell_id: str) -> Progress | None:
+        """What a live cell was last said to be doing; None after its last change."""
+        event = self._latest.get(job_id, {}).get(cell_id)
+        return None if event is None else event.progress
 
     @contextmanager
     def subscribe(self, job_id: str) -> Iterator[Subscription]:

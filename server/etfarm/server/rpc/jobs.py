@@ -11,6 +11,7 @@ from etfarm.server.jobs.conductor import Conductor
 from etfarm.server.jobs.journal import Journal
 from etfarm.server.jobs.log import JobLog
 from etfarm.server.jobs.submission import BadJob, Submission
+from etfarm.server.jobs.watch import Announcer
 from etfarm.server.rpc.auth import ADMIN, NotYours, caller
 from etfarm.server.rpc.edge import later
 from etfarm.v1 import job_pb2, job_pb2_grpc
@@ -25,6 +26,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         self,
         journal: Journal,
         joblog: JobLog,
+        announcer: Announcer,
         submission: Submission,
         conductor: Conductor,
         *,
@@ -33,6 +35,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
     ) -> None:
         self._journal = journal
         self._joblog = joblog
+        self._announcer = announcer
         self._submission = submission
         self._conductor = conductor
         self._version = version
@@ -79,4 +82,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
 
     def _own(self, job: job_pb2.Job) -> job_pb2.Job:
         job.server_version = self._version
+        for cell in job.cells:
+            if cell.state == model.WAITING and (progress := self._announcer.latest(job.id, cell.id)) is not None:
+                cell.waiting_for = progress.message
         return job
