@@ -8,8 +8,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from sqlalchemy import select
+
 from etfarm.server.jobs import model
-from etfarm.server.jobs.journal import Journal, JobNotFound, SequenceUnknown, StaleVersion
+from etfarm.server.jobs.journal import JobNotFound, Journal, SequenceUnknown, StaleVersion
 from etfarm.server.jobs.watch import Announcer
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
@@ -17,7 +19,6 @@ from etfarm.v1.agent_pb2 import CandidateResult
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent, JobSpec, JobState, Progress
 from etfarm.v1.report_pb2 import Report
 from etfarm.wire.errors import Kind
-from sqlalchemy import select
 
 WAIT_S = 10.0
 START = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)

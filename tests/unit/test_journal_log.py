@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+
 from etfarm.server.jobs import model
 from etfarm.server.jobs.journal import Journal
 from etfarm.server.jobs.log import JobLog
