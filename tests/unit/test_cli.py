@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from etfarm.client.cli import bench, compile, jobs, options, run, units
 from etfarm.client.cli.app import Outcome, Usage, execute, in_thread, run_async, write_whole
@@ -151,11 +152,23 @@ def test_the_document_is_written_with_what_is_known_when_a_command_fails(tmp_pat
         outcome.document = lambda error: {"job": "known", "error": error and error.reason}
         raise error_of(Fault.FARM, "INTERNAL", "Broken.")
 
-    import typer
-
     command.__annotations__ = {"context": typer.Context}
     assert execute(command, [], "test") == 1
     assert json.loads(target.read_text()) == {"job": "known", "error": "INTERNAL"}
+
+
+def test_a_defect_of_ours_is_written_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "x.json"
+
+    def command(context: Any) -> None:
+        context.obj.json_file = str(target)
+        raise ZeroDivisionError("oh")
+
+    command.__annotations__ = {"context": typer.Context}
+    assert execute(command, [], "test") == 1
+    error = json.loads(target.read_text())["error"]
+    assert (error["fault"], error["reason"]) == ("FARM", "INTERNAL")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("etfarm: `etfarm test` failed with ZeroDivisionError: oh.")
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import typer
 
 from etfarm.client.errors import Interrupted, OutputUnwritable, exit_code
-from etfarm.wire.errors import EtfarmError, UserError
+from etfarm.wire.errors import EtfarmError, FarmError, UserError
 
 Answer = TypeVar("Answer")
 Command = Callable[..., int | None]
@@ -75,12 +76,16 @@ def execute(command: Command | Mapping[str, Command], argv: list[str], name: str
         code = _run(command, argv, name, about, outcome)
     except EtfarmError as raised:
         error, code = raised, exit_code(raised)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         error = Interrupted("Interrupted.")
     except _UsageError as raised:
         said = str(getattr(raised, "format_message", raised.__str__)()).strip()
         error, code = Usage(said if said[-1:] in ".?" else f"{said}.", f"See `etfarm {name} --help`."), 2
         outcome.json_file = outcome.json_file or _json_file(argv)
+    except Exception as bug:  # noqa: BLE001 - the top of a command: scripts get their JSON for our defects too
+        traceback.print_exc()
+        what = f"{type(bug).__name__}: {bug}"
+        error, code = FarmError(f"`etfarm {name}` failed with {what}.", "This is a defect of etfarm: please report it."), 1
     if isinstance(error, Interrupted):
         code = 128 + error.signal_number
     if error is not None:

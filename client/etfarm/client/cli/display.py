@@ -56,7 +56,7 @@ class PlainDisplay:
         self._write = write
         self._labels: dict[str, str] = {}
         self._states: dict[str, str] = {}
-        self._said = ""
+        self._said: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -69,8 +69,8 @@ class PlainDisplay:
 
     def status(self, text: str) -> None:
         """Writes the sentence, once."""
-        if text != self._said:
-            self._said = text
+        if text not in self._said:
+            self._said.add(text)
             self._write(text)
 
     def moved(self, done: int, total: int) -> None:
