@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from etfarm.server.reports import accuracy, etdump, graph, join, reference, statistics
+from etfarm.server.reports import accuracy, attribution, etdump, graph, join, reference, statistics
 from etfarm.server.reports.request import AnalyzeRequest
 from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import tensors
@@ -140,6 +140,14 @@ def _fill_profile(report: report_pb2.Report, request: AnalyzeRequest) -> None:
             f"{trace.left_out} traced iterations executed other instructions than the other {trace.method_ns.size} did "
             "and are left out of the profile.",
         )
-    joined = join.join(trace, record, program, request.method)
+    found = attribution.attribute(trace, program, record)
+    if found.unaligned:
+        _warn(
+            report,
+            "ANALYSIS_KERNELS_UNALIGNED",
+            f"The kernels of {len(found.unaligned)} of {found.delegates} XNNPACK delegates have no source lines. "
+            f"{found.unaligned[0]}",
+        )
+    joined = join.join(trace, record, program, request.method, found.kernels)
     report.profile.CopyFrom(joined.profile)
     report.operators.extend(joined.operators)

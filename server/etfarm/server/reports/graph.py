@@ -22,6 +22,8 @@ _TARGETS: Final = ("executorch.exir.dialects.edge.ops.", "torch.ops.")
 _QUANTIZATION: Final = "quantized_decomposed."
 _NOTHING: Final[frozenset[tuple[int, str]]] = frozenset()
 _MAX_ENTRY_BYTES: Final = 256 << 20
+_ABSORBED: Final = frozenset({"_native_batch_norm_legit_no_training", "relu", "relu6", "hardtanh", "clamp"})
+_EXTENDED_HEADER: Final = b"eh00"
 
 
 class BadRecord(FarmError):
@@ -70,6 +72,8 @@ class Record:
     """By a delegate's instruction: debug handles by the backend's identifier; empty for XNNPACK, which tells none."""
     nodes: Mapping[int, tuple[Node, ...]] = field(default_factory=dict)
     """By debug handle; what one operator was decomposed into shares a handle."""
+    followers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """By debug handle: those of the batch norm and the clamping activation that alone take its output, which backends fuse."""
 
     def origin(self, handles: Sequence[int], *, kernel: str | None = None, without: Set[tuple[int, str]] = _NOTHING) -> Origin:
         """What the nodes of `handles` have in common.
@@ -103,6 +107,8 @@ class Instruction:
     name: str
     """`aten.convolution.out`, or the backend of a delegate."""
     delegate: bool
+    data: memoryview | None = None
+    """What the backend made of its part of the graph; None for a kernel, and where the bytes are in another file."""
 
 
 def base_name(name: str) -> str:
@@ -134,6 +140,7 @@ def read_record(path: Path, method: str) -> Record:
                 for i, d in delegates.items()
             },
             {handle: tuple(found) for handle, found in nodes.items()},
+            _followers(graph),
         )
     except (zipfile.BadZipFile, OSError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         detail = f"{type(error).__name__}: {error}"
@@ -153,19 +160,20 @@ def read_program(path: Path, method: str) -> dict[tuple[int, int], Instruction]:
     # The generated modules name classes by their modules until ExecuTorch has put that right; it does so once.
     _flatbuffer_program._patch_generated_flatbuffer_aliases()
     try:
-        program = Program.GetRootAs(path.read_bytes(), 0)
+        file = memoryview(path.read_bytes())
+        program = Program.GetRootAs(file, 0)
         plans = [program.ExecutionPlan(index) for index in range(program.ExecutionPlanLength())]
         plan = next((plan for plan in plans if _text(plan.Name()) == method), None)
         if plan is None:
             raise BadProgram(f"The program has no method {method!r}.", method=method)
-        return dict(_instructions(plan))
+        return dict(_instructions(plan, program, file))
     except BadProgram:
         raise
     except Exception as error:  # the generated reader checks no bounds: struct.error, IndexError, TypeError, ...
         raise BadProgram(f"The program cannot be read ({type(error).__name__}: {error}).", method=method) from error
 
 
-def _instructions(plan: Any) -> Iterator[tuple[tuple[int, int], Instruction]]:
+def _instructions(plan: Any, program: Any, file: memoryview) -> Iterator[tuple[tuple[int, int], Instruction]]:
     from executorch.exir._serialize.generated.executorch_flatbuffer.DelegateCall import DelegateCall
     from executorch.exir._serialize.generated.executorch_flatbuffer.InstructionArguments import InstructionArguments
     from executorch.exir._serialize.generated.executorch_flatbuffer.KernelCall import KernelCall
@@ -184,7 +192,29 @@ def _instructions(plan: Any) -> Iterator[tuple[tuple[int, int], Instruction]]:
             elif kind == InstructionArguments.DelegateCall:
                 call = DelegateCall()
                 call.Init(table.Bytes, table.Pos)
-                yield (chain_index, index), Instruction(_text(plan.Delegates(call.DelegateIndex()).Id()), delegate=True)
+                delegate = plan.Delegates(call.DelegateIndex())
+                yield (
+                    (chain_index, index),
+                    Instruction(_text(delegate.Id()), True, _processed(delegate.Processed(), program, file)),
+                )
+
+
+def _processed(reference: Any, program: Any, file: memoryview) -> memoryview | None:
+    """A delegate's bytes: within the program's own flatbuffer, or in a segment behind it.
+
+    Source: executorch/exir/_serialize/_program.py, _ExtendedHeader.
+    """
+    from executorch.exir._serialize.generated.executorch_flatbuffer.DataLocation import DataLocation
+
+    if reference is None:
+        return None
+    if reference.Location() == DataLocation.INLINE:
+        return memoryview(program.BackendDelegateData(reference.Index()).DataAsNumpy())
+    if bytes(file[8:12]) != _EXTENDED_HEADER:
+        return None
+    segment = program.Segments(reference.Index())
+    start = int.from_bytes(file[24:32], "little") + segment.Offset()
+    return file[start : start + segment.Size()]
 
 
 def _text(value: bytes | None) -> str:
@@ -217,6 +247,43 @@ def _node(node: Mapping[str, Any]) -> Node:
     for prefix in _TARGETS:
         target = target.removeprefix(prefix)
     return Node(target, module_of(metadata.get("nn_module_stack")), source_of(metadata.get("stack_trace")))
+
+
+def _followers(graph: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
+    nodes = graph["nodes"]
+    takers: dict[str, list[int]] = {}
+    for index, node in enumerate(nodes):
+        for name in dict.fromkeys(_tensors(node["inputs"])):
+            takers.setdefault(name, []).append(index)
+    for name in _tensors(graph["outputs"]):
+        takers.setdefault(name, []).append(-1)
+    found: dict[int, tuple[int, ...]] = {}
+    for node in nodes:
+        behind: list[int] = []
+        at = node
+        while len(users := takers.get(next(_tensors(at["outputs"]), ""), [])) == 1 and users[0] >= 0:
+            at = nodes[users[0]]
+            if base_name(str(at["target"])) not in _ABSORBED:
+                break
+            behind.extend(_numbers(at["metadata"].get("debug_handle")))
+        if behind:
+            found.update((handle, tuple(behind)) for handle in _numbers(node["metadata"].get("debug_handle")))
+    return found
+
+
+def _tensors(value: Any) -> Iterator[str]:
+    """The names of all tensors in a serialized node's inputs or outputs, in their order."""
+    if isinstance(value, list):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            if key == "as_tensor":
+                yield str(part["name"])
+            elif key == "as_tensors":
+                yield from (str(tensor["name"]) for tensor in part)
+            elif key == "arg":
+                yield from _tensors(part)
 
 
 def _numbers(value: object) -> tuple[int, ...]:

@@ -47,13 +47,21 @@ class Joined:
     """In order of execution: a delegate, its kernels, its REST, ...; the method's REST comes last."""
 
 
-def join(trace: Trace, record: Record, program: Mapping[tuple[int, int], Instruction], method: str) -> Joined:
+def join(
+    trace: Trace,
+    record: Record,
+    program: Mapping[tuple[int, int], Instruction],
+    method: str,
+    kernels: Mapping[tuple[int, int], Mapping[str, Origin]] | None = None,
+) -> Joined:
     """Operator rows of a trace.
 
     Args:
         record: of the compilation that made the program; an empty one leaves modules, sources and handles out.
         program: names by chain and instruction; an empty one leaves a kernel's namespace and the backends out.
         method: only named in its REST's row.
+        kernels: by chain and instruction of a delegate, where its kernels come from, by their identifiers; see `attribution`. Of
+            other delegates it is what the backend told the compiler, which the record holds.
     """
     rows = _Rows(trace)
     calls_mean = [rows.mean(call.times_ns) for call in trace.calls]
@@ -72,8 +80,11 @@ def join(trace: Trace, record: Record, program: Mapping[tuple[int, int], Instruc
         if call.delegate:
             known = program.get((call.chain, call.instruction))
             origin = record.origin(handles, without=undelegated)
-            events = record.delegate_handles.get(call.instruction, {})
-            rows.add_delegate(call, share, origin, known.name if known and known.delegate else None, events, record)
+            told = record.delegate_handles.get(call.instruction, {})
+            origins = (kernels or {}).get((call.chain, call.instruction))
+            if origins is None:
+                origins = {identifier: record.origin(found) for identifier, found in told.items() if found}
+            rows.add_delegate(call, share, origin, known.name if known and known.delegate else None, origins)
         else:
             origin = record.origin(handles, kernel=name)
             rows.add(report_pb2.OPERATOR_KIND_OPERATOR, name, call.times_ns, share, origin, call.instruction)
@@ -130,8 +141,7 @@ class _Rows:
         share: float | None,
         origin: Origin,
         backend: str | None,
-        handles: Mapping[str, Sequence[int]],
-        record: Record,
+        origins: Mapping[str, Origin],
     ) -> None:
         """A delegate's call, its kernels and what they leave over; the call alone where the backend tells no kernels."""
         name = backend or UNKNOWN_DELEGATE
@@ -144,14 +154,13 @@ class _Rows:
         resolution = _resolution(backend, call.kernels)
         shares, rest = _split([self.mean(kernel.times_ns) for kernel in call.kernels], self.mean(call.times_ns), share)
         for kernel, part in zip(call.kernels, shares, strict=True):
-            known = handles.get(str(kernel.identifier))
-            origin = record.origin(known or ())
+            known = origins.get(str(kernel.identifier))
             text = kernel.identifier if isinstance(kernel.identifier, str) else f"{name} #{kernel.identifier}"
             child = self.add(
-                report_pb2.OPERATOR_KIND_KERNEL, text, kernel.times_ns, part, origin, call.instruction,
+                report_pb2.OPERATOR_KIND_KERNEL, text, kernel.times_ns, part, known or Origin(), call.instruction,
                 parent=row, resolution=resolution,
             )  # fmt: skip
-            child.aligned = bool(known)
+            child.aligned = known is not None
         times = [kernel.times_ns for kernel in call.kernels]
         self.add_rest(f"rest of {name}", call.times_ns, times, rest, parent=row, resolution=resolution)
 

@@ -21,9 +21,9 @@ Source: XNNPACK's src/subgraph.c (xnn_subgraph_optimize), for what is fused; wha
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from etfarm.server.reports.xnnpack import XGraph, XNode
@@ -40,10 +40,10 @@ _FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "BatchMatrixMultiply": ("Batch Matrix Multiply",),
     "Ceiling": ("Ceiling",),
     "Clamp": ("Clamp",),
-    "Concatenate2": ("Concatenate",),
-    "Concatenate3": ("Concatenate",),
-    "Concatenate4": ("Concatenate",),
-    "Concatenate5": ("Concatenate",),
+    "Concatenate2": ("Copy",),
+    "Concatenate3": ("Copy",),
+    "Concatenate4": ("Copy",),
+    "Concatenate5": ("Copy",),
     "Conv2d": _CONVOLUTION,
     "ConvTranspose2d": ("Deconvolution",),
     "Convert": ("Convert",),
@@ -90,10 +90,11 @@ _CLAMPING: Final = frozenset(
     {"Conv2d", "DepthwiseConv2d", "ConvTranspose2d", "FullyConnected", "AvgPooling2d", "MaxPooling2d", "Clamp"}
 )
 _PRODUCTS: Final = frozenset({"FullyConnected", "BatchMatrixMultiply"})
-_UNARY: Final = frozenset(
-    "Abs Ceiling Clamp Convert Cos ELU Exp Floor Gelu Hardswish LeakyReLU Log Negate ReciprocalSquareRoot Sigmoid Sin Square "
-    "SquareRoot Tanh".split()
-)  # fmt: skip
+_QUANTIZING: Final = _PRODUCTS | {"Conv2d"}
+_UNARY: Final = frozenset({
+    "Abs", "Ceiling", "Clamp", "Convert", "Cos", "ELU", "Exp", "Floor", "Gelu", "Hardswish", "LeakyReLU", "Log", "Negate",
+    "ReciprocalSquareRoot", "Sigmoid", "Sin", "Square", "SquareRoot", "Tanh",
+})  # fmt: skip
 
 _EIGHT_BITS: Final = frozenset({3, 4, 6, 9, 11})
 _QDINT8: Final = 9
@@ -117,7 +118,9 @@ class Match:
     fused: tuple[int, ...] = ()
     """Other nodes, ascending, that the kernel does as well."""
     clamp: bool = False
-    """Whether the kernel is only what clamps the node's output."""
+    """Whether the kernel only clamps the node's output."""
+    separate: bool = False
+    """Whether another kernel clamps the node's output."""
 
 
 def family(event: str) -> str:
@@ -151,7 +154,7 @@ def align(graph: XGraph, events: Sequence[str]) -> list[Match]:
             absorbed[into].append(index)
     for index, used in reversed(taken):
         if used:
-            matches.append(Match(index, tuple(sorted(absorbed[index]))))
+            matches.append(Match(index, tuple(sorted(absorbed[index])), separate=used > 1))
             matches.extend(Match(index, clamp=True) for _ in range(used - 1))
     return matches
 
@@ -165,16 +168,16 @@ class _Role:
     into: int | None = None
     """The node whose kernel does it as well, where it may have none; None where no kernel does."""
     optional: bool = False
-    gone: bool = field(default=False)
+    gone: bool = False
     """Whether it certainly has no kernel."""
 
     def uses(self, families: Sequence[str], end: int) -> list[int]:
         """How many events that end before `end` may be this node's."""
         counts = [0] if self.optional or self.gone else []
         size = len(self.kernels)
-        if not self.gone and end >= size:
-            if all(name in names for name, names in zip(families[end - size : end], self.kernels, strict=True)):
-                counts.append(size)
+        last = families[max(0, end - size) : end]
+        if not self.gone and len(last) == size and all(map(tuple.__contains__, self.kernels, last)):
+            counts.append(size)
         return counts
 
 
@@ -275,7 +278,7 @@ def _role(flow: _Flow, index: int, node: XNode) -> _Role:
             into = taker if flow.graph.nodes[taker].inputs[1:2] == node.outputs else None
         case "Convert" if flow.graph.values[node.outputs[0]].datatype == _QDINT8:
             takers = flow.consumers[node.outputs[0]]
-            into = takers[0] if all(flow.of_kind(taker, _PRODUCTS) for taker in takers) else None
+            into = takers[0] if all(flow.of_kind(taker, _QUANTIZING) for taker in takers) else None
         case "Square" | "Multiply" if flow.of_kind(taker, frozenset({"GlobalAvgPooling2d"})) and len(set(node.inputs)) == 1:
             into = taker
     return _Role(kernels, into, optional=into is not None)
@@ -323,8 +326,3 @@ def _through(flow: _Flow, node: XNode, values: set[int]) -> int | None:
                 return other
         return first if first in values and second in values else None
     return None
-
-
-def families_of(graph: XGraph) -> Counter[str]:
-    """How many nodes of each kind a graph has."""
-    return Counter(node.kind for node in graph.nodes)
