@@ -126,7 +126,7 @@ async def download(
             hasher = await asyncio.to_thread(_hash_so_far, part)
             done = have
         async for chunk in stub.Download(artifact_pb2.DownloadRequest(digest=artifact.digest, offset=have)):
-            await asyncio.to_thread(_write, file.fileno(), hasher, chunk.data)
+            await append(file.fileno(), hasher, chunk.data)
             done += len(chunk.data)
             if on_progress is not None:
                 on_progress(done, artifact.size_bytes)
@@ -140,6 +140,21 @@ async def download(
 def _hash_so_far(part: Path) -> hashlib._Hash:
     with part.open("rb") as file:
         return hashlib.file_digest(file, "sha256")
+
+
+async def append(fd: int, hasher: hashlib._Hash, data: bytes) -> None:
+    """Writes and hashes one chunk in a thread. Returns, also when the caller is cancelled, only after the thread is done:
+    it must not write to a number that the caller has closed and another file has got.
+
+    Raises:
+        OSError: the disk takes no more; what it took is in the file.
+    """
+    writing = asyncio.ensure_future(asyncio.to_thread(_write, fd, hasher, data))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait([writing])
+        raise
 
 
 def _write(fd: int, hasher: hashlib._Hash, data: bytes) -> None:

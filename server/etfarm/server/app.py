@@ -156,10 +156,10 @@ async def running(config: Config) -> AsyncIterator[str]:
         reflection.enable_server_reflection([*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
 
         address = _bind(server, config)
+        await conductor.resume()
         await server.start()
         for service in ("", *SERVICES):
             await healthy.set(service, health_pb2.HealthCheckResponse.SERVING)
-        await conductor.resume()
 
         async def warm() -> None:
             await workers.ready()
@@ -199,8 +199,8 @@ def _bind(server: grpc.aio.Server, config: Config) -> str:
             credentials = grpc.ssl_server_credentials([(key, chain)], client_ca, require_client_auth=client_ca is not None)
             port = server.add_secure_port(text, credentials)
         else:
-            if text.startswith("unix:"):
-                Path(text.removeprefix("unix:")).unlink(missing_ok=True)
+            if text.startswith("unix:") and (path := Path(text.removeprefix("unix:"))).is_socket():
+                path.unlink()  # a former server's; any other file is nobody's to delete
             port = server.add_insecure_port(text)
     except OSError as error:
         raise FarmError(f"The TLS file {error.filename} cannot be read: {error.strerror}.") from None

@@ -64,6 +64,8 @@ class Config:
         """
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UserError("TLS needs a certificate and its key.", "Give both --tls-cert and --tls-key.")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise UserError("Client certificates are asked for over TLS only.", "Give --tls-cert and --tls-key too.")
         if self.listen.is_local or self.insecure:
             return
         missing = [

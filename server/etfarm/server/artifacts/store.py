@@ -18,7 +18,7 @@ from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import digest as digests
-from etfarm.wire.chunks import CHUNK_BYTES, spans
+from etfarm.wire.chunks import CHUNK_BYTES, append, spans
 from etfarm.wire.errors import FarmError, Kind, UserError
 
 _RESERVE_BYTES = 256 << 20
@@ -30,6 +30,13 @@ class ArtifactNotFound(UserError):
 
     reason = "ARTIFACT_NOT_FOUND"
     kind = Kind.NOT_FOUND
+
+
+class ArtifactMissing(UserError):
+    """A request names an artifact that is not stored."""
+
+    reason = "ARTIFACT_MISSING"
+    kind = Kind.FAILED_PRECONDITION
 
 
 class BadUpload(UserError):
@@ -155,7 +162,7 @@ class Store:
                 if have + len(chunk.data) > artifact.size_bytes:
                     raise _reasoned(BadUpload(f"More bytes came than the {artifact.size_bytes} announced."), "TOO_MANY_BYTES")
                 try:
-                    await asyncio.to_thread(_append, file.fileno(), hasher, chunk.data)
+                    await append(file.fileno(), hasher, chunk.data)
                 except OSError as error:
                     self._check_room(artifact.size_bytes - have)
                     raise DiskFull(f"The store cannot write: {error.strerror}.", "Free disk on the server.") from None
@@ -236,10 +243,3 @@ def _reasoned(error: BadUpload, reason: str) -> BadUpload:
 def _hash_of(path: Path) -> hashlib._Hash:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256")
-
-
-def _append(fd: int, hasher: hashlib._Hash, data: bytes) -> None:
-    hasher.update(data)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

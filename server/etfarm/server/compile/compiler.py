@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +32,9 @@ StageTold = Callable[[str, float | None], None]
 """Told (stage, None) when a stage starts and (stage, milliseconds) when it has ended."""
 
 
+_Told = tuple[StageTold, Callable[[str], None]]
+
+
 class CompilationNotFound(UserError):
     """Nothing was compiled under a key."""
 
@@ -50,8 +53,8 @@ class _Flight:
     """One compilation under way and who waits for it."""
 
     task: asyncio.Task[compile_pb2.Compilation]
+    told: list[_Told]
     waiting: int = 0
-    told: list[tuple[StageTold, Callable[[str], None]]] = field(default_factory=list)
 
 
 def toolchain() -> compile_pb2.Toolchain:
@@ -83,7 +86,7 @@ class Compiler:
         """The compilation's key: all that its outcome depends on. Shapes, dtypes and dim orders are in the model's bytes."""
         if candidate.WhichOneof("source") == "program":
             return digests.of_value(
-                {"schema": "etfarm.inspection/1", "program": candidate.program.pte.digest, **self._versions()}
+                {"schema": "etfarm.inspection/1", "program": _program_digest(candidate.program), **self._versions()}
             )
         methods = {
             name: {
@@ -145,7 +148,8 @@ class Compiler:
             return known, True
         flight = self._flights.get(key)
         if flight is None:
-            flight = _Flight(asyncio.create_task(self._work(key, candidate, owner), name=f"compile-{key[:12]}"))
+            told: list[_Told] = []
+            flight = _Flight(asyncio.create_task(self._work(key, candidate, owner, told), name=f"compile-{key[:12]}"), told)
             self._flights[key] = flight
         flight.waiting += 1
         flight.told.append((on_stage, on_log))
@@ -161,17 +165,19 @@ class Compiler:
                     flight.task.cancel()
                     await asyncio.wait([flight.task])
 
-    async def _work(self, key: str, candidate: job_pb2.Candidate, owner: str) -> compile_pb2.Compilation:
+    async def _work(
+        self, key: str, candidate: job_pb2.Candidate, owner: str, listeners: Sequence[_Told]
+    ) -> compile_pb2.Compilation:
         is_program = candidate.WhichOneof("source") == "program"
 
         def on_event(data: bytes) -> None:
             event = _parse(data)
             ended = event.get("phase") == "END"
-            for on_stage, _ in self._flights[key].told:
+            for on_stage, _ in listeners:
                 on_stage(str(event.get("stage", "")), float(event.get("duration_ms") or 0) if ended else None)
 
         def on_log(line: str) -> None:
-            for _, told in self._flights[key].told:
+            for _, told in listeners:
                 told(line)
 
         finished = await self._workers.run(
@@ -214,8 +220,7 @@ class Compiler:
             else:
                 pte = await self._store.adopt(_inside(finished.folder, answer["program"]["pte"]), owner)
                 compilation.program.pte.CopyFrom(pte)
-            data = {name: artifact.digest for name, artifact in compilation.program.data.items()}
-            compilation.program.digest = digests.of_program(compilation.program.pte.digest, data)
+            compilation.program.digest = _program_digest(compilation.program)
             if answer.get("etrecord"):
                 compilation.etrecord.CopyFrom(await self._store.adopt(_inside(finished.folder, answer["etrecord"]), owner))
             for method, file in answer.get("inputs", {}).items():
@@ -258,6 +263,10 @@ def _inside(folder: Path, name: str) -> Path:
     if "/" in name or path.is_symlink() or not path.is_file():
         raise BadWorkerAnswer(f"The compile worker names {name!r}, which is no file of its folder.")
     return path
+
+
+def _program_digest(program: compile_pb2.Program) -> str:
+    return digests.of_program(program.pte.digest, {name: artifact.digest for name, artifact in program.data.items()})
 
 
 def _delegation(value: Mapping[str, Any]) -> compile_pb2.Delegation:

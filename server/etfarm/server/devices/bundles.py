@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import lzma
 import platform
 import sys
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -17,7 +19,7 @@ import structlog
 from sqlalchemy import Connection, select
 from sqlalchemy.dialects.sqlite import insert
 
-from etfarm.server.artifacts.store import Store
+from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, common_pb2
@@ -69,11 +71,15 @@ class Bundles:
         for body in await self._database.read(lambda connection: connection.execute(query).scalars().all()):
             bundle = agent_pb2.RunnerBundle.FromString(body)
             if self._store.has(bundle.artifact.digest):
-                self._by_arch[bundle.arch] = bundle
+                self._use(bundle)
+
+    def _use(self, bundle: agent_pb2.RunnerBundle) -> None:
+        self._by_arch.pop(bundle.arch, None)  # so that the dict is in the order of adding
+        self._by_arch[bundle.arch] = bundle
 
     def list(self) -> Sequence[agent_pb2.RunnerBundle]:
-        """The bundle in use for each architecture."""
-        return [self._by_arch[arch] for arch in sorted(self._by_arch)]
+        """The bundle in use for each architecture, newest first."""
+        return list(reversed(self._by_arch.values()))
 
     def get(self, arch: str) -> agent_pb2.RunnerBundle | None:
         """The bundle that devices of an architecture are sent."""
@@ -102,9 +108,11 @@ class Bundles:
         """Offers a stored bundle.
 
         Raises:
-            ArtifactNotFound: it is not stored.
+            ArtifactMissing: it is not stored.
             NotABundle: it has no valid bundle.json.
         """
+        if not self._store.has(digest):
+            raise ArtifactMissing(f"Artifact {digest[:12]} is not stored.", "Upload it first.", digest=digest)
         path = self._store.path(digest)
         bundle = await asyncio.to_thread(_read_manifest, path)
         bundle.artifact.CopyFrom(common_pb2.Artifact(digest=digest, size_bytes=path.stat().st_size))
@@ -115,7 +123,7 @@ class Bundles:
             connection.execute(insert(schema.bundles).values(row).on_conflict_do_update(index_elements=["digest"], set_=again))
 
         await self._database.write(write)
-        self._by_arch[bundle.arch] = bundle
+        self._use(bundle)
         return bundle
 
     async def build_own(self) -> None:
@@ -178,5 +186,15 @@ def _read_manifest(path: Path) -> agent_pb2.RunnerBundle:
             arch=manifest["arch"], executorch_version=manifest["executorch"], source_digest=manifest["source_digest"],
             backends=manifest["backends"], operators=manifest["operators"],
         )  # fmt: skip
-    except (tarfile.TarError, KeyError, ValueError, TypeError, OSError, EOFError) as error:
+    except (
+        tarfile.TarError,
+        zlib.error,
+        lzma.LZMAError,
+        KeyError,
+        ValueError,
+        TypeError,
+        OSError,
+        EOFError,
+        RecursionError,
+    ) as error:
         raise NotABundle(f"This is no runner bundle: {error}.", "Make one with `etfarm bundle build -o FILE`.") from None

@@ -77,12 +77,13 @@ class Conductor:
         self._clock = clock
         self._new_id = new_id
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._jobs: dict[str, str] = {}
         self._cancelled: set[str] = set()
 
     @property
     def live(self) -> int:
-        """Cells on their way."""
-        return len(self._tasks)
+        """Jobs with cells on their way."""
+        return len(set(self._jobs.values()))
 
     def start(self, job: Job) -> None:
         """Begins, or goes on, with the live cells of a job."""
@@ -90,20 +91,27 @@ class Conductor:
             if cell.state not in model.TERMINAL and cell.id not in self._tasks:
                 task = asyncio.create_task(self._lead(Way(job, cell)), name=f"cell-{cell.id}")
                 self._tasks[cell.id] = task
+                self._jobs[cell.id] = job.id
                 task.add_done_callback(partial(self._forget, cell.id))
 
     def _forget(self, cell_id: str, _: asyncio.Task[None]) -> None:
-        del self._tasks[cell_id]
+        del self._tasks[cell_id], self._jobs[cell_id]
 
     async def resume(self) -> None:
-        """Takes up what an earlier server left."""
+        """Takes up what an earlier server left. Call it before agents can connect: one that came first would be told to
+        stop what it runs, since nobody would wait for it yet."""
         for job in await self._journal.live():
             await self._joblog.resume(job.id)
             log.info("taking up a job", job=job.id)
+            for cell in job.cells:
+                if cell.state == model.RUNNING:
+                    self._execution.rejoin(job, cell, self.progress, self._joblog.add)
             self.start(job)
 
     async def cancel(self, job: Job) -> None:
         """Ends the job's live cells; returns when they are terminal."""
+        # A task that was made in this very moment has its first step before it is cancelled, else it would just vanish.
+        await asyncio.sleep(0)
         tasks = [(cell.id, task) for cell in job.cells if (task := self._tasks.get(cell.id)) is not None]
         for cell_id, task in tasks:
             self._cancelled.add(cell_id)
@@ -182,7 +190,7 @@ class Conductor:
             await self._place(way)
             started = True
         else:
-            way.device = self._execution.rejoin(way.job, way.cell, self.progress, self._joblog.add)
+            way.device = self._execution.device_of(way.cell)
             started = False
         try:
             error = await self._run(way, started)
@@ -206,6 +214,9 @@ class Conductor:
     async def _place(self, way: Way) -> None:
         job = way.job
         start_ms, started = since(job, self._now()), self._clock()
+        # What an earlier attempt gave is not this one's.
+        way.result = None
+        way.cell.ClearField("outputs")
         way.device, attempt = await self._execution.place(job, way.cell, self.progress, self._joblog.add)
         attempt.started_at.FromDatetime(self._now())
         self._time(way.cell, "SERVER", "WAIT_FOR_DEVICE", start_ms, started)

@@ -99,12 +99,11 @@ class Execution:
         device = await self._placement.device(waiting, attempt_id, self._listener(job, cell, progress, line), on_wait)
         return device, Attempt(id=attempt_id, device_id=device.id)
 
-    def rejoin(self, job: Job, cell: Cell, progress: ProgressTold, line: LineTold) -> Device:
+    def rejoin(self, job: Job, cell: Cell, progress: ProgressTold, line: LineTold) -> None:
         """Takes up an attempt that an earlier server started; its agent is waited for."""
         attempt = cell.attempts[-1]
         self._runs.begin(attempt.id, attempt.device_id, self._listener(job, cell, progress, line))
         self._runs.device_went(attempt.device_id)
-        return self.device_of(cell)
 
     def device_of(self, cell: Cell) -> Device:
         """The device of the cell's last attempt."""

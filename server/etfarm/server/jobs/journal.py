@@ -83,6 +83,16 @@ class Journal:
             self._announcer.announce(job.id, event)
         return written, event is not None
 
+    async def submitted(self, owner: str, request_id: str) -> Job | None:
+        """The job that this owner submitted with the request_id."""
+        query = select(schema.jobs.c.id).where(schema.jobs.c.owner == owner, schema.jobs.c.request_id == request_id)
+
+        def read(connection: Connection) -> Job | None:
+            job_id = connection.execute(query).scalar()
+            return None if job_id is None else job_row(connection, job_id)
+
+        return await self._database.read(read)
+
     async def change(self, after: Cell, *, report: report_pb2.Report | None = None) -> Cell:
         """Writes a cell's new version down, with its report where it is the last one, and tells the watchers.
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 
-from etfarm.server.artifacts.store import Store
+from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.compile.screen import screen_pt2, screen_pte
 from etfarm.server.devices import schedule
 from etfarm.v1 import common_pb2, job_pb2
@@ -23,13 +23,6 @@ class BadJob(UserError):
     """The spec contradicts itself or lacks something."""
 
     reason = "BAD_JOB"
-
-
-class ArtifactMissing(UserError):
-    """The spec names an artifact that is not stored."""
-
-    reason = "ARTIFACT_MISSING"
-    kind = Kind.FAILED_PRECONDITION
 
 
 class NotYet(UserError):

@@ -51,10 +51,8 @@ def assemble(
         if method := (compilation and compilation.facts.methods.get(cell.method)):
             report.memory.planned_bytes.extend(method.planned_bytes)
     if analysis is not None:
-        warnings = list(analysis.compile.warnings)
-        analysis.ClearField("compile")
+        # Also appends the analysis' own warnings to the compilation's.
         report.MergeFrom(analysis)
-        report.compile.warnings.extend(warnings)
     if result is not None and device is not None and result.HasField("samples") and report.HasField("latency"):
         asked = job.spec.measurement.iterations
         verdict = judge(

@@ -25,7 +25,9 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
 
     async def FindMissing(self, request: artifact_pb2.FindMissingRequest, context: object) -> artifact_pb2.FindMissingResponse:
         if len(request.digests) > _MOST_DIGESTS:
-            raise BadUpload(f"{len(request.digests)} digests are too many.", f"Ask for {_MOST_DIGESTS} at a time.")
+            error = BadUpload(f"{len(request.digests)} digests are too many.", f"Ask for {_MOST_DIGESTS} at a time.")
+            error.reason = "DIGEST_MALFORMED"
+            raise error
         return artifact_pb2.FindMissingResponse(missing=self._store.missing(request.digests))
 
     async def GetUploadStatus(self, request: artifact_pb2.GetUploadStatusRequest, context: object) -> artifact_pb2.UploadStatus:

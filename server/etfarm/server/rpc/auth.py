@@ -121,6 +121,8 @@ class Tokens:
             mode, text = path.stat().st_mode, path.read_text()
         except OSError as error:
             raise BadTokenFile(f"The token file {path} cannot be read: {error.strerror}.", "Check --tokens.") from None
+        except UnicodeDecodeError:
+            raise BadTokenFile(f"The token file {path} is no UTF-8 text.", "Check --tokens.") from None
         if mode & 0o077:
             raise BadTokenFile(f"Others than its owner may read the token file {path}.", f"Run `chmod 600 {path}`.")
         by_hash: dict[bytes, Principal] = {}
@@ -133,6 +135,8 @@ class Tokens:
                     f"Line {number} of {path} is not NAME ROLE TOKEN.",
                     "ROLE is admin, user, agent or viewer; TOKEN has 16 characters or more (try `openssl rand -hex 24`).",
                 )
+            if _hash(words[2]) in by_hash:
+                raise BadTokenFile(f"Line {number} of {path} has a token of a line before.", "Give each its own.")
             by_hash[_hash(words[2])] = Principal(name=words[0], role=common_pb2.Role.Value(f"ROLE_{words[1].upper()}"))
         if not by_hash:
             raise BadTokenFile(f"The token file {path} has no token.", "Add a line NAME ROLE TOKEN.")
@@ -167,7 +171,7 @@ def authorize(principal: Principal, method: str) -> None:
     """
     if principal.role not in ROLES.get(method, frozenset()):
         role = common_pb2.Role.Name(principal.role).removeprefix("ROLE_").lower()
-        rpc = method.rpartition(".")[2]
+        rpc = method.rpartition(".")[2].replace("/", ".")
         raise PermissionDenied(f"{principal.name} is {role} and may not call {rpc}.", "Ask the farm's admin.", rpc=rpc, role=role)
     _principal.set(principal)
 

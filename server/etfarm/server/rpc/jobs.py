@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from datetime import datetime
 from typing import Any
@@ -40,22 +41,35 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         self._conductor = conductor
         self._version = version
         self._now = now
+        self._accepting: set[asyncio.Task[job_pb2.Job]] = set()
 
     async def Submit(self, request: job_pb2.SubmitRequest, context: object) -> job_pb2.Job:
         if not request.request_id:
             raise BadJob("The request has no request_id.", "Send a UUID, the same one when you send it again.")
-        made = await self._submission.make(request.spec, owner=caller().name, at=self._now())
-        job, is_new = await self._journal.submit(made, request.request_id)
+        owner = caller().name
+        if (known := await self._journal.submitted(owner, request.request_id)) is not None:
+            return self._own(known)
+        made = await self._submission.make(request.spec, owner=owner, at=self._now())
+        # A caller that goes away in the middle must not leave a job that is written down and that nobody leads.
+        accepting = asyncio.create_task(self._accept(made, request.request_id), name=f"accept-{made.id}")
+        self._accepting.add(accepting)
+        accepting.add_done_callback(self._accepting.discard)
+        return self._own(await asyncio.shield(accepting))
+
+    async def _accept(self, made: job_pb2.Job, request_id: str) -> job_pb2.Job:
+        job, is_new = await self._journal.submit(made, request_id)
         if is_new:
             self._conductor.start(job)
-        return self._own(job)
+        return job
 
     async def Get(self, request: job_pb2.GetJobRequest, context: object) -> job_pb2.Job:
         return self._own(await self._journal.get(request.job_id))
 
     async def List(self, request: job_pb2.ListJobsRequest, context: object) -> job_pb2.ListJobsResponse:
-        if request.page_token and not request.page_token.isdecimal():
+        if request.page_token and not (request.page_token.isdecimal() and len(request.page_token) < 18):
             raise BadJob(f"{request.page_token!r} is no page token.", "Send next_page_token of the page before.")
+        if request.page_size < 0:
+            raise BadJob(f"A page of {request.page_size} jobs is none.", "Give a page_size of 1 to 500, or 0 for 50.")
         size = min(request.page_size or 50, 500)
         jobs, following = await self._journal.list(size, int(request.page_token) if request.page_token else None)
         token = "" if following is None else str(following)
