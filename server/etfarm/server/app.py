@@ -135,7 +135,7 @@ async def running(config: Config) -> AsyncIterator[str]:
             journal, joblog, announcer, compiler, execution, analyst,
             thresholds=config.thresholds, now=now, clock=time.monotonic, new_id=new_id,
         )  # fmt: skip
-        submission = Submission(store, registry.devices, new_id)
+        submission = Submission(store, registry.devices, compiler.check_available, new_id)
         ready = asyncio.Event()
         own_version = version("etfarm")
 

@@ -78,8 +78,10 @@ def _positive(text: str) -> int:
 def main(argv: list[str]) -> int:
     """Serves until SIGTERM, SIGINT or, with --exit-with-stdin, the end of stdin."""
     arguments = parser().parse_args(argv)
+    # Absolute: the children work in folders of their own.
+    folder = (arguments.data or data_folder() / "server").absolute()
     config = Config(
-        listen=parse_address(arguments.listen), data=arguments.data or data_folder() / "server", tokens=arguments.tokens,
+        listen=parse_address(arguments.listen), data=folder, tokens=arguments.tokens,
         tls_cert=arguments.tls_cert, tls_key=arguments.tls_key, tls_client_ca=arguments.tls_client_ca,
         insecure=arguments.insecure, workers=arguments.workers, threads=arguments.threads,
         memory_bytes=arguments.memory_gib << 30, patience_s=arguments.patience, address_file=arguments.address_file,

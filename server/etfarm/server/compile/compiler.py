@@ -22,6 +22,7 @@ from etfarm.server.state.engine import Database
 from etfarm.server.workers.pool import Finished, Workers
 from etfarm.v1 import compile_pb2, job_pb2
 from etfarm.wire import digest as digests
+from etfarm.wire import recipes
 from etfarm.wire.errors import FarmError, Kind, UserError
 
 COMPILE_TASK: Final = "etfarm.server.compile.pipeline:compile_model"
@@ -40,6 +41,13 @@ class CompilationNotFound(UserError):
 
     reason = "COMPILATION_NOT_FOUND"
     kind = Kind.NOT_FOUND
+
+
+class RecipeUnavailable(UserError):
+    """This server lacks what a recipe needs."""
+
+    reason = "RECIPE_UNAVAILABLE"
+    kind = Kind.FAILED_PRECONDITION
 
 
 class BadWorkerAnswer(FarmError):
@@ -169,6 +177,9 @@ class Compiler:
         self, key: str, candidate: job_pb2.Candidate, owner: str, listeners: Sequence[_Told]
     ) -> compile_pb2.Compilation:
         is_program = candidate.WhichOneof("source") == "program"
+        if not is_program:
+            await self.recipes()
+            self.check_available(recipes.from_json(candidate.recipe).name)
 
         def on_event(data: bytes) -> None:
             event = _parse(data)
@@ -236,6 +247,19 @@ class Compiler:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadWorkerAnswer(f"The compile worker's answer cannot be read: {error!r}.") from error
         return compilation
+
+    def check_available(self, name: str) -> None:
+        """Refuses a recipe that cannot work here; says nothing before `recipes` was asked once.
+
+        Raises:
+            RecipeUnavailable: the sentence says what is missing.
+        """
+        for recipe in self._recipes.recipes if self._recipes else ():
+            if recipe.name == name and not recipe.available:
+                raise RecipeUnavailable(
+                    f"This server cannot compile with {name}: {recipe.missing.rstrip('.')}.",
+                    "Install it there, or choose one of `etfarm recipes list`.", recipe=name, missing=recipe.missing,
+                )  # fmt: skip
 
     async def recipes(self) -> compile_pb2.ListRecipesResponse:
         """All recipes with what is missing for those that cannot run here; asked of a child once."""

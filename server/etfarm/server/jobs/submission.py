@@ -42,11 +42,19 @@ class Submission:
     """Checks specs and makes their cells.
 
     Args:
+        check_available: raises for a recipe that this server is known to lack something for.
         new_id: gives ids that nobody has.
     """
 
-    def __init__(self, store: Store, devices: Callable[[], Sequence[Device]], new_id: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        devices: Callable[[], Sequence[Device]],
+        check_available: Callable[[str], None],
+        new_id: Callable[[], str],
+    ) -> None:
         self._store = store
+        self._check_available = check_available
         self._devices = devices
         self._new_id = new_id
         self._screened: set[str] = set()
@@ -109,6 +117,7 @@ class Submission:
         if source is None or len(candidate.model.methods) != 1:
             raise NotYet(f"{candidate.name} must have exactly one method.", "Send its methods as several models.")
         recipe = recipes.from_json(candidate.recipe)
+        self._check_available(recipe.name)
         if recipe.json != candidate.recipe:
             raise BadJob(f"The recipe of {candidate.name} is not in canonical form.", f"Send {recipe.json}.")
         if recipe.quantization is recipes.Quantization.TORCHAO_SOURCE:
