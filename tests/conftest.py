@@ -10,7 +10,6 @@ from tests.support.farm import FarmProcess
 from tests.support.runner import runner_bundle  # noqa: F401 - a fixture
 
 
-
 @pytest.fixture(scope="session")
 def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A server with one agent, for tests that break nothing. Its workers are warm after the first job."""

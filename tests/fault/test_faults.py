@@ -6,9 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from etfarm.client.models import CellChanged, CellState, JobState, Progress
 from etfarm.wire.errors import EtfarmError
-
 from tests.support import models
 from tests.support.farm import FarmProcess, descendants, wait_until
 from tests.support.proxy import link_to

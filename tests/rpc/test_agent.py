@@ -17,12 +17,12 @@ import grpc
 import numpy as np
 import psutil
 import pytest
+
 from etfarm.v1 import agent_pb2, agent_pb2_grpc, artifact_pb2, artifact_pb2_grpc, common_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest, status, tensors
 from etfarm.wire.channel import SERVER_OPTIONS
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import EtfarmError, Fault, Kind, error_of
-
 from tests.support.programs import program
 from tests.support.runner import runner_archive
 

@@ -87,8 +87,9 @@ def branching() -> Any:
 
 
 def unbounded() -> Any:
-    from etfarm.client.export import ModelSource
     from torch.export import Dim
+
+    from etfarm.client.export import ModelSource
 
     return ModelSource.of(Mixed().eval(), (torch.rand(2, 16),), dynamic_shapes={"x": {0: Dim("batch")}})
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from queue import Empty, Queue
 
 from etfarm.client import Farm
-
 from tests.support.runner import runner_archive
 
 START_S = 60.0

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from etfarm.device_agents.native.build import build_bundle, source_digest
 from etfarm.device_agents.runners.bundle import Bundle, unpack
-
 from tests.support.programs import cache_folder
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etfarm.wire import digest
-
 from tests.support.programs import cache_folder
 
 if TYPE_CHECKING:
@@ -191,9 +190,10 @@ _MAKERS: dict[str, Callable[[Path], str]] = {
 
 
 def _run(folder: Path, method: str) -> None:
+    from executorch.extension.pybindings.portable_lib import _load_for_executorch
+
     from etfarm.server.reports import reference
     from etfarm.wire import tensors
-    from executorch.extension.pybindings.portable_lib import _load_for_executorch
 
     (inputs,) = _images(1)
     module = _load_for_executorch(str(folder / "program.pte"), enable_etdump=True)

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from etfarm.server.reports import accuracy
 from etfarm.wire import tensors
 from etfarm.wire.tensors import Scalar, Tensor
-from hypothesis import given
-from hypothesis import strategies as st
 
 FLOATS = st.floats(-1e6, 1e6, allow_subnormal=False)
 

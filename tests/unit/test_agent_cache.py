@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+
 from etfarm.device_agents.cache import Cache, Transfers
 from etfarm.device_agents.errors import MalformedDigest
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2

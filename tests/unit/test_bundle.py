@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from etfarm.device_agents.native import build
 from etfarm.device_agents.native.toolchain import LOADERS, Compiler, ExecutorchPackage
 from etfarm.device_agents.runners.bundle import BadBundle, Bundle, BundleManifest, unpack
-
 from tests.support.runner import runner_archive, runner_bundle  # noqa: F401 - a fixture
 
 

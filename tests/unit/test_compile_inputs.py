@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from etfarm.server.compile.inputs import check_inputs
 from etfarm.server.compile.refusals import InputMismatch
 from etfarm.server.compile.result import MethodFacts

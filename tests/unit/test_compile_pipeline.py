@@ -25,7 +25,6 @@ from etfarm.server.workers.limits import Limits  # noqa: E402
 from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire import recipes, tensors  # noqa: E402
 from etfarm.wire.errors import EtfarmError, Fault  # noqa: E402
-
 from tests.support import models  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

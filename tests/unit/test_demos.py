@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+
 from etfarm.client.export import DEMOS, Demo, ModelSource, export_source, load_source
 from etfarm.wire import digest
 

@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from etfarm.server.state import schema
-from etfarm.server.state.engine import HEAD, Database, DatabaseTooNew
 from sqlalchemy import Connection, create_engine, func, inspect, select, text
 from sqlalchemy.exc import OperationalError
+
+from etfarm.server.state import schema
+from etfarm.server.state.engine import HEAD, Database, DatabaseTooNew
 
 NOW = "2025-01-02 03:04:05"
 

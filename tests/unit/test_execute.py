@@ -9,6 +9,9 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from etfarm.device_agents import inventory
 from etfarm.device_agents.agent import DataFolder, Results, device_id
 from etfarm.device_agents.cache import Cache
@@ -19,9 +22,6 @@ from etfarm.v1 import agent_pb2, artifact_pb2, artifact_pb2_grpc, common_pb2, co
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
 from etfarm.wire.chunks import artifact_of
-from hypothesis import given
-from hypothesis import strategies as st
-
 from tests.support.programs import program
 from tests.support.runner import runner_archive
 

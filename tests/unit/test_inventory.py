@@ -6,6 +6,9 @@ import os
 
 import psutil
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
 from etfarm.device_agents.errors import CoresUnknown
 from etfarm.device_agents.inventory import (
     choose_cpus,
@@ -16,8 +19,6 @@ from etfarm.device_agents.inventory import (
     parse_cpu_list,
 )
 from etfarm.v1 import device_pb2
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 CPUS = st.frozensets(st.integers(0, 300), min_size=1)
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from etfarm.server.workers import jail
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers

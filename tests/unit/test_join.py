@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from etfarm.server.reports import etdump, graph
 from etfarm.server.reports.etdump import Call, Kernel, Trace
 from etfarm.server.reports.graph import Instruction, Record
 from etfarm.server.reports.join import Joined, join
 from etfarm.v1 import report_pb2
-from hypothesis import given
-from hypothesis import strategies as st
-
 from tests.support import traces
 from tests.support.traces import ITERATIONS, Traced, line_of, traced
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from etfarm.client.export import DEMOS, Demo, FileFactory, ModelSource, ModuleFactory, Pt2File, PteFile, load_source, resolve
 from etfarm.client.export import errors as e
 from etfarm.wire.errors import EtfarmError

@@ -8,6 +8,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+
 from etfarm.client import npz
 from etfarm.wire.tensors import Scalar, Tensor, from_array, to_array
 

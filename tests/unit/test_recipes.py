@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from etfarm.wire import recipes
 from etfarm.wire.errors import Fault, UserError
 from etfarm.wire.recipes import RECIPES, Argument, Plain, Quantization, Recipe
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def values(argument: Argument) -> st.SearchStrategy[Plain]:

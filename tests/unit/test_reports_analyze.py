@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from etfarm.server.reports.analyze import analyze, prewarm
 from etfarm.server.reports.request import AnalyzeRequest
 from etfarm.v1 import report_pb2
 from etfarm.wire import tensors
 from etfarm.wire.tensors import Scalar, Tensor
-
 from tests.support.traces import Traced, traced
 
 
@@ -163,6 +163,7 @@ def test_cut_samples_cost_the_latency_only(tmp_path: Path) -> None:
 
 def _accuracy_of(folder: Path, module: object, inputs: list[tensors.Value], outputs: list[tensors.Value]) -> report_pb2.Report:
     import torch
+
     from etfarm.server.reports.reference import to_torch
 
     assert isinstance(module, torch.nn.Module)

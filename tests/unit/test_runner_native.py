@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from etfarm.device_agents.runners import errors
 from etfarm.device_agents.runners.bundle import Bundle
 from etfarm.device_agents.runners.native import Limits, LogLine, NativeRunner
 from etfarm.device_agents.runners.protocol import MeasurePlan, Progress
 from etfarm.wire import tensors
 from etfarm.wire.tensors import Scalar, Tensor, Value
-
 from tests.support.programs import Program, program
 from tests.support.runner import runner_bundle  # noqa: F401 - a fixture
 

@@ -7,10 +7,10 @@ import subprocess
 from typing import Any
 
 import pytest
-from etfarm.device_agents.runners.bundle import Bundle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from etfarm.device_agents.runners.bundle import Bundle
 from tests.support.programs import program
 from tests.support.runner import runner_bundle  # noqa: F401 - a fixture
 

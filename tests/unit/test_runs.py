@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from etfarm.server.devices.runs import AttemptLost, Runs
 from etfarm.v1.agent_pb2 import CandidateResult, RunProgress, RunResult
 from etfarm.wire.errors import Fault

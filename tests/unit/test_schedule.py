@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from etfarm.server.devices import schedule
 from etfarm.server.devices.schedule import Assignment, NoSuchDevice, Waiting
 from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.wire import selectors
 from etfarm.wire.errors import Kind
-from hypothesis import given
-from hypothesis import strategies as st
 
 IDLE, BUSY, OFFLINE, DRAINING = (
     DeviceState.DEVICE_STATE_IDLE,

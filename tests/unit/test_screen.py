@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etfarm.server.compile import expressions, pickles, screen
-from etfarm.server.compile.refusals import NotAPt2, NotAPte, TruncatedProgram, UnknownOperator, UnsafeModel
 from hypothesis import given
 from hypothesis import strategies as st
+
+from etfarm.server.compile import expressions, pickles, screen
+from etfarm.server.compile.refusals import NotAPt2, NotAPte, TruncatedProgram, UnknownOperator, UnsafeModel
 
 torch = pytest.importorskip("torch")
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from etfarm.server.reports import statistics
 from hypothesis import given
 from hypothesis import strategies as st
+
+from etfarm.server.reports import statistics
 
 SAMPLES = st.lists(st.integers(0, 2**53), min_size=1, max_size=300)
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import psutil
+
 from etfarm.device_agents.runners.protocol import Measured
 from etfarm.device_agents.telemetry import Telemetry, run_telemetry
 

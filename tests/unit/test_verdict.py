@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+
 from etfarm.server.reports.verdict import Thresholds, judge
 from etfarm.v1 import agent_pb2, report_pb2
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
+
 from etfarm.server.workers.faults import ChildDied, ChildOutOfMemory, ChildTimedOut
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers, WorkersDown

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from etfarm.wire.channel import Access, BadAddress, open_channel, parse_address
 
 

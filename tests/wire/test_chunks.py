@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from etfarm.wire import chunks, digest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from etfarm.wire import chunks, digest
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000), st.integers(1, 700))

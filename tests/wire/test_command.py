@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+
 from etfarm.wire import command
 from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Kind, UserError
 from etfarm.wire.status import Unreachable

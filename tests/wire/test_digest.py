@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from etfarm.wire import digest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from etfarm.wire import digest
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),

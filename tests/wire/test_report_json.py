@@ -7,12 +7,13 @@ import math
 from typing import Any
 
 import pytest
-from etfarm.v1 import common_pb2, job_pb2, report_pb2
-from etfarm.wire import report as projection
-from etfarm.wire.errors import Fault, error_of
 from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from etfarm.v1 import common_pb2, job_pb2, report_pb2
+from etfarm.wire import report as projection
+from etfarm.wire.errors import Fault, error_of
 
 ERROR = ["fault", "reason", "message", "remedy", "stage", "metadata"]
 SOURCE = ["file", "line", "code"]

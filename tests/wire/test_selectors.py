@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import selectors
 from etfarm.wire.errors import UserError
 from etfarm.wire.selectors import BadSelector, UnknownSelectorKey
-from hypothesis import given
-from hypothesis import strategies as st
 
 GIB = 1 << 30
 

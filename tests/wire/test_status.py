@@ -8,15 +8,16 @@ from typing import Any
 
 import grpc
 import pytest
-from etfarm.v1 import common_pb2
-from etfarm.wire import status
-from etfarm.wire.channel import SERVER_OPTIONS, Access, open_channel
-from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Fault, Kind, UserError, error_of
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 from hypothesis import given
 from hypothesis import strategies as st
+
+from etfarm.v1 import common_pb2
+from etfarm.wire import status
+from etfarm.wire.channel import SERVER_OPTIONS, Access, open_channel
+from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Fault, Kind, UserError, error_of
 
 words = st.text("ABC_", min_size=1, max_size=8)
 sentences = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)

@@ -9,10 +9,11 @@ import struct
 import ml_dtypes
 import numpy as np
 import pytest
-from etfarm.wire import tensors
-from etfarm.wire.tensors import ITEM_BYTES, BadTensorFile, Scalar, Tensor, Value
 from hypothesis import given
 from hypothesis import strategies as st
+
+from etfarm.wire import tensors
+from etfarm.wire.tensors import ITEM_BYTES, BadTensorFile, Scalar, Tensor, Value
 
 
 @st.composite

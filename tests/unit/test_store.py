@@ -1,0 +1,290 @@
+"""The artifact store: whole or absent, resumable, one writer an upload, and honest about its disk."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import shutil
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from sqlalchemy import select
+
+from etfarm.server.artifacts.store import (
+    ArtifactNotFound,
+    BadUpload,
+    ChunkOutOfPlace,
+    DigestMismatch,
+    DiskFull,
+    Store,
+    UploadInProgress,
+)  # fmt: skip
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+from etfarm.v1.artifact_pb2 import Chunk, UploadStatus
+from etfarm.v1.common_pb2 import Artifact
+from etfarm.wire import chunks as wire_chunks
+from etfarm.wire.chunks import artifact_of
+from etfarm.wire.errors import EtfarmError, Fault, Kind
+
+DATA = bytes(range(256)) * 40
+WAIT_S = 10.0
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    made = Database(tmp_path / "farm.sqlite")
+    await made.open()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path, database: Database) -> Store:
+    return Store(tmp_path / "artifacts", database)
+
+
+async def chunked(data: bytes, cuts: Sequence[int], offset: int = 0) -> AsyncIterator[Chunk]:
+    """`data` in chunks that end at `cuts`, the first one at `offset`."""
+    for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+        yield Chunk(offset=offset + start, data=data[start:end])
+
+
+async def send(
+    store: Store, data: bytes = DATA, *, cuts: Sequence[int] = (), offset: int = 0, artifact: Artifact | None = None
+) -> UploadStatus:
+    return await store.receive(artifact or artifact_of(DATA), chunked(data, cuts, offset), "ann")
+
+
+async def read(store: Store, digest: str, offset: int = 0) -> bytes:
+    return b"".join([chunk.data async for chunk in store.chunks(digest, offset)])
+
+
+def status(committed: int, *, complete: bool) -> UploadStatus:
+    return UploadStatus(digest=artifact_of(DATA).digest, committed_bytes=committed, complete=complete)
+
+
+async def test_an_upload_is_stored_whole_read_only_and_recorded(store: Store, database: Database) -> None:
+    digest = artifact_of(DATA).digest
+    assert store.missing([digest]) == [digest]
+    assert store.upload_status(digest) == status(0, complete=False)
+    assert await send(store, cuts=[10, 5000]) == status(len(DATA), complete=True)
+    assert store.path(digest).read_bytes() == await read(store, digest) == DATA
+    assert store.path(digest).stat().st_mode & 0o777 == 0o444
+    assert store.missing([digest]) == []
+    table = schema.artifacts
+    rows = await database.read(lambda c: c.execute(select(table.c.digest, table.c.size_bytes, table.c.owner)).all())
+    assert [tuple(row) for row in rows] == [(digest, len(DATA), "ann")]
+
+
+@pytest.mark.parametrize("cut", [1, 4096, len(DATA) - 1])
+async def test_a_broken_upload_goes_on_from_what_is_committed(store: Store, tmp_path: Path, database: Database, cut: int) -> None:
+    assert await send(store, DATA[:cut]) == status(cut, complete=False)
+    again = Store(tmp_path / "artifacts", database)  # as after a restart
+    assert again.upload_status(artifact_of(DATA).digest) == status(cut, complete=False)
+    assert await send(again, DATA[cut:], offset=cut) == status(len(DATA), complete=True)
+    assert await read(again, artifact_of(DATA).digest) == DATA
+
+
+async def test_a_stream_that_breaks_keeps_what_came(store: Store) -> None:
+    async def breaking() -> AsyncIterator[Chunk]:
+        yield Chunk(offset=0, data=DATA[:100])
+        raise ConnectionResetError
+
+    with pytest.raises(ConnectionResetError):
+        await store.receive(artifact_of(DATA), breaking(), "ann")
+    assert store.upload_status(artifact_of(DATA).digest) == status(100, complete=False)
+    assert (await send(store, DATA[100:], offset=100)).complete
+
+
+@pytest.mark.parametrize("offset", [0, 99, 101])
+async def test_a_chunk_out_of_place_is_refused_and_what_is_committed_stays(store: Store, offset: int) -> None:
+    await send(store, DATA[:100])
+    with pytest.raises(ChunkOutOfPlace, match=f"starts at {offset} where 100 bytes are committed") as refused:
+        await send(store, DATA[100:], offset=offset)
+    assert refused.value.kind is Kind.OUT_OF_RANGE
+    assert refused.value.metadata["committed_bytes"] == "100"
+    assert store.upload_status(artifact_of(DATA).digest) == status(100, complete=False)
+    assert (await send(store, DATA[100:], offset=100)).complete
+
+
+async def test_other_bytes_of_the_same_size_are_discarded(store: Store) -> None:
+    with pytest.raises(DigestMismatch, match=f"All {len(DATA)} bytes came") as refused:
+        await send(store, DATA[::-1])
+    assert refused.value.kind is Kind.DATA_LOSS
+    assert store.upload_status(artifact_of(DATA).digest) == status(0, complete=False)
+    assert not store.has(artifact_of(DATA).digest)
+    assert (await send(store)).complete
+
+
+async def test_a_part_that_rotted_on_the_disk_is_found_out(store: Store, tmp_path: Path) -> None:
+    await send(store, DATA[:100])
+    (part,) = (tmp_path / "artifacts" / "uploads").iterdir()
+    part.write_bytes(bytes(100))
+    with pytest.raises(DigestMismatch):
+        await send(store, DATA[100:], offset=100)
+
+
+async def test_more_bytes_than_announced_are_refused(store: Store) -> None:
+    with pytest.raises(BadUpload) as refused:
+        await send(store, DATA + b"x", cuts=[5000])
+    assert (refused.value.reason, refused.value.kind) == ("TOO_MANY_BYTES", Kind.INVALID_ARGUMENT)
+
+
+async def test_a_size_that_is_not_the_digests_is_not_stored(store: Store) -> None:
+    artifact = Artifact(digest=artifact_of(DATA).digest, size_bytes=100)
+    with pytest.raises(DigestMismatch):
+        await send(store, DATA[:100], artifact=artifact)
+    assert not store.has(artifact.digest)
+
+
+async def test_nothing_is_an_artifact_too(store: Store) -> None:
+    assert (await send(store, b"", artifact=artifact_of(b""))).complete
+    assert await read(store, artifact_of(b"").digest) == b""
+
+
+class Gate(NamedTuple):
+    reached: asyncio.Event
+    opened: asyncio.Event
+
+    async def chunks(self) -> AsyncIterator[Chunk]:
+        """All of DATA, the last half once the gate is open."""
+        yield Chunk(offset=0, data=DATA[:100])
+        self.reached.set()
+        await self.opened.wait()
+        yield Chunk(offset=100, data=DATA[100:])
+
+
+async def test_two_streams_of_one_upload_do_not_mix(store: Store) -> None:
+    gate = Gate(asyncio.Event(), asyncio.Event())
+    first = asyncio.create_task(store.receive(artifact_of(DATA), gate.chunks(), "ann"))
+    async with asyncio.timeout(WAIT_S):
+        await gate.reached.wait()
+        with pytest.raises(UploadInProgress) as refused:
+            await send(store)
+        assert refused.value.kind is Kind.ABORTED
+        gate.opened.set()
+        assert (await first).complete
+        assert (await send(store, b"")).complete, "what is stored needs no bytes"
+
+
+async def test_a_stream_that_is_cancelled_lets_the_next_go_on(store: Store) -> None:
+    gate = Gate(asyncio.Event(), asyncio.Event())
+    first = asyncio.create_task(store.receive(artifact_of(DATA), gate.chunks(), "ann"))
+    async with asyncio.timeout(WAIT_S):
+        await gate.reached.wait()
+    first.cancel()
+    await asyncio.wait([first])
+    assert (await send(store, DATA[100:], offset=100)).complete
+
+
+async def test_a_chunk_that_is_being_written_is_finished_before_its_stream_ends(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the thread writes into whatever file gets the number next."""
+    started, gate = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+    write = wire_chunks._write
+
+    def slow(fd: int, *rest: object) -> None:
+        loop.call_soon_threadsafe(started.set)
+        gate.wait(WAIT_S)
+        write(fd, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(wire_chunks, "_write", slow)
+    sending = asyncio.create_task(send(store, DATA[:100]))
+    async with asyncio.timeout(WAIT_S):
+        await started.wait()
+        sending.cancel()
+        _, pending = await asyncio.wait([sending], timeout=0.05)
+        assert pending, "the stream has ended and its file is closed while the thread writes"
+        with pytest.raises(UploadInProgress):
+            await send(store)
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+    assert store.upload_status(artifact_of(DATA).digest) == status(100, complete=False)
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The kernel takes no byte beyond `size` into any file of this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_a_disk_that_takes_no_more_is_said_and_what_it_took_stays(store: Store) -> None:
+    with largest_file(1000), pytest.raises(DiskFull, match="The store cannot write") as refused:
+        await send(store, cuts=[500, 900])
+    assert (refused.value.kind, refused.value.fault) == (Kind.RESOURCE_EXHAUSTED, Fault.FARM)
+    assert store.upload_status(artifact_of(DATA).digest) == status(1000, complete=False)
+    assert (await send(store, DATA[1000:], offset=1000)).complete
+    assert await read(store, artifact_of(DATA).digest) == DATA
+
+
+async def test_an_upload_that_cannot_fit_is_refused_before_its_bytes(store: Store, tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    huge = Artifact(digest=artifact_of(DATA).digest, size_bytes=free + (1 << 40))
+    with pytest.raises(DiskFull) as refused:
+        await send(store, artifact=huge)
+    assert int(refused.value.metadata["needed_bytes"]) == huge.size_bytes
+    assert int(refused.value.metadata["free_bytes"]) < huge.size_bytes
+    assert store.upload_status(huge.digest) == status(0, complete=False)
+
+
+@pytest.mark.parametrize("digest", ["", "abc", "A" * 64, "../../../etc/passwd", "a" * 63 + "/"])
+async def test_what_is_no_digest_reaches_no_file(store: Store, digest: str) -> None:
+    for attempt in (store.path, store.has, store.upload_status):
+        with pytest.raises(EtfarmError) as refused:
+            attempt(digest)
+        assert refused.value.reason == "DIGEST_MALFORMED"
+    with pytest.raises(BadUpload):
+        await send(store, artifact=Artifact(digest=digest, size_bytes=len(DATA)))
+    with pytest.raises(BadUpload):
+        await read(store, digest)
+
+
+async def test_an_artifact_that_is_not_there_is_named(store: Store) -> None:
+    with pytest.raises(ArtifactNotFound, match="does not hold aaaaaaaaaaaa"):
+        await read(store, "a" * 64)
+
+
+@pytest.mark.parametrize("offset", [0, 1, len(DATA) - 1, len(DATA)])
+async def test_reading_from_an_offset_gives_the_rest(store: Store, offset: int) -> None:
+    await send(store)
+    assert await read(store, artifact_of(DATA).digest, offset) == DATA[offset:]
+
+
+async def test_large_artifacts_come_in_chunks_of_at_most_1_mib(store: Store) -> None:
+    data = os.urandom(3 << 20)
+    artifact = await store.put(data, "ann")
+    got = [chunk async for chunk in store.chunks(artifact.digest, 7)]
+    assert all(len(chunk.data) <= 1 << 20 for chunk in got)
+    assert b"".join(chunk.data for chunk in got) == data[7:]
+    assert [chunk.offset for chunk in got[1:]] == [chunk.offset + len(chunk.data) for chunk in got[:-1]]
+
+
+@pytest.mark.parametrize("offset", [len(DATA) + 1, -1])
+async def test_an_offset_past_the_end_is_refused(store: Store, offset: int) -> None:
+    await send(store)
+    with pytest.raises(BadUpload) as refused:
+        await read(store, artifact_of(DATA).digest, offset)
+    assert (refused.value.reason, refused.value.kind) == ("OFFSET_PAST_END", Kind.OUT_OF_RANGE)
+
+
+async def test_putting_and_adopting_the_same_bytes_twice_is_one_artifact(store: Store, tmp_path: Path) -> None:
+    one = await store.put(DATA, "ann")
+    (tmp_path / "file").write_bytes(DATA)
+    two = await store.adopt(tmp_path / "file", "bob")
+    assert one == two == artifact_of(DATA)
+    assert not (tmp_path / "file").exists()
+    assert list((tmp_path / "artifacts" / "uploads").iterdir()) == []
