@@ -1,0 +1,301 @@
+"""What a job must be to be accepted, and the cells that it gets."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.artifacts.store import ArtifactMissing, Store
+from etfarm.server.devices.schedule import NoSuchDevice
+from etfarm.server.jobs import model, submission
+from etfarm.server.jobs.journal import Journal
+from etfarm.server.jobs.submission import MAX_CELLS, BadJob, NotYet, RecipeNeedsEagerModule, Submission
+from etfarm.server.jobs.watch import Announcer
+from etfarm.server.rpc import auth
+from etfarm.server.rpc.jobs import JobService
+from etfarm.server.state.engine import Database
+from etfarm.v1.common_pb2 import Artifact
+from etfarm.v1.device_pb2 import Device, DeviceState
+from etfarm.v1.job_pb2 import Candidate, DeviceChoice, Job, JobSpec, JobState, Measurement, MethodSource, Model, SubmitRequest
+from etfarm.wire import digest, recipes
+from etfarm.wire.chunks import artifact_of
+from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.recipes import BadRecipeText, UnknownRecipe
+from etfarm.wire.selectors import UnknownSelectorKey
+
+AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
+FP32 = recipes.parse("xnnpack_fp32").json
+PI = Device(id="pi", name="board", arch="aarch64", state=DeviceState.DEVICE_STATE_IDLE)
+OFF = Device(id="off", name="old", arch="aarch64", state=DeviceState.DEVICE_STATE_OFFLINE)
+EMU = Device(id="emu", name="emu", arch="x86_64", emulated=True, state=DeviceState.DEVICE_STATE_IDLE)
+
+
+class World:
+    def __init__(self, store: Store, database: Database) -> None:
+        self.store = store
+        self.database = database
+        self.devices = [EMU, PI, OFF]
+        self.screened: list[Path] = []
+        numbers = itertools.count()
+        self.asked: list[str] = []
+        self.submission = Submission(store, lambda: self.devices, self.asked.append, lambda: f"id{next(numbers)}")
+        self.artifacts: dict[bytes, Artifact] = {}
+
+    async def stored(self, data: bytes) -> Artifact:
+        return await self.store.put(data, "ann")
+
+    async def model(self, name: str = "net", recipe: str = FP32, **methods: bytes) -> Candidate:
+        sources = {
+            method: MethodSource(exported_program=await self.stored(data))
+            for method, data in (methods or {"forward": name.encode()}).items()
+        }
+        return Candidate(name=name, model=Model(name=name, methods=sources), recipe=recipe)
+
+    async def make(self, spec: JobSpec) -> Job:
+        return await self.submission.make(spec, owner="ann", at=AT)
+
+
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    database = Database(tmp_path / "farm.sqlite")
+    await database.open()
+    made = World(Store(tmp_path, database), database)
+    # What a .pt2 must be is another room's; here it only has to be asked.
+    for name in ("screen_pt2", "screen_pte"):
+        monkeypatch.setattr(submission, name, made.screened.append)
+    yield made
+    database.close()
+
+
+async def test_a_job_has_a_queued_cell_for_its_only_combination(world: World) -> None:
+    spec = JobSpec(name="n", labels={"k": "v"}, candidates=[await world.model()], devices=[DeviceChoice(selector="id=pi")])
+    job = await world.make(spec)
+    assert (job.id, job.name, dict(job.labels), job.owner, job.state) == (
+        "id0",
+        "n",
+        {"k": "v"},
+        "ann",
+        JobState.JOB_STATE_QUEUED,
+    )
+    assert job.submitted_at.ToDatetime(UTC) == AT
+    assert job.spec == spec
+    (cell,) = job.cells
+    assert (cell.id, cell.job_id, cell.index, cell.state, cell.version) == ("id1", "id0", 0, model.QUEUED, 1)
+    assert (cell.candidate_index, cell.device_index, cell.selector, cell.method) == (0, 0, "id=pi", "forward")
+    assert (cell.candidate_name, cell.recipe_name) == ("net", "xnnpack_fp32")
+    assert not cell.HasField("threads")
+
+
+async def test_the_matrix_is_candidate_then_device_then_method_then_threads(world: World) -> None:
+    spec = JobSpec(
+        candidates=[await world.model("a"), await world.model("b")],
+        devices=[DeviceChoice(selector="id=pi"), DeviceChoice(selector="arch=aarch64", all=True)],
+        methods=["forward", "other"], threads=[1, 4],
+    )  # fmt: skip
+    job = await world.make(spec)
+    expected = list(itertools.product(["a", "b"], [(0, "id=pi"), (1, "id=off"), (1, "id=pi")], ["forward", "other"], [1, 4]))
+    assert [(c.candidate_name, (c.device_index, c.selector), c.method, c.threads) for c in job.cells] == expected
+    assert [cell.index for cell in job.cells] == list(range(len(expected)))
+    assert len({cell.id for cell in job.cells}) == len(expected)
+
+
+async def test_a_job_without_devices_is_compile_only(world: World) -> None:
+    (cell,) = (await world.make(JobSpec(candidates=[await world.model()]))).cells
+    assert not cell.HasField("device_index")
+    assert cell.selector == ""
+
+
+async def test_a_models_own_method_is_taken_when_none_is_named(world: World) -> None:
+    (cell,) = (await world.make(JobSpec(candidates=[await world.model("m", encode=b"x")]))).cells
+    assert cell.method == "encode"
+
+
+async def test_all_takes_emulated_and_offline_devices_and_emulated_ones_last(world: World) -> None:
+    job = await world.make(JobSpec(candidates=[await world.model()], devices=[DeviceChoice(all=True)]))
+    assert [cell.selector for cell in job.cells] == ["id=off", "id=pi", "id=emu"]
+
+
+async def test_a_ready_program_is_screened_and_given_its_digest(world: World) -> None:
+    pte, data = await world.stored(b"pte"), await world.stored(b"data")
+    candidate = Candidate(name="x.pte")
+    candidate.program.pte.CopyFrom(pte)
+    candidate.program.data["weights"].CopyFrom(data)
+    candidate.program.digest = "a lie"
+    job = await world.make(JobSpec(candidates=[candidate]))
+    assert job.spec.candidates[0].program.digest == digest.of_program(pte.digest, {"weights": data.digest})
+    assert world.screened == [world.store.path(pte.digest)]
+    assert job.cells[0].recipe_name == ""
+
+
+async def test_equal_bytes_are_screened_once(world: World) -> None:
+    spec = JobSpec(candidates=[await world.model("a", forward=b"same"), await world.model("b", forward=b"same")])
+    await world.make(spec)
+    await world.make(spec)
+    assert len(world.screened) == 1
+
+
+Change = Callable[[JobSpec], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "reason", "says"),
+    [
+        (lambda s: s.ClearField("candidates"), BadJob, "BAD_JOB", "no candidate"),
+        (lambda s: setattr(s.candidates[0], "recipe", '{"recipe":"xnnpack_fp64"}'), UserError, "UNKNOWN_RECIPE", "xnnpack_fp32"),
+        (lambda s: setattr(s.candidates[0], "recipe", "{"), BadRecipeText, "BAD_RECIPE_TEXT", "no JSON"),
+        (lambda s: setattr(s.candidates[0], "recipe", json.dumps(json.loads(FP32), indent=1)), BadJob, "BAD_JOB", "canonical"),
+        (lambda s: s.candidates.add(name="empty", recipe=FP32), NotYet, "NOT_IMPLEMENTED", "exactly one method"),
+        (lambda s: s.devices.add(selector="core>=4"), UnknownSelectorKey, "UNKNOWN_SELECTOR_KEY", "'cores'"),
+        (lambda s: s.devices.add(selector="arch=riscv"), NoSuchDevice, "NO_SUCH_DEVICE", r"board \(id=pi.*old \(id=off"),
+        (lambda s: s.ClearField("devices"), BadJob, "BAD_JOB", "measurement needs a device"),
+        (lambda s: s.threads.append(0), BadJob, "BAD_JOB", "thread count"),
+        (lambda s: setattr(s, "timeout_s", 0), BadJob, "BAD_JOB", "timeout of 0 s"),
+        (lambda s: setattr(s, "timeout_s", float("nan")), BadJob, "BAD_JOB", "timeout of nan s"),
+        (lambda s: setattr(s, "stop_after", "TORCH_EXPORT"), NotYet, "NOT_IMPLEMENTED", "TORCH_EXPORT"),
+        (lambda s: setattr(s.measurement, "interleave", True), NotYet, "NOT_IMPLEMENTED", "interleave"),
+        (lambda s: setattr(s.measurement, "numerics", True), NotYet, "NOT_IMPLEMENTED", "numerically"),
+        (lambda s: setattr(s.measurement, "iterations", 0), BadJob, "BAD_JOB", "iterations cannot be 0"),
+        (lambda s: setattr(s.measurement, "warmup", -1), BadJob, "BAD_JOB", "warmup cannot be -1"),
+        (lambda s: setattr(s.measurement, "max_time_s", float("inf")), BadJob, "BAD_JOB", "max_time_s cannot be inf"),
+        (lambda s: setattr(s.measurement, "min_time_s", float("nan")), BadJob, "BAD_JOB", "min_time_s cannot be nan"),
+    ],
+)  # fmt: skip
+async def test_refused(world: World, change: Change, error: type[UserError], reason: str, says: str) -> None:
+    spec = JobSpec(candidates=[await world.model()], devices=[DeviceChoice()], measurement=Measurement(warmup=0))
+    await world.make(spec)
+    change(spec)
+    with pytest.raises(error, match=says) as refused:
+        await world.make(spec)
+    assert refused.value.reason == reason
+    assert refused.value.remedy or reason == "BAD_RECIPE_TEXT"
+    assert world.screened == [world.store.path(artifact_of(b"net").digest)]
+
+
+async def test_a_recipe_that_needs_modules_is_refused_before_it_compiles_to_fp32(world: World) -> None:
+    recipe = recipes.parse("xnnpack_torchao_int8da_int4w_per_channel").json
+    with pytest.raises(RecipeNeedsEagerModule, match="nothing of it would be quantized") as refused:
+        await world.make(JobSpec(candidates=[await world.model("net", recipe)]))
+    assert refused.value.reason == "RECIPE_NEEDS_EAGER_MODULE"
+    assert refused.value.kind is Kind.INVALID_ARGUMENT
+
+
+async def test_a_recipe_is_asked_for_by_name_and_a_ready_program_has_none(world: World) -> None:
+    program = Candidate(name="x.pte")
+    program.program.pte.CopyFrom(await world.stored(b"pte"))
+    await world.make(JobSpec(candidates=[await world.model(), program]))
+    assert world.asked == ["xnnpack_fp32"]
+
+
+async def test_a_recipe_for_a_ready_program_is_refused(world: World) -> None:
+    candidate = Candidate(name="x.pte", recipe=FP32)
+    candidate.program.pte.CopyFrom(await world.stored(b"pte"))
+    with pytest.raises(BadJob, match=r"x\.pte is a compiled program"):
+        await world.make(JobSpec(candidates=[candidate]))
+
+
+async def test_an_unknown_recipe_says_what_there_is(world: World) -> None:
+    with pytest.raises(UnknownRecipe):
+        await world.make(JobSpec(candidates=[await world.model("net", '{"recipe":"nothing"}')]))
+
+
+@pytest.mark.parametrize("where", ["model", "calibration", "inputs", "pte", "data"])
+async def test_every_artifact_that_a_spec_names_must_be_stored(world: World, where: str) -> None:
+    absent = artifact_of(b"never sent")
+    spec = JobSpec(candidates=[await world.model()])
+    method = spec.candidates[0].model.methods["forward"]
+    if where == "model":
+        method.exported_program.CopyFrom(absent)
+    elif where == "calibration":
+        method.calibration.append(absent)
+    elif where == "inputs":
+        spec.inputs["forward"].CopyFrom(absent)
+    else:
+        candidate = spec.candidates.add(name="x.pte")
+        candidate.program.pte.CopyFrom(absent if where == "pte" else await world.stored(b"pte"))
+        if where == "data":
+            candidate.program.data["w"].CopyFrom(absent)
+    with pytest.raises(ArtifactMissing) as refused:
+        await world.make(spec)
+    assert refused.value.metadata["digest"] == absent.digest
+    assert refused.value.kind is Kind.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize("more", [0, 1])
+async def test_a_job_has_a_most_of_cells(world: World, more: int) -> None:
+    spec = JobSpec(candidates=[await world.model()], threads=range(1, MAX_CELLS + 1 + more))
+    if not more:
+        assert len((await world.make(spec)).cells) == MAX_CELLS
+        return
+    with pytest.raises(BadJob, match=str(MAX_CELLS)) as refused:
+        await world.make(spec)
+    assert refused.value.reason == "TOO_MANY_CELLS"
+
+
+class Leads:
+    """As much of a conductor as accepting needs."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+
+    def start(self, job: Job) -> None:
+        self.started.append(job.id)
+
+
+class Serving:
+    def __init__(self, world: World) -> None:
+        self.conductor = Leads()
+        announcer = Announcer()
+        self.service = JobService(
+            Journal(world.database, announcer, lambda: AT), None, announcer, world.submission, self.conductor,  # type: ignore[arg-type]
+            version="1", now=lambda: AT,
+        )  # fmt: skip
+        auth.authorize(auth.LOCAL, "/etfarm.v1.JobService/Submit")
+
+    async def submit(self, spec: JobSpec, request_id: str = "r") -> Job:
+        return await self.service.Submit(SubmitRequest(request_id=request_id, spec=spec), None)
+
+
+async def test_a_request_that_is_sent_again_gives_the_job_of_then_whatever_its_spec_says_now(world: World) -> None:
+    serving = Serving(world)
+    first = await serving.submit(JobSpec(candidates=[await world.model()]))
+    assert await serving.submit(JobSpec()) == first
+    world.devices.clear()
+    assert await serving.submit(JobSpec(candidates=[await world.model()], devices=[DeviceChoice()])) == first
+    assert serving.conductor.started == [first.id]
+
+
+async def test_a_request_without_an_id_is_refused(world: World) -> None:
+    with pytest.raises(BadJob, match="request_id"):
+        await Serving(world).submit(JobSpec(candidates=[await world.model()]), "")
+
+
+async def test_a_caller_that_goes_away_while_its_job_is_written_down_leaves_a_job_that_runs(world: World) -> None:
+    serving, gate = Serving(world), threading.Event()
+    spec = JobSpec(candidates=[await world.model()])
+    written = asyncio.Event()
+    submit = serving.service._journal.submit
+
+    async def watched(*arguments: object) -> object:
+        written.set()
+        return await submit(*arguments)  # type: ignore[arg-type]
+
+    serving.service._journal.submit = watched  # type: ignore[method-assign,assignment]
+    blocked = asyncio.create_task(world.database.write(lambda _: gate.wait(10)))
+    leaving = asyncio.create_task(serving.submit(spec))
+    async with asyncio.timeout(10):
+        await written.wait()
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        gate.set()
+        await blocked
+        await asyncio.gather(*serving.service._accepting)
+    job = await serving.submit(spec)
+    assert serving.conductor.started == [job.id]
