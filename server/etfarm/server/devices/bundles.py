@@ -182,6 +182,9 @@ def _read_manifest(path: Path) -> agent_pb2.RunnerBundle:
             manifest = json.load(file)
         if manifest["schema"] != "etfarm.bundle/1":
             raise ValueError(f"its schema is {manifest['schema']!r}")
+        # Protobuf would take null for "not said".
+        if absent := [key for key in ("arch", "executorch", "source_digest") if not manifest[key]]:
+            raise ValueError(f"it does not say its {absent[0]}")
         return agent_pb2.RunnerBundle(
             arch=manifest["arch"], executorch_version=manifest["executorch"], source_digest=manifest["source_digest"],
             backends=manifest["backends"], operators=manifest["operators"],
@@ -197,4 +200,5 @@ def _read_manifest(path: Path) -> agent_pb2.RunnerBundle:
         EOFError,
         RecursionError,
     ) as error:
-        raise NotABundle(f"This is no runner bundle: {error}.", "Make one with `etfarm bundle build -o FILE`.") from None
+        what = (str(error).splitlines() or ["it ends early"])[0].rstrip(":.")
+        raise NotABundle(f"This is no runner bundle: {what}.", "Make one with `etfarm bundle build -o FILE`.") from None

@@ -1,0 +1,149 @@
+"""A cell's report: all that is known of it, and nothing that never came about."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from etfarm.server.reports.assembly import assemble, model_digest, since
+from etfarm.server.reports.verdict import Thresholds
+from etfarm.v1 import agent_pb2, compile_pb2, job_pb2, report_pb2
+from etfarm.v1.device_pb2 import Device
+from etfarm.wire import digest, recipes
+from etfarm.wire.chunks import artifact_of
+
+AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
+RECIPE = recipes.parse("xnnpack_fp32").json
+DEVICE = Device(id="pi", name="board", arch="aarch64", soc="BCM", os="Debian", cores=4, memory_bytes=8)
+
+
+def job() -> job_pb2.Job:
+    made = job_pb2.Job(id="j")
+    made.submitted_at.FromDatetime(AT)
+    candidate = made.spec.candidates.add(name="net", recipe=RECIPE)
+    candidate.model.methods["forward"].exported_program.CopyFrom(artifact_of(b"model"))
+    return made
+
+
+def cell(state: str = "SUCCEEDED", **more: Any) -> job_pb2.Cell:
+    value = job_pb2.CellState.Value(f"CELL_STATE_{state}")
+    return job_pb2.Cell(id="c", job_id="j", method="forward", state=value, recipe_name="xnnpack_fp32", **more)
+
+
+def compilation() -> compile_pb2.Compilation:
+    made = compile_pb2.Compilation(key="k", stages=[compile_pb2.Stage(stage="TO_EXECUTORCH", duration_ms=5, where="SERVER")])
+    made.program.pte.CopyFrom(artifact_of(b"pte"))
+    made.program.data["w"].CopyFrom(artifact_of(b"weights"))
+    made.program.digest = "d"
+    made.etrecord.CopyFrom(artifact_of(b"etrecord"))
+    made.warnings.add(code="COMPILE", message="first")
+    made.facts.methods["forward"].planned_bytes.extend([64, 128])
+    made.facts.methods["other"].planned_bytes.append(1)
+    return made
+
+
+def result() -> agent_pb2.CandidateResult:
+    made = agent_pb2.CandidateResult(cell_id="c", threads=4, warmup=10, iterations=100, duration_ns=9, stop_reason="ENOUGH")
+    made.runner.kind = "native"
+    made.load.load_ns = 0
+    made.memory.peak_rss_bytes = 1000
+    made.telemetry.wall_time_ns = 10
+    for name in ("outputs", "samples", "etdump"):
+        getattr(made, name).CopyFrom(artifact_of(name.encode()))
+    return made
+
+
+def analysis() -> report_pb2.Report:
+    made = report_pb2.Report()
+    made.latency.p50_ns = 5.0
+    made.latency.samples_ns.extend([5] * 100)
+    made.compile.warnings.add(code="ANALYSIS", message="second")
+    return made
+
+
+def test_a_cell_that_never_compiled_has_only_what_was_asked_for() -> None:
+    ended = cell("FAILED")
+    ended.error.reason = "STAGE_FAILED"
+    report = assemble("r", job(), ended, at=AT)
+    named = {field.name for field, _ in report.ListFields()}
+    assert named == {"id", "cell", "recipe", "recipe_digest", "method", "state", "error", "model", "created_at"}
+    assert (report.id, report.cell, report.state, report.error.reason) == ("r", "c", "FAILED", "STAGE_FAILED")
+    assert (report.recipe, report.recipe_digest) == ("xnnpack_fp32", digest.of_bytes(RECIPE.encode()))
+    assert report.model.name == "net"
+    assert report.created_at.ToDatetime(UTC) == AT
+
+
+def test_a_measured_cell_has_everything() -> None:
+    ended = cell(threads=2, compile_cached=True, attempts=[job_pb2.Attempt(id="a1"), job_pb2.Attempt(id="a2")])
+    ended.timeline.add(actor="SERVER", phase="COMPILE", start_ms=1, duration_ms=2)
+    report = assemble("r", job(), ended, at=AT, compilation=compilation(), device=DEVICE, result=result(), analysis=analysis())
+    assert report.attempt == "a2"
+    assert report.threads == 4, "what was used, not what was asked for"
+    assert report.compile.cached
+    assert report.compile.program.digest == "d"
+    assert report.compile.program.size_bytes == len(b"pte") + len(b"weights")
+    assert report.compile.etrecord.size_bytes == len(b"etrecord")
+    assert [warning.code for warning in report.compile.warnings] == ["COMPILE", "ANALYSIS"]
+    assert (report.device.id, report.device.soc, report.device.emulated) == ("pi", "BCM", False)
+    assert report.runner.kind == "native"
+    assert (report.measurement.iterations, report.measurement.stop_reason) == (100, "ENOUGH")
+    assert report.load.HasField("load_ns") and report.load.load_ns == 0
+    assert (report.memory.peak_rss_bytes, list(report.memory.planned_bytes)) == (1000, [64, 128])
+    assert report.latency.p50_ns == 5.0
+    assert report.verdict.status != report_pb2.VERDICT_STATUS_UNSPECIFIED
+    assert report.samples == artifact_of(b"samples")
+    assert [phase.phase for phase in report.timeline] == ["COMPILE"]
+
+
+def test_it_is_a_function_of_its_arguments_and_leaves_them_as_they_are() -> None:
+    given: dict[str, Any] = {"compilation": compilation(), "device": DEVICE, "result": result(), "analysis": analysis()}
+    kept = {name: type(message).FromString(message.SerializeToString()) for name, message in given.items()}
+    ended = cell()
+    assert assemble("r", job(), ended, at=AT, **given) == assemble("r", job(), ended, at=AT, **given)
+    assert given == kept
+    assert ended == cell()
+
+
+def test_a_run_without_a_measurement_has_no_measurement_latency_or_verdict() -> None:
+    run = result()
+    run.ClearField("samples")
+    report = assemble(
+        "r", job(), cell(), at=AT, compilation=compilation(), device=DEVICE, result=run, analysis=report_pb2.Report()
+    )
+    for name in ("measurement", "latency", "verdict"):
+        assert not report.HasField(name)
+    assert report.outputs == artifact_of(b"outputs")
+
+
+def test_an_emulated_device_is_not_benchmarkable() -> None:
+    emulated = Device(id="emu", emulated=True)
+    report = assemble(
+        "r", job(), cell(), at=AT, compilation=compilation(), device=emulated, result=result(), analysis=analysis(),
+        thresholds=Thresholds(),
+    )  # fmt: skip
+    assert report.verdict.status == report_pb2.VERDICT_STATUS_NOT_BENCHMARKABLE
+
+
+def test_a_ready_program_has_no_recipe_and_its_own_digest() -> None:
+    submitted = job()
+    candidate = submitted.spec.candidates[0]
+    candidate.recipe = ""
+    candidate.program.digest = "of the program"
+    report = assemble("r", submitted, cell(), at=AT)
+    assert not report.HasField("recipe") and not report.HasField("recipe_digest")
+    assert report.model.digest == "of the program"
+
+
+def test_a_models_digest_is_of_its_methods_whatever_its_name() -> None:
+    one, other = job().spec.candidates[0], job().spec.candidates[0]
+    other.name = "renamed"
+    assert model_digest(one) == model_digest(other)
+    other.model.methods["forward"].exported_program.CopyFrom(artifact_of(b"other"))
+    assert model_digest(one) != model_digest(other)
+
+
+@pytest.mark.parametrize("seconds", [0, 1.5, -2])
+def test_instants_are_relative_to_the_submission(seconds: float) -> None:
+    assert since(job(), AT + timedelta(seconds=seconds)) == seconds * 1000

@@ -1,0 +1,151 @@
+"""Tokens, the rpc x role table, and what a server refuses to expose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etfarm.server.config import Config, Exposed
+from etfarm.server.rpc import auth
+from etfarm.server.rpc.auth import (
+    ADMIN,
+    AGENT,
+    LOCAL,
+    ROLES,
+    USER,
+    VIEWER,
+    BadTokenFile,
+    PermissionDenied,
+    Tokens,
+    Unauthenticated,
+)
+from etfarm.v1.common_pb2 import Principal
+from etfarm.wire.channel import parse_address
+from etfarm.wire.errors import Kind, UserError
+
+ANN, BOARD = "a" * 24, "b" * 24
+
+
+def token_file(folder: Path, text: str | bytes, mode: int = 0o600) -> Path:
+    path = folder / "tokens"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.chmod(mode)
+    return path
+
+
+def test_a_token_file_tells_who_has_which_token(tmp_path: Path) -> None:
+    text = f"# the farm\n\nann ADMIN {ANN}  # she\n\tboard-7 agent {BOARD}\nu user {'u' * 16}\nv Viewer {'v' * 16}"
+    tokens = Tokens.read(token_file(tmp_path, text))
+    assert tokens.principal(f"Bearer {ANN}") == Principal(name="ann", role=ADMIN)
+    assert tokens.principal(f"Bearer {BOARD}") == Principal(name="board-7", role=AGENT)
+    assert tokens.principal(f"Bearer {'u' * 16}").role == USER
+    assert tokens.principal(f"Bearer {'v' * 16}").role == VIEWER
+    assert ANN.encode() not in repr(tokens).encode(), "tokens are kept as hashes"
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", ANN, f"Basic {ANN}", "Bearer ", f"Bearer {ANN}x", f"Bearer {ANN[:-1]}", "Bearer \u00e4"]
+)
+def test_without_a_known_token_nobody_calls(tmp_path: Path, header: str | None) -> None:
+    tokens = Tokens.read(token_file(tmp_path, f"ann admin {ANN}"))
+    with pytest.raises(Unauthenticated, match="ETFARM_TOKEN") as refused:
+        tokens.principal(header)
+    assert refused.value.kind is Kind.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("header", [None, "Bearer whatever"])
+def test_a_server_without_tokens_takes_everybody_for_local(header: str | None) -> None:
+    assert Tokens().principal(header) == LOCAL
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620, 0o610])
+def test_a_token_file_that_others_may_read_is_refused_with_the_command_that_helps(tmp_path: Path, mode: int) -> None:
+    path = token_file(tmp_path, f"ann admin {ANN}", mode)
+    with pytest.raises(BadTokenFile, match=f"chmod 600 {path}"):
+        Tokens.read(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "has no token"),
+        ("# nobody\n", "has no token"),
+        (f"ann {ANN}", "Line 1"),
+        (f"ann admin {ANN} more", "Line 1"),
+        (f"\nann root {ANN}", "Line 2"),
+        ("ann admin short", "16 characters"),
+        (f"ann admin {ANN}\nbob viewer {ANN}", "Line 2 .* token of a line before"),
+        (b"ann admin \xff\xfe" + b"x" * 20, "UTF-8"),
+    ],
+)
+def test_a_token_file_of_another_form_is_refused_by_line_and_without_the_token(
+    tmp_path: Path, text: str | bytes, says: str
+) -> None:
+    with pytest.raises(BadTokenFile, match=says) as refused:
+        Tokens.read(token_file(tmp_path, text))
+    assert ANN not in str(refused.value)
+
+
+def test_a_token_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadTokenFile, match="cannot be read: No such file"):
+        Tokens.read(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("role", [ADMIN, USER, AGENT, VIEWER])
+def test_every_row_of_the_table_lets_its_roles_through_and_nobody_else(role: Any) -> None:
+    principal = Principal(name="p", role=role)
+    for method, roles in ROLES.items():
+        if role in roles:
+            auth.authorize(principal, method)
+            assert auth.caller() is principal
+        else:
+            with pytest.raises(PermissionDenied) as refused:
+                auth.authorize(principal, method)
+            assert refused.value.metadata["rpc"] == method.rpartition(".")[2].replace("/", ".")
+
+
+def test_a_method_without_a_row_is_nobodys() -> None:
+    with pytest.raises(PermissionDenied, match=r"local is admin and may not call Nothing\.Do"):
+        auth.authorize(LOCAL, "/etfarm.v1.Nothing/Do")
+
+
+def test_an_admin_may_call_everything_and_a_viewer_changes_nothing() -> None:
+    assert all(ADMIN in roles for roles in ROLES.values())
+    reading = ("Get", "List", "Watch", "TailLog", "Download", "Compare", "Check", "ServerReflectionInfo")
+    for method, roles in ROLES.items():
+        if VIEWER in roles:
+            assert method.rpartition("/")[2].startswith(reading), method
+
+
+def config(listen: str, **more: Any) -> Config:
+    return Config(listen=parse_address(listen), data=Path("/nowhere"), **more)
+
+
+FILES = {"tls_cert": Path("c"), "tls_key": Path("k"), "tokens": Path("t")}
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:1", "[::1]:1", "unix:/run/x"])
+def test_a_local_address_needs_nothing(listen: str) -> None:
+    config(listen).check()
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:1", "192.168.0.2:1", "board:1"])
+def test_an_address_that_others_reach_needs_tls_and_tokens(listen: str) -> None:
+    config(listen, **FILES).check()
+    with pytest.raises(Exposed, match="no --tls-cert, no --tls-key, no --tokens") as refused:
+        config(listen).check()
+    assert refused.value.kind is Kind.INVALID_ARGUMENT
+    assert "--insecure" in refused.value.remedy
+    with pytest.raises(Exposed, match="it has no --tokens"):
+        config(listen, tls_cert=Path("c"), tls_key=Path("k")).check()
+    with pytest.raises(Exposed, match="it has no --tls-cert, no --tls-key"):
+        config(listen, tokens=Path("t")).check()
+    config(listen, insecure=True).check()
+
+
+@pytest.mark.parametrize("given", [{"tls_cert": Path("c")}, {"tls_key": Path("k")}, {"tls_client_ca": Path("a")}])
+def test_half_of_tls_is_refused_everywhere(given: dict[str, Path]) -> None:
+    with pytest.raises(UserError, match="--tls-cert and --tls-key"):
+        config("127.0.0.1:0", insecure=True, **given).check()

@@ -1,0 +1,153 @@
+"""Runner bundles: which one devices are sent, and what is none."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import io
+import json
+import tarfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.artifacts.store import ArtifactMissing, Store
+from etfarm.server.devices.bundles import BundleMissing, Bundles, NotABundle
+from etfarm.server.state.engine import Database
+from etfarm.wire.errors import FarmError, Kind
+
+MANIFEST = {
+    "schema": "etfarm.bundle/1", "arch": "aarch64", "executorch": "1.5.1", "source_digest": "s",
+    "backends": ["XnnpackBackend"], "operators": ["aten::add.out"],
+}  # fmt: skip
+
+
+def archive(manifest: object = MANIFEST, name: str = "bundle.json") -> bytes:
+    text = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        member = tarfile.TarInfo(name)
+        member.size = len(text)
+        tar.addfile(member, io.BytesIO(text))
+    return buffer.getvalue()
+
+
+class World:
+    def __init__(self, folder: Path, database: Database) -> None:
+        self.folder = folder
+        self.database = database
+        self.store = Store(folder, database)
+        self.bundles = self.new_bundles()
+
+    def new_bundles(self, own_arch: str = "x86_64") -> Bundles:
+        made = Bundles(self.store, self.database, self.folder)
+        made._own_arch = own_arch
+        return made
+
+    async def add(self, **change: object) -> str:
+        artifact = await self.store.put(archive(MANIFEST | change), "ann")
+        await self.bundles.add(artifact.digest)
+        return artifact.digest
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    database = Database(tmp_path / "farm.sqlite")
+    await database.open()
+    yield World(tmp_path, database)
+    database.close()
+
+
+async def test_an_added_bundle_is_offered_with_what_its_manifest_says(world: World) -> None:
+    assert world.bundles.get("aarch64") is None
+    digest = await world.add()
+    bundle = world.bundles.get("aarch64")
+    assert bundle is not None
+    assert (bundle.artifact.digest, bundle.executorch_version, bundle.source_digest) == (digest, "1.5.1", "s")
+    assert (list(bundle.backends), list(bundle.operators)) == (["XnnpackBackend"], ["aten::add.out"])
+    assert bundle.artifact.size_bytes == world.store.path(digest).stat().st_size
+
+
+async def test_the_newest_of_an_architecture_is_used_after_a_restart_too(world: World) -> None:
+    first = await world.add(source_digest="1")
+    second = await world.add(source_digest="2")
+    x86 = await world.add(arch="x86_64")
+    for bundles in (world.bundles, world.new_bundles()):
+        await bundles.load()
+        assert [bundle.artifact.digest for bundle in bundles.list()] == [x86, second]
+    await world.bundles.add(first)
+    for bundles in (world.bundles, world.new_bundles()):
+        await bundles.load()
+        assert [bundle.artifact.digest for bundle in bundles.list()] == [first, x86]
+
+
+async def test_a_bundle_whose_bytes_are_gone_is_not_offered(world: World) -> None:
+    digest = await world.add()
+    world.store.path(digest).unlink()
+    again = world.new_bundles()
+    await again.load()
+    assert again.list() == []
+
+
+async def test_a_bundle_that_is_not_stored_is_to_be_uploaded_first(world: World) -> None:
+    with pytest.raises(ArtifactMissing) as refused:
+        await world.bundles.add("a" * 64)
+    assert refused.value.kind is Kind.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"no archive",
+        b"",
+        archive()[:40],
+        gzip.compress(b"x" * 5000),
+        archive()[:60] + bytes(40) + archive()[100:],
+        archive(name="other.json"),
+        archive(b"{"),
+        archive(b"[" * 100_000),
+        archive(b"\xff"),
+        archive([]),
+        archive({}),
+        archive(MANIFEST | {"schema": "etfarm.bundle/9"}),
+        archive(MANIFEST | {"backends": 3}),
+        archive(MANIFEST | {"arch": None}),
+        archive(b" " * (5 << 20)),
+    ],
+)
+async def test_what_is_no_bundle_is_refused(world: World, data: bytes) -> None:
+    artifact = await world.store.put(data, "ann")
+    with pytest.raises(NotABundle, match=r"This is no runner bundle: .*etfarm bundle build") as refused:
+        await world.bundles.add(artifact.digest)
+    assert refused.value.kind is Kind.INVALID_ARGUMENT
+    assert world.bundles.list() == []
+
+
+async def test_a_demand_for_another_architecture_says_how_to_make_one(world: World) -> None:
+    with pytest.raises(BundleMissing, match="bundle build --arch riscv64"):
+        await world.bundles.demand("riscv64")
+
+
+async def test_a_demand_waits_while_the_servers_own_is_being_built(world: World) -> None:
+    assert world.bundles.starting == "building the runner bundle for x86_64"
+    demand = asyncio.create_task(world.bundles.demand("x86_64"))
+    await world.add(arch="aarch64")
+    assert not demand.done()
+    digest = await world.add(arch="x86_64")
+    world.bundles.settled.set()
+    assert (await demand).artifact.digest == digest
+    assert world.bundles.starting == ""
+
+
+async def test_a_demand_for_the_servers_own_tells_why_its_build_failed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail() -> None:
+        raise FarmError("There is no g++.")
+
+    monkeypatch.setattr(world.bundles, "_build_own", fail)
+    await world.bundles.build_own()
+    with pytest.raises(FarmError, match=r"There is no g\+\+"):
+        await world.bundles.demand("x86_64")
+    assert world.bundles.own_error is not None
+    digest = await world.add(arch="x86_64")
+    assert (await world.bundles.demand("x86_64")).artifact.digest == digest, "one that was offered is used all the same"
