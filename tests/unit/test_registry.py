@@ -40,7 +40,7 @@ class World:
         return datetime.fromtimestamp(self.seconds, UTC)
 
     def session(self, agent: str = "agent") -> AgentSession:
-        return AgentSession(agent, lambda: self.seconds)
+        return AgentSession(agent, "", lambda: self.seconds)
 
     async def connect(self, *devices: str, agent: str = "agent", **hello: list[str]) -> AgentSession:
         session = self.session(agent)

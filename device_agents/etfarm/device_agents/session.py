@@ -16,7 +16,7 @@ from etfarm.v1 import agent_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
 from etfarm.wire.channel import open_channel
 from etfarm.wire.errors import EtfarmError, Kind
-from etfarm.wire.names import PROTOCOL_VERSION
+from etfarm.wire.names import PROTOCOL_VERSION, boot_id
 from etfarm.wire.status import from_rpc_error
 
 log = logging.getLogger(__name__)
@@ -171,6 +171,7 @@ class Session:
             devices=[self._agent.device],
             active_attempts=self._agent.active,
             unacknowledged_attempts=self._agent.results.waiting,
+            boot_id=boot_id(),
         )
 
     async def _read(self, call: _Call, connection: _Connection) -> EtfarmError | None:

@@ -118,12 +118,17 @@ class Hello(_message.Message):
     DEVICES_FIELD_NUMBER: _builtins.int
     ACTIVE_ATTEMPTS_FIELD_NUMBER: _builtins.int
     UNACKNOWLEDGED_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     """A UUID kept in the agent's data folder."""
     protocol_version: _builtins.int
     """1."""
     agent_version: _builtins.str
     host: _builtins.str
+    boot_id: _builtins.str
+    """Tells the running machine from all others (Linux: /proc/sys/kernel/random/boot_id), so that a server keeps quiet while
+    a device of its own machine measures. Empty where the system does not say, and for devices that are not this machine.
+    """
     @_builtins.property
     def devices(self) -> _containers.RepeatedCompositeFieldContainer[_device_pb2.Device]: ...
     @_builtins.property
@@ -144,10 +149,11 @@ class Hello(_message.Message):
         devices: _abc.Iterable[_device_pb2.Device] | None = ...,
         active_attempts: _abc.Iterable[_builtins.str] | None = ...,
         unacknowledged_attempts: _abc.Iterable[_builtins.str] | None = ...,
+        boot_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_attempts", b"active_attempts", "agent_id", b"agent_id", "agent_version", b"agent_version", "devices", b"devices", "host", b"host", "protocol_version", b"protocol_version", "unacknowledged_attempts", b"unacknowledged_attempts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_attempts", b"active_attempts", "agent_id", b"agent_id", "agent_version", b"agent_version", "boot_id", b"boot_id", "devices", b"devices", "host", b"host", "protocol_version", b"protocol_version", "unacknowledged_attempts", b"unacknowledged_attempts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,3 +32,9 @@ def data_folder() -> Path:
         return Path(chosen)
     base = os.environ.get("XDG_DATA_HOME")
     return (Path(base) if base else Path.home() / ".local" / "share") / "etfarm"
+
+
+def boot_id() -> str:
+    """What tells this running machine from all others (Hello.boot_id); empty where the kernel does not say."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""

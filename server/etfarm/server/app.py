@@ -47,6 +47,7 @@ from etfarm.server.rpc.sessions import SessionService
 from etfarm.server.state.engine import Database
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
+from etfarm.server.workers.quiet import Quiet
 from etfarm.v1 import (
     agent_pb2,
     agent_pb2_grpc,
@@ -113,7 +114,9 @@ async def running(config: Config) -> AsyncIterator[str]:
     (config.data / "work").mkdir(exist_ok=True)
     # Before gRPC starts a thread: what it forks must have been single-threaded all along.
     limits = Limits(memory_bytes=config.memory_bytes)
-    workers = Workers(preload=PRELOAD, limits=limits, folder=config.data / "work" / "children", concurrency=config.workers)
+    quiet = Quiet()
+    children = config.data / "work" / "children"
+    workers = Workers(preload=PRELOAD, limits=limits, folder=children, concurrency=config.workers, gate=quiet.work)
     workers.start()
     database = Database(config.data / "farm.sqlite")
     background: list[asyncio.Task[None]] = []
@@ -132,7 +135,7 @@ async def running(config: Config) -> AsyncIterator[str]:
         analyst = Analyst(workers, store, deadline_s=config.analysis_deadline_s)
         execution = Execution(registry, runs, Placement(registry, runs), bundles, store, new_id)
         conductor = Conductor(
-            journal, joblog, announcer, compiler, execution, analyst,
+            journal, joblog, announcer, compiler, execution, analyst, quiet,
             thresholds=config.thresholds, now=now, clock=time.monotonic, new_id=new_id,
         )  # fmt: skip
         submission = Submission(store, registry.devices, compiler.check_available, new_id)
@@ -162,14 +165,20 @@ async def running(config: Config) -> AsyncIterator[str]:
             await healthy.set(service, health_pb2.HealthCheckResponse.SERVING)
 
         async def warm() -> None:
-            await workers.ready()
+            async with quiet.work():
+                await workers.ready()
             ready.set()
+
+        async def build() -> None:
+            async with quiet.work():
+                await bundles.build_own()
 
         background.append(asyncio.create_task(warm(), name="workers-ready"))
         if config.build_bundle:
-            background.append(asyncio.create_task(bundles.build_own(), name="bundle-build"))
+            background.append(asyncio.create_task(build(), name="bundle-build"))
         else:
             bundles.settled.set()
+        await conductor.resume()
         _write_address(config.address_file, address)
         try:
             yield address

@@ -16,6 +16,7 @@ from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, device_pb2
 from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.wire.errors import DeviceError, Kind, UserError
+from etfarm.wire.names import boot_id
 
 
 class DeviceNotFound(UserError):
@@ -115,6 +116,11 @@ class Registry:
         if session is None:
             raise DeviceOffline(f"Device {device_id} is offline.", device=device_id)
         return session
+
+    def is_on_this_machine(self, device_id: str) -> bool:
+        """Whether a connected device's agent runs on the server's own machine."""
+        session = self._serving.get(device_id)
+        return session is not None and session.boot_id == boot_id() != ""
 
     async def connect(self, session: AgentSession, hello: agent_pb2.Hello) -> None:
         """Takes a new connection of an agent.

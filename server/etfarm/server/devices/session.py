@@ -18,11 +18,13 @@ class AgentSession:
     """The server's end of AgentService.Connect for one agent.
 
     Args:
+        boot_id: of the machine that the agent runs on; empty where it did not say.
         clock: seconds on a monotonic clock.
     """
 
-    def __init__(self, agent_id: str, clock: Callable[[], float]) -> None:
+    def __init__(self, agent_id: str, boot_id: str, clock: Callable[[], float]) -> None:
         self.agent_id = agent_id
+        self.boot_id = boot_id
         self._clock = clock
         self._outgoing: asyncio.Queue[agent_pb2.ServerMessage | None] = asyncio.Queue()
         self._heard_at = clock()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -23,6 +24,7 @@ from etfarm.server.jobs.watch import Announcer
 from etfarm.server.reports.analyst import Analyst
 from etfarm.server.reports.assembly import assemble, since
 from etfarm.server.reports.verdict import Thresholds
+from etfarm.server.workers.quiet import Quiet
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent, Progress
@@ -60,6 +62,7 @@ class Conductor:
         compiler: Compiler,
         execution: Execution,
         analyst: Analyst,
+        quiet: Quiet,
         *,
         thresholds: Thresholds,
         now: Callable[[], datetime],
@@ -72,6 +75,7 @@ class Conductor:
         self._compiler = compiler
         self._execution = execution
         self._analyst = analyst
+        self._quiet = quiet
         self._thresholds = thresholds
         self._now = now
         self._clock = clock
@@ -193,7 +197,8 @@ class Conductor:
             way.device = self._execution.device_of(way.cell)
             started = False
         try:
-            error = await self._run(way, started)
+            async with self._quiet_for(way):
+                error = await self._run(way, started)
         except EtfarmError as raised:
             error = raised
         attempt = way.cell.attempts[-1]
@@ -223,6 +228,14 @@ class Conductor:
         way.cell.attempts.append(attempt)
         await self._journal.start_attempt(way.cell)
         await self._advance(way, model.RUNNING)
+
+    def _quiet_for(self, way: Way) -> AbstractAsyncContextManager[None]:
+        """Nothing else works on this machine while a device on it measures."""
+        assert way.device is not None
+        if way.job.spec.HasField("measurement") and self._execution.is_on_this_machine(way.device):
+            self.progress(way.job.id, Progress(cell_id=way.cell.id, actor="SERVER", phase="WAIT_FOR_QUIET"))
+            return self._quiet.measure()
+        return nullcontext()
 
     async def _run(self, way: Way, send: bool) -> EtfarmError | None:
         """Fills way.result; gives the error that the device reports of the cell."""

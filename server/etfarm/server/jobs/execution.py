@@ -105,6 +105,10 @@ class Execution:
         self._runs.begin(attempt.id, attempt.device_id, self._listener(job, cell, progress, line))
         self._runs.device_went(attempt.device_id)
 
+    def is_on_this_machine(self, device: Device) -> bool:
+        """Whether the device's agent runs on the server's own machine."""
+        return self._registry.is_on_this_machine(device.id)
+
     def device_of(self, cell: Cell) -> Device:
         """The device of the cell's last attempt."""
         return self._registry.get(cell.attempts[-1].device_id)

@@ -81,15 +81,16 @@ class _Delegate:
     def __init__(self, graph: xnnpack.XGraph, record: Record, handles: frozenset[int]) -> None:
         self._graph = graph
         self._record = record
-        self._hidden = handles - {node.debug_handle for node in graph.nodes}
+        # What quantizes an operator's output has the operator's handle.
+        self._hidden = handles - {node.debug_handle for node in graph.nodes if node.kind != "Convert"}
 
     def origin(self, match: kernels.Match) -> Origin:
-        """A kernel's origin. Where what it does is on several lines, the line is that of the node it is named after."""
+        """A kernel's origin: all that it does, with the place of the node it is named after, and of a table's first operator."""
         node = self._graph.nodes[match.node]
         if match.clamp:
             handles = [handle for handle in self._behind(node) if self._clamps(handle)]
             if handles:
-                return _origin({handle: self._record.nodes.get(handle, ()) for handle in handles}, handles[0])
+                return _origin({handle: self._own(handle) for handle in handles}, handles[0])
         members = {index: self._graph.nodes[index] for index in sorted({match.node, *match.fused})}
         parts: dict[int, list[Node]] = {}
         for member in members.values():
@@ -97,7 +98,9 @@ class _Delegate:
                 parts.setdefault(member.debug_handle, []).extend(self._operators(member))
             # What clamps a binary is a kernel of its own.
             for handle in () if match.separate else self._behind(member):
-                parts.setdefault(handle, []).extend(self._record.nodes.get(handle, ()))
+                parts.setdefault(handle, []).extend(self._own(handle))
+        if match.fused and node.kind == "Convert":
+            node = next((member for member in members.values() if member.kind != "Convert"), node)
         return _origin(parts, node.debug_handle)
 
     def _behind(self, node: xnnpack.XNode) -> Sequence[int]:
@@ -110,23 +113,26 @@ class _Delegate:
 
     def _operators(self, node: xnnpack.XNode) -> Sequence[Node]:
         """The operators of a node's handle that became this node; all where that cannot be told."""
-        every = self._record.nodes.get(node.debug_handle or 0, ())
-        quantizing = [one for one in every if one.op_type.startswith(_QUANTIZATION)]
+        handle = node.debug_handle or 0
         if node.kind == "Convert":
-            return quantizing or every
-        own = [one for one in every if not one.op_type.startswith(_QUANTIZATION)] or quantizing
+            every = self._record.nodes.get(handle, ())
+            return [one for one in every if one.op_type.startswith(_QUANTIZATION)] or every
+        own = self._own(handle)
         return [one for one in own if base_name(one.op_type) in _OPERATORS.get(node.kind, ())] or own
+
+    def _own(self, handle: int) -> Sequence[Node]:
+        """A handle's nodes without what quantizes the output, which has the handle as well."""
+        every = self._record.nodes.get(handle, ())
+        return [node for node in every if not node.op_type.startswith(_QUANTIZATION)] or every
 
 
 def _origin(parts: Mapping[int, Sequence[Node]], main: int | None) -> Origin:
     nodes = [node for found in parts.values() for node in found]
-    own = [node for node in nodes if not node.op_type.startswith(_QUANTIZATION)] or nodes
-    places = {node.source for node in own if node.source is not None}
-    if len(places) > 1:
-        places = {node.source for node in parts.get(main or 0, ()) if node.source is not None}
+    places = [node for node in parts.get(main or 0, ()) if not node.op_type.startswith(_QUANTIZATION)] or nodes
+    sources = {node.source for node in places if node.source is not None}
     return Origin(
         tuple(sorted(parts)),
         tuple(dict.fromkeys(node.op_type for node in nodes)),
-        common_module(node.module for node in own),
-        places.pop() if len(places) == 1 else None,
+        common_module(node.module for node in places),
+        sources.pop() if len(sources) == 1 else None,
     )

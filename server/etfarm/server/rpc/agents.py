@@ -55,7 +55,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 f"The agent speaks protocol {hello.protocol_version}, this server {PROTOCOL_VERSION}.",
                 "Install the same etfarm on both.", supported=PROTOCOL_VERSION,
             )  # fmt: skip
-        session = AgentSession(hello.agent_id, self._clock)
+        session = AgentSession(hello.agent_id, hello.boot_id, self._clock)
         session.send(
             agent_pb2.ServerMessage(
                 welcome=agent_pb2.Welcome(server_version=self._version, heartbeat_interval_s=HEARTBEAT_INTERVAL_S)

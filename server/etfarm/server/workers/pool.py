@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -90,13 +91,23 @@ class Workers:
         limits: of each child.
         folder: existing or new folder for the children's folders; its old content is deleted at the start.
         concurrency: children at a time; more callers of `run` wait their turn, in order.
+        gate: entered around each child's life.
     """
 
-    def __init__(self, *, preload: Sequence[str], limits: Limits, folder: Path, concurrency: int) -> None:
+    def __init__(
+        self,
+        *,
+        preload: Sequence[str],
+        limits: Limits,
+        folder: Path,
+        concurrency: int,
+        gate: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         self._preload = tuple(preload)
         self._limits = limits
         self._folder = folder.resolve()
         self._slots = asyncio.Semaphore(concurrency)
+        self._gate = gate
         self._server: _Forkserver | None = None
         self._network = jail.network_namespace()
         self._running: set[asyncio.Task[object]] = set()
@@ -171,8 +182,8 @@ class Workers:
         assert me is not None
         self._running.add(me)
         try:
-            async with self._slots:
-                await self.ready()
+            await self.ready()
+            async with self._slots, self._gate():
                 folder = Path(tempfile.mkdtemp(prefix="job-", dir=self._folder))
                 try:
                     return await self._attend(task, request, folder, deadline_s, on_event, on_log)
