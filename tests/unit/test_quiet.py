@@ -1,0 +1,77 @@
+"""Work and measurements keep out of each other's way on one machine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etfarm.server.workers.quiet import Quiet
+
+
+async def _settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_a_measurement_waits_for_work_and_goes_before_work_that_has_not_begun() -> None:
+    quiet, said = Quiet(), []
+    release = asyncio.Event()
+
+    async def working(name: str) -> None:
+        async with quiet.work():
+            said.append(name)
+            await release.wait()
+
+    async def measuring() -> None:
+        async with quiet.measure():
+            said.append("measure")
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(working("first"))
+        group.create_task(working("second"))
+        await _settle()
+        group.create_task(measuring())
+        await _settle()
+        group.create_task(working("late"))
+        await _settle()
+        assert said == ["first", "second"]
+        release.set()
+    assert said == ["first", "second", "measure", "late"]
+
+
+async def test_a_cancelled_measurement_holds_nobody_up() -> None:
+    quiet = Quiet()
+    async with quiet.work():
+        waiting = asyncio.create_task(quiet.measure().__aenter__())
+        await _settle()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        async with asyncio.timeout(1), quiet.work():
+            pass
+
+
+@given(st.lists(st.sampled_from(["work", "measure"]), max_size=30), st.randoms(use_true_random=False))
+def test_nothing_runs_beside_a_measurement_and_everybody_gets_a_turn(kinds: list[str], chance: object) -> None:
+    async def all_of_them() -> None:
+        quiet, inside, done = Quiet(), [], []
+
+        async def one(kind: str) -> None:
+            async with quiet.work() if kind == "work" else quiet.measure():
+                inside.append(kind)
+                assert "measure" not in inside or inside == ["measure"]
+                for _ in range(chance.randrange(4)):  # type: ignore[attr-defined]
+                    await asyncio.sleep(0)
+                assert "measure" not in inside or inside == ["measure"]
+                inside.remove(kind)
+                done.append(kind)
+
+        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+            for kind in kinds:
+                group.create_task(one(kind))
+        assert sorted(done) == sorted(kinds)
+
+    asyncio.run(all_of_them())
