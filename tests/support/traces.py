@@ -108,6 +108,59 @@ def _network() -> torch.nn.Module:
     return Network().eval()
 
 
+def _residual() -> torch.nn.Module:
+    """One line for each kind of node that XNNPACK fuses, drops or splits."""
+    import torch
+    import torch.nn.functional as F
+
+    class Residual(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = torch.nn.Conv2d(3, 8, 3, padding=1)
+            self.norm = torch.nn.BatchNorm2d(8)
+            self.branch = torch.nn.Conv2d(8, 8, 2)
+            self.mix = torch.nn.Conv2d(16, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            stemmed = self.stem(x)
+            normal = self.norm(stemmed)
+            active = F.relu(normal)
+            padded = F.pad(active, (0, 1, 0, 1))
+            branched = self.branch(padded)
+            joined = branched + active
+            clipped = F.relu(joined)
+            small = F.max_pool2d(clipped, 4)
+            positive = F.relu6(small)
+            doubled = torch.cat([positive, positive * positive], 1)
+            smooth = F.gelu(doubled)
+            mixed = self.mix(smooth)
+            tokens = mixed.flatten(2)
+            turned = tokens.transpose(1, 2)
+            similar = torch.bmm(tokens, turned)
+            return similar.softmax(-1)
+
+    torch.manual_seed(13)
+    return Residual().eval()
+
+
+def _gated() -> torch.nn.Module:
+    import torch
+
+    class Gated(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Linear(32, 16)
+            self.down = torch.nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.up(x)
+            gate = hidden.tanh()
+            return self.down(gate)
+
+    torch.manual_seed(14)
+    return Gated().eval()
+
+
 def _images(count: int) -> list[tuple[torch.Tensor]]:
     import torch
 
@@ -128,23 +181,23 @@ def _save(folder: Path, program: Any) -> None:
     program.get_etrecord().save(str(folder / "program.etrecord"))
 
 
-def _single(folder: Path, *, xnnpack: bool) -> str:
+def _single(folder: Path, network: torch.nn.Module | None = None, *, xnnpack: bool) -> str:
     import torch
 
-    exported = torch.export.export(_network(), _images(1)[0])
+    exported = torch.export.export(network or _network(), _images(1)[0])
     torch.export.save(exported, folder / "model.pt2")
     _lower(folder, exported, xnnpack=xnnpack)
     return "forward"
 
 
-def _int8(folder: Path) -> str:
+def _int8(folder: Path, network: torch.nn.Module | None = None, kind: str = "STATIC") -> str:
     import torch
     from executorch.backends.xnnpack.recipes.xnnpack_recipe_types import XNNPackRecipeType
     from executorch.export import ExportRecipe, ExportSession
 
-    network, inputs = _network(), _images(CALIBRATION)
+    network, inputs = network or _network(), _images(CALIBRATION)
     torch.export.save(torch.export.export(network, inputs[0]), folder / "model.pt2")
-    recipe = ExportRecipe.get_recipe(XNNPackRecipeType.PT2E_INT8_STATIC_PER_CHANNEL)
+    recipe = ExportRecipe.get_recipe(XNNPackRecipeType[f"PT2E_INT8_{kind}_PER_CHANNEL"])
     session = ExportSession(network, example_inputs=inputs, export_recipe=recipe, generate_etrecord=True)
     session.export()
     _save(folder, session.get_executorch_program_manager())
@@ -186,6 +239,9 @@ _MAKERS: dict[str, Callable[[Path], str]] = {
     "int8": _int8,
     "methods": _methods,
     "renamed": _renamed,
+    "residual": lambda folder: _single(folder, _residual(), xnnpack=True),
+    "residual_int8": lambda folder: _int8(folder, _residual()),
+    "gated_dynamic": lambda folder: _int8(folder, _gated(), "DYNAMIC"),
 }
 
 

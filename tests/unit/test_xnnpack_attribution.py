@@ -1,0 +1,178 @@
+"""Kernels inside XNNPACK's delegates: each names the line of the user's code that it runs, or none at all."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.reports import etdump, graph, xnnpack
+from etfarm.server.reports.analyze import analyze
+from etfarm.server.reports.attribution import Attribution, attribute
+from etfarm.server.reports.etdump import Kernel, Trace
+from etfarm.server.reports.graph import Record
+from etfarm.server.reports.join import join
+from etfarm.server.reports.kernels import family
+from etfarm.server.reports.request import AnalyzeRequest
+from etfarm.v1 import report_pb2
+from tests.support import traces
+from tests.support.traces import line_of, traced
+
+KERNEL = report_pb2.OPERATOR_KIND_KERNEL
+PROGRAMS = ["residual", "residual_int8", "gated_dynamic", "xnnpack", "int8", "renamed"]
+
+
+@cache
+def read(name: str) -> tuple[Trace, dict[tuple[int, int], graph.Instruction], Record]:
+    run = traced(name)
+    return (
+        etdump.read(run.etdump.read_bytes()),
+        graph.read_program(run.pte, run.method),
+        graph.read_record(run.etrecord, run.method),
+    )
+
+
+def rows(name: str, found: Attribution | None = None) -> list[report_pb2.OperatorRow]:
+    trace, program, record = read(name)
+    found = found or attribute(trace, program, record)
+    return list(join(trace, record, program, traced(name).method, found.kernels).operators)
+
+
+def told(name: str) -> list[tuple[str, str, str]]:
+    """Of each kernel: its family, the operators that it does, without those that quantize, and where the user wrote them."""
+    found = []
+    for row in rows(name):
+        if row.kind == KERNEL:
+            ops = [graph.base_name(op) for op in row.op_types if not op.startswith("quantized_decomposed.")]
+            found.append((family(row.name), " ".join(ops), row.source.code.partition(" = ")[0]))
+            assert not row.HasField("source") or (row.source.file, row.source.line) == (
+                traces.__file__,
+                line_of(row.source.code),
+            )
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_all_kernels_of_real_programs_are_aligned(name: str) -> None:
+    trace, program, record = read(name)
+    found = attribute(trace, program, record)
+    assert found.delegates >= 1
+    assert found.unaligned == ()
+    kernels = [row for row in rows(name, found) if row.kind == KERNEL]
+    assert kernels
+    for row in kernels:
+        assert row.aligned
+        assert bool(row.op_types) == bool(row.debug_handles)
+        assert row.op_types or not row.HasField("source")
+
+
+def test_a_fused_kernel_names_all_that_it_does_and_the_line_of_the_first() -> None:
+    assert told("residual") == [
+        ("Transpose", "", ""),
+        ("Convolution", "convolution _native_batch_norm_legit_no_training relu", "stemmed"),
+        ("Convolution", "constant_pad_nd convolution", "branched"),
+        ("Add", "add", "joined"),
+        ("Clamp", "relu", "clipped"),
+        ("Max Pooling", "max_pool2d hardtanh", "small"),
+        ("Square", "mul", "doubled"),
+        ("Copy", "cat", "doubled"),
+        ("GELU", "gelu", "smooth"),
+        ("Fully Connected", "convolution", "mixed"),
+        ("Transpose", "", ""),
+        ("Static Reshape", "view_copy", "tokens"),
+        ("Batch Matrix Multiply", "permute_copy bmm", "similar"),
+        ("Softmax", "_softmax", "return similar.softmax(-1)"),
+    ]
+
+
+def test_lines_come_through_quantization() -> None:
+    found = [kernel for kernel in told("residual_int8") if kernel[0] not in ("Convert", "Transpose")]
+    assert found == [
+        ("Convolution", "convolution relu", "stemmed"),
+        ("Constant Pad", "constant_pad_nd", "padded"),
+        ("Convolution", "convolution", "branched"),
+        ("Add", "add", "joined"),
+        ("Clamp", "relu", "clipped"),
+        ("Max Pooling", "max_pool2d hardtanh", "small"),
+        ("Square", "mul", "doubled"),
+        ("Copy", "cat", "doubled"),
+        ("Invalid Unary Op", "gelu", "smooth"),
+        ("Fully Connected", "convolution", "mixed"),
+        ("Static Reshape", "view_copy", "tokens"),
+        ("Batch Matrix Multiply", "bmm", "similar"),
+        ("Softmax", "_softmax", "return similar.softmax(-1)"),
+    ]
+    converts = [row for row in rows("residual_int8") if family(row.name) == "Convert"]
+    assert all(op.startswith("quantized_decomposed.") for row in converts for op in row.op_types)
+
+
+def test_a_linear_that_quantizes_its_own_input_says_so() -> None:
+    linear = ["quantized_decomposed.quantize_per_tensor.tensor", "quantized_decomposed.dequantize_per_tensor.tensor"]
+    kernels = [row for row in rows("gated_dynamic") if row.kind == KERNEL]
+    assert [(row.op_types[-1], row.module, row.source.code) for row in kernels] == [
+        ("aten.linear.default", "up", "hidden = self.up(x)"),
+        ("aten.tanh.default", "", "gate = hidden.tanh()"),
+        ("aten.linear.default", "down", "return self.down(gate)"),
+    ]
+    assert list(kernels[0].op_types) == [*linear, "aten.linear.default"]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_times_and_shares_do_not_depend_on_it(name: str) -> None:
+    measured = []
+    for found in (None, Attribution({}, 0, ())):
+        plain = rows(name, found)
+        for row in plain:
+            for field in ("op_types", "debug_handles", "module", "source", "aligned"):
+                if row.kind == KERNEL:
+                    row.ClearField(field)  # type: ignore[arg-type]
+        measured.append(plain)
+    assert measured[0] == measured[1]
+
+
+def test_a_delegate_that_does_not_come_out_has_no_lines_at_all() -> None:
+    trace, program, record = read("residual")
+    (call,) = [call for call in trace.calls if call.delegate]
+    for kernels in (call.kernels[:-1], (*call.kernels, Kernel("Sigmoid (NC) #9", call.times_ns)), call.kernels[::-1]):
+        changed = replace(trace, calls=tuple(replace(one, kernels=kernels) if one is call else one for one in trace.calls))
+        found = attribute(changed, program, record)
+        assert (found.kernels, found.delegates, len(found.unaligned)) == ({}, 1, 1)
+        assert f"{len(kernels)} kernels ran for 16 nodes" in found.unaligned[0]
+        unaligned = [row for row in join(changed, record, program, "forward", found.kernels).operators if row.kind == KERNEL]
+        assert not any(row.aligned or row.op_types or row.HasField("source") or row.HasField("module") for row in unaligned)
+
+
+def test_nothing_is_claimed_without_a_record_or_a_graph() -> None:
+    trace, program, record = read("residual")
+    assert attribute(trace, program, Record()) == Attribution({}, 0, ())
+    assert attribute(trace, {}, record) == Attribution({}, 0, ())
+    without = {place: replace(known, data=None) for place, known in program.items()}
+    assert len(attribute(trace, without, record).unaligned) == 1
+
+
+def test_kernels_that_do_not_come_out_are_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = traced("xnnpack")
+    request = AnalyzeRequest(
+        pte=run.pte, etdump=run.etdump, etrecord=run.etrecord, model=None, inputs=None, outputs=None, samples=None,
+        method=run.method, output_names=(), traced_ns=(),
+    )  # fmt: skip
+    report = report_pb2.Report.FromString(analyze(request, tmp_path, lambda event: None))
+    assert not report.compile.warnings
+    assert [row.source.code for row in report.operators if family(row.name) == "Convolution"] == ["convolved = self.conv(x)"]
+
+    real = xnnpack.read
+    monkeypatch.setattr(xnnpack, "read", lambda data: replace(real(data), nodes=real(data).nodes[1:]))
+    report = report_pb2.Report.FromString(analyze(request, tmp_path, lambda event: None))
+    (warning,) = report.compile.warnings
+    assert warning.code == "ANALYSIS_KERNELS_UNALIGNED"
+    assert warning.message.startswith("The kernels of 2 of 2 XNNPACK delegates have no source lines. Instruction 0: ")
+
+
+def test_it_takes_no_time_to_speak_of() -> None:
+    trace, program, record = read("residual_int8")
+    started = time.perf_counter()
+    attribute(trace, program, record)
+    print(f"{(time.perf_counter() - started) * 1e3:.2f} ms")

@@ -1,0 +1,175 @@
+"""Kernels of a profile against the nodes of a graph: every rule by an example, and no map where one event is off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from etfarm.server.reports.kernels import Match, Unaligned, align, family
+from etfarm.server.reports.xnnpack import Value, XGraph, XNode
+
+FP32, QINT8, QDINT8 = 1, 3, 9
+
+
+def chain(*kinds: str, types: Sequence[int] = ()) -> XGraph:
+    """Nodes in a row, each of which takes the output of the one before it; `Add!` is clamped."""
+    nodes = [XNode(kind.rstrip("!"), at, kind.endswith("!"), (at,), (at + 1,)) for at, kind in enumerate(kinds)]
+    datatypes = [*types, *[FP32] * (len(kinds) + 1 - len(types))]
+    return XGraph(tuple(nodes), {at: Value(kind, at == len(kinds)) for at, kind in enumerate(datatypes)})
+
+
+def numbers(matches: Sequence[Match]) -> list[tuple[int, ...]]:
+    return [(match.node, *match.fused) for match in matches]
+
+
+@pytest.mark.parametrize(
+    ("event", "name"),
+    [
+        ("Convolution (NHWC, F32) IGEMM #12", "Convolution"),
+        ("Fully Connected (NC, QDU8, F32, QC8W) GEMM #1", "Fully Connected"),
+        ("Mean (ND) Reduce2 #1", "Mean"),
+        ("Invalid Unary Op #3", "Invalid Unary Op"),
+        ("Clamp (NC)", "Clamp"),
+    ],
+)
+def test_a_family_is_the_name_without_layout_and_number(event: str, name: str) -> None:
+    assert family(event) == name
+
+
+def test_a_clamped_binary_is_two_kernels() -> None:
+    found = align(chain("Conv2d", "Add!", "StaticTranspose"), ["Convolution (NHWC, F32) IGEMM #1", "Add", "Clamp", "Transpose"])
+    assert found == [Match(0), Match(1, separate=True), Match(1, clamp=True), Match(2)]
+
+
+def test_a_clamp_behind_a_kernel_that_can_clamp_has_none() -> None:
+    assert numbers(align(chain("MaxPooling2d", "Clamp", "Clamp"), ["Max Pooling"])) == [(0, 1, 2)]
+    assert numbers(align(chain("MaxPooling2d", "Clamp"), ["Max Pooling", "Clamp"])) == [(0,), (1,)]
+
+
+def test_a_clamp_whose_input_is_needed_elsewhere_has_a_kernel() -> None:
+    nodes = (
+        XNode("MaxPooling2d", 1, False, (0,), (1,)),
+        XNode("Clamp", 2, False, (1,), (2,)),
+        XNode("Add", 3, False, (1, 2), (3,)),
+    )
+    graph = XGraph(nodes, {at: Value(output=at == 3) for at in range(4)})
+    assert numbers(align(graph, ["Max Pooling", "Clamp", "Add"])) == [(0,), (1,), (2,)]
+    with pytest.raises(Unaligned, match="kernel 1 is 'Add' where node 1 is Clamp"):
+        align(graph, ["Max Pooling", "Add"])
+
+
+def test_padding_and_a_copy_run_in_their_neighbours() -> None:
+    assert numbers(align(chain("StaticConstantPad", "Conv2d"), ["Convolution"])) == [(1, 0)]
+    assert numbers(align(chain("Sigmoid", "Copy", "Tanh"), ["Sigmoid", "TanH"])) == [(0, 1), (2,)]
+    with pytest.raises(Unaligned):
+        align(chain("StaticConstantPad", "MaxPooling2d"), ["Max Pooling"])
+
+
+def test_of_two_reshapes_in_a_row_the_second_one_runs() -> None:
+    assert numbers(align(chain("StaticReshape", "StaticReshape"), ["Static Reshape"])) == [(1, 0)]
+
+
+def test_a_transposed_second_operand_is_read_so() -> None:
+    product = XNode("BatchMatrixMultiply", 2, False, (0, 1), (2,))
+    graph = XGraph((XNode("StaticTranspose", 1, False, (5,), (1,)), product), {at: Value(output=at == 2) for at in range(6)})
+    assert numbers(align(graph, ["Batch Matrix Multiply"])) == [(1, 0)]
+    assert numbers(align(graph, ["Transpose", "Batch Matrix Multiply"])) == [(0,), (1,)]
+
+
+def test_a_linear_quantizes_its_own_input() -> None:
+    graph = chain("Convert", "FullyConnected", types=(FP32, QDINT8))
+    assert numbers(align(graph, ["Fully Connected"])) == [(1, 0)]
+    assert numbers(align(graph, ["Convert", "Fully Connected"])) == [(0,), (1,)]
+    with pytest.raises(Unaligned):
+        align(chain("Convert", "FullyConnected", types=(FP32, QINT8)), ["Fully Connected"])
+
+
+def test_elementwise_nodes_between_two_8_bit_values_are_one_lookup() -> None:
+    graph = chain("Conv2d", "Convert", "Gelu", "Convert", "Conv2d", types=(QINT8, QINT8, FP32, FP32, QINT8, QINT8))
+    assert numbers(align(graph, ["Convolution", "Invalid Unary Op", "Convolution"])) == [(0,), (3, 1, 2), (4,)]
+    with pytest.raises(Unaligned):
+        align(graph, ["Convolution", "Convert", "GELU", "Convert", "Convolution"])
+
+
+def test_a_square_before_a_mean_and_a_product_with_itself() -> None:
+    assert numbers(align(chain("Square", "GlobalAvgPooling2d"), ["Mean Squared"])) == [(1, 0)]
+    nodes = (XNode("Multiply", 1, False, (0, 0), (1,)),)
+    assert numbers(align(XGraph(nodes, {0: Value(), 1: Value(output=True)}), ["Square"])) == [(0,)]
+
+
+def test_what_fits_in_two_ways_is_no_alignment() -> None:
+    with pytest.raises(Unaligned, match="more than one way"):
+        align(
+            chain("Sigmoid", "StaticReshape", "StaticReshape", "StaticReshape"), ["Sigmoid", "Static Reshape", "Static Reshape"]
+        )
+
+
+def test_the_counts_and_the_first_difference_are_told() -> None:
+    with pytest.raises(Unaligned, match=r"2 kernels ran for 3 nodes; kernel 1 is 'TanH \(NC\) #1' where node 1 is Softmax"):
+        align(chain("Sigmoid", "Softmax", "Tanh"), ["Sigmoid (NC) #1", "TanH (NC) #1"])
+    with pytest.raises(Unaligned, match="kernel 1 is no kernel where node 1 is Softmax"):
+        align(chain("Sigmoid", "Softmax"), ["Sigmoid"])
+    with pytest.raises(Unaligned, match="kernel 1 is 'Softmax' where node 1 is no node"):
+        align(chain("Sigmoid"), ["Sigmoid", "Softmax"])
+    assert align(chain(), []) == []
+
+
+PLAIN = {
+    "Conv2d": "Convolution", "Softmax": "Softmax", "Sigmoid": "Sigmoid", "GlobalAvgPooling2d": "Mean",
+    "Concatenate2": "Copy", "StaticSlice": "Slice", "StaticTranspose": "Transpose", "Hardswish": "HardSwish",
+}  # fmt: skip
+"""Kinds that have one kernel each wherever they stand in a row of these."""
+
+KINDS = st.lists(st.sampled_from(sorted(PLAIN)), min_size=1, max_size=30)
+
+
+@given(KINDS)
+def test_nodes_that_each_have_a_kernel_are_matched_in_order(kinds: list[str]) -> None:
+    events = [f"{PLAIN[kind]} (X) #{at}" for at, kind in enumerate(kinds)]
+    assert align(chain(*kinds), events) == [Match(at) for at in range(len(kinds))]
+
+
+@given(KINDS, st.data())
+def test_one_kernel_more_or_less_is_no_alignment(kinds: list[str], data: st.DataObject) -> None:
+    events = [PLAIN[kind] for kind in kinds]
+    at = data.draw(st.integers(0, len(events) - 1))
+    changed = data.draw(st.sampled_from([events[:at] + events[at + 1 :], [*events[:at], "Sigmoid", *events[at:]]]))
+    with pytest.raises(Unaligned):
+        align(chain(*kinds), changed)
+
+
+@given(KINDS, st.data())
+def test_kernels_in_another_order_are_no_alignment(kinds: list[str], data: st.DataObject) -> None:
+    events = [PLAIN[kind] for kind in kinds]
+    changed = data.draw(st.permutations(events))
+    assume(changed != events)
+    with pytest.raises(Unaligned):
+        align(chain(*kinds), changed)
+
+
+ANY = st.lists(
+    st.sampled_from([*PLAIN, "Add!", "Clamp", "MaxPooling2d", "StaticReshape", "Copy", "StaticConstantPad"]), max_size=12
+)
+EVENTS = st.lists(
+    st.sampled_from([*PLAIN.values(), "Add", "Clamp", "Max Pooling", "Static Reshape", "Constant Pad"]), max_size=12
+)
+
+
+@given(ANY, EVENTS)
+def test_a_match_is_of_the_node_s_family_in_order_and_complete(kinds: list[str], events: list[str]) -> None:
+    graph = chain(*kinds)
+    try:
+        matches = align(graph, events)
+    except Unaligned:
+        return
+    assert len(matches) == len(events)
+    assert [match.node for match in matches] == sorted(match.node for match in matches)
+    taken = [node for match in matches if not match.clamp for node in (match.node, *match.fused)]
+    assert len(taken) == len(set(taken))
+    families = {**PLAIN, "Add": "Add", "Clamp": "Clamp", "MaxPooling2d": "Max Pooling", "StaticReshape": "Static Reshape"}
+    families |= {"StaticConstantPad": "Constant Pad", "Copy": "Copy"}
+    for match, event in zip(matches, events, strict=True):
+        assert event == ("Clamp" if match.clamp else families[graph.nodes[match.node].kind])
