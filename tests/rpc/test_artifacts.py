@@ -1,0 +1,226 @@
+"""Artifacts over real streams: resumable both ways, verified on both ends, refused as the contract says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+
+from etfarm.server.artifacts.store import Store
+from etfarm.server.rpc.artifacts import ArtifactService
+from etfarm.server.rpc.auth import Tokens
+from etfarm.server.rpc.edge import Edge
+from etfarm.server.state.engine import Database
+from etfarm.v1 import artifact_pb2, artifact_pb2_grpc
+from etfarm.v1.artifact_pb2 import Chunk, UploadHeader, UploadRequest, UploadStatus
+from etfarm.v1.common_pb2 import Artifact
+from etfarm.wire import chunks, status
+from etfarm.wire.channel import SERVER_OPTIONS, Access, open_channel
+from etfarm.wire.chunks import CHUNK_BYTES, CorruptDownload, artifact_of
+from etfarm.wire.errors import EtfarmError
+
+DATA = os.urandom(3 * CHUNK_BYTES + 12_345)
+ARTIFACT = artifact_of(DATA)
+WAIT_S = 10.0
+
+
+class Served:
+    """A store behind a port."""
+
+    def __init__(self, store: Store, stub: artifact_pb2_grpc.ArtifactServiceAsyncStub) -> None:
+        self.store = store
+        self.stub = stub
+
+    async def status(self, digest: str = ARTIFACT.digest) -> UploadStatus:
+        return await self.stub.GetUploadStatus(artifact_pb2.GetUploadStatusRequest(digest=digest))
+
+    async def error(self, call: grpc.aio.Call) -> EtfarmError:
+        """What the call is refused with."""
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await call  # type: ignore[misc]
+        return status.from_rpc_error(failed.value, server="here")
+
+    async def upload_error(self, *requests: UploadRequest) -> EtfarmError:
+        return await self.error(self.stub.Upload(said(requests)))
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    database = Database(tmp_path / "farm.sqlite")
+    await database.open()
+    store = Store(tmp_path / "artifacts", database)
+    server = grpc.aio.server(interceptors=[Edge(Tokens())], options=SERVER_OPTIONS)
+    artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(ArtifactService(store), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(Access(f"127.0.0.1:{port}")) as channel:
+        yield Served(store, artifact_pb2_grpc.ArtifactServiceStub(channel))  # type: ignore[arg-type]
+    await server.stop(None)
+    database.close()
+
+
+async def said(requests: Sequence[UploadRequest]) -> AsyncIterator[UploadRequest]:
+    for request in requests:
+        yield request
+
+
+def header(artifact: Artifact = ARTIFACT) -> UploadRequest:
+    return UploadRequest(header=UploadHeader(artifact=artifact))
+
+
+def chunk(offset: int, data: bytes) -> UploadRequest:
+    return UploadRequest(chunk=Chunk(offset=offset, data=data))
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+async def test_an_upload_arrives_and_comes_back(served: Served, tmp_path: Path, from_file: bool) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(DATA)
+    told: list[tuple[int, int]] = []
+    assert await chunks.artifact_of_file(path) == ARTIFACT
+    await chunks.upload(served.stub, ARTIFACT, path if from_file else DATA, on_progress=lambda *done: told.append(done))
+    assert told[-1] == (len(DATA), len(DATA))
+    assert (await served.status()).complete
+    assert await chunks.download_bytes(served.stub, ARTIFACT) == DATA
+
+
+async def test_only_what_is_missing_is_asked_for_in_its_order(served: Served) -> None:
+    await served.store.put(DATA, "ann")
+    wanted = ["f" * 64, ARTIFACT.digest, "0" * 64]
+    answer = await served.stub.FindMissing(artifact_pb2.FindMissingRequest(digests=wanted))
+    assert list(answer.missing) == ["f" * 64, "0" * 64]
+
+
+async def test_an_upload_whose_stream_was_cut_goes_on_from_the_committed_bytes(served: Served) -> None:
+    call = served.stub.Upload()
+    await call.write(header())
+    await call.write(chunk(0, DATA[:1000]))
+    async with asyncio.timeout(WAIT_S):
+        while (await served.status()).committed_bytes < 1000:  # each turn is a round trip
+            pass
+    call.cancel()
+    sent: list[int] = []
+    async with asyncio.timeout(WAIT_S):
+        while True:  # until the server has heard of the cut
+            try:
+                await chunks.upload(served.stub, ARTIFACT, DATA, on_progress=lambda done, _: sent.append(done))
+                break
+            except grpc.aio.AioRpcError as error:
+                assert status.from_rpc_error(error, server="").reason == "UPLOAD_IN_PROGRESS"
+                sent.clear()
+    assert sent[0] == 1000 + CHUNK_BYTES
+    assert await chunks.download_bytes(served.stub, ARTIFACT) == DATA
+
+
+async def test_what_is_stored_is_answered_at_once_and_its_bytes_are_not_read(served: Served) -> None:
+    await served.store.put(DATA, "ann")
+    call = served.stub.Upload()
+    await call.write(header())
+    async with asyncio.timeout(WAIT_S):
+        answer = await call
+    assert answer.complete
+
+
+async def test_an_upload_begins_with_one_header(served: Served) -> None:
+    assert (await served.upload_error()).reason == "NO_HEADER"
+    assert (await served.upload_error(chunk(0, DATA))).reason == "NO_HEADER"
+    assert (await served.upload_error(header(), chunk(0, DATA[:5]), header())).reason == "BAD_UPLOAD"
+    assert (await served.status()).committed_bytes == 5
+
+
+async def test_refusals_of_uploads_are_the_contracts(served: Served) -> None:
+    error = await served.upload_error(header(), chunk(7, DATA))
+    assert (error.reason, error.kind, error.metadata["committed_bytes"]) == ("CHUNK_OUT_OF_PLACE", "OUT_OF_RANGE", "0")
+    error = await served.upload_error(header(artifact_of(b"abc")), chunk(0, b"abd"))
+    assert (error.reason, error.kind) == ("DIGEST_MISMATCH", "DATA_LOSS")
+    error = await served.upload_error(header(artifact_of(b"abc")), chunk(0, b"abcd"))
+    assert (error.reason, error.kind) == ("TOO_MANY_BYTES", "INVALID_ARGUMENT")
+    error = await served.upload_error(header(Artifact(digest="ABC", size_bytes=3)))
+    assert (error.reason, error.kind) == ("DIGEST_MALFORMED", "INVALID_ARGUMENT")
+    error = await served.upload_error(header(Artifact(digest="a" * 64, size_bytes=1 << 60)))
+    assert (error.reason, error.kind, error.fault) == ("DISK_FULL", "RESOURCE_EXHAUSTED", "FARM")
+    assert {"free_bytes", "needed_bytes"} <= set(error.metadata)
+
+
+async def test_a_second_stream_of_an_upload_is_told_to_wait(served: Served) -> None:
+    first = served.stub.Upload()
+    await first.write(header())
+    await first.write(chunk(0, DATA[:1000]))
+    async with asyncio.timeout(WAIT_S):
+        while (await served.status()).committed_bytes < 1000:
+            pass
+        error = await served.upload_error(header())
+        assert (error.reason, error.kind) == ("UPLOAD_IN_PROGRESS", "ABORTED")
+        await first.write(chunk(1000, DATA[1000:]))
+        await first.done_writing()
+        assert (await first).complete
+
+
+@pytest.mark.parametrize("digests", [["abc"], ["A" * 64], ["a" * 64] * 10_001])
+async def test_bad_digests_are_refused(served: Served, digests: list[str]) -> None:
+    error = await served.error(served.stub.FindMissing(artifact_pb2.FindMissingRequest(digests=digests)))
+    assert (error.reason, error.kind) == ("DIGEST_MALFORMED", "INVALID_ARGUMENT")
+    assert error.fault == "USER"
+
+
+async def download_error(served: Served, digest: str, offset: int) -> EtfarmError:
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        async for _ in served.stub.Download(artifact_pb2.DownloadRequest(digest=digest, offset=offset)):
+            pass
+    return status.from_rpc_error(failed.value, server="here")
+
+
+async def test_refusals_of_downloads_are_the_contracts(served: Served) -> None:
+    await served.store.put(DATA, "ann")
+    error = await download_error(served, "a" * 64, 0)
+    assert (error.reason, error.kind) == ("ARTIFACT_NOT_FOUND", "NOT_FOUND")
+    error = await download_error(served, ARTIFACT.digest, len(DATA) + 1)
+    assert (error.reason, error.kind) == ("OFFSET_PAST_END", "OUT_OF_RANGE")
+
+
+@pytest.mark.parametrize("have", [0, 1, CHUNK_BYTES, len(DATA)])
+async def test_a_download_goes_on_from_its_part(served: Served, tmp_path: Path, have: int) -> None:
+    await served.store.put(DATA, "ann")
+    target = tmp_path / "got"
+    target.with_name("got.part").write_bytes(DATA[:have])
+    told: list[int] = []
+    await chunks.download(served.stub, ARTIFACT, target, on_progress=lambda done, _: told.append(done))
+    assert target.read_bytes() == DATA
+    assert sum(1 for _ in told) == len(list(chunks.spans(have, len(DATA))))
+    assert not target.with_name("got.part").exists()
+
+
+async def test_a_part_that_rotted_is_found_out_and_the_next_try_starts_at_0(served: Served, tmp_path: Path) -> None:
+    await served.store.put(DATA, "ann")
+    target = tmp_path / "got"
+    target.with_name("got.part").write_bytes(bytes(1000))
+    with pytest.raises(CorruptDownload):
+        await chunks.download(served.stub, ARTIFACT, target)
+    assert not target.exists() and not target.with_name("got.part").exists()
+    await chunks.download(served.stub, ARTIFACT, target)
+    assert target.read_bytes() == DATA
+
+
+async def test_a_part_that_is_too_long_is_of_something_else(served: Served, tmp_path: Path) -> None:
+    await served.store.put(DATA, "ann")
+    target = tmp_path / "got"
+    target.with_name("got.part").write_bytes(DATA + b"more")
+    await chunks.download(served.stub, ARTIFACT, target)
+    assert target.read_bytes() == DATA
+
+
+async def test_bytes_that_rotted_in_the_store_are_not_handed_on(served: Served, tmp_path: Path) -> None:
+    await served.store.put(DATA, "ann")
+    stored = served.store.path(ARTIFACT.digest)
+    stored.chmod(0o600)
+    stored.write_bytes(DATA[:-1] + bytes([DATA[-1] ^ 1]))
+    with pytest.raises(CorruptDownload) as corrupt:
+        await chunks.download_bytes(served.stub, ARTIFACT)
+    assert corrupt.value.metadata["digest"] == ARTIFACT.digest
+    with pytest.raises(CorruptDownload):
+        await chunks.download(served.stub, ARTIFACT, tmp_path / "got")
+    assert not (tmp_path / "got").exists()
