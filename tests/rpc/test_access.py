@@ -1,0 +1,203 @@
+"""Who may do what: tokens, roles and TLS against real server processes, and what a server refuses to start as."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+import trustme
+
+from etfarm.server.rpc.auth import ROLES
+from etfarm.v1 import common_pb2, farm_pb2
+from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.status import from_rpc_error
+from tests.rpc.test_contract import RPCS, WAIT_S, address_of, call
+from tests.support.farm import Daemon
+
+ROLES_OF_PEOPLE = ("admin", "user", "agent", "viewer")
+TOKENS = {role: f"token-of-the-{role}-0123456789" for role in ROLES_OF_PEOPLE}
+
+
+class Guarded:
+    """A server with TLS and tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        ca = trustme.CA()
+        certificate = ca.issue_cert("localhost", "127.0.0.1")
+        self.ca, self.other_ca = folder / "ca.pem", folder / "other.pem"
+        ca.cert_pem.write_to_path(self.ca)
+        trustme.CA().cert_pem.write_to_path(self.other_ca)
+        certificate.private_key_pem.write_to_path(folder / "key.pem")
+        certificate.cert_chain_pems[0].write_to_path(folder / "cert.pem")
+        tokens = folder / "tokens"
+        tokens.touch(mode=0o600)
+        tokens.write_text("".join(f"the-{role} {role} {token}\n" for role, token in TOKENS.items()))
+        self.daemon = Daemon(
+            ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--exit-with-stdin",
+             "--tokens", str(tokens), "--tls-cert", str(folder / "cert.pem"), "--tls-key", str(folder / "key.pem")],
+            folder / "serve.log",
+        )  # fmt: skip
+
+    def channel(self, token: str = "", ca: Path | None = None) -> grpc.aio.Channel:
+        return open_channel(Access(address_of(self.daemon), token, ca or self.ca))
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    made = Guarded(tmp_path_factory.mktemp("guarded"))
+    made.daemon.start()
+    try:
+        yield made
+    finally:
+        assert made.daemon.stop() == 0
+
+
+async def outcomes(channel: grpc.aio.Channel) -> dict[str, EtfarmError | None]:
+    """What each rpc of the contract answers to an empty request."""
+
+    async def outcome(rpc: str) -> EtfarmError | None:
+        try:
+            await call(channel, rpc)
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error, server="here")
+        return None
+
+    async with asyncio.timeout(WAIT_S):
+        return dict(zip(RPCS, await asyncio.gather(*map(outcome, RPCS)), strict=True))
+
+
+@pytest.mark.parametrize("token", ["", "of-nobody-0123456789", TOKENS["admin"] + "x"])
+async def test_without_a_known_token_every_rpc_is_unauthenticated(guarded: Guarded, token: str) -> None:
+    async with guarded.channel(token) as channel:
+        answers = await outcomes(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await channel.unary_unary("/grpc.health.v1.Health/Check")(b"")
+    assert failed.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    for rpc, error in answers.items():
+        assert error is not None, rpc
+        assert (error.reason, error.kind, error.fault) == ("UNAUTHENTICATED", "UNAUTHENTICATED", "USER"), rpc
+        assert "ETFARM_TOKEN" in error.remedy
+
+
+@pytest.mark.parametrize("role", ROLES_OF_PEOPLE)
+async def test_a_role_may_call_what_the_table_says_and_nothing_else(guarded: Guarded, role: str) -> None:
+    async with guarded.channel(TOKENS[role]) as channel:
+        answers = await outcomes(channel)
+    value = common_pb2.Role.Value(f"ROLE_{role.upper()}")
+    for rpc, error in answers.items():
+        allowed = value in ROLES[f"/etfarm.v1.{rpc.replace('.', '/')}"]
+        reason = None if error is None else error.reason
+        assert (reason == "PERMISSION_DENIED") != allowed, f"{role} calls {rpc}: {error}"
+        assert reason not in ("UNAUTHENTICATED", "INTERNAL"), f"{role} calls {rpc}: {error}"
+        if error is not None and not allowed:
+            assert error.kind == "PERMISSION_DENIED"
+            assert error.message == f"the-{role} is {role} and may not call {rpc}."
+            assert error.metadata == {"rpc": rpc, "role": role}
+
+
+async def test_a_token_names_its_principal(guarded: Guarded) -> None:
+    async with guarded.channel(TOKENS["viewer"]) as channel:
+        (info,) = await call(channel, "FarmService.GetServerInfo", farm_pb2.GetServerInfoRequest())
+    assert info.principal == common_pb2.Principal(name="the-viewer", role=common_pb2.ROLE_VIEWER)
+
+
+@pytest.mark.parametrize("which", ["none", "another"])
+async def test_a_client_without_the_authority_is_told_what_to_check(guarded: Guarded, which: str) -> None:
+    address = address_of(guarded.daemon)
+    access = Access(address, TOKENS["admin"], guarded.other_ca if which == "another" else None)
+    async with open_channel(access) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await call(channel, "FarmService.GetServerInfo")
+    error = from_rpc_error(failed.value, server=address)
+    assert error.reason == "SERVER_UNREACHABLE"
+    assert error.message.startswith(f"The server at {address} does not answer: ")
+    assert "\n" not in str(error)
+    assert "--tls-ca" in error.remedy
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    """What `etfarm serve` says on stderr when it ends at once as a usage error; it must not have listened."""
+    daemon = Daemon(["serve", "--data", str(folder / "data"), "--no-bundle", "--exit-with-stdin", *arguments], folder / "log")
+    daemon.start()
+    assert daemon.process is not None
+    assert daemon.process.wait(WAIT_S) == 2
+    with pytest.raises(AssertionError, match="it ended before"):
+        daemon.expect("listening on")
+    said = (folder / "log").read_text()
+    assert said.count("\n") == 1, said
+    assert not (folder / "data" / "farm.sqlite").exists()
+    return said
+
+
+def test_an_address_that_others_reach_is_refused_before_it_is_bound(tmp_path: Path) -> None:
+    assert refused(tmp_path, "--listen", "0.0.0.0:0") == (
+        "etfarm: Other machines can reach 0.0.0.0:0, and it has no --tls-cert, no --tls-key, no --tokens. "
+        "Give them, listen on 127.0.0.1, or say --insecure if you trust everybody who can reach it.\n"
+    )
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_token_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"ann admin {TOKENS['admin']}\n")
+    tokens.chmod(0o644)
+    assert f"chmod 600 {tokens}" in refused(tmp_path, "--listen", "127.0.0.1:0", "--tokens", str(tokens))
+
+
+def test_an_address_that_is_taken_is_named(tmp_path: Path, guarded: Guarded) -> None:
+    address = address_of(guarded.daemon)
+    daemon = Daemon(
+        ["serve", "--data", str(tmp_path / "data"), "--no-bundle", "--exit-with-stdin", "--listen", address], tmp_path / "log"
+    )
+    daemon.start()
+    assert daemon.process is not None
+    assert daemon.process.wait(WAIT_S) == 2
+    assert f"etfarm: Cannot listen on {address}" in (tmp_path / "log").read_text()
+
+
+def test_a_unix_socket_takes_a_former_servers_place_but_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "precious"
+    path.write_text("keep me")
+    daemon = Daemon(
+        ["serve", "--data", str(tmp_path / "data"), "--no-bundle", "--exit-with-stdin", "--listen", f"unix:{path}"],
+        tmp_path / "log",
+    )
+    daemon.start()
+    assert daemon.process is not None
+    assert daemon.process.wait(WAIT_S) == 2
+    assert "Cannot listen on unix:" in (tmp_path / "log").read_text()
+    assert path.read_text() == "keep me"
+
+
+async def test_what_a_killed_server_started_ends_with_it_and_its_socket_can_be_taken(tmp_path: Path) -> None:
+    path = tmp_path / "farm.sock"
+    arguments = ["serve", "--data", str(tmp_path / "data"), "--no-bundle", "--exit-with-stdin", "--listen", f"unix:{path}"]
+    first, second = Daemon(arguments, tmp_path / "log"), Daemon(arguments, tmp_path / "log")
+    first.start()
+    assert address_of(first) == f"unix:{path}"
+    assert path.stat().st_mode & 0o777 == 0o600
+    children = psutil.Process(first.pid).children(recursive=True)
+    assert any("etfarm.server.workers.forkserver" in " ".join(child.cmdline()) for child in children)
+    descriptors = [os.pidfd_open(child.pid) for child in children]
+    try:
+        first.kill9()
+        for descriptor in descriptors:
+            assert select.select([descriptor], [], [], 10)[0], "a process outlived its server"
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    second.start()
+    try:
+        async with open_channel(Access(address_of(second))) as channel:
+            (info,) = await call(channel, "FarmService.GetServerInfo")
+        assert info.version
+    finally:
+        assert second.stop() == 0

@@ -1,0 +1,311 @@
+"""The contract against a real server process: every rpc is there, and every refusal says what it should."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import message_factory
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
+
+from etfarm.server.rpc.auth import ROLES
+from etfarm.v1 import agent_pb2, artifact_pb2, compile_pb2, device_pb2, farm_pb2, job_pb2, report_pb2, session_pb2
+from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.status import from_rpc_error
+from tests.support.farm import Daemon
+
+MODULES = (agent_pb2, artifact_pb2, compile_pb2, device_pb2, farm_pb2, job_pb2, report_pb2, session_pb2)
+SERVICES = {service.name: service for module in MODULES for service in module.DESCRIPTOR.services_by_name.values()}
+RPCS = {f"{service.name}.{method.name}": method for service in SERVICES.values() for method in service.methods}
+PROTO = Path(__file__).parents[2] / "proto" / "etfarm" / "v1"
+WAIT_S = 60.0
+"""An answer may have to wait until the compile workers are warm."""
+
+
+def declared_for_later() -> set[str]:
+    """The rpcs whose comment says so."""
+    found = set()
+    for path in PROTO.glob("*.proto"):
+        service, comment = "", ""
+        for line in path.read_text().splitlines():
+            if opened := re.match(r"service (\w+)", line):
+                service = opened[1]
+            if line.strip().startswith("//"):
+                comment += line
+                continue
+            if (rpc := re.match(r"  rpc (\w+)", line)) and "Later work" in comment:
+                found.add(f"{service}.{rpc[1]}")
+            comment = ""
+    return found
+
+
+LATER = declared_for_later()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    folder = tmp_path_factory.mktemp("contract")
+    daemon = Daemon(
+        ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle",
+         "--address-file", str(folder / "address"), "--exit-with-stdin"],
+        folder / "serve.log",
+    )  # fmt: skip
+    daemon.start()
+    try:
+        yield daemon
+    finally:
+        assert daemon.stop() == 0
+        assert not (folder / "address").exists()
+
+
+def address_of(server: Daemon) -> str:
+    """Where it says that it listens."""
+    line = next((line for line in server.lines if "listening on" in line), None) or server.expect("listening on")
+    return line.removeprefix("etfarm serve: listening on ")
+
+
+@pytest.fixture
+async def channel(server: Daemon) -> AsyncIterator[grpc.aio.Channel]:
+    async with open_channel(Access(address_of(server))) as opened:
+        yield opened
+
+
+async def call(channel: grpc.aio.Channel, rpc: str, *requests: Message) -> list[Any]:
+    """The answers of an rpc by its name; an empty request where none is given."""
+    while True:
+        try:
+            return await _call_once(channel, rpc, *requests)
+        except grpc.aio.AioRpcError as error:
+            # grpc.aio loses the status when the server answers a stream in the moment of its first write; so do it again.
+            if error.details() != "Internal error from Core.":
+                raise
+
+
+async def _call_once(channel: grpc.aio.Channel, rpc: str, *requests: Message) -> list[Any]:
+    method = RPCS[rpc]
+    given = requests or (message_factory.GetMessageClass(method.input_type)(),)
+    kind = ("stream" if method.client_streaming else "unary") + "_" + ("stream" if method.server_streaming else "unary")
+    stub = getattr(channel, kind)(
+        f"/{method.containing_service.full_name}/{method.name}",
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
+    )
+
+    async def stream() -> AsyncIterator[Message]:
+        for request in given:
+            yield request
+
+    running = stub(stream() if method.client_streaming else given[0], timeout=WAIT_S)
+    return [message async for message in running] if method.server_streaming else [await running]
+
+
+async def refusal(channel: grpc.aio.Channel, rpc: str, *requests: Message) -> tuple[EtfarmError, grpc.aio.AioRpcError]:
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await call(channel, rpc, *requests)
+    return from_rpc_error(failed.value, server="here"), failed.value
+
+
+def error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
+    """The only detail of a status."""
+
+    class Call:
+        code = staticmethod(error.code)
+        details = staticmethod(error.details)
+        trailing_metadata = staticmethod(lambda: tuple(error.trailing_metadata() or ()))
+
+    status = rpc_status.from_call(Call())
+    assert status is not None, f"{error.code()} {error.details()} has no details"
+    (detail,) = status.details
+    info = error_details_pb2.ErrorInfo()
+    assert detail.Unpack(info)
+    return info
+
+
+def test_every_rpc_of_the_contract_has_a_row_of_roles_and_every_row_an_rpc() -> None:
+    declared = {f"/{method.containing_service.full_name}/{method.name}" for method in RPCS.values()}
+    assert {row for row in ROLES if row.startswith("/etfarm.v1.")} == declared
+    assert all(ROLES.values())
+
+
+def test_what_is_declared_for_later_is_said_in_the_contract() -> None:
+    assert {"JobService.Retry", "DeviceService.Reserve", "SessionService.Open", "ReportService.Compare"} <= LATER
+    assert not {"JobService.Submit", "AgentService.Connect", "ArtifactService.Upload"} & LATER
+
+
+async def test_every_rpc_is_reachable_and_later_ones_name_themselves(channel: grpc.aio.Channel) -> None:
+    async def outcome(rpc: str) -> tuple[str, str]:
+        try:
+            await call(channel, rpc)
+        except grpc.aio.AioRpcError as error:
+            info = error_info(error)
+            assert (info.domain, bool(info.reason)) == ("etfarm", True)
+            assert info.metadata["fault"] in ("USER", "DEVICE", "FARM")
+            assert error.code() not in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL), f"{rpc}: {error.details()}"
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                assert info.metadata["rpc"] == rpc
+                assert rpc in (error.details() or "")
+                return rpc, "later"
+        return rpc, "here"
+
+    async with asyncio.timeout(WAIT_S):
+        outcomes = dict(await asyncio.gather(*map(outcome, RPCS)))
+    assert outcomes == {rpc: "later" if rpc in LATER else "here" for rpc in RPCS}
+
+
+ABSENT = "a" * 64
+SPEC = job_pb2.JobSpec(candidates=[job_pb2.Candidate(name="net")])
+SPEC.candidates[0].program.pte.digest = ABSENT
+
+
+@pytest.mark.parametrize(
+    ("rpc", "requests", "code", "reason", "says"),
+    [
+        ("JobService.Get", [job_pb2.GetJobRequest(job_id="nothing")], "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
+        ("JobService.Watch", [job_pb2.WatchRequest(job_id="nothing")], "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
+        ("JobService.Cancel", [job_pb2.CancelRequest(job_id="nothing")], "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
+        ("JobService.TailLog", [job_pb2.TailLogRequest(job_id="nothing")], "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
+        ("ReportService.Get", [report_pb2.GetReportsRequest(job_id="nothing")], "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
+        ("JobService.List", [job_pb2.ListJobsRequest(page_token="x")], "INVALID_ARGUMENT", "BAD_JOB", "'x'"),
+        ("JobService.List", [job_pb2.ListJobsRequest(page_token="9" * 40)], "INVALID_ARGUMENT", "BAD_JOB", "page token"),
+        ("JobService.List", [job_pb2.ListJobsRequest(page_size=-1)], "INVALID_ARGUMENT", "BAD_JOB", "-1"),
+        ("JobService.Submit", [job_pb2.SubmitRequest(spec=SPEC)], "INVALID_ARGUMENT", "BAD_JOB", "request_id"),
+        ("JobService.Submit", [job_pb2.SubmitRequest(request_id="r")], "INVALID_ARGUMENT", "BAD_JOB", "no candidate"),
+        ("JobService.Submit", [job_pb2.SubmitRequest(request_id="r", spec=SPEC)], "FAILED_PRECONDITION", "ARTIFACT_MISSING",
+         "aaaa"),
+        ("DeviceService.Get", [device_pb2.GetDeviceRequest(device_id="pi")], "NOT_FOUND", "DEVICE_NOT_FOUND", "'pi'"),
+        ("DeviceService.List", [device_pb2.ListDevicesRequest(selector="core>=4")], "INVALID_ARGUMENT",
+         "UNKNOWN_SELECTOR_KEY", "cores"),
+        ("DeviceService.List", [device_pb2.ListDevicesRequest(selector="fast")], "INVALID_ARGUMENT",
+         "BAD_SELECTOR", "KEY OP VALUE"),
+        ("CompileService.GetCompilation", [compile_pb2.GetCompilationRequest(key="k")], "NOT_FOUND",
+         "COMPILATION_NOT_FOUND", "k"),
+        ("ArtifactService.FindMissing", [artifact_pb2.FindMissingRequest(digests=["x"])], "INVALID_ARGUMENT",
+         "DIGEST_MALFORMED", "'x'"),
+        ("ArtifactService.GetUploadStatus", [artifact_pb2.GetUploadStatusRequest(digest="x")], "INVALID_ARGUMENT",
+         "DIGEST_MALFORMED", "'x'"),
+        ("ArtifactService.Upload", [artifact_pb2.UploadRequest()], "INVALID_ARGUMENT", "NO_HEADER", "header"),
+        ("ArtifactService.Download", [artifact_pb2.DownloadRequest(digest=ABSENT)], "NOT_FOUND", "ARTIFACT_NOT_FOUND", "aaaa"),
+        ("FarmService.AddBundle", [farm_pb2.AddBundleRequest(digest=ABSENT)], "FAILED_PRECONDITION", "ARTIFACT_MISSING", "aaaa"),
+        ("AgentService.Connect", [agent_pb2.AgentMessage()], "INVALID_ARGUMENT", "NO_HELLO", "Hello"),
+        ("AgentService.Connect", [agent_pb2.AgentMessage(hello=agent_pb2.Hello(protocol_version=9))], "FAILED_PRECONDITION",
+         "PROTOCOL_UNSUPPORTED", "protocol 9"),
+    ],
+)  # fmt: skip
+async def test_a_refusal_carries_its_code_reason_and_values(
+    channel: grpc.aio.Channel, rpc: str, requests: list[Message], code: str, reason: str, says: str
+) -> None:
+    error, raw = await refusal(channel, rpc, *requests)
+    assert (raw.code().name, error.reason) == (code, reason)
+    assert says in str(error)
+    info = error_info(raw)
+    assert (info.domain, info.reason, info.metadata["fault"]) == ("etfarm", reason, "USER")
+    assert info.metadata["message"] == error.message
+    assert info.metadata.get("remedy", "") == error.remedy
+    assert raw.details() == f"{error.message} {error.remedy}".strip()
+
+
+async def test_every_service_is_serving(channel: grpc.aio.Channel) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    for name in ("", *(service.full_name for service in SERVICES.values())):
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING, name
+
+
+async def test_reflection_lists_every_service(channel: grpc.aio.Channel) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+
+    async def ask() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+
+    (answer,) = [answer async for answer in stub.ServerReflectionInfo(ask())]
+    listed = {service.name for service in answer.list_services_response.service}
+    assert {service.full_name for service in SERVICES.values()} <= listed
+    assert "grpc.health.v1.Health" in listed
+
+
+async def test_the_server_says_what_it_is_and_who_calls(channel: grpc.aio.Channel) -> None:
+    (info,) = await call(channel, "FarmService.GetServerInfo")
+    assert info.version
+    assert (info.principal.name, info.principal.role) == ("local", 1)
+    assert (info.devices_known, info.live_jobs) == (0, 0)
+
+
+async def test_an_unknown_method_is_unimplemented(channel: grpc.aio.Channel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await channel.unary_unary("/etfarm.v1.JobService/Nothing")(b"")
+    assert failed.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_bytes_that_are_no_message_are_refused_and_the_server_goes_on(channel: grpc.aio.Channel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError):
+        await channel.unary_unary("/etfarm.v1.JobService/Get")(b"\xff\xff\xff")
+    await call(channel, "FarmService.GetServerInfo")
+
+
+async def test_an_agents_device_comes_goes_and_stays_known(channel: grpc.aio.Channel) -> None:
+    connect = channel.stream_stream(
+        "/etfarm.v1.AgentService/Connect",
+        request_serializer=agent_pb2.AgentMessage.SerializeToString,
+        response_deserializer=agent_pb2.ServerMessage.FromString,
+    )
+    device = device_pb2.Device(id="contract-pi", name="board", arch="aarch64")
+    hello = agent_pb2.Hello(agent_id="agent-1", protocol_version=1, devices=[device], active_attempts=["long gone"])
+
+    async def state() -> int:
+        (found,) = await call(channel, "DeviceService.Get", device_pb2.GetDeviceRequest(device_id="contract-pi"))
+        return int(found.state)
+
+    async with asyncio.timeout(WAIT_S):
+        stream = connect()
+        await stream.write(agent_pb2.AgentMessage(hello=hello))
+        welcome, cancel = await stream.read(), await stream.read()
+        assert welcome.welcome.heartbeat_interval_s > 0
+        assert cancel.cancel_run.attempt_id == "long gone"
+        assert await state() == device_pb2.DEVICE_STATE_IDLE
+        error, _ = await refusal(channel, "AgentService.Connect", agent_pb2.AgentMessage(hello=hello))
+        assert error.reason == "AGENT_CONNECTED"
+        assert await state() == device_pb2.DEVICE_STATE_IDLE
+        late = agent_pb2.RunResult(attempt_id="late")
+        for _ in range(2):  # a result that nobody waits for is acknowledged every time
+            await stream.write(agent_pb2.AgentMessage(run_result=late))
+            assert (await stream.read()).ack.attempt_id == "late"
+        await stream.write(agent_pb2.AgentMessage(goodbye=agent_pb2.Goodbye()))
+        assert await stream.read() is grpc.aio.EOF
+        assert await state() == device_pb2.DEVICE_STATE_OFFLINE
+        again = connect()
+        await again.write(agent_pb2.AgentMessage(hello=hello))
+        assert (await again.read()).HasField("welcome")
+        again.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await again.code()
+
+
+def test_the_address_file_is_the_owners_alone_and_tells_address_and_pid(server: Daemon) -> None:
+    path = server.log.parent / "address"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert json.loads(path.read_text()) == {"address": address_of(server), "pid": server.pid}
+
+
+def test_a_second_server_on_the_same_data_is_refused_by_name(server: Daemon) -> None:
+    address_of(server)
+    second = Daemon(
+        ["serve", "--listen", "127.0.0.1:0", "--data", str(server.log.parent / "data"), "--no-bundle"],
+        server.log.parent / "second.log",
+    )
+    second.start()
+    assert second.process is not None
+    assert second.process.wait(WAIT_S) == 2
+    expected = rf"etfarm: Another server \(pid {server.pid}\) uses .*/data\. Stop it, or choose another --data\.\n"
+    assert re.fullmatch(expected, second.log.read_text())
