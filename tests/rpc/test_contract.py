@@ -89,7 +89,7 @@ async def call(channel: grpc.aio.Channel, rpc: str, *requests: Message) -> list[
             return await _call_once(channel, rpc, *requests)
         except grpc.aio.AioRpcError as error:
             # grpc.aio loses the status when the server answers a stream in the moment of its first write; so do it again.
-            if error.details() != "Internal error from Core.":
+            if not (error.details() or "").startswith("Internal error from Core"):
                 raise
 
 
