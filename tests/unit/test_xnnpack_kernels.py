@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from etfarm.server.reports.kernels import Match, Unaligned, align, family
+from etfarm.server.reports.kernels import Match, Part, Unaligned, align, family
 from etfarm.server.reports.xnnpack import Value, XGraph, XNode
 
 FP32, QINT8, QDINT8 = 1, 3, 9
@@ -22,7 +22,7 @@ def chain(*kinds: str, types: Sequence[int] = ()) -> XGraph:
 
 
 def numbers(matches: Sequence[Match]) -> list[tuple[int, ...]]:
-    return [(match.node, *match.fused) for match in matches]
+    return [(match.part.node, *(part.node for part in match.fused)) for match in matches]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_family_is_the_name_without_layout_and_number(event: str, name: str) -
 
 def test_a_clamped_binary_is_two_kernels() -> None:
     found = align(chain("Conv2d", "Add!", "StaticTranspose"), ["Convolution (NHWC, F32) IGEMM #1", "Add", "Clamp", "Transpose"])
-    assert found == [Match(0), Match(1, separate=True), Match(1, clamp=True), Match(2)]
+    assert found == [Match(Part(0)), Match(Part(1)), Match(Part(1, clamp=True)), Match(Part(2))]
 
 
 def test_a_clamp_behind_a_kernel_that_can_clamp_has_none() -> None:
@@ -94,6 +94,15 @@ def test_elementwise_nodes_between_two_8_bit_values_are_one_lookup() -> None:
         align(graph, ["Convolution", "Convert", "GELU", "Convert", "Convolution"])
 
 
+def test_a_binary_s_clamp_can_be_part_of_a_lookup() -> None:
+    graph = chain("Add!", "Convert", "Gelu", "Convert", "Conv2d", types=(QINT8, QINT8, FP32, FP32, QINT8, QINT8))
+    assert align(graph, ["Add", "Invalid Unary Op", "Convolution"]) == [
+        Match(Part(0)),
+        Match(Part(3), (Part(0, clamp=True), Part(1), Part(2))),
+        Match(Part(4)),
+    ]
+
+
 def test_a_square_before_a_mean_and_a_product_with_itself() -> None:
     assert numbers(align(chain("Square", "GlobalAvgPooling2d"), ["Mean Squared"])) == [(1, 0)]
     nodes = (XNode("Multiply", 1, False, (0, 0), (1,)),)
@@ -129,7 +138,7 @@ KINDS = st.lists(st.sampled_from(sorted(PLAIN)), min_size=1, max_size=30)
 @given(KINDS)
 def test_nodes_that_each_have_a_kernel_are_matched_in_order(kinds: list[str]) -> None:
     events = [f"{PLAIN[kind]} (X) #{at}" for at, kind in enumerate(kinds)]
-    assert align(chain(*kinds), events) == [Match(at) for at in range(len(kinds))]
+    assert align(chain(*kinds), events) == [Match(Part(at)) for at in range(len(kinds))]
 
 
 @given(KINDS, st.data())
@@ -166,10 +175,11 @@ def test_a_match_is_of_the_node_s_family_in_order_and_complete(kinds: list[str],
     except Unaligned:
         return
     assert len(matches) == len(events)
-    assert [match.node for match in matches] == sorted(match.node for match in matches)
-    taken = [node for match in matches if not match.clamp for node in (match.node, *match.fused)]
+    parts = [match.part for match in matches]
+    assert [part.node for part in parts] == sorted(part.node for part in parts)
+    taken = [part for match in matches for part in (match.part, *match.fused)]
     assert len(taken) == len(set(taken))
     families = {**PLAIN, "Add": "Add", "Clamp": "Clamp", "MaxPooling2d": "Max Pooling", "StaticReshape": "Static Reshape"}
     families |= {"StaticConstantPad": "Constant Pad", "Copy": "Copy"}
-    for match, event in zip(matches, events, strict=True):
-        assert event == ("Clamp" if match.clamp else families[graph.nodes[match.node].kind])
+    for part, event in zip(parts, events, strict=True):
+        assert event == ("Clamp" if part.clamp else families[graph.nodes[part.node].kind])

@@ -86,27 +86,30 @@ class _Delegate:
 
     def origin(self, match: kernels.Match) -> Origin:
         """A kernel's origin: all that it does, with the place of the node it is named after, and of a table's first operator."""
-        node = self._graph.nodes[match.node]
-        if match.clamp:
-            handles = [handle for handle in self._behind(node) if self._clamps(handle)]
-            if handles:
-                return _origin({handle: self._own(handle) for handle in handles}, handles[0])
-        members = {index: self._graph.nodes[index] for index in sorted({match.node, *match.fused})}
         parts: dict[int, list[Node]] = {}
-        for member in members.values():
-            if member.debug_handle is not None:
-                parts.setdefault(member.debug_handle, []).extend(self._operators(member))
-            # What clamps a binary is a kernel of its own.
-            for handle in () if match.separate else self._behind(member):
-                parts.setdefault(handle, []).extend(self._own(handle))
-        if match.fused and node.kind == "Convert":
-            node = next((member for member in members.values() if member.kind != "Convert"), node)
-        return _origin(parts, node.debug_handle)
+        main, rank = None, -1
+        for part in sorted((match.part, *match.fused), key=lambda part: (part.node, part.clamp)):
+            node = self._graph.nodes[part.node]
+            # A table ends with a conversion, and is the operators before it.
+            importance = 2 * (node.kind != "Convert") + (part == match.part)
+            found = self._operators_of(part)
+            if importance > rank and found:
+                main, rank = next(iter(found)), importance
+            for handle, nodes in found.items():
+                parts.setdefault(handle, []).extend(nodes)
+        return _origin(parts, main)
 
-    def _behind(self, node: xnnpack.XNode) -> Sequence[int]:
-        """Handles of what the compiler fused into a node: they are the delegate's, and no node of it has them."""
+    def _operators_of(self, part: kernels.Part) -> Mapping[int, Sequence[Node]]:
+        """The operators that became a part, by debug handle, the first one first; of what was inserted there are none."""
+        node = self._graph.nodes[part.node]
         following = self._record.followers.get(node.debug_handle or 0, ())
-        return [handle for handle in following if handle in self._hidden and (node.clamped or not self._clamps(handle))]
+        behind = {handle: self._own(handle) for handle in following if handle in self._hidden}
+        clamps = {handle: nodes for handle, nodes in behind.items() if self._clamps(handle)}
+        if node.debug_handle is None or (part.clamp and clamps):
+            return clamps
+        if node.kind in kernels.BINARY or not node.clamped:
+            behind = {handle: nodes for handle, nodes in behind.items() if handle not in clamps}
+        return {node.debug_handle: self._operators(node), **behind}
 
     def _clamps(self, handle: int) -> bool:
         return any(base_name(node.op_type) in _CLAMPS for node in self._record.nodes.get(handle, ()))

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Final
 
 from etfarm.server.reports.xnnpack import XGraph, XNode
@@ -85,7 +85,9 @@ _FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
 _TABLE: Final = "Invalid Unary Op"
 """XNNPACK has no name for a lookup."""
 
-_BINARY: Final = frozenset({"Add", "Subtract", "Multiply", "Div", "Maximum", "Minimum", "PReLU"})
+BINARY: Final = frozenset({"Add", "Subtract", "Multiply", "Div", "Maximum", "Minimum", "PReLU"})
+"""Kinds with two operands, element by element."""
+
 _CLAMPING: Final = frozenset(
     {"Conv2d", "DepthwiseConv2d", "ConvTranspose2d", "FullyConnected", "AvgPooling2d", "MaxPooling2d", "Clamp"}
 )
@@ -110,17 +112,22 @@ class Unaligned(FarmError):
 
 
 @dataclass(frozen=True)
+class Part:
+    """A node, or of a clamped binary one of the two that XNNPACK makes of it."""
+
+    node: int
+    clamp: bool = False
+    """Whether this is only what clamps a binary node's result."""
+
+
+@dataclass(frozen=True)
 class Match:
     """What one kernel ran."""
 
-    node: int
-    """The node that the kernel is named after; the last one of a table."""
-    fused: tuple[int, ...] = ()
-    """Other nodes, ascending, that the kernel does as well."""
-    clamp: bool = False
-    """Whether the kernel only clamps the node's output."""
-    separate: bool = False
-    """Whether another kernel clamps the node's output."""
+    part: Part
+    """What the kernel is named after; the last one of a table."""
+    fused: tuple[Part, ...] = ()
+    """What else the kernel does, in the order of the nodes."""
 
 
 def family(event: str) -> str:
@@ -135,81 +142,90 @@ def align(graph: XGraph, events: Sequence[str]) -> list[Match]:
     Raises:
         Unaligned: there is no way or more than one to account for all events and all nodes.
     """
-    roles = _roles(graph)
+    parts, split = _split(graph)
+    roles = _roles(split)
     families = [family(event) for event in events]
     ways = _ways(roles, families)
     if ways[-1].get(len(families), 0) != 1:
-        _refuse(graph, events, ways)
-    matches: list[Match] = []
+        raise _refusal(graph, events, ways, parts)
+    runs: list[int] = []
     at = len(families)
-    taken: list[tuple[int, int]] = []
     for index in range(len(roles) - 1, -1, -1):
-        (used,) = [n for n in roles[index].uses(families, at) if ways[index].get(at - n, 0)]
-        taken.append((index, used))
-        at -= used
-    absorbed: dict[int, list[int]] = defaultdict(list)
-    runs = {index for index, used in taken if used}
-    for index, used in taken:
-        if not used and (into := _runner(roles, runs, index)) is not None:
-            absorbed[into].append(index)
-    for index, used in reversed(taken):
-        if used:
-            matches.append(Match(index, tuple(sorted(absorbed[index])), separate=used > 1))
-            matches.extend(Match(index, clamp=True) for _ in range(used - 1))
-    return matches
+        if ways[index].get(at - 1, 0) and roles[index].may_run(families, at - 1):
+            runs.append(index)
+            at -= 1
+    absorbed: dict[int, list[Part]] = defaultdict(list)
+    ran = frozenset(runs)
+    for index, part in enumerate(parts):
+        into = _runner(roles, ran, index)
+        if into is not None and into != index:
+            absorbed[into].append(part)
+    return [Match(parts[index], tuple(absorbed[index])) for index in reversed(runs)]
 
 
-@dataclass
+def _split(graph: XGraph) -> tuple[list[Part], XGraph]:
+    """The nodes that XNNPACK is given: the clamp of a binary node is one of its own, behind it."""
+    parts: list[Part] = []
+    nodes: list[XNode] = []
+    values = dict(graph.values)
+    for index, node in enumerate(graph.nodes):
+        parts.append(Part(index))
+        if not (node.clamped and node.kind in BINARY):
+            nodes.append(node)
+            continue
+        between = max(values) + 1
+        values[between] = replace(values[node.outputs[0]], output=False)
+        nodes.append(replace(node, outputs=(between,), clamped=False))
+        nodes.append(XNode("Clamp", node.debug_handle, True, (between,), node.outputs))
+        parts.append(Part(index, clamp=True))
+    return parts, XGraph(tuple(nodes), values)
+
+
+@dataclass(frozen=True)
 class _Role:
-    """What kernels a node may have."""
+    """Whether a node has a kernel."""
 
-    kernels: tuple[tuple[str, ...], ...]
-    """One after the other, each by the names that it may have."""
+    names: tuple[str, ...]
+    """The families that its kernel may be of; none where it certainly has no kernel."""
     into: int | None = None
-    """The node whose kernel does it as well, where it may have none; None where no kernel does."""
+    """The node whose kernel does it as well, where it has none; None where no kernel does."""
     optional: bool = False
-    gone: bool = False
-    """Whether it certainly has no kernel."""
+    """Whether it may have no kernel."""
 
-    def uses(self, families: Sequence[str], end: int) -> list[int]:
-        """How many events that end before `end` may be this node's."""
-        counts = [0] if self.optional or self.gone else []
-        size = len(self.kernels)
-        last = families[max(0, end - size) : end]
-        if not self.gone and len(last) == size and all(map(tuple.__contains__, self.kernels, last)):
-            counts.append(size)
-        return counts
+    def may_run(self, families: Sequence[str], at: int) -> bool:
+        return 0 <= at < len(families) and families[at] in self.names
 
 
 def _ways(roles: Sequence[_Role], families: Sequence[str]) -> list[dict[int, int]]:
-    """For each number of nodes: in how many ways (2 is several) they account for so many first events."""
+    """For each number of first nodes: in how many ways (2 is several) they account for so many first events."""
     ways: list[dict[int, int]] = [{0: 1}]
     for role in roles:
         reached: dict[int, int] = defaultdict(int)
         for at, count in ways[-1].items():
-            for used in {0, len(role.kernels)}:
-                if used in role.uses(families, at + used) and at + used <= len(families):
-                    reached[at + used] = min(2, reached[at + used] + count)
+            if role.optional:
+                reached[at] = min(2, reached[at] + count)
+            if role.may_run(families, at):
+                reached[at + 1] = min(2, reached[at + 1] + count)
         ways.append(dict(reached))
     return ways
 
 
-def _refuse(graph: XGraph, events: Sequence[str], ways: Sequence[Mapping[int, int]]) -> None:
+def _refusal(graph: XGraph, events: Sequence[str], ways: Sequence[Mapping[int, int]], parts: Sequence[Part]) -> Unaligned:
     counts = f"{len(events)} kernels ran for {len(graph.nodes)} nodes"
     if ways[-1].get(len(events), 0) > 1:
-        raise Unaligned(f"{counts}, and they match in more than one way.", kernels=len(events), nodes=len(graph.nodes))
-    stuck = next((index for index, reached in enumerate(ways) if not reached), len(ways)) - 1
-    furthest = max(ways[stuck], default=0)
-    kernel = repr(events[furthest]) if furthest < len(events) else "no kernel"
-    node = graph.nodes[stuck].kind if stuck < len(graph.nodes) else "no node"
-    raise Unaligned(
-        f"{counts}; kernel {furthest} is {kernel} where node {stuck} is {node}.",
-        kernels=len(events), nodes=len(graph.nodes), kernel=kernel, node=node,
-    )  # fmt: skip
+        how = ", and they match in more than one way."
+    else:
+        stuck = next((index for index, reached in enumerate(ways) if not reached), len(ways)) - 1
+        at = max(ways[stuck], default=0)
+        kernel = repr(events[at]) if at < len(events) else "no kernel"
+        number = parts[stuck].node if stuck < len(parts) else len(graph.nodes)
+        node = graph.nodes[number].kind if stuck < len(parts) else "no node"
+        how = f"; kernel {at} is {kernel} where node {number} is {node}."
+    return Unaligned(counts + how, kernels=len(events), nodes=len(graph.nodes))
 
 
-def _runner(roles: Sequence[_Role], runs: set[int], index: int) -> int | None:
-    """The node whose kernel does that of `index`, which has none itself."""
+def _runner(roles: Sequence[_Role], runs: Set[int], index: int) -> int | None:
+    """The node whose kernel does that of `index`: itself, or along what it is fused into."""
     seen: set[int] = set()
     into: int | None = index
     while into is not None and into not in runs and into not in seen:
@@ -248,9 +264,9 @@ def _roles(graph: XGraph) -> list[_Role]:
     roles = [_role(flow, index, node) for index, node in enumerate(graph.nodes)]
     for chain in _tables(flow):
         last = chain[-1]
-        roles[last] = _Role(((_TABLE,),))
+        roles[last] = _Role((_TABLE,))
         for index in chain[:-1]:
-            roles[index] = _Role((), into=last, gone=True)
+            roles[index] = _Role((), into=last, optional=True)
     return roles
 
 
@@ -258,9 +274,8 @@ def _role(flow: _Flow, index: int, node: XNode) -> _Role:
     names = _FAMILIES.get(node.kind, ())
     if node.kind == "Multiply" and len(set(node.inputs)) == 1:
         names = (*names, "Square")
-    kernels = (names, ("Clamp",)) if node.clamped and node.kind in _BINARY else (names,)
-    if not any(flow.consumers[value] or flow.graph.values[value].output for value in node.outputs if value in flow.graph.values):
-        return _Role(kernels, optional=True)
+    if not any(flow.consumers[value] or flow.graph.values[value].output for value in node.outputs):
+        return _Role(names, optional=True)
     taker = flow.only(node.outputs[0])
     maker = flow.producer.get(node.inputs[0]) if node.inputs else None
     into = None
@@ -273,7 +288,6 @@ def _role(flow: _Flow, index: int, node: XNode) -> _Role:
             into = taker if maker is None or flow.only(node.inputs[0]) != index else maker
         case "StaticReshape":
             into = taker if flow.of_kind(taker, frozenset({"StaticReshape"})) else None
-            return _Role(kernels, into, optional=into is not None)
         case "StaticTranspose" if taker is not None and flow.of_kind(taker, _PRODUCTS):
             into = taker if flow.graph.nodes[taker].inputs[1:2] == node.outputs else None
         case "Convert" if flow.graph.values[node.outputs[0]].datatype == _QDINT8:
@@ -281,7 +295,7 @@ def _role(flow: _Flow, index: int, node: XNode) -> _Role:
             into = takers[0] if all(flow.of_kind(taker, _QUANTIZING) for taker in takers) else None
         case "Square" | "Multiply" if flow.of_kind(taker, frozenset({"GlobalAvgPooling2d"})) and len(set(node.inputs)) == 1:
             into = taker
-    return _Role(kernels, into, optional=into is not None)
+    return _Role(names, into, optional=into is not None)
 
 
 def _tables(flow: _Flow) -> list[list[int]]:
@@ -311,14 +325,11 @@ def _tables(flow: _Flow) -> list[list[int]]:
 
 
 def _through(flow: _Flow, node: XNode, values: set[int]) -> int | None:
-    """The value that an elementwise node is a function of; None where there are several, and for other nodes.
-
-    A clamped binary is two nodes to XNNPACK, of which the second takes the first's output.
-    """
+    """The value that an elementwise node is a function of; None where there are several, and for other nodes."""
     if node.kind in _UNARY:
         dynamic = flow.graph.values[node.outputs[0]].datatype == _QDINT8
         return None if node.kind == "Convert" and dynamic else node.inputs[0]
-    if node.kind in _BINARY and len(node.inputs) == 2 and not node.clamped:
+    if node.kind in BINARY and len(node.inputs) == 2:
         first, second = node.inputs
         for one, other in ((first, second), (second, first)):
             known, variable = flow.graph.values.get(one), flow.graph.values.get(other)

@@ -206,10 +206,8 @@ def _node(table: _Table, values: Mapping[int, Value]) -> XNode:
     kind, (inputs, outputs) = _KINDS[number - 1]
     if kind.startswith("Concatenate"):
         inputs = inputs[: int(kind[-1])]  # the others say 0, which is a value of its own
-    return XNode(
-        kind=kind,
-        debug_handle=None if handle == _INSERTED else handle,
-        clamped=table.table(3) is not None,
-        inputs=tuple(number for slot in inputs if (number := union.number(slot)) in values),
-        outputs=tuple(union.number(slot) for slot in outputs),
-    )
+    taken = tuple(number for slot in inputs if (number := union.number(slot)) in values)
+    given = tuple(union.number(slot) for slot in outputs)
+    if not taken or not values.keys() >= set(given):
+        raise ValueError(f"a node of the kind {kind} has no inputs or no outputs")
+    return XNode(kind, None if handle == _INSERTED else handle, table.table(3) is not None, taken, given)
