@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,18 +15,13 @@ from etfarm.client.errors import Kind, UserError, from_rpc_error
 from etfarm.client.jobs import AsyncJob
 from etfarm.client.models import Bundle, Device, JobInfo, RecipeInfo, ServerInfo
 from etfarm.client.retry import repeat
+from etfarm.client.stubs import Stubs
 from etfarm.client.submission import DEFAULT_RECIPE, Inputs, Model, Submission
 from etfarm.v1 import (
-    artifact_pb2_grpc,
     compile_pb2,
-    compile_pb2_grpc,
     device_pb2,
-    device_pb2_grpc,
     farm_pb2,
-    farm_pb2_grpc,
     job_pb2,
-    job_pb2_grpc,
-    report_pb2_grpc,
 )
 from etfarm.wire import chunks, names, selectors
 from etfarm.wire.channel import Access, open_channel
@@ -45,32 +39,6 @@ class NotConnected(UserError):
 
     reason = "NOT_CONNECTED"
     kind = Kind.FAILED_PRECONDITION
-
-
-@dataclass(frozen=True)
-class Stubs:
-    """The services of one server."""
-
-    server: str
-    artifacts: artifact_pb2_grpc.ArtifactServiceAsyncStub
-    compiler: compile_pb2_grpc.CompileServiceAsyncStub
-    devices: device_pb2_grpc.DeviceServiceAsyncStub
-    farm: farm_pb2_grpc.FarmServiceAsyncStub
-    jobs: job_pb2_grpc.JobServiceAsyncStub
-    reports: report_pb2_grpc.ReportServiceAsyncStub
-
-    @classmethod
-    def of(cls, channel: grpc.aio.Channel, server: str) -> Stubs:
-        """The stubs over one channel."""
-        return cls(
-            server,
-            artifact_pb2_grpc.ArtifactServiceStub(channel),
-            compile_pb2_grpc.CompileServiceStub(channel),
-            device_pb2_grpc.DeviceServiceStub(channel),
-            farm_pb2_grpc.FarmServiceStub(channel),
-            job_pb2_grpc.JobServiceStub(channel),
-            report_pb2_grpc.ReportServiceStub(channel),
-        )
 
 
 class AsyncFarm:

@@ -17,7 +17,7 @@ from etfarm.wire import report, tensors
 from etfarm.wire.errors import EtfarmError
 
 if TYPE_CHECKING:
-    from etfarm.client.aio import Stubs
+    from etfarm.client.stubs import Stubs
 
 
 class CellNotFound(UserError):

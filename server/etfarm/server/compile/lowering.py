@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from typing import Any
+from typing import Any, Final
 
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig
 from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
@@ -16,7 +16,6 @@ from executorch.export import ExportRecipe, ExportSession, LoweringRecipe
 from executorch.export.recipe_registry import recipe_registry
 
 from etfarm.server.compile.explain import first_line, stage_failed
-from etfarm.server.compile.prewarm import recipe_modules
 from etfarm.server.compile.refusals import ToolchainIncomplete
 from etfarm.server.compile.result import Delegation, StageEvent, StageTime
 from etfarm.server.workers.faults import is_out_of_memory
@@ -24,6 +23,15 @@ from etfarm.wire.errors import EtfarmError
 from etfarm.wire.recipes import Plain, Recipe
 
 _log = logging.getLogger(__name__)
+
+_RECIPE_MODULES: Final = (
+    "executorch.backends.xnnpack.recipes",
+    "executorch.backends.apple.coreml.recipes",
+    "executorch.backends.apple.coreai.recipes",
+    "executorch.backends.arm.recipes",
+    "executorch.backends.qualcomm.recipes",
+)
+"""Modules that register recipe providers when they are imported, where their tools are installed."""
 
 
 class Stopped(Exception):
@@ -93,7 +101,7 @@ def executorch_recipe(recipe: Recipe) -> Any:
 def provider_problems() -> dict[str, str]:
     """What hinders each module of recipe providers from being imported here; modules without a problem are missing."""
     problems = {}
-    for module in recipe_modules():
+    for module in _RECIPE_MODULES:
         try:
             with _quiet():
                 importlib.import_module(module)
@@ -103,7 +111,7 @@ def provider_problems() -> dict[str, str]:
 
 
 def _type_of(recipe: Recipe) -> Any:
-    for module in recipe_modules():
+    for module in _RECIPE_MODULES:
         if f".{recipe.specification.backend}." in module or (recipe.specification.backend == "qnn" and "qualcomm" in module):
             importlib.import_module(module)
     for backend in recipe_registry.list_backends():

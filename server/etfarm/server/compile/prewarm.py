@@ -12,20 +12,6 @@ from typing import Final
 PRELOAD: Final = ("etfarm.server.compile.prewarm:warm",)
 """For `Workers(preload=...)`."""
 
-_RECIPES: Final = (
-    "executorch.backends.xnnpack.recipes",
-    "executorch.backends.apple.coreml.recipes",
-    "executorch.backends.apple.coreai.recipes",
-    "executorch.backends.arm.recipes",
-    "executorch.backends.qualcomm.recipes",
-)
-"""Modules that register recipe providers when they are imported, where their tools are installed."""
-
-
-def recipe_modules() -> tuple[str, ...]:
-    """Names of the modules that register ExecuTorch's recipe providers."""
-    return _RECIPES
-
 
 def warm() -> None:
     """Imports torch and ExecuTorch, and lowers a tiny model, which pays the one-off costs of a process.

@@ -1,0 +1,42 @@
+"""The typed stubs of one server's services, made once a channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+
+from etfarm.v1 import (
+    artifact_pb2_grpc,
+    compile_pb2_grpc,
+    device_pb2_grpc,
+    farm_pb2_grpc,
+    job_pb2_grpc,
+    report_pb2_grpc,
+)
+
+
+@dataclass(frozen=True)
+class Stubs:
+    """The services of one server."""
+
+    server: str
+    artifacts: artifact_pb2_grpc.ArtifactServiceAsyncStub
+    compiler: compile_pb2_grpc.CompileServiceAsyncStub
+    devices: device_pb2_grpc.DeviceServiceAsyncStub
+    farm: farm_pb2_grpc.FarmServiceAsyncStub
+    jobs: job_pb2_grpc.JobServiceAsyncStub
+    reports: report_pb2_grpc.ReportServiceAsyncStub
+
+    @classmethod
+    def of(cls, channel: grpc.aio.Channel, server: str) -> Stubs:
+        """The stubs over one channel."""
+        return cls(
+            server,
+            artifact_pb2_grpc.ArtifactServiceStub(channel),
+            compile_pb2_grpc.CompileServiceStub(channel),
+            device_pb2_grpc.DeviceServiceStub(channel),
+            farm_pb2_grpc.FarmServiceStub(channel),
+            job_pb2_grpc.JobServiceStub(channel),
+            report_pb2_grpc.ReportServiceStub(channel),
+        )
