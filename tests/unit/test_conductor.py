@@ -339,6 +339,29 @@ async def test_cancelling_in_the_moment_of_starting_ends_the_cell_too(world: Wor
     assert len(await world.journal.reports(job.id)) == 3
 
 
+async def test_cancelling_while_the_last_change_is_being_written_leaves_it_as_it_was_decided(world: World) -> None:
+    write, writing, gate = world.journal.change, asyncio.Event(), asyncio.Event()
+
+    async def slow(after: job_pb2.Cell, *, report: report_pb2.Report | None = None) -> job_pb2.Cell:
+        if after.state in model.TERMINAL:
+            writing.set()
+            await gate.wait()
+        return await write(after, report=report)
+
+    world.journal.change = slow  # type: ignore[method-assign]
+    job = await world.submit(on_device=False)
+    async with asyncio.timeout(WAIT_S):
+        await writing.wait()
+        cancelling = asyncio.create_task(world.conductor.cancel(job))
+        for _ in range(5):
+            await asyncio.sleep(0)  # the cancellation arrives
+        gate.set()
+        await cancelling
+    states, (report,) = await world.end(job)
+    assert states == ["COMPILING", "SUCCEEDED"]
+    assert report.state == "SUCCEEDED"
+
+
 async def test_cancelling_what_is_over_changes_nothing(world: World) -> None:
     job = await world.submit(on_device=False)
     await world.end(job)

@@ -114,6 +114,9 @@ async def test_patience_is_counted_anew_after_each_return() -> None:
     loop.call_later(20 * AT_ONCE_S, passed.set_result, None)
     await passed
     assert is_pending(runs)
+    runs.device_went("pi")
+    with pytest.raises(AttemptLost):
+        await result(runs)
 
 
 async def test_a_second_break_does_not_prolong_the_patience_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

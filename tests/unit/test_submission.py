@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Connection
 
 from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.devices.schedule import NoSuchDevice
@@ -277,25 +278,27 @@ async def test_a_request_without_an_id_is_refused(world: World) -> None:
 
 
 async def test_a_caller_that_goes_away_while_its_job_is_written_down_leaves_a_job_that_runs(world: World) -> None:
-    serving, gate = Serving(world), threading.Event()
+    serving, gate, writing = Serving(world), threading.Event(), asyncio.Event()
     spec = JobSpec(candidates=[await world.model()])
-    written = asyncio.Event()
-    submit = serving.service._journal.submit
+    loop, write = asyncio.get_running_loop(), world.database.write
 
-    async def watched(*arguments: object) -> object:
-        written.set()
-        return await submit(*arguments)  # type: ignore[arg-type]
+    async def slow(do: Callable[[Connection], object], *, durable: bool = False) -> object:
+        def then_wait(connection: Connection) -> object:
+            done = do(connection)
+            loop.call_soon_threadsafe(writing.set)
+            gate.wait(10)
+            return done
 
-    serving.service._journal.submit = watched  # type: ignore[method-assign,assignment]
-    blocked = asyncio.create_task(world.database.write(lambda _: gate.wait(10)))
+        return await write(then_wait, durable=durable)
+
+    world.database.write = slow  # type: ignore[method-assign,assignment]
     leaving = asyncio.create_task(serving.submit(spec))
     async with asyncio.timeout(10):
-        await written.wait()
+        await writing.wait()
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
         gate.set()
-        await blocked
-        await asyncio.gather(*serving.service._accepting)
+        await asyncio.gather(*serving.service._accepting, return_exceptions=True)
     job = await serving.submit(spec)
     assert serving.conductor.started == [job.id]
