@@ -159,10 +159,6 @@ async def running(config: Config) -> AsyncIterator[str]:
         reflection.enable_server_reflection([*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
 
         address = _bind(server, config)
-        await conductor.resume()
-        await server.start()
-        for service in ("", *SERVICES):
-            await healthy.set(service, health_pb2.HealthCheckResponse.SERVING)
 
         async def warm() -> None:
             async with quiet.work():
@@ -178,7 +174,11 @@ async def running(config: Config) -> AsyncIterator[str]:
             background.append(asyncio.create_task(build(), name="bundle-build"))
         else:
             bundles.settled.set()
+        # In this order: what has to work goes before what may measure, and agents find their runs waited for.
         await conductor.resume()
+        await server.start()
+        for service in ("", *SERVICES):
+            await healthy.set(service, health_pb2.HealthCheckResponse.SERVING)
         _write_address(config.address_file, address)
         try:
             yield address
