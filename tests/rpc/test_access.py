@@ -65,7 +65,8 @@ async def outcomes(channel: grpc.aio.Channel) -> dict[str, EtfarmError | None]:
 
     async def outcome(rpc: str) -> EtfarmError | None:
         try:
-            await call(channel, rpc)
+            # Recipes are asked of workers that may not be warm: who waits for them was let through.
+            await call(channel, rpc, wait_s=2 if rpc == "CompileService.ListRecipes" else WAIT_S)
         except grpc.aio.AioRpcError as error:
             return from_rpc_error(error, server="here")
         return None

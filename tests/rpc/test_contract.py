@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,18 +82,18 @@ async def channel(server: Daemon) -> AsyncIterator[grpc.aio.Channel]:
         yield opened
 
 
-async def call(channel: grpc.aio.Channel, rpc: str, *requests: Message) -> list[Any]:
+async def call(channel: grpc.aio.Channel, rpc: str, *requests: Message, wait_s: float = WAIT_S) -> list[Any]:
     """The answers of an rpc by its name; an empty request where none is given."""
     while True:
         try:
-            return await _call_once(channel, rpc, *requests)
+            return await _call_once(channel, rpc, requests, wait_s)
         except grpc.aio.AioRpcError as error:
             # grpc.aio loses the status when the server answers a stream in the moment of its first write; so do it again.
             if not (error.details() or "").startswith("Internal error from Core"):
                 raise
 
 
-async def _call_once(channel: grpc.aio.Channel, rpc: str, *requests: Message) -> list[Any]:
+async def _call_once(channel: grpc.aio.Channel, rpc: str, requests: Sequence[Message], wait_s: float) -> list[Any]:
     method = RPCS[rpc]
     given = requests or (message_factory.GetMessageClass(method.input_type)(),)
     kind = ("stream" if method.client_streaming else "unary") + "_" + ("stream" if method.server_streaming else "unary")
@@ -107,7 +107,7 @@ async def _call_once(channel: grpc.aio.Channel, rpc: str, *requests: Message) ->
         for request in given:
             yield request
 
-    running = stub(stream() if method.client_streaming else given[0], timeout=WAIT_S)
+    running = stub(stream() if method.client_streaming else given[0], timeout=wait_s)
     return [message async for message in running] if method.server_streaming else [await running]
 
 
