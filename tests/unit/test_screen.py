@@ -8,6 +8,7 @@ import pickle
 import struct
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -270,6 +271,95 @@ def test_a_zip_bomb_is_refused(good: Members, tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(UnsafeModel, match="larger than the file"):
         screen.screen_pt2(path)
+
+
+def padded(members: Members, name: str = MODEL) -> Members:
+    """With a member that says nothing more, and is more than the daemon looks into."""
+    return members | {name: members[name] + b" " * screen.UPLOAD_PARSED_BYTES}
+
+
+def evil(program: Any) -> None:
+    program["graph_module"]["graph"]["nodes"][0]["target"] = "torch.os.system"
+
+
+def test_an_upload_of_a_usual_size_is_screened_whole(good: Members, tmp_path: Path) -> None:
+    screen.screen_upload(write(tmp_path / "m", good))
+    with pytest.raises(UnsafeModel) as caught:
+        screen.screen_upload(write(tmp_path / "m", changed(good, evil)))
+    assert caught.value.metadata["vector"] == "UNSAFE_TARGET"
+
+
+def test_a_large_graph_is_left_to_the_child(good: Members, tmp_path: Path) -> None:
+    screen.screen_upload(write(tmp_path / "m", padded(changed(good, evil))))
+    assert refused(tmp_path / "m", padded(changed(good, evil))) == "UNSAFE_TARGET"
+    screen.screen_pt2(write(tmp_path / "m", padded(good)))
+
+
+def test_what_the_child_does_with_a_large_graph_is_refuse_it_before_torch_loads_it(
+    good: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from etfarm.server.compile import loading
+
+    monkeypatch.setattr(loading, "load_pt2", lambda _: pytest.fail("torch loads it"))
+    with pytest.raises(UnsafeModel):
+        loading.load(write(tmp_path / "m", padded(changed(good, evil))), tmp_path)
+
+
+@pytest.mark.parametrize("name", [MODEL, SAMPLES, "data/weights/model_weights_config.json"])
+def test_no_large_member_is_read_by_the_daemon(good: Members, tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "m", padded(good, name))
+    tracemalloc.start()
+    try:
+        screen.screen_upload(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_many_small_graphs_are_as_much_as_a_large_one(good: Members, tmp_path: Path) -> None:
+    quarter = good[MODEL] + b" " * (screen.UPLOAD_PARSED_BYTES // 4)
+    screen.screen_upload(write(tmp_path / "m", changed(good, evil) | {f"models/{n}.json": quarter for n in range(4)}))
+    with pytest.raises(UnsafeModel):
+        screen.screen_upload(write(tmp_path / "m", changed(good, evil) | {f"models/{n}.json": quarter for n in range(3)}))
+
+
+def test_the_directory_of_a_large_model_is_checked_all_the_same(good: Members, tmp_path: Path) -> None:
+    large = padded(good)
+    for member in ("data/aotinductor/model/model.so", "data/constants/custom_obj_0", "data/weights/model.pt"):
+        with pytest.raises(UnsafeModel):
+            screen.screen_upload(write(tmp_path / "m", large | {member: b""}))
+    with pytest.raises(NotAPt2, match="archive_format"):
+        screen.screen_upload(write(tmp_path / "m", large | {"archive_format": b"x" * (10 << 20)}))
+    with pytest.raises(UnsafeModel, match="twice"):
+        screen.screen_upload(write(tmp_path / "m", large | {MODEL.upper(): b""}))
+
+
+def test_a_directory_is_counted_before_it_is_read(good: Members, tmp_path: Path) -> None:
+    path = write(tmp_path / "m", good)
+    data = path.read_bytes()
+    length, start = struct.unpack_from("<II", data, len(data) - 10)
+    directory = data[start : start + length]
+    times = screen.MAX_MEMBERS // directory.count(b"PK\x01\x02") + 1
+    end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 1, 1, length * times, start, 0)
+    path.write_bytes(data[:start] + directory * times + end)
+    with pytest.raises(UnsafeModel, match="its directory has"):
+        screen.screen_upload(path)
+    size = screen.MAX_DIRECTORY_BYTES + 1
+    end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 1, 1, size, start, 0)
+    path.write_bytes(data[:start] + bytes(size) + end)
+    with pytest.raises(UnsafeModel, match=f"its directory has {size} bytes"):
+        screen.screen_upload(path)
+
+
+@pytest.mark.parametrize("shift", [-1, 1, 1 << 20])
+def test_a_directory_that_lies_elsewhere_is_refused(good: Members, tmp_path: Path, shift: int) -> None:
+    path = write(tmp_path / "m", good)
+    data = bytearray(path.read_bytes())
+    (start,) = struct.unpack_from("<I", data, len(data) - 6)
+    struct.pack_into("<I", data, len(data) - 6, start + shift)
+    path.write_bytes(data)
+    with pytest.raises(NotAPt2, match="directory cannot be found"):
+        screen.screen_upload(path)
 
 
 @pytest.mark.parametrize("data", [b"", b"PK", b"not a zip at all", b"\0" * 100])

@@ -1,5 +1,8 @@
 """Looks at a user's bytes before anything loads them. Stdlib only: runs in the daemon, and again in the child.
 
+The daemon asks `screen_upload`, which parses nothing large: a hostile graph may cost fifty times its bytes in memory. The
+child, whose memory is limited, asks `screen_pt2` and `screen_records` for everything before torch loads anything.
+
 `torch.export.load` executes what a .pt2 says in more ways than one; each is closed here:
 
 - pickles: sample inputs fall back to a full unpickle, as do weights and constants marked `use_pickle` and the older
@@ -18,19 +21,22 @@ import io
 import json
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from etfarm.server.compile import expressions, pickles
 from etfarm.server.compile.refusals import NotAPt2, NotAPte, TruncatedProgram, UnsafeModel
 
-MAX_MEMBERS: Final = 200_000
+MAX_MEMBERS: Final = 100_000
+MAX_DIRECTORY_BYTES: Final = 32 << 20
 MAX_JSON_BYTES: Final = 512 << 20
 """Largest archived JSON; a large language model's graph has some ten megabytes."""
 MAX_BYTES: Final = 64 << 30
 """Largest sum of the members' unpacked sizes."""
+UPLOAD_PARSED_BYTES: Final = 8 << 20
+"""Largest sum of the JSON and pickles that the daemon itself looks into; ResNet-50's are a tenth of it."""
 
 _ONLY_STORED: Final = zipfile.ZIP_STORED
 
@@ -41,44 +47,69 @@ class Records:
 
     names: tuple[str, ...]
     read: Callable[[str], bytes]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """What `read` gives at most; empty where the reader does not say."""
 
 
-def screen_pt2(path: Path) -> None:
+Opened = Callable[[str, bytes], Records]
+"""Gives the members of a torch.save file by its name and bytes."""
+_Screen = Callable[[str, Records, Opened], None]
+
+
+def screen_upload(path: Path) -> None:
+    """`screen_pt2` for the daemon: what would cost much to parse is left to the child, which screens all of it again.
+
+    Raises:
+        NotAPt2, UnsafeModel, UnknownOperator: as `screen_pt2`.
+    """
+    screen_pt2(path, at_most_bytes=UPLOAD_PARSED_BYTES)
+
+
+def screen_pt2(path: Path, at_most_bytes: int | None = None) -> None:
     """Refuses a file that is no .pt2, or whose loading could execute code.
 
     Reads only the JSON and the pickles, not the weights.
 
+    Args:
+        at_most_bytes: of JSON and pickles; where there are more, none is read and only the directory is checked.
+
     Raises:
         NotAPt2: no zip, or not with a .pt2's members.
         UnsafeModel: something in it is, or may be, code; the sentence says what and where.
+        UnknownOperator: it uses an operator that the server does not load.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        _check_ends(file.read(4), _tail(file, size))
+        _check_ends(file.read(4), _tail(file, size, _END_BYTES))
         try:
+            _check_directory(file, size)
             with zipfile.ZipFile(file) as archive:
-                screen_records(_records(archive, size))
+                screen_records(_records(archive, size), at_most_bytes=at_most_bytes)
         except (zipfile.BadZipFile, EOFError, struct.error, NotImplementedError) as error:
             raise NotAPt2(f"its zip directory cannot be read ({error})") from None
 
 
-def screen_records(records: Records, opened: Callable[[str, bytes], Records] | None = None) -> None:
+def screen_records(records: Records, opened: Opened | None = None, *, at_most_bytes: int | None = None) -> None:
     """The same over an archive's members; the child calls it with torch's own reader, which may see other ones.
 
     Args:
         opened: gives the members of a torch.save file by its name and bytes; zipfile's when None.
+        at_most_bytes: as in `screen_pt2`; needs the records' sizes.
 
     Raises:
-        NotAPt2, UnsafeModel: as in `screen_pt2`.
+        NotAPt2, UnsafeModel, UnknownOperator: as in `screen_pt2`.
     """
     names = set(records.names)
     for needed in ("archive_format", "archive_version", "models/model.json"):
         if needed not in names:
             raise NotAPt2(f"it has no {needed}")
-    if records.read("archive_format") != b"pt2":
+    if records.sizes.get("archive_format", 3) != 3 or records.read("archive_format") != b"pt2":
         raise NotAPt2("its archive_format is another")
-    for name in records.names:
-        _screen_member(name, records, opened or tensor_records)
+    parsed = [(name, screen) for name in records.names if (screen := _screen_of(name)) is not None]
+    if at_most_bytes is not None and sum(records.sizes[name] for name, _ in parsed) > at_most_bytes:
+        return
+    for name, screen in parsed:
+        screen(name, records, opened or tensor_records)
 
 
 def screen_pte(path: Path) -> None:
@@ -110,35 +141,46 @@ def screen_pte(path: Path) -> None:
         raise TruncatedProgram(needed, size)
 
 
-def _screen_member(name: str, records: Records, opened: Callable[[str, bytes], Records]) -> None:
+def _screen_of(name: str) -> _Screen | None:
+    """What looks into a member; None for raw data, into which nothing has to look.
+
+    Raises:
+        UnsafeModel: no such member has a place in a .pt2.
+    """
     folder, _, file = name.rpartition("/")
     if folder == "models":
         if not file.endswith(".json"):
             raise UnsafeModel("UNKNOWN_MEMBER", name, "is no exported program's JSON")
-        _screen_program(name, _json(name, records))
-    elif folder == "data/sample_inputs":
-        data = records.read(name)
-        if data:  # none: a program without example inputs
-            screen_tensor_records(name, opened(name, data))
-    elif folder in ("data/weights", "data/constants"):
+        return _screen_program
+    if folder == "data/sample_inputs":
+        return _screen_samples
+    if folder in ("data/weights", "data/constants"):
         if file.startswith(("opaque_obj_", "custom_obj_")):
             raise UnsafeModel("CODE_CONSTANT", name, "is an object whose loading runs code")
         if file.endswith("_config.json"):
-            _screen_payloads(name, _json(name, records))
-        elif file.endswith(".pt"):
+            return _screen_payloads
+        if file.endswith(".pt"):
             raise UnsafeModel("PICKLED_WEIGHTS", name, "is a pickle of the older layout")
     elif folder == "" or name.startswith((".data/", "extra/")):
         if folder == "" and file not in _TOP:
             raise UnsafeModel("UNKNOWN_MEMBER", name, "is not known in a .pt2")
     else:  # data/aotinductor/ above all
         raise UnsafeModel("UNKNOWN_MEMBER", name, "is not known in a .pt2, or is native code")
+    return None
 
 
 _TOP: Final = frozenset({"archive_format", "archive_version", "byteorder", "version"})
 
 
-def _screen_payloads(name: str, config: object) -> None:
+def _screen_samples(name: str, records: Records, opened: Opened) -> None:
+    data = records.read(name)
+    if data:  # none: a program without example inputs
+        screen_tensor_records(name, opened(name, data))
+
+
+def _screen_payloads(name: str, records: Records, opened: Opened) -> None:
     """Weights or constants by name: raw tensors only, in this archive's own members."""
+    config = _json(name, records)
     if not isinstance(config, dict) or not isinstance(config.get("config"), dict):
         raise NotAPt2(f"{name} is no payload config")
     for payload in config["config"].values():
@@ -154,7 +196,8 @@ def _screen_payloads(name: str, config: object) -> None:
             expressions.check_symbol(text, name)
 
 
-def _screen_program(name: str, program: object) -> None:
+def _screen_program(name: str, records: Records, opened: Opened) -> None:
+    program = _json(name, records)
     if not isinstance(program, dict) or not isinstance(program.get("graph_module"), dict):
         raise NotAPt2(f"{name} is no exported program")
     for key, text in _strings(program):
@@ -225,8 +268,9 @@ def tensor_records(name: str, data: bytes) -> Records:
     Raises:
         UnsafeModel: it is none, so that torch.load would fall back to unpickling it.
     """
-    _check_ends(data[:4], data[-22:], name)
+    _check_ends(data[:4], data[-_END_BYTES:], name)
     try:
+        _check_directory(io.BytesIO(data), len(data))
         # The archive stays open with what reads from it.
         return _records(zipfile.ZipFile(io.BytesIO(data)), len(data))
     except (zipfile.BadZipFile, EOFError, struct.error, NotImplementedError, NotAPt2):
@@ -267,19 +311,18 @@ def _records(archive: zipfile.ZipFile, size: int) -> Records:
     members = archive.infolist()
     if not members:
         raise NotAPt2("it is an empty zip")
-    if len(members) > MAX_MEMBERS:
-        raise UnsafeModel("TOO_LARGE", "its directory", f"has {len(members)} members")
     if min(member.header_offset for member in members) != 0:
         raise UnsafeModel("AMBIGUOUS_ZIP", "its first byte", "is not its first member's")
     root = members[0].filename.partition("/")[0] + "/"
-    names: dict[str, str] = {}
+    seen: set[str] = set()
+    sizes: dict[str, int] = {}
     total = 0
     for member in members:
         name = member.filename
         inner = name.removeprefix(root)
         if not name.startswith(root) or not inner or ".." in inner.split("/") or "\\" in name or "\0" in name:
             raise UnsafeModel("AMBIGUOUS_ZIP", name[:100], f"does not lie in {root[:60]}")
-        if inner.lower() in names:
+        if inner.lower() in seen:
             raise UnsafeModel("AMBIGUOUS_ZIP", name[:100], "is there twice")
         if member.compress_type != _ONLY_STORED or member.file_size != member.compress_size:
             raise UnsafeModel("AMBIGUOUS_ZIP", name[:100], "is packed, which torch never does")
@@ -288,16 +331,55 @@ def _records(archive: zipfile.ZipFile, size: int) -> Records:
         total += member.file_size
         if member.header_offset + member.file_size > size or total > min(MAX_BYTES, size):
             raise UnsafeModel("TOO_LARGE", name[:100], "says that it is larger than the file")
-        names[inner.lower()] = inner
-    ordered = tuple(member.filename.removeprefix(root) for member in members)
-    return Records(ordered, lambda inner: archive.read(root + inner))
+        seen.add(inner.lower())
+        sizes[inner] = member.file_size
+
+    def read(inner: str) -> bytes:
+        with archive.open(root + inner) as member:
+            return member.read(sizes[inner])
+
+    return Records(tuple(sizes), read, sizes)
 
 
-def _tail(file: io.BufferedReader, size: int) -> bytes:
-    file.seek(max(0, size - 22))
-    tail = file.read(22)
+def _tail(file: BinaryIO, size: int, count: int) -> bytes:
+    """The last `count` bytes, fewer where there are not as many; the file is back at its start then."""
+    file.seek(max(0, size - count))
+    tail = file.read(count)
     file.seek(0)
     return tail
+
+
+_END_BYTES: Final = 22
+_LOCATOR_BYTES: Final = 20
+_END64_BYTES: Final = 56
+
+
+def _check_directory(file: BinaryIO, size: int) -> None:
+    """Bounds what zipfile makes objects of: it takes the directory's size, and not its count, from the archive's end.
+
+    Source: APPNOTE.TXT, 4.3.14 to 4.3.16.
+
+    Raises:
+        NotAPt2: the directory does not lie right before the end records.
+        UnsafeModel: it is too large.
+    """
+    ends = _tail(file, size, _END64_BYTES + _LOCATOR_BYTES + _END_BYTES)
+    length, start = struct.unpack("<2I", ends[-10:-2])
+    end = size - _END_BYTES
+    if ends[:-_END_BYTES][-_LOCATOR_BYTES:][:4] == b"PK\x06\x07":
+        if ends[:4] != b"PK\x06\x06":
+            raise NotAPt2("its zip directory cannot be found")
+        length, start = struct.unpack("<2Q", ends[40:56])
+        end = size - len(ends)
+    if start + length != end:
+        raise NotAPt2("its zip directory cannot be found")
+    if length > MAX_DIRECTORY_BYTES:
+        raise UnsafeModel("TOO_LARGE", "its directory", f"has {length} bytes")
+    file.seek(start)
+    count = file.read(length).count(b"PK\x01\x02")
+    file.seek(0)
+    if count > MAX_MEMBERS:
+        raise UnsafeModel("TOO_LARGE", "its directory", f"has {count} members")
 
 
 def _check_ends(head: bytes, tail: bytes, where: str = "") -> None:
