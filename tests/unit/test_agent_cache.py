@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
+import json
 import os
+import tarfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +15,13 @@ from typing import Any
 import grpc
 import pytest
 
-from etfarm.device_agents.cache import Cache, Transfers
-from etfarm.device_agents.errors import MalformedDigest
+from etfarm.device_agents.cache import BundleUnusable, Cache, Transfers
+from etfarm.device_agents.errors import DiskFull, MalformedDigest
+from etfarm.device_agents.runners.bundle import BundledFile, BundleManifest
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2
+from etfarm.wire import digest as digests
 from etfarm.wire.chunks import CorruptDownload, artifact_of
+from etfarm.wire.errors import DeviceError, Fault
 
 
 class Store(artifact_pb2_grpc.ArtifactServiceServicer):
@@ -164,3 +171,68 @@ async def test_a_cut_upload_goes_on_where_it_was(store: Store, transfers: Transf
     artifact = await transfers.upload(path)
     assert store.blobs[artifact.digest] == data
     assert await transfers.upload(data) == artifact
+
+
+def bundle_archive(entry: bytes = b"runner") -> bytes:
+    """A bundle that nothing is started from; its manifest is right about b"runner" only."""
+    member = BundledFile(digests.of_bytes(b"runner"), 6)
+    manifest = BundleManifest("x86_64", "1.5.1", "s", (), (), {"runner": member}, loader="runner", entry="runner")
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name, data in (("bundle.json", json.dumps(manifest.to_json()).encode()), ("runner", entry)):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+async def test_an_unpacked_bundle_that_was_damaged_is_unpacked_again(store: Store, transfers: Transfers, tmp_path: Path) -> None:
+    artifact = store.put(bundle_archive())
+    with Cache(tmp_path, 1 << 20).lease(transfers) as lease:
+        bundle = await lease.open_bundle(artifact)
+        (bundle.folder / "runner").write_bytes(b"runnex")
+        assert await lease.open_bundle(artifact) == bundle
+    assert (bundle.folder / "runner").read_bytes() == b"runner"
+    assert len(store.asked) == 1
+
+
+async def test_a_bundle_whose_archive_was_damaged_too_is_fetched_again(
+    store: Store, transfers: Transfers, tmp_path: Path
+) -> None:
+    artifact = store.put(bundle_archive())
+    with Cache(tmp_path, 1 << 20).lease(transfers) as lease:
+        bundle = await lease.open_bundle(artifact)
+        (bundle.folder / "runner").write_bytes(b"runnex")
+        (tmp_path / "blobs" / artifact.digest).write_bytes(b"x")
+        assert await lease.open_bundle(artifact) == bundle
+    assert (bundle.folder / "runner").read_bytes() == b"runner"
+    assert len(store.asked) == 2
+
+
+@pytest.mark.parametrize("data", [b"no archive", bundle_archive(b"runnex")])
+async def test_a_bundle_that_cannot_be_unpacked_is_never_the_users_fault(
+    store: Store, transfers: Transfers, tmp_path: Path, data: bytes
+) -> None:
+    artifact = store.put(data)
+    with Cache(tmp_path, 1 << 20).lease(transfers) as lease:
+        for _ in range(2):
+            with pytest.raises(BundleUnusable) as failed:
+                await lease.open_bundle(artifact)
+    assert (failed.value.fault, failed.value.reason) == (Fault.DEVICE, "DEVICE_BUNDLE_UNUSABLE")
+    assert list((tmp_path / "bundles").iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "error"), [(errno.ENOSPC, DiskFull), (errno.EIO, BundleUnusable)])
+async def test_a_disk_that_takes_no_bundle_is_the_devices_fault(
+    store: Store, transfers: Transfers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[DeviceError]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    artifact = store.put(bundle_archive())
+    with Cache(tmp_path, 1 << 20).lease(transfers) as lease:
+        monkeypatch.setattr("etfarm.device_agents.runners.bundle.shutil.copyfileobj", fail)
+        with pytest.raises(error):
+            await lease.open_bundle(artifact)
+        monkeypatch.undo()
+        assert (await lease.open_bundle(artifact)).manifest.entry == "runner"

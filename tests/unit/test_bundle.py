@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from etfarm.device_agents.native import build
 from etfarm.device_agents.native.toolchain import LOADERS, Compiler, ExecutorchPackage
-from etfarm.device_agents.runners.bundle import BadBundle, Bundle, BundleManifest, unpack
+from etfarm.device_agents.runners.bundle import BadBundle, Bundle, BundleManifest, open_folder, unpack
 from tests.support.runner import runner_archive, runner_bundle  # noqa: F401 - a fixture
 
 
@@ -111,13 +112,51 @@ def test_a_name_without_a_compression_is_refused(tmp_path: Path, capsys: pytest.
     assert "*.tar.gz or *.tar.xz" in capsys.readouterr().err
 
 
+def _flip_a_byte(folder: Path) -> None:
+    library = folder / "libexecutorch.so"
+    library.write_bytes(library.read_bytes()[:-1] + b"x")
+
+
+def _lose_a_file(folder: Path) -> None:
+    (folder / "libc.so.6").unlink()
+
+
+def _empty_the_manifest(folder: Path) -> None:
+    (folder / "bundle.json").write_bytes(b"")
+
+
+def _put_a_folder_in_place_of_a_file(folder: Path) -> None:
+    _lose_a_file(folder)
+    (folder / "libc.so.6").mkdir()
+
+
 def test_unpacking_again_verifies_what_is_there(tmp_path: Path) -> None:
     first = unpack(runner_archive(), tmp_path / "bundle")
+    before = first.folder.stat().st_ino
     assert unpack(runner_archive(), tmp_path / "bundle") == first
-    library = first.folder / "libexecutorch.so"
-    library.write_bytes(library.read_bytes()[:-1] + b"x")
+    assert first.folder.stat().st_ino == before
+    _flip_a_byte(first.folder)
     with pytest.raises(BadBundle, match=r"'libexecutorch\.so' is damaged"):
+        open_folder(first.folder)
+
+
+@pytest.mark.parametrize("damage", [_flip_a_byte, _lose_a_file, _empty_the_manifest, _put_a_folder_in_place_of_a_file])
+def test_what_was_damaged_since_it_was_unpacked_is_unpacked_again(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    first = unpack(runner_archive(), tmp_path / "bundle")
+    damage(first.folder)
+    assert unpack(runner_archive(), tmp_path / "bundle") == first
+    assert open_folder(first.folder) == first
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_a_full_disk_is_not_the_bundles_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("etfarm.device_agents.runners.bundle.shutil.copyfileobj", full)
+    with pytest.raises(OSError, match="No space left"):
         unpack(runner_archive(), tmp_path / "bundle")
+    assert list(tmp_path.iterdir()) == []
 
 
 DAMAGES: dict[str, Callable[[str, bytes], tuple[str, bytes] | None]] = {

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import grpc
 
 from etfarm.device_agents.errors import DiskFull, MalformedDigest
-from etfarm.device_agents.runners.bundle import Bundle, unpack
+from etfarm.device_agents.runners.bundle import BadBundle, Bundle, unpack
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import chunks, digest
 from etfarm.wire.chunks import Progressed
+from etfarm.wire.errors import DeviceError
 
 if TYPE_CHECKING:
     from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
@@ -40,6 +41,13 @@ _TRY_AGAIN: Final = frozenset(
 )
 _CORRUPTIONS: Final = 3
 """Times that one artifact may arrive damaged before it is no accident."""
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+
+
+class BundleUnusable(DeviceError):
+    """This device cannot unpack the runner bundle, or does not keep it whole."""
+
+    reason = "DEVICE_BUNDLE_UNUSABLE"
 
 
 class Transfers:
@@ -165,7 +173,7 @@ class Cache:
                 try:
                     await transfers.download(artifact, path, on_progress)
                 except OSError as error:
-                    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    if error.errno in _NO_ROOM:
                         raise _disk_full(artifact, path) from error
                     raise
                 self._verified.add(artifact.digest)
@@ -178,8 +186,19 @@ class Cache:
         archive = await self.fetch(transfers, artifact, on_progress)
         folder = self._bundles / artifact.digest
         async with self._alone(f"bundle {artifact.digest}"):
-            # Its files are verified at every run: hashing 17 MB takes 10 ms, and this is what measures all the others.
-            bundle = await asyncio.to_thread(unpack, archive, folder)
+            try:
+                # Its files are verified at every run: hashing 17 MB takes 10 ms, and this is what measures all the others.
+                bundle = await asyncio.to_thread(unpack, archive, folder)
+            except BadBundle:
+                # The archive was verified at its first use only; now it is again, and fetched where it was damaged since.
+                self._verified.discard(artifact.digest)
+                archive = await self.fetch(transfers, artifact, on_progress)
+                try:
+                    bundle = await asyncio.to_thread(unpack, archive, folder)
+                except (BadBundle, OSError) as error:
+                    raise _bundle_failed(artifact, archive, error) from error
+            except OSError as error:
+                raise _bundle_failed(artifact, archive, error) from error
             os.utime(folder)
             return bundle
 
@@ -214,7 +233,7 @@ class Lease:
         """The runner bundle that the artifact is, unpacked and verified.
 
         Raises:
-            BadBundle: the archive is no bundle.
+            BundleUnusable: it cannot be unpacked here, not even when its archive was verified or fetched once more.
             As `fetch`.
         """
         self.digests.add(artifact.digest)
@@ -226,6 +245,17 @@ def _checked(name: str) -> str:
     if not digest.is_digest(name):
         raise MalformedDigest(f"{name!r} is no sha256.", digest=name)
     return name
+
+
+def _bundle_failed(artifact: common_pb2.Artifact, archive: Path, error: BadBundle | OSError) -> DeviceError:
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return _disk_full(artifact, archive)
+    return BundleUnusable(
+        f"The runner bundle {artifact.digest[:12]} cannot be unpacked on this device: "
+        f"{error.metadata['why'] if isinstance(error, BadBundle) else error}.",
+        "Look at the device's disk; `etfarm bundle build` makes another bundle.",
+        digest=artifact.digest,
+    )
 
 
 def _disk_full(artifact: common_pb2.Artifact, path: Path) -> DiskFull:

@@ -7,6 +7,7 @@ member is listed there with its digest. Nothing of the machine that runs it is n
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import tarfile
@@ -18,6 +19,8 @@ from typing import Any, Final
 
 from etfarm.wire import digest
 from etfarm.wire.errors import UserError
+
+log = logging.getLogger(__name__)
 
 SCHEMA: Final = "etfarm.bundle/1"
 MANIFEST_NAME: Final = "bundle.json"
@@ -134,13 +137,19 @@ class Bundle:
 def unpack(archive: Path, folder: Path) -> Bundle:
     """The bundle of `archive`, unpacked into `folder`, which appears complete and verified or not at all.
 
-    An existing `folder` is opened instead, its files verified again. Blocks: call it in a thread from async code.
+    An existing `folder` is opened instead, its files verified again; one that was damaged is deleted and unpacked anew.
+    Blocks: call it in a thread from async code.
 
     Raises:
         BadBundle: the archive is none of ours, or a file has another digest than the manifest says.
+        OSError: the disk is full, read-only or broken.
     """
     if folder.exists():
-        return open_folder(folder)
+        try:
+            return open_folder(folder)
+        except (BadBundle, OSError) as error:
+            log.warning("the bundle in %s was damaged on this disk (%s); it is unpacked again", folder, error)
+            shutil.rmtree(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -148,6 +157,8 @@ def unpack(archive: Path, folder: Path) -> Bundle:
             with tarfile.open(archive, "r:*") as tar:
                 _extract(tar, staging)
         except (tarfile.TarError, OSError, EOFError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the disk's; gzip has OSErrors of its own
             raise BadBundle(str(error) or type(error).__name__, file=archive.name) from error
         except Exception as error:
             # zlib.error and lzma.LZMAError share no base with the rest.
@@ -173,6 +184,7 @@ def open_folder(folder: Path) -> Bundle:
 
     Raises:
         BadBundle: a file is missing, too many or different from what the manifest says.
+        OSError: a file cannot be read.
     """
     try:
         manifest = BundleManifest.parse((folder / MANIFEST_NAME).read_bytes())
