@@ -11,8 +11,6 @@ import re
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from etfarm.device_agents.telemetry import Telemetry
 from etfarm.v1 import device_pb2
 from etfarm.wire.channel import Access, parse_address
 from etfarm.wire.names import DATA_VARIABLE, SERVER_VARIABLE
+from etfarm.wire.owner import at_end_of_stdin
 
 _SIZE = re.compile(r"(\d+)\s*([KMGT]i?)?B?\Z", re.IGNORECASE)
 
@@ -56,7 +55,7 @@ async def _serve(config: AgentConfig, folder: DataFolder, exit_with_stdin: bool)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if exit_with_stdin:
-        _at_end_of_stdin(lambda: loop.call_soon_threadsafe(stop.set))
+        at_end_of_stdin(stop.set)
     agent_id = folder.agent_id()
     outgoing = Outgoing()
     cache = Cache(config.data / "cache", config.cache_limit_bytes)
@@ -150,17 +149,6 @@ def _size(text: str) -> int:
 
 def _say(line: str) -> None:
     print(line, flush=True)
-
-
-def _at_end_of_stdin(end: Callable[[], object]) -> None:
-    """Calls `end` when stdin does; in a thread, since asyncio waits for pipes only, and stdin may be anything."""
-
-    def wait() -> None:
-        while os.read(0, 4096):
-            continue
-        end()
-
-    threading.Thread(target=wait, name="stdin", daemon=True).start()
 
 
 class _OneLine(logging.Formatter):

@@ -20,6 +20,7 @@ from etfarm.server.config import Config
 from etfarm.wire.channel import parse_address
 from etfarm.wire.errors import UserError
 from etfarm.wire.names import data_folder
+from etfarm.wire.owner import at_end_of_stdin
 
 
 class FolderInUse(UserError):
@@ -100,18 +101,12 @@ async def _serve(config: Config) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if config.exit_with_stdin:
-        loop.add_reader(sys.stdin.fileno(), _drain_stdin, stop)
+        at_end_of_stdin(stop.set)
     async with running(config) as address:
         if config.insecure and not config.listen.is_local:
             print("etfarm serve: INSECURE: anybody who reaches this address can run programs on the farm's devices", flush=True)
         print(f"etfarm serve: listening on {address}", flush=True)
         await stop.wait()
-
-
-def _drain_stdin(stop: asyncio.Event) -> None:
-    if not os.read(sys.stdin.fileno(), 4096):
-        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-        stop.set()
 
 
 @contextmanager
