@@ -8,12 +8,14 @@ import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from etfarm.server.reports.analyze import analyze, prewarm
 from etfarm.server.reports.request import AnalyzeRequest
+from etfarm.server.workers.pool import _stage
 from etfarm.v1 import report_pb2
 from etfarm.wire import tensors
 from etfarm.wire.tensors import Scalar, Tensor
@@ -31,8 +33,8 @@ def _request(run: Traced, tmp_path: Path) -> AnalyzeRequest:
     )  # fmt: skip
 
 
-def _analyze(request: AnalyzeRequest, folder: Path) -> tuple[report_pb2.Report, list[dict[str, str]]]:
-    events: list[dict[str, str]] = []
+def _analyze(request: AnalyzeRequest, folder: Path) -> tuple[report_pb2.Report, list[dict[str, Any]]]:
+    events: list[dict[str, Any]] = []
     data = analyze(pickle.loads(pickle.dumps(request)), folder, lambda event: events.append(json.loads(event)))
     return report_pb2.Report.FromString(data), events
 
@@ -54,9 +56,11 @@ def test_a_report_holds_latency_accuracy_profile_and_operators(tmp_path: Path) -
     assert (label.output, label.dtype, label.equal, label.sqnr_db) == ("label", "int64", True, 300)
     assert report.profile.iterations == 12
     assert report.operators
-    assert [(event["phase"], event["state"]) for event in events] == [
-        (phase, state) for phase in ("STATISTICS", "ACCURACY", "JOIN") for state in ("START", "END")
+    assert [(event["stage"], event["phase"]) for event in events] == [
+        (stage, phase) for stage in ("STATISTICS", "ACCURACY", "JOIN") for phase in ("START", "END")
     ]
+    assert all((event["duration_ms"] is None) == (event["phase"] == "START") for event in events)
+    assert all(event["duration_ms"] >= 0 for event in events if event["phase"] == "END")
 
 
 def test_only_what_analysis_finds_out_is_set(tmp_path: Path) -> None:
@@ -77,7 +81,7 @@ def test_a_run_without_measurement_has_nothing_but_accuracy(tmp_path: Path) -> N
     request = replace(_request(traced("xnnpack"), tmp_path), etdump=None, samples=None, traced_ns=())
     report, events = _analyze(request, tmp_path)
     assert [field.name for field, _ in report.ListFields()] == ["accuracy"]
-    assert [event["phase"] for event in events] == ["ACCURACY", "ACCURACY"]
+    assert [event["stage"] for event in events] == ["ACCURACY", "ACCURACY"]
 
 
 def test_a_broken_trace_costs_the_operators_only(tmp_path: Path) -> None:
@@ -150,6 +154,12 @@ def test_one_output_of_another_shape_keeps_the_others_numbers(tmp_path: Path) ->
     scores, label = report.accuracy
     assert (list(scores.shape), scores.HasField("equal"), scores.HasField("sqnr_db")) == ([10], False, False)
     assert label.equal
+
+
+def test_the_pool_reads_from_the_events_in_which_stage_a_child_died(tmp_path: Path) -> None:
+    heard = [""]
+    analyze(_request(traced("xnnpack"), tmp_path), tmp_path, lambda event: heard.append(_stage(event, heard[-1])))
+    assert heard[1::2] == heard[2::2] == ["STATISTICS", "ACCURACY", "JOIN"]
 
 
 def test_cut_samples_cost_the_latency_only(tmp_path: Path) -> None:

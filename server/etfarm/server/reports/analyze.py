@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,8 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
 
     Args:
         folder: the child's own; unused, temporary files go where the jail's TMPDIR is.
-        emit: gets JSON objects {"phase": "STATISTICS" | "ACCURACY" | "JOIN", "state": "START" | "END"}.
+        emit: gets JSON objects {"stage": "STATISTICS" | "ACCURACY" | "JOIN", "phase": "START" | "END", "duration_ms": X}; X
+            is null at START.
     """
     report = report_pb2.Report()
     if request.samples is not None:
@@ -62,16 +64,18 @@ def prewarm() -> None:
 
 
 @contextmanager
-def _part(phase: str, report: report_pb2.Report, emit: Emit) -> Iterator[None]:
-    emit(json.dumps({"phase": phase, "state": "START"}).encode())
+def _part(stage: str, report: report_pb2.Report, emit: Emit) -> Iterator[None]:
+    began_s = time.perf_counter()
+    emit(json.dumps({"stage": stage, "phase": "START", "duration_ms": None}).encode())
     try:
         yield
     except Exception as error:  # noqa: BLE001 - one failed part must not lose the others: it is told, and logged
-        _LOG.warning("analysis: %s failed", phase, exc_info=True)
+        _LOG.warning("analysis: %s failed", stage, exc_info=True)
         told = str(error) if isinstance(error, EtfarmError) else f"{type(error).__name__}: {error}"
-        _warn(report, f"ANALYSIS_{phase}_FAILED", told)
+        _warn(report, f"ANALYSIS_{stage}_FAILED", told)
     finally:
-        emit(json.dumps({"phase": phase, "state": "END"}).encode())
+        duration_ms = (time.perf_counter() - began_s) * 1e3
+        emit(json.dumps({"stage": stage, "phase": "END", "duration_ms": duration_ms}).encode())
 
 
 def _warn(report: report_pb2.Report, code: str, message: str) -> None:
