@@ -61,7 +61,7 @@ def _compile(
     program = loading.load(model, folder)
     loading.check(program, method)
     if recipe.quantization is Quantization.TORCHAO_SOURCE and not quantize.is_quantized(program):
-        raise RecipeNeedsEagerModule(recipe.name)
+        raise RecipeNeedsEagerModule(recipe.name, request.model_name)
     given = example_values(program)
     if given is not None:
         result["inputs"][method] = f"{method}.ett"

@@ -71,15 +71,20 @@ class UnknownOperator(UserError):
 
 
 class RecipeNeedsEagerModule(UserError):
-    """A source transform finds nothing to transform in an exported program, and would silently leave it in fp32."""
+    """The recipe replaces modules, and an exported program has none: it would come out as fp32, silently.
+
+    Args:
+        model: the candidate's name.
+    """
 
     reason = "RECIPE_NEEDS_EAGER_MODULE"
 
-    def __init__(self, recipe: str) -> None:
+    def __init__(self, recipe: str, model: str) -> None:
         super().__init__(
-            f"Recipe {recipe} replaces modules before the export, and a .pt2 has no modules left.",
-            "Give the eager module (file.py:factory); the client then transforms it before it exports.",
-            stage="SOURCE_TRANSFORM", recipe=recipe,
+            f"Recipe {recipe} works on an eager module, before the export, and {model} arrives as an exported program: nothing "
+            "of it would be quantized.",
+            "Use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel.",
+            stage="SOURCE_TRANSFORM", recipe=recipe, model=model,
         )  # fmt: skip
 
 

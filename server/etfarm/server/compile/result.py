@@ -7,22 +7,12 @@ from __future__ import annotations
 
 from typing import Literal, NotRequired, TypedDict
 
-STAGES = (
-    "SOURCE_TRANSFORM",
-    "QUANTIZE",
-    "TORCH_EXPORT",
-    "TO_EDGE_TRANSFORM_AND_LOWER",
-    "TO_EDGE",
-    "EDGE_PROGRAM_MANAGER_TRANSFORM",
-    "TO_BACKEND",
-    "TO_EXECUTORCH",
-)
-
 
 class StageEvent(TypedDict):
     """Emitted when a stage starts and when it has ended; a stage that fails has no END."""
 
     stage: str
+    """One of etfarm.wire.names.STAGES."""
     phase: Literal["START", "END"]
     duration_ms: float | None
     """None at START."""
