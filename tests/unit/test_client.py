@@ -166,12 +166,13 @@ def test_events_are_plain_values() -> None:
         job_pb2.JobEvent(sequence=1, job=job_pb2.Job(id="j", state=job_pb2.JOB_STATE_QUEUED), job_state=job_pb2.JOB_STATE_QUEUED),
         job_pb2.JobEvent(sequence=2, cell=cell, job_state=job_pb2.JOB_STATE_RUNNING),
         job_pb2.JobEvent(progress=job_pb2.Progress(cell_id="c", phase="TIMED")),
-        job_pb2.JobEvent(log=job_pb2.LogLine(number=1, text="hello")),
+        job_pb2.JobEvent(log=job_pb2.LogLine(number=1, source="RUNNER", text="hello")),
     ]
     events = [decode.event(message) for message in messages]
     assert [type(event) for event in events] == [JobChanged, CellChanged, Progress, LogLine]
     assert [event.sequence for event in events if event] == [1, 2, None, None]
     assert decode.event(job_pb2.JobEvent()) is None
+    assert [str(event) for event in events] == ["job j: QUEUED", "m: RUNNING", "cell c: TIMED", "runner: hello"]
 
 
 def _refusal(code: grpc.StatusCode) -> grpc.aio.AioRpcError:

@@ -13,6 +13,7 @@ from etfarm.client.cli.display import LiveDisplay, PlainDisplay
 from etfarm.client.models import Cell, CellChanged, CellState, JobState, Progress
 from etfarm.v1 import report_pb2
 from etfarm.wire import report
+from etfarm.wire.errors import Fault, error_of
 
 
 def _row(index: int, kind: str, name: str, share: float, p50_ns: float | None, **more: Any) -> dict[str, Any]:
@@ -160,6 +161,17 @@ def test_lines_come_as_phases_end() -> None:
         display.event(CellChanged(2, _now(), _cell(CellState.COMPILING), JobState.RUNNING))
     what = "resnet8 · xnnpack_fp32 · 4 threads"
     assert lines == ["Submitting.", f"{what}: COMPILING", f"{what}: QUANTIZE 1.23 s (SERVER)"]
+
+
+def test_a_failed_cell_says_why_on_stderr_however_it_is_shown() -> None:
+    failed = _cell(CellState.FAILED, error=error_of(Fault.USER, "PROGRAM_CRASHED", "It was killed.", "Look at the log."))
+    event = CellChanged(1, _now(), failed, JobState.FAILED)
+    lines: list[str] = []
+    PlainDisplay(lines.append).event(event)
+    assert lines == ["resnet8 · xnnpack_fp32 · 4 threads: FAILED: It was killed. Look at the log."]
+    live = LiveDisplay()
+    live.event(event)
+    assert live._failures() == ["etfarm: It was killed. Look at the log."]
 
 
 def test_the_live_table_shows_what_a_cell_does() -> None:

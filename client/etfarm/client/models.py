@@ -107,6 +107,9 @@ class JobChanged:
     """Without cells."""
     job_state: JobState
 
+    def __str__(self) -> str:
+        return f"job {self.job.id}: {self.job_state.value}"
+
 
 @dataclass(frozen=True)
 class CellChanged:
@@ -116,6 +119,11 @@ class CellChanged:
     at: datetime
     cell: Cell
     job_state: JobState
+
+    def __str__(self) -> str:
+        cell = self.cell
+        why = f": {cell.error}" if cell.error is not None else f" ({cell.waiting_for})" if cell.waiting_for else ""
+        return f"{cell.label}: {cell.state.value}{why}"
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,12 @@ class Progress:
     message: str
     sequence: None = None
 
+    def __str__(self) -> str:
+        took = f" {self.duration_ms:.0f} ms" if self.duration_ms is not None else ""
+        far = f" {100 * self.done / self.total:.0f} %" if self.done is not None and self.total else ""
+        said = f": {self.message}" if self.message else ""
+        return f"cell {self.cell_id}: {self.phase}{took}{far}{f' ({self.actor})' if self.actor else ''}{said}"
+
 
 @dataclass(frozen=True)
 class LogLine:
@@ -148,6 +162,9 @@ class LogLine:
     """COMPILE, RUNNER, ANALYSIS or FARM."""
     text: str
     sequence: None = None
+
+    def __str__(self) -> str:
+        return f"{self.source.lower()}: {self.text}"
 
 
 Event = JobChanged | CellChanged | Progress | LogLine

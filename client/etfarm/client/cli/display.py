@@ -88,10 +88,10 @@ class PlainDisplay:
             took = units.milliseconds(event.duration_ms)
             self._write(f"{self._labels.get(event.cell_id, event.cell_id)}: {event.phase} {took} ({event.actor})")
         elif isinstance(event, CellChanged):
-            said = f"{event.cell.state.value}{f' ({event.cell.waiting_for})' if event.cell.waiting_for else ''}"
+            said = str(event)
             if self._states.get(event.cell.id) != said:
                 self._states[event.cell.id] = said
-                self._write(f"{event.cell.label}: {said}")
+                self._write(said)
 
 
 class LiveDisplay:
@@ -125,10 +125,13 @@ class LiveDisplay:
         self.stop()
 
     def stop(self) -> None:
-        """Takes the table away."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        """Takes the table away, and says in its place why cells failed: stdout may be a file by then."""
+        if self._live is None:
+            return
+        self._live.stop()
+        self._live = None
+        for line in self._failures():
+            print(line, file=sys.stderr, flush=True)
 
     def status(self, text: str) -> None:
         """Shows the sentence until the next one."""
@@ -155,6 +158,10 @@ class LiveDisplay:
             self._cells[event.cell.id] = event.cell
         elif isinstance(event, Progress):
             self._progress[event.cell_id] = event
+
+    def _failures(self) -> list[str]:
+        failed = [cell for cell in self._cells.values() if cell.error is not None and cell.state is CellState.FAILED]
+        return [f"etfarm: {f'{cell.label}: ' if len(self._cells) > 1 else ''}{cell.error}" for cell in failed]
 
     def _render(self) -> RenderableType:
         from rich.console import Group
