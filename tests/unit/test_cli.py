@@ -100,9 +100,14 @@ def test_json_goes_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["error"]["reason"] == "UNKNOWN_DEMO"
 
 
-def test_json_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert bench.main(["demo:nothing", "--json", str(tmp_path / "no" / "x.json")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+@pytest.mark.parametrize(("name", "says"), [("no/x.json", "There is no folder"), ("", "is a folder. Name a file.")])
+def test_json_that_cannot_be_written_is_said_before_anything_starts(
+    name: str, says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for command in (bench.main, run.main):
+        assert command(["demo:resnet8", "--server", NOBODY, "--json", str(tmp_path / name)]) == 2
+        said = capsys.readouterr().err
+        assert says in said and said.count("\n") == 1
 
 
 def test_a_server_that_is_not_there_is_exit_code_4(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -196,6 +201,22 @@ def test_ctrl_c_cancels_and_lets_the_command_clean_up() -> None:
         run_async(main)
     assert cleaned == [True]
     assert caught.value.signal_number == signal.SIGINT
+
+
+def test_json_is_there_from_the_first_ctrl_c_on(tmp_path: Path) -> None:
+    outcome = Outcome(str(tmp_path / "x.json"))
+    found = []
+
+    async def main() -> None:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            await asyncio.sleep(30)
+        finally:
+            found.append(json.loads((tmp_path / "x.json").read_text())["error"]["reason"])
+
+    with pytest.raises(Interrupted):
+        run_async(main, outcome)
+    assert found == ["CANCELLED"]
 
 
 def test_work_in_a_thread_does_not_hold_up_ctrl_c() -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import typer
 
 from etfarm.client.errors import Interrupted, OutputUnwritable, exit_code
-from etfarm.wire.errors import EtfarmError, FarmError, UserError
+from etfarm.wire.errors import EtfarmError, FarmError, Fault, UserError, error_of
 
 Answer = TypeVar("Answer")
 Command = Callable[..., int | None]
@@ -42,6 +42,17 @@ class Outcome:
     """FILE of `--json`, or `-`."""
     document: Callable[[EtfarmError | None], dict[str, Any]] | None = None
     """The document etfarm.report/1 as far as it is known, with the error that ended the command."""
+
+    def goes_to(self, file: str | None) -> None:
+        """Takes FILE of `--json`, checked: a job of an hour is not run to be refused its file.
+
+        Raises:
+            Usage: there is no such folder, or the file is one.
+            OutputUnwritable: it cannot be written.
+        """
+        if file is not None and file != STDOUT:
+            must_be_writable(Path(file))
+        self.json_file = file
 
     def write(self, error: EtfarmError | None) -> None:
         """Writes `--json`, where it was given.
@@ -99,8 +110,11 @@ def execute(command: Command | Mapping[str, Command], argv: list[str], name: str
     return code
 
 
-def run_async(main: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+def run_async(main: Callable[[], Coroutine[Any, Any, Answer]], outcome: Outcome | None = None) -> Answer:
     """Runs `main` in an event loop. The first Ctrl-C (or SIGTERM) cancels it, so that it can clean up; the second leaves.
+
+    Args:
+        outcome: its `--json` file is written at the first Ctrl-C already: after a second one nobody would.
 
     Raises:
         Interrupted: it was cancelled so and said nothing itself.
@@ -111,11 +125,15 @@ def run_async(main: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
 
     def interrupt(number: int) -> None:
         if caught:
+            if outcome is not None and outcome.json_file == STDOUT:
+                _write_cancelled(outcome)
             sys.stderr.write("\x1b[?25h" if sys.stderr.isatty() else "")
             sys.stderr.flush()
             os._exit(128 + number)
         caught.append(number)
         task.cancel()
+        if outcome is not None and outcome.json_file != STDOUT:
+            _write_cancelled(outcome)
 
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     for number in numbers:
@@ -132,6 +150,14 @@ def run_async(main: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         for number in numbers:
             loop.remove_signal_handler(number)
         loop.close()
+
+
+def _write_cancelled(outcome: Outcome) -> None:
+    error = error_of(Fault.USER, "CANCELLED", "Interrupted; the command did not wait until its job was cancelled.")
+    try:
+        outcome.write(error)
+    except OutputUnwritable as unwritable:
+        print(f"etfarm: {unwritable}", file=sys.stderr)
 
 
 async def _end_other_tasks() -> None:
@@ -168,6 +194,22 @@ async def in_thread(work: Callable[[], Answer]) -> Answer:
 
     threading.Thread(target=target, name=_THREAD_NAME, daemon=True).start()
     return await future
+
+
+def must_be_writable(path: Path) -> None:
+    """For an option that names a file which is written at the end.
+
+    Raises:
+        Usage: the file's folder is not there, or the file is a folder.
+        OutputUnwritable: this user may not write there.
+    """
+    if not path.parent.is_dir():
+        raise Usage(f"There is no folder {path.parent} for {path}.", "Make it first.", path=path)
+    if path.is_dir():
+        raise Usage(f"{path} is a folder.", "Name a file.", path=path)
+    # A file is replaced, which its folder must allow; a pipe or a device is written to.
+    if not os.access(path if path.exists() and not path.is_file() else path.parent, os.W_OK):
+        raise OutputUnwritable(f"{path} cannot be written: Permission denied.", "Give another path.", path=path)
 
 
 def write_whole(path: Path, data: bytes) -> None:

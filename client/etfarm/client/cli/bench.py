@@ -61,7 +61,7 @@ def bench(
     Each model with each recipe, on each device choice, with each method and thread count is one cell of the job.
     """
     outcome: Outcome = context.obj
-    outcome.json_file = json
+    outcome.goes_to(json)
     options.refuse(interleave=interleave, numerics=numerics, data=data, html=html)
     counts = options.threads_of(threads or ())
     labels = options.labels_of(label or ())
@@ -126,7 +126,7 @@ def bench(
             return 0
         return 0 if result.state is JobState.SUCCEEDED else 1
 
-    return run_async(carry_out)
+    return run_async(carry_out, outcome)
 
 
 def must_be_file(path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, run_async
+from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, must_be_writable, run_async
 from etfarm.client.errors import NotAvailable
 from etfarm.wire.names import STAGES
 
@@ -36,7 +36,7 @@ def compile_(
 ) -> int:
     """Lowers a model to a .pte and its ETRecord."""
     outcome: Outcome = context.obj
-    outcome.json_file = json
+    outcome.goes_to(json)
     stage = stop_after.upper()
     if stage and stage not in STAGES:
         raise Usage(f"--stop-after {stop_after!r} is no stage.", f"The stages are {', '.join(STAGES)}.", stage_name=stop_after)
@@ -54,7 +54,7 @@ def compile_(
     if isinstance(spec, PteFile):
         raise Usage(f"{model} is compiled already.", "Run it with `etfarm run` or measure it with `etfarm bench`.", path=model)
     for path in filter(None, (output, etrecord)):
-        must_have_folder(path)
+        must_be_writable(path)
 
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli import flow
@@ -83,16 +83,4 @@ def compile_(
             _, result = await flow.carry_out(flow.Task([spec], submit, finish, server, tls_ca), outcome, display)
         return 0 if result is not None and result.state is JobState.SUCCEEDED else 1
 
-    return run_async(carry_out)
-
-
-def must_have_folder(path: Path) -> None:
-    """For an option that names a file which is written at the end.
-
-    Raises:
-        Usage: the file's folder is not there, or the file is a folder.
-    """
-    if not path.parent.is_dir():
-        raise Usage(f"There is no folder {path.parent} for {path}.", "Make it first.", path=path)
-    if path.is_dir():
-        raise Usage(f"{path} is a folder.", "Name a file.", path=path)
+    return run_async(carry_out, outcome)

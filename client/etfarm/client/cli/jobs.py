@@ -85,7 +85,7 @@ def watch(
     from etfarm.client.models import JobState
 
     outcome: Outcome = context.obj
-    outcome.json_file = json
+    outcome.goes_to(json)
 
     async def follow() -> int:
         with open_display() as display:
@@ -98,7 +98,7 @@ def watch(
                 print_result(result, to_stderr=json == STDOUT)
         return 0 if result.state is JobState.SUCCEEDED else 1
 
-    return run_async(follow)
+    return run_async(follow, outcome)
 
 
 def cancel(job: options.JobId, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:

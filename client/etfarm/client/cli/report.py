@@ -31,14 +31,14 @@ def show(
     from etfarm.client.models import JobResult
 
     outcome: Outcome = context.obj
-    outcome.json_file = json
+    outcome.goes_to(json)
 
     async def fetch() -> JobResult:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
             found = await farm.job(job)
             return JobResult(await found.document())
 
-    result = run_async(fetch)
+    result = run_async(fetch, outcome)
     outcome.document = lambda error: result.json()
     console = output.open_console(to_stderr=json == STDOUT)
     reports = render.reports(result.json()["reports"], width=console.width, top=top, job=result.job.id)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, run_async
+from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, must_be_writable, run_async
 
 
 def main(argv: list[str]) -> int:
@@ -39,10 +39,9 @@ def run(
 ) -> int:
     """Runs a program once on a device and fetches its outputs."""
     outcome: Outcome = context.obj
-    outcome.json_file = json
+    outcome.goes_to(json)
 
     from etfarm.client.cli.bench import must_be_file, print_result
-    from etfarm.client.cli.compile import must_have_folder
     from etfarm.client.export.spec import PteFile, resolve
     from etfarm.client.submission import DEFAULT_RECIPE, read_recipe
     from etfarm.wire import selectors
@@ -56,7 +55,7 @@ def run(
     if inputs is not None:
         must_be_file(inputs)
     if output is not None:
-        must_have_folder(output)
+        must_be_writable(output)
 
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli import flow
@@ -96,7 +95,7 @@ def run(
             _, result = await flow.carry_out(flow.Task([spec], submit, finish, server, tls_ca), outcome, display)
         return 0 if result is not None and result.state is JobState.SUCCEEDED else 1
 
-    return run_async(carry_out)
+    return run_async(carry_out, outcome)
 
 
 def print_outputs(values: object, *, to_stderr: bool) -> None:
