@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from etfarm.client import decode, retry, submission
 from etfarm.client.aio import AsyncFarm, NotConnected
 from etfarm.client.client import Farm
-from etfarm.client.errors import JobFailed, NotAvailable, SeveralReports
+from etfarm.client.errors import JobFailed, NotAvailable, SeveralReports, exit_code
 from etfarm.client.jobs import AsyncJob
 from etfarm.client.models import CellChanged, JobChanged, JobResult, LogLine, Progress, Record
 from etfarm.client.npz import UnknownInput
@@ -88,8 +89,36 @@ def test_an_unknown_input_is_refused() -> None:
 def test_a_program_takes_places_in_their_order(tmp_path: Path) -> None:
     made = Submission(job_pb2.JobSpec())
     program = PreparedModel("x", program=tmp_path / "x.pte")
-    made.add_inputs({"10": np.ones(1), "9": np.ones(1), "0": np.ones(1)}, [program], ["encode"])
-    assert [value.name for value in _inputs(made, "encode")] == ["0", "9", "10"]
+    turned = {str(place): np.full(1, place) for place in reversed(range(11))}
+    made.add_inputs(turned | {"arr_11": np.full(1, 11)}, [program], ["encode"])
+    values = _inputs(made, "encode")
+    assert [tensors.to_array(value).item() for value in values if isinstance(value, tensors.Tensor)] == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (("b", "a"), "x.pte has no input names: use 0, 1, ... as keys, not 'b'."),
+        (("forward/0", "forward/y"), "not 'y'"),
+        (("0", "2"), "forward: the input 1 is missing."),
+        (("0", "arr_0"), "are one input"),
+    ],
+)
+def test_a_program_takes_no_names_and_no_gaps(tmp_path: Path, keys: tuple[str, ...], says: str) -> None:
+    program = PreparedModel("x", program=tmp_path / "x.pte")
+    with pytest.raises(EtfarmError, match=re.escape(says)) as caught:
+        Submission(job_pb2.JobSpec()).add_inputs({key: np.ones(1) for key in keys}, [program], [])
+    assert exit_code(caught.value) == 2
+
+
+def test_example_inputs_are_refused_where_the_model_has_its_own() -> None:
+    with pytest.raises(submission.BadModel, match="'demo:resnet8' brings its own example inputs"):
+        submission.prepare("demo:resnet8", example_inputs=(1,))
+
+
+def test_what_is_no_model_is_told_what_is_one() -> None:
+    with pytest.raises(submission.BadModel, match=r"^3 is no model: it is of the type int. Give the path of a .pt2"):
+        submission.prepare(3)  # type: ignore[arg-type]
 
 
 def test_one_file_cannot_serve_models_that_order_it_otherwise() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import uuid
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -84,6 +85,11 @@ def prepare(
     Raises:
         UserError: it is no model, or it cannot be exported; as etfarm.client.export says.
     """
+    if example_inputs is not None and isinstance(model, str | Path | PreparedModel | ModelSource | Pt2File | PteFile | EagerSpec):
+        said = repr(str(model)) if isinstance(model, str | Path) else f"A {type(model).__name__}"
+        raise BadModel(
+            f"{said} brings its own example inputs.", "Leave example_inputs out: they are for an nn.Module.", model=said
+        )
     if isinstance(model, PreparedModel):
         return model
     if isinstance(model, str | Path):
@@ -200,9 +206,11 @@ class Submission:
 
 def _in_memory(model: Any, example_inputs: tuple[Any, ...] | None) -> tuple[str, ModelSource | PreparedMethod]:
     """A label, and what a module or exported program of this process is."""
+    label = type(model).__name__
+    if "torch" not in sys.modules:  # then it can be neither a module nor an exported program
+        raise _no_model(model)
     import torch
 
-    label = type(model).__name__
     if isinstance(model, torch.nn.Module):
         if example_inputs is None:
             raise BadModel(f"The module {label} came without example inputs.", "Give example_inputs=(x, ...).", model=label)
@@ -211,10 +219,16 @@ def _in_memory(model: Any, example_inputs: tuple[Any, ...] | None) -> tuple[str,
         buffer = io.BytesIO()
         torch.export.save(model, buffer)
         return "program", PreparedMethod(buffer.getvalue(), input_names=tuple(model.graph_signature.user_inputs))
-    raise BadModel(
-        f"A {label} is no model.",
-        "Give a MODEL text, a path, an nn.Module with example_inputs, an ExportedProgram or a ModelSource.",
-        model=label,
+    raise _no_model(model)
+
+
+def _no_model(given: object) -> BadModel:
+    shown = repr(given)
+    return BadModel(
+        f"{shown if len(shown) <= 40 else f'{shown[:39]}…'} is no model: it is of the type {type(given).__name__}.",
+        "Give the path of a .pt2 or .pte, a text such as file.py:factory or demo:NAME, an nn.Module with example_inputs, "
+        "an ExportedProgram or a ModelSource.",
+        model=type(given).__name__,
     )
 
 
@@ -263,7 +277,7 @@ def _values(inputs: Inputs, model: PreparedModel, methods: Sequence[str]) -> dic
     result = {}
     for method, values in npz.by_method(named, known).items():
         names = model.methods[method].input_names if method in model.methods else ()
-        result[method] = npz.order(values, names, method) if names else _in_places(values)
+        result[method] = npz.order(values, names, method) if names else _in_places(values, model, method)
     return result
 
 
@@ -279,9 +293,22 @@ def _value(name: str, value: Any) -> tensors.Value:
     return tensors.from_array(name, np.asarray(value))
 
 
-def _in_places(values: Mapping[str, tensors.Value]) -> list[tensors.Value]:
-    """Values of a program whose inputs' names nobody here knows: by place where all keys are places, else as they come."""
-    places = {key: key.removeprefix("arr_") for key in values}
-    if all(place.isdecimal() for place in places.values()):
-        return [values[key] for key in sorted(values, key=lambda key: int(places[key]))]
-    return list(values.values())
+def _in_places(values: Mapping[str, tensors.Value], model: PreparedModel, method: str) -> list[tensors.Value]:
+    """Values of a program whose inputs' names nobody here knows: their keys are all places, and no place is left out.
+
+    Raises:
+        UnknownInput: a key is a name; the order of a file's entries says nothing.
+        InputMissing, DuplicateInput: a place is left out, or there twice.
+    """
+    for key in values:
+        place = key.removeprefix("arr_")
+        if not (place.isascii() and place.isdecimal()):
+            name = model.program.name if model.program is not None else model.name
+            said = f"{name} has no input names: use 0, 1, ... as keys, not {key!r}."
+            raise npz.UnknownInput(said, method=method, key=key)
+    last = max((int(key.removeprefix("arr_")) for key in values), default=-1)
+    if last >= len(values):
+        taken = {int(key.removeprefix("arr_")) for key in values}
+        missing = next(place for place in range(last) if place not in taken)
+        raise npz.InputMissing(f"{method}: the input {missing} is missing.", f"There is {last}.", method=method, missing=missing)
+    return npz.order(values, [str(place) for place in range(last + 1)], method)
