@@ -138,6 +138,13 @@ def test_a_pte_refuses_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "compiled already" in capsys.readouterr().err
 
 
+def test_a_pte_without_inputs_says_that_they_are_made_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pte = tmp_path / "x.pte"
+    pte.write_bytes((4).to_bytes(4, "little") + b"ET12" + bytes(64))
+    assert run.main([str(pte), "--server", NOBODY]) == 4
+    assert capsys.readouterr().err.splitlines()[0] == "No --inputs: x.pte runs on made-up inputs, seed 0."
+
+
 def test_threads_are_read_from_lists_and_repetitions() -> None:
     assert options.threads_of(["1, 2", "4", "2"]) == [1, 2, 4]
     with pytest.raises(Usage):

@@ -104,6 +104,11 @@ def test_the_facts_are_told_with_their_units() -> None:
     assert "forward was calibrated with one input." in text
 
 
+def test_inputs_that_nobody_gave_are_called_made_up() -> None:
+    assert "inputs    made up by the runner, seed 0" in _text(_document(), made_up={"c1"})
+    assert "made up" not in _text(_document(), made_up={"c2"})
+
+
 def test_a_verdict_says_what_to_do() -> None:
     reason = {"code": "CPU_PRESSURE", "message": "Some task waited."}
     text = _text(_document(verdict={"status": "VERDICT_STATUS_INVALID", "reasons": [reason]}))

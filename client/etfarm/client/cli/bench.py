@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, run_async
+
+if TYPE_CHECKING:
+    from etfarm.client.export.spec import ModelSpec
 
 
 def main(argv: list[str]) -> int:
@@ -81,6 +86,7 @@ def bench(
         raise Usage("A .pte is compiled already, so that --recipe says nothing about it.", "Leave --recipe out.")
     if inputs is not None:
         must_be_file(inputs)
+    say_made_up(specs, inputs)
 
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli import flow
@@ -113,7 +119,7 @@ def bench(
 
     async def finish(job: AsyncJob, result: JobResult, display: Display) -> None:
         display.stop()
-        print_result(result, to_stderr=json == STDOUT)
+        print_result(result, job.made_up_inputs, to_stderr=json == STDOUT)
 
     async def carry_out() -> int:
         if detach:
@@ -139,8 +145,22 @@ def must_be_file(path: Path) -> None:
         raise Usage(f"There is no file {path}.", f"Paths start at the working folder, {Path.cwd()}.", path=path)
 
 
-def print_result(result: object, *, to_stderr: bool) -> None:
-    """Prints a job's reports and how to see them again."""
+def say_made_up(specs: Sequence[ModelSpec], inputs: Path | None) -> None:
+    """Says which models run on inputs that nobody gave: a .pte has no example inputs inside."""
+    from etfarm.client.export.spec import PteFile
+
+    programs = [spec.path.name for spec in specs if isinstance(spec, PteFile)]
+    if programs and inputs is None:
+        run = "runs" if len(programs) == 1 else "run"
+        print(f"No --inputs: {', '.join(programs)} {run} on made-up inputs, seed 0.", file=sys.stderr)
+
+
+def print_result(result: object, made_up: Collection[str] = (), *, to_stderr: bool) -> None:
+    """Prints a job's reports and how to see them again.
+
+    Args:
+        made_up: the ids of the cells whose inputs the runner made up.
+    """
     from rich.text import Text
 
     from etfarm.client.cli import output, render
@@ -149,14 +169,12 @@ def print_result(result: object, *, to_stderr: bool) -> None:
     assert isinstance(result, JobResult)
     console = output.open_console(to_stderr=to_stderr)
     document = result.json()
-    reports = render.reports(document["reports"], width=console.width, job=result.job.id)
+    reports = render.reports(document["reports"], width=console.width, job=result.job.id, made_up=made_up)
     foot = Text(f"job {result.job.id}  {result.state.value}  etfarm report show {result.job.id}", style="dim")
     output.say(console, reports, foot)
 
 
 def print_detached(job_id: str, *, to_stderr: bool) -> None:
     """Prints a job's id, alone on stdout, and what to do with it."""
-    import sys
-
     print(job_id, file=sys.stderr if to_stderr else sys.stdout)
     print(f"It goes on: `etfarm jobs watch {job_id}`, then `etfarm report show {job_id}`.", file=sys.stderr)

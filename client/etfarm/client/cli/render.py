@@ -5,7 +5,7 @@ Takes the JSON of etfarm.report/1, so that a report looks the same now and when 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -38,24 +38,27 @@ _BACKENDS = {"XnnpackBackend": "XNNPACK", "CoreMLBackend": "Core ML", "QnnBacken
 """What people call backends, where that is not their class's name."""
 
 
-def reports(documents: Iterable[Json], *, width: int, top: int = TOP, job: str = "") -> RenderableType:
+def reports(
+    documents: Iterable[Json], *, width: int, top: int = TOP, job: str = "", made_up: Collection[str] = ()
+) -> RenderableType:
     """All reports of a job, one below the other.
 
     Args:
         width: columns of the terminal.
         top: so many operators each; 0 is all.
         job: the id to name where a command shows more.
+        made_up: the ids of the cells whose inputs the runner made up.
     """
     parts: list[RenderableType] = []
     for document in documents:
         if parts:
             parts.append(Text())
-        parts.append(report(document, width=width, top=top, job=job))
+        parts.append(report(document, width=width, top=top, job=job, made_up=made_up))
     return Group(*parts)
 
 
-def report(document: Json, *, width: int, top: int = TOP, job: str = "") -> RenderableType:
-    """One REPORT."""
+def report(document: Json, *, width: int, top: int = TOP, job: str = "", made_up: Collection[str] = ()) -> RenderableType:
+    """One REPORT; the arguments are those of `reports`."""
     parts: list[RenderableType] = [headline(document, width)]
     if document["error"]:
         parts.append(_indented(error_text(document["error"])))
@@ -65,6 +68,8 @@ def report(document: Json, *, width: int, top: int = TOP, job: str = "") -> Rend
         if left_out is not None:
             parts.append(_indented(left_out))
     facts = list(_facts(document))
+    if document["cell"] in made_up:
+        facts.insert(0, ("inputs", Text("made up by the runner, seed 0; --inputs FILE.npz gives others")))
     if facts:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)

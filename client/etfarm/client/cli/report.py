@@ -33,14 +33,15 @@ def show(
     outcome: Outcome = context.obj
     outcome.goes_to(json)
 
-    async def fetch() -> JobResult:
+    async def fetch() -> tuple[JobResult, frozenset[str]]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
             found = await farm.job(job)
-            return JobResult(await found.document())
+            return JobResult(await found.document()), found.made_up_inputs
 
-    result = run_async(fetch, outcome)
+    result, made_up = run_async(fetch, outcome)
     outcome.document = lambda error: result.json()
     console = output.open_console(to_stderr=json == STDOUT)
-    reports = render.reports(result.json()["reports"], width=console.width, top=top, job=result.job.id)
+    documents = result.json()["reports"]
+    reports = render.reports(documents, width=console.width, top=top, job=result.job.id, made_up=made_up)
     output.say(console, reports, Text(f"job {result.job.id}  {result.job.state}", style="dim"))
     return 0

@@ -41,7 +41,7 @@ def run(
     outcome: Outcome = context.obj
     outcome.goes_to(json)
 
-    from etfarm.client.cli.bench import must_be_file, print_result
+    from etfarm.client.cli.bench import must_be_file, print_result, say_made_up
     from etfarm.client.export.spec import PteFile, resolve
     from etfarm.client.submission import DEFAULT_RECIPE, read_recipe
     from etfarm.wire import selectors
@@ -56,6 +56,7 @@ def run(
         must_be_file(inputs)
     if output is not None:
         must_be_writable(output)
+    say_made_up([spec], inputs)
 
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli import flow
@@ -80,7 +81,7 @@ def run(
     async def finish(job: AsyncJob, result: JobResult, display: Display) -> None:
         values = await job.outputs() if result.state is JobState.SUCCEEDED else []
         display.stop()
-        print_result(result, to_stderr=json == STDOUT)
+        print_result(result, job.made_up_inputs, to_stderr=json == STDOUT)
         if result.state is JobState.SUCCEEDED:
             print_outputs(values, to_stderr=json == STDOUT)
             if output is not None:
