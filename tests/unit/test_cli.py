@@ -138,6 +138,25 @@ def test_a_pte_refuses_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "compiled already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--tls-ca", "ca.pem"], "--tls-ca is for a server that is named"),
+        (["--tls-ca", "ca.pem", "--server", NOBODY], "There is no file ca.pem, which --tls-ca names."),
+    ],
+)
+def test_an_authority_without_a_server_or_file_is_refused(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ETFARM_DATA", str(tmp_path))
+    monkeypatch.delenv("ETFARM_SERVER", raising=False)
+    for command in (["bench", "demo:resnet8"], ["list"]):
+        assert (bench.main if command[0] == "bench" else jobs.main)([*command[command[0] == "bench" :], *argv]) == 2
+        assert says in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_pte_without_inputs_says_that_they_are_made_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pte = tmp_path / "x.pte"
     pte.write_bytes((4).to_bytes(4, "little") + b"ET12" + bytes(64))

@@ -16,6 +16,7 @@ import pytest
 from etfarm.client import embedded
 from etfarm.client.embedded import Place, join
 from etfarm.client.errors import EmbeddedFarmFailed
+from etfarm.client.supervisor import last_words
 from etfarm.wire import names
 
 
@@ -131,6 +132,34 @@ async def test_a_server_that_cannot_start_says_why(place: Place) -> None:
     with pytest.raises(EmbeddedFarmFailed, match="server ended with exit code"):
         await join()
     await _all_gone(place)
+
+
+async def test_a_killed_server_is_said_to_be_killed_and_no_more(place: Place) -> None:
+    lease = await join()
+    server = next(pid for pid in _processes(place) if b"\0serve\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(server, signal.SIGKILL)
+    with pytest.raises(EmbeddedFarmFailed) as caught:
+        await lease.lost()
+    assert caught.value.message == f"The embedded farm's server was killed by SIGKILL. Its log is {place.data / 'serve.log'}."
+    await lease.leave()
+    await _all_gone(place)
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("", ""),
+        ("Traceback (most recent call last):\n  File x\nValueError: no such thing\n", "ValueError: no such thing."),
+        (
+            "etfarm: The port is taken. Give another.\ntimestamp='2026-01-01' level='info' event='stopped'\n",
+            "The port is taken. Give another.",
+        ),
+        ("timestamp='2026-01-01' level='info' event='started'\n", ""),
+        ("etfarm agent: It has no disk.\n", "It has no disk."),
+    ],
+)
+def test_of_a_log_only_what_says_why_is_quoted(log: str, said: str) -> None:
+    assert last_words(log) == said
 
 
 async def test_a_long_path_has_its_sockets_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from etfarm.v1 import (
     job_pb2,
 )
 from etfarm.wire import chunks, names, selectors
-from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.channel import Access, BadAddress, open_channel
 from etfarm.wire.status import Unreachable
 
 CONNECT_TIMEOUT_S = 10.0
@@ -61,8 +61,18 @@ class AsyncFarm:
         token: the bearer token; ETFARM_TOKEN when None.
         tls_ca: PEM file of the authority that signed the server's certificate; ETFARM_TLS_CA when None.
         on_status: told in one sentence what starting the embedded farm waits for.
+
+        Raises:
+            BadAddress: there is no file `tls_ca`, or no server whose certificate it could be for.
         """
         self._address = address or os.environ.get(names.SERVER_VARIABLE) or None
+        if tls_ca is not None and self._address is None:
+            raise BadAddress(
+                "--tls-ca is for a server that is named, and the embedded farm has no certificate.",
+                f"Give --server (or {names.SERVER_VARIABLE}) too, or leave --tls-ca out.",
+            )
+        if tls_ca is not None and not Path(tls_ca).is_file():
+            raise BadAddress(f"There is no file {tls_ca}, which --tls-ca names.", "Check the path.", path=tls_ca)
         self._token = token
         self._tls_ca = tls_ca
         self._on_status = on_status

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -31,7 +32,20 @@ LEAVING_TIMEOUT_S = 20.0
 STDIN_GRACE_S, TERMINATE_GRACE_S = 2.0, 3.0
 """A child may end by itself so long after its stdin closed, and after SIGTERM; then it is killed."""
 
-_LAST_LINES = 5
+_STRUCTURED = "timestamp="
+"""How a line of the server's own log begins: it says what went on, not why it ended."""
+
+_OWN = re.compile(r"etfarm( \w+)?: ")
+"""How a sentence for people begins."""
+
+
+def last_words(log: str) -> str:
+    """What a program said of its end, one sentence: the last line that begins with `etfarm:`, else the last that is no log's."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    own = [line for line in lines if _OWN.match(line)]
+    others = [line for line in lines if not line.startswith(_STRUCTURED)]
+    said = _OWN.sub("", (own or others or [""])[-1], count=1)
+    return f"{said}." if said and said[-1] not in ".?!" else said
 
 
 class _Failed(Exception):
@@ -64,10 +78,10 @@ class _Child:
     async def ended(self) -> str:
         """Waits for its end; a sentence about it."""
         code = await self.process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        said = f": {' | '.join(lines[-_LAST_LINES:])}" if lines else "."
-        return f"The embedded farm's {self.what} {how}{said}"
+        if code < 0:  # whatever it logged before says nothing of why
+            return f"The embedded farm's {self.what} was killed by {signal.Signals(-code).name}. Its log is {self.log}."
+        said = last_words(self.log.read_text(errors="replace"))
+        return f"The embedded farm's {self.what} ended with exit code {code}{f': {said}' if said else '.'} Its log is {self.log}."
 
     async def drain(self) -> None:
         """Reads its stdout away, so that it never blocks on it."""

@@ -57,9 +57,9 @@ async def carry_out(task: Task, outcome: Outcome, display: Display) -> tuple[Asy
         EtfarmError: whatever keeps the job from being submitted or watched.
         Interrupted: Ctrl-C; the job was cancelled.
     """
+    farm = AsyncFarm(task.server, tls_ca=task.tls_ca, on_status=display.status)
     # torch and the export take seconds, and so may a farm that starts: neither waits for the other.
     preparing = asyncio.create_task(in_thread(lambda: _prepare(task.models, display)), name="prepare models")
-    farm = AsyncFarm(task.server, tls_ca=task.tls_ca, on_status=display.status)
     connecting = asyncio.create_task(farm.__aenter__(), name="connect")
     connecting.add_done_callback(lambda _: _connected(task, preparing, display))
     try:
