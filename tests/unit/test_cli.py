@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import typer
 
-from etfarm.client.cli import bench, compile, jobs, options, run, units
+from etfarm.client.cli import bench, compile, devices, jobs, options, report, run, units
 from etfarm.client.cli.app import Outcome, Usage, execute, in_thread, run_async, write_whole
 from etfarm.client.errors import EmbeddedFarmFailed, Interrupted, NotAvailable, exit_code
+from etfarm.client.export import spec
 from etfarm.wire.errors import EtfarmError, Fault, Kind, error_of
 
 NOBODY = "127.0.0.1:1"
@@ -54,6 +55,17 @@ def test_each_error_has_its_exit_code(error: EtfarmError, code: int) -> None:
         (bench.main, ["demo:resnet8", "--device", "arhc=aarch64"], "Did you mean 'arch'?"),
         (bench.main, ["demo:resnet8", "--threads", "1,two"], "--threads 'two' is no number of threads."),
         (bench.main, ["demo:resnet8", "--label", "team"], "--label 'team' is not K=V."),
+        (bench.main, ["demo:resnet8", "--label", "a=b", "--label", "a=c"], "--label a is given twice, as 'b' and as 'c'."),
+        (bench.main, ["demo:resnet8", "--cores", "medium"], "--cores 'medium' names no cores. Give big, little, or cpus"),
+        (bench.main, ["demo:resnet8", "--cores", "3-1"], "--cores '3-1' names no cores."),
+        (bench.main, ["demo:resnet8", "--timeout", "0.5"], "--timeout"),
+        (bench.main, ["demo:resnet8", "--timeout", "inf"], "--timeout"),
+        (run.main, ["demo:resnet8", "--timeout", "nan"], "--timeout"),
+        (bench.main, ["demo:resnet8", "--min-time", "inf"], "--min-time"),
+        (bench.main, ["demo:resnet8", "--priority", "9999999999"], "--priority"),
+        (jobs.main, ["retry", "latest"], "etfarm: etfarm jobs retry is not available in this version.\n"),
+        (devices.main, ["drain", "--now"], "etfarm: etfarm devices drain is not available in this version.\n"),
+        (report.main, ["tag", "latest", "x"], "etfarm: etfarm report tag is not available in this version.\n"),
         (bench.main, ["demo:resnet8", "--inputs", "nothere.npz"], "There is no file nothere.npz."),
         (bench.main, ["demo:resnet8", "--html", "x.html"], "--html is not available in this version."),
         (bench.main, ["demo:resnet8", "--interleave"], "--interleave is not available in this version."),
@@ -168,6 +180,17 @@ def test_threads_are_read_from_lists_and_repetitions() -> None:
     assert options.threads_of(["1, 2", "4", "2"]) == [1, 2, 4]
     with pytest.raises(Usage):
         options.threads_of(["1,,2"])
+
+
+def test_what_is_given_twice_is_taken_once_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert options.once("MODEL", ["demo:resnet8", "demo:ds_cnn", "demo:resnet8"], spec.resolve) == ["demo:resnet8", "demo:ds_cnn"]
+    assert capsys.readouterr().err == "Given twice, taken once: MODEL demo:resnet8.\n"
+    assert options.once("--threads", [2, 1]) == [2, 1]
+    assert capsys.readouterr().err == ""
+
+
+def test_cores_are_names_or_cpus() -> None:
+    assert [options.cores_of(text) for text in ("", "big", "0-3,6", "2")] == ["", "big", "0-3,6", "2"]
 
 
 def test_labels_may_hold_equals_signs() -> None:

@@ -8,14 +8,14 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
 
-from etfarm.client.errors import Interrupted, OutputUnwritable, exit_code
+from etfarm.client.errors import Interrupted, NotAvailable, OutputUnwritable, exit_code
 from etfarm.wire.errors import EtfarmError, FarmError, Fault, UserError, error_of
 
 Answer = TypeVar("Answer")
@@ -73,17 +73,22 @@ class Outcome:
             write_whole(Path(self.json_file), text.encode())
 
 
-def execute(command: Command | Mapping[str, Command], argv: list[str], name: str, about: str = "") -> int:
+def execute(
+    command: Command | Mapping[str, Command], argv: list[str], name: str, about: str = "", later: Collection[str] = ()
+) -> int:
     """Runs a command, or one of a group's, and answers its exit code; errors are one sentence on stderr.
 
     Args:
         command: a typer function, or functions by subcommand.
         name: what comes after `etfarm`.
         about: the group's help; a function's is its docstring.
+        later: subcommands of a group that this version knows and does not have.
     """
     outcome = Outcome()
     code, error = 0, None
     try:
+        if argv and argv[0] in later:
+            raise NotAvailable(f"etfarm {name} {argv[0]}", "")
         code = _run(command, argv, name, about, outcome)
     except EtfarmError as raised:
         error, code = raised, exit_code(raised)

@@ -41,10 +41,15 @@ def bench(
         list[str] | None, typer.Option("--threads", metavar="N[,N]...", help="Thread counts. [the fastest cluster's cores]")
     ] = None,
     cores: Annotated[str, typer.Option("--cores", metavar="C", help="big, little, or cpus as 0-3.")] = "",
-    iterations: Annotated[int | None, typer.Option("--iterations", metavar="N", min=1, help="At least so many. [100]")] = None,
-    warmup: Annotated[int | None, typer.Option("--warmup", metavar="N", min=0, help="Runs before, not counted. [10]")] = None,
+    iterations: Annotated[
+        int | None, typer.Option("--iterations", metavar="N", min=1, max=2**53, help="At least so many. [100]")
+    ] = None,
+    warmup: Annotated[
+        int | None, typer.Option("--warmup", metavar="N", min=0, max=2**31 - 1, help="Runs before, not counted. [10]")
+    ] = None,
     min_time: Annotated[
-        float | None, typer.Option("--min-time", metavar="S", min=0, help="At least so many seconds. [1]")
+        float | None,
+        typer.Option("--min-time", metavar="S", min=0, callback=options.finite, help="At least so many seconds. [1]"),
     ] = None,
     interleave: Annotated[bool, typer.Option("--interleave", help="Not in this version.")] = False,
     no_profile: Annotated[bool, typer.Option("--no-profile", help="No traced pass, so no operators.")] = False,
@@ -53,7 +58,7 @@ def bench(
     name: options.Name = "",
     label: options.Labels = None,
     timeout: options.Timeout = None,
-    priority: Annotated[int, typer.Option("--priority", metavar="P", help="Higher first. [0]")] = 0,
+    priority: Annotated[int, typer.Option("--priority", metavar="P", min=-(2**31), max=2**31 - 1, help="Higher first. [0]")] = 0,
     no_cache: options.NoCache = False,
     json: options.JsonFile = None,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Not in this version.")] = None,
@@ -69,19 +74,19 @@ def bench(
     outcome.goes_to(json)
     options.refuse(interleave=interleave, numerics=numerics, data=data, html=html)
     counts = options.threads_of(threads or ())
+    methods = options.once("--method", method or [])
     labels = options.labels_of(label or ())
-    recipes = recipe or []
+    cores = options.cores_of(cores)
 
     # What costs nothing to refuse is refused before anything starts.
     from etfarm.client.export.spec import PteFile, resolve
     from etfarm.client.submission import DEFAULT_RECIPE, read_recipe
     from etfarm.wire import selectors
 
-    for text in recipes:
-        read_recipe(text)
+    recipes = options.once("--recipe", recipe or [], lambda text: read_recipe(text).digest)
     for text in device or ():
         selectors.parse(text)
-    specs = [resolve(model) for model in models]
+    specs = [resolve(model) for model in options.once("MODEL", models, resolve)]
     if recipes and all(isinstance(spec, PteFile) for spec in specs):
         raise Usage("A .pte is compiled already, so that --recipe says nothing about it.", "Leave --recipe out.")
     if inputs is not None:
@@ -102,7 +107,7 @@ def bench(
             device or [""],
             all_devices=all_devices,
             inputs=inputs,
-            methods=method or (),
+            methods=methods,
             threads=counts,
             cores=cores,
             iterations=iterations,

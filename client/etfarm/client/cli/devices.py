@@ -14,7 +14,8 @@ from etfarm.client.cli.app import execute, run_async
 
 def main(argv: list[str]) -> int:
     """Runs `etfarm devices`."""
-    return execute({"list": list_, "show": show}, argv, "devices", "Lists and shows the devices of the farm.")
+    later = ("reserve", "release", "drain", "undrain", "label")
+    return execute({"list": list_, "show": show}, argv, "devices", "Lists and shows the devices of the farm.", later)
 
 
 def list_(
@@ -115,6 +116,6 @@ _TELEMETRY: dict[str, tuple[str, Callable[[float], str]]] = {
     "frequency_hz": ("frequency", lambda value: f"{value / 1e9:.2f} GHz"),
     "battery_share": ("battery", lambda value: f"{value * 100:.0f} %"),
     "charging": ("charging", lambda value: "yes" if value else "no"),
-    "agent_rss_bytes": ("agent", lambda value: f"{_size(value)} of memory"),
+    "agent_rss_bytes": ("agent memory", _size),
 }
 """How a heartbeat's values are shown, by key."""

@@ -14,7 +14,7 @@ from etfarm.client.cli.app import STDOUT, Command, Outcome, execute, run_async
 def main(argv: list[str]) -> int:
     """Runs `etfarm jobs`."""
     commands: dict[str, Command] = {"list": list_, "show": show, "watch": watch, "cancel": cancel, "logs": logs}
-    return execute(commands, argv, "jobs", "Lists, shows, watches and cancels jobs, and reads their logs.")
+    return execute(commands, argv, "jobs", "Lists, shows, watches and cancels jobs, and reads their logs.", later=("retry",))
 
 
 def list_(

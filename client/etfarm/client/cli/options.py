@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, TypeVar
 
 import typer
 
 from etfarm.client.cli.app import Usage
 from etfarm.client.errors import NotAvailable
+
+Item = TypeVar("Item")
+
+_CPUS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
 
 Server = Annotated[
     str | None,
@@ -28,7 +35,18 @@ Recipes = Annotated[
 Labels = Annotated[list[str] | None, typer.Option("--label", metavar="K=V", help="A label of the job. Again for more.")]
 Name = Annotated[str, typer.Option("--name", metavar="N", help="The job's name.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile again although the farm has done it before.")]
-Timeout = Annotated[float | None, typer.Option("--timeout", metavar="S", min=0.001, help="Seconds one run may take. [600]")]
+
+
+def finite(value: float | None) -> float | None:
+    """A callback for numbers: nan and inf pass every comparison with a bound that there is."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no number of seconds")
+    return value
+
+
+Timeout = Annotated[
+    float | None, typer.Option("--timeout", metavar="S", min=1, callback=finite, help="Seconds one run may take. [600]")
+]
 
 
 def refuse(**options: object) -> None:
@@ -52,21 +70,55 @@ def threads_of(texts: Sequence[str]) -> list[int]:
     for part in (part.strip() for text in texts for part in text.split(",")):
         if not (part.isascii() and part.isdigit() and 0 < int(part) <= 1024):
             raise Usage(f"--threads {part!r} is no number of threads.", "Give for example --threads 1,4.", value=part)
-        if int(part) not in counts:
-            counts.append(int(part))
-    return counts
+        counts.append(int(part))
+    return once("--threads", counts)
+
+
+def once(what: str, items: Sequence[Item], key: Callable[[Item], object] = lambda item: item) -> list[Item]:
+    """`items` without those that came before, in their order; what is dropped is said on stderr.
+
+    Args:
+        what: what they are, for the sentence.
+        key: what makes two of them the same.
+    """
+    kept: list[Item] = []
+    keys: list[object] = []
+    dropped: list[str] = []
+    for item in items:
+        if key(item) not in keys:
+            keys.append(key(item))
+            kept.append(item)
+        elif str(item) not in dropped:
+            dropped.append(str(item))
+    if dropped:
+        print(f"Given twice, taken once: {what} {', '.join(dropped)}.", file=sys.stderr)
+    return kept
+
+
+def cores_of(text: str) -> str:
+    """`--cores` as it was given; whether the device has such cpus is for the device to say.
+
+    Raises:
+        Usage: it is neither big, little nor a list of cpus.
+    """
+    ranges = [_CPUS.fullmatch(part.strip()) for part in text.split(",")]
+    if text and text not in ("big", "little") and not all(part and int(part[1]) <= int(part[2] or part[1]) for part in ranges):
+        raise Usage(f"--cores {text!r} names no cores.", "Give big, little, or cpus as 0-3 or 0,2.", value=text)
+    return text
 
 
 def labels_of(texts: Sequence[str]) -> dict[str, str]:
     """The labels of `--label K=V`.
 
     Raises:
-        Usage: one is not K=V.
+        Usage: one is not K=V, or a key has two values.
     """
-    labels = {}
+    labels: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not (key.strip() and equals):
             raise Usage(f"--label {text!r} is not K=V.", "Give for example --label team=vision.", value=text)
-        labels[key.strip()] = value.strip()
+        key, value = key.strip(), value.strip()
+        if labels.setdefault(key, value) != value:
+            raise Usage(f"--label {key} is given twice, as {labels[key]!r} and as {value!r}.", "Give one.", key=key)
     return labels

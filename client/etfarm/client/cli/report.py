@@ -12,7 +12,7 @@ from etfarm.client.cli.app import STDOUT, Outcome, execute, run_async
 
 def main(argv: list[str]) -> int:
     """Runs `etfarm report`."""
-    return execute({"show": show}, argv, "report", "Shows a job's reports again.")
+    return execute({"show": show}, argv, "report", "Shows a job's reports again.", later=("export", "tag"))
 
 
 def show(

@@ -29,7 +29,7 @@ def run(
     device: Annotated[str, typer.Option("--device", metavar="SELECTOR", help="A device that matches. [any]")] = "",
     method: Annotated[str, typer.Option("--method", metavar="M", help="The method to run. [forward, or the only one]")] = "",
     threads: Annotated[
-        int | None, typer.Option("--threads", metavar="N", min=1, help="Threads. [the fastest cluster's cores]")
+        int | None, typer.Option("--threads", metavar="N", min=1, max=1024, help="Threads. [the fastest cluster's cores]")
     ] = None,
     name: options.Name = "",
     timeout: options.Timeout = None,
