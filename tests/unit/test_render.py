@@ -61,7 +61,7 @@ def _text(document: dict[str, Any], width: int = 120, **options: Any) -> str:
 
 def test_the_answer_is_the_first_line() -> None:
     first = _text(_document()).splitlines()[0]
-    assert first.startswith("resnet8 · xnnpack_fp32 · pi5-a (cortex-a76 × 4)")
+    assert first.startswith("resnet8 · xnnpack_fp32 · pi5-a (cortex-a76, 4 threads)")
     assert first.endswith("p50 1.84 ms [1.82, 1.86]  VALID  543 samples  traced 1.88 ms")
 
 
@@ -134,6 +134,32 @@ def test_pipes_get_no_trailing_blanks(capsys: pytest.CaptureFixture[str]) -> Non
     lines = capsys.readouterr().out.splitlines()
     assert lines and all(line == line.rstrip() for line in lines)
     assert "\x1b" not in "".join(lines)
+
+
+def test_pipes_get_sentences_and_tables_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    sentence = "It was killed. " * 30
+    error = {"fault": "FAULT_USER", "reason": "PROGRAM_CRASHED", "message": sentence.strip()}
+    output.show(render.report(_document(state="FAILED", error=error), width=output.PIPE_WIDTH))
+    output.show_table(("ID", "WHY"), [("1", sentence.strip())], shrink=("WHY",))
+    assert capsys.readouterr().out.count(sentence.strip()) == 2
+
+
+def test_kernels_that_nobody_could_measure_are_one_line() -> None:
+    kernels = [_row(i, "KERNEL", f"Add (ND) #{i}", 0.001, None, parent=0, resolution_ns=1000.0) for i in (1, 2, 3)]
+    delegate = _row(0, "DELEGATE", "XnnpackBackend", 0.8, 1_504_000, backend="XnnpackBackend", delegated=True)
+    text = _text(_document(operators=[delegate, *kernels, _row(4, "REST", "REST", 0.797, 727_000, parent=0)]))
+    assert text.count("kernels below the 1 µs resolution") == 1
+    assert "Add (ND)" not in text and "more," not in text
+
+
+def test_the_module_of_a_sequential_is_called_one() -> None:
+    rows = [
+        _row(0, "OPERATOR", "aten.mean.dim", 0.5, 330_000, module="0"),
+        _row(1, "OPERATOR", "aten.add", 0.5, 1e5, module="l.0"),
+    ]
+    text = _text(_document(operators=rows))
+    assert "module 0" in text and "module l.0" not in text
 
 
 def test_tables_shorten_only_what_they_may(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

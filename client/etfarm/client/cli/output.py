@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from typing import IO
 
 from rich.cells import cell_len
 from rich.console import Console, JustifyMethod, RenderableType
@@ -13,6 +14,9 @@ from rich.text import Text
 
 PIPE_WIDTH = 160
 """Columns where stdout is no terminal and COLUMNS does not say: room for the source lines."""
+
+UNBOUNDED = 100_000
+"""Columns for sentences where stdout is no terminal: whoever reads a file or a pipe searches for them whole."""
 
 WIDEST = 200
 
@@ -23,11 +27,15 @@ LEAST_WIDTH = 8
 def open_console(*, to_stderr: bool = False) -> Console:
     """The console for results: stdout, or stderr where stdout is taken by `--json -`. NO_COLOR is respected by rich."""
     file = sys.stderr if to_stderr else sys.stdout
-    width = None if file.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH
+    width = PIPE_WIDTH if _is_pipe(file) else None
     console = Console(file=file, width=width, highlight=False, markup=False, emoji=False)
     if console.width > WIDEST:
         console.width = WIDEST
     return console
+
+
+def _is_pipe(file: IO[str]) -> bool:
+    return not (file.isatty() or os.environ.get("COLUMNS"))
 
 
 def show(renderable: RenderableType, *, to_stderr: bool = False) -> None:
@@ -41,6 +49,8 @@ def say(console: Console, *renderables: RenderableType) -> None:
         for renderable in renderables:
             console.print(renderable)
         return
+    if _is_pipe(console.file):
+        console.width = UNBOUNDED
     with console.capture() as capture:
         for renderable in renderables:
             console.print(renderable)
@@ -63,9 +73,10 @@ def show_table(
         shrink: heads of the columns that are shortened, with an ellipsis, where the terminal is narrow; the widest first.
     """
     console = open_console(to_stderr=to_stderr)
+    room = UNBOUNDED if _is_pipe(console.file) else console.width
     widths = {head: max([cell_len(head), *(cell_len(str(row[place])) for row in rows)]) for place, head in enumerate(heads)}
     # Rich shares a lack of room among all columns, and cuts ids and states before it cuts sentences.
-    for _ in range(sum(widths.values()) + 2 * (len(heads) - 1) - console.width):
+    for _ in range(sum(widths.values()) + 2 * (len(heads) - 1) - room):
         widest = max(shrink, key=widths.__getitem__, default=None)
         if widest is None or widths[widest] <= LEAST_WIDTH:
             break

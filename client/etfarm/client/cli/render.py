@@ -21,6 +21,9 @@ TOP = 10
 LEAST_CODE = 12
 """Fewer characters of a line of code say nothing."""
 
+_UNRESOLVED = "UNRESOLVED"
+"""The kind of the row that stands for kernels too short to be measured."""
+
 Json = Mapping[str, Any]
 
 _STATE_STYLES = {"VALID": "green", "INVALID": "bold red", "NOT_BENCHMARKABLE": "yellow"}
@@ -63,8 +66,9 @@ def report(document: Json, *, width: int, top: int = TOP, job: str = "", made_up
     if document["error"]:
         parts.append(_indented(error_text(document["error"])))
     if document["operators"]:
-        parts.append(Padding(operators(document["operators"], width=width - 2, top=top), (0, 0, 0, 2)))
-        left_out = _left_out(document["operators"], top, job)
+        rows = _resolved(document["operators"])
+        parts.append(Padding(operators(rows, width=width - 2, top=top), (0, 0, 0, 2)))
+        left_out = _left_out(rows, top, job)
         if left_out is not None:
             parts.append(_indented(left_out))
     facts = list(_facts(document))
@@ -81,15 +85,15 @@ def report(document: Json, *, width: int, top: int = TOP, job: str = "", made_up
 
 
 def label(document: Json) -> str:
-    """What was measured where: `resnet8 · xnnpack_fp32 · pi5-a (Cortex-A76 × 4)`."""
+    """What was measured where: `resnet8 · xnnpack_fp32 · pi5-a (Cortex-A76, 4 threads)`."""
     model = document["model"]["name"] if document["model"] else "?"
     method = document["method"] if document["method"] not in (None, "forward") else None
     device = document["device"]
     place = None
     if device:
         chip = device["soc"] or device["arch"]
-        threads = document["threads"]
-        place = f"{device['name'] or device['id'][:12]} ({chip}{f' × {threads}' if threads else ''})"
+        threads = f", {units.count(document['threads'], 'thread')}" if document["threads"] else ""
+        place = f"{device['name'] or device['id'][:12]} ({chip}{threads})"
     return " · ".join(part for part in (model, document["recipe"], method, place) if part)
 
 
@@ -130,7 +134,7 @@ def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> Renderable
     backends = [_backend(row) for row in chosen]
     places = [_place(row) for row in chosen]
     codes = [row["source"]["code"].strip() if row["source"] else "" for row in chosen]
-    numbers = ["" if row["kind"] == "REST" else str(row["index"]) for row in chosen]
+    numbers = ["" if row["kind"] in ("REST", _UNRESOLVED) else str(row["index"]) for row in chosen]
 
     # What is left of the line goes to names, then to places; code takes what they leave, and is the first to go.
     room = width - sum(2 + max(map(len, column)) for column in (numbers, shares, times, backends))
@@ -142,7 +146,7 @@ def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> Renderable
         table.add_column(justify=justify, style=style, no_wrap=True)  # type: ignore[arg-type]
     table.add_column(style="dim", no_wrap=True)
     for place, row in enumerate(chosen):
-        style = "dim" if row["kind"] == "REST" else "bold" if (row["share"] or 0) >= 0.1 else ""
+        style = "dim" if row["kind"] in ("REST", _UNRESOLVED) else "bold" if (row["share"] or 0) >= 0.1 else ""
         table.add_row(
             numbers[place],
             Text(shares[place], style=style),
@@ -163,6 +167,26 @@ def error_text(error: Json) -> Text:
     if error["remedy"]:
         text.append(f" {error['remedy']}")
     return text
+
+
+def _resolved(rows: Sequence[Json]) -> list[Json]:
+    """`rows` with one row in place of a delegate's kernels where none of them took long enough to be told from nothing."""
+    kept: list[Json] = []
+    for row in rows:
+        if row["kind"] != "KERNEL":
+            kept.append(row)
+            continue
+        kernels = [one for one in rows if one["kind"] == "KERNEL" and one["parent"] == row["parent"]]
+        resolution_ns = max((one["resolution_ns"] or 0.0 for one in kernels), default=0.0)
+        if any(one["p50_ns"] is not None for one in kernels) or len(kernels) < 2 or not resolution_ns:
+            kept.append(row)
+        elif row is kernels[0]:
+            scale, unit = units.unit_of(resolution_ns)
+            nothing = dict.fromkeys(("resolution_ns", "source", "module"))
+            share = sum(one["share"] or 0.0 for one in kernels) or None
+            name = f"kernels below the {resolution_ns / scale:g} {unit} resolution"
+            kept.append({**row, **nothing, "kind": _UNRESOLVED, "name": name, "share": share})
+    return kept
 
 
 def _chosen(rows: Sequence[Json], top: int) -> list[Json]:
@@ -205,7 +229,7 @@ def _name(row: Json) -> str:
 
 
 def _backend(row: Json) -> str:
-    if row["kind"] in ("REST", "KERNEL"):
+    if row["kind"] in ("REST", "KERNEL", _UNRESOLVED):
         return ""  # its delegate's, right above
     backend = str(row["backend"] or "portable")
     return _BACKENDS.get(backend, backend.removesuffix("Backend"))
@@ -214,7 +238,8 @@ def _backend(row: Json) -> str:
 def _place(row: Json) -> str:
     if row["source"]:
         return f"{row['source']['file']}:{row['source']['line']}"
-    return str(row["module"] or "")
+    module = str(row["module"] or "")
+    return f"module {module}" if module.replace(".", "").isdecimal() else module  # of an nn.Sequential
 
 
 def _facts(document: Json) -> Iterator[tuple[str, RenderableType]]:
