@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from google.protobuf import json_format
 from rich.console import Console
 
-from etfarm.client.cli import output, render
+from etfarm.client.cli import jobs, output, render
 from etfarm.client.cli.display import LiveDisplay, PlainDisplay
-from etfarm.client.models import Cell, CellChanged, CellState, JobState, Progress
+from etfarm.client.models import Cell, CellChanged, CellState, JobInfo, JobState, Progress
 from etfarm.v1 import report_pb2
 from etfarm.wire import report
 from etfarm.wire.errors import Fault, error_of
@@ -211,6 +212,29 @@ def test_the_live_table_shows_what_a_cell_does() -> None:
     display.event(Progress(_now(), "c1", "pi5-a", "TIMED", None, 50, 100, ""))
     console = Console(width=100, color_system=None)
     with console.capture() as capture:
-        console.print(display._render())
+        console.print(display)
     assert "running" in capture.get() and "TIMED 50 % (pi5-a)" in capture.get()
     assert "0 of 1 cell done" in capture.get()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_narrow_live_table_shortens_names_and_says_once_what_they_share(width: int) -> None:
+    display = LiveDisplay()
+    recipes = ("a_recipe_with_quite_a_long_name:and=arguments", "another_recipe_with_a_long_name:and=arguments")
+    cells = [replace(_cell(CellState.WAITING_FOR_DEVICE), id=name, index=i, recipe=name) for i, name in enumerate(recipes)]
+    display.cells(cells)
+    display.event(
+        Progress(_now(), recipes[0], "", "", None, None, None, "every device that matches is busy with other jobs " * 2)
+    )
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(display)
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    assert lines[0] == "resnet8 · 4 threads"
+    assert len(lines) == 4 and max(map(len, lines)) <= width
+    assert all("waiting for device" in line and line.endswith("0.0 s") for line in lines[1:3])
+
+
+def test_a_job_is_called_by_its_models_and_recipes() -> None:
+    cells = tuple(replace(_cell(CellState.QUEUED), model=model, recipe=recipe) for model in "ab" for recipe in ("x", None))
+    assert jobs._what(JobInfo("j", "", {}, "me", JobState.QUEUED, _now(), None, cells)) == "a, b · x"

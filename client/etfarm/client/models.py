@@ -76,11 +76,15 @@ class Cell:
     error: EtfarmError | None
 
     @property
+    def traits(self) -> tuple[str, str, str, str]:
+        """What tells cells apart: model, recipe, method and threads; empty where there is nothing to say."""
+        threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}" if self.threads else ""
+        return self.model, self.recipe or "", self.method if self.method != "forward" else "", threads
+
+    @property
     def label(self) -> str:
-        """How people tell cells apart: `resnet8 · xnnpack_fp32 · forward · 4 threads`."""
-        threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}" if self.threads else None
-        method = self.method if self.method != "forward" else None
-        return " · ".join(filter(None, (self.model, self.recipe, method, threads)))
+        """How people tell cells apart: `resnet8 · xnnpack_fp32 · encode · 4 threads`."""
+        return " · ".join(filter(None, self.traits))
 
 
 @dataclass(frozen=True)

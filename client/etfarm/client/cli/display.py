@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, Self
 
 from etfarm.client.cli import units
 from etfarm.client.models import Cell, CellChanged, CellState, Event, Progress
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.live import Live
 
 ROWS = 16
@@ -112,7 +112,7 @@ class LiveDisplay:
         self._live = Live(
             # This very file: exporting swaps sys.stderr for a while, and a table half drawn elsewhere leaves its rest here.
             console=Console(file=sys.stderr, highlight=False),
-            get_renderable=self._render,
+            get_renderable=lambda: self,
             refresh_per_second=8,
             transient=True,
             redirect_stdout=False,
@@ -163,34 +163,63 @@ class LiveDisplay:
         failed = [cell for cell in self._cells.values() if cell.error is not None and cell.state is CellState.FAILED]
         return [f"etfarm: {f'{cell.label}: ' if len(self._cells) > 1 else ''}{cell.error}" for cell in failed]
 
-    def _render(self) -> RenderableType:
-        from rich.console import Group
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         from rich.spinner import Spinner
         from rich.table import Table
         from rich.text import Text
 
         elapsed = units.clock(time.monotonic() - self._started)
         if not self._cells:
-            return Spinner("dots", Text(f"{self._status}  {elapsed}", no_wrap=True, overflow="ellipsis"))
-        table = Table.grid(padding=(0, 2, 0, 0))
-        table.add_column(no_wrap=True, overflow="ellipsis", min_width=12)
-        table.add_column(no_wrap=True)
-        table.add_column(no_wrap=True, overflow="ellipsis", style="dim")
-        table.add_column(no_wrap=True, justify="right", style="dim")
+            yield Spinner("dots", Text(f"{self._status}  {elapsed}", no_wrap=True, overflow="ellipsis"))
+            return
+        heading, labels = _told_apart(list(self._cells.values()))
+        if heading:
+            yield Text(heading, style="bold", no_wrap=True, overflow="ellipsis")
         liveliest = sorted(self._cells.values(), key=lambda cell: (cell.state.is_terminal, _rank(cell), cell.index))
         now = time.monotonic()
-        for cell in sorted(liveliest[:ROWS], key=lambda cell: cell.index):
-            spent = "" if cell.state.is_terminal else units.clock(now - self._since[cell.id])
-            state = Text(cell.state.value.lower().replace("_", " "), style=_STYLES.get(cell.state.value, "bold"))
-            table.add_row(cell.label, state, _doing(cell, self._progress.get(cell.id)), spent)
+        rows = [
+            (
+                labels[cell.id],
+                Text(cell.state.value.lower().replace("_", " "), style=_STYLES.get(cell.state.value, "bold")),
+                _doing(cell, self._progress.get(cell.id)),
+                "" if cell.state.is_terminal else units.clock(now - self._since[cell.id]),
+            )
+            for cell in sorted(liveliest[:ROWS], key=lambda cell: cell.index)
+        ]
+        label, state, doing, spent = (max(len(row[place]) for row in rows) for place in range(4))
+        # States and times are never shortened: what a cell does gives way to them down to a third, and its name to all.
+        room = max(2, options.max_width - state - spent - 6)
+        doing = min(doing, max(room // 3, room - label))
+        label = max(1, min(label, room - doing))
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True, overflow="ellipsis", width=label)
+        table.add_column(no_wrap=True, width=state)
+        table.add_column(no_wrap=True, overflow="ellipsis", style="dim", width=doing)
+        table.add_column(no_wrap=True, justify="right", style="dim", width=spent)
+        for row in rows:
+            table.add_row(*row)
         ended = sum(cell.state.is_terminal for cell in self._cells.values())
         more = f", {len(liveliest) - ROWS} more" if len(liveliest) > ROWS else ""
         foot = f"{self._status}  " if self._status else ""
         foot += f"{ended} of {units.count(len(self._cells), 'cell')} done{more}  {elapsed}"
-        return Group(table, Spinner("dots", Text(foot, style="dim")))
+        yield table
+        yield Spinner("dots", Text(foot, style="dim", no_wrap=True, overflow="ellipsis"))
 
 
 _STYLES = {"SUCCEEDED": "green", "FAILED": "bold red", "CANCELLED": "yellow", "QUEUED": "dim", "WAITING_FOR_DEVICE": "yellow"}
+
+
+def _told_apart(cells: Sequence[Cell]) -> tuple[str, dict[str, str]]:
+    """What all cells share, for a heading, and by id what is left to tell them apart; no heading for a single cell."""
+    if len(cells) == 1:
+        return "", {cells[0].id: cells[0].label}
+    shared = [len(set(values)) == 1 for values in zip(*(cell.traits for cell in cells), strict=True)]
+    heading = " · ".join(trait for trait, same in zip(cells[0].traits, shared, strict=True) if trait and same)
+    labels = {}
+    for cell in cells:
+        own = [trait for trait, same in zip(cell.traits, shared, strict=True) if trait and not same]
+        labels[cell.id] = " · ".join(own) or f"cell {cell.index}"  # the same on several devices
+    return heading, labels
 
 
 def _rank(cell: Cell) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import STDOUT, Command, Outcome, execute, run_async
+
+if TYPE_CHECKING:
+    from etfarm.client.models import JobInfo
 
 
 def main(argv: list[str]) -> int:
@@ -25,7 +28,6 @@ def list_(
     """The jobs of the farm, newest first."""
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli import output, units
-    from etfarm.client.models import JobInfo
 
     async def fetch() -> list[JobInfo]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
@@ -36,21 +38,24 @@ def list_(
         print("There are no jobs.")
         return
     now = datetime.now(UTC)
-    rows = [(job.id, job.name, job.state.value, job.owner, units.ago(job.submitted_at, now), _took(job)) for job in found]
-    output.show_table(("JOB", "NAME", "STATE", "OWNER", "SUBMITTED", "TOOK"), rows, right=("TOOK",), shrink=("NAME",))
+    rows = [
+        (job.id, job.name, _what(job), job.state.value, job.owner, units.ago(job.submitted_at, now), _took(job)) for job in found
+    ]
+    heads = ("JOB", "NAME", "WHAT", "STATE", "OWNER", "SUBMITTED", "TOOK")
+    output.show_table(heads, rows, right=("TOOK",), shrink=("NAME", "WHAT"))
 
 
 def show(job: options.JobId, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
     """One job and its cells."""
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli import output, units
-    from etfarm.client.models import JobInfo
 
-    async def fetch() -> JobInfo:
+    async def fetch() -> tuple[JobInfo, dict[str, str]]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return (await farm.job(job)).info
+            asked = await farm.job(job)
+            return asked.info, {device.id: device.name for device in await farm.devices()}
 
-    found = run_async(fetch)
+    found, devices = run_async(fetch)
     labels = ", ".join(f"{key}={value}" for key, value in found.labels.items())
     now = datetime.now(UTC)
     pairs = [
@@ -64,7 +69,13 @@ def show(job: options.JobId, server: options.Server = None, tls_ca: options.TlsC
     ]
     output.show(output.facts((name, value) for name, value in pairs if value))
     rows = [
-        (str(cell.index), cell.label, cell.state.value, (cell.device or "")[:12], str(cell.error or cell.waiting_for))
+        (
+            str(cell.index),
+            cell.label,
+            cell.state.value,
+            devices.get(cell.device or "") or (cell.device or "")[:12],
+            str(cell.error or cell.waiting_for),
+        )
         for cell in found.cells
     ]
     output.show_table(("CELL", "WHAT", "STATE", "DEVICE", "WHY"), rows, right=("CELL",), shrink=("WHAT", "WHY"))
@@ -137,9 +148,14 @@ def logs(
     run_async(tail)
 
 
-def _took(job: object) -> str:
-    from etfarm.client.cli import units
-    from etfarm.client.models import JobInfo
+def _what(job: JobInfo) -> str:
+    """Models and recipes of a job, each once: `resnet8, ds_cnn · xnnpack_fp32`."""
+    models = dict.fromkeys(cell.model for cell in job.cells)
+    recipes = dict.fromkeys(cell.recipe for cell in job.cells if cell.recipe)
+    return " · ".join(filter(None, (", ".join(models), ", ".join(recipes))))
 
-    assert isinstance(job, JobInfo)
+
+def _took(job: JobInfo) -> str:
+    from etfarm.client.cli import units
+
     return units.clock((job.finished_at - job.submitted_at).total_seconds()) if job.finished_at else ""
