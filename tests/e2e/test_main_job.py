@@ -60,6 +60,7 @@ def _check_document(document: dict[str, object]) -> None:
         assert latency["p50_ci95_ns"][0] <= latency["p50_ns"] <= latency["p50_ci95_ns"][1]
         assert report["accuracy"][0]["sqnr_db"] > sqnr_db
         assert report["memory"]["peak_rss_bytes"] > 1 << 20
+        assert len(report["memory"]["planned_bytes"]) == 1 and report["memory"]["planned_bytes"][0] > 1000
         assert report["verdict"]["status"] in ("VALID", "INVALID")
         assert report["compile"]["delegation"]["forward"]["delegated_nodes"] > 20
         leaves = [row for row in report["operators"] if not any(other["parent"] == row["index"] for other in report["operators"])]

@@ -24,7 +24,7 @@ from etfarm.server.jobs.log import JobLog
 from etfarm.server.jobs.placement import Placement
 from etfarm.server.jobs.watch import Announcer
 from etfarm.server.reports.verdict import Thresholds
-from etfarm.server.state.engine import Database
+from etfarm.server.state.engine import Database, DatabaseFull
 from etfarm.server.workers.quiet import Quiet
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
@@ -117,7 +117,9 @@ class Agent:
 
     def answer(self, run: agent_pb2.StartRun, error: common_pb2.Error | None = None, **more: Any) -> bool:
         result = agent_pb2.CandidateResult(cell_id=run.candidates[0].cell_id, error=error, **more)
-        return self.world.runs.deliver(agent_pb2.RunResult(attempt_id=run.attempt_id, candidates=[result]))
+        return self.world.runs.deliver(
+            agent_pb2.RunResult(attempt_id=run.attempt_id, device_id=run.device_id, candidates=[result])
+        )
 
 
 class World:
@@ -301,7 +303,7 @@ async def test_a_program_that_the_device_cannot_run_is_refused_without_being_sen
     assert states[-1] == "FAILED"
     assert (report.error.reason, report.error.metadata["missing"]) == ("BACKEND_MISSING", "XnnpackBackend")
     assert world.registry.get("pi").attempt_id == ""
-    assert (await agent.heard()).WhichOneof("message") == "ack"
+    assert agent.session._outgoing.empty(), "nothing was said to the agent"
 
 
 @pytest.mark.parametrize("state", ["COMPILING", "WAITING_FOR_DEVICE", "RUNNING", "ANALYZING"])
@@ -342,11 +344,11 @@ async def test_cancelling_in_the_moment_of_starting_ends_the_cell_too(world: Wor
 async def test_cancelling_while_the_last_change_is_being_written_leaves_it_as_it_was_decided(world: World) -> None:
     write, writing, gate = world.journal.change, asyncio.Event(), asyncio.Event()
 
-    async def slow(after: job_pb2.Cell, *, report: report_pb2.Report | None = None) -> job_pb2.Cell:
+    async def slow(after: job_pb2.Cell, **more: Any) -> job_pb2.Cell:
         if after.state in model.TERMINAL:
             writing.set()
             await gate.wait()
-        return await write(after, report=report)
+        return await write(after, **more)
 
     world.journal.change = slow  # type: ignore[method-assign]
     job = await world.submit(on_device=False)
@@ -430,3 +432,18 @@ async def test_a_new_server_places_again_what_the_agent_no_longer_runs(world: Wo
     back.answer(second)
     assert (await again.end(job))[0] == [*WAY[:3], *WAY[1:]]
     await again.conductor.stop()
+
+
+async def test_an_end_that_cannot_be_written_is_written_when_it_can(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etfarm.server.jobs.conductor.AGAIN_S", 0.0)
+    write, failures = world.journal.change, [DatabaseFull("The disk is full."), DatabaseFull("The disk is full.")]
+
+    async def full(after: job_pb2.Cell, **more: Any) -> job_pb2.Cell:
+        if after.state in model.TERMINAL and failures:
+            raise failures.pop()
+        return await write(after, **more)
+
+    world.journal.change = full  # type: ignore[method-assign]
+    states, _ = await world.end(await world.submit(on_device=False))
+    assert states == ["COMPILING", "SUCCEEDED"]
+    assert not failures

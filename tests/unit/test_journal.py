@@ -230,13 +230,14 @@ async def test_a_report_is_written_with_the_last_change_or_not_at_all(world: Wor
 async def test_an_attempt_keeps_its_result(world: World) -> None:
     job = await world.submit()
     cell = job.cells[0]
-    attempt = cell.attempts.add(id="a1", device_id="pi")
-    attempt.started_at.FromDatetime(START)
-    await world.journal.start_attempt(cell)
+    cell.attempts.add(id="a1", device_id="pi").started_at.FromDatetime(START)
+    cell = await world.journal.change(model.amend(cell, at=START))
     assert await world.journal.result_of("a1") == CandidateResult()
-    attempt.finished_at.FromDatetime(START)
-    await world.journal.finish_attempt(cell, CandidateResult(cell_id=cell.id, iterations=7))
+    cell.attempts[0].finished_at.FromDatetime(START)
+    cell = await world.journal.change(model.amend(cell, at=START), result=CandidateResult(cell_id=cell.id, iterations=7))
     assert (await world.journal.result_of("a1")).iterations == 7
+    await world.journal.change(model.amend(cell, at=START))
+    assert (await world.journal.result_of("a1")).iterations == 7, "a later change keeps it"
 
 
 @pytest.mark.parametrize("key", ["abcdef01", "abcd", "abcde", "latest"])

@@ -128,7 +128,7 @@ async def test_a_second_agent_of_an_id_is_refused_beside_a_live_one_and_replaces
 
 async def test_a_run_survives_a_reconnection_that_still_has_it(world: World) -> None:
     session = await world.connect("pi")
-    world.runs.begin("a1", "pi", lambda _: None)
+    world.runs.begin("a1", "pi", lambda _: None, sent=True)
     await world.registry.disconnect(session)
     await world.connect("pi", active_attempts=["a1"])
     world.runs.begin("a2", "pi2", lambda _: None)
@@ -139,7 +139,7 @@ async def test_a_run_survives_a_reconnection_that_still_has_it(world: World) -> 
 
 async def test_a_run_that_the_agent_no_longer_has_is_lost(world: World) -> None:
     session = await world.connect("pi")
-    world.runs.begin("a1", "pi", lambda _: None)
+    world.runs.begin("a1", "pi", lambda _: None, sent=True)
     await world.registry.disconnect(session)
     await world.connect("pi")
     with pytest.raises(AttemptLost):
@@ -148,7 +148,7 @@ async def test_a_run_that_the_agent_no_longer_has_is_lost(world: World) -> None:
 
 async def test_a_run_is_lost_with_its_device_but_not_with_another_agents_claim(world: World) -> None:
     session, other = await world.connect("pi"), await world.connect("xl", agent="other")
-    world.runs.begin("a1", "pi", lambda _: None)
+    world.runs.begin("a1", "pi", lambda _: None, sent=True)
     world.registry.gone(other, "pi")
     assert world.states()["pi"] == BUSY
     world.registry.gone(session, "pi")
@@ -197,3 +197,21 @@ async def test_a_device_has_the_backends_of_the_bundle_for_its_architecture(worl
     world.bundles._by_arch["aarch64"] = RunnerBundle(arch="aarch64", backends=["XnnpackBackend"], operators=["a", "b"])
     device = world.registry.get("pi")
     assert (list(device.backends), device.operator_count) == (["XnnpackBackend"], 2)
+
+
+async def test_a_device_of_a_live_agent_is_not_given_to_another(world: World) -> None:
+    session = await world.connect("pi")
+    world.runs.begin("a1", "pi", lambda _: None, sent=True)
+    with pytest.raises(AgentConnected) as refused:
+        await world.connect("pi", agent="clone")
+    assert refused.value.reason == "DEVICE_SERVED"
+    assert world.registry.serves(session, "pi")
+    assert not world.runs._runs["a1"].result.done()
+
+
+async def test_a_farewell_loses_what_runs_at_once(world: World) -> None:
+    session = await world.connect("pi")
+    world.runs.begin("a1", "pi", lambda _: None, sent=True)
+    world.registry.farewell(session)
+    with pytest.raises(AttemptLost):
+        await world.runs.result("a1")

@@ -21,7 +21,7 @@ def ignore(progress: RunProgress) -> None:
 
 def begun(patience_s: float = FOREVER_S) -> Runs:
     runs = Runs(patience_s)
-    runs.begin("a1", "pi", ignore)
+    runs.begin("a1", "pi", ignore, sent=True)
     return runs
 
 
@@ -49,15 +49,15 @@ async def test_an_attempt_occupies_its_device_until_it_ends() -> None:
 
 async def test_the_first_delivery_counts_and_a_second_changes_nothing() -> None:
     runs = begun()
-    assert runs.deliver(RunResult(attempt_id="a1", candidates=[CandidateResult(cell_id="c")]))
-    assert runs.deliver(RunResult(attempt_id="a1"))
+    assert runs.deliver(RunResult(attempt_id="a1", device_id="pi", candidates=[CandidateResult(cell_id="c")]))
+    assert runs.deliver(RunResult(attempt_id="a1", device_id="pi"))
     assert [one.cell_id for one in (await result(runs)).candidates] == ["c"]
 
 
 async def test_a_result_that_nobody_waits_for_is_said_to_be_so() -> None:
     runs = begun()
     runs.end("a1")
-    assert not runs.deliver(RunResult(attempt_id="a1"))
+    assert not runs.deliver(RunResult(attempt_id="a1", device_id="pi"))
     assert not runs.deliver(RunResult(attempt_id="never"))
 
 
@@ -65,8 +65,8 @@ async def test_progress_goes_to_its_attempt_only() -> None:
     told: list[str] = []
     runs = Runs(FOREVER_S)
     runs.begin("a1", "pi", lambda progress: told.append(progress.phase))
-    runs.progressed(RunProgress(attempt_id="a1", phase="LOAD"))
-    runs.progressed(RunProgress(attempt_id="a2", phase="WARMUP"))
+    runs.progressed(RunProgress(attempt_id="a1", device_id="pi", phase="LOAD"))
+    runs.progressed(RunProgress(attempt_id="a2", device_id="pi", phase="WARMUP"))
     assert told == ["LOAD"]
 
 
@@ -75,7 +75,7 @@ async def test_an_agent_that_comes_back_with_the_attempt_keeps_it() -> None:
     runs.device_went("pi")
     runs.agent_said({"pi"}, {"a1"})
     assert is_pending(runs)
-    runs.deliver(RunResult(attempt_id="a1"))
+    runs.deliver(RunResult(attempt_id="a1", device_id="pi"))
     assert (await result(runs)).attempt_id == "a1"
 
 
@@ -133,7 +133,7 @@ async def test_a_second_break_does_not_prolong_the_patience_of_the_first(monkeyp
 
 async def test_a_result_that_came_before_the_loss_stays() -> None:
     runs = begun()
-    runs.deliver(RunResult(attempt_id="a1"))
+    runs.deliver(RunResult(attempt_id="a1", device_id="pi"))
     runs.agent_said({"pi"}, set())
     assert (await result(runs)).attempt_id == "a1"
 
@@ -145,3 +145,24 @@ async def test_the_end_of_an_attempt_ends_its_patience() -> None:
     assert timer is not None
     runs.end("a1")
     assert timer.cancelled()
+
+
+async def test_a_run_that_was_not_sent_yet_cannot_be_lost() -> None:
+    runs = Runs(AT_ONCE_S)
+    runs.begin("a1", "pi", ignore)
+    runs.device_went("pi")
+    runs.agent_said({"pi"}, set())
+    assert is_pending(runs) and runs._runs["a1"].giving_up is None
+    runs.mark_sent("a1")
+    runs.agent_said({"pi"}, set())
+    with pytest.raises(AttemptLost):
+        await result(runs)
+
+
+async def test_what_another_device_says_of_an_attempt_does_not_count() -> None:
+    told: list[str] = []
+    runs = Runs(FOREVER_S)
+    runs.begin("a1", "pi", lambda progress: told.append(progress.phase), sent=True)
+    runs.progressed(RunProgress(attempt_id="a1", device_id="other", phase="LOAD"))
+    assert not runs.deliver(RunResult(attempt_id="a1", device_id="other"))
+    assert told == [] and is_pending(runs) and not runs.has_answer("a1")

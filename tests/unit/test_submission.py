@@ -69,7 +69,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     await database.open()
     made = World(Store(tmp_path, database), database)
     # What a .pt2 must be is another room's; here it only has to be asked.
-    for name in ("screen_pt2", "screen_pte"):
+    for name in ("screen_upload", "screen_pte"):
         monkeypatch.setattr(submission, name, made.screened.append)
     yield made
     database.close()
@@ -148,11 +148,11 @@ Change = Callable[[JobSpec], object]
 @pytest.mark.parametrize(
     ("change", "error", "reason", "says"),
     [
-        (lambda s: s.ClearField("candidates"), BadJob, "BAD_JOB", "no candidate"),
+        (lambda s: s.ClearField("candidates"), BadJob, "NO_CANDIDATE", "no candidate"),
         (lambda s: setattr(s.candidates[0], "recipe", '{"recipe":"xnnpack_fp64"}'), UserError, "UNKNOWN_RECIPE", "xnnpack_fp32"),
         (lambda s: setattr(s.candidates[0], "recipe", "{"), BadRecipeText, "BAD_RECIPE_TEXT", "no JSON"),
         (lambda s: setattr(s.candidates[0], "recipe", json.dumps(json.loads(FP32), indent=1)), BadJob, "BAD_JOB", "canonical"),
-        (lambda s: s.candidates.add(name="empty", recipe=FP32), NotYet, "NOT_IMPLEMENTED", "exactly one method"),
+        (lambda s: s.candidates.add(name="empty", recipe=FP32), BadJob, "NO_CANDIDATE", "neither a model nor a program"),
         (lambda s: s.devices.add(selector="core>=4"), UnknownSelectorKey, "UNKNOWN_SELECTOR_KEY", "'cores'"),
         (lambda s: s.devices.add(selector="arch=riscv"), NoSuchDevice, "NO_SUCH_DEVICE", r"board \(id=pi.*old \(id=off"),
         (lambda s: s.ClearField("devices"), BadJob, "BAD_JOB", "measurement needs a device"),

@@ -243,7 +243,7 @@ class _Execution:
         """Everything from the cache or the server, verified.
 
         Raises:
-            ProgramMismatch, NoRunner, BadTensorFile, BadBundle: the server sent what cannot be run.
+            ProgramMismatch, NoRunner, BadTensorFile, BundleUnusable: the server sent what cannot be run.
             As `Lease.fetch`.
         """
         program = self._candidate.program

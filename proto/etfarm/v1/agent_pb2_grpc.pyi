@@ -47,6 +47,7 @@ class AgentServiceStub:
       INVALID_ARGUMENT     NO_HELLO: the first message is another.
       FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: update the agent; metadata has `supported`.
       ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
+                           DEVICE_SERVED: another live agent serves one of its devices.
     """
     ServeSession: _grpc.StreamStreamMultiCallable[_agent_pb2.SessionReply, _agent_pb2.SessionCall]
     """Later work: the calls of a session, beside Connect so that their tensors never delay a heartbeat. UNIMPLEMENTED."""
@@ -70,6 +71,7 @@ class AgentServiceAsyncStub(AgentServiceStub):
       INVALID_ARGUMENT     NO_HELLO: the first message is another.
       FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: update the agent; metadata has `supported`.
       ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
+                           DEVICE_SERVED: another live agent serves one of its devices.
     """
     ServeSession: _aio.StreamStreamMultiCallable[_agent_pb2.SessionReply, _agent_pb2.SessionCall]  # type: ignore[assignment]
     """Later work: the calls of a session, beside Connect so that their tensors never delay a heartbeat. UNIMPLEMENTED."""
@@ -96,6 +98,7 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
           INVALID_ARGUMENT     NO_HELLO: the first message is another.
           FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: update the agent; metadata has `supported`.
           ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
+                               DEVICE_SERVED: another live agent serves one of its devices.
         """
 
     @_abc_1.abstractmethod

@@ -105,7 +105,7 @@ class ArtifactServiceServicer(object):
         ABORTED              UPLOAD_IN_PROGRESS: another stream is writing this upload: wait for it, or try again.
         DATA_LOSS            DIGEST_MISMATCH: all bytes came and their sha256 is another: the upload is discarded, start at 0.
         RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes` and `needed_bytes`; nothing of yours was deleted.
-        INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES: the stream breaks the rules above.
+        INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES, BAD_UPLOAD: the stream breaks the rules above.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

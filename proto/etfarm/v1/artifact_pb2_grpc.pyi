@@ -53,7 +53,7 @@ class ArtifactServiceStub:
       ABORTED              UPLOAD_IN_PROGRESS: another stream is writing this upload: wait for it, or try again.
       DATA_LOSS            DIGEST_MISMATCH: all bytes came and their sha256 is another: the upload is discarded, start at 0.
       RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes` and `needed_bytes`; nothing of yours was deleted.
-      INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES: the stream breaks the rules above.
+      INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES, BAD_UPLOAD: the stream breaks the rules above.
     """
     Download: _grpc.UnaryStreamMultiCallable[_artifact_pb2.DownloadRequest, _artifact_pb2.Chunk]
     """The bytes from `offset` on, in order, in chunks of at most 1 MiB. The receiver verifies the sha256 of the whole.
@@ -94,7 +94,7 @@ class ArtifactServiceAsyncStub(ArtifactServiceStub):
       ABORTED              UPLOAD_IN_PROGRESS: another stream is writing this upload: wait for it, or try again.
       DATA_LOSS            DIGEST_MISMATCH: all bytes came and their sha256 is another: the upload is discarded, start at 0.
       RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes` and `needed_bytes`; nothing of yours was deleted.
-      INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES: the stream breaks the rules above.
+      INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES, BAD_UPLOAD: the stream breaks the rules above.
     """
     Download: _aio.UnaryStreamMultiCallable[_artifact_pb2.DownloadRequest, _artifact_pb2.Chunk]  # type: ignore[assignment]
     """The bytes from `offset` on, in order, in chunks of at most 1 MiB. The receiver verifies the sha256 of the whole.
@@ -150,7 +150,7 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
           ABORTED              UPLOAD_IN_PROGRESS: another stream is writing this upload: wait for it, or try again.
           DATA_LOSS            DIGEST_MISMATCH: all bytes came and their sha256 is another: the upload is discarded, start at 0.
           RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes` and `needed_bytes`; nothing of yours was deleted.
-          INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES: the stream breaks the rules above.
+          INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES, BAD_UPLOAD: the stream breaks the rules above.
         """
 
     @_abc_1.abstractmethod

@@ -93,7 +93,9 @@ class JobServiceServicer(object):
 
         Errors:
         INVALID_ARGUMENT     UNKNOWN_RECIPE, UNKNOWN_SELECTOR_KEY, NOT_A_PT2, UNSAFE_MODEL, NOT_A_PTE, TRUNCATED_PROGRAM,
-        RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS, ...: the sentence names the remedy.
+        RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS, BAD_JOB (the spec contradicts itself):
+        the sentence names the remedy.
+        UNIMPLEMENTED        NOT_IMPLEMENTED: several methods, interleaving, numerics and other later work.
         FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists
         what there is. RECIPE_UNAVAILABLE: this server lacks what the recipe needs.
         ARTIFACT_MISSING: upload `digest` first.
@@ -104,7 +106,7 @@ class JobServiceServicer(object):
 
     def Get(self, request, context):
         """Errors:
-        NOT_FOUND            JOB_NOT_FOUND: no job has this id, and no one has this prefix or name.
+        NOT_FOUND            JOB_NOT_FOUND: no job has this id, and no single one this prefix.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -46,14 +46,16 @@ class JobServiceStub:
 
     Errors:
       INVALID_ARGUMENT     UNKNOWN_RECIPE, UNKNOWN_SELECTOR_KEY, NOT_A_PT2, UNSAFE_MODEL, NOT_A_PTE, TRUNCATED_PROGRAM,
-                           RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS, ...: the sentence names the remedy.
+                           RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS, BAD_JOB (the spec contradicts itself):
+                           the sentence names the remedy.
+      UNIMPLEMENTED        NOT_IMPLEMENTED: several methods, interleaving, numerics and other later work.
       FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists
                            what there is. RECIPE_UNAVAILABLE: this server lacks what the recipe needs.
                            ARTIFACT_MISSING: upload `digest` first.
     """
     Get: _grpc.UnaryUnaryMultiCallable[_job_pb2.GetJobRequest, _job_pb2.Job]
     """Errors:
-      NOT_FOUND            JOB_NOT_FOUND: no job has this id, and no one has this prefix or name.
+      NOT_FOUND            JOB_NOT_FOUND: no job has this id, and no single one this prefix.
     """
     List: _grpc.UnaryUnaryMultiCallable[_job_pb2.ListJobsRequest, _job_pb2.ListJobsResponse]
     """Newest first."""
@@ -101,14 +103,16 @@ class JobServiceAsyncStub(JobServiceStub):
 
     Errors:
       INVALID_ARGUMENT     UNKNOWN_RECIPE, UNKNOWN_SELECTOR_KEY, NOT_A_PT2, UNSAFE_MODEL, NOT_A_PTE, TRUNCATED_PROGRAM,
-                           RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS, ...: the sentence names the remedy.
+                           RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS, BAD_JOB (the spec contradicts itself):
+                           the sentence names the remedy.
+      UNIMPLEMENTED        NOT_IMPLEMENTED: several methods, interleaving, numerics and other later work.
       FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists
                            what there is. RECIPE_UNAVAILABLE: this server lacks what the recipe needs.
                            ARTIFACT_MISSING: upload `digest` first.
     """
     Get: _aio.UnaryUnaryMultiCallable[_job_pb2.GetJobRequest, _job_pb2.Job]  # type: ignore[assignment]
     """Errors:
-      NOT_FOUND            JOB_NOT_FOUND: no job has this id, and no one has this prefix or name.
+      NOT_FOUND            JOB_NOT_FOUND: no job has this id, and no single one this prefix.
     """
     List: _aio.UnaryUnaryMultiCallable[_job_pb2.ListJobsRequest, _job_pb2.ListJobsResponse]  # type: ignore[assignment]
     """Newest first."""
@@ -159,7 +163,9 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           INVALID_ARGUMENT     UNKNOWN_RECIPE, UNKNOWN_SELECTOR_KEY, NOT_A_PT2, UNSAFE_MODEL, NOT_A_PTE, TRUNCATED_PROGRAM,
-                               RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS, ...: the sentence names the remedy.
+                               RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS, BAD_JOB (the spec contradicts itself):
+                               the sentence names the remedy.
+          UNIMPLEMENTED        NOT_IMPLEMENTED: several methods, interleaving, numerics and other later work.
           FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists
                                what there is. RECIPE_UNAVAILABLE: this server lacks what the recipe needs.
                                ARTIFACT_MISSING: upload `digest` first.
@@ -172,7 +178,7 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_job_pb2.Job, _abc.Awaitable[_job_pb2.Job]]:
         """Errors:
-          NOT_FOUND            JOB_NOT_FOUND: no job has this id, and no one has this prefix or name.
+          NOT_FOUND            JOB_NOT_FOUND: no job has this id, and no single one this prefix.
         """
 
     @_abc_1.abstractmethod

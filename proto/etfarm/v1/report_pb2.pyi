@@ -733,7 +733,9 @@ class OperatorRow(_message.Message):
     mean_ns: _builtins.float
     resolution_ns: _builtins.float
     share: _builtins.float
-    """0 to 1, of profile.p50_ns. Leaves and REST sum to 1."""
+    """0 to 1, of a typical traced execution: means over the middle half of the traced iterations by their whole time, whose
+    middle is profile.p50_ns. Means add up where medians do not: leaves and REST sum to 1.
+    """
     module: _builtins.str
     """The module's path in the user's model: "layer1.conv"."""
     aligned: _builtins.bool

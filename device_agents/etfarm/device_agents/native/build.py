@@ -14,10 +14,12 @@ import lzma
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -167,7 +169,10 @@ def main(argv: list[str]) -> int:
     what.add_argument("-o", "--output", type=Path, metavar="FILE", help=".tar.gz or .tar.xz")
     what.add_argument("--source-digest", action="store_true", help="only print the digest of the runner's sources")
     parser.add_argument("--executorch", type=Path, metavar="DIR|WHEEL", help="default: the installed package")
+    parser.add_argument("--exit-with-stdin", action="store_true", help="end, compilers included, when stdin ends")
     options = parser.parse_args(argv)
+    if options.exit_with_stdin:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
     if options.source_digest:
         print(source_digest())
         return 0
@@ -189,6 +194,13 @@ def main(argv: list[str]) -> int:
         f"backends {', '.join(manifest.backends) or 'unknown'}, {time.monotonic() - started:.1f} s"
     )
     return 0
+
+
+def _end_with_stdin() -> None:
+    """Kills this process group when whoever holds the other end of stdin is gone."""
+    while sys.stdin.buffer.read(4096):
+        continue
+    os.killpg(0, signal.SIGKILL)
 
 
 def _probed(arch: str, version: str, folder: Path) -> BundleManifest:

@@ -7,7 +7,6 @@ import hashlib
 import os
 import shutil
 from collections.abc import AsyncIterator, Iterable
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,6 +19,9 @@ from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire.chunks import CHUNK_BYTES, append, spans
 from etfarm.wire.errors import FarmError, Kind, UserError
+
+MAX_CHUNK_BYTES = 1 << 20
+"""What one chunk of an upload may carry."""
 
 _RESERVE_BYTES = 256 << 20
 """Disk that uploads leave free, so that the journal can always write."""
@@ -113,17 +115,24 @@ class Store:
     async def put(self, data: bytes, owner: str) -> common_pb2.Artifact:
         """Stores a small artifact."""
         path = self._uploads / f"put-{os.urandom(8).hex()}"
-        await asyncio.to_thread(path.write_bytes, data)
-        return await self.adopt(path, owner)
+        try:
+            await asyncio.to_thread(path.write_bytes, data)
+            return await self.adopt(path, owner)
+        finally:
+            path.unlink(missing_ok=True)
 
     async def adopt(self, path: Path, owner: str) -> common_pb2.Artifact:
-        """Moves a file of this server's own into the store."""
+        """Moves a file of this server's own into the store; in place of one of the same digest, which heals a damaged one.
+
+        Raises:
+            DiskFull: the store cannot write.
+        """
         digest = await asyncio.to_thread(digests.of_file, path)
         artifact = common_pb2.Artifact(digest=digest, size_bytes=path.stat().st_size)
-        if self.has(digest):
-            path.unlink()
-        else:
+        try:
             await asyncio.to_thread(self._settle, path, digest)
+        except OSError as error:
+            raise DiskFull(f"The store cannot write: {error.strerror}.", "Free disk on the server.") from None
         await self._record(artifact, owner)
         return artifact
 
@@ -159,6 +168,8 @@ class Store:
                         f"A chunk starts at {chunk.offset} where {have} bytes are committed.",
                         "Ask GetUploadStatus and continue there.", committed_bytes=have,
                     )  # fmt: skip
+                if len(chunk.data) > MAX_CHUNK_BYTES:
+                    raise _reasoned(BadUpload(f"A chunk has {len(chunk.data)} bytes; 1 MiB is the most."), "TOO_MANY_BYTES")
                 if have + len(chunk.data) > artifact.size_bytes:
                     raise _reasoned(BadUpload(f"More bytes came than the {artifact.size_bytes} announced."), "TOO_MANY_BYTES")
                 try:
@@ -207,12 +218,10 @@ class Store:
         place = self._place(digest)
         place.parent.mkdir(exist_ok=True)
         path.chmod(0o444)
+        # The bytes before the name: after a power cut what has its name is whole.
+        _sync(path)
         path.replace(place)
-        directory = os.open(place.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        _sync(place.parent)
 
     def _check_room(self, needed: int) -> None:
         free = shutil.disk_usage(self._uploads).free
@@ -229,15 +238,18 @@ class Store:
 
         await self._database.write(record)
 
-    def forget_upload(self, digest: str) -> None:
-        """Drops the part of an upload that will not go on."""
-        with suppress(FileNotFoundError):
-            self._part(digest).unlink()
-
 
 def _reasoned(error: BadUpload, reason: str) -> BadUpload:
     error.reason = reason
     return error
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _hash_of(path: Path) -> hashlib._Hash:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,6 +25,7 @@ from etfarm.v1 import compile_pb2, job_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire import recipes
 from etfarm.wire.errors import FarmError, Kind, UserError
+from etfarm.wire.names import STAGES
 
 COMPILE_TASK: Final = "etfarm.server.compile.pipeline:compile_model"
 INSPECT_TASK: Final = "etfarm.server.compile.facts:inspect_pte"
@@ -182,10 +184,9 @@ class Compiler:
             self.check_available(recipes.from_json(candidate.recipe).name)
 
         def on_event(data: bytes) -> None:
-            event = _parse(data)
-            ended = event.get("phase") == "END"
+            stage, duration_ms = _stage_event(data)
             for on_stage, _ in listeners:
-                on_stage(str(event.get("stage", "")), float(event.get("duration_ms") or 0) if ended else None)
+                on_stage(stage, duration_ms)
 
         def on_log(line: str) -> None:
             for _, told in listeners:
@@ -219,6 +220,7 @@ class Compiler:
             recipe_json=candidate.recipe,
             calibration={name: [self._store.path(artifact.digest) for artifact in method.calibration]},
             threads=self._threads,
+            method=name,
         )
 
     async def _gather(self, key: str, candidate: job_pb2.Candidate, finished: Finished, owner: str) -> compile_pb2.Compilation:
@@ -237,7 +239,6 @@ class Compiler:
             for method, file in answer.get("inputs", {}).items():
                 artifact = await self._store.adopt(_inside(finished.folder, file), owner)
                 compilation.example_inputs[method].CopyFrom(artifact)
-            compilation.stages.extend(candidate.stages_done)
             compilation.stages.extend(compile_pb2.Stage(**stage) for stage in answer["stages"])
             compilation.warnings.extend(compile_pb2.Warning(**warning) for warning in answer["warnings"])
             for method, delegation in answer["delegation"].items():
@@ -274,11 +275,23 @@ class Compiler:
 def _parse(data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadWorkerAnswer(f"The compile worker's answer is no JSON: {error}.") from None
     if not isinstance(value, dict):
         raise BadWorkerAnswer("The compile worker's answer is no JSON object.")
     return value
+
+
+def _stage_event(data: bytes) -> tuple[str, float | None]:
+    event = _parse(data)
+    stage, duration_ms = event.get("stage"), event.get("duration_ms")
+    if stage not in STAGES or event.get("phase") not in ("START", "END"):
+        raise BadWorkerAnswer("The compile worker tells of a stage that there is not.")
+    if event["phase"] == "START":
+        return stage, None
+    if not isinstance(duration_ms, int | float) or not 0 <= duration_ms < math.inf:
+        raise BadWorkerAnswer("The compile worker tells of a stage without its duration.")
+    return stage, float(duration_ms)
 
 
 def _inside(folder: Path, name: str) -> Path:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import lzma
+import os
 import platform
+import signal
 import sys
 import tarfile
 import tempfile
@@ -139,29 +141,33 @@ class Bundles:
     async def _build_own(self) -> None:
         known = self._by_arch.get(self._own_arch)
         same_runtime = known is not None and known.executorch_version == version("executorch")
-        if known is not None and same_runtime and known.source_digest == await _bundle_command("--source-digest"):
+        if known is not None and same_runtime and known.source_digest == await _bundle_command(self._folder, "--source-digest"):
             return
         log.info("building the runner bundle", arch=self._own_arch)
         print(f"etfarm serve: building the runner bundle for {self._own_arch}, once", flush=True)
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             path = Path(folder) / "bundle.tar.gz"
-            await _bundle_command("-o", str(path))
+            await _bundle_command(Path(folder), "-o", str(path))
             artifact = await self._store.adopt(path, "farm")
         bundle = await self.add(artifact.digest)
         megabytes = bundle.artifact.size_bytes / 1e6
         print(f"etfarm serve: the runner bundle for {bundle.arch} is ready ({megabytes:.1f} MB)", flush=True)
 
 
-async def _bundle_command(*arguments: str) -> str:
+async def _bundle_command(scratch: Path, *arguments: str) -> str:
     """Runs `etfarm bundle build` in a process of its own, which ends with its caller; gives what it prints."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "etfarm.wire.command", "bundle", "build", *arguments,
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+        sys.executable, "-m", "etfarm.wire.command", "bundle", "build", "--exit-with-stdin", *arguments,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(scratch)}, start_new_session=True,
     )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     try:
-        out, err = await process.communicate()
+        # Its stdin stays open as long as this process lives.
+        out, err, _ = await asyncio.gather(process.stdout.read(), process.stderr.read(), process.wait())
     except asyncio.CancelledError:
-        process.kill()
+        # The group: compilers are its children.
+        os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         raise
     if process.returncode != 0:

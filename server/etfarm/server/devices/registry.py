@@ -122,30 +122,53 @@ class Registry:
         session = self._serving.get(device_id)
         return session is not None and session.boot_id == boot_id() != ""
 
+    def serves(self, session: AgentSession, device_id: str) -> bool:
+        """Whether it is this connection that serves the device."""
+        return self._serving.get(device_id) is session
+
     async def connect(self, session: AgentSession, hello: agent_pb2.Hello) -> None:
         """Takes a new connection of an agent.
 
         Raises:
-            AgentConnected: another connection of the same agent is alive.
+            AgentConnected: another connection of the same agent is alive, or one of another agent with the same device.
         """
         former = self._sessions.get(hello.agent_id)
+        if former is not None and former.is_alive():
+            raise AgentConnected(
+                f"Another process serves as agent {hello.agent_id}.",
+                "Stop it, or give this one a data folder of its own (--data).", agent_id=hello.agent_id,
+            )  # fmt: skip
+        for device in hello.devices:
+            self._must_be_free(device, hello.agent_id)
+        self._sessions[hello.agent_id] = session
         if former is not None:
-            if former.is_alive():
-                raise AgentConnected(
-                    f"Another process serves as agent {hello.agent_id}.",
-                    "Stop it, or give this one a data folder of its own (--data).", agent_id=hello.agent_id,
-                )  # fmt: skip
             former.end()
             await self.disconnect(former)
-        self._sessions[hello.agent_id] = session
         # Before the devices can be given anything: what begins from now on, this Hello cannot know.
         self._runs.agent_said({device.id for device in hello.devices}, {*hello.active_attempts, *hello.unacknowledged_attempts})
         for device in hello.devices:
             await self._serve(session, device)
         self.changed()
 
+    def _must_be_free(self, device: Device, agent_id: str) -> None:
+        """A device belongs to one live agent: cloned disks share the machine id that ids are made of."""
+        serving = self._serving.get(device.id)
+        if serving is not None and serving.agent_id != agent_id and serving.is_alive():
+            error = AgentConnected(
+                f"Device {device.id} is served by the agent {serving.agent_id} already.",
+                "Give the machines ids of their own (systemd-machine-id-setup), or this agent another --data.",
+                device=device.id, agent_id=serving.agent_id,
+            )  # fmt: skip
+            error.reason = "DEVICE_SERVED"
+            raise error
+
     async def update(self, session: AgentSession, device: Device) -> None:
-        """A device came or changed."""
+        """A device came or changed.
+
+        Raises:
+            AgentConnected: another live agent serves it.
+        """
+        self._must_be_free(device, session.agent_id)
         await self._serve(session, device)
         self.changed()
 
@@ -155,6 +178,11 @@ class Registry:
             del self._serving[device_id]
             self._runs.agent_said({device_id}, set())
             self.changed()
+
+    def farewell(self, session: AgentSession) -> None:
+        """The agent ends on purpose: what runs on its devices is lost now."""
+        for device_id in [device_id for device_id, serving in self._serving.items() if serving is session]:
+            self.gone(session, device_id)
 
     async def heartbeat(self, session: AgentSession, heartbeat: agent_pb2.Heartbeat) -> None:
         """Takes telemetry, and the time as the devices' last sign of life."""

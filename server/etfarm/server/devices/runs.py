@@ -24,6 +24,8 @@ class _Run:
     device_id: str
     result: asyncio.Future[agent_pb2.RunResult]
     on_progress: Progressed
+    sent: bool
+    """Whether the agent was told; before, it cannot be expected to know the run."""
     giving_up: asyncio.TimerHandle | None = field(default=None)
 
 
@@ -43,10 +45,24 @@ class Runs:
         """Device id to attempt id, of all that run."""
         return {run.device_id: run.attempt_id for run in self._runs.values()}
 
-    def begin(self, attempt_id: str, device_id: str, on_progress: Progressed) -> None:
-        """Occupies a device with an attempt."""
+    def begin(self, attempt_id: str, device_id: str, on_progress: Progressed, *, sent: bool = False) -> None:
+        """Occupies a device with an attempt that nobody has begun yet.
+
+        Args:
+            sent: the agent was told already, by an earlier server.
+        """
+        assert attempt_id not in self._runs, attempt_id
         future: asyncio.Future[agent_pb2.RunResult] = asyncio.get_running_loop().create_future()
-        self._runs[attempt_id] = _Run(attempt_id, device_id, future, on_progress)
+        self._runs[attempt_id] = _Run(attempt_id, device_id, future, on_progress, sent)
+
+    def mark_sent(self, attempt_id: str) -> None:
+        """The agent is told now: from here on it has to know the attempt."""
+        self._runs[attempt_id].sent = True
+
+    def has_answer(self, attempt_id: str) -> bool:
+        """Whether the agent's result is here."""
+        run = self._runs.get(attempt_id)
+        return run is not None and run.result.done() and not run.result.cancelled() and run.result.exception() is None
 
     async def result(self, attempt_id: str) -> agent_pb2.RunResult:
         """Waits for an attempt's result.
@@ -59,8 +75,11 @@ class Runs:
     def end(self, attempt_id: str) -> None:
         """Frees the attempt's device."""
         run = self._runs.pop(attempt_id, None)
-        if run is not None and run.giving_up is not None:
+        if run is None:
+            return
+        if run.giving_up is not None:
             run.giving_up.cancel()
+        run.result.cancel()
 
     def knows(self, attempt_id: str) -> bool:
         """Whether somebody still waits for the attempt."""
@@ -68,13 +87,14 @@ class Runs:
 
     def progressed(self, progress: agent_pb2.RunProgress) -> None:
         """Hands on what an agent tells of an attempt."""
-        if (run := self._runs.get(progress.attempt_id)) is not None:
+        run = self._runs.get(progress.attempt_id)
+        if run is not None and run.device_id == progress.device_id:
             run.on_progress(progress)
 
     def deliver(self, result: agent_pb2.RunResult) -> bool:
         """Takes a result; whether anybody waits for it. A second delivery changes nothing."""
         run = self._runs.get(result.attempt_id)
-        if run is None:
+        if run is None or run.device_id != result.device_id:
             return False
         if not run.result.done():
             run.result.set_result(result)
@@ -83,14 +103,14 @@ class Runs:
     def device_went(self, device_id: str) -> None:
         """The device's connection ended: what runs there has `patience_s` to be heard of again."""
         for run in self._runs.values():
-            if run.device_id == device_id and run.giving_up is None:
+            if run.device_id == device_id and run.sent and run.giving_up is None:
                 loop = asyncio.get_running_loop()
                 run.giving_up = loop.call_later(self._patience_s, self._lose, run, f"was not heard of for {self._patience_s:g} s")
 
     def agent_said(self, device_ids: set[str], attempts: set[str]) -> None:
         """An agent (re)connected with these devices and still has these attempts; its others are lost."""
         for run in list(self._runs.values()):
-            if run.device_id not in device_ids:
+            if run.device_id not in device_ids or not run.sent:
                 continue
             if run.giving_up is not None:
                 run.giving_up.cancel()

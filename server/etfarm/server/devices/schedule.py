@@ -33,6 +33,12 @@ class Waiting:
     """The job's number and the cell's index: earlier goes first at equal priority."""
     avoid: frozenset[str] = frozenset()
     """Devices that failed under this cell; used only where nothing else matches."""
+    unfit: frozenset[str] = frozenset()
+    """Architectures whose runner lacks a backend or kernel that the program needs."""
+
+    def fits(self, device: Device) -> bool:
+        """Whether the cell may run there."""
+        return device.arch not in self.unfit and self.selector.matches(device)
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ def schedule(waiting: Sequence[Waiting], devices: Sequence[Device]) -> list[Assi
     idle = {device.id: device for device in devices if device.state == IDLE}
     assignments = []
     for cell in sorted(waiting, key=lambda cell: (-cell.priority, cell.order)):
-        fitting = [device for device in idle.values() if cell.selector.matches(device)]
+        fitting = [device for device in idle.values() if cell.fits(device)]
         if not fitting:
             continue
         chosen = min(fitting, key=lambda device: (device.id in cell.avoid, device.emulated, device.id))
@@ -91,7 +97,7 @@ def why_waiting(cell: Waiting, devices: Sequence[Device], runs: Mapping[str, str
     Args:
         runs: device id to the attempt that runs there.
     """
-    fitting = [device for device in devices if cell.selector.matches(device)]
+    fitting = [device for device in devices if cell.fits(device)]
     if not fitting:
         return "no known device matches any more"
     if all(device.state == OFFLINE for device in fitting):

@@ -6,8 +6,8 @@ A server that starts again takes every live cell up in the state that the journa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -18,7 +18,7 @@ import structlog
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.jobs import model
 from etfarm.server.jobs.execution import Execution
-from etfarm.server.jobs.journal import Journal
+from etfarm.server.jobs.journal import Journal, StaleVersion
 from etfarm.server.jobs.log import JobLog
 from etfarm.server.jobs.watch import Announcer
 from etfarm.server.reports.analyst import Analyst
@@ -38,6 +38,9 @@ T = TypeVar("T")
 MAX_ATTEMPTS = 3
 """Attempts of a cell: the first, and two more after device faults."""
 
+AGAIN_S = 5.0
+"""Pause before a cell's end is written again where it could not be."""
+
 
 @dataclass
 class Way:
@@ -47,6 +50,8 @@ class Way:
     cell: Cell
     compilation: compile_pb2.Compilation | None = None
     device: Device | None = None
+    sent_ms: float = 0.0
+    """When the last attempt was sent, in milliseconds after the submission."""
     result: agent_pb2.CandidateResult | None = None
     analysis: report_pb2.Report | None = None
 
@@ -133,21 +138,23 @@ class Conductor:
             await asyncio.wait(tasks)
 
     async def _lead(self, way: Way) -> None:
+        """A cell's whole way. Whatever happens on it, the cell ends in the journal, unless the server itself ends."""
+        to, failure = model.FAILED, None
         try:
             await self._walk(way)
+            return
         except asyncio.CancelledError:
             if way.cell.id not in self._cancelled or way.cell.state in model.TERMINAL:
                 raise
-            await self._finish(way, model.CANCELLED)
+            to = model.CANCELLED
         except EtfarmError as error:
+            failure = error
             if error.fault is Fault.FARM:
                 log.error("a cell failed by the farm's fault", cell=way.cell.id, reason=error.reason, error=str(error))
-            await self._finish(way, model.FAILED, error)
         except Exception as error:
+            failure = FarmError(f"etfarm has a bug: {error!r}.", "The server's log has the traceback.")
             log.exception("a cell failed by a bug", cell=way.cell.id)
-            await self._finish(
-                way, model.FAILED, FarmError(f"etfarm has a bug: {error!r}.", "The server's log has the traceback.")
-            )
+        await self._finish(way, to, failure)
 
     async def _walk(self, way: Way) -> None:
         if way.cell.state in (model.QUEUED, model.COMPILING):
@@ -156,7 +163,7 @@ class Conductor:
             way.compilation = await self._compiler.get(way.cell.compilation_key)
         assert way.compilation is not None
         if way.cell.state == model.COMPILING:
-            self._execution.check_inputs(way.job, way.cell, way.compilation)
+            await self._execution.check_inputs(way.job, way.cell, way.compilation)
             if not way.cell.HasField("device_index"):
                 await self._finish(way, model.SUCCEEDED)
                 return
@@ -190,65 +197,74 @@ class Conductor:
 
     async def _attempt(self, way: Way) -> None:
         """One placement: to ANALYZING with a result, or back to WAITING after a device fault."""
-        if way.cell.state == model.WAITING:
+        is_new = way.cell.state == model.WAITING
+        if is_new:
             await self._place(way)
-            started = True
         else:
             way.device = self._execution.device_of(way.cell)
-            started = False
         try:
             async with self._quiet_for(way):
-                error = await self._run(way, started)
+                if is_new:
+                    await self._send(way)
+                error = await self._receive(way)
         except EtfarmError as raised:
             error = raised
         attempt = way.cell.attempts[-1]
         attempt.finished_at.FromDatetime(self._now())
-        if error is not None:
-            attempt.error.CopyFrom(to_proto(error))
-        await self._journal.finish_attempt(way.cell, way.result)
-        self._execution.end(way.cell)
         if error is None:
             await self._advance(way, model.ANALYZING)
-        elif error.fault is Fault.DEVICE and len(way.cell.attempts) < MAX_ATTEMPTS:
-            log.warning("placing a cell again", cell=way.cell.id, device=attempt.device_id, error=str(error))
-            self._joblog.add(way.job.id, way.cell.id, "FARM", f"placed again after a device fault: {error}")
-            await self._advance(way, model.WAITING)
-        else:
+            self._execution.end(way.cell)
+            return
+        attempt.error.CopyFrom(to_proto(error))
+        if error.fault is not Fault.DEVICE or len(way.cell.attempts) >= MAX_ATTEMPTS:
             raise error
+        log.warning("placing a cell again", cell=way.cell.id, device=attempt.device_id, error=str(error))
+        self._joblog.add(way.job.id, way.cell.id, "FARM", f"placed again after a device fault: {error}")
+        await self._advance(way, model.WAITING)
+        self._execution.end(way.cell)
 
     async def _place(self, way: Way) -> None:
         job = way.job
+        assert way.compilation is not None
         start_ms, started = since(job, self._now()), self._clock()
         # What an earlier attempt gave is not this one's.
-        way.result = None
+        way.result, way.sent_ms = None, 0.0
         way.cell.ClearField("outputs")
-        way.device, attempt = await self._execution.place(job, way.cell, self.progress, self._joblog.add)
+        way.device, attempt = await self._execution.place(job, way.cell, way.compilation, self.progress, self._joblog.add)
         attempt.started_at.FromDatetime(self._now())
         self._time(way.cell, "SERVER", "WAIT_FOR_DEVICE", start_ms, started)
         way.cell.attempts.append(attempt)
-        await self._journal.start_attempt(way.cell)
         await self._advance(way, model.RUNNING)
 
-    def _quiet_for(self, way: Way) -> AbstractAsyncContextManager[None]:
+    @asynccontextmanager
+    async def _quiet_for(self, way: Way) -> AsyncIterator[None]:
         """Nothing else works on this machine while a device on it measures."""
         assert way.device is not None
-        if way.job.spec.HasField("measurement") and self._execution.is_on_this_machine(way.device):
-            self.progress(way.job.id, Progress(cell_id=way.cell.id, actor="SERVER", phase="WAIT_FOR_QUIET"))
-            return self._quiet.measure()
-        return nullcontext()
+        if not (way.job.spec.HasField("measurement") and self._execution.is_on_this_machine(way.device)):
+            yield
+            return
+        self.progress(way.job.id, Progress(cell_id=way.cell.id, actor="SERVER", phase="WAIT_FOR_QUIET"))
+        start_ms, started = since(way.job, self._now()), self._clock()
+        async with self._quiet.measure():
+            self._time(way.cell, "SERVER", "WAIT_FOR_QUIET", start_ms, started)
+            yield
 
-    async def _run(self, way: Way, send: bool) -> EtfarmError | None:
-        """Fills way.result; gives the error that the device reports of the cell."""
+    async def _send(self, way: Way) -> None:
         cell, job = way.cell, way.job
         assert way.compilation is not None and way.device is not None
-        if send:
-            if starting := self._execution.starting:
-                self.progress(job.id, Progress(cell_id=cell.id, actor="SERVER", phase="BUNDLE", message=starting))
-            await self._execution.start(job, cell, way.device, way.compilation)
-        way.result = await self._execution.result(cell)
-        start_ms = since(job, cell.attempts[-1].started_at.ToDatetime(UTC))
+        if starting := self._execution.starting:
+            self.progress(job.id, Progress(cell_id=cell.id, actor="SERVER", phase="BUNDLE", message=starting))
+        await self._execution.start(job, cell, way.device, way.compilation)
+        way.sent_ms = since(job, self._now())
+
+    async def _receive(self, way: Way) -> EtfarmError | None:
+        """Fills way.result; gives the error that the device reports of the cell."""
+        cell = way.cell
+        way.result = await self._execution.result(way.job, cell)
+        # An attempt that an earlier server sent: its placing is the nearest that is known.
+        sent_ms = way.sent_ms or since(way.job, cell.attempts[-1].started_at.ToDatetime(UTC))
         for phase in way.result.phases:
-            begun_ms = start_ms + phase.start_ms
+            begun_ms = sent_ms + phase.start_ms
             cell.timeline.add(actor="DEVICE", phase=phase.phase, start_ms=begun_ms, duration_ms=phase.duration_ms)
         if way.result.HasField("outputs"):
             cell.outputs.CopyFrom(way.result.outputs)
@@ -275,11 +291,19 @@ class Conductor:
         await _to_the_end(self._change(way, after))
 
     async def _change(self, way: Way, after: Cell, report: report_pb2.Report | None = None) -> None:
-        way.cell = await self._journal.change(after, report=report)
+        has_result = way.result is not None and after.attempts and after.attempts[-1].HasField("finished_at")
+        way.cell = await self._journal.change(after, report=report, result=way.result if has_result else None)
 
     async def _finish(self, way: Way, to: job_pb2.CellState.ValueType, error: EtfarmError | None = None) -> None:
-        """The last change of a cell, with its report."""
-        await _to_the_end(self._end(way, to, error))
+        """The last change of a cell, with its report. What cannot be written now, for a full disk say, is tried again."""
+        while way.cell.state not in model.TERMINAL:
+            try:
+                await _to_the_end(self._end(way, to, error))
+            except (StaleVersion, model.IllegalTransition):
+                raise
+            except Exception:
+                log.exception("a cell's end could not be written, trying again", cell=way.cell.id, seconds=AGAIN_S)
+                await asyncio.sleep(AGAIN_S)
 
     async def _end(self, way: Way, to: job_pb2.CellState.ValueType, error: EtfarmError | None) -> None:
         after = model.advance(way.cell, to, at=self._now())
@@ -297,6 +321,7 @@ class Conductor:
         )  # fmt: skip
         await self._joblog.flush()
         await self._change(way, after, report)
+        self._execution.end(after)
 
     def progress(self, job_id: str, progress: Progress) -> None:
         """Tells the watchers what a cell is doing."""

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from functools import partial
 
 from sqlalchemy import Connection, func, select, update
+from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.watch import Announcer
@@ -93,8 +94,14 @@ class Journal:
 
         return await self._database.read(read)
 
-    async def change(self, after: Cell, *, report: report_pb2.Report | None = None) -> Cell:
-        """Writes a cell's new version down, with its report where it is the last one, and tells the watchers.
+    async def change(
+        self, after: Cell, *, report: report_pb2.Report | None = None, result: agent_pb2.CandidateResult | None = None
+    ) -> Cell:
+        """Writes a cell's new version down, with all that came with it, and tells the watchers.
+
+        Args:
+            report: of the cell, where this is its last change.
+            result: of its last attempt, where that has ended.
 
         Raises:
             StaleVersion: the version before it is not what the journal has.
@@ -106,6 +113,8 @@ class Journal:
             values = {"state": _name(after), "version": after.version, "body": after.SerializeToString()}
             if connection.execute(update(schema.cells).where(before).values(values)).rowcount != 1:
                 raise StaleVersion(f"Cell {after.id} is no longer at version {after.version - 1}.", cell=after.id)
+            if after.attempts:
+                _write_attempt(connection, after, result)
             if report is not None:
                 connection.execute(schema.reports.insert().values(_report_row(after, report)))
             job = job_row(connection, after.job_id, with_spec=False)
@@ -117,7 +126,7 @@ class Journal:
                 written.append(self._append(connection, job.id, JobEvent(job=_brief(job)), job.state))
             return written
 
-        for event in await self._database.write(write, durable=final):
+        for event in await self._database.write(write, durable=final or result is not None):
             self._announcer.announce(after.job_id, event)
         return after
 
@@ -199,23 +208,6 @@ class Journal:
                         job.state = _state_after(event, job.state)
                     yield event
 
-    async def start_attempt(self, cell: Cell) -> None:
-        """Writes down that a cell was placed; its last attempt is the new one."""
-        attempt = cell.attempts[-1]
-        row = {"id": attempt.id, "cell_id": cell.id, "device_id": attempt.device_id, "started_at": _utc(attempt.started_at)}
-        await self._database.write(lambda connection: connection.execute(schema.attempts.insert().values(row)))
-
-    async def finish_attempt(self, cell: Cell, result: agent_pb2.CandidateResult | None) -> None:
-        """Writes an attempt's outcome down, before the agent is told that it may forget it."""
-        attempt = cell.attempts[-1]
-        row = {
-            "finished_at": _utc(attempt.finished_at),
-            "error": attempt.error.SerializeToString() if attempt.HasField("error") else None,
-            "result": None if result is None else result.SerializeToString(),
-        }
-        change = update(schema.attempts).where(schema.attempts.c.id == attempt.id).values(row)
-        await self._database.write(lambda connection: connection.execute(change), durable=True)
-
     async def result_of(self, attempt_id: str) -> agent_pb2.CandidateResult:
         """What an attempt gave, for an analysis that is taken up again."""
         query = select(schema.attempts.c.result).where(schema.attempts.c.id == attempt_id)
@@ -278,6 +270,19 @@ def _brief(job: Job) -> Job:
     brief.ClearField("spec")
     brief.ClearField("cells")
     return brief
+
+
+def _write_attempt(connection: Connection, cell: Cell, result: agent_pb2.CandidateResult | None) -> None:
+    attempt = cell.attempts[-1]
+    known = {"id": attempt.id, "cell_id": cell.id, "device_id": attempt.device_id, "started_at": _utc(attempt.started_at)}
+    news: dict[str, object] = {
+        "finished_at": _utc(attempt.finished_at) if attempt.HasField("finished_at") else None,
+        "error": attempt.error.SerializeToString() if attempt.HasField("error") else None,
+    }
+    if result is not None:
+        news["result"] = result.SerializeToString()
+    row = insert(schema.attempts).values(known | news)
+    connection.execute(row.on_conflict_do_update(index_elements=["id"], set_=news))
 
 
 def _report_row(cell: Cell, report: report_pb2.Report) -> dict[str, object]:

@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import datetime
 from functools import partial
 
+import structlog
 from sqlalchemy import Connection, func, select
+from sqlalchemy.exc import SQLAlchemyError
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.journal import job_row
@@ -15,6 +17,9 @@ from etfarm.server.jobs.watch import Announcer
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1.job_pb2 import JobEvent, LogLine
+from etfarm.wire.errors import EtfarmError
+
+log = structlog.get_logger()
 
 _PAGE = 500
 
@@ -62,7 +67,11 @@ class JobLog:
     async def _write(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting, []
-            await self._database.write(partial(_insert, rows=batch))
+            try:
+                await self._database.write(partial(_insert, rows=batch))
+            except (EtfarmError, SQLAlchemyError):
+                # Log lines are not worth a job: it goes on without these.
+                log.exception("log lines are lost", lines=len(batch))
 
     async def tail(self, job_id: str, cell_id: str, *, follow: bool) -> AsyncIterator[LogLine]:
         """The lines so far, with `follow` also those to come until the job is terminal; of one cell where `cell_id` says so."""

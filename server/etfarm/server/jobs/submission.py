@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 
 from etfarm.server.artifacts.store import ArtifactMissing, Store
-from etfarm.server.compile.screen import screen_pt2, screen_pte
+from etfarm.server.compile.refusals import RecipeNeedsEagerModule
+from etfarm.server.compile.screen import screen_pte, screen_upload
 from etfarm.server.devices import schedule
 from etfarm.v1 import common_pb2, job_pb2
 from etfarm.v1.device_pb2 import Device
@@ -25,17 +26,23 @@ class BadJob(UserError):
     reason = "BAD_JOB"
 
 
+class NoCandidate(BadJob):
+    """There is nothing to do."""
+
+    reason = "NO_CANDIDATE"
+
+
+class TooManyCells(BadJob):
+    """The matrix is too large for one job."""
+
+    reason = "TOO_MANY_CELLS"
+
+
 class NotYet(UserError):
     """A later version does this."""
 
     reason = "NOT_IMPLEMENTED"
     kind = Kind.UNIMPLEMENTED
-
-
-class RecipeNeedsEagerModule(UserError):
-    """The recipe replaces modules, and an exported program has none: it would come out as fp32, silently."""
-
-    reason = "RECIPE_NEEDS_EAGER_MODULE"
 
 
 class Submission:
@@ -66,13 +73,19 @@ class Submission:
             UserError: as JobService.Submit says; the reason names what is wrong.
         """
         if not spec.candidates:
-            raise BadJob("The job has no candidate.", "Name at least one model.")
+            raise NoCandidate("The job has no candidate.", "Name at least one model.")
         self._refuse_later_work(spec)
         for artifact in _artifacts(spec):
             if not self._store.has(artifact.digest):
                 raise ArtifactMissing(
                     f"Artifact {artifact.digest[:12]} is not stored.", "Upload it first.", digest=artifact.digest
                 )
+            size_bytes = self._store.path(artifact.digest).stat().st_size
+            if artifact.size_bytes not in (0, size_bytes):
+                raise BadJob(
+                    f"Artifact {artifact.digest[:12]} has {size_bytes} bytes, not {artifact.size_bytes}.", "Say its size, or 0."
+                )
+            artifact.size_bytes = size_bytes
         names = [self._check_recipe(candidate) for candidate in spec.candidates]
         choices = self._choices(spec)
         for candidate in spec.candidates:
@@ -85,9 +98,8 @@ class Submission:
             cell.updated_at.FromDatetime(at)
             job.cells.append(cell)
             if len(job.cells) > MAX_CELLS:
-                error = BadJob(f"The job would have more than {MAX_CELLS} cells.", "Send it as several jobs.", limit=MAX_CELLS)
-                error.reason = "TOO_MANY_CELLS"
-                raise error
+                what = f"The job would have more than {MAX_CELLS} cells."
+                raise TooManyCells(what, "Send it as several jobs.", limit=MAX_CELLS)
         job.state = job_pb2.JobState.JOB_STATE_QUEUED
         return job
 
@@ -114,19 +126,16 @@ class Submission:
             if candidate.recipe:
                 raise BadJob(f"{candidate.name} is a compiled program; recipes are for models.", "Leave --recipe out.")
             return ""
-        if source is None or len(candidate.model.methods) != 1:
+        if source is None or not candidate.model.methods:
+            raise NoCandidate(f"The candidate {candidate.name!r} has neither a model nor a program.", "Give one of them.")
+        if len(candidate.model.methods) > 1:
             raise NotYet(f"{candidate.name} must have exactly one method.", "Send its methods as several models.")
         recipe = recipes.from_json(candidate.recipe)
         self._check_available(recipe.name)
         if recipe.json != candidate.recipe:
             raise BadJob(f"The recipe of {candidate.name} is not in canonical form.", f"Send {recipe.json}.")
         if recipe.quantization is recipes.Quantization.TORCHAO_SOURCE:
-            raise RecipeNeedsEagerModule(
-                f"{recipe.name} replaces modules before the export, and {candidate.name} arrives as an exported program: "
-                "nothing of it would be quantized.",
-                "Use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel.",
-                recipe=recipe.name, model=candidate.name,
-            )  # fmt: skip
+            raise RecipeNeedsEagerModule(recipe.name, candidate.name)
         return recipe.text
 
     def _choices(self, spec: job_pb2.JobSpec) -> list[tuple[int | None, str]]:
@@ -150,7 +159,7 @@ class Submission:
             await self._once(program.pte.digest, screen_pte)
             return
         for method in candidate.model.methods.values():
-            await self._once(method.exported_program.digest, screen_pt2)
+            await self._once(method.exported_program.digest, screen_upload)
 
     async def _once(self, digest: str, screen: Callable[..., None]) -> None:
         if digest not in self._screened:

@@ -43,16 +43,21 @@ def assemble(
         report.threads = cell.threads
     report.model.CopyFrom(report_pb2.ReportModel(name=candidate.name, digest=model_digest(candidate)))
     if compilation is not None:
-        report.compile.CopyFrom(_compile(compilation, cell.compile_cached))
+        report.compile.CopyFrom(_compile(candidate, compilation, cell.compile_cached))
     if device is not None:
         report.device.CopyFrom(_device(device))
     if result is not None:
         _fill_measured(report, job, result)
-        if method := (compilation and compilation.facts.methods.get(cell.method)):
-            report.memory.planned_bytes.extend(method.planned_bytes)
+        if not report.memory.planned_bytes and compilation is not None and cell.method in compilation.facts.methods:
+            report.memory.planned_bytes.extend(compilation.facts.methods[cell.method].planned_bytes)
     if analysis is not None:
-        # Also appends the analysis' own warnings to the compilation's.
-        report.MergeFrom(analysis)
+        # Only what is its to say: the child that made it has loaded a user's bytes.
+        for name in ("latency", "profile"):
+            if analysis.HasField(name):
+                getattr(report, name).CopyFrom(getattr(analysis, name))
+        report.accuracy.extend(analysis.accuracy)
+        report.operators.extend(analysis.operators)
+        report.compile.warnings.extend(analysis.compile.warnings)
     if result is not None and device is not None and result.HasField("samples") and report.HasField("latency"):
         asked = job.spec.measurement.iterations
         verdict = judge(
@@ -76,10 +81,11 @@ def since(job: job_pb2.Job, at: datetime) -> float:
     return (at - job.submitted_at.ToDatetime(UTC)).total_seconds() * 1e3
 
 
-def _compile(compilation: compile_pb2.Compilation, cached: bool) -> report_pb2.ReportCompile:
+def _compile(candidate: job_pb2.Candidate, compilation: compile_pb2.Compilation, cached: bool) -> report_pb2.ReportCompile:
     program_bytes = compilation.program.pte.size_bytes + sum(data.size_bytes for data in compilation.program.data.values())
     compiled = report_pb2.ReportCompile(
-        cached=cached, stages=compilation.stages, delegation=compilation.delegation, toolchain=compilation.toolchain,
+        cached=cached, stages=[*candidate.stages_done, *compilation.stages], delegation=compilation.delegation,
+        toolchain=compilation.toolchain,
         warnings=compilation.warnings,
         program=report_pb2.ProgramSize(digest=compilation.program.digest, size_bytes=program_bytes),
     )  # fmt: skip

@@ -88,7 +88,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             while True:
                 async with asyncio.timeout(session.silence_left_s()):
                     message = await anext(reader, None)
-                if message is None or message.WhichOneof("message") == "goodbye":
+                if message is None:
+                    return
+                if message.WhichOneof("message") == "goodbye":
+                    self._registry.farewell(session)
                     return
                 session.heard()
                 await self._take(session, message)
@@ -103,9 +106,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         kind = message.WhichOneof("message")
         if kind == "heartbeat":
             await self._registry.heartbeat(session, message.heartbeat)
-        elif kind == "run_progress":
+        elif kind == "run_progress" and self._registry.serves(session, message.run_progress.device_id):
             self._runs.progressed(message.run_progress)
-        elif kind == "run_result":
+        elif kind == "run_result" and self._registry.serves(session, message.run_result.device_id):
             if not self._runs.deliver(message.run_result):
                 # Of an attempt that was given up or cancelled: nobody will read it, so the agent may forget it.
                 ack = agent_pb2.Ack(attempt_id=message.run_result.attempt_id)

@@ -9,14 +9,22 @@ from pathlib import Path
 from typing import TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.pool import NullPool
 
-from etfarm.wire.errors import FarmError
+from etfarm.wire.errors import FarmError, Kind
 
 T = TypeVar("T")
 
 HEAD = "0001"
 """The newest migration; `Database.open` brings an older database up to it."""
+
+
+class DatabaseFull(FarmError):
+    """No room on the disk for a change."""
+
+    reason = "DISK_FULL"
+    kind = Kind.RESOURCE_EXHAUSTED
 
 
 class DatabaseTooNew(FarmError):
@@ -78,8 +86,13 @@ class _Lane:
             self._connection = self._engine.connect()
         # Outside of a transaction: SQLite ignores it within one.
         self._connection.connection.driver_connection.execute(pragma)  # type: ignore[union-attr]
-        with self._connection.begin():
-            return do(self._connection)
+        try:
+            with self._connection.begin():
+                return do(self._connection)
+        except OperationalError as error:
+            if "disk is full" not in str(error):
+                raise
+            raise DatabaseFull("The server's disk is full.", "Free disk where its --data is; it goes on by itself.") from error
 
     def close(self) -> None:
         self.thread.submit(self._disconnect).result()
