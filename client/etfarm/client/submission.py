@@ -86,10 +86,7 @@ def prepare(
         UserError: it is no model, or it cannot be exported; as etfarm.client.export says.
     """
     if example_inputs is not None and isinstance(model, str | Path | PreparedModel | ModelSource | Pt2File | PteFile | EagerSpec):
-        said = repr(str(model)) if isinstance(model, str | Path) else f"A {type(model).__name__}"
-        raise BadModel(
-            f"{said} brings its own example inputs.", "Leave example_inputs out: they are for an nn.Module.", model=said
-        )
+        raise _own_inputs(repr(str(model)) if isinstance(model, str | Path) else f"A {type(model).__name__}")
     if isinstance(model, PreparedModel):
         return model
     if isinstance(model, str | Path):
@@ -216,10 +213,16 @@ def _in_memory(model: Any, example_inputs: tuple[Any, ...] | None) -> tuple[str,
             raise BadModel(f"The module {label} came without example inputs.", "Give example_inputs=(x, ...).", model=label)
         return label, ModelSource.of(model, example_inputs)
     if isinstance(model, torch.export.ExportedProgram):
+        if example_inputs is not None:
+            raise _own_inputs("An ExportedProgram")
         buffer = io.BytesIO()
         torch.export.save(model, buffer)
         return "program", PreparedMethod(buffer.getvalue(), input_names=tuple(model.graph_signature.user_inputs))
     raise _no_model(model)
+
+
+def _own_inputs(what: str) -> BadModel:
+    return BadModel(f"{what} brings its own example inputs.", "Leave example_inputs out: they are for an nn.Module.", model=what)
 
 
 def _no_model(given: object) -> BadModel:
