@@ -198,7 +198,8 @@ def main(argv: list[str]) -> int:
 
 def _end_with_stdin() -> None:
     """Kills this process group when whoever holds the other end of stdin is gone."""
-    while sys.stdin.buffer.read(4096):
+    # Not sys.stdin: a thread that holds its lock breaks the interpreter's exit.
+    while os.read(0, 4096):
         continue
     os.killpg(0, signal.SIGKILL)
 
