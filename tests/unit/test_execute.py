@@ -105,7 +105,7 @@ def test_zero_is_a_value() -> None:
 
 @given(st.lists(st.integers(1, 10**9), min_size=1))
 def test_short_programs_are_traced_more_often(samples: list[int]) -> None:
-    short = sum(sample < 20_000 for sample in samples) > len(samples) // 2
+    short = sum(sample < 200_000 for sample in samples) > len(samples) // 2
     assert traced_iterations(samples) == (100 if short else 10)
 
 

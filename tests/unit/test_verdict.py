@@ -16,7 +16,7 @@ SECOND = 1_000_000_000
 
 def _judge(
     *, samples: int = 200, threads: int = 1, emulated: bool = False, asked: int = 0, outputs_equal: bool | None = True,
-    stop_reason: str = "ENOUGH", **telemetry: int,
+    stop_reason: str = "ENOUGH", cores: int = 0, **telemetry: int,
 ) -> report_pb2.Verdict:  # fmt: skip
     counters: dict[str, Any] = {
         "cpu_time_ns": SECOND, "wall_time_ns": SECOND, "involuntary_switches": 3, "psi_cpu_some_us": 0,
@@ -26,7 +26,7 @@ def _judge(
         telemetry=report_pb2.RunTelemetry(**counters | telemetry),
     )  # fmt: skip
     latency = report_pb2.Latency(samples_ns=[5_000_000] * samples)
-    return judge(result, latency, emulated=emulated, thresholds=THRESHOLDS, asked_samples=asked)
+    return judge(result, latency, emulated=emulated, thresholds=THRESHOLDS, asked_samples=asked, cores=cores)
 
 
 def test_a_quiet_run_is_valid() -> None:
@@ -109,3 +109,9 @@ def test_thresholds_are_configuration() -> None:
     result = agent_pb2.CandidateResult(threads=1)
     latency = report_pb2.Latency(samples_ns=[1] * 10)
     assert judge(result, latency, emulated=False, thresholds=Thresholds(min_samples=10)).status == report_pb2.VERDICT_STATUS_VALID
+
+
+def test_more_threads_than_cpus_measure_the_scheduler() -> None:
+    crowded = _judge(threads=3, cores=2, cpu_time_ns=2 * SECOND)
+    assert [(reason.code, reason.measured, reason.threshold) for reason in crowded.reasons] == [("MORE_THREADS_THAN_CPUS", 3, 2)]
+    assert _judge(threads=2, cores=2).status == report_pb2.VERDICT_STATUS_VALID

@@ -40,8 +40,9 @@ OnProgress = Callable[[agent_pb2.RunProgress], None]
 
 TRACED_ITERATIONS: Final = 10
 SHORT_TRACED_ITERATIONS: Final = 100
-SHORT_NS: Final = 20_000
-"""Median below which kernels are shorter than the resolution of the delegates' clocks, and more iterations are traced."""
+SHORT_NS: Final = 200_000
+"""Median below which kernels are about as short as the resolution of the delegates' clocks, a microsecond: a small network
+has dozens of them. 100 iterations of it are traced in 20 ms."""
 _TIMING_PHASES: Final = frozenset({"WARMUP", "TIMED", "TRACED"})
 _TRANSFER_PHASES: Final = frozenset({"FETCH", "UPLOAD"})
 _DEFAULT_INPUTS_SEED: Final = 0

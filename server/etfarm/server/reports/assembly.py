@@ -61,8 +61,9 @@ def assemble(
     if result is not None and device is not None and result.HasField("samples") and report.HasField("latency"):
         asked = job.spec.measurement.iterations
         verdict = judge(
-            result, report.latency, emulated=device.emulated, thresholds=thresholds or Thresholds(), asked_samples=asked
-        )
+            result, report.latency, emulated=device.emulated, thresholds=thresholds or Thresholds(), asked_samples=asked,
+            cores=device.cores,
+        )  # fmt: skip
         report.verdict.CopyFrom(verdict)
     report.timeline.extend(cell.timeline)
     return report

@@ -38,6 +38,7 @@ def judge(
     emulated: bool,
     thresholds: Thresholds,
     asked_samples: int = 0,
+    cores: int = 0,
 ) -> report_pb2.Verdict:
     """NOT_BENCHMARKABLE on an emulated device, INVALID where a check fails, VALID otherwise. Equal arguments, equal verdicts.
 
@@ -48,11 +49,13 @@ def judge(
         result: of a run that ended without an error.
         latency: with its samples.
         asked_samples: the samples that the job asked for; 0 when it left that to the farm.
+        cores: logical cpus that programs may use on the device; 0 when that is not known.
     """
     checks = [_outputs(result)]
     if not emulated:
         checks += [
             _samples(result, latency, max(asked_samples, thresholds.min_samples)),
+            _crowd(result, cores),
             _cpu_share(result, thresholds.min_cpu_share),
             _switches(result, thresholds.max_involuntary_per_s),
             _pressure(result, thresholds.max_psi_some),
@@ -64,6 +67,13 @@ def judge(
         return report_pb2.Verdict(status=report_pb2.VERDICT_STATUS_NOT_BENCHMARKABLE, reasons=reasons)
     status = report_pb2.VERDICT_STATUS_INVALID if reasons else report_pb2.VERDICT_STATUS_VALID
     return report_pb2.Verdict(status=status, reasons=reasons)
+
+
+def _crowd(result: agent_pb2.CandidateResult, cores: int) -> report_pb2.VerdictReason | None:
+    if not cores or result.threads <= cores:
+        return None
+    message = f"{result.threads} threads shared {cores} cpu{'s' if cores > 1 else ''}; at most one a cpu measures the program."
+    return _reason("MORE_THREADS_THAN_CPUS", message, result.threads, cores)
 
 
 def _samples(result: agent_pb2.CandidateResult, latency: report_pb2.Latency, wanted: int) -> report_pb2.VerdictReason | None:
