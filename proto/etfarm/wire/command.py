@@ -27,6 +27,9 @@ SUMMARIES = {
 }
 """What `etfarm --help` says of each command, so that it need not load them."""
 
+LATER = ("compare", "history", "artifacts")
+"""Commands of later versions."""
+
 _EXTRAS = {"etfarm.server": "server", "etfarm.device_agents": "agent", "etfarm.client": "cli"}
 
 
@@ -80,6 +83,9 @@ def _load(point: EntryPoint) -> Callable[[list[str]], int | None]:
 
 
 def _unknown(commands: dict[str, EntryPoint], arguments: list[str]) -> int:
+    if arguments[0] in LATER:
+        print(f"etfarm: `etfarm {arguments[0]}` is not available in this version.", file=sys.stderr)
+        return 2
     inner = sorted(name.partition(".")[2] for name in commands if name.startswith(f"{arguments[0]}."))
     if inner:
         wants_help = len(arguments) > 1 and arguments[1] in ("-h", "--help")

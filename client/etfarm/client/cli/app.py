@@ -88,7 +88,7 @@ def execute(
     code, error = 0, None
     try:
         if argv and argv[0] in later:
-            raise NotAvailable(f"etfarm {name} {argv[0]}", "")
+            raise NotAvailable(f"`etfarm {name} {argv[0]}`", "")
         code = _run(command, argv, name, about, outcome)
     except EtfarmError as raised:
         error, code = raised, exit_code(raised)

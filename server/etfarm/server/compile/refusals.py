@@ -84,7 +84,7 @@ class RecipeNeedsEagerModule(UserError):
             f"Recipe {recipe} works on an eager module, before the export, and {model} arrives as an exported program: nothing "
             "of it would be quantized.",
             "Use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel.",
-            stage="SOURCE_TRANSFORM", recipe=recipe, model=model,
+            recipe=recipe, model=model,
         )  # fmt: skip
 
 
