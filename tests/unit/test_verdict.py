@@ -42,7 +42,7 @@ def test_a_quiet_run_is_valid() -> None:
         ({"cpu_time_ns": SECOND * 8 // 10}, "CPU_STARVED", 0.8, 0.9),
         ({"cpu_time_ns": SECOND * 8 // 10, "threads": 4}, "CPU_STARVED", 0.8, 0.9),
         ({"involuntary_switches": 201}, "INVOLUNTARY_SWITCHES", 201, 200),
-        ({"involuntary_switches": 804, "threads": 4}, "INVOLUNTARY_SWITCHES", 201, 200),
+        ({"involuntary_switches": 804, "threads": 4, "psi_cpu_some_us": 100_000}, "INVOLUNTARY_SWITCHES", 201, 200),
         ({"psi_cpu_some_us": 300_000}, "CPU_PRESSURE", 0.3, 0.25),
     ],
 )
@@ -115,3 +115,9 @@ def test_more_threads_than_cpus_measure_the_scheduler() -> None:
     crowded = _judge(threads=3, cores=2, cpu_time_ns=2 * SECOND)
     assert [(reason.code, reason.measured, reason.threshold) for reason in crowded.reasons] == [("MORE_THREADS_THAN_CPUS", 3, 2)]
     assert _judge(threads=2, cores=2).status == report_pb2.VERDICT_STATUS_VALID
+
+
+def test_threads_that_wake_each_other_while_nobody_waits_for_a_cpu_are_no_interference() -> None:
+    busy = {"threads": 2, "involuntary_switches": 1000, "cpu_time_ns": 2 * SECOND}
+    assert _judge(**busy, psi_cpu_some_us=60_000).status == report_pb2.VERDICT_STATUS_VALID
+    assert _judge(**busy, psi_cpu_some_us=110_000).status == report_pb2.VERDICT_STATUS_INVALID

@@ -25,6 +25,11 @@ class Thresholds:
     every 3 to 4 ms, thus 250 and more. The system's own housekeeping reached 160 on an otherwise idle virtual machine whose
     two cpus were both measured on; those are short, and what they take min_cpu_share bounds."""
 
+    min_psi_of_switches: float = 0.1
+    """Part of the timed pass in which some task waited for a cpu, below which switches are not held against a run of several
+    threads: they wake each other on one cpu hundreds of times a second in small models (500 were seen on an idle machine, at
+    6 %), which is the program's own doing. Where the device does not tell, the switches count."""
+
     max_psi_some: float = 0.25
     """Part of the timed pass in which some task of the device waited for a cpu (/proc/pressure/cpu). It counts other
     processes waiting for ours as well, so a little is normal; above a quarter neighbours run most of the time, and they
@@ -57,7 +62,7 @@ def judge(
             _samples(result, latency, max(asked_samples, thresholds.min_samples)),
             _crowd(result, cores),
             _cpu_share(result, thresholds.min_cpu_share),
-            _switches(result, thresholds.max_involuntary_per_s),
+            _switches(result, thresholds),
             _pressure(result, thresholds.max_psi_some),
         ]
     reasons = [reason for reason in checks if reason is not None]
@@ -97,9 +102,12 @@ def _cpu_share(result: agent_pb2.CandidateResult, least: float) -> report_pb2.Ve
     return _reason("CPU_STARVED", message, share, least)
 
 
-def _switches(result: agent_pb2.CandidateResult, most: float) -> report_pb2.VerdictReason | None:
-    telemetry, wall = result.telemetry, _wall_s(result)
+def _switches(result: agent_pb2.CandidateResult, thresholds: Thresholds) -> report_pb2.VerdictReason | None:
+    telemetry, wall, most = result.telemetry, _wall_s(result), thresholds.max_involuntary_per_s
     if wall is None or not telemetry.HasField("involuntary_switches"):
+        return None
+    waited = telemetry.psi_cpu_some_us / 1e6 / wall if telemetry.HasField("psi_cpu_some_us") else 1.0
+    if result.threads > 1 and waited < thresholds.min_psi_of_switches:
         return None
     rate = telemetry.involuntary_switches / wall / max(1, result.threads)
     if rate <= most:
