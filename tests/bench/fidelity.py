@@ -85,7 +85,9 @@ def main() -> int:
             with running.start().client() as farm:
                 for model in MODELS:
                     program = folder / f"{model.partition(':')[2]}.pte"
-                    farm.compile(model).save_program(program)
+                    compiling = farm.compile(model)
+                    compiling.wait()
+                    compiling.save_program(program)
                     results[model] = measure(farm, bundle, program, arguments.rounds, arguments.threads, folder)
         finally:
             running.stop()
