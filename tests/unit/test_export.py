@@ -121,8 +121,8 @@ def test_equal_models_give_equal_bytes_in_every_process_and_folder(tmp_path: Pat
 @pytest.mark.parametrize(
     ("path", "shown"),
     [
-        ("/home/ada/farm/models/net.py", "models/net.py"),
-        ("/home/ada/farm/.venv/lib/python3.11/site-packages/timm/models/vit.py", "timm/models/vit.py"),
+        ("/home/ada/nets/models/net.py", "models/net.py"),
+        ("/home/ada/nets/.venv/lib/python3.11/site-packages/timm/models/vit.py", "timm/models/vit.py"),
         ("/usr/lib/python3/dist-packages/torch/nn/a.py", "torch/nn/a.py"),
         ("C:\\Users\\ada\\venv\\Lib\\site-packages\\torch\\a.py", "torch/a.py"),
         (str(ROOT / "client/etfarm/client/export/demos.py"), "etfarm/client/export/demos.py"),
@@ -134,7 +134,7 @@ def test_equal_models_give_equal_bytes_in_every_process_and_folder(tmp_path: Pat
     ],
 )
 def test_a_path_leaves_the_client_without_its_folders(path: str, shown: str) -> None:
-    assert relative(path, Path("/home/ada/farm")) == shown
+    assert relative(path, Path("/home/ada/nets")) == shown
 
 
 def test_inputs_are_flattened_and_named_and_keep_their_memory_format() -> None:

@@ -6,7 +6,6 @@ import importlib.resources
 import json
 import re
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +86,6 @@ def test_a_real_graph_is_what_executorch_reads(name: str, tmp_path: Path) -> Non
             assert known.constant == bool(tensor.get("constant_buffer_idx"))
             assert known.output == bool(tensor.get("flags", 0) & 2)
             assert (known.datatype == 3) == (tensor["datatype"] == "xnn_datatype_qint8")
-
-
-def test_reading_takes_no_time_to_speak_of() -> None:
-    (payload,) = _payloads("residual_int8")
-    started = time.perf_counter()
-    nodes = len(xnnpack.read(payload).nodes)
-    print(f"{nodes} nodes in {(time.perf_counter() - started) * 1e3:.2f} ms")
 
 
 def test_bytes_without_a_header_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -169,10 +168,3 @@ def test_kernels_that_do_not_come_out_are_one_warning(tmp_path: Path, monkeypatc
     (warning,) = report.compile.warnings
     assert warning.code == "ANALYSIS_KERNELS_UNALIGNED"
     assert warning.message.startswith("The kernels of 2 of 2 XNNPACK delegates have no source lines. Instruction 0: ")
-
-
-def test_it_takes_no_time_to_speak_of() -> None:
-    trace, program, record = read("residual_int8")
-    started = time.perf_counter()
-    attribute(trace, program, record)
-    print(f"{(time.perf_counter() - started) * 1e3:.2f} ms")

@@ -1,6 +1,6 @@
 """Step 1, client: source paths in stack traces, made the same for everyone and telling nothing of the client's disk.
 
-torch.export keeps `File "/home/ada/farm/models/net.py", line 31, in forward` with every node, and the report names the
+torch.export keeps `File "/home/ada/nets/models/net.py", line 31, in forward` with every node, and the report names the
 user's lines from that. A path becomes, by the first rule that fits:
 
 1. `<...>`, such as `<string>`: as it is, without the number that torch counts its generated code with.
