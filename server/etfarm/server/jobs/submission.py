@@ -131,11 +131,12 @@ class Submission:
         if len(candidate.model.methods) > 1:
             raise NotYet(f"{candidate.name} must have exactly one method.", "Send its methods as several models.")
         recipe = recipes.from_json(candidate.recipe)
-        self._check_available(recipe.name)
         if recipe.json != candidate.recipe:
             raise BadJob(f"The recipe of {candidate.name} is not in canonical form.", f"Send {recipe.json}.")
-        if recipe.quantization is recipes.Quantization.TORCHAO_SOURCE:
+        done = {stage.stage for stage in candidate.stages_done}
+        if recipe.quantization is recipes.Quantization.TORCHAO_SOURCE and "SOURCE_TRANSFORM" not in done:
             raise RecipeNeedsEagerModule(recipe.name, candidate.name)
+        self._check_available(recipe.name)
         return recipe.text
 
     def _choices(self, spec: job_pb2.JobSpec) -> list[tuple[int | None, str]]:
