@@ -148,5 +148,3 @@ def test_the_same_request_id_is_one_job(farm: FarmProcess, model: Path) -> None:
     first, second = asyncio.run(twice())
     assert first.id == second.id
     assert [cell.id for cell in first.cells] == [cell.id for cell in second.cells]
-
-

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from etfarm.server.artifacts.store import Store
+from etfarm.server.artifacts.store import MAX_CHUNK_BYTES, Store
 from etfarm.server.rpc.artifacts import ArtifactService
 from etfarm.server.rpc.auth import Tokens
 from etfarm.server.rpc.edge import Edge
@@ -155,9 +155,16 @@ async def test_a_second_stream_of_an_upload_is_told_to_wait(served: Served) -> N
             pass
         error = await served.upload_error(header())
         assert (error.reason, error.kind) == ("UPLOAD_IN_PROGRESS", "ABORTED")
-        await first.write(chunk(1000, DATA[1000:]))
+        for start in range(1000, len(DATA), MAX_CHUNK_BYTES):
+            await first.write(chunk(start, DATA[start : start + MAX_CHUNK_BYTES]))
         await first.done_writing()
         assert (await first).complete
+
+
+async def test_a_chunk_over_the_limit_is_refused(served: Served) -> None:
+    big = bytes(MAX_CHUNK_BYTES + 1)
+    error = await served.upload_error(header(), chunk(0, big))
+    assert (error.reason, error.kind) == ("TOO_MANY_BYTES", "INVALID_ARGUMENT")
 
 
 @pytest.mark.parametrize("digests", [["abc"], ["A" * 64], ["a" * 64] * 10_001])

@@ -181,7 +181,7 @@ SPEC.candidates[0].program.pte.digest = ABSENT
         ("JobService.List", [job_pb2.ListJobsRequest(page_token="9" * 40)], "INVALID_ARGUMENT", "BAD_JOB", "page token"),
         ("JobService.List", [job_pb2.ListJobsRequest(page_size=-1)], "INVALID_ARGUMENT", "BAD_JOB", "-1"),
         ("JobService.Submit", [job_pb2.SubmitRequest(spec=SPEC)], "INVALID_ARGUMENT", "BAD_JOB", "request_id"),
-        ("JobService.Submit", [job_pb2.SubmitRequest(request_id="r")], "INVALID_ARGUMENT", "BAD_JOB", "no candidate"),
+        ("JobService.Submit", [job_pb2.SubmitRequest(request_id="r")], "INVALID_ARGUMENT", "NO_CANDIDATE", "no candidate"),
         ("JobService.Submit", [job_pb2.SubmitRequest(request_id="r", spec=SPEC)], "FAILED_PRECONDITION", "ARTIFACT_MISSING",
          "aaaa"),
         ("DeviceService.Get", [device_pb2.GetDeviceRequest(device_id="pi")], "NOT_FOUND", "DEVICE_NOT_FOUND", "'pi'"),

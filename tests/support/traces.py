@@ -69,7 +69,8 @@ def line_of(code: str) -> int:
 @cache
 def traced(name: str) -> Traced:
     """The run of that name; see `_MAKERS`."""
-    key = digest.of_value([digest.of_file(Path(__file__)), version("torch"), version("executorch")])[:16]
+    # The path too: it stands in the traces as the line of the model.
+    key = digest.of_value([__file__, digest.of_file(Path(__file__)), version("torch"), version("executorch")])[:16]
     folder = cache_folder() / f"traces-{key}" / name
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:

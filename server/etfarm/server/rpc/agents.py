@@ -108,10 +108,12 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             await self._registry.heartbeat(session, message.heartbeat)
         elif kind == "run_progress" and self._registry.serves(session, message.run_progress.device_id):
             self._runs.progressed(message.run_progress)
-        elif kind == "run_result" and self._registry.serves(session, message.run_result.device_id):
-            if not self._runs.deliver(message.run_result):
+        elif kind == "run_result":
+            result = message.run_result
+            heard = self._registry.serves(session, result.device_id) and self._runs.deliver(result)
+            if not heard and not self._runs.knows(result.attempt_id):
                 # Of an attempt that was given up or cancelled: nobody will read it, so the agent may forget it.
-                ack = agent_pb2.Ack(attempt_id=message.run_result.attempt_id)
+                ack = agent_pb2.Ack(attempt_id=result.attempt_id)
                 session.send(agent_pb2.ServerMessage(ack=ack))
         elif kind == "device_update":
             await self._registry.update(session, message.device_update.device)
