@@ -88,7 +88,9 @@ async def test_one_that_comes_while_the_last_leaves_gets_a_farm(place: Place) ->
         await asyncio.sleep(0)
         second = await join()
         await leaving
+        assert _processes(place), "the second one's farm is gone with the first one"
         await second.leave()
+    assert _processes(place) == []
 
 
 async def test_a_killed_command_takes_its_farm_along(place: Place) -> None:

@@ -79,7 +79,8 @@ def test_what_no_fact_tells_is_unset() -> None:
 def test_odd_facts_never_break_the_parser(facts: dict[str, str]) -> None:
     # Cpus_allowed_list is the kernel's own and always well-formed.
     facts.pop("/proc/self/status", None)
-    parse(facts)
+    device = parse(facts)
+    assert device.cores >= 0 and device.memory_bytes >= 0
 
 
 @given(CPUS)
