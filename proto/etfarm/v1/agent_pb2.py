@@ -27,9 +27,10 @@ from etfarm.v1 import compile_pb2 as etfarm_dot_v1_dot_compile__pb2
 from etfarm.v1 import device_pb2 as etfarm_dot_v1_dot_device__pb2
 from etfarm.v1 import job_pb2 as etfarm_dot_v1_dot_job__pb2
 from etfarm.v1 import report_pb2 as etfarm_dot_v1_dot_report__pb2
+from etfarm.v1 import session_pb2 as etfarm_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x65tfarm/v1/agent.proto\x12\tetfarm.v1\x1a\x16\x65tfarm/v1/common.proto\x1a\x17\x65tfarm/v1/compile.proto\x1a\x16\x65tfarm/v1/device.proto\x1a\x13\x65tfarm/v1/job.proto\x1a\x16\x65tfarm/v1/report.proto\"\xca\x02\n\x0c\x41gentMessage\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.etfarm.v1.HelloH\x00\x12\x30\n\rdevice_update\x18\x02 \x01(\x0b\x32\x17.etfarm.v1.DeviceUpdateH\x00\x12,\n\x0b\x64\x65vice_gone\x18\x03 \x01(\x0b\x32\x15.etfarm.v1.DeviceGoneH\x00\x12)\n\theartbeat\x18\x04 \x01(\x0b\x32\x14.etfarm.v1.HeartbeatH\x00\x12.\n\x0crun_progress\x18\x05 \x01(\x0b\x32\x16.etfarm.v1.RunProgressH\x00\x12*\n\nrun_result\x18\x06 \x01(\x0b\x32\x14.etfarm.v1.RunResultH\x00\x12%\n\x07goodbye\x18\x07 \x01(\x0b\x32\x12.etfarm.v1.GoodbyeH\x00\x42\t\n\x07message\"\xd9\x01\n\rServerMessage\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.etfarm.v1.WelcomeH\x00\x12(\n\tstart_run\x18\x02 \x01(\x0b\x32\x13.etfarm.v1.StartRunH\x00\x12*\n\ncancel_run\x18\x03 \x01(\x0b\x32\x14.etfarm.v1.CancelRunH\x00\x12\x1d\n\x03\x61\x63k\x18\x04 \x01(\x0b\x32\x0e.etfarm.v1.AckH\x00\x12!\n\x05\x64rain\x18\x05 \x01(\x0b\x32\x10.etfarm.v1.DrainH\x00\x42\t\n\x07message\"\xc7\x01\n\x05Hello\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\x05\x12\x15\n\ragent_version\x18\x03 \x01(\t\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\"\n\x07\x64\x65vices\x18\x05 \x03(\x0b\x32\x11.etfarm.v1.Device\x12\x17\n\x0f\x61\x63tive_attempts\x18\x06 \x03(\t\x12\x1f\n\x17unacknowledged_attempts\x18\x07 \x03(\t\x12\x0f\n\x07\x62oot_id\x18\x08 \x01(\t\"1\n\x0c\x44\x65viceUpdate\x12!\n\x06\x64\x65vice\x18\x01 \x01(\x0b\x32\x11.etfarm.v1.Device\"/\n\nDeviceGone\x12\x11\n\tdevice_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x91\x01\n\tHeartbeat\x12\x36\n\ttelemetry\x18\x01 \x03(\x0b\x32#.etfarm.v1.Heartbeat.TelemetryEntry\x1aL\n\x0eTelemetryEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.etfarm.v1.DeviceTelemetry:\x02\x38\x01\"\xcb\x01\n\x0bRunProgress\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x11\n\tdevice_id\x18\x02 \x01(\t\x12\x0f\n\x07\x63\x65ll_id\x18\x03 \x01(\t\x12\r\n\x05phase\x18\x04 \x01(\t\x12\x18\n\x0b\x64uration_ms\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\x04\x64one\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x12\n\x05total\x18\x07 \x01(\x03H\x02\x88\x01\x01\x12\x11\n\tlog_lines\x18\x08 \x03(\tB\x0e\n\x0c_duration_msB\x07\n\x05_doneB\x08\n\x06_total\"\x83\x01\n\tRunResult\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x11\n\tdevice_id\x18\x02 \x01(\t\x12.\n\ncandidates\x18\x03 \x03(\x0b\x32\x1a.etfarm.v1.CandidateResult\x12\x1f\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x10.etfarm.v1.Error\"\x87\x04\n\x0f\x43\x61ndidateResult\x12\x0f\n\x07\x63\x65ll_id\x18\x01 \x01(\t\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.etfarm.v1.Error\x12!\n\x06runner\x18\x03 \x01(\x0b\x32\x11.etfarm.v1.Runner\x12\x0f\n\x07threads\x18\x04 \x01(\x05\x12$\n\x07outputs\x18\x05 \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12$\n\x07samples\x18\x06 \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12\x0e\n\x06warmup\x18\x07 \x01(\x05\x12\x12\n\niterations\x18\x08 \x01(\x03\x12\x13\n\x0b\x64uration_ns\x18\t \x01(\x03\x12\x13\n\x0bstop_reason\x18\n \x01(\t\x12\x1d\n\x04load\x18\x0b \x01(\x0b\x32\x0f.etfarm.v1.Load\x12!\n\x06memory\x18\x0c \x01(\x0b\x32\x11.etfarm.v1.Memory\x12*\n\ttelemetry\x18\r \x01(\x0b\x32\x17.etfarm.v1.RunTelemetry\x12#\n\x06\x65tdump\x18\x0e \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12\x11\n\ttraced_ns\x18\x0f \x03(\x03\x12\x1a\n\routputs_equal\x18\x10 \x01(\x08H\x00\x88\x01\x01\x12 \n\x06phases\x18\x11 \x03(\x0b\x32\x10.etfarm.v1.PhaseB\x10\n\x0e_outputs_equal\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"?\n\x07Welcome\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\x1c\n\x14heartbeat_interval_s\x18\x02 \x01(\x01\"\x9f\x01\n\x08StartRun\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x11\n\tdevice_id\x18\x02 \x01(\t\x12+\n\ncandidates\x18\x03 \x03(\x0b\x32\x17.etfarm.v1.RunCandidate\x12+\n\x0bmeasurement\x18\x04 \x01(\x0b\x32\x16.etfarm.v1.Measurement\x12\x12\n\ndeadline_s\x18\x05 \x01(\x01\"\xc4\x01\n\x0cRunCandidate\x12\x0f\n\x07\x63\x65ll_id\x18\x01 \x01(\t\x12#\n\x07program\x18\x02 \x01(\x0b\x32\x12.etfarm.v1.Program\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x14\n\x07threads\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12#\n\x06inputs\x18\x05 \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12\'\n\x06\x62undle\x18\x06 \x01(\x0b\x32\x17.etfarm.v1.RunnerBundleB\n\n\x08_threads\"\x9b\x01\n\x0cRunnerBundle\x12%\n\x08\x61rtifact\x18\x01 \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12\x0c\n\x04\x61rch\x18\x02 \x01(\t\x12\x1a\n\x12\x65xecutorch_version\x18\x03 \x01(\t\x12\x15\n\rsource_digest\x18\x04 \x01(\t\x12\x10\n\x08\x62\x61\x63kends\x18\x05 \x03(\t\x12\x11\n\toperators\x18\x06 \x03(\t\"/\n\tCancelRun\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x19\n\x03\x41\x63k\x12\x12\n\nattempt_id\x18\x01 \x01(\t\"\x1a\n\x05\x44rain\x12\x11\n\tdevice_id\x18\x01 \x01(\t\"3\n\x0cSessionReply\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\t\"2\n\x0bSessionCall\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\t2\x95\x01\n\x0c\x41gentService\x12@\n\x07\x43onnect\x12\x17.etfarm.v1.AgentMessage\x1a\x18.etfarm.v1.ServerMessage(\x01\x30\x01\x12\x43\n\x0cServeSession\x12\x17.etfarm.v1.SessionReply\x1a\x16.etfarm.v1.SessionCall(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x65tfarm/v1/agent.proto\x12\tetfarm.v1\x1a\x16\x65tfarm/v1/common.proto\x1a\x17\x65tfarm/v1/compile.proto\x1a\x16\x65tfarm/v1/device.proto\x1a\x13\x65tfarm/v1/job.proto\x1a\x16\x65tfarm/v1/report.proto\x1a\x17\x65tfarm/v1/session.proto\"\xca\x02\n\x0c\x41gentMessage\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.etfarm.v1.HelloH\x00\x12\x30\n\rdevice_update\x18\x02 \x01(\x0b\x32\x17.etfarm.v1.DeviceUpdateH\x00\x12,\n\x0b\x64\x65vice_gone\x18\x03 \x01(\x0b\x32\x15.etfarm.v1.DeviceGoneH\x00\x12)\n\theartbeat\x18\x04 \x01(\x0b\x32\x14.etfarm.v1.HeartbeatH\x00\x12.\n\x0crun_progress\x18\x05 \x01(\x0b\x32\x16.etfarm.v1.RunProgressH\x00\x12*\n\nrun_result\x18\x06 \x01(\x0b\x32\x14.etfarm.v1.RunResultH\x00\x12%\n\x07goodbye\x18\x07 \x01(\x0b\x32\x12.etfarm.v1.GoodbyeH\x00\x42\t\n\x07message\"\xd9\x01\n\rServerMessage\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.etfarm.v1.WelcomeH\x00\x12(\n\tstart_run\x18\x02 \x01(\x0b\x32\x13.etfarm.v1.StartRunH\x00\x12*\n\ncancel_run\x18\x03 \x01(\x0b\x32\x14.etfarm.v1.CancelRunH\x00\x12\x1d\n\x03\x61\x63k\x18\x04 \x01(\x0b\x32\x0e.etfarm.v1.AckH\x00\x12!\n\x05\x64rain\x18\x05 \x01(\x0b\x32\x10.etfarm.v1.DrainH\x00\x42\t\n\x07message\"\xc7\x01\n\x05Hello\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\x05\x12\x15\n\ragent_version\x18\x03 \x01(\t\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\"\n\x07\x64\x65vices\x18\x05 \x03(\x0b\x32\x11.etfarm.v1.Device\x12\x17\n\x0f\x61\x63tive_attempts\x18\x06 \x03(\t\x12\x1f\n\x17unacknowledged_attempts\x18\x07 \x03(\t\x12\x0f\n\x07\x62oot_id\x18\x08 \x01(\t\"1\n\x0c\x44\x65viceUpdate\x12!\n\x06\x64\x65vice\x18\x01 \x01(\x0b\x32\x11.etfarm.v1.Device\"/\n\nDeviceGone\x12\x11\n\tdevice_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x91\x01\n\tHeartbeat\x12\x36\n\ttelemetry\x18\x01 \x03(\x0b\x32#.etfarm.v1.Heartbeat.TelemetryEntry\x1aL\n\x0eTelemetryEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.etfarm.v1.DeviceTelemetry:\x02\x38\x01\"\xdc\x01\n\x0bRunProgress\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x11\n\tdevice_id\x18\x02 \x01(\t\x12\x0f\n\x07\x63\x65ll_id\x18\x03 \x01(\t\x12\r\n\x05phase\x18\x04 \x01(\t\x12\x18\n\x0b\x64uration_ms\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\x04\x64one\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x12\n\x05total\x18\x07 \x01(\x03H\x02\x88\x01\x01\x12\x11\n\tlog_lines\x18\x08 \x03(\t\x12\x0f\n\x07message\x18\t \x01(\tB\x0e\n\x0c_duration_msB\x07\n\x05_doneB\x08\n\x06_total\"\x83\x01\n\tRunResult\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x11\n\tdevice_id\x18\x02 \x01(\t\x12.\n\ncandidates\x18\x03 \x03(\x0b\x32\x1a.etfarm.v1.CandidateResult\x12\x1f\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x10.etfarm.v1.Error\"\xd8\x05\n\x0f\x43\x61ndidateResult\x12\x0f\n\x07\x63\x65ll_id\x18\x01 \x01(\t\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.etfarm.v1.Error\x12!\n\x06runner\x18\x03 \x01(\x0b\x32\x11.etfarm.v1.Runner\x12\x0f\n\x07threads\x18\x04 \x01(\x05\x12$\n\x07outputs\x18\x05 \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12$\n\x07samples\x18\x06 \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12\x0e\n\x06warmup\x18\x07 \x01(\x05\x12\x12\n\niterations\x18\x08 \x01(\x03\x12\x13\n\x0b\x64uration_ns\x18\t \x01(\x03\x12\x13\n\x0bstop_reason\x18\n \x01(\t\x12\x1d\n\x04load\x18\x0b \x01(\x0b\x32\x0f.etfarm.v1.Load\x12!\n\x06memory\x18\x0c \x01(\x0b\x32\x11.etfarm.v1.Memory\x12*\n\ttelemetry\x18\r \x01(\x0b\x32\x17.etfarm.v1.RunTelemetry\x12#\n\x06\x65tdump\x18\x0e \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12\x11\n\ttraced_ns\x18\x0f \x03(\x03\x12\x1a\n\routputs_equal\x18\x10 \x01(\x08H\x00\x88\x01\x01\x12 \n\x06phases\x18\x11 \x03(\x0b\x32\x10.etfarm.v1.Phase\x12\x13\n\x06steady\x18\x12 \x01(\x08H\x01\x88\x01\x01\x12\x16\n\twarmup_ns\x18\x13 \x01(\x03H\x02\x88\x01\x01\x12/\n\rrepeatability\x18\x14 \x01(\x0b\x32\x18.etfarm.v1.Repeatability\x12+\n\x06\x62locks\x18\x15 \x03(\x0b\x32\x1b.etfarm.v1.InterleavedBlock\x12+\n\x08numerics\x18\x16 \x01(\x0b\x32\x19.etfarm.v1.NumericsResultB\x10\n\x0e_outputs_equalB\t\n\x07_steadyB\x0c\n\n_warmup_ns\"\xa0\x01\n\x0eNumericsResult\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.etfarm.v1.Error\x12#\n\x06\x65tdump\x18\x02 \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12\"\n\x05\x64\x65\x62ug\x18\x03 \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12$\n\x07outputs\x18\x04 \x01(\x0b\x32\x13.etfarm.v1.Artifact\"W\n\x10InterleavedBlock\x12\r\n\x05round\x18\x01 \x01(\x05\x12\x14\n\x0cprocess_pair\x18\x02 \x01(\x05\x12\r\n\x05place\x18\x03 \x01(\x05\x12\x0f\n\x07samples\x18\x04 \x01(\x03\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"?\n\x07Welcome\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\x1c\n\x14heartbeat_interval_s\x18\x02 \x01(\x01\"\xc9\x01\n\x08StartRun\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x11\n\tdevice_id\x18\x02 \x01(\t\x12+\n\ncandidates\x18\x03 \x03(\x0b\x32\x17.etfarm.v1.RunCandidate\x12+\n\x0bmeasurement\x18\x04 \x01(\x0b\x32\x16.etfarm.v1.Measurement\x12\x12\n\ndeadline_s\x18\x05 \x01(\x01\x12(\n\x07session\x18\x06 \x01(\x0b\x32\x17.etfarm.v1.SessionStart\".\n\x0cSessionStart\x12\x0f\n\x07methods\x18\x01 \x03(\t\x12\r\n\x05\x63ores\x18\x02 \x01(\t\"\xf2\x01\n\x0cRunCandidate\x12\x0f\n\x07\x63\x65ll_id\x18\x01 \x01(\t\x12#\n\x07program\x18\x02 \x01(\x0b\x32\x12.etfarm.v1.Program\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x14\n\x07threads\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12#\n\x06inputs\x18\x05 \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12\'\n\x06\x62undle\x18\x06 \x01(\x0b\x32\x17.etfarm.v1.RunnerBundle\x12,\n\x10numerics_program\x18\x07 \x01(\x0b\x32\x12.etfarm.v1.ProgramB\n\n\x08_threads\"\x9b\x01\n\x0cRunnerBundle\x12%\n\x08\x61rtifact\x18\x01 \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12\x0c\n\x04\x61rch\x18\x02 \x01(\t\x12\x1a\n\x12\x65xecutorch_version\x18\x03 \x01(\t\x12\x15\n\rsource_digest\x18\x04 \x01(\t\x12\x10\n\x08\x62\x61\x63kends\x18\x05 \x03(\t\x12\x11\n\toperators\x18\x06 \x03(\t\"/\n\tCancelRun\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x19\n\x03\x41\x63k\x12\x12\n\nattempt_id\x18\x01 \x01(\t\"\x1a\n\x05\x44rain\x12\x11\n\tdevice_id\x18\x01 \x01(\t\"\x99\x01\n\x0cSessionReply\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12(\n\x05ready\x18\x02 \x01(\x0b\x32\x17.etfarm.v1.SessionReadyH\x00\x12.\n\x08\x61nswered\x18\x03 \x01(\x0b\x32\x1a.etfarm.v1.SessionAnsweredH\x00\x12\x12\n\x08log_line\x18\x04 \x01(\tH\x00\x42\x07\n\x05reply\"L\n\x0fSessionAnswered\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12(\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x18.etfarm.v1.SessionAnswer\"X\n\x0bSessionCall\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\t\x12$\n\x04task\x18\x03 \x01(\x0b\x32\x16.etfarm.v1.SessionTask2\x95\x01\n\x0c\x41gentService\x12@\n\x07\x43onnect\x12\x17.etfarm.v1.AgentMessage\x1a\x18.etfarm.v1.ServerMessage(\x01\x30\x01\x12\x43\n\x0cServeSession\x12\x17.etfarm.v1.SessionReply\x1a\x16.etfarm.v1.SessionCall(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,46 +39,54 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HEARTBEAT_TELEMETRYENTRY']._loaded_options = None
   _globals['_HEARTBEAT_TELEMETRYENTRY']._serialized_options = b'8\001'
-  _globals['_AGENTMESSAGE']._serialized_start=155
-  _globals['_AGENTMESSAGE']._serialized_end=485
-  _globals['_SERVERMESSAGE']._serialized_start=488
-  _globals['_SERVERMESSAGE']._serialized_end=705
-  _globals['_HELLO']._serialized_start=708
-  _globals['_HELLO']._serialized_end=907
-  _globals['_DEVICEUPDATE']._serialized_start=909
-  _globals['_DEVICEUPDATE']._serialized_end=958
-  _globals['_DEVICEGONE']._serialized_start=960
-  _globals['_DEVICEGONE']._serialized_end=1007
-  _globals['_HEARTBEAT']._serialized_start=1010
-  _globals['_HEARTBEAT']._serialized_end=1155
-  _globals['_HEARTBEAT_TELEMETRYENTRY']._serialized_start=1079
-  _globals['_HEARTBEAT_TELEMETRYENTRY']._serialized_end=1155
-  _globals['_RUNPROGRESS']._serialized_start=1158
-  _globals['_RUNPROGRESS']._serialized_end=1361
-  _globals['_RUNRESULT']._serialized_start=1364
-  _globals['_RUNRESULT']._serialized_end=1495
-  _globals['_CANDIDATERESULT']._serialized_start=1498
-  _globals['_CANDIDATERESULT']._serialized_end=2017
-  _globals['_GOODBYE']._serialized_start=2019
-  _globals['_GOODBYE']._serialized_end=2044
-  _globals['_WELCOME']._serialized_start=2046
-  _globals['_WELCOME']._serialized_end=2109
-  _globals['_STARTRUN']._serialized_start=2112
-  _globals['_STARTRUN']._serialized_end=2271
-  _globals['_RUNCANDIDATE']._serialized_start=2274
-  _globals['_RUNCANDIDATE']._serialized_end=2470
-  _globals['_RUNNERBUNDLE']._serialized_start=2473
-  _globals['_RUNNERBUNDLE']._serialized_end=2628
-  _globals['_CANCELRUN']._serialized_start=2630
-  _globals['_CANCELRUN']._serialized_end=2677
-  _globals['_ACK']._serialized_start=2679
-  _globals['_ACK']._serialized_end=2704
-  _globals['_DRAIN']._serialized_start=2706
-  _globals['_DRAIN']._serialized_end=2732
-  _globals['_SESSIONREPLY']._serialized_start=2734
-  _globals['_SESSIONREPLY']._serialized_end=2785
-  _globals['_SESSIONCALL']._serialized_start=2787
-  _globals['_SESSIONCALL']._serialized_end=2837
-  _globals['_AGENTSERVICE']._serialized_start=2840
-  _globals['_AGENTSERVICE']._serialized_end=2989
+  _globals['_AGENTMESSAGE']._serialized_start=180
+  _globals['_AGENTMESSAGE']._serialized_end=510
+  _globals['_SERVERMESSAGE']._serialized_start=513
+  _globals['_SERVERMESSAGE']._serialized_end=730
+  _globals['_HELLO']._serialized_start=733
+  _globals['_HELLO']._serialized_end=932
+  _globals['_DEVICEUPDATE']._serialized_start=934
+  _globals['_DEVICEUPDATE']._serialized_end=983
+  _globals['_DEVICEGONE']._serialized_start=985
+  _globals['_DEVICEGONE']._serialized_end=1032
+  _globals['_HEARTBEAT']._serialized_start=1035
+  _globals['_HEARTBEAT']._serialized_end=1180
+  _globals['_HEARTBEAT_TELEMETRYENTRY']._serialized_start=1104
+  _globals['_HEARTBEAT_TELEMETRYENTRY']._serialized_end=1180
+  _globals['_RUNPROGRESS']._serialized_start=1183
+  _globals['_RUNPROGRESS']._serialized_end=1403
+  _globals['_RUNRESULT']._serialized_start=1406
+  _globals['_RUNRESULT']._serialized_end=1537
+  _globals['_CANDIDATERESULT']._serialized_start=1540
+  _globals['_CANDIDATERESULT']._serialized_end=2268
+  _globals['_NUMERICSRESULT']._serialized_start=2271
+  _globals['_NUMERICSRESULT']._serialized_end=2431
+  _globals['_INTERLEAVEDBLOCK']._serialized_start=2433
+  _globals['_INTERLEAVEDBLOCK']._serialized_end=2520
+  _globals['_GOODBYE']._serialized_start=2522
+  _globals['_GOODBYE']._serialized_end=2547
+  _globals['_WELCOME']._serialized_start=2549
+  _globals['_WELCOME']._serialized_end=2612
+  _globals['_STARTRUN']._serialized_start=2615
+  _globals['_STARTRUN']._serialized_end=2816
+  _globals['_SESSIONSTART']._serialized_start=2818
+  _globals['_SESSIONSTART']._serialized_end=2864
+  _globals['_RUNCANDIDATE']._serialized_start=2867
+  _globals['_RUNCANDIDATE']._serialized_end=3109
+  _globals['_RUNNERBUNDLE']._serialized_start=3112
+  _globals['_RUNNERBUNDLE']._serialized_end=3267
+  _globals['_CANCELRUN']._serialized_start=3269
+  _globals['_CANCELRUN']._serialized_end=3316
+  _globals['_ACK']._serialized_start=3318
+  _globals['_ACK']._serialized_end=3343
+  _globals['_DRAIN']._serialized_start=3345
+  _globals['_DRAIN']._serialized_end=3371
+  _globals['_SESSIONREPLY']._serialized_start=3374
+  _globals['_SESSIONREPLY']._serialized_end=3527
+  _globals['_SESSIONANSWERED']._serialized_start=3529
+  _globals['_SESSIONANSWERED']._serialized_end=3605
+  _globals['_SESSIONCALL']._serialized_start=3607
+  _globals['_SESSIONCALL']._serialized_end=3695
+  _globals['_AGENTSERVICE']._serialized_start=3698
+  _globals['_AGENTSERVICE']._serialized_end=3847
 # @@protoc_insertion_point(module_scope)

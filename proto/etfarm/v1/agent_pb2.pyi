@@ -9,6 +9,7 @@ from etfarm.v1 import compile_pb2 as _compile_pb2
 from etfarm.v1 import device_pb2 as _device_pb2
 from etfarm.v1 import job_pb2 as _job_pb2
 from etfarm.v1 import report_pb2 as _report_pb2
+from etfarm.v1 import session_pb2 as _session_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
@@ -260,14 +261,17 @@ class RunProgress(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
     LOG_LINES_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     device_id: _builtins.str
     cell_id: _builtins.str
     phase: _builtins.str
-    """FETCH, LOAD, WARMUP, TIMED, TRACED, UPLOAD."""
+    """FETCH, WAIT_FOR_COOL, WAIT_FOR_IDLE, LOAD, WARMUP, TIMED, TRACED, UPLOAD, and then FETCH, NUMERICS, UPLOAD."""
     duration_ms: _builtins.float
     done: _builtins.int
     total: _builtins.int
+    message: _builtins.str
+    """What is being waited for, with its reading, where the phase is a WAIT_FOR_..."""
     @_builtins.property
     def log_lines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What the runner printed since the last one."""
@@ -283,10 +287,11 @@ class RunProgress(_message.Message):
         done: _builtins.int | None = ...,
         total: _builtins.int | None = ...,
         log_lines: _abc.Iterable[_builtins.str] | None = ...,
+        message: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_done", b"_done", "_duration_ms", b"_duration_ms", "_total", b"_total", "done", b"done", "duration_ms", b"duration_ms", "total", b"total"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_done", b"_done", "_duration_ms", b"_duration_ms", "_total", b"_total", "attempt_id", b"attempt_id", "cell_id", b"cell_id", "device_id", b"device_id", "done", b"done", "duration_ms", b"duration_ms", "log_lines", b"log_lines", "phase", b"phase", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_done", b"_done", "_duration_ms", b"_duration_ms", "_total", b"_total", "attempt_id", b"attempt_id", "cell_id", b"cell_id", "device_id", b"device_id", "done", b"done", "duration_ms", b"duration_ms", "log_lines", b"log_lines", "message", b"message", "phase", b"phase", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__done: _TypeAlias = _typing.Literal["done"]  # noqa: Y015
     _WhichOneofArgType__done: _TypeAlias = _typing.Literal["_done", b"_done"]  # noqa: Y015
@@ -358,6 +363,11 @@ class CandidateResult(_message.Message):
     TRACED_NS_FIELD_NUMBER: _builtins.int
     OUTPUTS_EQUAL_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
+    STEADY_FIELD_NUMBER: _builtins.int
+    WARMUP_NS_FIELD_NUMBER: _builtins.int
+    REPEATABILITY_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     cell_id: _builtins.str
     threads: _builtins.int
     warmup: _builtins.int
@@ -365,9 +375,16 @@ class CandidateResult(_message.Message):
     duration_ns: _builtins.int
     """Wall time of the timed pass."""
     stop_reason: _builtins.str
-    """ENOUGH, MAX_TIME or MAX_SAMPLES."""
+    """ENOUGH, MAX_TIME or MAX_SAMPLES. Where times drifted when it was enough, the pass went on for up to eight times as long:
+    SETTLED, or DRIFTING where that did not help. All samples of it count.
+    """
     outputs_equal: _builtins.bool
-    """Whether the traced pass gave the same output bytes as the timed one; absent when there was none."""
+    """Whether all passes gave the same output bytes; a program that keeps state does when its state starts anew. Absent where
+    no two were compared.
+    """
+    steady: _builtins.bool
+    """Whether the warm-up had become steady; absent where its number of iterations was given."""
+    warmup_ns: _builtins.int
     @_builtins.property
     def error(self) -> _common_pb2.Error: ...
     @_builtins.property
@@ -396,6 +413,14 @@ class CandidateResult(_message.Message):
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[_report_pb2.Phase]:
         """Phases on the device: `start_ms` relative to the agent's receipt of StartRun."""
 
+    @_builtins.property
+    def repeatability(self) -> _report_pb2.Repeatability: ...
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___InterleavedBlock]:
+        """Of an interleaved attempt: the blocks that the samples came in, in their order."""
+
+    @_builtins.property
+    def numerics(self) -> Global___NumericsResult: ...
     def __init__(
         self,
         *,
@@ -416,16 +441,103 @@ class CandidateResult(_message.Message):
         traced_ns: _abc.Iterable[_builtins.int] | None = ...,
         outputs_equal: _builtins.bool | None = ...,
         phases: _abc.Iterable[_report_pb2.Phase] | None = ...,
+        steady: _builtins.bool | None = ...,
+        warmup_ns: _builtins.int | None = ...,
+        repeatability: _report_pb2.Repeatability | None = ...,
+        blocks: _abc.Iterable[Global___InterleavedBlock] | None = ...,
+        numerics: Global___NumericsResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "error", b"error", "etdump", b"etdump", "load", b"load", "memory", b"memory", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "runner", b"runner", "samples", b"samples", "telemetry", b"telemetry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "error", b"error", "etdump", b"etdump", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "repeatability", b"repeatability", "runner", b"runner", "samples", b"samples", "steady", b"steady", "telemetry", b"telemetry", "warmup_ns", b"warmup_ns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "cell_id", b"cell_id", "duration_ns", b"duration_ns", "error", b"error", "etdump", b"etdump", "iterations", b"iterations", "load", b"load", "memory", b"memory", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "phases", b"phases", "runner", b"runner", "samples", b"samples", "stop_reason", b"stop_reason", "telemetry", b"telemetry", "threads", b"threads", "traced_ns", b"traced_ns", "warmup", b"warmup"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "blocks", b"blocks", "cell_id", b"cell_id", "duration_ns", b"duration_ns", "error", b"error", "etdump", b"etdump", "iterations", b"iterations", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "phases", b"phases", "repeatability", b"repeatability", "runner", b"runner", "samples", b"samples", "steady", b"steady", "stop_reason", b"stop_reason", "telemetry", b"telemetry", "threads", b"threads", "traced_ns", b"traced_ns", "warmup", b"warmup", "warmup_ns", b"warmup_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__outputs_equal: _TypeAlias = _typing.Literal["outputs_equal"]  # noqa: Y015
     _WhichOneofArgType__outputs_equal: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal"]  # noqa: Y015
+    _WhichOneofReturnType__steady: _TypeAlias = _typing.Literal["steady"]  # noqa: Y015
+    _WhichOneofArgType__steady: _TypeAlias = _typing.Literal["_steady", b"_steady"]  # noqa: Y015
+    _WhichOneofReturnType__warmup_ns: _TypeAlias = _typing.Literal["warmup_ns"]  # noqa: Y015
+    _WhichOneofArgType__warmup_ns: _TypeAlias = _typing.Literal["_warmup_ns", b"_warmup_ns"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__outputs_equal) -> _WhichOneofReturnType__outputs_equal | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__steady) -> _WhichOneofReturnType__steady | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__warmup_ns) -> _WhichOneofReturnType__warmup_ns | None: ...
 
 Global___CandidateResult: _TypeAlias = CandidateResult  # noqa: Y015
+
+@_typing.final
+class NumericsResult(_message.Message):
+    """One execution of RunCandidate.numerics_program with the candidate's inputs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    ETDUMP_FIELD_NUMBER: _builtins.int
+    DEBUG_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def error(self) -> _common_pb2.Error:
+        """Why it gave nothing; the other passes are as they are."""
+
+    @_builtins.property
+    def etdump(self) -> _common_pb2.Artifact:
+        """.etdp with its events, and the intermediate outputs that they refer to by offset."""
+
+    @_builtins.property
+    def debug(self) -> _common_pb2.Artifact: ...
+    @_builtins.property
+    def outputs(self) -> _common_pb2.Artifact:
+        """A tensor file."""
+
+    def __init__(
+        self,
+        *,
+        error: _common_pb2.Error | None = ...,
+        etdump: _common_pb2.Artifact | None = ...,
+        debug: _common_pb2.Artifact | None = ...,
+        outputs: _common_pb2.Artifact | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["debug", b"debug", "error", b"error", "etdump", b"etdump", "outputs", b"outputs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["debug", b"debug", "error", b"error", "etdump", b"etdump", "outputs", b"outputs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NumericsResult: _TypeAlias = NumericsResult  # noqa: Y015
+
+@_typing.final
+class InterleavedBlock(_message.Message):
+    """Timed iterations of one candidate without a pause, in an interleaved attempt. A round has one block of each candidate."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    PROCESS_PAIR_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """From 0, over the whole attempt."""
+    process_pair: _builtins.int
+    """Which start of the processes, from 0."""
+    place: _builtins.int
+    """Which block of its round it was, from 0: the order is drawn anew for each round."""
+    samples: _builtins.int
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        process_pair: _builtins.int = ...,
+        place: _builtins.int = ...,
+        samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["place", b"place", "process_pair", b"process_pair", "round", b"round", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InterleavedBlock: _TypeAlias = InterleavedBlock  # noqa: Y015
 
 @_typing.final
 class Goodbye(_message.Message):
@@ -479,6 +591,7 @@ class StartRun(_message.Message):
     CANDIDATES_FIELD_NUMBER: _builtins.int
     MEASUREMENT_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     device_id: _builtins.str
     deadline_s: _builtins.float
@@ -489,6 +602,12 @@ class StartRun(_message.Message):
     def measurement(self) -> _job_pb2.Measurement:
         """Absent: run once."""
 
+    @_builtins.property
+    def session(self) -> Global___SessionStart:
+        """Serve calls instead of running once or measuring: there is one candidate, which names no method and no inputs, no
+        measurement, and deadline_s is for what comes before `ready`.
+        """
+
     def __init__(
         self,
         *,
@@ -497,14 +616,41 @@ class StartRun(_message.Message):
         candidates: _abc.Iterable[Global___RunCandidate] | None = ...,
         measurement: _job_pb2.Measurement | None = ...,
         deadline_s: _builtins.float = ...,
+        session: Global___SessionStart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["measurement", b"measurement"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["measurement", b"measurement", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "candidates", b"candidates", "deadline_s", b"deadline_s", "device_id", b"device_id", "measurement", b"measurement"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "candidates", b"candidates", "deadline_s", b"deadline_s", "device_id", b"device_id", "measurement", b"measurement", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StartRun: _TypeAlias = StartRun  # noqa: Y015
+
+@_typing.final
+class SessionStart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHODS_FIELD_NUMBER: _builtins.int
+    CORES_FIELD_NUMBER: _builtins.int
+    cores: _builtins.str
+    """big, little or a list as 0-3; the device's default when empty."""
+    @_builtins.property
+    def methods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Methods to load before `ready`."""
+
+    def __init__(
+        self,
+        *,
+        methods: _abc.Iterable[_builtins.str] | None = ...,
+        cores: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cores", b"cores", "methods", b"methods"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionStart: _TypeAlias = SessionStart  # noqa: Y015
 
 @_typing.final
 class RunCandidate(_message.Message):
@@ -516,6 +662,7 @@ class RunCandidate(_message.Message):
     THREADS_FIELD_NUMBER: _builtins.int
     INPUTS_FIELD_NUMBER: _builtins.int
     BUNDLE_FIELD_NUMBER: _builtins.int
+    NUMERICS_PROGRAM_FIELD_NUMBER: _builtins.int
     cell_id: _builtins.str
     method: _builtins.str
     threads: _builtins.int
@@ -526,7 +673,13 @@ class RunCandidate(_message.Message):
         """A tensor file; the runner makes deterministic inputs where it is absent."""
 
     @_builtins.property
-    def bundle(self) -> Global___RunnerBundle: ...
+    def bundle(self) -> Global___RunnerBundle:
+        """Absent where the farm has none and the device announced a runner of its own."""
+
+    @_builtins.property
+    def numerics_program(self) -> _compile_pb2.Program:
+        """What the numerics pass runs, in a process of its own after all others; may be `program` itself. Absent: no such pass."""
+
     def __init__(
         self,
         *,
@@ -536,10 +689,11 @@ class RunCandidate(_message.Message):
         threads: _builtins.int | None = ...,
         inputs: _common_pb2.Artifact | None = ...,
         bundle: Global___RunnerBundle | None = ...,
+        numerics_program: _compile_pb2.Program | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "bundle", b"bundle", "inputs", b"inputs", "program", b"program", "threads", b"threads"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "bundle", b"bundle", "inputs", b"inputs", "numerics_program", b"numerics_program", "program", b"program", "threads", b"threads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "bundle", b"bundle", "cell_id", b"cell_id", "inputs", b"inputs", "method", b"method", "program", b"program", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "bundle", b"bundle", "cell_id", b"cell_id", "inputs", b"inputs", "method", b"method", "numerics_program", b"numerics_program", "program", b"program", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__threads: _TypeAlias = _typing.Literal["threads"]  # noqa: Y015
     _WhichOneofArgType__threads: _TypeAlias = _typing.Literal["_threads", b"_threads"]  # noqa: Y015
@@ -655,41 +809,81 @@ Global___Drain: _TypeAlias = Drain  # noqa: Y015
 class SessionReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    CALL_ID_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.str
-    call_id: _builtins.str
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    ANSWERED_FIELD_NUMBER: _builtins.int
+    LOG_LINE_FIELD_NUMBER: _builtins.int
+    attempt_id: _builtins.str
+    log_line: _builtins.str
+    """What the runner printed."""
+    @_builtins.property
+    def ready(self) -> _session_pb2.SessionReady:
+        """First and once. Without the device, which the server knows."""
+
+    @_builtins.property
+    def answered(self) -> Global___SessionAnswered: ...
     def __init__(
         self,
         *,
-        session_id: _builtins.str = ...,
-        call_id: _builtins.str = ...,
+        attempt_id: _builtins.str = ...,
+        ready: _session_pb2.SessionReady | None = ...,
+        answered: Global___SessionAnswered | None = ...,
+        log_line: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "log_line", b"log_line", "ready", b"ready", "reply", b"reply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "attempt_id", b"attempt_id", "log_line", b"log_line", "ready", b"ready", "reply", b"reply"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["ready", "answered", "log_line"]  # noqa: Y015
+    _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
+
+Global___SessionReply: _TypeAlias = SessionReply  # noqa: Y015
+
+@_typing.final
+class SessionAnswered(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.str
+    @_builtins.property
+    def answer(self) -> _session_pb2.SessionAnswer: ...
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.str = ...,
+        answer: _session_pb2.SessionAnswer | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "call_id", b"call_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SessionReply: _TypeAlias = SessionReply  # noqa: Y015
+Global___SessionAnswered: _TypeAlias = SessionAnswered  # noqa: Y015
 
 @_typing.final
 class SessionCall(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     CALL_ID_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.str
+    TASK_FIELD_NUMBER: _builtins.int
+    attempt_id: _builtins.str
     call_id: _builtins.str
+    @_builtins.property
+    def task(self) -> _session_pb2.SessionTask: ...
     def __init__(
         self,
         *,
-        session_id: _builtins.str = ...,
+        attempt_id: _builtins.str = ...,
         call_id: _builtins.str = ...,
+        task: _session_pb2.SessionTask | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "call_id", b"call_id", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -72,7 +72,17 @@ class AgentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ServeSession(self, request_iterator, context):
-        """Later work: the calls of a session, beside Connect so that their tensors never delay a heartbeat. UNIMPLEMENTED.
+        """The calls of a session, beside Connect so that their tensors never delay a heartbeat. The agent opens it once the program
+        is loaded and sends `ready` first; the server then sends calls, one at a time, and the agent answers each.
+
+        The stream is the session's: when it ends, from whichever side and for whatever reason, the agent kills the runner and
+        sends the attempt's RunResult on Connect, with the error that ended it. A CancelRun of the attempt ends it as well.
+
+        Errors:
+        INVALID_ARGUMENT     NO_READY: the first message is another.
+        NOT_FOUND            SESSION_NOT_FOUND: nobody waits for this attempt any more.
+        ALREADY_EXISTS       SESSION_SERVED: another stream serves it.
+        PERMISSION_DENIED    NOT_YOURS: the device's agent has connected with another token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

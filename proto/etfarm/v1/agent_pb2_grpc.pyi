@@ -50,7 +50,18 @@ class AgentServiceStub:
                            DEVICE_SERVED: another live agent serves one of its devices.
     """
     ServeSession: _grpc.StreamStreamMultiCallable[_agent_pb2.SessionReply, _agent_pb2.SessionCall]
-    """Later work: the calls of a session, beside Connect so that their tensors never delay a heartbeat. UNIMPLEMENTED."""
+    """The calls of a session, beside Connect so that their tensors never delay a heartbeat. The agent opens it once the program
+    is loaded and sends `ready` first; the server then sends calls, one at a time, and the agent answers each.
+
+    The stream is the session's: when it ends, from whichever side and for whatever reason, the agent kills the runner and
+    sends the attempt's RunResult on Connect, with the error that ended it. A CancelRun of the attempt ends it as well.
+
+    Errors:
+      INVALID_ARGUMENT     NO_READY: the first message is another.
+      NOT_FOUND            SESSION_NOT_FOUND: nobody waits for this attempt any more.
+      ALREADY_EXISTS       SESSION_SERVED: another stream serves it.
+      PERMISSION_DENIED    NOT_YOURS: the device's agent has connected with another token.
+    """
 
 @_typing.type_check_only
 class AgentServiceAsyncStub(AgentServiceStub):
@@ -74,7 +85,18 @@ class AgentServiceAsyncStub(AgentServiceStub):
                            DEVICE_SERVED: another live agent serves one of its devices.
     """
     ServeSession: _aio.StreamStreamMultiCallable[_agent_pb2.SessionReply, _agent_pb2.SessionCall]  # type: ignore[assignment]
-    """Later work: the calls of a session, beside Connect so that their tensors never delay a heartbeat. UNIMPLEMENTED."""
+    """The calls of a session, beside Connect so that their tensors never delay a heartbeat. The agent opens it once the program
+    is loaded and sends `ready` first; the server then sends calls, one at a time, and the agent answers each.
+
+    The stream is the session's: when it ends, from whichever side and for whatever reason, the agent kills the runner and
+    sends the attempt's RunResult on Connect, with the error that ended it. A CancelRun of the attempt ends it as well.
+
+    Errors:
+      INVALID_ARGUMENT     NO_READY: the first message is another.
+      NOT_FOUND            SESSION_NOT_FOUND: nobody waits for this attempt any more.
+      ALREADY_EXISTS       SESSION_SERVED: another stream serves it.
+      PERMISSION_DENIED    NOT_YOURS: the device's agent has connected with another token.
+    """
 
 class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
     """How a device agent serves the farm. The agent dials out, so that it works behind NAT; the server never connects to it."""
@@ -107,6 +129,17 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_agent_pb2.SessionReply],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_agent_pb2.SessionCall], _abc.AsyncIterator[_agent_pb2.SessionCall]]:
-        """Later work: the calls of a session, beside Connect so that their tensors never delay a heartbeat. UNIMPLEMENTED."""
+        """The calls of a session, beside Connect so that their tensors never delay a heartbeat. The agent opens it once the program
+        is loaded and sends `ready` first; the server then sends calls, one at a time, and the agent answers each.
+
+        The stream is the session's: when it ends, from whichever side and for whatever reason, the agent kills the runner and
+        sends the attempt's RunResult on Connect, with the error that ended it. A CancelRun of the attempt ends it as well.
+
+        Errors:
+          INVALID_ARGUMENT     NO_READY: the first message is another.
+          NOT_FOUND            SESSION_NOT_FOUND: nobody waits for this attempt any more.
+          ALREADY_EXISTS       SESSION_SERVED: another stream serves it.
+          PERMISSION_DENIED    NOT_YOURS: the device's agent has connected with another token.
+        """
 
 def add_AgentServiceServicer_to_server(servicer: AgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

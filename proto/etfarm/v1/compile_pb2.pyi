@@ -122,9 +122,31 @@ class Stage(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MethodsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STAGE_FIELD_NUMBER: _builtins.int
     DURATION_MS_FIELD_NUMBER: _builtins.int
     WHERE_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
+    METHODS_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     """SOURCE_TRANSFORM, QUANTIZE, TORCH_EXPORT, TO_EDGE_TRANSFORM_AND_LOWER, TO_EDGE, EDGE_PROGRAM_MANAGER_TRANSFORM,
     TO_BACKEND, TO_EXECUTORCH.
@@ -132,16 +154,24 @@ class Stage(_message.Message):
     duration_ms: _builtins.float
     where: _builtins.str
     """CLIENT or SERVER."""
+    cached: _builtins.bool
+    """Taken from an earlier compilation that shares this stage; its times are of then."""
+    @_builtins.property
+    def methods(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """How long each method took where the stage does one after the other; empty where it does all of them at once."""
+
     def __init__(
         self,
         *,
         stage: _builtins.str = ...,
         duration_ms: _builtins.float | None = ...,
         where: _builtins.str = ...,
+        cached: _builtins.bool = ...,
+        methods: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_duration_ms", b"_duration_ms", "duration_ms", b"duration_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_duration_ms", b"_duration_ms", "duration_ms", b"duration_ms", "stage", b"stage", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_duration_ms", b"_duration_ms", "cached", b"cached", "duration_ms", b"duration_ms", "methods", b"methods", "stage", b"stage", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__duration_ms: _TypeAlias = _typing.Literal["duration_ms"]  # noqa: Y015
     _WhichOneofArgType__duration_ms: _TypeAlias = _typing.Literal["_duration_ms", b"_duration_ms"]  # noqa: Y015
@@ -185,23 +215,89 @@ class OperatorDelegation(_message.Message):
     OP_FIELD_NUMBER: _builtins.int
     DELEGATED_FIELD_NUMBER: _builtins.int
     NON_DELEGATED_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
     op: _builtins.str
     delegated: _builtins.int
     non_delegated: _builtins.int
+    @_builtins.property
+    def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___Place]:
+        """Where those outside of delegates come from, the most frequent first."""
+
     def __init__(
         self,
         *,
         op: _builtins.str = ...,
         delegated: _builtins.int = ...,
         non_delegated: _builtins.int = ...,
+        places: _abc.Iterable[Global___Place] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delegated", b"delegated", "non_delegated", b"non_delegated", "op", b"op"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delegated", b"delegated", "non_delegated", b"non_delegated", "op", b"op", "places", b"places"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OperatorDelegation: _TypeAlias = OperatorDelegation  # noqa: Y015
+
+@_typing.final
+class Place(_message.Message):
+    """Where nodes of a graph come from in the user's model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    MODULE_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    module: _builtins.str
+    """The module's path in the user's model: "layer1.conv"."""
+    count: _builtins.int
+    @_builtins.property
+    def source(self) -> Global___SourceLine:
+        """Absent where no frame is the user's own."""
+
+    def __init__(
+        self,
+        *,
+        source: Global___SourceLine | None = ...,
+        module: _builtins.str | None = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_module", b"_module", "module", b"module", "source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_module", b"_module", "count", b"count", "module", b"module", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__module: _TypeAlias = _typing.Literal["module"]  # noqa: Y015
+    _WhichOneofArgType__module: _TypeAlias = _typing.Literal["_module", b"_module"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__module) -> _WhichOneofReturnType__module | None: ...
+
+Global___Place: _TypeAlias = Place  # noqa: Y015
+
+@_typing.final
+class SourceLine(_message.Message):
+    """The innermost frame outside of torch, torchao, executorch and <...>; its code is from the stack trace itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: _builtins.int
+    LINE_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    file: _builtins.str
+    line: _builtins.int
+    code: _builtins.str
+    def __init__(
+        self,
+        *,
+        file: _builtins.str = ...,
+        line: _builtins.int = ...,
+        code: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "file", b"file", "line", b"line"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceLine: _TypeAlias = SourceLine  # noqa: Y015
 
 @_typing.final
 class Toolchain(_message.Message):
@@ -404,6 +500,280 @@ class ProgramFacts(_message.Message):
 Global___ProgramFacts: _TypeAlias = ProgramFacts  # noqa: Y015
 
 @_typing.final
+class ProgramSizes(_message.Message):
+    """Where a program's bytes are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MethodsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___MethodSizes: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___MethodSizes | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class DataBytesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    PROGRAM_BYTES_FIELD_NUMBER: _builtins.int
+    CONSTANT_BYTES_FIELD_NUMBER: _builtins.int
+    DELEGATE_BYTES_FIELD_NUMBER: _builtins.int
+    METHODS_FIELD_NUMBER: _builtins.int
+    DATA_BYTES_FIELD_NUMBER: _builtins.int
+    program_bytes: _builtins.int
+    """The flatbuffer: operators, values and plans of all methods."""
+    constant_bytes: _builtins.int
+    """Constants in the .pte, those that delegates keep as named data included."""
+    delegate_bytes: _builtins.int
+    """What delegates made of their parts of the graphs."""
+    @_builtins.property
+    def methods(self) -> _containers.MessageMap[_builtins.str, Global___MethodSizes]: ...
+    @_builtins.property
+    def data_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """The named data files beside the .pte."""
+
+    def __init__(
+        self,
+        *,
+        program_bytes: _builtins.int = ...,
+        constant_bytes: _builtins.int = ...,
+        delegate_bytes: _builtins.int = ...,
+        methods: _abc.Mapping[_builtins.str, Global___MethodSizes] | None = ...,
+        data_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["constant_bytes", b"constant_bytes", "data_bytes", b"data_bytes", "delegate_bytes", b"delegate_bytes", "methods", b"methods", "program_bytes", b"program_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProgramSizes: _TypeAlias = ProgramSizes  # noqa: Y015
+
+@_typing.final
+class MethodSizes(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELEGATE_BYTES_FIELD_NUMBER: _builtins.int
+    PLANNED_BYTES_FIELD_NUMBER: _builtins.int
+    delegate_bytes: _builtins.int
+    @_builtins.property
+    def planned_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Planned memory, a buffer each."""
+
+    def __init__(
+        self,
+        *,
+        delegate_bytes: _builtins.int = ...,
+        planned_bytes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delegate_bytes", b"delegate_bytes", "planned_bytes", b"planned_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MethodSizes: _TypeAlias = MethodSizes  # noqa: Y015
+
+@_typing.final
+class ModuleFootprint(_message.Message):
+    """What a module of the user's model takes of the program and of its planned memory. Modules are not summed over what they
+    contain.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    MODULE_FIELD_NUMBER: _builtins.int
+    CONSTANT_BYTES_FIELD_NUMBER: _builtins.int
+    PLANNED_BYTES_FIELD_NUMBER: _builtins.int
+    PLANNED_TENSORS_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    module: _builtins.str
+    """The module's path in the user's model, "layer1.conv"; empty for what belongs to none."""
+    constant_bytes: _builtins.int
+    """Its parameters and buffers as the program stores them, delegated ones included, each counted once, at its first user."""
+    planned_bytes: _builtins.int
+    """The tensors that the memory plan gives room to: the most that its own hold at one time, and how many there are."""
+    planned_tensors: _builtins.int
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        module: _builtins.str = ...,
+        constant_bytes: _builtins.int = ...,
+        planned_bytes: _builtins.int = ...,
+        planned_tensors: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["constant_bytes", b"constant_bytes", "method", b"method", "module", b"module", "planned_bytes", b"planned_bytes", "planned_tensors", b"planned_tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModuleFootprint: _TypeAlias = ModuleFootprint  # noqa: Y015
+
+@_typing.final
+class HostCheck(_message.Message):
+    """A method run once on the server, and compared with eager PyTorch before any quantization on the same inputs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    SHAPES_FIELD_NUMBER: _builtins.int
+    RAN_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    inputs: _builtins.str
+    """EXAMPLE, or MIN and MAX where the method has dynamic dims."""
+    ran: _builtins.bool
+    why: _builtins.str
+    """Why it did not run, or was not compared; empty otherwise."""
+    @_builtins.property
+    def shapes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of the tensor inputs in flattened order, as "2x3x224x224"."""
+
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputCheck]: ...
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        inputs: _builtins.str = ...,
+        shapes: _abc.Iterable[_builtins.str] | None = ...,
+        ran: _builtins.bool = ...,
+        why: _builtins.str = ...,
+        outputs: _abc.Iterable[Global___OutputCheck] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "method", b"method", "outputs", b"outputs", "ran", b"ran", "shapes", b"shapes", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostCheck: _TypeAlias = HostCheck  # noqa: Y015
+
+@_typing.final
+class OutputCheck(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTPUT_FIELD_NUMBER: _builtins.int
+    EQUAL_FIELD_NUMBER: _builtins.int
+    MAX_ABS_ERROR_FIELD_NUMBER: _builtins.int
+    SQNR_DB_FIELD_NUMBER: _builtins.int
+    output: _builtins.str
+    equal: _builtins.bool
+    max_abs_error: _builtins.float
+    sqnr_db: _builtins.float
+    """Capped at 300, which an exact match has; absent for NaN or an all-zero reference."""
+    def __init__(
+        self,
+        *,
+        output: _builtins.str = ...,
+        equal: _builtins.bool | None = ...,
+        max_abs_error: _builtins.float | None = ...,
+        sqnr_db: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_equal", b"_equal", "_max_abs_error", b"_max_abs_error", "_sqnr_db", b"_sqnr_db", "equal", b"equal", "max_abs_error", b"max_abs_error", "sqnr_db", b"sqnr_db"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_equal", b"_equal", "_max_abs_error", b"_max_abs_error", "_sqnr_db", b"_sqnr_db", "equal", b"equal", "max_abs_error", b"max_abs_error", "output", b"output", "sqnr_db", b"sqnr_db"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__equal: _TypeAlias = _typing.Literal["equal"]  # noqa: Y015
+    _WhichOneofArgType__equal: _TypeAlias = _typing.Literal["_equal", b"_equal"]  # noqa: Y015
+    _WhichOneofReturnType__max_abs_error: _TypeAlias = _typing.Literal["max_abs_error"]  # noqa: Y015
+    _WhichOneofArgType__max_abs_error: _TypeAlias = _typing.Literal["_max_abs_error", b"_max_abs_error"]  # noqa: Y015
+    _WhichOneofReturnType__sqnr_db: _TypeAlias = _typing.Literal["sqnr_db"]  # noqa: Y015
+    _WhichOneofArgType__sqnr_db: _TypeAlias = _typing.Literal["_sqnr_db", b"_sqnr_db"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__equal) -> _WhichOneofReturnType__equal | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_abs_error) -> _WhichOneofReturnType__max_abs_error | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sqnr_db) -> _WhichOneofReturnType__sqnr_db | None: ...
+
+Global___OutputCheck: _TypeAlias = OutputCheck  # noqa: Y015
+
+@_typing.final
+class Fp32Operators(_message.Message):
+    """Operators that a quantizing recipe left in fp32."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fp32Operator]: ...
+    def __init__(
+        self,
+        *,
+        operators: _abc.Iterable[Global___Fp32Operator] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operators", b"operators"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fp32Operators: _TypeAlias = Fp32Operators  # noqa: Y015
+
+@_typing.final
+class Fp32Operator(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OP_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    op: _builtins.str
+    count: _builtins.int
+    @_builtins.property
+    def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___Place]: ...
+    def __init__(
+        self,
+        *,
+        op: _builtins.str = ...,
+        count: _builtins.int = ...,
+        places: _abc.Iterable[Global___Place] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "op", b"op", "places", b"places"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fp32Operator: _TypeAlias = Fp32Operator  # noqa: Y015
+
+@_typing.final
 class Compilation(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -449,6 +819,69 @@ class Compilation(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class ExportedProgramsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _common_pb2.Artifact: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _common_pb2.Artifact | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class StageFilesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _common_pb2.Artifact: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _common_pb2.Artifact | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class StayedFp32Entry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___Fp32Operators: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___Fp32Operators | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     KEY_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
@@ -459,10 +892,19 @@ class Compilation(_message.Message):
     WARNINGS_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
     EXAMPLE_INPUTS_FIELD_NUMBER: _builtins.int
+    EXPORTED_PROGRAMS_FIELD_NUMBER: _builtins.int
+    STAGE_FILES_FIELD_NUMBER: _builtins.int
+    STOPPED_AFTER_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    CHECKS_FIELD_NUMBER: _builtins.int
+    STAYED_FP32_FIELD_NUMBER: _builtins.int
+    MODULES_FIELD_NUMBER: _builtins.int
     key: _builtins.str
+    stopped_after: _builtins.str
+    """The last stage that was asked for; empty for a whole program."""
     @_builtins.property
     def error(self) -> _common_pb2.Error:
-        """Set when it failed; the rest is then what came out before."""
+        """Set when it failed; the rest is then what came out before. Failures that would come again are kept as well."""
 
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stage]: ...
@@ -482,6 +924,24 @@ class Compilation(_message.Message):
     def example_inputs(self) -> _containers.MessageMap[_builtins.str, _common_pb2.Artifact]:
         """The model's own example inputs by method, tensor files of flattened leaves; used where a job brings none."""
 
+    @_builtins.property
+    def exported_programs(self) -> _containers.MessageMap[_builtins.str, _common_pb2.Artifact]:
+        """Each method's exported program as it was lowered: as it was sent, or quantized."""
+
+    @_builtins.property
+    def stage_files(self) -> _containers.MessageMap[_builtins.str, _common_pb2.Artifact]:
+        """What JobSpec.stop_after asked for, by file name: METHOD.pt2 (a program), METHOD.txt (it, printed), delegation.csv."""
+
+    @_builtins.property
+    def sizes(self) -> Global___ProgramSizes: ...
+    @_builtins.property
+    def checks(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostCheck]: ...
+    @_builtins.property
+    def stayed_fp32(self) -> _containers.MessageMap[_builtins.str, Global___Fp32Operators]:
+        """By method; only of recipes that quantize."""
+
+    @_builtins.property
+    def modules(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModuleFootprint]: ...
     def __init__(
         self,
         *,
@@ -495,10 +955,17 @@ class Compilation(_message.Message):
         warnings: _abc.Iterable[Global___Warning] | None = ...,
         facts: Global___ProgramFacts | None = ...,
         example_inputs: _abc.Mapping[_builtins.str, _common_pb2.Artifact] | None = ...,
+        exported_programs: _abc.Mapping[_builtins.str, _common_pb2.Artifact] | None = ...,
+        stage_files: _abc.Mapping[_builtins.str, _common_pb2.Artifact] | None = ...,
+        stopped_after: _builtins.str = ...,
+        sizes: Global___ProgramSizes | None = ...,
+        checks: _abc.Iterable[Global___HostCheck] | None = ...,
+        stayed_fp32: _abc.Mapping[_builtins.str, Global___Fp32Operators] | None = ...,
+        modules: _abc.Iterable[Global___ModuleFootprint] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "etrecord", b"etrecord", "facts", b"facts", "program", b"program", "toolchain", b"toolchain"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "etrecord", b"etrecord", "facts", b"facts", "program", b"program", "sizes", b"sizes", "toolchain", b"toolchain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delegation", b"delegation", "error", b"error", "etrecord", b"etrecord", "example_inputs", b"example_inputs", "facts", b"facts", "key", b"key", "program", b"program", "stages", b"stages", "toolchain", b"toolchain", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "delegation", b"delegation", "error", b"error", "etrecord", b"etrecord", "example_inputs", b"example_inputs", "exported_programs", b"exported_programs", "facts", b"facts", "key", b"key", "modules", b"modules", "program", b"program", "sizes", b"sizes", "stage_files", b"stage_files", "stages", b"stages", "stayed_fp32", b"stayed_fp32", "stopped_after", b"stopped_after", "toolchain", b"toolchain", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

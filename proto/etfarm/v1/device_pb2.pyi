@@ -86,6 +86,42 @@ class Cluster(_message.Message):
 Global___Cluster: _TypeAlias = Cluster  # noqa: Y015
 
 @_typing.final
+class DeviceRunner(_message.Message):
+    """A runner that is installed on a device, where none has to be sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    EXECUTORCH_FIELD_NUMBER: _builtins.int
+    BACKENDS_FIELD_NUMBER: _builtins.int
+    OPERATORS_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """"python": ExecuTorch's Python binding."""
+    executorch: _builtins.str
+    """Its ExecuTorch's version."""
+    @_builtins.property
+    def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those that work on the device; a binding may register more."""
+
+    @_builtins.property
+    def operators(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        executorch: _builtins.str = ...,
+        backends: _abc.Iterable[_builtins.str] | None = ...,
+        operators: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "executorch", b"executorch", "kind", b"kind", "operators", b"operators"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceRunner: _TypeAlias = DeviceRunner  # noqa: Y015
+
+@_typing.final
 class Device(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -123,11 +159,13 @@ class Device(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    OWN_RUNNERS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     LAST_SEEN_AT_FIELD_NUMBER: _builtins.int
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
     OPERATOR_COUNT_FIELD_NUMBER: _builtins.int
+    RUNNER_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Stable over reboots and reinstallations of the agent."""
     agent_id: _builtins.str
@@ -147,7 +185,9 @@ class Device(_message.Message):
     attempt_id: _builtins.str
     """The attempt that it runs; empty when idle."""
     operator_count: _builtins.int
-    """How many kernels the runner bundle has for it."""
+    """How many kernels the runner of `backends` has."""
+    runner: _builtins.str
+    """What runs would be given now: "native", the farm's bundle for it, else one of its own; empty before there is one."""
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What all cores have: dotprod, fp16, i8mm, bf16, sve, sve2, sme; avx2, avx512f, ..."""
@@ -158,7 +198,11 @@ class Device(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of the runner bundle that the farm has for it; empty before there is one."""
+        """Of the runner that runs would be given now, see `runner`; empty before there is one."""
+
+    @_builtins.property
+    def own_runners(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceRunner]:
+        """Used where the farm has no runner bundle for the device."""
 
     @_builtins.property
     def last_seen_at(self) -> _timestamp_pb2.Timestamp: ...
@@ -181,15 +225,17 @@ class Device(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         backends: _abc.Iterable[_builtins.str] | None = ...,
         page_size_bytes: _builtins.int | None = ...,
+        own_runners: _abc.Iterable[Global___DeviceRunner] | None = ...,
         state: Global___DeviceState.ValueType = ...,
         last_seen_at: _timestamp_pb2.Timestamp | None = ...,
         attempt_id: _builtins.str = ...,
         telemetry: Global___DeviceTelemetry | None = ...,
         operator_count: _builtins.int | None = ...,
+        runner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "last_seen_at", b"last_seen_at", "operator_count", b"operator_count", "page_size_bytes", b"page_size_bytes", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "agent_id", b"agent_id", "arch", b"arch", "attempt_id", b"attempt_id", "backends", b"backends", "clusters", b"clusters", "cores", b"cores", "emulated", b"emulated", "features", b"features", "id", b"id", "labels", b"labels", "last_seen_at", b"last_seen_at", "memory_bytes", b"memory_bytes", "name", b"name", "operator_count", b"operator_count", "os", b"os", "page_size_bytes", b"page_size_bytes", "soc", b"soc", "state", b"state", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "agent_id", b"agent_id", "arch", b"arch", "attempt_id", b"attempt_id", "backends", b"backends", "clusters", b"clusters", "cores", b"cores", "emulated", b"emulated", "features", b"features", "id", b"id", "labels", b"labels", "last_seen_at", b"last_seen_at", "memory_bytes", b"memory_bytes", "name", b"name", "operator_count", b"operator_count", "os", b"os", "own_runners", b"own_runners", "page_size_bytes", b"page_size_bytes", "runner", b"runner", "soc", b"soc", "state", b"state", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__operator_count: _TypeAlias = _typing.Literal["operator_count"]  # noqa: Y015
     _WhichOneofArgType__operator_count: _TypeAlias = _typing.Literal["_operator_count", b"_operator_count"]  # noqa: Y015

@@ -102,20 +102,47 @@ class Model(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class ConstantMethodsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _common_pb2.Artifact: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _common_pb2.Artifact | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     METHODS_FIELD_NUMBER: _builtins.int
+    CONSTANT_METHODS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     @_builtins.property
     def methods(self) -> _containers.MessageMap[_builtins.str, Global___MethodSource]: ...
+    @_builtins.property
+    def constant_methods(self) -> _containers.MessageMap[_builtins.str, _common_pb2.Artifact]:
+        """Methods that only return a constant: a tensor file of its flattened leaves each."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         methods: _abc.Mapping[_builtins.str, Global___MethodSource] | None = ...,
+        constant_methods: _abc.Mapping[_builtins.str, _common_pb2.Artifact] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["methods", b"methods", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["constant_methods", b"constant_methods", "methods", b"methods", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -127,6 +154,7 @@ class MethodSource(_message.Message):
 
     EXPORTED_PROGRAM_FIELD_NUMBER: _builtins.int
     CALIBRATION_FIELD_NUMBER: _builtins.int
+    REFERENCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def exported_program(self) -> _common_pb2.Artifact:
         """A .pt2: an exported program, its example inputs inside."""
@@ -137,15 +165,22 @@ class MethodSource(_message.Message):
         program's own example inputs.
         """
 
+    @_builtins.property
+    def reference(self) -> _common_pb2.Artifact:
+        """The same method exported before SOURCE_TRANSFORM quantized its weights: what outputs are compared with. Absent: the
+        exported program itself.
+        """
+
     def __init__(
         self,
         *,
         exported_program: _common_pb2.Artifact | None = ...,
         calibration: _abc.Iterable[_common_pb2.Artifact] | None = ...,
+        reference: _common_pb2.Artifact | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["exported_program", b"exported_program"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["exported_program", b"exported_program", "reference", b"reference"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "exported_program", b"exported_program"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "exported_program", b"exported_program", "reference", b"reference"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -160,10 +195,15 @@ class Candidate(_message.Message):
     PROGRAM_FIELD_NUMBER: _builtins.int
     RECIPE_FIELD_NUMBER: _builtins.int
     STAGES_DONE_FIELD_NUMBER: _builtins.int
+    RECIPE_LABEL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What reports call it."""
     recipe: _builtins.str
     """The recipe's canonical JSON. recipe_digest is its sha256."""
+    recipe_label: _builtins.str
+    """What people call a recipe that says no name of itself, its file's stem for example: Cell.recipe_name is then
+    "label [8 digits of recipe_digest]". At most 100 printable characters; nothing depends on it.
+    """
     @_builtins.property
     def model(self) -> Global___Model: ...
     @_builtins.property
@@ -172,7 +212,9 @@ class Candidate(_message.Message):
 
     @_builtins.property
     def stages_done(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.Stage]:
-        """Stages that the client has done, with their times."""
+        """Stages that the client has done, with their times, in their order. SOURCE_TRANSFORM and QUANTIZE among them are not
+        done again by the server.
+        """
 
     def __init__(
         self,
@@ -182,10 +224,11 @@ class Candidate(_message.Message):
         program: _compile_pb2.Program | None = ...,
         recipe: _builtins.str = ...,
         stages_done: _abc.Iterable[_compile_pb2.Stage] | None = ...,
+        recipe_label: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "program", b"program", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "name", b"name", "program", b"program", "recipe", b"recipe", "source", b"source", "stages_done", b"stages_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "name", b"name", "program", b"program", "recipe", b"recipe", "recipe_label", b"recipe_label", "source", b"source", "stages_done", b"stages_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["model", "program"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
@@ -231,8 +274,9 @@ class Measurement(_message.Message):
     NUMERICS_FIELD_NUMBER: _builtins.int
     INTERLEAVE_FIELD_NUMBER: _builtins.int
     CORES_FIELD_NUMBER: _builtins.int
+    MAX_WARMUP_S_FIELD_NUMBER: _builtins.int
     warmup: _builtins.int
-    """Warm-up iterations, not counted; 10 when absent."""
+    """Warm-up iterations, not counted. Absent: until the running median is steady, for at most max_warmup_s."""
     iterations: _builtins.int
     """At least so many timed iterations (100 when absent) and at least min_time_s seconds (1 when absent) ..."""
     min_time_s: _builtins.float
@@ -242,11 +286,17 @@ class Measurement(_message.Message):
     no_profile: _builtins.bool
     """No traced pass."""
     numerics: _builtins.bool
-    """Later work: a debug pass and the per-operator numeric gap."""
+    """A numerics pass as well: the outputs of each operator against the host's (Report.numeric_gap). Not of ready programs, which
+    no graph is known of.
+    """
     interleave: _builtins.bool
-    """Later work: candidates in alternating blocks of one attempt."""
+    """The candidates of each device choice, method and thread count in one attempt, in alternating blocks of randomised order:
+    at least 20 rounds over several starts of the processes. There are two candidates at least.
+    """
     cores: _builtins.str
     """big, little or a list as 0-3; the device's default when empty."""
+    max_warmup_s: _builtins.float
+    """The longest warm-up. When absent, 10 without a number of iterations, and no limit with one."""
     def __init__(
         self,
         *,
@@ -259,10 +309,11 @@ class Measurement(_message.Message):
         numerics: _builtins.bool = ...,
         interleave: _builtins.bool = ...,
         cores: _builtins.str = ...,
+        max_warmup_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_iterations", b"_iterations", "_max_samples", b"_max_samples", "_max_time_s", b"_max_time_s", "_min_time_s", b"_min_time_s", "_warmup", b"_warmup", "iterations", b"iterations", "max_samples", b"max_samples", "max_time_s", b"max_time_s", "min_time_s", b"min_time_s", "warmup", b"warmup"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_iterations", b"_iterations", "_max_samples", b"_max_samples", "_max_time_s", b"_max_time_s", "_max_warmup_s", b"_max_warmup_s", "_min_time_s", b"_min_time_s", "_warmup", b"_warmup", "iterations", b"iterations", "max_samples", b"max_samples", "max_time_s", b"max_time_s", "max_warmup_s", b"max_warmup_s", "min_time_s", b"min_time_s", "warmup", b"warmup"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_iterations", b"_iterations", "_max_samples", b"_max_samples", "_max_time_s", b"_max_time_s", "_min_time_s", b"_min_time_s", "_warmup", b"_warmup", "cores", b"cores", "interleave", b"interleave", "iterations", b"iterations", "max_samples", b"max_samples", "max_time_s", b"max_time_s", "min_time_s", b"min_time_s", "no_profile", b"no_profile", "numerics", b"numerics", "warmup", b"warmup"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_iterations", b"_iterations", "_max_samples", b"_max_samples", "_max_time_s", b"_max_time_s", "_max_warmup_s", b"_max_warmup_s", "_min_time_s", b"_min_time_s", "_warmup", b"_warmup", "cores", b"cores", "interleave", b"interleave", "iterations", b"iterations", "max_samples", b"max_samples", "max_time_s", b"max_time_s", "max_warmup_s", b"max_warmup_s", "min_time_s", b"min_time_s", "no_profile", b"no_profile", "numerics", b"numerics", "warmup", b"warmup"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__iterations: _TypeAlias = _typing.Literal["iterations"]  # noqa: Y015
     _WhichOneofArgType__iterations: _TypeAlias = _typing.Literal["_iterations", b"_iterations"]  # noqa: Y015
@@ -270,6 +321,8 @@ class Measurement(_message.Message):
     _WhichOneofArgType__max_samples: _TypeAlias = _typing.Literal["_max_samples", b"_max_samples"]  # noqa: Y015
     _WhichOneofReturnType__max_time_s: _TypeAlias = _typing.Literal["max_time_s"]  # noqa: Y015
     _WhichOneofArgType__max_time_s: _TypeAlias = _typing.Literal["_max_time_s", b"_max_time_s"]  # noqa: Y015
+    _WhichOneofReturnType__max_warmup_s: _TypeAlias = _typing.Literal["max_warmup_s"]  # noqa: Y015
+    _WhichOneofArgType__max_warmup_s: _TypeAlias = _typing.Literal["_max_warmup_s", b"_max_warmup_s"]  # noqa: Y015
     _WhichOneofReturnType__min_time_s: _TypeAlias = _typing.Literal["min_time_s"]  # noqa: Y015
     _WhichOneofArgType__min_time_s: _TypeAlias = _typing.Literal["_min_time_s", b"_min_time_s"]  # noqa: Y015
     _WhichOneofReturnType__warmup: _TypeAlias = _typing.Literal["warmup"]  # noqa: Y015
@@ -280,6 +333,8 @@ class Measurement(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_samples) -> _WhichOneofReturnType__max_samples | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_time_s) -> _WhichOneofReturnType__max_time_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_warmup_s) -> _WhichOneofReturnType__max_warmup_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_time_s) -> _WhichOneofReturnType__min_time_s | None: ...
     @_typing.overload
@@ -350,9 +405,11 @@ class JobSpec(_message.Message):
     timeout_s: _builtins.float
     """How long one attempt may take on the device; 600 s when absent."""
     no_cache: _builtins.bool
-    """Compile again although the cache has an answer."""
+    """Compile again although the cache has an answer, and analyze again, here and in ReportService.Analyze."""
     stop_after: _builtins.str
-    """Stop before the program exists; the stage's name. Later work but for TO_EXECUTORCH."""
+    """Stop after this stage of the recipe's pipeline: the job gives the stage's files (Compilation.stage_files) and no program,
+    so it has no devices. Empty, or TO_EXECUTORCH: a program.
+    """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -363,7 +420,7 @@ class JobSpec(_message.Message):
 
     @_builtins.property
     def methods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Method names; "forward", or a program's only method, when empty."""
+        """Method names; when empty "forward", or where there is none of that name all but constant methods."""
 
     @_builtins.property
     def threads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -454,6 +511,7 @@ class Cell(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     PROGRAM_FIELD_NUMBER: _builtins.int
     ETRECORD_FIELD_NUMBER: _builtins.int
+    NUMERICS_COMPILATION_KEY_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     UPDATED_AT_FIELD_NUMBER: _builtins.int
     COMPILE_CACHED_FIELD_NUMBER: _builtins.int
@@ -478,6 +536,8 @@ class Cell(_message.Message):
     """The narrowed selector: a device id when DeviceChoice.all made the cell."""
     report_id: _builtins.str
     """Set in a terminal state, on failure too."""
+    numerics_compilation_key: _builtins.str
+    """The compilation of the numerics pass's program; empty where there is none, and where it is the cell's own."""
     waiting_for: _builtins.str
     """Why it waits, where that is worth saying ("board-7 is known but offline")."""
     compile_cached: _builtins.bool
@@ -524,6 +584,7 @@ class Cell(_message.Message):
         outputs: _common_pb2.Artifact | None = ...,
         program: _compile_pb2.Program | None = ...,
         etrecord: _common_pb2.Artifact | None = ...,
+        numerics_compilation_key: _builtins.str = ...,
         waiting_for: _builtins.str = ...,
         updated_at: _timestamp_pb2.Timestamp | None = ...,
         compile_cached: _builtins.bool = ...,
@@ -531,7 +592,7 @@ class Cell(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_index", b"_device_index", "_threads", b"_threads", "device_index", b"device_index", "error", b"error", "etrecord", b"etrecord", "outputs", b"outputs", "program", b"program", "threads", b"threads", "updated_at", b"updated_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_index", b"_device_index", "_threads", b"_threads", "attempts", b"attempts", "candidate_index", b"candidate_index", "candidate_name", b"candidate_name", "compilation_key", b"compilation_key", "compile_cached", b"compile_cached", "device_index", b"device_index", "error", b"error", "etrecord", b"etrecord", "id", b"id", "index", b"index", "job_id", b"job_id", "method", b"method", "outputs", b"outputs", "program", b"program", "recipe_name", b"recipe_name", "report_id", b"report_id", "selector", b"selector", "state", b"state", "threads", b"threads", "timeline", b"timeline", "updated_at", b"updated_at", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_index", b"_device_index", "_threads", b"_threads", "attempts", b"attempts", "candidate_index", b"candidate_index", "candidate_name", b"candidate_name", "compilation_key", b"compilation_key", "compile_cached", b"compile_cached", "device_index", b"device_index", "error", b"error", "etrecord", b"etrecord", "id", b"id", "index", b"index", "job_id", b"job_id", "method", b"method", "numerics_compilation_key", b"numerics_compilation_key", "outputs", b"outputs", "program", b"program", "recipe_name", b"recipe_name", "report_id", b"report_id", "selector", b"selector", "state", b"state", "threads", b"threads", "timeline", b"timeline", "updated_at", b"updated_at", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_index: _TypeAlias = _typing.Literal["device_index"]  # noqa: Y015
     _WhichOneofArgType__device_index: _TypeAlias = _typing.Literal["_device_index", b"_device_index"]  # noqa: Y015
@@ -616,6 +677,7 @@ class Job(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     CELLS_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     owner: _builtins.str
@@ -633,6 +695,10 @@ class Job(_message.Message):
     def spec(self) -> Global___JobSpec: ...
     @_builtins.property
     def cells(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cell]: ...
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """See ReportService.Tag."""
+
     def __init__(
         self,
         *,
@@ -646,10 +712,11 @@ class Job(_message.Message):
         spec: Global___JobSpec | None = ...,
         cells: _abc.Iterable[Global___Cell] | None = ...,
         server_version: _builtins.str = ...,
+        tags: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finished_at", b"finished_at", "spec", b"spec", "submitted_at", b"submitted_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cells", b"cells", "finished_at", b"finished_at", "id", b"id", "labels", b"labels", "name", b"name", "owner", b"owner", "server_version", b"server_version", "spec", b"spec", "state", b"state", "submitted_at", b"submitted_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cells", b"cells", "finished_at", b"finished_at", "id", b"id", "labels", b"labels", "name", b"name", "owner", b"owner", "server_version", b"server_version", "spec", b"spec", "state", b"state", "submitted_at", b"submitted_at", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -661,7 +728,7 @@ class GetJobRequest(_message.Message):
 
     JOB_ID_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
-    """The id, a unique prefix of it of at least 4 characters, or "latest"."""
+    """The id; else a tag; else a unique prefix of an id, of at least 4 characters. Or "latest". So wherever a job is named."""
     def __init__(
         self,
         *,

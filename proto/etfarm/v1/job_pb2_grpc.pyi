@@ -46,9 +46,11 @@ class JobServiceStub:
 
     Errors:
       INVALID_ARGUMENT     UNKNOWN_RECIPE, UNKNOWN_SELECTOR_KEY, NOT_A_PT2, UNSAFE_MODEL, NOT_A_PTE, TRUNCATED_PROGRAM,
-                           RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS, BAD_JOB (the spec contradicts itself):
-                           the sentence names the remedy.
-      UNIMPLEMENTED        NOT_IMPLEMENTED: several methods, interleaving, numerics and other later work.
+                           RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS, BAD_STAGES (an order of
+                           stages that is none), METHOD_MISSING (the job names a
+                           method that a model has not), BAD_RECIPE_FIELD (a recipe does), UNKNOWN_STAGE (no plug-in
+                           has it), BAD_JOB (the spec contradicts itself): the sentence names the remedy.
+      UNIMPLEMENTED        NOT_IMPLEMENTED: later work.
       FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists
                            what there is. RECIPE_UNAVAILABLE: this server lacks what the recipe needs.
                            ARTIFACT_MISSING: upload `digest` first.
@@ -103,9 +105,11 @@ class JobServiceAsyncStub(JobServiceStub):
 
     Errors:
       INVALID_ARGUMENT     UNKNOWN_RECIPE, UNKNOWN_SELECTOR_KEY, NOT_A_PT2, UNSAFE_MODEL, NOT_A_PTE, TRUNCATED_PROGRAM,
-                           RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS, BAD_JOB (the spec contradicts itself):
-                           the sentence names the remedy.
-      UNIMPLEMENTED        NOT_IMPLEMENTED: several methods, interleaving, numerics and other later work.
+                           RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS, BAD_STAGES (an order of
+                           stages that is none), METHOD_MISSING (the job names a
+                           method that a model has not), BAD_RECIPE_FIELD (a recipe does), UNKNOWN_STAGE (no plug-in
+                           has it), BAD_JOB (the spec contradicts itself): the sentence names the remedy.
+      UNIMPLEMENTED        NOT_IMPLEMENTED: later work.
       FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists
                            what there is. RECIPE_UNAVAILABLE: this server lacks what the recipe needs.
                            ARTIFACT_MISSING: upload `digest` first.
@@ -163,9 +167,11 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           INVALID_ARGUMENT     UNKNOWN_RECIPE, UNKNOWN_SELECTOR_KEY, NOT_A_PT2, UNSAFE_MODEL, NOT_A_PTE, TRUNCATED_PROGRAM,
-                               RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS, BAD_JOB (the spec contradicts itself):
-                               the sentence names the remedy.
-          UNIMPLEMENTED        NOT_IMPLEMENTED: several methods, interleaving, numerics and other later work.
+                               RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS, BAD_STAGES (an order of
+                               stages that is none), METHOD_MISSING (the job names a
+                               method that a model has not), BAD_RECIPE_FIELD (a recipe does), UNKNOWN_STAGE (no plug-in
+                               has it), BAD_JOB (the spec contradicts itself): the sentence names the remedy.
+          UNIMPLEMENTED        NOT_IMPLEMENTED: later work.
           FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists
                                what there is. RECIPE_UNAVAILABLE: this server lacks what the recipe needs.
                                ARTIFACT_MISSING: upload `digest` first.

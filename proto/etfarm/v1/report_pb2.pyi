@@ -75,16 +75,23 @@ class GetReportsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_ID_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    CELL_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """As in GetJobRequest."""
+    page_token: _builtins.str
+    cell: _builtins.str
+    """A cell's id: only its report. All when empty."""
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
+        page_token: _builtins.str = ...,
+        cell: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cell", b"cell", "job_id", b"job_id", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -95,16 +102,21 @@ class GetReportsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REPORTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
     @_builtins.property
-    def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___Report]: ...
+    def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___Report]:
+        """As many as fit into about 16 MiB, and at least one where there is one."""
+
     def __init__(
         self,
         *,
         reports: _abc.Iterable[Global___Report] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reports", b"reports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "reports", b"reports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -138,9 +150,14 @@ class Report(_message.Message):
     VERDICT_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
+    INTERLEAVED_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
+    ANALYSIS_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     ETDUMP_FIELD_NUMBER: _builtins.int
+    NUMERICS_ETDUMP_FIELD_NUMBER: _builtins.int
+    NUMERICS_DEBUG_FIELD_NUMBER: _builtins.int
     CREATED_AT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     cell: _builtins.str
@@ -187,6 +204,18 @@ class Report(_message.Message):
     @_builtins.property
     def timeline(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]: ...
     @_builtins.property
+    def interleaved(self) -> Global___PairedRatio:
+        """Against the first candidate of an interleaved attempt; absent in its own report and where nothing was interleaved."""
+
+    @_builtins.property
+    def numerics(self) -> Global___Numerics:
+        """Set where --numerics was asked for."""
+
+    @_builtins.property
+    def analysis(self) -> Global___Analysis:
+        """Absent where there was nothing to analyze."""
+
+    @_builtins.property
     def outputs(self) -> _common_pb2.Artifact:
         """Not in the JSON: where the raw material lies."""
 
@@ -194,6 +223,12 @@ class Report(_message.Message):
     def samples(self) -> _common_pb2.Artifact: ...
     @_builtins.property
     def etdump(self) -> _common_pb2.Artifact: ...
+    @_builtins.property
+    def numerics_etdump(self) -> _common_pb2.Artifact:
+        """Of the numerics pass: its events, and the intermediate outputs that they refer to."""
+
+    @_builtins.property
+    def numerics_debug(self) -> _common_pb2.Artifact: ...
     @_builtins.property
     def created_at(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -223,14 +258,19 @@ class Report(_message.Message):
         verdict: Global___Verdict | None = ...,
         telemetry: Global___RunTelemetry | None = ...,
         timeline: _abc.Iterable[Global___Phase] | None = ...,
+        interleaved: Global___PairedRatio | None = ...,
+        numerics: Global___Numerics | None = ...,
+        analysis: Global___Analysis | None = ...,
         outputs: _common_pb2.Artifact | None = ...,
         samples: _common_pb2.Artifact | None = ...,
         etdump: _common_pb2.Artifact | None = ...,
+        numerics_etdump: _common_pb2.Artifact | None = ...,
+        numerics_debug: _common_pb2.Artifact | None = ...,
         created_at: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "attempt", b"attempt", "compile", b"compile", "created_at", b"created_at", "device", b"device", "error", b"error", "etdump", b"etdump", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "runner", b"runner", "samples", b"samples", "telemetry", b"telemetry", "threads", b"threads", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "analysis", b"analysis", "attempt", b"attempt", "compile", b"compile", "created_at", b"created_at", "device", b"device", "error", b"error", "etdump", b"etdump", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "runner", b"runner", "samples", b"samples", "telemetry", b"telemetry", "threads", b"threads", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "accuracy", b"accuracy", "attempt", b"attempt", "cell", b"cell", "compile", b"compile", "created_at", b"created_at", "device", b"device", "error", b"error", "etdump", b"etdump", "id", b"id", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numeric_gap", b"numeric_gap", "operators", b"operators", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "runner", b"runner", "samples", b"samples", "state", b"state", "telemetry", b"telemetry", "threads", b"threads", "timeline", b"timeline", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "accuracy", b"accuracy", "analysis", b"analysis", "attempt", b"attempt", "cell", b"cell", "compile", b"compile", "created_at", b"created_at", "device", b"device", "error", b"error", "etdump", b"etdump", "id", b"id", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numeric_gap", b"numeric_gap", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "operators", b"operators", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "runner", b"runner", "samples", b"samples", "state", b"state", "telemetry", b"telemetry", "threads", b"threads", "timeline", b"timeline", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
     _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015
@@ -254,6 +294,88 @@ class Report(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__threads) -> _WhichOneofReturnType__threads | None: ...
 
 Global___Report: _TypeAlias = Report  # noqa: Y015
+
+@_typing.final
+class Analysis(_message.Message):
+    """How the measured part was worked out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """The server's version that did, and the digest of all that the result depends on: files, arguments and version."""
+    key: _builtins.str
+    cached: _builtins.bool
+    """Whether a result of before was used: of the same key. Only whole results are, not those of an analysis that was cut short."""
+    @_builtins.property
+    def at(self) -> _timestamp_pb2.Timestamp:
+        """When the result was worked out."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        key: _builtins.str = ...,
+        cached: _builtins.bool = ...,
+        at: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "cached", b"cached", "key", b"key", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Analysis: _TypeAlias = Analysis  # noqa: Y015
+
+@_typing.final
+class PairedRatio(_message.Message):
+    """Two candidates in alternating blocks on one device. Each round gives one ratio of medians, and rounds are what is resampled:
+    samples of one block resemble each other, and pooling them calls identical programs different.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_CELL_FIELD_NUMBER: _builtins.int
+    RATIO_FIELD_NUMBER: _builtins.int
+    RATIO_CI95_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    PROCESS_PAIRS_FIELD_NUMBER: _builtins.int
+    RATIOS_FIELD_NUMBER: _builtins.int
+    base_cell: _builtins.str
+    """The cell of the first candidate."""
+    ratio: _builtins.float
+    """This candidate's median over the base's, of the middle round; 0.9 is 10 % faster."""
+    rounds: _builtins.int
+    process_pairs: _builtins.int
+    """How many times both processes were started anew."""
+    @_builtins.property
+    def ratio_ci95(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Two values: its 95 % interval. Empty where there are too few rounds."""
+
+    @_builtins.property
+    def ratios(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Of each round, in the order measured."""
+
+    def __init__(
+        self,
+        *,
+        base_cell: _builtins.str = ...,
+        ratio: _builtins.float = ...,
+        ratio_ci95: _abc.Iterable[_builtins.float] | None = ...,
+        rounds: _builtins.int = ...,
+        process_pairs: _builtins.int = ...,
+        ratios: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_cell", b"base_cell", "process_pairs", b"process_pairs", "ratio", b"ratio", "ratio_ci95", b"ratio_ci95", "ratios", b"ratios", "rounds", b"rounds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PairedRatio: _TypeAlias = PairedRatio  # noqa: Y015
 
 @_typing.final
 class ReportModel(_message.Message):
@@ -402,6 +524,90 @@ class ReportCompile(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class StayedFp32Entry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _compile_pb2.Fp32Operators: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _compile_pb2.Fp32Operators | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class DataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___ProgramSize: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___ProgramSize | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class ExportedProgramsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___ProgramSize: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___ProgramSize | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class StageFilesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___ProgramSize: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___ProgramSize | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     CACHED_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     PROGRAM_FIELD_NUMBER: _builtins.int
@@ -409,7 +615,17 @@ class ReportCompile(_message.Message):
     DELEGATION_FIELD_NUMBER: _builtins.int
     TOOLCHAIN_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    CHECKS_FIELD_NUMBER: _builtins.int
+    STAYED_FP32_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    EXPORTED_PROGRAMS_FIELD_NUMBER: _builtins.int
+    STOPPED_AFTER_FIELD_NUMBER: _builtins.int
+    STAGE_FILES_FIELD_NUMBER: _builtins.int
+    MODULES_FIELD_NUMBER: _builtins.int
     cached: _builtins.bool
+    stopped_after: _builtins.str
+    """Set where the job asked for a stage's result instead of a program, with that stage's files."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.Stage]:
         """As they ran; empty for a ready program. From the compilation that made the program when cached."""
@@ -424,6 +640,28 @@ class ReportCompile(_message.Message):
     def toolchain(self) -> _compile_pb2.Toolchain: ...
     @_builtins.property
     def warnings(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.Warning]: ...
+    @_builtins.property
+    def sizes(self) -> _compile_pb2.ProgramSizes:
+        """As Compilation has them."""
+
+    @_builtins.property
+    def checks(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.HostCheck]: ...
+    @_builtins.property
+    def stayed_fp32(self) -> _containers.MessageMap[_builtins.str, _compile_pb2.Fp32Operators]: ...
+    @_builtins.property
+    def data(self) -> _containers.MessageMap[_builtins.str, Global___ProgramSize]:
+        """The named data files (.ptd) beside the program."""
+
+    @_builtins.property
+    def exported_programs(self) -> _containers.MessageMap[_builtins.str, Global___ProgramSize]:
+        """Each method's exported program as it was lowered."""
+
+    @_builtins.property
+    def stage_files(self) -> _containers.MessageMap[_builtins.str, Global___ProgramSize]: ...
+    @_builtins.property
+    def modules(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.ModuleFootprint]:
+        """As Compilation has them."""
+
     def __init__(
         self,
         *,
@@ -434,12 +672,22 @@ class ReportCompile(_message.Message):
         delegation: _abc.Mapping[_builtins.str, _compile_pb2.Delegation] | None = ...,
         toolchain: _compile_pb2.Toolchain | None = ...,
         warnings: _abc.Iterable[_compile_pb2.Warning] | None = ...,
+        sizes: _compile_pb2.ProgramSizes | None = ...,
+        checks: _abc.Iterable[_compile_pb2.HostCheck] | None = ...,
+        stayed_fp32: _abc.Mapping[_builtins.str, _compile_pb2.Fp32Operators] | None = ...,
+        data: _abc.Mapping[_builtins.str, Global___ProgramSize] | None = ...,
+        exported_programs: _abc.Mapping[_builtins.str, Global___ProgramSize] | None = ...,
+        stopped_after: _builtins.str | None = ...,
+        stage_files: _abc.Mapping[_builtins.str, Global___ProgramSize] | None = ...,
+        modules: _abc.Iterable[_compile_pb2.ModuleFootprint] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["etrecord", b"etrecord", "program", b"program", "toolchain", b"toolchain"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stopped_after", b"_stopped_after", "etrecord", b"etrecord", "program", b"program", "sizes", b"sizes", "stopped_after", b"stopped_after", "toolchain", b"toolchain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "delegation", b"delegation", "etrecord", b"etrecord", "program", b"program", "stages", b"stages", "toolchain", b"toolchain", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stopped_after", b"_stopped_after", "cached", b"cached", "checks", b"checks", "data", b"data", "delegation", b"delegation", "etrecord", b"etrecord", "exported_programs", b"exported_programs", "modules", b"modules", "program", b"program", "sizes", b"sizes", "stage_files", b"stage_files", "stages", b"stages", "stayed_fp32", b"stayed_fp32", "stopped_after", b"stopped_after", "toolchain", b"toolchain", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__stopped_after: _TypeAlias = _typing.Literal["stopped_after"]  # noqa: Y015
+    _WhichOneofArgType__stopped_after: _TypeAlias = _typing.Literal["_stopped_after", b"_stopped_after"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stopped_after) -> _WhichOneofReturnType__stopped_after | None: ...
 
 Global___ReportCompile: _TypeAlias = ReportCompile  # noqa: Y015
 
@@ -451,10 +699,21 @@ class ReportMeasurement(_message.Message):
     ITERATIONS_FIELD_NUMBER: _builtins.int
     DURATION_NS_FIELD_NUMBER: _builtins.int
     STOP_REASON_FIELD_NUMBER: _builtins.int
+    STEADY_FIELD_NUMBER: _builtins.int
+    WARMUP_NS_FIELD_NUMBER: _builtins.int
+    REPEATABILITY_FIELD_NUMBER: _builtins.int
     warmup: _builtins.int
     iterations: _builtins.int
     duration_ns: _builtins.int
     stop_reason: _builtins.str
+    """As CandidateResult has it."""
+    steady: _builtins.bool
+    """Whether the running median had become steady when the warm-up ended; absent where its number of iterations was given."""
+    warmup_ns: _builtins.int
+    @_builtins.property
+    def repeatability(self) -> Global___Repeatability:
+        """Absent where it was not looked at."""
+
     def __init__(
         self,
         *,
@@ -462,14 +721,110 @@ class ReportMeasurement(_message.Message):
         iterations: _builtins.int = ...,
         duration_ns: _builtins.int = ...,
         stop_reason: _builtins.str = ...,
+        steady: _builtins.bool | None = ...,
+        warmup_ns: _builtins.int | None = ...,
+        repeatability: Global___Repeatability | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "repeatability", b"repeatability", "steady", b"steady", "warmup_ns", b"warmup_ns"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "duration_ns", b"duration_ns", "iterations", b"iterations", "repeatability", b"repeatability", "steady", b"steady", "stop_reason", b"stop_reason", "warmup", b"warmup", "warmup_ns", b"warmup_ns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__steady: _TypeAlias = _typing.Literal["steady"]  # noqa: Y015
+    _WhichOneofArgType__steady: _TypeAlias = _typing.Literal["_steady", b"_steady"]  # noqa: Y015
+    _WhichOneofReturnType__warmup_ns: _TypeAlias = _typing.Literal["warmup_ns"]  # noqa: Y015
+    _WhichOneofArgType__warmup_ns: _TypeAlias = _typing.Literal["_warmup_ns", b"_warmup_ns"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__steady) -> _WhichOneofReturnType__steady | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__warmup_ns) -> _WhichOneofReturnType__warmup_ns | None: ...
+
+Global___ReportMeasurement: _TypeAlias = ReportMeasurement  # noqa: Y015
+
+@_typing.final
+class Repeatability(_message.Message):
+    """Whether the passes over the same inputs gave the same outputs, byte by byte: the last timed execution, the first one after
+    loading again, which is traced where there is a traced pass, and the last traced one.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    DIFFERENCES_FIELD_NUMBER: _builtins.int
+    outcome: _builtins.str
+    """EQUAL; KEEPS_STATE: they differ, and the same number of executions after loading gives the same again;
+    NONDETERMINISTIC: it does not; DIFFERENT: they differ, and it was not found out why.
+    """
+    @_builtins.property
+    def differences(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputDifference]:
+        """One for each output that differs; empty when EQUAL."""
+
+    def __init__(
+        self,
+        *,
+        outcome: _builtins.str = ...,
+        differences: _abc.Iterable[Global___OutputDifference] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ns", b"duration_ns", "iterations", b"iterations", "stop_reason", b"stop_reason", "warmup", b"warmup"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["differences", b"differences", "outcome", b"outcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReportMeasurement: _TypeAlias = ReportMeasurement  # noqa: Y015
+Global___Repeatability: _TypeAlias = Repeatability  # noqa: Y015
+
+@_typing.final
+class OutputDifference(_message.Message):
+    """One output of two executions with the same inputs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTPUT_FIELD_NUMBER: _builtins.int
+    ONE_FIELD_NUMBER: _builtins.int
+    OTHER_FIELD_NUMBER: _builtins.int
+    DIFFERING_FIELD_NUMBER: _builtins.int
+    ELEMENTS_FIELD_NUMBER: _builtins.int
+    MAX_ABS_DIFFERENCE_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    output: _builtins.str
+    one: _builtins.str
+    """The executions: FIRST after loading, TIMED_LAST, TRACED_LAST, REPEATED (the same one again, after loading anew)."""
+    other: _builtins.str
+    differing: _builtins.int
+    """Elements that differ; absent where they cannot be compared one by one (another shape or dtype)."""
+    elements: _builtins.int
+    max_abs_difference: _builtins.float
+    """The largest difference and where it is, in the order of dims; absent without numbers to subtract."""
+    @_builtins.property
+    def at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        output: _builtins.str = ...,
+        one: _builtins.str = ...,
+        other: _builtins.str = ...,
+        differing: _builtins.int | None = ...,
+        elements: _builtins.int | None = ...,
+        max_abs_difference: _builtins.float | None = ...,
+        at: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_differing", b"_differing", "_elements", b"_elements", "_max_abs_difference", b"_max_abs_difference", "differing", b"differing", "elements", b"elements", "max_abs_difference", b"max_abs_difference"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_differing", b"_differing", "_elements", b"_elements", "_max_abs_difference", b"_max_abs_difference", "at", b"at", "differing", b"differing", "elements", b"elements", "max_abs_difference", b"max_abs_difference", "one", b"one", "other", b"other", "output", b"output"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__differing: _TypeAlias = _typing.Literal["differing"]  # noqa: Y015
+    _WhichOneofArgType__differing: _TypeAlias = _typing.Literal["_differing", b"_differing"]  # noqa: Y015
+    _WhichOneofReturnType__elements: _TypeAlias = _typing.Literal["elements"]  # noqa: Y015
+    _WhichOneofArgType__elements: _TypeAlias = _typing.Literal["_elements", b"_elements"]  # noqa: Y015
+    _WhichOneofReturnType__max_abs_difference: _TypeAlias = _typing.Literal["max_abs_difference"]  # noqa: Y015
+    _WhichOneofArgType__max_abs_difference: _TypeAlias = _typing.Literal["_max_abs_difference", b"_max_abs_difference"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__differing) -> _WhichOneofReturnType__differing | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__elements) -> _WhichOneofReturnType__elements | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_abs_difference) -> _WhichOneofReturnType__max_abs_difference | None: ...
+
+Global___OutputDifference: _TypeAlias = OutputDifference  # noqa: Y015
 
 @_typing.final
 class Latency(_message.Message):
@@ -485,19 +840,29 @@ class Latency(_message.Message):
     MEAN_NS_FIELD_NUMBER: _builtins.int
     STDDEV_NS_FIELD_NUMBER: _builtins.int
     P50_CI95_NS_FIELD_NUMBER: _builtins.int
+    P10_NS_FIELD_NUMBER: _builtins.int
+    DRIFT_FIELD_NUMBER: _builtins.int
+    EFFECTIVE_SAMPLES_FIELD_NUMBER: _builtins.int
     min_ns: _builtins.float
     p50_ns: _builtins.float
     p90_ns: _builtins.float
     p99_ns: _builtins.float
     mean_ns: _builtins.float
     stddev_ns: _builtins.float
+    p10_ns: _builtins.float
+    drift: _builtins.float
+    """How far the median of the last third is from that of the first: 0.1 is 10 % slower, -0.1 10 % faster."""
+    effective_samples: _builtins.float
+    """As many independent samples would tell as much about the median; at most the number of samples."""
     @_builtins.property
     def samples_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """In the order measured."""
 
     @_builtins.property
     def p50_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Two values: the 95 % interval of the median. Empty where it cannot be told."""
+        """Two values: the 95 % interval of the median by a block bootstrap, which neighbouring samples that resemble each other
+        make wider. Empty where it cannot be told. A percentile is absent where no sample lies beyond it.
+        """
 
     def __init__(
         self,
@@ -510,15 +875,24 @@ class Latency(_message.Message):
         mean_ns: _builtins.float | None = ...,
         stddev_ns: _builtins.float | None = ...,
         p50_ci95_ns: _abc.Iterable[_builtins.float] | None = ...,
+        p10_ns: _builtins.float | None = ...,
+        drift: _builtins.float | None = ...,
+        effective_samples: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_mean_ns", b"_mean_ns", "_min_ns", b"_min_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_p99_ns", b"_p99_ns", "_stddev_ns", b"_stddev_ns", "mean_ns", b"mean_ns", "min_ns", b"min_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "p99_ns", b"p99_ns", "stddev_ns", b"stddev_ns"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_effective_samples", b"_effective_samples", "_mean_ns", b"_mean_ns", "_min_ns", b"_min_ns", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_p99_ns", b"_p99_ns", "_stddev_ns", b"_stddev_ns", "drift", b"drift", "effective_samples", b"effective_samples", "mean_ns", b"mean_ns", "min_ns", b"min_ns", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "p99_ns", b"p99_ns", "stddev_ns", b"stddev_ns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mean_ns", b"_mean_ns", "_min_ns", b"_min_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_p99_ns", b"_p99_ns", "_stddev_ns", b"_stddev_ns", "mean_ns", b"mean_ns", "min_ns", b"min_ns", "p50_ci95_ns", b"p50_ci95_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "p99_ns", b"p99_ns", "samples_ns", b"samples_ns", "stddev_ns", b"stddev_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_effective_samples", b"_effective_samples", "_mean_ns", b"_mean_ns", "_min_ns", b"_min_ns", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_p99_ns", b"_p99_ns", "_stddev_ns", b"_stddev_ns", "drift", b"drift", "effective_samples", b"effective_samples", "mean_ns", b"mean_ns", "min_ns", b"min_ns", "p10_ns", b"p10_ns", "p50_ci95_ns", b"p50_ci95_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "p99_ns", b"p99_ns", "samples_ns", b"samples_ns", "stddev_ns", b"stddev_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__drift: _TypeAlias = _typing.Literal["drift"]  # noqa: Y015
+    _WhichOneofArgType__drift: _TypeAlias = _typing.Literal["_drift", b"_drift"]  # noqa: Y015
+    _WhichOneofReturnType__effective_samples: _TypeAlias = _typing.Literal["effective_samples"]  # noqa: Y015
+    _WhichOneofArgType__effective_samples: _TypeAlias = _typing.Literal["_effective_samples", b"_effective_samples"]  # noqa: Y015
     _WhichOneofReturnType__mean_ns: _TypeAlias = _typing.Literal["mean_ns"]  # noqa: Y015
     _WhichOneofArgType__mean_ns: _TypeAlias = _typing.Literal["_mean_ns", b"_mean_ns"]  # noqa: Y015
     _WhichOneofReturnType__min_ns: _TypeAlias = _typing.Literal["min_ns"]  # noqa: Y015
     _WhichOneofArgType__min_ns: _TypeAlias = _typing.Literal["_min_ns", b"_min_ns"]  # noqa: Y015
+    _WhichOneofReturnType__p10_ns: _TypeAlias = _typing.Literal["p10_ns"]  # noqa: Y015
+    _WhichOneofArgType__p10_ns: _TypeAlias = _typing.Literal["_p10_ns", b"_p10_ns"]  # noqa: Y015
     _WhichOneofReturnType__p50_ns: _TypeAlias = _typing.Literal["p50_ns"]  # noqa: Y015
     _WhichOneofArgType__p50_ns: _TypeAlias = _typing.Literal["_p50_ns", b"_p50_ns"]  # noqa: Y015
     _WhichOneofReturnType__p90_ns: _TypeAlias = _typing.Literal["p90_ns"]  # noqa: Y015
@@ -528,9 +902,15 @@ class Latency(_message.Message):
     _WhichOneofReturnType__stddev_ns: _TypeAlias = _typing.Literal["stddev_ns"]  # noqa: Y015
     _WhichOneofArgType__stddev_ns: _TypeAlias = _typing.Literal["_stddev_ns", b"_stddev_ns"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drift) -> _WhichOneofReturnType__drift | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__effective_samples) -> _WhichOneofReturnType__effective_samples | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__mean_ns) -> _WhichOneofReturnType__mean_ns | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_ns) -> _WhichOneofReturnType__min_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__p10_ns) -> _WhichOneofReturnType__p10_ns | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__p50_ns) -> _WhichOneofReturnType__p50_ns | None: ...
     @_typing.overload
@@ -618,6 +998,10 @@ class OutputAccuracy(_message.Message):
     MEAN_ABS_ERROR_FIELD_NUMBER: _builtins.int
     COSINE_FIELD_NUMBER: _builtins.int
     SQNR_DB_FIELD_NUMBER: _builtins.int
+    RELATIVE_ERROR_FIELD_NUMBER: _builtins.int
+    TOP1_AGREEMENT_FIELD_NUMBER: _builtins.int
+    NAN_COUNT_FIELD_NUMBER: _builtins.int
+    REFERENCE_NAN_COUNT_FIELD_NUMBER: _builtins.int
     output: _builtins.str
     dtype: _builtins.str
     reference: _builtins.str
@@ -628,6 +1012,15 @@ class OutputAccuracy(_message.Message):
     cosine: _builtins.float
     sqnr_db: _builtins.float
     """Capped at 300, which an exact match has; absent for NaN or an all-zero reference."""
+    relative_error: _builtins.float
+    """The error's norm over the reference's; absent as sqnr_db is."""
+    top1_agreement: _builtins.float
+    """Of classifiers, part of the rows along the last dim whose largest element is at the same place, 0 to 1: where one output
+    alone is [classes] or [N, classes] in floating point, with 3 classes or more.
+    """
+    nan_count: _builtins.int
+    """Elements that are NaN."""
+    reference_nan_count: _builtins.int
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -642,10 +1035,14 @@ class OutputAccuracy(_message.Message):
         mean_abs_error: _builtins.float | None = ...,
         cosine: _builtins.float | None = ...,
         sqnr_db: _builtins.float | None = ...,
+        relative_error: _builtins.float | None = ...,
+        top1_agreement: _builtins.float | None = ...,
+        nan_count: _builtins.int | None = ...,
+        reference_nan_count: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cosine", b"_cosine", "_dtype", b"_dtype", "_equal", b"_equal", "_max_abs_error", b"_max_abs_error", "_mean_abs_error", b"_mean_abs_error", "_sqnr_db", b"_sqnr_db", "cosine", b"cosine", "dtype", b"dtype", "equal", b"equal", "max_abs_error", b"max_abs_error", "mean_abs_error", b"mean_abs_error", "sqnr_db", b"sqnr_db"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cosine", b"_cosine", "_dtype", b"_dtype", "_equal", b"_equal", "_max_abs_error", b"_max_abs_error", "_mean_abs_error", b"_mean_abs_error", "_nan_count", b"_nan_count", "_reference_nan_count", b"_reference_nan_count", "_relative_error", b"_relative_error", "_sqnr_db", b"_sqnr_db", "_top1_agreement", b"_top1_agreement", "cosine", b"cosine", "dtype", b"dtype", "equal", b"equal", "max_abs_error", b"max_abs_error", "mean_abs_error", b"mean_abs_error", "nan_count", b"nan_count", "reference_nan_count", b"reference_nan_count", "relative_error", b"relative_error", "sqnr_db", b"sqnr_db", "top1_agreement", b"top1_agreement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cosine", b"_cosine", "_dtype", b"_dtype", "_equal", b"_equal", "_max_abs_error", b"_max_abs_error", "_mean_abs_error", b"_mean_abs_error", "_sqnr_db", b"_sqnr_db", "cosine", b"cosine", "dtype", b"dtype", "equal", b"equal", "max_abs_error", b"max_abs_error", "mean_abs_error", b"mean_abs_error", "output", b"output", "reference", b"reference", "shape", b"shape", "sqnr_db", b"sqnr_db"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cosine", b"_cosine", "_dtype", b"_dtype", "_equal", b"_equal", "_max_abs_error", b"_max_abs_error", "_mean_abs_error", b"_mean_abs_error", "_nan_count", b"_nan_count", "_reference_nan_count", b"_reference_nan_count", "_relative_error", b"_relative_error", "_sqnr_db", b"_sqnr_db", "_top1_agreement", b"_top1_agreement", "cosine", b"cosine", "dtype", b"dtype", "equal", b"equal", "max_abs_error", b"max_abs_error", "mean_abs_error", b"mean_abs_error", "nan_count", b"nan_count", "output", b"output", "reference", b"reference", "reference_nan_count", b"reference_nan_count", "relative_error", b"relative_error", "shape", b"shape", "sqnr_db", b"sqnr_db", "top1_agreement", b"top1_agreement"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cosine: _TypeAlias = _typing.Literal["cosine"]  # noqa: Y015
     _WhichOneofArgType__cosine: _TypeAlias = _typing.Literal["_cosine", b"_cosine"]  # noqa: Y015
@@ -657,8 +1054,16 @@ class OutputAccuracy(_message.Message):
     _WhichOneofArgType__max_abs_error: _TypeAlias = _typing.Literal["_max_abs_error", b"_max_abs_error"]  # noqa: Y015
     _WhichOneofReturnType__mean_abs_error: _TypeAlias = _typing.Literal["mean_abs_error"]  # noqa: Y015
     _WhichOneofArgType__mean_abs_error: _TypeAlias = _typing.Literal["_mean_abs_error", b"_mean_abs_error"]  # noqa: Y015
+    _WhichOneofReturnType__nan_count: _TypeAlias = _typing.Literal["nan_count"]  # noqa: Y015
+    _WhichOneofArgType__nan_count: _TypeAlias = _typing.Literal["_nan_count", b"_nan_count"]  # noqa: Y015
+    _WhichOneofReturnType__reference_nan_count: _TypeAlias = _typing.Literal["reference_nan_count"]  # noqa: Y015
+    _WhichOneofArgType__reference_nan_count: _TypeAlias = _typing.Literal["_reference_nan_count", b"_reference_nan_count"]  # noqa: Y015
+    _WhichOneofReturnType__relative_error: _TypeAlias = _typing.Literal["relative_error"]  # noqa: Y015
+    _WhichOneofArgType__relative_error: _TypeAlias = _typing.Literal["_relative_error", b"_relative_error"]  # noqa: Y015
     _WhichOneofReturnType__sqnr_db: _TypeAlias = _typing.Literal["sqnr_db"]  # noqa: Y015
     _WhichOneofArgType__sqnr_db: _TypeAlias = _typing.Literal["_sqnr_db", b"_sqnr_db"]  # noqa: Y015
+    _WhichOneofReturnType__top1_agreement: _TypeAlias = _typing.Literal["top1_agreement"]  # noqa: Y015
+    _WhichOneofArgType__top1_agreement: _TypeAlias = _typing.Literal["_top1_agreement", b"_top1_agreement"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cosine) -> _WhichOneofReturnType__cosine | None: ...
     @_typing.overload
@@ -670,7 +1075,15 @@ class OutputAccuracy(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__mean_abs_error) -> _WhichOneofReturnType__mean_abs_error | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nan_count) -> _WhichOneofReturnType__nan_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reference_nan_count) -> _WhichOneofReturnType__reference_nan_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__relative_error) -> _WhichOneofReturnType__relative_error | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sqnr_db) -> _WhichOneofReturnType__sqnr_db | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top1_agreement) -> _WhichOneofReturnType__top1_agreement | None: ...
 
 Global___OutputAccuracy: _TypeAlias = OutputAccuracy  # noqa: Y015
 
@@ -682,20 +1095,32 @@ class Profile(_message.Message):
 
     ITERATIONS_FIELD_NUMBER: _builtins.int
     P50_NS_FIELD_NUMBER: _builtins.int
+    TIMES_NS_FIELD_NUMBER: _builtins.int
+    SHOWN_FIELD_NUMBER: _builtins.int
     iterations: _builtins.int
     p50_ns: _builtins.float
     """Median time of one traced execution of the method."""
+    shown: _builtins.int
+    """The execution that rows' start_ns and duration_ns are of: that with the median time. Its place in times_ns."""
+    @_builtins.property
+    def times_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of each traced execution, in order."""
+
     def __init__(
         self,
         *,
         iterations: _builtins.int = ...,
         p50_ns: _builtins.float = ...,
+        times_ns: _abc.Iterable[_builtins.int] | None = ...,
+        shown: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_shown", b"_shown", "shown", b"shown"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["iterations", b"iterations", "p50_ns", b"p50_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shown", b"_shown", "iterations", b"iterations", "p50_ns", b"p50_ns", "shown", b"shown", "times_ns", b"times_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__shown: _TypeAlias = _typing.Literal["shown"]  # noqa: Y015
+    _WhichOneofArgType__shown: _TypeAlias = _typing.Literal["_shown", b"_shown"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shown) -> _WhichOneofReturnType__shown | None: ...
 
 Global___Profile: _TypeAlias = Profile  # noqa: Y015
 
@@ -719,6 +1144,14 @@ class OperatorRow(_message.Message):
     ALIGNED_FIELD_NUMBER: _builtins.int
     INSTRUCTION_ID_FIELD_NUMBER: _builtins.int
     DEBUG_HANDLES_FIELD_NUMBER: _builtins.int
+    TIMES_NS_FIELD_NUMBER: _builtins.int
+    P10_NS_FIELD_NUMBER: _builtins.int
+    P90_NS_FIELD_NUMBER: _builtins.int
+    START_NS_FIELD_NUMBER: _builtins.int
+    DURATION_NS_FIELD_NUMBER: _builtins.int
+    RECONSTRUCTED_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    UNALIGNED_REASON_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """In order of execution, from 0."""
     kind: Global___OperatorKind.ValueType
@@ -741,12 +1174,30 @@ class OperatorRow(_message.Message):
     aligned: _builtins.bool
     """Whether a KERNEL row was matched with the graph; absent for other kinds."""
     instruction_id: _builtins.int
+    p10_ns: _builtins.float
+    p90_ns: _builtins.float
+    start_ns: _builtins.float
+    """In the execution Profile.shown: since the method began, and how long. Reconstructed: a delegate told durations only, and
+    its kernels are laid one behind the other.
+    """
+    duration_ns: _builtins.float
+    reconstructed: _builtins.bool
+    unaligned_reason: _builtins.str
+    """Of a DELEGATE: why its kernels have no source lines; absent where they have, and where the backend tells no kernels."""
     @_builtins.property
     def op_types(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
-    def source(self) -> Global___SourceLine: ...
+    def source(self) -> _compile_pb2.SourceLine: ...
     @_builtins.property
     def debug_handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def times_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of each traced execution, as in Profile.times_ns; whole ticks of resolution_ns. Percentiles are over these."""
+
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.SourceLine]:
+        """All lines of a row that stands for several operators, that of `source` first; empty where there is one or none."""
+
     def __init__(
         self,
         *,
@@ -762,37 +1213,57 @@ class OperatorRow(_message.Message):
         resolution_ns: _builtins.float | None = ...,
         share: _builtins.float | None = ...,
         module: _builtins.str | None = ...,
-        source: Global___SourceLine | None = ...,
+        source: _compile_pb2.SourceLine | None = ...,
         aligned: _builtins.bool | None = ...,
         instruction_id: _builtins.int | None = ...,
         debug_handles: _abc.Iterable[_builtins.int] | None = ...,
+        times_ns: _abc.Iterable[_builtins.int] | None = ...,
+        p10_ns: _builtins.float | None = ...,
+        p90_ns: _builtins.float | None = ...,
+        start_ns: _builtins.float | None = ...,
+        duration_ns: _builtins.float | None = ...,
+        reconstructed: _builtins.bool = ...,
+        sources: _abc.Iterable[_compile_pb2.SourceLine] | None = ...,
+        unaligned_reason: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_aligned", b"_aligned", "_backend", b"_backend", "_instruction_id", b"_instruction_id", "_mean_ns", b"_mean_ns", "_module", b"_module", "_p50_ns", b"_p50_ns", "_parent", b"_parent", "_resolution_ns", b"_resolution_ns", "_share", b"_share", "aligned", b"aligned", "backend", b"backend", "instruction_id", b"instruction_id", "mean_ns", b"mean_ns", "module", b"module", "p50_ns", b"p50_ns", "parent", b"parent", "resolution_ns", b"resolution_ns", "share", b"share", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_aligned", b"_aligned", "_backend", b"_backend", "_duration_ns", b"_duration_ns", "_instruction_id", b"_instruction_id", "_mean_ns", b"_mean_ns", "_module", b"_module", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_parent", b"_parent", "_resolution_ns", b"_resolution_ns", "_share", b"_share", "_start_ns", b"_start_ns", "_unaligned_reason", b"_unaligned_reason", "aligned", b"aligned", "backend", b"backend", "duration_ns", b"duration_ns", "instruction_id", b"instruction_id", "mean_ns", b"mean_ns", "module", b"module", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "parent", b"parent", "resolution_ns", b"resolution_ns", "share", b"share", "source", b"source", "start_ns", b"start_ns", "unaligned_reason", b"unaligned_reason"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_aligned", b"_aligned", "_backend", b"_backend", "_instruction_id", b"_instruction_id", "_mean_ns", b"_mean_ns", "_module", b"_module", "_p50_ns", b"_p50_ns", "_parent", b"_parent", "_resolution_ns", b"_resolution_ns", "_share", b"_share", "aligned", b"aligned", "backend", b"backend", "debug_handles", b"debug_handles", "delegated", b"delegated", "index", b"index", "instruction_id", b"instruction_id", "kind", b"kind", "mean_ns", b"mean_ns", "module", b"module", "name", b"name", "op_types", b"op_types", "p50_ns", b"p50_ns", "parent", b"parent", "resolution_ns", b"resolution_ns", "share", b"share", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_aligned", b"_aligned", "_backend", b"_backend", "_duration_ns", b"_duration_ns", "_instruction_id", b"_instruction_id", "_mean_ns", b"_mean_ns", "_module", b"_module", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_parent", b"_parent", "_resolution_ns", b"_resolution_ns", "_share", b"_share", "_start_ns", b"_start_ns", "_unaligned_reason", b"_unaligned_reason", "aligned", b"aligned", "backend", b"backend", "debug_handles", b"debug_handles", "delegated", b"delegated", "duration_ns", b"duration_ns", "index", b"index", "instruction_id", b"instruction_id", "kind", b"kind", "mean_ns", b"mean_ns", "module", b"module", "name", b"name", "op_types", b"op_types", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "parent", b"parent", "reconstructed", b"reconstructed", "resolution_ns", b"resolution_ns", "share", b"share", "source", b"source", "sources", b"sources", "start_ns", b"start_ns", "times_ns", b"times_ns", "unaligned_reason", b"unaligned_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__aligned: _TypeAlias = _typing.Literal["aligned"]  # noqa: Y015
     _WhichOneofArgType__aligned: _TypeAlias = _typing.Literal["_aligned", b"_aligned"]  # noqa: Y015
     _WhichOneofReturnType__backend: _TypeAlias = _typing.Literal["backend"]  # noqa: Y015
     _WhichOneofArgType__backend: _TypeAlias = _typing.Literal["_backend", b"_backend"]  # noqa: Y015
+    _WhichOneofReturnType__duration_ns: _TypeAlias = _typing.Literal["duration_ns"]  # noqa: Y015
+    _WhichOneofArgType__duration_ns: _TypeAlias = _typing.Literal["_duration_ns", b"_duration_ns"]  # noqa: Y015
     _WhichOneofReturnType__instruction_id: _TypeAlias = _typing.Literal["instruction_id"]  # noqa: Y015
     _WhichOneofArgType__instruction_id: _TypeAlias = _typing.Literal["_instruction_id", b"_instruction_id"]  # noqa: Y015
     _WhichOneofReturnType__mean_ns: _TypeAlias = _typing.Literal["mean_ns"]  # noqa: Y015
     _WhichOneofArgType__mean_ns: _TypeAlias = _typing.Literal["_mean_ns", b"_mean_ns"]  # noqa: Y015
     _WhichOneofReturnType__module: _TypeAlias = _typing.Literal["module"]  # noqa: Y015
     _WhichOneofArgType__module: _TypeAlias = _typing.Literal["_module", b"_module"]  # noqa: Y015
+    _WhichOneofReturnType__p10_ns: _TypeAlias = _typing.Literal["p10_ns"]  # noqa: Y015
+    _WhichOneofArgType__p10_ns: _TypeAlias = _typing.Literal["_p10_ns", b"_p10_ns"]  # noqa: Y015
     _WhichOneofReturnType__p50_ns: _TypeAlias = _typing.Literal["p50_ns"]  # noqa: Y015
     _WhichOneofArgType__p50_ns: _TypeAlias = _typing.Literal["_p50_ns", b"_p50_ns"]  # noqa: Y015
+    _WhichOneofReturnType__p90_ns: _TypeAlias = _typing.Literal["p90_ns"]  # noqa: Y015
+    _WhichOneofArgType__p90_ns: _TypeAlias = _typing.Literal["_p90_ns", b"_p90_ns"]  # noqa: Y015
     _WhichOneofReturnType__parent: _TypeAlias = _typing.Literal["parent"]  # noqa: Y015
     _WhichOneofArgType__parent: _TypeAlias = _typing.Literal["_parent", b"_parent"]  # noqa: Y015
     _WhichOneofReturnType__resolution_ns: _TypeAlias = _typing.Literal["resolution_ns"]  # noqa: Y015
     _WhichOneofArgType__resolution_ns: _TypeAlias = _typing.Literal["_resolution_ns", b"_resolution_ns"]  # noqa: Y015
     _WhichOneofReturnType__share: _TypeAlias = _typing.Literal["share"]  # noqa: Y015
     _WhichOneofArgType__share: _TypeAlias = _typing.Literal["_share", b"_share"]  # noqa: Y015
+    _WhichOneofReturnType__start_ns: _TypeAlias = _typing.Literal["start_ns"]  # noqa: Y015
+    _WhichOneofArgType__start_ns: _TypeAlias = _typing.Literal["_start_ns", b"_start_ns"]  # noqa: Y015
+    _WhichOneofReturnType__unaligned_reason: _TypeAlias = _typing.Literal["unaligned_reason"]  # noqa: Y015
+    _WhichOneofArgType__unaligned_reason: _TypeAlias = _typing.Literal["_unaligned_reason", b"_unaligned_reason"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__aligned) -> _WhichOneofReturnType__aligned | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__backend) -> _WhichOneofReturnType__backend | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__duration_ns) -> _WhichOneofReturnType__duration_ns | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__instruction_id) -> _WhichOneofReturnType__instruction_id | None: ...
     @_typing.overload
@@ -800,45 +1271,85 @@ class OperatorRow(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__module) -> _WhichOneofReturnType__module | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__p10_ns) -> _WhichOneofReturnType__p10_ns | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__p50_ns) -> _WhichOneofReturnType__p50_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__p90_ns) -> _WhichOneofReturnType__p90_ns | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parent) -> _WhichOneofReturnType__parent | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resolution_ns) -> _WhichOneofReturnType__resolution_ns | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__share) -> _WhichOneofReturnType__share | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__start_ns) -> _WhichOneofReturnType__start_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__unaligned_reason) -> _WhichOneofReturnType__unaligned_reason | None: ...
 
 Global___OperatorRow: _TypeAlias = OperatorRow  # noqa: Y015
 
 @_typing.final
-class SourceLine(_message.Message):
-    """The innermost frame outside of torch, torchao, executorch and <...>; its code is from the stack trace itself."""
+class Numerics(_message.Message):
+    """How the numeric gap was found."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    FILE_FIELD_NUMBER: _builtins.int
-    LINE_FIELD_NUMBER: _builtins.int
-    CODE_FIELD_NUMBER: _builtins.int
-    file: _builtins.str
-    line: _builtins.int
-    code: _builtins.str
+    PROGRAM_FIELD_NUMBER: _builtins.int
+    IS_TIMED_PROGRAM_FIELD_NUMBER: _builtins.int
+    THRESHOLD_DB_FIELD_NUMBER: _builtins.int
+    FIRST_BAD_FIELD_NUMBER: _builtins.int
+    JUDGED_FIELD_NUMBER: _builtins.int
+    is_timed_program: _builtins.bool
+    threshold_db: _builtins.float
+    """An operator is bad that differs by so much more than rounding explains from what the host computes of the quantized
+    program (of eager where nothing is quantized) for what the device itself gave before it. Absent where the pass gave nothing.
+    """
+    first_bad: _builtins.int
+    """Index in numeric_gap of the first bad operator; absent where there is none."""
+    judged: _builtins.int
+    """Of how many values of the device that was found out whether their operator is bad; those are not where the graph that is
+    judged by cannot be run, where they are NaN, or where the places that an operator chose cannot be told apart. Absent where
+    the pass gave nothing.
+    """
+    @_builtins.property
+    def program(self) -> Global___ProgramSize:
+        """What ran: the timed program itself, or one made for this, with a delegate for each operator."""
+
     def __init__(
         self,
         *,
-        file: _builtins.str = ...,
-        line: _builtins.int = ...,
-        code: _builtins.str = ...,
+        program: Global___ProgramSize | None = ...,
+        is_timed_program: _builtins.bool = ...,
+        threshold_db: _builtins.float | None = ...,
+        first_bad: _builtins.int | None = ...,
+        judged: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_bad", b"_first_bad", "_judged", b"_judged", "_threshold_db", b"_threshold_db", "first_bad", b"first_bad", "judged", b"judged", "program", b"program", "threshold_db", b"threshold_db"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "file", b"file", "line", b"line"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_bad", b"_first_bad", "_judged", b"_judged", "_threshold_db", b"_threshold_db", "first_bad", b"first_bad", "is_timed_program", b"is_timed_program", "judged", b"judged", "program", b"program", "threshold_db", b"threshold_db"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__first_bad: _TypeAlias = _typing.Literal["first_bad"]  # noqa: Y015
+    _WhichOneofArgType__first_bad: _TypeAlias = _typing.Literal["_first_bad", b"_first_bad"]  # noqa: Y015
+    _WhichOneofReturnType__judged: _TypeAlias = _typing.Literal["judged"]  # noqa: Y015
+    _WhichOneofArgType__judged: _TypeAlias = _typing.Literal["_judged", b"_judged"]  # noqa: Y015
+    _WhichOneofReturnType__threshold_db: _TypeAlias = _typing.Literal["threshold_db"]  # noqa: Y015
+    _WhichOneofArgType__threshold_db: _TypeAlias = _typing.Literal["_threshold_db", b"_threshold_db"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_bad) -> _WhichOneofReturnType__first_bad | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__judged) -> _WhichOneofReturnType__judged | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__threshold_db) -> _WhichOneofReturnType__threshold_db | None: ...
 
-Global___SourceLine: _TypeAlias = SourceLine  # noqa: Y015
+Global___Numerics: _TypeAlias = Numerics  # noqa: Y015
 
 @_typing.final
 class NumericGap(_message.Message):
+    """One operator, or a group that cannot be told apart, of the numerics program: its output on the device against the same
+    value on the host, with the exact inputs of the run. In order of execution.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     OPS_FIELD_NUMBER: _builtins.int
@@ -847,14 +1358,44 @@ class NumericGap(_message.Message):
     L1_FIELD_NUMBER: _builtins.int
     MAX_ABS_ERROR_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    REFERENCE_FIELD_NUMBER: _builtins.int
+    MODULE_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    DEBUG_HANDLES_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    EXPECTED_FIELD_NUMBER: _builtins.int
+    ACTUAL_FIELD_NUMBER: _builtins.int
+    HISTOGRAM_FIELD_NUMBER: _builtins.int
+    FIRST_BAD_FIELD_NUMBER: _builtins.int
     snr_db: _builtins.float
+    """Signal over difference, capped at 300, which an exact match has; absent for NaN or an all-zero reference."""
     mse: _builtins.float
     l1: _builtins.float
+    """Sum of the absolute differences."""
     max_abs_error: _builtins.float
+    reference: _builtins.str
+    """EAGER: the program before quantization; QUANTIZED: the quantized graph, run by torch."""
+    module: _builtins.str
+    backend: _builtins.str
+    first_bad: _builtins.bool
     @_builtins.property
     def ops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
-    def source(self) -> Global___SourceLine: ...
+    def source(self) -> _compile_pb2.SourceLine: ...
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.SourceLine]:
+        """All lines of a group; empty where there is one or none."""
+
+    @_builtins.property
+    def debug_handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def expected(self) -> Global___ValueSummary: ...
+    @_builtins.property
+    def actual(self) -> Global___ValueSummary: ...
+    @_builtins.property
+    def histogram(self) -> Global___ValueHistogram:
+        """Of both, over the same bins."""
+
     def __init__(
         self,
         *,
@@ -863,30 +1404,139 @@ class NumericGap(_message.Message):
         mse: _builtins.float | None = ...,
         l1: _builtins.float | None = ...,
         max_abs_error: _builtins.float | None = ...,
-        source: Global___SourceLine | None = ...,
+        source: _compile_pb2.SourceLine | None = ...,
+        reference: _builtins.str = ...,
+        module: _builtins.str | None = ...,
+        sources: _abc.Iterable[_compile_pb2.SourceLine] | None = ...,
+        debug_handles: _abc.Iterable[_builtins.int] | None = ...,
+        backend: _builtins.str | None = ...,
+        expected: Global___ValueSummary | None = ...,
+        actual: Global___ValueSummary | None = ...,
+        histogram: Global___ValueHistogram | None = ...,
+        first_bad: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_l1", b"_l1", "_max_abs_error", b"_max_abs_error", "_mse", b"_mse", "_snr_db", b"_snr_db", "l1", b"l1", "max_abs_error", b"max_abs_error", "mse", b"mse", "snr_db", b"snr_db", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_backend", b"_backend", "_l1", b"_l1", "_max_abs_error", b"_max_abs_error", "_module", b"_module", "_mse", b"_mse", "_snr_db", b"_snr_db", "actual", b"actual", "backend", b"backend", "expected", b"expected", "histogram", b"histogram", "l1", b"l1", "max_abs_error", b"max_abs_error", "module", b"module", "mse", b"mse", "snr_db", b"snr_db", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_l1", b"_l1", "_max_abs_error", b"_max_abs_error", "_mse", b"_mse", "_snr_db", b"_snr_db", "l1", b"l1", "max_abs_error", b"max_abs_error", "mse", b"mse", "ops", b"ops", "snr_db", b"snr_db", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backend", b"_backend", "_l1", b"_l1", "_max_abs_error", b"_max_abs_error", "_module", b"_module", "_mse", b"_mse", "_snr_db", b"_snr_db", "actual", b"actual", "backend", b"backend", "debug_handles", b"debug_handles", "expected", b"expected", "first_bad", b"first_bad", "histogram", b"histogram", "l1", b"l1", "max_abs_error", b"max_abs_error", "module", b"module", "mse", b"mse", "ops", b"ops", "reference", b"reference", "snr_db", b"snr_db", "source", b"source", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__backend: _TypeAlias = _typing.Literal["backend"]  # noqa: Y015
+    _WhichOneofArgType__backend: _TypeAlias = _typing.Literal["_backend", b"_backend"]  # noqa: Y015
     _WhichOneofReturnType__l1: _TypeAlias = _typing.Literal["l1"]  # noqa: Y015
     _WhichOneofArgType__l1: _TypeAlias = _typing.Literal["_l1", b"_l1"]  # noqa: Y015
     _WhichOneofReturnType__max_abs_error: _TypeAlias = _typing.Literal["max_abs_error"]  # noqa: Y015
     _WhichOneofArgType__max_abs_error: _TypeAlias = _typing.Literal["_max_abs_error", b"_max_abs_error"]  # noqa: Y015
+    _WhichOneofReturnType__module: _TypeAlias = _typing.Literal["module"]  # noqa: Y015
+    _WhichOneofArgType__module: _TypeAlias = _typing.Literal["_module", b"_module"]  # noqa: Y015
     _WhichOneofReturnType__mse: _TypeAlias = _typing.Literal["mse"]  # noqa: Y015
     _WhichOneofArgType__mse: _TypeAlias = _typing.Literal["_mse", b"_mse"]  # noqa: Y015
     _WhichOneofReturnType__snr_db: _TypeAlias = _typing.Literal["snr_db"]  # noqa: Y015
     _WhichOneofArgType__snr_db: _TypeAlias = _typing.Literal["_snr_db", b"_snr_db"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__backend) -> _WhichOneofReturnType__backend | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__l1) -> _WhichOneofReturnType__l1 | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_abs_error) -> _WhichOneofReturnType__max_abs_error | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__module) -> _WhichOneofReturnType__module | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__mse) -> _WhichOneofReturnType__mse | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__snr_db) -> _WhichOneofReturnType__snr_db | None: ...
 
 Global___NumericGap: _TypeAlias = NumericGap  # noqa: Y015
+
+@_typing.final
+class ValueSummary(_message.Message):
+    """Of quantized values: of the numbers that they stand for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    MIN_FIELD_NUMBER: _builtins.int
+    MAX_FIELD_NUMBER: _builtins.int
+    MEAN_FIELD_NUMBER: _builtins.int
+    STDDEV_FIELD_NUMBER: _builtins.int
+    NAN_COUNT_FIELD_NUMBER: _builtins.int
+    INFINITE_COUNT_FIELD_NUMBER: _builtins.int
+    dtype: _builtins.str
+    """As it was computed."""
+    min: _builtins.float
+    """Of the finite elements; absent where there are none."""
+    max: _builtins.float
+    mean: _builtins.float
+    stddev: _builtins.float
+    nan_count: _builtins.int
+    infinite_count: _builtins.int
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        min: _builtins.float | None = ...,
+        max: _builtins.float | None = ...,
+        mean: _builtins.float | None = ...,
+        stddev: _builtins.float | None = ...,
+        nan_count: _builtins.int = ...,
+        infinite_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_mean", b"_mean", "_min", b"_min", "_stddev", b"_stddev", "max", b"max", "mean", b"mean", "min", b"min", "stddev", b"stddev"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_mean", b"_mean", "_min", b"_min", "_stddev", b"_stddev", "dtype", b"dtype", "infinite_count", b"infinite_count", "max", b"max", "mean", b"mean", "min", b"min", "nan_count", b"nan_count", "shape", b"shape", "stddev", b"stddev"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max: _TypeAlias = _typing.Literal["max"]  # noqa: Y015
+    _WhichOneofArgType__max: _TypeAlias = _typing.Literal["_max", b"_max"]  # noqa: Y015
+    _WhichOneofReturnType__mean: _TypeAlias = _typing.Literal["mean"]  # noqa: Y015
+    _WhichOneofArgType__mean: _TypeAlias = _typing.Literal["_mean", b"_mean"]  # noqa: Y015
+    _WhichOneofReturnType__min: _TypeAlias = _typing.Literal["min"]  # noqa: Y015
+    _WhichOneofArgType__min: _TypeAlias = _typing.Literal["_min", b"_min"]  # noqa: Y015
+    _WhichOneofReturnType__stddev: _TypeAlias = _typing.Literal["stddev"]  # noqa: Y015
+    _WhichOneofArgType__stddev: _TypeAlias = _typing.Literal["_stddev", b"_stddev"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max) -> _WhichOneofReturnType__max | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mean) -> _WhichOneofReturnType__mean | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min) -> _WhichOneofReturnType__min | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stddev) -> _WhichOneofReturnType__stddev | None: ...
+
+Global___ValueSummary: _TypeAlias = ValueSummary  # noqa: Y015
+
+@_typing.final
+class ValueHistogram(_message.Message):
+    """Equal bins from `low` to `high`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOW_FIELD_NUMBER: _builtins.int
+    HIGH_FIELD_NUMBER: _builtins.int
+    EXPECTED_FIELD_NUMBER: _builtins.int
+    ACTUAL_FIELD_NUMBER: _builtins.int
+    low: _builtins.float
+    high: _builtins.float
+    @_builtins.property
+    def expected(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def actual(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        low: _builtins.float = ...,
+        high: _builtins.float = ...,
+        expected: _abc.Iterable[_builtins.int] | None = ...,
+        actual: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actual", b"actual", "expected", b"expected", "high", b"high", "low", b"low"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ValueHistogram: _TypeAlias = ValueHistogram  # noqa: Y015
 
 @_typing.final
 class Verdict(_message.Message):
@@ -959,6 +1609,14 @@ class RunTelemetry(_message.Message):
     MINOR_FAULTS_FIELD_NUMBER: _builtins.int
     MAJOR_FAULTS_FIELD_NUMBER: _builtins.int
     PSI_CPU_SOME_US_FIELD_NUMBER: _builtins.int
+    AFFINITY_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    SERIES_FIELD_NUMBER: _builtins.int
+    SAMPLER_CPU_NS_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
+    RUNNERS_CPU_NS_FIELD_NUMBER: _builtins.int
     cpu_time_ns: _builtins.int
     wall_time_ns: _builtins.int
     voluntary_switches: _builtins.int
@@ -967,6 +1625,30 @@ class RunTelemetry(_message.Message):
     major_faults: _builtins.int
     psi_cpu_some_us: _builtins.int
     """Time that some task of the device waited for a cpu (/proc/pressure/cpu)."""
+    affinity: _builtins.str
+    """Below: what the agent saw beside the runner. Logical cpus that the runner might use, "0-3"."""
+    sampler_cpu_ns: _builtins.int
+    """CPU time that taking the series cost."""
+    runners_cpu_ns: _builtins.int
+    """Where several programs took turns: CPU time of all their runners between `before` and `after`, loading and warm-ups included."""
+    @_builtins.property
+    def before(self) -> Global___SystemReading:
+        """Right before the timed pass and right after it."""
+
+    @_builtins.property
+    def after(self) -> Global___SystemReading: ...
+    @_builtins.property
+    def series(self) -> _containers.RepeatedCompositeFieldContainer[Global___TelemetryPoint]:
+        """During it, at most 120, evenly spread; a long pass has them further apart."""
+
+    @_builtins.property
+    def settings(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceSetting]:
+        """Settings of the device that the agent changed for the run, or might not change."""
+
+    @_builtins.property
+    def waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___GateWait]:
+        """What the run waited for before it began; only what made it wait."""
+
     def __init__(
         self,
         *,
@@ -977,11 +1659,21 @@ class RunTelemetry(_message.Message):
         minor_faults: _builtins.int | None = ...,
         major_faults: _builtins.int | None = ...,
         psi_cpu_some_us: _builtins.int | None = ...,
+        affinity: _builtins.str | None = ...,
+        before: Global___SystemReading | None = ...,
+        after: Global___SystemReading | None = ...,
+        series: _abc.Iterable[Global___TelemetryPoint] | None = ...,
+        sampler_cpu_ns: _builtins.int | None = ...,
+        settings: _abc.Iterable[Global___DeviceSetting] | None = ...,
+        waits: _abc.Iterable[Global___GateWait] | None = ...,
+        runners_cpu_ns: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cpu_time_ns", b"_cpu_time_ns", "_involuntary_switches", b"_involuntary_switches", "_major_faults", b"_major_faults", "_minor_faults", b"_minor_faults", "_psi_cpu_some_us", b"_psi_cpu_some_us", "_voluntary_switches", b"_voluntary_switches", "_wall_time_ns", b"_wall_time_ns", "cpu_time_ns", b"cpu_time_ns", "involuntary_switches", b"involuntary_switches", "major_faults", b"major_faults", "minor_faults", b"minor_faults", "psi_cpu_some_us", b"psi_cpu_some_us", "voluntary_switches", b"voluntary_switches", "wall_time_ns", b"wall_time_ns"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_cpu_time_ns", b"_cpu_time_ns", "_involuntary_switches", b"_involuntary_switches", "_major_faults", b"_major_faults", "_minor_faults", b"_minor_faults", "_psi_cpu_some_us", b"_psi_cpu_some_us", "_runners_cpu_ns", b"_runners_cpu_ns", "_sampler_cpu_ns", b"_sampler_cpu_ns", "_voluntary_switches", b"_voluntary_switches", "_wall_time_ns", b"_wall_time_ns", "affinity", b"affinity", "after", b"after", "before", b"before", "cpu_time_ns", b"cpu_time_ns", "involuntary_switches", b"involuntary_switches", "major_faults", b"major_faults", "minor_faults", b"minor_faults", "psi_cpu_some_us", b"psi_cpu_some_us", "runners_cpu_ns", b"runners_cpu_ns", "sampler_cpu_ns", b"sampler_cpu_ns", "voluntary_switches", b"voluntary_switches", "wall_time_ns", b"wall_time_ns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cpu_time_ns", b"_cpu_time_ns", "_involuntary_switches", b"_involuntary_switches", "_major_faults", b"_major_faults", "_minor_faults", b"_minor_faults", "_psi_cpu_some_us", b"_psi_cpu_some_us", "_voluntary_switches", b"_voluntary_switches", "_wall_time_ns", b"_wall_time_ns", "cpu_time_ns", b"cpu_time_ns", "involuntary_switches", b"involuntary_switches", "major_faults", b"major_faults", "minor_faults", b"minor_faults", "psi_cpu_some_us", b"psi_cpu_some_us", "voluntary_switches", b"voluntary_switches", "wall_time_ns", b"wall_time_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_cpu_time_ns", b"_cpu_time_ns", "_involuntary_switches", b"_involuntary_switches", "_major_faults", b"_major_faults", "_minor_faults", b"_minor_faults", "_psi_cpu_some_us", b"_psi_cpu_some_us", "_runners_cpu_ns", b"_runners_cpu_ns", "_sampler_cpu_ns", b"_sampler_cpu_ns", "_voluntary_switches", b"_voluntary_switches", "_wall_time_ns", b"_wall_time_ns", "affinity", b"affinity", "after", b"after", "before", b"before", "cpu_time_ns", b"cpu_time_ns", "involuntary_switches", b"involuntary_switches", "major_faults", b"major_faults", "minor_faults", b"minor_faults", "psi_cpu_some_us", b"psi_cpu_some_us", "runners_cpu_ns", b"runners_cpu_ns", "sampler_cpu_ns", b"sampler_cpu_ns", "series", b"series", "settings", b"settings", "voluntary_switches", b"voluntary_switches", "waits", b"waits", "wall_time_ns", b"wall_time_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__affinity: _TypeAlias = _typing.Literal["affinity"]  # noqa: Y015
+    _WhichOneofArgType__affinity: _TypeAlias = _typing.Literal["_affinity", b"_affinity"]  # noqa: Y015
     _WhichOneofReturnType__cpu_time_ns: _TypeAlias = _typing.Literal["cpu_time_ns"]  # noqa: Y015
     _WhichOneofArgType__cpu_time_ns: _TypeAlias = _typing.Literal["_cpu_time_ns", b"_cpu_time_ns"]  # noqa: Y015
     _WhichOneofReturnType__involuntary_switches: _TypeAlias = _typing.Literal["involuntary_switches"]  # noqa: Y015
@@ -992,10 +1684,16 @@ class RunTelemetry(_message.Message):
     _WhichOneofArgType__minor_faults: _TypeAlias = _typing.Literal["_minor_faults", b"_minor_faults"]  # noqa: Y015
     _WhichOneofReturnType__psi_cpu_some_us: _TypeAlias = _typing.Literal["psi_cpu_some_us"]  # noqa: Y015
     _WhichOneofArgType__psi_cpu_some_us: _TypeAlias = _typing.Literal["_psi_cpu_some_us", b"_psi_cpu_some_us"]  # noqa: Y015
+    _WhichOneofReturnType__runners_cpu_ns: _TypeAlias = _typing.Literal["runners_cpu_ns"]  # noqa: Y015
+    _WhichOneofArgType__runners_cpu_ns: _TypeAlias = _typing.Literal["_runners_cpu_ns", b"_runners_cpu_ns"]  # noqa: Y015
+    _WhichOneofReturnType__sampler_cpu_ns: _TypeAlias = _typing.Literal["sampler_cpu_ns"]  # noqa: Y015
+    _WhichOneofArgType__sampler_cpu_ns: _TypeAlias = _typing.Literal["_sampler_cpu_ns", b"_sampler_cpu_ns"]  # noqa: Y015
     _WhichOneofReturnType__voluntary_switches: _TypeAlias = _typing.Literal["voluntary_switches"]  # noqa: Y015
     _WhichOneofArgType__voluntary_switches: _TypeAlias = _typing.Literal["_voluntary_switches", b"_voluntary_switches"]  # noqa: Y015
     _WhichOneofReturnType__wall_time_ns: _TypeAlias = _typing.Literal["wall_time_ns"]  # noqa: Y015
     _WhichOneofArgType__wall_time_ns: _TypeAlias = _typing.Literal["_wall_time_ns", b"_wall_time_ns"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__affinity) -> _WhichOneofReturnType__affinity | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cpu_time_ns) -> _WhichOneofReturnType__cpu_time_ns | None: ...
     @_typing.overload
@@ -1007,11 +1705,351 @@ class RunTelemetry(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__psi_cpu_some_us) -> _WhichOneofReturnType__psi_cpu_some_us | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__runners_cpu_ns) -> _WhichOneofReturnType__runners_cpu_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sampler_cpu_ns) -> _WhichOneofReturnType__sampler_cpu_ns | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__voluntary_switches) -> _WhichOneofReturnType__voluntary_switches | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__wall_time_ns) -> _WhichOneofReturnType__wall_time_ns | None: ...
 
 Global___RunTelemetry: _TypeAlias = RunTelemetry  # noqa: Y015
+
+@_typing.final
+class SystemReading(_message.Message):
+    """The device at one moment. What it does not have is absent or empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CPUS_FIELD_NUMBER: _builtins.int
+    ZONES_FIELD_NUMBER: _builtins.int
+    COOLING_FIELD_NUMBER: _builtins.int
+    THROTTLE_COUNT_FIELD_NUMBER: _builtins.int
+    BATTERY_SHARE_FIELD_NUMBER: _builtins.int
+    CHARGING_FIELD_NUMBER: _builtins.int
+    LOAD_1M_FIELD_NUMBER: _builtins.int
+    RUNNABLE_FIELD_NUMBER: _builtins.int
+    PSI_CPU_AVG10_FIELD_NUMBER: _builtins.int
+    PSI_MEMORY_AVG10_FIELD_NUMBER: _builtins.int
+    PSI_IO_AVG10_FIELD_NUMBER: _builtins.int
+    MEMORY_AVAILABLE_BYTES_FIELD_NUMBER: _builtins.int
+    CPU_BUSY_NS_FIELD_NUMBER: _builtins.int
+    CPU_STOLEN_NS_FIELD_NUMBER: _builtins.int
+    ELAPSED_MS_FIELD_NUMBER: _builtins.int
+    throttle_count: _builtins.int
+    """How often the cpus were throttled since the start of the system, all of them together (x86)."""
+    battery_share: _builtins.float
+    charging: _builtins.bool
+    load_1m: _builtins.float
+    runnable: _builtins.int
+    """Tasks that ran or wanted to, without the one that looked."""
+    psi_cpu_avg10: _builtins.float
+    """Part of the last ten seconds in which some task waited, 0 to 1 (/proc/pressure)."""
+    psi_memory_avg10: _builtins.float
+    psi_io_avg10: _builtins.float
+    memory_available_bytes: _builtins.int
+    cpu_busy_ns: _builtins.int
+    """Counters since the start of the system, over all cpus: what they did not idle, and what a hypervisor took from them."""
+    cpu_stolen_ns: _builtins.int
+    elapsed_ms: _builtins.float
+    """As in TelemetryPoint."""
+    @_builtins.property
+    def cpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___CpuReading]: ...
+    @_builtins.property
+    def zones(self) -> _containers.RepeatedCompositeFieldContainer[Global___ThermalZone]: ...
+    @_builtins.property
+    def cooling(self) -> _containers.RepeatedCompositeFieldContainer[Global___CoolingDevice]:
+        """What the system does against heat: a state above 0 slows something down."""
+
+    def __init__(
+        self,
+        *,
+        cpus: _abc.Iterable[Global___CpuReading] | None = ...,
+        zones: _abc.Iterable[Global___ThermalZone] | None = ...,
+        cooling: _abc.Iterable[Global___CoolingDevice] | None = ...,
+        throttle_count: _builtins.int | None = ...,
+        battery_share: _builtins.float | None = ...,
+        charging: _builtins.bool | None = ...,
+        load_1m: _builtins.float | None = ...,
+        runnable: _builtins.int | None = ...,
+        psi_cpu_avg10: _builtins.float | None = ...,
+        psi_memory_avg10: _builtins.float | None = ...,
+        psi_io_avg10: _builtins.float | None = ...,
+        memory_available_bytes: _builtins.int | None = ...,
+        cpu_busy_ns: _builtins.int | None = ...,
+        cpu_stolen_ns: _builtins.int | None = ...,
+        elapsed_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_battery_share", b"_battery_share", "_charging", b"_charging", "_cpu_busy_ns", b"_cpu_busy_ns", "_cpu_stolen_ns", b"_cpu_stolen_ns", "_load_1m", b"_load_1m", "_memory_available_bytes", b"_memory_available_bytes", "_psi_cpu_avg10", b"_psi_cpu_avg10", "_psi_io_avg10", b"_psi_io_avg10", "_psi_memory_avg10", b"_psi_memory_avg10", "_runnable", b"_runnable", "_throttle_count", b"_throttle_count", "battery_share", b"battery_share", "charging", b"charging", "cpu_busy_ns", b"cpu_busy_ns", "cpu_stolen_ns", b"cpu_stolen_ns", "load_1m", b"load_1m", "memory_available_bytes", b"memory_available_bytes", "psi_cpu_avg10", b"psi_cpu_avg10", "psi_io_avg10", b"psi_io_avg10", "psi_memory_avg10", b"psi_memory_avg10", "runnable", b"runnable", "throttle_count", b"throttle_count"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_battery_share", b"_battery_share", "_charging", b"_charging", "_cpu_busy_ns", b"_cpu_busy_ns", "_cpu_stolen_ns", b"_cpu_stolen_ns", "_load_1m", b"_load_1m", "_memory_available_bytes", b"_memory_available_bytes", "_psi_cpu_avg10", b"_psi_cpu_avg10", "_psi_io_avg10", b"_psi_io_avg10", "_psi_memory_avg10", b"_psi_memory_avg10", "_runnable", b"_runnable", "_throttle_count", b"_throttle_count", "battery_share", b"battery_share", "charging", b"charging", "cooling", b"cooling", "cpu_busy_ns", b"cpu_busy_ns", "cpu_stolen_ns", b"cpu_stolen_ns", "cpus", b"cpus", "elapsed_ms", b"elapsed_ms", "load_1m", b"load_1m", "memory_available_bytes", b"memory_available_bytes", "psi_cpu_avg10", b"psi_cpu_avg10", "psi_io_avg10", b"psi_io_avg10", "psi_memory_avg10", b"psi_memory_avg10", "runnable", b"runnable", "throttle_count", b"throttle_count", "zones", b"zones"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__battery_share: _TypeAlias = _typing.Literal["battery_share"]  # noqa: Y015
+    _WhichOneofArgType__battery_share: _TypeAlias = _typing.Literal["_battery_share", b"_battery_share"]  # noqa: Y015
+    _WhichOneofReturnType__charging: _TypeAlias = _typing.Literal["charging"]  # noqa: Y015
+    _WhichOneofArgType__charging: _TypeAlias = _typing.Literal["_charging", b"_charging"]  # noqa: Y015
+    _WhichOneofReturnType__cpu_busy_ns: _TypeAlias = _typing.Literal["cpu_busy_ns"]  # noqa: Y015
+    _WhichOneofArgType__cpu_busy_ns: _TypeAlias = _typing.Literal["_cpu_busy_ns", b"_cpu_busy_ns"]  # noqa: Y015
+    _WhichOneofReturnType__cpu_stolen_ns: _TypeAlias = _typing.Literal["cpu_stolen_ns"]  # noqa: Y015
+    _WhichOneofArgType__cpu_stolen_ns: _TypeAlias = _typing.Literal["_cpu_stolen_ns", b"_cpu_stolen_ns"]  # noqa: Y015
+    _WhichOneofReturnType__load_1m: _TypeAlias = _typing.Literal["load_1m"]  # noqa: Y015
+    _WhichOneofArgType__load_1m: _TypeAlias = _typing.Literal["_load_1m", b"_load_1m"]  # noqa: Y015
+    _WhichOneofReturnType__memory_available_bytes: _TypeAlias = _typing.Literal["memory_available_bytes"]  # noqa: Y015
+    _WhichOneofArgType__memory_available_bytes: _TypeAlias = _typing.Literal["_memory_available_bytes", b"_memory_available_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__psi_cpu_avg10: _TypeAlias = _typing.Literal["psi_cpu_avg10"]  # noqa: Y015
+    _WhichOneofArgType__psi_cpu_avg10: _TypeAlias = _typing.Literal["_psi_cpu_avg10", b"_psi_cpu_avg10"]  # noqa: Y015
+    _WhichOneofReturnType__psi_io_avg10: _TypeAlias = _typing.Literal["psi_io_avg10"]  # noqa: Y015
+    _WhichOneofArgType__psi_io_avg10: _TypeAlias = _typing.Literal["_psi_io_avg10", b"_psi_io_avg10"]  # noqa: Y015
+    _WhichOneofReturnType__psi_memory_avg10: _TypeAlias = _typing.Literal["psi_memory_avg10"]  # noqa: Y015
+    _WhichOneofArgType__psi_memory_avg10: _TypeAlias = _typing.Literal["_psi_memory_avg10", b"_psi_memory_avg10"]  # noqa: Y015
+    _WhichOneofReturnType__runnable: _TypeAlias = _typing.Literal["runnable"]  # noqa: Y015
+    _WhichOneofArgType__runnable: _TypeAlias = _typing.Literal["_runnable", b"_runnable"]  # noqa: Y015
+    _WhichOneofReturnType__throttle_count: _TypeAlias = _typing.Literal["throttle_count"]  # noqa: Y015
+    _WhichOneofArgType__throttle_count: _TypeAlias = _typing.Literal["_throttle_count", b"_throttle_count"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__battery_share) -> _WhichOneofReturnType__battery_share | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__charging) -> _WhichOneofReturnType__charging | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cpu_busy_ns) -> _WhichOneofReturnType__cpu_busy_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cpu_stolen_ns) -> _WhichOneofReturnType__cpu_stolen_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__load_1m) -> _WhichOneofReturnType__load_1m | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_available_bytes) -> _WhichOneofReturnType__memory_available_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__psi_cpu_avg10) -> _WhichOneofReturnType__psi_cpu_avg10 | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__psi_io_avg10) -> _WhichOneofReturnType__psi_io_avg10 | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__psi_memory_avg10) -> _WhichOneofReturnType__psi_memory_avg10 | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__runnable) -> _WhichOneofReturnType__runnable | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__throttle_count) -> _WhichOneofReturnType__throttle_count | None: ...
+
+Global___SystemReading: _TypeAlias = SystemReading  # noqa: Y015
+
+@_typing.final
+class CpuReading(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CPU_FIELD_NUMBER: _builtins.int
+    FREQUENCY_HZ_FIELD_NUMBER: _builtins.int
+    LIMIT_HZ_FIELD_NUMBER: _builtins.int
+    GOVERNOR_FIELD_NUMBER: _builtins.int
+    cpu: _builtins.int
+    frequency_hz: _builtins.int
+    limit_hz: _builtins.int
+    """The highest that is allowed now."""
+    governor: _builtins.str
+    def __init__(
+        self,
+        *,
+        cpu: _builtins.int = ...,
+        frequency_hz: _builtins.int | None = ...,
+        limit_hz: _builtins.int | None = ...,
+        governor: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_hz", b"_frequency_hz", "_governor", b"_governor", "_limit_hz", b"_limit_hz", "frequency_hz", b"frequency_hz", "governor", b"governor", "limit_hz", b"limit_hz"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_hz", b"_frequency_hz", "_governor", b"_governor", "_limit_hz", b"_limit_hz", "cpu", b"cpu", "frequency_hz", b"frequency_hz", "governor", b"governor", "limit_hz", b"limit_hz"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__frequency_hz: _TypeAlias = _typing.Literal["frequency_hz"]  # noqa: Y015
+    _WhichOneofArgType__frequency_hz: _TypeAlias = _typing.Literal["_frequency_hz", b"_frequency_hz"]  # noqa: Y015
+    _WhichOneofReturnType__governor: _TypeAlias = _typing.Literal["governor"]  # noqa: Y015
+    _WhichOneofArgType__governor: _TypeAlias = _typing.Literal["_governor", b"_governor"]  # noqa: Y015
+    _WhichOneofReturnType__limit_hz: _TypeAlias = _typing.Literal["limit_hz"]  # noqa: Y015
+    _WhichOneofArgType__limit_hz: _TypeAlias = _typing.Literal["_limit_hz", b"_limit_hz"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_hz) -> _WhichOneofReturnType__frequency_hz | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__governor) -> _WhichOneofReturnType__governor | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__limit_hz) -> _WhichOneofReturnType__limit_hz | None: ...
+
+Global___CpuReading: _TypeAlias = CpuReading  # noqa: Y015
+
+@_typing.final
+class ThermalZone(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_C_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    temperature_c: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        temperature_c: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "temperature_c", b"temperature_c"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ThermalZone: _TypeAlias = ThermalZone  # noqa: Y015
+
+@_typing.final
+class CoolingDevice(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    state: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        state: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CoolingDevice: _TypeAlias = CoolingDevice  # noqa: Y015
+
+@_typing.final
+class TelemetryPoint(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ELAPSED_MS_FIELD_NUMBER: _builtins.int
+    FREQUENCY_HZ_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_C_FIELD_NUMBER: _builtins.int
+    LOAD_1M_FIELD_NUMBER: _builtins.int
+    PSI_CPU_FIELD_NUMBER: _builtins.int
+    BUSY_CPUS_FIELD_NUMBER: _builtins.int
+    elapsed_ms: _builtins.float
+    """Since the agent heard that the timed pass began."""
+    temperature_c: _builtins.float
+    """The hottest zone."""
+    load_1m: _builtins.float
+    psi_cpu: _builtins.float
+    """Part of the time since the point before in which some task waited for a cpu."""
+    busy_cpus: _builtins.float
+    """Cpus' worth of work since the point before, the runner's included: 2 is two of them all the time."""
+    @_builtins.property
+    def frequency_hz(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The fastest clock of each cluster of the device, in their order; empty where there is none to read."""
+
+    def __init__(
+        self,
+        *,
+        elapsed_ms: _builtins.float = ...,
+        frequency_hz: _abc.Iterable[_builtins.int] | None = ...,
+        temperature_c: _builtins.float | None = ...,
+        load_1m: _builtins.float | None = ...,
+        psi_cpu: _builtins.float | None = ...,
+        busy_cpus: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_busy_cpus", b"_busy_cpus", "_load_1m", b"_load_1m", "_psi_cpu", b"_psi_cpu", "_temperature_c", b"_temperature_c", "busy_cpus", b"busy_cpus", "load_1m", b"load_1m", "psi_cpu", b"psi_cpu", "temperature_c", b"temperature_c"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy_cpus", b"_busy_cpus", "_load_1m", b"_load_1m", "_psi_cpu", b"_psi_cpu", "_temperature_c", b"_temperature_c", "busy_cpus", b"busy_cpus", "elapsed_ms", b"elapsed_ms", "frequency_hz", b"frequency_hz", "load_1m", b"load_1m", "psi_cpu", b"psi_cpu", "temperature_c", b"temperature_c"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__busy_cpus: _TypeAlias = _typing.Literal["busy_cpus"]  # noqa: Y015
+    _WhichOneofArgType__busy_cpus: _TypeAlias = _typing.Literal["_busy_cpus", b"_busy_cpus"]  # noqa: Y015
+    _WhichOneofReturnType__load_1m: _TypeAlias = _typing.Literal["load_1m"]  # noqa: Y015
+    _WhichOneofArgType__load_1m: _TypeAlias = _typing.Literal["_load_1m", b"_load_1m"]  # noqa: Y015
+    _WhichOneofReturnType__psi_cpu: _TypeAlias = _typing.Literal["psi_cpu"]  # noqa: Y015
+    _WhichOneofArgType__psi_cpu: _TypeAlias = _typing.Literal["_psi_cpu", b"_psi_cpu"]  # noqa: Y015
+    _WhichOneofReturnType__temperature_c: _TypeAlias = _typing.Literal["temperature_c"]  # noqa: Y015
+    _WhichOneofArgType__temperature_c: _TypeAlias = _typing.Literal["_temperature_c", b"_temperature_c"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__busy_cpus) -> _WhichOneofReturnType__busy_cpus | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__load_1m) -> _WhichOneofReturnType__load_1m | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__psi_cpu) -> _WhichOneofReturnType__psi_cpu | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature_c) -> _WhichOneofReturnType__temperature_c | None: ...
+
+Global___TelemetryPoint: _TypeAlias = TelemetryPoint  # noqa: Y015
+
+@_typing.final
+class DeviceSetting(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CPUS_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    APPLIED_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """governor."""
+    cpus: _builtins.str
+    """Logical cpus, "0-3"."""
+    found: _builtins.str
+    wanted: _builtins.str
+    applied: _builtins.bool
+    why: _builtins.str
+    """Why it was not applied."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        cpus: _builtins.str = ...,
+        found: _builtins.str = ...,
+        wanted: _builtins.str = ...,
+        applied: _builtins.bool = ...,
+        why: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_why", b"_why", "why", b"why"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_why", b"_why", "applied", b"applied", "cpus", b"cpus", "found", b"found", "name", b"name", "wanted", b"wanted", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__why: _TypeAlias = _typing.Literal["why"]  # noqa: Y015
+    _WhichOneofArgType__why: _TypeAlias = _typing.Literal["_why", b"_why"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__why) -> _WhichOneofReturnType__why | None: ...
+
+Global___DeviceSetting: _TypeAlias = DeviceSetting  # noqa: Y015
+
+@_typing.final
+class GateWait(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATE_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
+    PASSED_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
+    THRESHOLD_FIELD_NUMBER: _builtins.int
+    gate: _builtins.str
+    """COOL_DOWN, COOL or IDLE."""
+    waited_ms: _builtins.float
+    passed: _builtins.bool
+    """Whether what was waited for came; otherwise the run began without it."""
+    measured: _builtins.float
+    """The last reading, and what it had to be below: degrees Celsius for COOL, runnable tasks a cpu for IDLE."""
+    threshold: _builtins.float
+    def __init__(
+        self,
+        *,
+        gate: _builtins.str = ...,
+        waited_ms: _builtins.float = ...,
+        passed: _builtins.bool = ...,
+        measured: _builtins.float | None = ...,
+        threshold: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured", b"_measured", "_threshold", b"_threshold", "measured", b"measured", "threshold", b"threshold"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured", b"_measured", "_threshold", b"_threshold", "gate", b"gate", "measured", b"measured", "passed", b"passed", "threshold", b"threshold", "waited_ms", b"waited_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__measured: _TypeAlias = _typing.Literal["measured"]  # noqa: Y015
+    _WhichOneofArgType__measured: _TypeAlias = _typing.Literal["_measured", b"_measured"]  # noqa: Y015
+    _WhichOneofReturnType__threshold: _TypeAlias = _typing.Literal["threshold"]  # noqa: Y015
+    _WhichOneofArgType__threshold: _TypeAlias = _typing.Literal["_threshold", b"_threshold"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__measured) -> _WhichOneofReturnType__measured | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__threshold) -> _WhichOneofReturnType__threshold | None: ...
+
+Global___GateWait: _TypeAlias = GateWait  # noqa: Y015
 
 @_typing.final
 class Phase(_message.Message):
@@ -1051,15 +2089,30 @@ class ListOperatorsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REPORT_ID_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    SORT_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     report_id: _builtins.str
+    by: _builtins.str
+    """op, type, module, line or backend; each row by itself when empty."""
+    sort: _builtins.str
+    """own, total, name or order; own when empty. Groups of module `by` are a tree, in which siblings are sorted."""
+    page_size: _builtins.int
+    """100 when 0, 1,000 at most."""
+    page_token: _builtins.str
     def __init__(
         self,
         *,
         report_id: _builtins.str = ...,
+        by: _builtins.str = ...,
+        sort: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["report_id", b"report_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "page_size", b"page_size", "page_token", b"page_token", "report_id", b"report_id", "sort", b"sort"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1070,20 +2123,93 @@ class ListOperatorsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OPERATORS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
     @_builtins.property
-    def operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorRow]: ...
+    def operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorRow]:
+        """Set where `by` is empty."""
+
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorGroup]: ...
     def __init__(
         self,
         *,
         operators: _abc.Iterable[Global___OperatorRow] | None = ...,
+        groups: _abc.Iterable[Global___OperatorGroup] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["operators", b"operators"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "next_page_token", b"next_page_token", "operators", b"operators"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListOperatorsResponse: _TypeAlias = ListOperatorsResponse  # noqa: Y015
+
+@_typing.final
+class OperatorGroup(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    OWN_NS_FIELD_NUMBER: _builtins.int
+    OWN_SHARE_FIELD_NUMBER: _builtins.int
+    TOTAL_NS_FIELD_NUMBER: _builtins.int
+    TOTAL_SHARE_FIELD_NUMBER: _builtins.int
+    DEPTH_FIELD_NUMBER: _builtins.int
+    INDEXES_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    detail: _builtins.str
+    """The code of a line, the type of a module's operators; may be empty."""
+    rows: _builtins.int
+    own_ns: _builtins.float
+    """Of its own rows, and with what is below it in the tree. Times are means, which add up."""
+    own_share: _builtins.float
+    total_ns: _builtins.float
+    total_share: _builtins.float
+    depth: _builtins.int
+    """In the tree of modules, from 0; 0 elsewhere."""
+    @_builtins.property
+    def indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indexes of its own rows."""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        rows: _builtins.int = ...,
+        own_ns: _builtins.float | None = ...,
+        own_share: _builtins.float | None = ...,
+        total_ns: _builtins.float | None = ...,
+        total_share: _builtins.float | None = ...,
+        depth: _builtins.int = ...,
+        indexes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_own_ns", b"_own_ns", "_own_share", b"_own_share", "_total_ns", b"_total_ns", "_total_share", b"_total_share", "own_ns", b"own_ns", "own_share", b"own_share", "total_ns", b"total_ns", "total_share", b"total_share"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_own_ns", b"_own_ns", "_own_share", b"_own_share", "_total_ns", b"_total_ns", "_total_share", b"_total_share", "depth", b"depth", "detail", b"detail", "indexes", b"indexes", "key", b"key", "own_ns", b"own_ns", "own_share", b"own_share", "rows", b"rows", "total_ns", b"total_ns", "total_share", b"total_share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__own_ns: _TypeAlias = _typing.Literal["own_ns"]  # noqa: Y015
+    _WhichOneofArgType__own_ns: _TypeAlias = _typing.Literal["_own_ns", b"_own_ns"]  # noqa: Y015
+    _WhichOneofReturnType__own_share: _TypeAlias = _typing.Literal["own_share"]  # noqa: Y015
+    _WhichOneofArgType__own_share: _TypeAlias = _typing.Literal["_own_share", b"_own_share"]  # noqa: Y015
+    _WhichOneofReturnType__total_ns: _TypeAlias = _typing.Literal["total_ns"]  # noqa: Y015
+    _WhichOneofArgType__total_ns: _TypeAlias = _typing.Literal["_total_ns", b"_total_ns"]  # noqa: Y015
+    _WhichOneofReturnType__total_share: _TypeAlias = _typing.Literal["total_share"]  # noqa: Y015
+    _WhichOneofArgType__total_share: _TypeAlias = _typing.Literal["_total_share", b"_total_share"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__own_ns) -> _WhichOneofReturnType__own_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__own_share) -> _WhichOneofReturnType__own_share | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__total_ns) -> _WhichOneofReturnType__total_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__total_share) -> _WhichOneofReturnType__total_share | None: ...
+
+Global___OperatorGroup: _TypeAlias = OperatorGroup  # noqa: Y015
 
 @_typing.final
 class CompareRequest(_message.Message):
@@ -1092,6 +2218,9 @@ class CompareRequest(_message.Message):
     BASE_FIELD_NUMBER: _builtins.int
     CANDIDATE_FIELD_NUMBER: _builtins.int
     base: _builtins.str
+    """Jobs: ids, unique prefixes, tags or "latest"; then # and a cell's number from 0, a recipe, a model or a cell's id, where
+    not all of its reports are meant: "latest#1".
+    """
     candidate: _builtins.str
     def __init__(
         self,
@@ -1111,12 +2240,17 @@ Global___CompareRequest: _TypeAlias = CompareRequest  # noqa: Y015
 class CompareResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    DOCUMENT_FIELD_NUMBER: _builtins.int
+    document: _builtins.str
+    """JSON, schema etfarm.comparison/1: see etfarm.wire.comparison."""
     def __init__(
         self,
+        *,
+        document: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["document", b"document"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1128,17 +2262,21 @@ class TagRequest(_message.Message):
 
     JOB_ID_FIELD_NUMBER: _builtins.int
     TAG_FIELD_NUMBER: _builtins.int
+    REMOVE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     tag: _builtins.str
+    remove: _builtins.bool
+    """Takes the tag away instead; job_id may be empty."""
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         tag: _builtins.str = ...,
+        remove: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "remove", b"remove", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1148,12 +2286,23 @@ Global___TagRequest: _TypeAlias = TagRequest  # noqa: Y015
 class TagResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
+    PREVIOUS_JOB_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    tag: _builtins.str
+    previous_job_id: _builtins.str
+    """The job that had it before; empty where none had."""
     def __init__(
         self,
+        *,
+        job_id: _builtins.str = ...,
+        tag: _builtins.str = ...,
+        previous_job_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "previous_job_id", b"previous_job_id", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1164,17 +2313,41 @@ class ListHistoryRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    RECIPE_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    THREADS_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    """A model's name, or the beginning of its digest."""
+    device: _builtins.str
+    """A selector of devices, as they are known now, else as the report tells them; empty is all."""
+    recipe: _builtins.str
+    """The recipe as reports name it; empty is all."""
+    method: _builtins.str
+    threads: _builtins.int
+    page_size: _builtins.int
+    """50 when 0, 500 at most."""
+    page_token: _builtins.str
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
+        device: _builtins.str = ...,
+        recipe: _builtins.str = ...,
+        method: _builtins.str = ...,
+        threads: _builtins.int | None = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "threads", b"threads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "device", b"device", "method", b"method", "model", b"model", "page_size", b"page_size", "page_token", b"page_token", "recipe", b"recipe", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__threads: _TypeAlias = _typing.Literal["threads"]  # noqa: Y015
+    _WhichOneofArgType__threads: _TypeAlias = _typing.Literal["_threads", b"_threads"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__threads) -> _WhichOneofReturnType__threads | None: ...
 
 Global___ListHistoryRequest: _TypeAlias = ListHistoryRequest  # noqa: Y015
 
@@ -1182,18 +2355,91 @@ Global___ListHistoryRequest: _TypeAlias = ListHistoryRequest  # noqa: Y015
 class ListHistoryResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    REPORTS_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
     @_builtins.property
-    def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___Report]: ...
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___HistoryEntry]: ...
     def __init__(
         self,
         *,
-        reports: _abc.Iterable[Global___Report] | None = ...,
+        entries: _abc.Iterable[Global___HistoryEntry] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reports", b"reports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListHistoryResponse: _TypeAlias = ListHistoryResponse  # noqa: Y015
+
+@_typing.final
+class HistoryEntry(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def report(self) -> Global___Report:
+        """Without samples, operators, numeric gap and the series of telemetry."""
+
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        tags: _abc.Iterable[_builtins.str] | None = ...,
+        report: Global___Report | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "report", b"report", "tags", b"tags"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HistoryEntry: _TypeAlias = HistoryEntry  # noqa: Y015
+
+@_typing.final
+class AnalyzeJobRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnalyzeJobRequest: _TypeAlias = AnalyzeJobRequest  # noqa: Y015
+
+@_typing.final
+class AnalyzeJobResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPORT_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def report_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In the order of the cells; `Get` has the reports."""
+
+    def __init__(
+        self,
+        *,
+        report_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["report_ids", b"report_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnalyzeJobResponse: _TypeAlias = AnalyzeJobResponse  # noqa: Y015

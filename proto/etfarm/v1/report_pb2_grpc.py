@@ -60,6 +60,11 @@ class ReportServiceStub(object):
                 request_serializer=etfarm_dot_v1_dot_report__pb2.ListHistoryRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_report__pb2.ListHistoryResponse.FromString,
                 _registered_method=True)
+        self.Analyze = channel.unary_unary(
+                '/etfarm.v1.ReportService/Analyze',
+                request_serializer=etfarm_dot_v1_dot_report__pb2.AnalyzeJobRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_report__pb2.AnalyzeJobResponse.FromString,
+                _registered_method=True)
 
 
 class ReportServiceServicer(object):
@@ -67,38 +72,71 @@ class ReportServiceServicer(object):
     """
 
     def Get(self, request, context):
-        """The reports of a job in the order of its cells; those of cells that are still live are left out.
+        """The reports of a job in the order of its cells, a page at a time; those of cells that are still live are left out.
 
         Errors:
-        NOT_FOUND            JOB_NOT_FOUND, REPORT_NOT_FOUND
+        INVALID_ARGUMENT     BAD_PAGE_TOKEN
+        NOT_FOUND            JOB_NOT_FOUND
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListOperators(self, request, context):
-        """Later work: operators of a report, sorted, grouped and paged. UNIMPLEMENTED.
+        """Operators of a report, grouped, sorted and paged.
+
+        Errors:
+        INVALID_ARGUMENT     BAD_VIEW: `by` or `sort` is none of the allowed names, which the sentence lists; BAD_PAGE_TOKEN
+        NOT_FOUND            REPORT_NOT_FOUND
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Compare(self, request, context):
-        """Later work: two jobs against each other. UNIMPLEMENTED.
+        """Two jobs against each other: reports are paired by what they measured.
+
+        Errors:
+        NOT_FOUND            JOB_NOT_FOUND; REPORT_NOT_FOUND: what stands behind # chooses nothing.
+        FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of one has a counterpart in the other; the sentence says what each has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tag(self, request, context):
-        """Later work: names a job, as a baseline. UNIMPLEMENTED.
+        """Names a job, as a baseline; the name then stands for the job wherever an id does. It moves from the job that had it.
+
+        Errors:
+        INVALID_ARGUMENT     BAD_TAG: letters, digits, dots, dashes and underscores, at most 64, a letter or digit first, and
+        neither "latest" nor what a job's id looks like.
+        NOT_FOUND            JOB_NOT_FOUND, TAG_NOT_FOUND
+        PERMISSION_DENIED    NOT_YOURS: the tag belongs to somebody else and you are no admin.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListHistory(self, request, context):
-        """Later work: the reports of a model over time. UNIMPLEMENTED.
+        """The reports of a model over time, newest first.
+
+        Errors:
+        INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR, BAD_PAGE_TOKEN
+        NOT_FOUND            NO_HISTORY: nothing of this name was ever measured; metadata `known` lists what was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Analyze(self, request, context):
+        """Computes a job's reports again from the stored files, by this server's version, and keeps them in place of the old ones.
+        What is missing in the store (it was collected) is a warning in the report; the parts that it is for stay as they are. The
+        reports of cells that gave no result stay, too. All or none are replaced; the answer comes when they are.
+
+        Errors:
+        NOT_FOUND            JOB_NOT_FOUND, REPORT_NOT_FOUND
+        FAILED_PRECONDITION  JOB_LIVE: wait until it is terminal.
+        PERMISSION_DENIED    NOT_YOURS
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,6 +169,11 @@ def add_ReportServiceServicer_to_server(servicer, server):
                     servicer.ListHistory,
                     request_deserializer=etfarm_dot_v1_dot_report__pb2.ListHistoryRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_report__pb2.ListHistoryResponse.SerializeToString,
+            ),
+            'Analyze': grpc.unary_unary_rpc_method_handler(
+                    servicer.Analyze,
+                    request_deserializer=etfarm_dot_v1_dot_report__pb2.AnalyzeJobRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_report__pb2.AnalyzeJobResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -269,6 +312,33 @@ class ReportService(object):
             '/etfarm.v1.ReportService/ListHistory',
             etfarm_dot_v1_dot_report__pb2.ListHistoryRequest.SerializeToString,
             etfarm_dot_v1_dot_report__pb2.ListHistoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Analyze(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.ReportService/Analyze',
+            etfarm_dot_v1_dot_report__pb2.AnalyzeJobRequest.SerializeToString,
+            etfarm_dot_v1_dot_report__pb2.AnalyzeJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

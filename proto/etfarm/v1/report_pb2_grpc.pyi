@@ -34,19 +34,52 @@ class ReportServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ReportServiceAsyncStub: ...
     Get: _grpc.UnaryUnaryMultiCallable[_report_pb2.GetReportsRequest, _report_pb2.GetReportsResponse]
-    """The reports of a job in the order of its cells; those of cells that are still live are left out.
+    """The reports of a job in the order of its cells, a page at a time; those of cells that are still live are left out.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_PAGE_TOKEN
+      NOT_FOUND            JOB_NOT_FOUND
+    """
+    ListOperators: _grpc.UnaryUnaryMultiCallable[_report_pb2.ListOperatorsRequest, _report_pb2.ListOperatorsResponse]
+    """Operators of a report, grouped, sorted and paged.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_VIEW: `by` or `sort` is none of the allowed names, which the sentence lists; BAD_PAGE_TOKEN
+      NOT_FOUND            REPORT_NOT_FOUND
+    """
+    Compare: _grpc.UnaryUnaryMultiCallable[_report_pb2.CompareRequest, _report_pb2.CompareResponse]
+    """Two jobs against each other: reports are paired by what they measured.
+
+    Errors:
+      NOT_FOUND            JOB_NOT_FOUND; REPORT_NOT_FOUND: what stands behind # chooses nothing.
+      FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of one has a counterpart in the other; the sentence says what each has.
+    """
+    Tag: _grpc.UnaryUnaryMultiCallable[_report_pb2.TagRequest, _report_pb2.TagResponse]
+    """Names a job, as a baseline; the name then stands for the job wherever an id does. It moves from the job that had it.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_TAG: letters, digits, dots, dashes and underscores, at most 64, a letter or digit first, and
+                           neither "latest" nor what a job's id looks like.
+      NOT_FOUND            JOB_NOT_FOUND, TAG_NOT_FOUND
+      PERMISSION_DENIED    NOT_YOURS: the tag belongs to somebody else and you are no admin.
+    """
+    ListHistory: _grpc.UnaryUnaryMultiCallable[_report_pb2.ListHistoryRequest, _report_pb2.ListHistoryResponse]
+    """The reports of a model over time, newest first.
+
+    Errors:
+      INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR, BAD_PAGE_TOKEN
+      NOT_FOUND            NO_HISTORY: nothing of this name was ever measured; metadata `known` lists what was.
+    """
+    Analyze: _grpc.UnaryUnaryMultiCallable[_report_pb2.AnalyzeJobRequest, _report_pb2.AnalyzeJobResponse]
+    """Computes a job's reports again from the stored files, by this server's version, and keeps them in place of the old ones.
+    What is missing in the store (it was collected) is a warning in the report; the parts that it is for stay as they are. The
+    reports of cells that gave no result stay, too. All or none are replaced; the answer comes when they are.
 
     Errors:
       NOT_FOUND            JOB_NOT_FOUND, REPORT_NOT_FOUND
+      FAILED_PRECONDITION  JOB_LIVE: wait until it is terminal.
+      PERMISSION_DENIED    NOT_YOURS
     """
-    ListOperators: _grpc.UnaryUnaryMultiCallable[_report_pb2.ListOperatorsRequest, _report_pb2.ListOperatorsResponse]
-    """Later work: operators of a report, sorted, grouped and paged. UNIMPLEMENTED."""
-    Compare: _grpc.UnaryUnaryMultiCallable[_report_pb2.CompareRequest, _report_pb2.CompareResponse]
-    """Later work: two jobs against each other. UNIMPLEMENTED."""
-    Tag: _grpc.UnaryUnaryMultiCallable[_report_pb2.TagRequest, _report_pb2.TagResponse]
-    """Later work: names a job, as a baseline. UNIMPLEMENTED."""
-    ListHistory: _grpc.UnaryUnaryMultiCallable[_report_pb2.ListHistoryRequest, _report_pb2.ListHistoryResponse]
-    """Later work: the reports of a model over time. UNIMPLEMENTED."""
 
 @_typing.type_check_only
 class ReportServiceAsyncStub(ReportServiceStub):
@@ -54,19 +87,52 @@ class ReportServiceAsyncStub(ReportServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Get: _aio.UnaryUnaryMultiCallable[_report_pb2.GetReportsRequest, _report_pb2.GetReportsResponse]  # type: ignore[assignment]
-    """The reports of a job in the order of its cells; those of cells that are still live are left out.
+    """The reports of a job in the order of its cells, a page at a time; those of cells that are still live are left out.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_PAGE_TOKEN
+      NOT_FOUND            JOB_NOT_FOUND
+    """
+    ListOperators: _aio.UnaryUnaryMultiCallable[_report_pb2.ListOperatorsRequest, _report_pb2.ListOperatorsResponse]  # type: ignore[assignment]
+    """Operators of a report, grouped, sorted and paged.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_VIEW: `by` or `sort` is none of the allowed names, which the sentence lists; BAD_PAGE_TOKEN
+      NOT_FOUND            REPORT_NOT_FOUND
+    """
+    Compare: _aio.UnaryUnaryMultiCallable[_report_pb2.CompareRequest, _report_pb2.CompareResponse]  # type: ignore[assignment]
+    """Two jobs against each other: reports are paired by what they measured.
+
+    Errors:
+      NOT_FOUND            JOB_NOT_FOUND; REPORT_NOT_FOUND: what stands behind # chooses nothing.
+      FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of one has a counterpart in the other; the sentence says what each has.
+    """
+    Tag: _aio.UnaryUnaryMultiCallable[_report_pb2.TagRequest, _report_pb2.TagResponse]  # type: ignore[assignment]
+    """Names a job, as a baseline; the name then stands for the job wherever an id does. It moves from the job that had it.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_TAG: letters, digits, dots, dashes and underscores, at most 64, a letter or digit first, and
+                           neither "latest" nor what a job's id looks like.
+      NOT_FOUND            JOB_NOT_FOUND, TAG_NOT_FOUND
+      PERMISSION_DENIED    NOT_YOURS: the tag belongs to somebody else and you are no admin.
+    """
+    ListHistory: _aio.UnaryUnaryMultiCallable[_report_pb2.ListHistoryRequest, _report_pb2.ListHistoryResponse]  # type: ignore[assignment]
+    """The reports of a model over time, newest first.
+
+    Errors:
+      INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR, BAD_PAGE_TOKEN
+      NOT_FOUND            NO_HISTORY: nothing of this name was ever measured; metadata `known` lists what was.
+    """
+    Analyze: _aio.UnaryUnaryMultiCallable[_report_pb2.AnalyzeJobRequest, _report_pb2.AnalyzeJobResponse]  # type: ignore[assignment]
+    """Computes a job's reports again from the stored files, by this server's version, and keeps them in place of the old ones.
+    What is missing in the store (it was collected) is a warning in the report; the parts that it is for stay as they are. The
+    reports of cells that gave no result stay, too. All or none are replaced; the answer comes when they are.
 
     Errors:
       NOT_FOUND            JOB_NOT_FOUND, REPORT_NOT_FOUND
+      FAILED_PRECONDITION  JOB_LIVE: wait until it is terminal.
+      PERMISSION_DENIED    NOT_YOURS
     """
-    ListOperators: _aio.UnaryUnaryMultiCallable[_report_pb2.ListOperatorsRequest, _report_pb2.ListOperatorsResponse]  # type: ignore[assignment]
-    """Later work: operators of a report, sorted, grouped and paged. UNIMPLEMENTED."""
-    Compare: _aio.UnaryUnaryMultiCallable[_report_pb2.CompareRequest, _report_pb2.CompareResponse]  # type: ignore[assignment]
-    """Later work: two jobs against each other. UNIMPLEMENTED."""
-    Tag: _aio.UnaryUnaryMultiCallable[_report_pb2.TagRequest, _report_pb2.TagResponse]  # type: ignore[assignment]
-    """Later work: names a job, as a baseline. UNIMPLEMENTED."""
-    ListHistory: _aio.UnaryUnaryMultiCallable[_report_pb2.ListHistoryRequest, _report_pb2.ListHistoryResponse]  # type: ignore[assignment]
-    """Later work: the reports of a model over time. UNIMPLEMENTED."""
 
 class ReportServiceServicer(metaclass=_abc_1.ABCMeta):
     """What the farm found out. `etfarm.wire.report` projects a Report to the JSON that users keep."""
@@ -77,10 +143,11 @@ class ReportServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _report_pb2.GetReportsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_report_pb2.GetReportsResponse, _abc.Awaitable[_report_pb2.GetReportsResponse]]:
-        """The reports of a job in the order of its cells; those of cells that are still live are left out.
+        """The reports of a job in the order of its cells, a page at a time; those of cells that are still live are left out.
 
         Errors:
-          NOT_FOUND            JOB_NOT_FOUND, REPORT_NOT_FOUND
+          INVALID_ARGUMENT     BAD_PAGE_TOKEN
+          NOT_FOUND            JOB_NOT_FOUND
         """
 
     @_abc_1.abstractmethod
@@ -89,7 +156,12 @@ class ReportServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _report_pb2.ListOperatorsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_report_pb2.ListOperatorsResponse, _abc.Awaitable[_report_pb2.ListOperatorsResponse]]:
-        """Later work: operators of a report, sorted, grouped and paged. UNIMPLEMENTED."""
+        """Operators of a report, grouped, sorted and paged.
+
+        Errors:
+          INVALID_ARGUMENT     BAD_VIEW: `by` or `sort` is none of the allowed names, which the sentence lists; BAD_PAGE_TOKEN
+          NOT_FOUND            REPORT_NOT_FOUND
+        """
 
     @_abc_1.abstractmethod
     def Compare(
@@ -97,7 +169,12 @@ class ReportServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _report_pb2.CompareRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_report_pb2.CompareResponse, _abc.Awaitable[_report_pb2.CompareResponse]]:
-        """Later work: two jobs against each other. UNIMPLEMENTED."""
+        """Two jobs against each other: reports are paired by what they measured.
+
+        Errors:
+          NOT_FOUND            JOB_NOT_FOUND; REPORT_NOT_FOUND: what stands behind # chooses nothing.
+          FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of one has a counterpart in the other; the sentence says what each has.
+        """
 
     @_abc_1.abstractmethod
     def Tag(
@@ -105,7 +182,14 @@ class ReportServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _report_pb2.TagRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_report_pb2.TagResponse, _abc.Awaitable[_report_pb2.TagResponse]]:
-        """Later work: names a job, as a baseline. UNIMPLEMENTED."""
+        """Names a job, as a baseline; the name then stands for the job wherever an id does. It moves from the job that had it.
+
+        Errors:
+          INVALID_ARGUMENT     BAD_TAG: letters, digits, dots, dashes and underscores, at most 64, a letter or digit first, and
+                               neither "latest" nor what a job's id looks like.
+          NOT_FOUND            JOB_NOT_FOUND, TAG_NOT_FOUND
+          PERMISSION_DENIED    NOT_YOURS: the tag belongs to somebody else and you are no admin.
+        """
 
     @_abc_1.abstractmethod
     def ListHistory(
@@ -113,6 +197,27 @@ class ReportServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _report_pb2.ListHistoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_report_pb2.ListHistoryResponse, _abc.Awaitable[_report_pb2.ListHistoryResponse]]:
-        """Later work: the reports of a model over time. UNIMPLEMENTED."""
+        """The reports of a model over time, newest first.
+
+        Errors:
+          INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR, BAD_PAGE_TOKEN
+          NOT_FOUND            NO_HISTORY: nothing of this name was ever measured; metadata `known` lists what was.
+        """
+
+    @_abc_1.abstractmethod
+    def Analyze(
+        self,
+        request: _report_pb2.AnalyzeJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_report_pb2.AnalyzeJobResponse, _abc.Awaitable[_report_pb2.AnalyzeJobResponse]]:
+        """Computes a job's reports again from the stored files, by this server's version, and keeps them in place of the old ones.
+        What is missing in the store (it was collected) is a warning in the report; the parts that it is for stay as they are. The
+        reports of cells that gave no result stay, too. All or none are replaced; the answer comes when they are.
+
+        Errors:
+          NOT_FOUND            JOB_NOT_FOUND, REPORT_NOT_FOUND
+          FAILED_PRECONDITION  JOB_LIVE: wait until it is terminal.
+          PERMISSION_DENIED    NOT_YOURS
+        """
 
 def add_ReportServiceServicer_to_server(servicer: ReportServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

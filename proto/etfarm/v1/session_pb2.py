@@ -23,23 +23,44 @@ _sym_db = _symbol_database.Default()
 
 
 from etfarm.v1 import common_pb2 as etfarm_dot_v1_dot_common__pb2
+from etfarm.v1 import compile_pb2 as etfarm_dot_v1_dot_compile__pb2
+from etfarm.v1 import device_pb2 as etfarm_dot_v1_dot_device__pb2
+from etfarm.v1 import report_pb2 as etfarm_dot_v1_dot_report__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65tfarm/v1/session.proto\x12\tetfarm.v1\x1a\x16\x65tfarm/v1/common.proto\"&\n\x12OpenSessionRequest\x12\x10\n\x08selector\x18\x01 \x01(\t\"\"\n\x0cSessionEvent\x12\x12\n\nsession_id\x18\x01 \x01(\t\"2\n\x0b\x43\x61llRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\t\"@\n\x0c\x43\x61llResponse\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.etfarm.v1.Error2\x8b\x01\n\x0eSessionService\x12@\n\x04Open\x12\x1d.etfarm.v1.OpenSessionRequest\x1a\x17.etfarm.v1.SessionEvent0\x01\x12\x37\n\x04\x43\x61ll\x12\x16.etfarm.v1.CallRequest\x1a\x17.etfarm.v1.CallResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65tfarm/v1/session.proto\x12\tetfarm.v1\x1a\x16\x65tfarm/v1/common.proto\x1a\x17\x65tfarm/v1/compile.proto\x1a\x16\x65tfarm/v1/device.proto\x1a\x16\x65tfarm/v1/report.proto\"\xcf\x01\n\x12OpenSessionRequest\x12\x10\n\x08selector\x18\x01 \x01(\t\x12#\n\x07program\x18\x02 \x01(\x0b\x32\x12.etfarm.v1.Program\x12\x0f\n\x07methods\x18\x03 \x03(\t\x12\x14\n\x07threads\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\r\n\x05\x63ores\x18\x05 \x01(\t\x12\x1b\n\x0eidle_timeout_s\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x07 \x01(\x05\x42\n\n\x08_threadsB\x11\n\x0f_idle_timeout_s\"\xba\x01\n\x0cSessionEvent\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12,\n\x07waiting\x18\x02 \x01(\x0b\x32\x19.etfarm.v1.SessionWaitingH\x00\x12(\n\x05ready\x18\x03 \x01(\x0b\x32\x17.etfarm.v1.SessionReadyH\x00\x12\x12\n\x08log_line\x18\x04 \x01(\tH\x00\x12!\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x10.etfarm.v1.ErrorH\x00\x42\x07\n\x05\x65vent\"\x1d\n\x0eSessionWaiting\x12\x0b\n\x03why\x18\x01 \x01(\t\"\xaf\x01\n\x0cSessionReady\x12!\n\x06\x64\x65vice\x18\x01 \x01(\x0b\x32\x11.etfarm.v1.Device\x12!\n\x06runner\x18\x02 \x01(\x0b\x32\x11.etfarm.v1.Runner\x12\x0f\n\x07threads\x18\x03 \x01(\x05\x12\x1d\n\x04load\x18\x04 \x01(\x0b\x32\x0f.etfarm.v1.Load\x12)\n\x07methods\x18\x05 \x03(\x0b\x32\x18.etfarm.v1.SessionMethod\"p\n\rSessionMethod\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\'\n\x06inputs\x18\x02 \x03(\x0b\x32\x17.etfarm.v1.SessionValue\x12(\n\x07outputs\x18\x03 \x03(\x0b\x32\x17.etfarm.v1.SessionValue\"[\n\x0cSessionValue\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x03\x12\x11\n\tdim_order\x18\x05 \x03(\x05\"U\n\x0eSessionTensors\x12\x10\n\x06inline\x18\x01 \x01(\x0cH\x00\x12\'\n\x08\x61rtifact\x18\x02 \x01(\x0b\x32\x13.etfarm.v1.ArtifactH\x00\x42\x08\n\x06source\"\x94\x01\n\x0bSessionTask\x12\x0e\n\x06method\x18\x01 \x01(\t\x12)\n\x06inputs\x18\x02 \x01(\x0b\x32\x19.etfarm.v1.SessionTensors\x12$\n\x04loop\x18\x03 \x01(\x0b\x32\x16.etfarm.v1.SessionLoop\x12\x16\n\ttimeout_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"\x91\x01\n\x0bSessionLoop\x12\x12\n\niterations\x18\x01 \x01(\x03\x12\x13\n\x06warmup\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nmin_time_s\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x17\n\nmax_time_s\x18\x04 \x01(\x01H\x02\x88\x01\x01\x42\t\n\x07_warmupB\r\n\x0b_min_time_sB\r\n\x0b_max_time_s\"\xda\x01\n\rSessionAnswer\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.etfarm.v1.Error\x12*\n\x07outputs\x18\x02 \x01(\x0b\x32\x19.etfarm.v1.SessionTensors\x12\x13\n\x06run_ns\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12,\n\x08measured\x18\x04 \x01(\x0b\x32\x1a.etfarm.v1.SessionMeasured\x12\x1b\n\x0eload_method_ns\x18\x05 \x01(\x03H\x01\x88\x01\x01\x42\t\n\x07_run_nsB\x11\n\x0f_load_method_ns\"\xa1\x01\n\x0fSessionMeasured\x12*\n\x07samples\x18\x01 \x01(\x0b\x32\x19.etfarm.v1.SessionTensors\x12\x0e\n\x06warmup\x18\x02 \x01(\x05\x12\x12\n\niterations\x18\x03 \x01(\x03\x12\x13\n\x0b\x64uration_ns\x18\x04 \x01(\x03\x12\x13\n\x0bstop_reason\x18\x05 \x01(\t\x12\x14\n\x0c\x66irst_run_ns\x18\x06 \x01(\x03\"X\n\x0b\x43\x61llRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\t\x12$\n\x04task\x18\x03 \x01(\x0b\x32\x16.etfarm.v1.SessionTask\"I\n\x0c\x43\x61llResponse\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12(\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x18.etfarm.v1.SessionAnswer2\x8b\x01\n\x0eSessionService\x12@\n\x04Open\x12\x1d.etfarm.v1.OpenSessionRequest\x1a\x17.etfarm.v1.SessionEvent0\x01\x12\x37\n\x04\x43\x61ll\x12\x16.etfarm.v1.CallRequest\x1a\x17.etfarm.v1.CallResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'etfarm.v1.session_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OPENSESSIONREQUEST']._serialized_start=62
-  _globals['_OPENSESSIONREQUEST']._serialized_end=100
-  _globals['_SESSIONEVENT']._serialized_start=102
-  _globals['_SESSIONEVENT']._serialized_end=136
-  _globals['_CALLREQUEST']._serialized_start=138
-  _globals['_CALLREQUEST']._serialized_end=188
-  _globals['_CALLRESPONSE']._serialized_start=190
-  _globals['_CALLRESPONSE']._serialized_end=254
-  _globals['_SESSIONSERVICE']._serialized_start=257
-  _globals['_SESSIONSERVICE']._serialized_end=396
+  _globals['_OPENSESSIONREQUEST']._serialized_start=136
+  _globals['_OPENSESSIONREQUEST']._serialized_end=343
+  _globals['_SESSIONEVENT']._serialized_start=346
+  _globals['_SESSIONEVENT']._serialized_end=532
+  _globals['_SESSIONWAITING']._serialized_start=534
+  _globals['_SESSIONWAITING']._serialized_end=563
+  _globals['_SESSIONREADY']._serialized_start=566
+  _globals['_SESSIONREADY']._serialized_end=741
+  _globals['_SESSIONMETHOD']._serialized_start=743
+  _globals['_SESSIONMETHOD']._serialized_end=855
+  _globals['_SESSIONVALUE']._serialized_start=857
+  _globals['_SESSIONVALUE']._serialized_end=948
+  _globals['_SESSIONTENSORS']._serialized_start=950
+  _globals['_SESSIONTENSORS']._serialized_end=1035
+  _globals['_SESSIONTASK']._serialized_start=1038
+  _globals['_SESSIONTASK']._serialized_end=1186
+  _globals['_SESSIONLOOP']._serialized_start=1189
+  _globals['_SESSIONLOOP']._serialized_end=1334
+  _globals['_SESSIONANSWER']._serialized_start=1337
+  _globals['_SESSIONANSWER']._serialized_end=1555
+  _globals['_SESSIONMEASURED']._serialized_start=1558
+  _globals['_SESSIONMEASURED']._serialized_end=1719
+  _globals['_CALLREQUEST']._serialized_start=1721
+  _globals['_CALLREQUEST']._serialized_end=1809
+  _globals['_CALLRESPONSE']._serialized_start=1811
+  _globals['_CALLRESPONSE']._serialized_end=1884
+  _globals['_SESSIONSERVICE']._serialized_start=1887
+  _globals['_SESSIONSERVICE']._serialized_end=2026
 # @@protoc_insertion_point(module_scope)

@@ -3,9 +3,14 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from etfarm.v1 import common_pb2 as _common_pb2
+from etfarm.v1 import compile_pb2 as _compile_pb2
+from etfarm.v1 import device_pb2 as _device_pb2
+from etfarm.v1 import report_pb2 as _report_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -22,17 +27,53 @@ class OpenSessionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SELECTOR_FIELD_NUMBER: _builtins.int
+    PROGRAM_FIELD_NUMBER: _builtins.int
+    METHODS_FIELD_NUMBER: _builtins.int
+    THREADS_FIELD_NUMBER: _builtins.int
+    CORES_FIELD_NUMBER: _builtins.int
+    IDLE_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     selector: _builtins.str
+    """Which device; empty for any. Emulated ones come last."""
+    threads: _builtins.int
+    """The physical cores of the fastest cluster when absent."""
+    cores: _builtins.str
+    """big, little or a list as 0-3; the device's default when empty."""
+    idle_timeout_s: _builtins.float
+    """The session ends after so long without a call; 600 s when absent."""
+    priority: _builtins.int
+    """Higher first in the queue for devices; 0 is usual."""
+    @_builtins.property
+    def program(self) -> _compile_pb2.Program:
+        """Its artifacts are stored already."""
+
+    @_builtins.property
+    def methods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Methods to load before READY; the others are loaded at their first call. May be empty."""
+
     def __init__(
         self,
         *,
         selector: _builtins.str = ...,
+        program: _compile_pb2.Program | None = ...,
+        methods: _abc.Iterable[_builtins.str] | None = ...,
+        threads: _builtins.int | None = ...,
+        cores: _builtins.str = ...,
+        idle_timeout_s: _builtins.float | None = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_idle_timeout_s", b"_idle_timeout_s", "_threads", b"_threads", "idle_timeout_s", b"idle_timeout_s", "program", b"program", "threads", b"threads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["selector", b"selector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_timeout_s", b"_idle_timeout_s", "_threads", b"_threads", "cores", b"cores", "idle_timeout_s", b"idle_timeout_s", "methods", b"methods", "priority", b"priority", "program", b"program", "selector", b"selector", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__idle_timeout_s: _TypeAlias = _typing.Literal["idle_timeout_s"]  # noqa: Y015
+    _WhichOneofArgType__idle_timeout_s: _TypeAlias = _typing.Literal["_idle_timeout_s", b"_idle_timeout_s"]  # noqa: Y015
+    _WhichOneofReturnType__threads: _TypeAlias = _typing.Literal["threads"]  # noqa: Y015
+    _WhichOneofArgType__threads: _TypeAlias = _typing.Literal["_threads", b"_threads"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__idle_timeout_s) -> _WhichOneofReturnType__idle_timeout_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__threads) -> _WhichOneofReturnType__threads | None: ...
 
 Global___OpenSessionRequest: _TypeAlias = OpenSessionRequest  # noqa: Y015
 
@@ -41,19 +82,362 @@ class SessionEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    LOG_LINE_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
+    log_line: _builtins.str
+    """What the runner printed."""
+    @_builtins.property
+    def waiting(self) -> Global___SessionWaiting: ...
+    @_builtins.property
+    def ready(self) -> Global___SessionReady: ...
+    @_builtins.property
+    def ended(self) -> _common_pb2.Error:
+        """Why the session is over."""
+
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
+        waiting: Global___SessionWaiting | None = ...,
+        ready: Global___SessionReady | None = ...,
+        log_line: _builtins.str = ...,
+        ended: _common_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "log_line", b"log_line", "ready", b"ready", "waiting", b"waiting"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "log_line", b"log_line", "ready", b"ready", "session_id", b"session_id", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["waiting", "ready", "log_line", "ended"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___SessionEvent: _TypeAlias = SessionEvent  # noqa: Y015
+
+@_typing.final
+class SessionWaiting(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHY_FIELD_NUMBER: _builtins.int
+    why: _builtins.str
+    """"board-7 is busy"; empty when it is only being started."""
+    def __init__(
+        self,
+        *,
+        why: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SessionEvent: _TypeAlias = SessionEvent  # noqa: Y015
+Global___SessionWaiting: _TypeAlias = SessionWaiting  # noqa: Y015
+
+@_typing.final
+class SessionReady(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    RUNNER_FIELD_NUMBER: _builtins.int
+    THREADS_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    METHODS_FIELD_NUMBER: _builtins.int
+    threads: _builtins.int
+    @_builtins.property
+    def device(self) -> _device_pb2.Device: ...
+    @_builtins.property
+    def runner(self) -> _report_pb2.Runner: ...
+    @_builtins.property
+    def load(self) -> _report_pb2.Load: ...
+    @_builtins.property
+    def methods(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionMethod]:
+        """Of the whole program, in its order."""
+
+    def __init__(
+        self,
+        *,
+        device: _device_pb2.Device | None = ...,
+        runner: _report_pb2.Runner | None = ...,
+        threads: _builtins.int = ...,
+        load: _report_pb2.Load | None = ...,
+        methods: _abc.Iterable[Global___SessionMethod] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "load", b"load", "runner", b"runner"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "load", b"load", "methods", b"methods", "runner", b"runner", "threads", b"threads"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionReady: _TypeAlias = SessionReady  # noqa: Y015
+
+@_typing.final
+class SessionMethod(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionValue]: ...
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionValue]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        inputs: _abc.Iterable[Global___SessionValue] | None = ...,
+        outputs: _abc.Iterable[Global___SessionValue] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "name", b"name", "outputs", b"outputs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionMethod: _TypeAlias = SessionMethod  # noqa: Y015
+
+@_typing.final
+class SessionValue(_message.Message):
+    """One flattened input or output, as the program itself describes it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    DIM_ORDER_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Empty where the program does not say."""
+    kind: _builtins.str
+    """tensor, int, double, bool, none or unsupported. Only a tensor has what follows."""
+    dtype: _builtins.str
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """A dynamic one's largest."""
+
+    @_builtins.property
+    def dim_order(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        dim_order: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dim_order", b"dim_order", "dtype", b"dtype", "kind", b"kind", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionValue: _TypeAlias = SessionValue  # noqa: Y015
+
+@_typing.final
+class SessionTensors(_message.Message):
+    """Tensors on their way: a tensor file of flattened leaves."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INLINE_FIELD_NUMBER: _builtins.int
+    ARTIFACT_FIELD_NUMBER: _builtins.int
+    inline: _builtins.bytes
+    """At most 1 MiB."""
+    @_builtins.property
+    def artifact(self) -> _common_pb2.Artifact: ...
+    def __init__(
+        self,
+        *,
+        inline: _builtins.bytes = ...,
+        artifact: _common_pb2.Artifact | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["artifact", b"artifact", "inline", b"inline", "source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifact", b"artifact", "inline", b"inline", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["inline", "artifact"]  # noqa: Y015
+    _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
+
+Global___SessionTensors: _TypeAlias = SessionTensors  # noqa: Y015
+
+@_typing.final
+class SessionTask(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    LOOP_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    timeout_s: _builtins.float
+    """How long it may take on the device; 600 s when absent, and beside them twice a loop's max_time_s. A program that takes
+    longer is killed and the session ends.
+    """
+    @_builtins.property
+    def inputs(self) -> Global___SessionTensors:
+        """All inputs. Absent: those of this method's last call, or deterministic ones that the runner makes."""
+
+    @_builtins.property
+    def loop(self) -> Global___SessionLoop:
+        """Absent: one execution."""
+
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        inputs: Global___SessionTensors | None = ...,
+        loop: Global___SessionLoop | None = ...,
+        timeout_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "inputs", b"inputs", "loop", b"loop", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "inputs", b"inputs", "loop", b"loop", "method", b"method", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
+    _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
+
+Global___SessionTask: _TypeAlias = SessionTask  # noqa: Y015
+
+@_typing.final
+class SessionLoop(_message.Message):
+    """A timed pass on the device: at least `iterations` and `min_time_s`, at most `max_time_s`. It changes the program's state as so
+    many calls do.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ITERATIONS_FIELD_NUMBER: _builtins.int
+    WARMUP_FIELD_NUMBER: _builtins.int
+    MIN_TIME_S_FIELD_NUMBER: _builtins.int
+    MAX_TIME_S_FIELD_NUMBER: _builtins.int
+    iterations: _builtins.int
+    warmup: _builtins.int
+    """Warm-up iterations before, not counted; 10 when absent."""
+    min_time_s: _builtins.float
+    """0 when absent."""
+    max_time_s: _builtins.float
+    """60 when absent; the iteration under way is finished."""
+    def __init__(
+        self,
+        *,
+        iterations: _builtins.int = ...,
+        warmup: _builtins.int | None = ...,
+        min_time_s: _builtins.float | None = ...,
+        max_time_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_time_s", b"_max_time_s", "_min_time_s", b"_min_time_s", "_warmup", b"_warmup", "max_time_s", b"max_time_s", "min_time_s", b"min_time_s", "warmup", b"warmup"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_time_s", b"_max_time_s", "_min_time_s", b"_min_time_s", "_warmup", b"_warmup", "iterations", b"iterations", "max_time_s", b"max_time_s", "min_time_s", b"min_time_s", "warmup", b"warmup"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_time_s: _TypeAlias = _typing.Literal["max_time_s"]  # noqa: Y015
+    _WhichOneofArgType__max_time_s: _TypeAlias = _typing.Literal["_max_time_s", b"_max_time_s"]  # noqa: Y015
+    _WhichOneofReturnType__min_time_s: _TypeAlias = _typing.Literal["min_time_s"]  # noqa: Y015
+    _WhichOneofArgType__min_time_s: _TypeAlias = _typing.Literal["_min_time_s", b"_min_time_s"]  # noqa: Y015
+    _WhichOneofReturnType__warmup: _TypeAlias = _typing.Literal["warmup"]  # noqa: Y015
+    _WhichOneofArgType__warmup: _TypeAlias = _typing.Literal["_warmup", b"_warmup"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_time_s) -> _WhichOneofReturnType__max_time_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_time_s) -> _WhichOneofReturnType__min_time_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__warmup) -> _WhichOneofReturnType__warmup | None: ...
+
+Global___SessionLoop: _TypeAlias = SessionLoop  # noqa: Y015
+
+@_typing.final
+class SessionAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    RUN_NS_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
+    LOAD_METHOD_NS_FIELD_NUMBER: _builtins.int
+    run_ns: _builtins.int
+    """Of a single execution."""
+    load_method_ns: _builtins.int
+    """Set where the method was loaded for this call."""
+    @_builtins.property
+    def error(self) -> _common_pb2.Error:
+        """Set when the call failed; the rest is then absent."""
+
+    @_builtins.property
+    def outputs(self) -> Global___SessionTensors:
+        """What the last execution gave."""
+
+    @_builtins.property
+    def measured(self) -> Global___SessionMeasured: ...
+    def __init__(
+        self,
+        *,
+        error: _common_pb2.Error | None = ...,
+        outputs: Global___SessionTensors | None = ...,
+        run_ns: _builtins.int | None = ...,
+        measured: Global___SessionMeasured | None = ...,
+        load_method_ns: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_load_method_ns", b"_load_method_ns", "_run_ns", b"_run_ns", "error", b"error", "load_method_ns", b"load_method_ns", "measured", b"measured", "outputs", b"outputs", "run_ns", b"run_ns"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_method_ns", b"_load_method_ns", "_run_ns", b"_run_ns", "error", b"error", "load_method_ns", b"load_method_ns", "measured", b"measured", "outputs", b"outputs", "run_ns", b"run_ns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__load_method_ns: _TypeAlias = _typing.Literal["load_method_ns"]  # noqa: Y015
+    _WhichOneofArgType__load_method_ns: _TypeAlias = _typing.Literal["_load_method_ns", b"_load_method_ns"]  # noqa: Y015
+    _WhichOneofReturnType__run_ns: _TypeAlias = _typing.Literal["run_ns"]  # noqa: Y015
+    _WhichOneofArgType__run_ns: _TypeAlias = _typing.Literal["_run_ns", b"_run_ns"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__load_method_ns) -> _WhichOneofReturnType__load_method_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__run_ns) -> _WhichOneofReturnType__run_ns | None: ...
+
+Global___SessionAnswer: _TypeAlias = SessionAnswer  # noqa: Y015
+
+@_typing.final
+class SessionMeasured(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    WARMUP_FIELD_NUMBER: _builtins.int
+    ITERATIONS_FIELD_NUMBER: _builtins.int
+    DURATION_NS_FIELD_NUMBER: _builtins.int
+    STOP_REASON_FIELD_NUMBER: _builtins.int
+    FIRST_RUN_NS_FIELD_NUMBER: _builtins.int
+    warmup: _builtins.int
+    iterations: _builtins.int
+    duration_ns: _builtins.int
+    """Wall time of the timed pass."""
+    stop_reason: _builtins.str
+    """ENOUGH, MAX_TIME or MAX_SAMPLES."""
+    first_run_ns: _builtins.int
+    """Of the first execution since the method was loaded."""
+    @_builtins.property
+    def samples(self) -> Global___SessionTensors:
+        """int64 little-endian nanoseconds, one a timed iteration."""
+
+    def __init__(
+        self,
+        *,
+        samples: Global___SessionTensors | None = ...,
+        warmup: _builtins.int = ...,
+        iterations: _builtins.int = ...,
+        duration_ns: _builtins.int = ...,
+        stop_reason: _builtins.str = ...,
+        first_run_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ns", b"duration_ns", "first_run_ns", b"first_run_ns", "iterations", b"iterations", "samples", b"samples", "stop_reason", b"stop_reason", "warmup", b"warmup"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionMeasured: _TypeAlias = SessionMeasured  # noqa: Y015
 
 @_typing.final
 class CallRequest(_message.Message):
@@ -61,17 +445,22 @@ class CallRequest(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     CALL_ID_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     call_id: _builtins.str
+    """Made by the caller, unique within the session."""
+    @_builtins.property
+    def task(self) -> Global___SessionTask: ...
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         call_id: _builtins.str = ...,
+        task: Global___SessionTask | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "session_id", b"session_id", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -82,19 +471,19 @@ class CallResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CALL_ID_FIELD_NUMBER: _builtins.int
-    ERROR_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     @_builtins.property
-    def error(self) -> _common_pb2.Error: ...
+    def answer(self) -> Global___SessionAnswer: ...
     def __init__(
         self,
         *,
         call_id: _builtins.str = ...,
-        error: _common_pb2.Error | None = ...,
+        answer: Global___SessionAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "error", b"error"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "call_id", b"call_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,29 +27,115 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SessionServiceStub:
-    """Later work: a device leased to one caller, a loaded program, many calls."""
+    """A device leased to one caller, a program loaded on it, many calls. A farm serves it for its devices, and a runner on the
+    caller's own machine serves the same for that machine alone. Invariants:
+
+    - The stream of Open is the lease: the session lives exactly as long as it does. A caller that goes away, whatever way,
+      gives the device back within a second; the program's process is killed with all it holds.
+    - Only the session's owner (or an admin) may call. The session's id tells who is meant, never the peer's address.
+    - Calls are served one at a time in the order in which they arrive. What a method keeps in its mutable buffers stays between
+      calls, each method's for itself.
+    - Tensors are tensor files of flattened leaves: inline up to 1 MiB, by the artifact's digest above. What was uploaded
+      for a call may be deleted at the session's end, unless FindMissing or another upload was told since that it is there.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SessionServiceAsyncStub: ...
     Open: _grpc.UnaryStreamMultiCallable[_session_pb2.OpenSessionRequest, _session_pb2.SessionEvent]
-    """Later work: leases a device and loads a program; ends when the stream does. UNIMPLEMENTED."""
+    """Leases a device, loads the program there, and tells about it: WAITING as often as the reason changes, READY once, log
+    lines at any time, ENDED as the last message unless the caller leaves first. Nothing may be called before READY.
+
+    A device fault before READY places the session again, twice at most. After READY it ends the session: the state that the
+    program kept is gone.
+
+    Errors (before the first event):
+      INVALID_ARGUMENT     BAD_SESSION: the request contradicts itself or has numbers out of range; UNKNOWN_SELECTOR_KEY;
+                           METHOD_MISSING: the program has no method of the name; NOT_A_PTE, TRUNCATED_PROGRAM.
+      FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device matches; metadata `known` lists what there is.
+                           ARTIFACT_MISSING: upload `digest` first.
+                           BACKEND_MISSING, OPERATOR_MISSING: no matching device can run the program.
+
+    Errors (of ENDED): SESSION_IDLE; SESSION_LOST: the device or its agent went; SERVER_STOPPED; and as a program's run says:
+      PROGRAM_CRASHED, PROGRAM_TIMED_OUT, PROGRAM_OUT_OF_MEMORY, PROGRAM_FAILED at loading, ...
+    """
     Call: _grpc.UnaryUnaryMultiCallable[_session_pb2.CallRequest, _session_pb2.CallResponse]
-    """Later work: one execution. Tensors ride inline up to 1 MiB, by digest above. UNIMPLEMENTED."""
+    """One execution, or a measurement of many. An error of the program or its inputs is CallResponse.error: wrong inputs leave
+    the session as it was, a program that crashed or hung ends it with the same error.
+
+    A call is never repeated by itself: it may have changed the program's state. A caller that goes away before its call's
+    turn takes it back; one that has begun goes on, and nobody hears of it.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_CALL: no task, or numbers out of range.
+      NOT_FOUND            SESSION_NOT_FOUND: there is none of this id (any more).
+      PERMISSION_DENIED    NOT_YOURS: it belongs to somebody else and you are no admin.
+      FAILED_PRECONDITION  SESSION_NOT_READY: wait for READY. ARTIFACT_MISSING: upload the inputs first.
+      ALREADY_EXISTS       CALL_KNOWN: a call of this id is under way.
+      RESOURCE_EXHAUSTED   TOO_MANY_CALLS: so many of the session are under way as metadata `limit` says; wait for an answer.
+    """
 
 @_typing.type_check_only
 class SessionServiceAsyncStub(SessionServiceStub):
-    """Later work: a device leased to one caller, a loaded program, many calls."""
+    """A device leased to one caller, a program loaded on it, many calls. A farm serves it for its devices, and a runner on the
+    caller's own machine serves the same for that machine alone. Invariants:
+
+    - The stream of Open is the lease: the session lives exactly as long as it does. A caller that goes away, whatever way,
+      gives the device back within a second; the program's process is killed with all it holds.
+    - Only the session's owner (or an admin) may call. The session's id tells who is meant, never the peer's address.
+    - Calls are served one at a time in the order in which they arrive. What a method keeps in its mutable buffers stays between
+      calls, each method's for itself.
+    - Tensors are tensor files of flattened leaves: inline up to 1 MiB, by the artifact's digest above. What was uploaded
+      for a call may be deleted at the session's end, unless FindMissing or another upload was told since that it is there.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Open: _aio.UnaryStreamMultiCallable[_session_pb2.OpenSessionRequest, _session_pb2.SessionEvent]  # type: ignore[assignment]
-    """Later work: leases a device and loads a program; ends when the stream does. UNIMPLEMENTED."""
+    """Leases a device, loads the program there, and tells about it: WAITING as often as the reason changes, READY once, log
+    lines at any time, ENDED as the last message unless the caller leaves first. Nothing may be called before READY.
+
+    A device fault before READY places the session again, twice at most. After READY it ends the session: the state that the
+    program kept is gone.
+
+    Errors (before the first event):
+      INVALID_ARGUMENT     BAD_SESSION: the request contradicts itself or has numbers out of range; UNKNOWN_SELECTOR_KEY;
+                           METHOD_MISSING: the program has no method of the name; NOT_A_PTE, TRUNCATED_PROGRAM.
+      FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device matches; metadata `known` lists what there is.
+                           ARTIFACT_MISSING: upload `digest` first.
+                           BACKEND_MISSING, OPERATOR_MISSING: no matching device can run the program.
+
+    Errors (of ENDED): SESSION_IDLE; SESSION_LOST: the device or its agent went; SERVER_STOPPED; and as a program's run says:
+      PROGRAM_CRASHED, PROGRAM_TIMED_OUT, PROGRAM_OUT_OF_MEMORY, PROGRAM_FAILED at loading, ...
+    """
     Call: _aio.UnaryUnaryMultiCallable[_session_pb2.CallRequest, _session_pb2.CallResponse]  # type: ignore[assignment]
-    """Later work: one execution. Tensors ride inline up to 1 MiB, by digest above. UNIMPLEMENTED."""
+    """One execution, or a measurement of many. An error of the program or its inputs is CallResponse.error: wrong inputs leave
+    the session as it was, a program that crashed or hung ends it with the same error.
+
+    A call is never repeated by itself: it may have changed the program's state. A caller that goes away before its call's
+    turn takes it back; one that has begun goes on, and nobody hears of it.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_CALL: no task, or numbers out of range.
+      NOT_FOUND            SESSION_NOT_FOUND: there is none of this id (any more).
+      PERMISSION_DENIED    NOT_YOURS: it belongs to somebody else and you are no admin.
+      FAILED_PRECONDITION  SESSION_NOT_READY: wait for READY. ARTIFACT_MISSING: upload the inputs first.
+      ALREADY_EXISTS       CALL_KNOWN: a call of this id is under way.
+      RESOURCE_EXHAUSTED   TOO_MANY_CALLS: so many of the session are under way as metadata `limit` says; wait for an answer.
+    """
 
 class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Later work: a device leased to one caller, a loaded program, many calls."""
+    """A device leased to one caller, a program loaded on it, many calls. A farm serves it for its devices, and a runner on the
+    caller's own machine serves the same for that machine alone. Invariants:
+
+    - The stream of Open is the lease: the session lives exactly as long as it does. A caller that goes away, whatever way,
+      gives the device back within a second; the program's process is killed with all it holds.
+    - Only the session's owner (or an admin) may call. The session's id tells who is meant, never the peer's address.
+    - Calls are served one at a time in the order in which they arrive. What a method keeps in its mutable buffers stays between
+      calls, each method's for itself.
+    - Tensors are tensor files of flattened leaves: inline up to 1 MiB, by the artifact's digest above. What was uploaded
+      for a call may be deleted at the session's end, unless FindMissing or another upload was told since that it is there.
+    """
 
     @_abc_1.abstractmethod
     def Open(
@@ -57,7 +143,22 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.OpenSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_session_pb2.SessionEvent], _abc.AsyncIterator[_session_pb2.SessionEvent]]:
-        """Later work: leases a device and loads a program; ends when the stream does. UNIMPLEMENTED."""
+        """Leases a device, loads the program there, and tells about it: WAITING as often as the reason changes, READY once, log
+        lines at any time, ENDED as the last message unless the caller leaves first. Nothing may be called before READY.
+
+        A device fault before READY places the session again, twice at most. After READY it ends the session: the state that the
+        program kept is gone.
+
+        Errors (before the first event):
+          INVALID_ARGUMENT     BAD_SESSION: the request contradicts itself or has numbers out of range; UNKNOWN_SELECTOR_KEY;
+                               METHOD_MISSING: the program has no method of the name; NOT_A_PTE, TRUNCATED_PROGRAM.
+          FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device matches; metadata `known` lists what there is.
+                               ARTIFACT_MISSING: upload `digest` first.
+                               BACKEND_MISSING, OPERATOR_MISSING: no matching device can run the program.
+
+        Errors (of ENDED): SESSION_IDLE; SESSION_LOST: the device or its agent went; SERVER_STOPPED; and as a program's run says:
+          PROGRAM_CRASHED, PROGRAM_TIMED_OUT, PROGRAM_OUT_OF_MEMORY, PROGRAM_FAILED at loading, ...
+        """
 
     @_abc_1.abstractmethod
     def Call(
@@ -65,6 +166,19 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.CallRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.CallResponse, _abc.Awaitable[_session_pb2.CallResponse]]:
-        """Later work: one execution. Tensors ride inline up to 1 MiB, by digest above. UNIMPLEMENTED."""
+        """One execution, or a measurement of many. An error of the program or its inputs is CallResponse.error: wrong inputs leave
+        the session as it was, a program that crashed or hung ends it with the same error.
+
+        A call is never repeated by itself: it may have changed the program's state. A caller that goes away before its call's
+        turn takes it back; one that has begun goes on, and nobody hears of it.
+
+        Errors:
+          INVALID_ARGUMENT     BAD_CALL: no task, or numbers out of range.
+          NOT_FOUND            SESSION_NOT_FOUND: there is none of this id (any more).
+          PERMISSION_DENIED    NOT_YOURS: it belongs to somebody else and you are no admin.
+          FAILED_PRECONDITION  SESSION_NOT_READY: wait for READY. ARTIFACT_MISSING: upload the inputs first.
+          ALREADY_EXISTS       CALL_KNOWN: a call of this id is under way.
+          RESOURCE_EXHAUSTED   TOO_MANY_CALLS: so many of the session are under way as metadata `limit` says; wait for an answer.
+        """
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

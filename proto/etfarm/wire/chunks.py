@@ -7,7 +7,9 @@ import hashlib
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import grpc
 
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import digest as digests
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 512 << 10
 """One chunk's data. From 2 MiB on grpc.aio becomes slower."""
+
+_CUT_SHORT: Final = "Internal error from Core"
+"""What grpc.aio says of a stream that the server ended while a chunk was on its way, in place of what the server said: mostly
+that another stream writes these bytes. The next try hears the server's own words."""
 
 Progressed = Callable[[int, int], None]
 """Told (bytes done, bytes in all) after each chunk."""
@@ -57,13 +63,21 @@ async def upload(
     """Sends one artifact from where an earlier stream of it broke. Call FindMissing first.
 
     Raises:
-        grpc.aio.AioRpcError: as ArtifactService.Upload says; call again to go on after UNAVAILABLE or OUT_OF_RANGE.
+        grpc.aio.AioRpcError: as ArtifactService.Upload says; call again to go on after UNAVAILABLE, OUT_OF_RANGE or ABORTED.
     """
     status = await stub.GetUploadStatus(artifact_pb2.GetUploadStatusRequest(digest=artifact.digest))
     if status.complete:
         return
     call = stub.Upload(_requests(artifact, source, status.committed_bytes, on_progress))
-    await call
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.INTERNAL and _CUT_SHORT in (error.details() or ""):
+            said = "The server ended the stream before all was sent."
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.ABORTED, error.initial_metadata(), error.trailing_metadata(), said
+            ) from error
+        raise
 
 
 async def _requests(

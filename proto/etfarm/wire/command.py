@@ -20,6 +20,8 @@ SUMMARIES = {
     "devices": "list and show the devices of the farm",
     "recipes": "list and show recipes, and what is missing for those that cannot run here",
     "report": "show a job's reports again",
+    "history": "show how the reports of a model went over time, and what changed",
+    "compare": "compare two jobs or report files, with a gate for scripts",
     "bundle": "build, add and list the runners that devices are sent",
     "serve": "run the compile server",
     "agent": "serve this machine as a device",
@@ -27,7 +29,7 @@ SUMMARIES = {
 }
 """What `etfarm --help` says of each command, so that it need not load them."""
 
-LATER = ("compare", "history", "artifacts")
+LATER = ("artifacts",)
 """Commands of later versions."""
 
 _EXTRAS = {"etfarm.server": "server", "etfarm.device_agents": "agent", "etfarm.client": "cli"}

@@ -1,4 +1,4 @@
-"""Words that both ends write: stages, phases, environment variables, the places of a user's data."""
+"""Words that both ends write: the protocol version, environment variables, the places of a user's data."""
 
 from __future__ import annotations
 
@@ -7,18 +7,6 @@ from pathlib import Path
 
 PROTOCOL_VERSION = 1
 """Hello.protocol_version that this code speaks."""
-
-STAGES = (
-    "SOURCE_TRANSFORM",
-    "QUANTIZE",
-    "TORCH_EXPORT",
-    "TO_EDGE_TRANSFORM_AND_LOWER",
-    "TO_EDGE",
-    "EDGE_PROGRAM_MANAGER_TRANSFORM",
-    "TO_BACKEND",
-    "TO_EXECUTORCH",
-)
-"""ExecuTorch's export stages, as ExportSession names them in lower case."""
 
 SERVER_VARIABLE = "ETFARM_SERVER"
 TOKEN_VARIABLE = "ETFARM_TOKEN"

@@ -10,21 +10,26 @@ import math
 from collections.abc import Iterable
 from typing import Any, Final
 
+from google.protobuf import message_factory
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from etfarm.v1 import common_pb2, job_pb2, report_pb2
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, UserError
 
 SCHEMA: Final = "etfarm.report/1"
 
-_LEFT_OUT: Final = {"etfarm.v1.Report": {"outputs", "samples", "etdump", "created_at"}}
+_LEFT_OUT: Final = {"etfarm.v1.Report": {"outputs", "samples", "etdump", "numerics_etdump", "numerics_debug", "created_at"}}
 """Fields that the JSON does not have: where raw material lies in a server's store."""
 
 _NULL_WHEN_EMPTY: Final = {
     "etfarm.v1.Report": {"accuracy", "operators", "numeric_gap"},
     "etfarm.v1.Memory": {"planned_bytes"},
     "etfarm.v1.Latency": {"p50_ci95_ns"},
+    "etfarm.v1.PairedRatio": {"ratio_ci95"},
+    "etfarm.v1.OperatorRow": {"times_ns"},
+    "etfarm.v1.Profile": {"times_ns"},
+    "etfarm.v1.ReportCompile": {"modules"},
 }
 """Lists that stand for a measurement: none taken is null. Every other empty list is []."""
 
@@ -33,6 +38,28 @@ _ENUM_PREFIXES: Final = {
     "etfarm.v1.OperatorKind": "OPERATOR_KIND_",
     "etfarm.v1.VerdictStatus": "VERDICT_STATUS_",
 }
+
+_BEYOND: Final = 1e300
+"""No measured number comes near; quotients of what is below do not overflow into what JSON cannot say."""
+
+_JOB: Final = ("id", "name", "labels", "state", "submitted_at", "finished_at", "server_version")
+
+_ALWAYS: Final = {
+    "etfarm.v1.Report": ("id", "state"),
+    "etfarm.v1.ReportModel": ("name",),
+    "etfarm.v1.ReportDevice": ("id", "name"),
+    "etfarm.v1.ProgramSize": ("digest",),
+    "etfarm.v1.Error": ("message",),
+    "etfarm.v1.Warning": ("message",),
+    "etfarm.v1.SourceLine": ("file",),
+    "job": ("id", "state", "submitted_at"),
+}
+"""Texts without which an object says nothing: what its readers name it by."""
+
+_INTERVALS: Final = {"p50_ci95_ns", "ratio_ci95"}
+"""Lists of a lower and an upper bound, or of nothing."""
+
+_REMEDY: Final = "Give a file that --json or `etfarm report export --format json` wrote."
 
 Json = dict[str, Any]
 
@@ -79,6 +106,125 @@ def document(job: job_pb2.Job | None, reports: Iterable[report_pb2.Report], erro
 def dumps(document: Json) -> str:
     """Strict JSON text of a document, indented, with a final newline."""
     return json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+class BadDocument(UserError):
+    """A text is no document etfarm.report/1."""
+
+    reason = "BAD_REPORT_DOCUMENT"
+
+
+def loads(text: str | bytes) -> Json:
+    """The document that `text` is, as `dumps` wrote it. Keys that an older version did not have are there, as of nothing.
+
+    Raises:
+        BadDocument: it is no JSON, no etfarm.report/1, or a value is of another sort than the contract's.
+    """
+    try:
+        document = json.loads(text, parse_constant=_refuse)
+        json.dumps(document, ensure_ascii=False).encode()  # a lone half of a surrogate pair cannot be written anywhere
+    except (ValueError, RecursionError) as error:
+        raise BadDocument(f"This is no JSON: {error}", _REMEDY) from None
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema != SCHEMA:
+        what = f"Its schema is {schema!r}" if isinstance(schema, str) else "It names no schema"
+        raise BadDocument(f"{what}, not {SCHEMA}.", _REMEDY, schema=schema or "")
+    reports = document.get("reports")
+    if not isinstance(reports, list):
+        raise BadDocument("It has no list of reports.", _REMEDY)
+    kept = [_completed(report, report_pb2.Report, f"reports[{place}]") for place, report in enumerate(reports)]
+    job, ended = document.get("job"), document.get("error")
+    if not all(part is None or isinstance(part, dict) for part in (job, ended)):
+        raise BadDocument("Its job or its error is no object.", _REMEDY)
+    return {
+        **document,
+        "job": None if job is None else _completed_job(job),
+        "reports": kept,
+        "error": None if ended is None else _completed(ended, common_pb2.Error, "error"),
+    }
+
+
+def _completed(value: Any, kind: type[Message], where: str) -> Any:
+    """`value`, the JSON of a message, with every key."""
+    _must_be(dict, value, where)
+    full = {**_message(kind()), **{key: item for key, item in value.items() if item is not None}}
+    for field in kind.DESCRIPTOR.fields:
+        given, inner, at = value.get(field.name), field.message_type, f"{where}.{field.name}"
+        if given is None:
+            continue
+        if inner is not None and inner.GetOptions().map_entry:
+            _must_be(dict, given, at)
+            values = inner.fields_by_name["value"]
+            full[field.name] = {key: _item(values, item, f"{at}.{key}") for key, item in given.items()}
+        elif field.is_repeated:
+            _must_be(list, given, at)
+            full[field.name] = [_item(field, item, f"{at}[{place}]") for place, item in enumerate(given)]
+            if field.name in _INTERVALS and len(given) not in (0, 2):
+                raise BadDocument(f"{at} is no lower and upper bound.", _REMEDY, where=at)
+        else:
+            full[field.name] = _item(field, given, at)
+    _must_have(full, _ALWAYS.get(kind.DESCRIPTOR.full_name, ()), where)
+    _must_make_sense(full, kind, where)
+    return full
+
+
+def _must_make_sense(full: Json, kind: type[Message], where: str) -> None:
+    """What no single value tells: a row's delegate is there, and a ratio is one."""
+    if kind is report_pb2.Report:
+        indexes = {row["index"] for row in full["operators"] or ()}
+        for place, row in enumerate(full["operators"] or ()):
+            if row["parent"] is not None and row["parent"] not in indexes:
+                at = f"{where}.operators[{place}].parent"
+                raise BadDocument(f"{at} is {row['parent']}, the index of no row.", _REMEDY, where=at)
+    if kind is report_pb2.PairedRatio and not full["ratio"] > 0:
+        raise BadDocument(f"{where}.ratio is {full['ratio']}, no ratio of two times.", _REMEDY, where=f"{where}.ratio")
+
+
+def _must_be(sort: type, given: Any, at: str) -> None:
+    if not isinstance(given, sort):
+        raise BadDocument(f"{at} is no {'list' if sort is list else 'object'}.", _REMEDY, where=at)
+
+
+def _item(field: Any, given: Any, at: str) -> Any:
+    """One value of a field, of a list or of a map, checked; objects with every key. Null is no value: lists have none."""
+    if field.message_type in (None, Timestamp.DESCRIPTOR):
+        _check(field, given, at)
+        return given
+    return _completed(given, message_factory.GetMessageClass(field.message_type), at)
+
+
+def _completed_job(job: Json) -> Json:
+    """A JOB with every key, as `job_json` gives it."""
+    full = {**dict.fromkeys(_JOB), **job}
+    full["labels"] = {} if full["labels"] is None else full["labels"]
+    _must_be(dict, full["labels"], "job.labels")
+    texts = {f"job.{key}": full[key] for key in _JOB if key != "labels" and full[key] is not None}
+    for at, item in {**texts, **{f"job.labels.{key}": item for key, item in full["labels"].items()}}.items():
+        if not isinstance(item, str):
+            raise BadDocument(f"{at} is {json.dumps(item)[:40]}, no text.", _REMEDY, where=at)
+    _must_have(full, _ALWAYS["job"], "job")
+    return full
+
+
+def _must_have(full: Json, names: Iterable[str], where: str) -> None:
+    for name in names:
+        if not full[name]:
+            raise BadDocument(f"{where} has no {name}.", _REMEDY, where=f"{where}.{name}")
+
+
+def _check(field: Any, item: Any, at: str) -> None:
+    """Whether one value is of the field's sort."""
+    sorts: dict[int, tuple[type, ...]] = {field.TYPE_BOOL: (bool,), field.TYPE_DOUBLE: (int, float)}
+    numbers: tuple[type, ...] = (str,) if field.type in (field.TYPE_STRING, field.TYPE_ENUM, field.TYPE_MESSAGE) else (int,)
+    sort = sorts.get(field.type, numbers)
+    right = isinstance(item, sort) and isinstance(item, bool) == (sort == (bool,))
+    if not right or (int in sort and not abs(item) < _BEYOND):
+        wanted = {bool: "true or false", str: "text"}.get(sort[0], "number" if float in sort else "whole number")
+        raise BadDocument(f"{at} is {json.dumps(item)[:40]}, no {wanted}.", _REMEDY, where=at)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")
 
 
 def _instant(stamp: Timestamp) -> str:

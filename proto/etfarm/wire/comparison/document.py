@@ -1,0 +1,109 @@
+"""The comparison as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from etfarm.wire import changes
+from etfarm.wire.comparison import latency, operators, program
+from etfarm.wire.comparison.gate import Gate, judge
+from etfarm.wire.comparison.pairing import differs, pair
+from etfarm.wire.comparison.sides import NothingToCompare, Side, is_live, name
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.report import Json, error_json
+
+SCHEMA: Final = "etfarm.comparison/1"
+
+
+def compare(base: Side, candidate: Side, gate: Gate | None = None) -> Json:
+    """The document etfarm.comparison/1 of two sides.
+
+    Raises:
+        NoSuchReport: a side's choice names none of its reports.
+        NothingToCompare: no report of one has a counterpart in the other.
+    """
+    of_base, of_candidate = base.chosen, candidate.chosen
+    for side, reports in ((base, of_base), (candidate, of_candidate)):
+        if not reports:
+            why = f": it is {side.job['state']}" if side.job else ""
+            raise NothingToCompare(
+                f"There are no reports in {side.name}{why}.",
+                "Choose a job that measured something: `etfarm jobs list`.",
+                side=side.name,
+            )
+    found = pair(of_base, of_candidate)
+    if not found.pairs:
+        raise NothingToCompare(
+            f"No report of {base.name} has a counterpart in {candidate.name}: there is {base.listed} in the one, and "
+            f"{candidate.listed} in the other.",
+            "Choose one of each: BASE#NUMBER CANDIDATE#NUMBER.",
+            base=base.name,
+            candidate=candidate.name,
+        )
+    document: Json = {
+        "schema": SCHEMA,
+        "base": base.about(),
+        "candidate": candidate.about(),
+        "pairs": [_pair(*both) for both in found.pairs],
+        "unpaired": [
+            {"side": side, "report": name(report)}
+            for side, reports in (("BASE", found.base_only), ("CANDIDATE", found.candidate_only))
+            for report in reports
+        ],
+        "notes": list(_notes(found.pairs, base, candidate)),
+        "gate": None,
+        "error": None,
+    }
+    if gate is not None:
+        document["gate"] = judge(document, gate)
+    return document
+
+
+def failed(error: EtfarmError | None) -> Json:
+    """The document where nothing could be compared, with every key."""
+    nothing: Json = {"job": None, "file": None, "choice": None, "reports": 0}
+    return {
+        "schema": SCHEMA,
+        "base": nothing,
+        "candidate": dict(nothing),
+        "pairs": [],
+        "unpaired": [],
+        "notes": [],
+        "gate": None,
+        "error": None if error is None else error_json(error),
+    }
+
+
+def _pair(base: Json, candidate: Json) -> Json:
+    return {
+        "base": name(base),
+        "candidate": name(candidate),
+        "differs": differs(base, candidate),
+        "latency": latency.latency(base, candidate),
+        "operators": operators.operators(base, candidate),
+        "size": program.size(base, candidate),
+        "memory": program.memory(base, candidate),
+        "accuracy": program.accuracy(base, candidate),
+        "delegation": program.delegation(base, candidate),
+        "changes": [dict(change) for change in changes.changes(base, candidate)],
+    }
+
+
+def _notes(pairs: Sequence[tuple[Json, Json]], base: Side, candidate: Side) -> Iterator[str]:
+    """What a reader must know to read the rest right."""
+    for side in (base, candidate):
+        if is_live(side.job):
+            yield f"{side.name[0].upper()}{side.name[1:]} is not done: cells that are still live are left out."
+    if all(one["cell"] is not None and one["cell"] == other["cell"] for one, other in pairs):
+        said = "Both sides are the same."
+        yield (
+            f"{said} To compare two reports of one job give JOB#0 JOB#1: it has {base.listed}." if len(base.reports) > 1 else said
+        )
+        return
+    found = [latency.compared(*both) for both in pairs]
+    if any(one is not None and one.method == "separate" for one in found):
+        yield (
+            "Measured apart: runs at different times differ by more than these intervals say. "
+            "`etfarm bench A B --interleave` measures both in turns."
+        )

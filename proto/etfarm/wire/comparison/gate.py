@@ -1,0 +1,250 @@
+"""Whether a candidate may pass: limits to what it may be worse than the base, judged on a comparison."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from etfarm.wire.comparison.sides import is_live, label
+from etfarm.wire.errors import UserError
+from etfarm.wire.report import Json
+
+LATENCY, SIZE, MEMORY, ACCURACY = "latency", "size", "memory", "accuracy"
+UNITS: Final = {LATENCY: "%", SIZE: "%", MEMORY: "%", ACCURACY: "dB"}
+"""What can be limited, and in which unit."""
+
+EXACT_DB: Final = 100.0
+"""SQNR above which outputs count as equally exact: two kernels of fp32 differ by rounding, 120 to 150 dB, and lose nothing."""
+
+_LIMIT = re.compile(r"(?:(?P<metric>[a-z]+)\s*=)?\s*(?P<limit>\d{1,6}(?:\.\d{1,6})?)\s*(?P<unit>%|db)", re.ASCII | re.IGNORECASE)
+_SUCCEEDED: Final = "SUCCEEDED"
+
+
+class BadGate(UserError):
+    """A gate cannot be read."""
+
+    reason = "BAD_GATE"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How much worse a metric may be: percent of the base's, or dB of SQNR."""
+
+    metric: str
+    limit: float
+
+    @property
+    def unit(self) -> str:
+        """% or dB."""
+        return UNITS[self.metric]
+
+    @property
+    def text(self) -> str:
+        """`latency 3 %`."""
+        return f"{self.metric} {self.limit:g} {self.unit}"
+
+    @classmethod
+    def parse(cls, text: str) -> Limit:
+        """`3%` (of latency), `size=1%`, `memory=5%`, `accuracy=1dB`.
+
+        Raises:
+            BadGate: it is none of these.
+        """
+        found = _LIMIT.fullmatch(text.strip())
+        metric = (found["metric"] or LATENCY).lower() if found else ""
+        if found is None or metric not in UNITS or found["unit"].lower() != UNITS[metric].lower():
+            raise BadGate(
+                f"{text!r} is no gate.", "Give 3% (latency), latency=3%, size=1%, memory=5% or accuracy=1dB.", gate=text
+            )
+        return cls(metric, float(found["limit"]))
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Limits that every pair must keep."""
+
+    limits: tuple[Limit, ...]
+    strict: bool = False
+    """Fail also where an interval leaves open whether a latency is within its limit, or where there is none."""
+    accept_invalid: bool = False
+    """Take latencies whose verdict is not VALID, and those of devices of different kinds."""
+
+    @classmethod
+    def parse(cls, texts: Sequence[str], *, strict: bool = False, accept_invalid: bool = False) -> Gate | None:
+        """The gate of `--gate` texts; None without any.
+
+        Raises:
+            BadGate: one cannot be read, a metric has two, or an option is given without any.
+        """
+        limits = tuple(Limit.parse(text) for text in texts)
+        for place, limit in enumerate(limits):
+            if any(limit.metric == other.metric for other in limits[:place]):
+                raise BadGate(f"There are two gates for {limit.metric}.", "Give one.", metric=limit.metric)
+        if not limits and (strict or accept_invalid):
+            option = "--strict" if strict else "--accept-invalid"
+            raise BadGate(f"{option} is about a gate, and there is none.", "Give --gate too, for example --gate 3%.")
+        return cls(limits, strict, accept_invalid) if limits else None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that keeps a gate shut, or that is to be known where it is open."""
+
+    code: str
+    message: str
+    fails: bool = True
+
+
+def judge(document: Json, gate: Gate) -> Json:
+    """GATE of a comparison.
+
+    It is passed when nothing is shown to be worse than allowed, and nothing that had to be measured is missing:
+      latency   fails when the whole 95 % interval of the ratio is above 1 + limit; without an interval, when the ratio is; and
+                without two VALID measurements on devices of one kind, unless others are accepted
+      size      fails when the .pte with its data files is larger by more than the limit
+      memory    fails when the process's peak or the planned memory is larger by more than the limit
+      accuracy  fails when an output's SQNR is lower by more than the limit, all above EXACT_DB counted as EXACT_DB; and where
+                the two have no reference in common
+      all       fail where a cell of the candidate failed, or has no counterpart of a report of the base, or a job is not done
+    """
+    reasons: list[Json] = list(_of_the_whole(document))
+    notes: list[Json] = []
+    several = len(document["pairs"]) > 1
+    for place, pair in enumerate(document["pairs"]):
+        name = f"{label(pair['candidate'])}: " if several else ""
+        if (failed := _failed(pair["candidate"])) is not None:
+            reasons.append(_finding(failed, name, place, None))
+            continue
+        for limit in gate.limits:
+            for found in _JUDGES[limit.metric](pair, limit.limit, gate):
+                (reasons if found.fails else notes).append(_finding(found, name, place, limit.metric))
+    return {
+        "limits": [{"metric": limit.metric, "limit": limit.limit, "unit": limit.unit} for limit in gate.limits],
+        "strict": gate.strict,
+        "accept_invalid": gate.accept_invalid,
+        "passed": not reasons,
+        "reasons": reasons,
+        "notes": notes,
+    }
+
+
+def _finding(found: Finding, name: str, place: int | None, metric: str | None) -> Json:
+    return {"pair": place, "metric": metric, "code": found.code, "message": f"{name}{found.message}"}
+
+
+def _of_the_whole(document: Json) -> Iterator[Json]:
+    for side in ("base", "candidate"):
+        job = document[side]["job"]
+        if is_live(job):
+            said = f"job {job['id']}, the {side}, is still {job['state']}"
+            yield _finding(Finding("JOB_LIVE", said), "", None, None)
+    for one in document["unpaired"]:
+        if one["side"] == "BASE" and one["report"]["state"] == _SUCCEEDED:
+            said = f"the candidate has nothing to compare with {label(one['report'])}; BASE#NUMBER leaves it out"
+            yield _finding(Finding("MISSING", said), "", None, None)
+        if one["side"] == "CANDIDATE" and (failed := _failed(one["report"])) is not None:
+            yield _finding(failed, f"{label(one['report'])}: ", None, None)
+
+
+def _failed(candidate: Json) -> Finding | None:
+    if candidate["state"] == _SUCCEEDED:
+        return None
+    return Finding(
+        "FAILED", f"the candidate's cell {(candidate['state'] or '?').lower()} ({candidate['error'] or 'no error told'})"
+    )
+
+
+def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
+    found = pair["latency"]
+    for side in ("base", "candidate"):
+        verdict = pair[side]["verdict"]
+        status = verdict["status"] if verdict else None
+        if found is None or found["p50_ns"] is None or found["p50_ns"][side] is None:
+            yield Finding("NO_VALID_EVIDENCE", f"no valid evidence: the {side} has no latency")
+            return
+        if status != "VALID" and not gate.accept_invalid:
+            why = f" ({', '.join(verdict['codes'])})" if verdict and verdict["codes"] else ""
+            said = f"no valid evidence: the {side}'s latency is {(status or 'not judged').replace('_', ' ')}{why}"
+            yield Finding("NO_VALID_EVIDENCE", f"{said}; --accept-invalid takes it as it is")
+            return
+    if "device" in pair["differs"] and not gate.accept_invalid:
+        said = "no valid evidence: the two were measured on devices of different kinds"
+        yield Finding("NO_VALID_EVIDENCE", f"{said}; --accept-invalid takes it as it is")
+        return
+    ratio, ends, allowed = found["ratio"], found["ratio_ci95"], 1 + limit / 100
+    if ratio is None:
+        yield Finding("NO_VALID_EVIDENCE", "no valid evidence: a latency of 0 ns has no ratio")
+    elif ends is None:
+        if ratio > allowed:
+            yield Finding(
+                "SLOWER", f"{ratio:.3f}x of the base's latency, too few samples for an interval; {limit:g} % is allowed"
+            )
+        else:
+            said = f"{ratio:.3f}x of the base's latency, and too few samples to tell whether that is within {limit:g} %"
+            yield Finding("INCONCLUSIVE", said, gate.strict)
+    elif ends[0] > allowed:
+        at_least = f"at least {_percent(ends[0] - 1)} slower"
+        yield Finding("SLOWER", f"{at_least}, {ratio:.3f}x [{ends[0]:.3f}, {ends[1]:.3f}]; {limit:g} % is allowed")
+    elif ends[1] > allowed:
+        said = f"{ratio:.3f}x [{ends[0]:.3f}, {ends[1]:.3f}] does not tell whether it is within {limit:g} %"
+        yield Finding("INCONCLUSIVE", f"{said}: measure for longer, or in turns with bench A B --interleave", gate.strict)
+
+
+def _size(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
+    yield from _grown(pair["size"], (("total_bytes", "the program"),), limit, "LARGER", "size")
+
+
+def _memory(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
+    keys = (("peak_rss_bytes", "peak memory"), ("planned_bytes", "planned memory"))
+    yield from _grown(pair["memory"], keys, limit, "MORE_MEMORY", "memory")
+
+
+def _grown(part: Json | None, keys: Sequence[tuple[str, str]], limit: float, code: str, metric: str) -> Iterator[Finding]:
+    known = [(what, number) for key, what in keys if (number := (part or {}).get(key)) and number["change"] is not None]
+    if not known:
+        yield Finding("NOT_MEASURED", f"{metric} is not known of both sides")
+    for what, number in known:
+        if number["candidate"] > number["base"] * (1 + limit / 100):
+            grown = f"{_percent(number['candidate'] / number['base'] - 1)} more" if number["base"] else "more"
+            sizes = f"{number['base']:,} -> {number['candidate']:,} bytes"
+            yield Finding(code, f"{what} takes {grown}, {sizes}; {limit:g} % is allowed")
+
+
+def _accuracy(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
+    measured = [one for one in pair["accuracy"] if _sqnr_db(one["base"]) is not None]
+    if not measured:
+        yield Finding("NOT_MEASURED", "accuracy is not known of both sides")
+    for one in measured:
+        references = [one[side]["reference"] for side in ("base", "candidate") if one[side]]
+        if len(set(references)) > 1:
+            said = f"the base is told against the {references[0]}, the candidate against the {references[1]}"
+            yield Finding("NOT_MEASURED", f"accuracy is not known of both sides against one reference: {said}")
+            return
+    for one in measured:
+        name = f"output {one['output']}" if one["output"] else "the output"
+        before, after = _sqnr_db(one["base"]) or 0.0, _sqnr_db(one["candidate"])
+        if after is None:
+            yield Finding("LESS_ACCURATE", f"{name} had an SQNR of {before:.1f} dB and has none now")
+        elif min(before, EXACT_DB) - after > limit:
+            said = f"{name} lost {before - after:.1f} dB of SQNR, {before:.1f} -> {after:.1f} dB"
+            yield Finding("LESS_ACCURATE", f"{said}; {limit:g} dB is allowed")
+
+
+_JUDGES: Final = {LATENCY: _latency, SIZE: _size, MEMORY: _memory, ACCURACY: _accuracy}
+
+
+def _sqnr_db(errors: Json | None) -> float | None:
+    """Equal outputs have none where the reference is all zeros, and are exact."""
+    if errors is None:
+        return None
+    known: float | None = errors["sqnr_db"]
+    return EXACT_DB if known is None and errors["equal"] else known
+
+
+def _percent(share: float) -> str:
+    percent = share * 100
+    # Rounded down: "at least" must stay true.
+    return f"{math.floor(percent * 10) / 10:.1f} %" if percent < 10 else f"{math.floor(percent):,} %"

@@ -1,0 +1,115 @@
+"""Which report of one side is the counterpart of which on the other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from etfarm.wire.report import Json
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Reports that belong together, in the base's order, and those that are left over, in their own."""
+
+    pairs: tuple[tuple[Json, Json], ...]
+    base_only: tuple[Json, ...]
+    candidate_only: tuple[Json, ...]
+
+
+def pair(base: Sequence[Json], candidate: Sequence[Json]) -> Pairing:
+    """The counterparts: the same cell; else the same model, recipe, method, threads and device; else a device of the same kind.
+
+    Names count, not digests: a changed model or recipe is what is to be compared. Several of one key are paired in their order. A
+    cell that was never placed, and so has no device, is the counterpart of one of the same model, recipe and method. Where each
+    side has one report they are paired whatever they are.
+    """
+    if len(base) == len(candidate) == 1:
+        return Pairing(((base[0], candidate[0]),), (), ())
+    left, right = dict(enumerate(base)), dict(enumerate(candidate))
+    found: dict[int, int] = {}
+    for key in (_cell, _on_device, _on_kind):
+        _match(left, right, found, key)
+    _match_unplaced(left, right, found)
+    return Pairing(
+        tuple((base[place], candidate[found[place]]) for place in sorted(found)), tuple(left.values()), tuple(right.values())
+    )
+
+
+def differs(base: Json, candidate: Json) -> list[str]:
+    """In what of model, recipe, method, threads and device (its kind, where both have one) two reports are not the same."""
+    found = [
+        name
+        for name, of in (("model", _model), ("recipe", _recipe), ("method", _method), ("threads", _threads))
+        if of(base) != of(candidate)
+    ]
+    if base["device"] and candidate["device"]:
+        same = base["device"]["id"] == candidate["device"]["id"] or _kind(base) == _kind(candidate)
+    else:
+        same = base["device"] == candidate["device"]
+    return found if same else [*found, "device"]
+
+
+def _match(left: dict[int, Json], right: dict[int, Json], found: dict[int, int], key: Callable[[Json], Hashable | None]) -> None:
+    """Moves from `left` and `right` to `found` what has an equal key other than None."""
+    places: dict[Hashable, list[int]] = defaultdict(list)
+    for place, report in right.items():
+        places[key(report)].append(place)
+    for place, report in list(left.items()):
+        wanted = key(report)
+        if wanted is not None and places[wanted]:
+            found[place] = places[wanted].pop(0)
+            del left[place], right[found[place]]
+
+
+def _match_unplaced(left: dict[int, Json], right: dict[int, Json], found: dict[int, int]) -> None:
+    for place, report in list(left.items()):
+        for other, candidate in right.items():
+            alike = all(of(report) == of(candidate) for of in (_model, _recipe, _method))
+            threads = _threads(report), _threads(candidate)
+            if (
+                alike
+                and (report["device"] is None or candidate["device"] is None)
+                and (threads[0] == threads[1] or None in threads)
+            ):
+                found[place] = other
+                del left[place], right[other]
+                break
+
+
+def _cell(report: Json) -> Hashable | None:
+    return report["cell"]  # type: ignore[no-any-return]
+
+
+def _on_device(report: Json) -> Hashable:
+    return *_measured(report), report["device"]["id"] if report["device"] else None
+
+
+def _on_kind(report: Json) -> Hashable:
+    return *_measured(report), _kind(report)
+
+
+def _measured(report: Json) -> tuple[Hashable, ...]:
+    return _model(report), _recipe(report), _method(report), _threads(report)
+
+
+def _model(report: Json) -> Hashable:
+    return report["model"]["name"] if report["model"] else None
+
+
+def _recipe(report: Json) -> Hashable:
+    return report["recipe"]  # type: ignore[no-any-return]
+
+
+def _method(report: Json) -> Hashable:
+    return report["method"]  # type: ignore[no-any-return]
+
+
+def _threads(report: Json) -> Hashable:
+    return report["threads"]  # type: ignore[no-any-return]
+
+
+def _kind(report: Json) -> Hashable:
+    device = report["device"]
+    return (device["arch"], device["soc"]) if device else None

@@ -1,0 +1,106 @@
+"""What the programs are, apart from how fast: size, memory, accuracy, delegation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from etfarm.wire import delegation as delegations
+from etfarm.wire.comparison.numbers import number
+from etfarm.wire.report import Json
+
+
+def size(base: Json, candidate: Json) -> Json | None:
+    """The size part of a PAIR; None where neither side has a program. `total_bytes` is the .pte with its data files."""
+    sides = [_sizes(report["compile"]) for report in (base, candidate)]
+    if not any(sides):
+        return None
+    keys = ("total_bytes", "pte_bytes", "program_bytes", "constant_bytes", "delegate_bytes", "data_bytes")
+    return {key: number(*(side.get(key) for side in sides)) for key in keys}
+
+
+def memory(base: Json, candidate: Json) -> Json | None:
+    """The memory part of a PAIR: the peak of the whole process, and what all buffers of the memory plan take together."""
+    sides = [report["memory"] or {} for report in (base, candidate)]
+    peak = number(*(side.get("peak_rss_bytes") for side in sides))
+    planned = number(*(sum(side["planned_bytes"]) if side.get("planned_bytes") else None for side in sides))
+    return {"peak_rss_bytes": peak, "planned_bytes": planned} if peak or planned else None
+
+
+def accuracy(base: Json, candidate: Json) -> list[Json]:
+    """The accuracy part of a PAIR: outputs by name; as many that have no namesake on both sides by their order.
+
+    An output is called as its node in the graph is, `relu_19`, whose number another layer moves. Both sides are told against
+    one reference, the first that both have: the program before quantization, or the quantized one where a side lost the other.
+    Without such a reference each is told against its own first one, and there is no change.
+    """
+    against = _references(base["accuracy"] or (), candidate["accuracy"] or ())
+    sides = [
+        {output["output"] or str(place): output for place, output in enumerate(_of(report["accuracy"] or (), reference))}
+        for report, reference in zip((base, candidate), against, strict=True)
+    ]
+    left, right = ([one for one in side if one not in other] for side, other in (sides, sides[::-1]))
+    is_one = against[0] == against[1]
+    moved = dict(zip(left, right, strict=True)) if len(left) == len(right) else {}
+    found = []
+    for output in [*sides[0], *(one for one in right if one not in moved.values())]:
+        errors = _errors(sides[0].get(output)), _errors(sides[1].get(moved.get(output, output)))
+        known = number(*(one["sqnr_db"] if one else None for one in errors)) if is_one else None
+        change_db = known["change"] if known else None
+        found.append({"output": moved.get(output, output), "base": errors[0], "candidate": errors[1], "change_db": change_db})
+    return found
+
+
+def _references(base: Sequence[Mapping[str, Any]], candidate: Sequence[Mapping[str, Any]]) -> tuple[str | None, str | None]:
+    """What the outputs of each side are told against; None of a side without outputs."""
+    known = [list(dict.fromkeys(output["reference"] for output in side)) for side in (base, candidate)]
+    for reference in known[0]:
+        if reference in known[1]:
+            return reference, reference
+    return known[0][0] if known[0] else None, known[1][0] if known[1] else None
+
+
+def _of(outputs: Sequence[Mapping[str, Any]], reference: str | None) -> list[Mapping[str, Any]]:
+    return [output for output in outputs if output["reference"] == reference]
+
+
+def delegation(base: Json, candidate: Json) -> Json | None:
+    """The delegation part of a PAIR, by method; None where neither side tells of any."""
+    sides = [(report["compile"] or {}).get("delegation") or {} for report in (base, candidate)]
+    if not any(sides):
+        return None
+    return {method: _method(*(side.get(method) for side in sides)) for method in sorted({*sides[0], *sides[1]})}
+
+
+def _sizes(compiled: Mapping[str, Any] | None) -> dict[str, int | None]:
+    if not (compiled and compiled["program"]):
+        return {}
+    parts = compiled["sizes"] or {}
+    pte = compiled["program"]["size_bytes"]
+    data = sum(file["size_bytes"] for file in (compiled["data"] or {}).values())
+    known = {key: parts.get(key) for key in ("program_bytes", "constant_bytes", "delegate_bytes")}
+    return {"total_bytes": pte + data, "pte_bytes": pte, **known, "data_bytes": data}
+
+
+def _errors(output: Mapping[str, Any] | None) -> Json | None:
+    if output is None:
+        return None
+    return {key: output[key] for key in ("reference", "equal", "sqnr_db", "max_abs_error", "top1_agreement", "nan_count")}
+
+
+def _method(base: Mapping[str, Any] | None, candidate: Mapping[str, Any] | None) -> Json:
+    sides = [side or {} for side in (base, candidate)]
+    nodes = [delegations.nodes(side) if side else (None, None) for side in sides]
+    operators = [_operators(side.get("operators") or ()) for side in sides]
+    names = dict.fromkeys([*operators[0], *operators[1]])
+    changed = [name for name in names if operators[0].get(name) != operators[1].get(name)]
+    return {
+        "subgraphs": number(*(side.get("subgraphs") for side in sides)),
+        "delegated_nodes": number(*(inside for inside, _ in nodes)),
+        "non_delegated_nodes": number(*(outside for _, outside in nodes)),
+        "operators": [{"op": name, "base": operators[0].get(name), "candidate": operators[1].get(name)} for name in changed],
+    }
+
+
+def _operators(found: Iterable[Mapping[str, Any]]) -> dict[str, Json]:
+    return {one["op"]: {key: one[key] for key in ("delegated", "non_delegated")} for one in found}

@@ -1,0 +1,137 @@
+"""What is compared: the reports of a job or of a file, some of them chosen, and what each is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.report import Json
+
+CHOICE = "#"
+"""Between a job or file and what is chosen of it: `latest#2`."""
+
+_LEAST_PREFIX = 4
+"""Characters of a cell's id that name it."""
+
+
+class NothingToCompare(UserError):
+    """No report of one side has a counterpart on the other."""
+
+    reason = "NOTHING_TO_COMPARE"
+    kind = Kind.FAILED_PRECONDITION
+
+
+class NoSuchReport(UserError):
+    """What stands behind `#` chooses nothing."""
+
+    reason = "REPORT_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+@dataclass(frozen=True)
+class Side:
+    """Reports of one job or file, REPORTs with every key, in the order of the job's cells."""
+
+    reports: Sequence[Json]
+    job: Json | None = None
+    """JOB of etfarm.report/1; None where it is not known."""
+    file: str | None = None
+    """The path of a report file."""
+    choice: str | None = None
+    """See `chosen`."""
+
+    @property
+    def name(self) -> str:
+        """What a sentence calls it."""
+        if self.file is not None:
+            return self.file
+        return f"job {self.job['id']}" if self.job else "the reports"
+
+    @property
+    def chosen(self) -> list[Json]:
+        """The reports that `choice` names: all for None, one by its cell's number, else those of a recipe, model or cell.
+
+        Numbers are from 0, as `etfarm jobs show` has them.
+
+        Raises:
+            NoSuchReport: there is none.
+        """
+        reports = list(self.reports)
+        if self.choice is None:
+            return reports
+        if self.choice.isascii() and self.choice.isdecimal():
+            found = reports[int(self.choice) :][:1] if len(self.choice) < 10 else []
+        else:
+            found = [report for report in reports if self.choice in (report["recipe"], _model(report))]
+            if not found and len(self.choice) >= _LEAST_PREFIX:
+                found = [report for report in reports if str(report["cell"]).startswith(self.choice)]
+        if not found:
+            raise NoSuchReport(
+                f"{self._begin()} has no report {self.choice!r}: it has {self.listed}.",
+                "Give a number, a recipe, a model, or the first characters of a cell's id.",
+                choice=self.choice,
+                reports=len(reports),
+            )
+        return found
+
+    @property
+    def listed(self) -> str:
+        """Its reports by number, for a sentence: `0 resnet8 · portable, 1 resnet8 · xnnpack_fp32`."""
+        names = [f"{place} {label(name(report))}" for place, report in enumerate(self.reports)]
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        return ", ".join(names[:8]) + more if names else "none"
+
+    def about(self) -> Json:
+        """A SIDE."""
+        return {"job": self.job, "file": self.file, "choice": self.choice, "reports": len(self.chosen)}
+
+    def _begin(self) -> str:
+        return self.name[0].upper() + self.name[1:] if self.file is None else self.name
+
+
+def is_live(job: Json | None) -> bool:
+    """Whether reports of cells that are not done are still to come."""
+    return job is not None and job["state"] in ("QUEUED", "RUNNING")
+
+
+def split_choice(text: str) -> tuple[str, str | None]:
+    """A job or file, and what is chosen of it, None where all: `latest#2` is ("latest", "2")."""
+    what, mark, choice = text.rpartition(CHOICE)
+    return (what, choice) if mark and what and choice else (text, None)
+
+
+def name(report: Json) -> Json:
+    """A REPORT_NAME."""
+    device, verdict, error = report["device"], report["verdict"], report["error"]
+    return {
+        **{key: report[key] for key in ("id", "cell", "attempt")},
+        "model": _model(report),
+        **{key: report[key] for key in ("recipe", "method", "threads")},
+        "device": {key: device[key] for key in ("id", "name", "arch", "soc")} if device else None,
+        "state": report["state"],
+        "error": error["reason"] if error else None,
+        "verdict": {"status": verdict["status"], "codes": [reason["code"] for reason in verdict["reasons"]]} if verdict else None,
+    }
+
+
+def label(named: Json) -> str:
+    """A REPORT_NAME as people tell it apart: `resnet8 · xnnpack_fp32 · pi5-a (cortex-a76, 4 threads)`."""
+    return " · ".join(filter(None, traits(named)))
+
+
+def traits(named: Json) -> tuple[str, str | None, str | None, str | None]:
+    """What tells REPORT_NAMEs apart: model, recipe, method and place; None where there is nothing to say."""
+    device, place = named["device"], None
+    if device:
+        chip = device["soc"] or device["arch"]
+        count = named["threads"]
+        threads = f"{count} thread{'' if count == 1 else 's'}" if count else None
+        inside = ", ".join(filter(None, (chip, threads)))
+        place = (device["name"] or (device["id"] or "")[:12]) + (f" ({inside})" if inside else "")
+    method = named["method"] if named["method"] != "forward" and device else None
+    return named["model"] or "?", named["recipe"], method, place
+
+
+def _model(report: Json) -> str | None:
+    return report["model"]["name"] if report["model"] else None

@@ -1,0 +1,106 @@
+"""What can be wrong with a recipe. Each says what is allowed instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from etfarm.wire.errors import UserError
+from etfarm.wire.recipes.values import shown
+
+
+class UnknownRecipe(UserError):
+    """No recipe has this name."""
+
+    reason = "UNKNOWN_RECIPE"
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+        remedy = f"Did you mean {alternatives(near)}?" if near else "`etfarm recipes list` shows those there are."
+        super().__init__(f"There is no recipe {name!r}.", remedy, recipe=name, nearest=",".join(near))
+
+
+class UnknownRecipeArgument(UserError):
+    """The recipe takes no argument of this name."""
+
+    reason = "UNKNOWN_RECIPE_ARGUMENT"
+
+    def __init__(self, recipe: str, argument: str, known: Sequence[str]) -> None:
+        takes = f"It takes {', '.join(known)}." if known else "It takes none."
+        super().__init__(
+            f"Recipe {recipe} has no argument {argument!r}.",
+            f"{takes}{did_you_mean(argument, known)}",
+            recipe=recipe,
+            argument=argument,
+            known=",".join(known),
+        )
+
+
+class BadRecipeArgument(UserError):
+    """An argument's value is missing, of another type, or not among the allowed ones."""
+
+    reason = "BAD_RECIPE_ARGUMENT"
+
+    def __init__(self, recipe: str, argument: str, value: object, allowed: str) -> None:
+        what = f"needs the argument {argument!r}" if value is None else f"cannot take {argument}={shown(value)}"
+        super().__init__(
+            f"Recipe {recipe} {what}.",
+            f"Allowed: {allowed}.",
+            recipe=recipe,
+            argument=argument,
+            value="" if value is None else shown(value),
+            allowed=allowed,
+        )
+
+
+class BadRecipeText(UserError):
+    """The text is no recipe: not `name`, not `name:key=value,...`, not several joined by `+`, not the TOML or JSON of one."""
+
+    reason = "BAD_RECIPE_TEXT"
+
+
+class BadRecipeField(UserError):
+    """A field of a recipe file is unknown, or its value is not an allowed one.
+
+    Args:
+        field: the field's full name, as a person finds it in the file: `[executorch] memory_planning`.
+        value: what is there; None where the field itself is unknown.
+        allowed: the allowed values, or the known fields.
+    """
+
+    reason = "BAD_RECIPE_FIELD"
+
+    def __init__(self, field: str, value: object, allowed: str, near: str = "") -> None:
+        what = f"cannot be {literal(value)}" if value is not None else "is not known"
+        super().__init__(
+            f"{field} {what}.", f"Allowed: {allowed}.{near}",
+            field=field, value="" if value is None else shown(value), allowed=allowed,
+        )  # fmt: skip
+
+
+class BadCombination(UserError):
+    """Recipes, partitioners and quantizers that cannot be one recipe."""
+
+    reason = "BAD_RECIPE_COMBINATION"
+
+
+def did_you_mean(said: object, known: Sequence[str]) -> str:
+    """` Did you mean X?`, or nothing where nothing is near."""
+    near = difflib.get_close_matches(str(said), known, n=1, cutoff=0.5)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def alternatives(names: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def literal(value: object) -> str:
+    """A value as a TOML file has it; long ones are cut."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        text = f"[{', '.join(map(literal, value))}]"
+    else:
+        text = f'"{value}"' if isinstance(value, str) else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

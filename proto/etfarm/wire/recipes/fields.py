@@ -1,0 +1,154 @@
+"""The options of a recipe file, field by field: the same in TOML and in a recipe's JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from etfarm.wire import stages as export_stages
+from etfarm.wire.recipes.components import EDGE, EXECUTORCH, PARTITIONERS, QUANTIZERS, ComponentSpecification
+from etfarm.wire.recipes.errors import BadRecipeField, did_you_mean
+from etfarm.wire.recipes.recipe import Component, MethodOptions, Options
+from etfarm.wire.recipes.table import RECIPES
+from etfarm.wire.recipes.values import Argument, Plain, shown
+from etfarm.wire.stages import REPLACEABLE
+
+OPTIONS: Final = ("name", "strict", "per_op", "stages", "partitioners", "quantizers", "methods", "edge", "executorch", "replace")
+"""The fields of options."""
+
+TOP: Final = ("recipe", "combine", "arguments", *OPTIONS)
+"""The fields of a file."""
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_METHOD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+_STAGE_PLUGIN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}(\.[A-Za-z_][A-Za-z0-9_]{0,63}){1,4}")
+
+
+def options(said: Mapping[str, object]) -> Options:
+    """The options of a file's or a JSON's fields.
+
+    Raises:
+        BadRecipeField: a field is unknown, or its value is not allowed.
+        BadStages: `stages` is no order.
+    """
+    for key in said:
+        if key not in OPTIONS:
+            raise unknown("", key, OPTIONS)
+    return Options(
+        strict=_flag("strict", said.get("strict")),
+        stages=_stages(said.get("stages")),
+        partitioners=_components("partitioners", said.get("partitioners"), PARTITIONERS),
+        quantizers=_components("quantizers", said.get("quantizers"), QUANTIZERS),
+        methods=_methods(said.get("methods", {})),
+        edge=_values("edge", said.get("edge", {}), EDGE),
+        executorch=_values("executorch", said.get("executorch", {}), EXECUTORCH),
+        replace=_replace(said.get("replace", {})),
+        name=_name(said.get("name")),
+        per_op=bool(_flag("per_op", said.get("per_op"))),
+    )
+
+
+def unknown(table: str, key: str, known: Sequence[str]) -> BadRecipeField:
+    """The refusal of a field that is none."""
+    return BadRecipeField(f"{table} {key}".strip(), None, ", ".join(known), did_you_mean(key, known))
+
+
+def _name(said: object) -> str:
+    if said is None:
+        return ""
+    if not isinstance(said, str) or not _NAME.fullmatch(said) or said in RECIPES:
+        raise BadRecipeField("name", said, "up to 64 letters, digits, _, . and -, and not the name of a recipe that is another")
+    return said
+
+
+def _flag(field: str, said: object) -> bool | None:
+    if said is not None and not isinstance(said, bool):
+        raise BadRecipeField(field, said, "true, false")
+    return said
+
+
+def _stages(said: object) -> tuple[str, ...] | None:
+    if said is None:
+        return None
+    if not isinstance(said, list) or not all(isinstance(stage, str) for stage in said):
+        raise BadRecipeField("stages", said, f"a list of {', '.join(export_stages.STAGES)}")
+    for stage in said:
+        if stage not in export_stages.STAGES:
+            raise BadRecipeField("stages", stage, ", ".join(export_stages.STAGES), did_you_mean(stage, export_stages.STAGES))
+    return tuple(said)
+
+
+def _methods(said: object) -> dict[str, MethodOptions]:
+    result = {}
+    for method, table in _table("methods", said).items():
+        if not _METHOD.fullmatch(method):
+            raise BadRecipeField("[methods]", method, "methods' names, of letters, digits and _")
+        where = f"methods.{method}"
+        own = _table(where, table)
+        for key in own:
+            if key not in ("partitioners", "quantizers"):
+                raise unknown(f"[{where}]", key, ("partitioners", "quantizers"))
+        result[method] = MethodOptions(
+            _components(f"{where}.partitioners", own.get("partitioners"), PARTITIONERS),
+            _components(f"{where}.quantizers", own.get("quantizers"), QUANTIZERS),
+        )
+    return result
+
+
+def _replace(said: object) -> dict[str, str]:
+    result = {}
+    for stage, plugin in _table("replace", said).items():
+        if stage not in REPLACEABLE:
+            allowed = f"{', '.join(REPLACEABLE)}, the stages that only the server runs"
+            raise BadRecipeField("[replace]", stage, allowed, did_you_mean(stage, REPLACEABLE))
+        if not isinstance(plugin, str) or not _STAGE_PLUGIN.fullmatch(plugin):
+            raise BadRecipeField(f"[replace] {stage}", plugin, "the name of a plug-in's stage, which has a dot, like acme.stage")
+        result[stage] = plugin
+    return result
+
+
+def _components(where: str, said: object, known: Mapping[str, ComponentSpecification]) -> tuple[Component, ...] | None:
+    if said is None:
+        return None
+    if not isinstance(said, list):
+        raise BadRecipeField(where, said, f"a list of {', '.join(known)}, or [[{where}]] tables with a name")
+    return tuple(_component(where, one, known) for one in said)
+
+
+def _component(where: str, said: object, known: Mapping[str, ComponentSpecification]) -> Component:
+    table = {"name": said} if isinstance(said, str) else said
+    if not isinstance(table, dict) or not isinstance(table.get("name"), str):
+        raise BadRecipeField(where, said, f"{', '.join(known)}, each a name or a [[{where}]] table with a name")
+    name = table["name"]
+    if name not in known:
+        raise BadRecipeField(f"{where} name", name, ", ".join(known), did_you_mean(name, list(known)))
+    arguments = {argument.name: argument for argument in known[name].arguments}
+    own = {key: value for key, value in table.items() if key != "name"}
+    if set(own) == {"arguments"} and isinstance(own["arguments"], dict):
+        own = own["arguments"]
+    values = _values(f"[{where}]", own, arguments, what=f"[[{where}]] {name}:")
+    return Component(name, values)
+
+
+def _values(table: str, said: object, known: Mapping[str, Argument], what: str = "") -> dict[str, Plain]:
+    where = what or f"[{table}]"
+    result: dict[str, Plain] = {}
+    for key, value in _table(table, said).items():
+        if key not in known:
+            raise unknown(where, key, list(known))
+        found = known[key].convert(value)
+        if found is None:
+            near = did_you_mean(value, [shown(choice) for choice in known[key].choices]) if isinstance(value, str) else ""
+            raise BadRecipeField(f"{where} {key}", value, known[key].allowed, near)
+        result[key] = found
+    for argument in known.values():
+        if argument.default is not None:
+            result.setdefault(argument.name, argument.default)
+    return result
+
+
+def _table(name: str, said: object) -> dict[str, object]:
+    if not isinstance(said, dict):
+        raise BadRecipeField(f"[{name}]", said, "a table of key = value")
+    return said

@@ -1,0 +1,148 @@
+"""The values that arguments and fields have: plain ones, the same in text, TOML and JSON."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Plain = str | int | bool | float | tuple[int, ...] | tuple[str, ...]
+"""A value. Tuples are lists in JSON and TOML; those of ints are `1x16` in text."""
+
+_GREATEST = 1 << 63
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a recipe or component, or one field of a recipe file's table."""
+
+    name: str
+    summary: str
+    kind: type[str] | type[int] | type[bool] | type[tuple[int, ...]] | type[list[str]]
+    """`tuple` is a tuple of ints, `list` one of texts; a single text stands for a list of it."""
+    choices: tuple[Plain, ...] = ()
+    """All allowed values, or of each text of a list; empty where `pattern` or `bounds` say it."""
+    pattern: str = ""
+    """Regular expression that the whole of a str matches, or each text of a list."""
+    like: str = ""
+    """What `pattern` means, for people."""
+    bounds: tuple[int, int] | None = None
+    """Least and greatest int, or of each int of a tuple."""
+    default: Plain | None = None
+    required: bool = False
+    or_bool: bool = False
+    """Whether true and false are allowed as well."""
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values, for a sentence."""
+        return f"true, false, or {self._allowed}" if self.or_bool else self._allowed
+
+    @property
+    def _allowed(self) -> str:
+        if self.choices:
+            values = ", ".join(shown(choice) for choice in self.choices)
+            return f"one of, or a list of some of {values}" if self.kind is list else values
+        if self.kind is bool:
+            return "true, false"
+        if self.bounds is not None:
+            what = "integers joined by x, each" if self.kind is tuple else "an integer"
+            return f"{what} from {self.bounds[0]} to {self.bounds[1]}"
+        return self.like or f"a text like {self.pattern}"
+
+    def convert(self, value: object) -> Plain | None:
+        """The value as this argument has it; None where it cannot be one of the allowed ones.
+
+        A str is read as the command line has it; lists of texts, which have no order, are sorted.
+        """
+        if self.or_bool and isinstance(value, bool):
+            return value
+        found = _converted(self.kind, value)
+        return found if found is not None and self._allows(found) else None
+
+    def _allows(self, value: Plain) -> bool:
+        if isinstance(value, bool):
+            return True
+        if self.kind is list:
+            return isinstance(value, tuple) and bool(value) and all(self._allows_text(str(text)) for text in value)
+        if self.choices:
+            return value in self.choices
+        if isinstance(value, str):
+            return self._allows_text(value)
+        numbers = value if isinstance(value, tuple) else (value,)
+        low, high = self.bounds or (-_GREATEST, _GREATEST - 1)
+        return bool(numbers) and all(isinstance(number, int) and low <= number <= high for number in numbers)
+
+    def _allows_text(self, text: str) -> bool:
+        return text in self.choices if self.choices else re.fullmatch(self.pattern, text) is not None
+
+
+def plain(value: object) -> Plain | None:
+    """What an argument without a specification may be, as JSON and TOML have it; None where it is none of that."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return value if _encodable(value) else None
+    if isinstance(value, int):
+        return value if -_GREATEST <= value < _GREATEST else None
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list | tuple):
+        if all(isinstance(item, int) and not isinstance(item, bool) and -_GREATEST <= item < _GREATEST for item in value):
+            return tuple(value)
+        if all(isinstance(item, str) and _encodable(item) for item in value):
+            return tuple(value)
+    return None
+
+
+def spoken(text: str) -> Plain:
+    """What an argument without a specification is when the command line says `text`: true, false, a number, or the text."""
+    if text in ("true", "false"):
+        return text == "true"
+    number = integer(text)
+    if number is not None:
+        return number
+    if re.fullmatch(r"-?[0-9]{1,9}\.[0-9]{1,9}", text):
+        return float(text)
+    return text
+
+
+def shown(value: object) -> str:
+    """A value as the command line has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "x".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def integer(value: object) -> int | None:
+    """The int that `value` is or says."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return int(value) if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,9}", value) else None
+
+
+def _converted(kind: type[object], value: object) -> Plain | None:
+    if kind is bool:
+        return value if isinstance(value, bool) else {"true": True, "false": False}.get(str(value))
+    if kind is int:
+        return integer(value)
+    if kind is list:
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+            return None
+        return tuple(sorted(set(texts)))
+    if kind is tuple:
+        parts: Sequence[object] = value.split("x") if isinstance(value, str) else _list(value)
+        numbers = [integer(part) for part in parts]
+        return tuple(n for n in numbers if n is not None) if None not in numbers else None
+    return value if isinstance(value, str) else None
+
+
+def _list(value: object) -> Sequence[object]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _encodable(text: str) -> bool:
+    """Whether it has no half of a surrogate pair, of which nothing can be hashed."""
+    return not any(0xD800 <= ord(letter) <= 0xDFFF for letter in text)

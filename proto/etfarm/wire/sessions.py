@@ -1,0 +1,66 @@
+"""A session's tensors on the wire: a tensor file's bytes inline up to 1 MiB, above it an artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from etfarm.v1 import common_pb2, session_pb2
+from etfarm.wire.errors import Kind, UserError
+
+INLINE_BYTES = 1 << 20
+"""What rides in a message itself; more would hold up the calls of others on the same connection."""
+
+CALL_TIMEOUT_S = 600.0
+"""How long a call may take on the device where it does not say (SessionTask.timeout_s)."""
+
+
+class SessionNotFound(UserError):
+    """No session has the id, or it has ended."""
+
+    reason = "SESSION_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+class BadCall(UserError):
+    """A call asks for nothing, or for numbers out of range."""
+
+    reason = "BAD_CALL"
+
+
+async def pack(data: bytes, store: Callable[[bytes], Awaitable[common_pb2.Artifact]]) -> session_pb2.SessionTensors:
+    """`data` as it travels; what is too large goes through `store` first."""
+    if len(data) <= INLINE_BYTES:
+        return session_pb2.SessionTensors(inline=data)
+    return session_pb2.SessionTensors(artifact=await store(data))
+
+
+async def unpack(packed: session_pb2.SessionTensors, fetch: Callable[[common_pb2.Artifact], Awaitable[bytes]]) -> bytes:
+    """The bytes that `pack` was given; large ones come through `fetch`."""
+    return await fetch(packed.artifact) if packed.HasField("artifact") else packed.inline
+
+
+def check_task(task: session_pb2.SessionTask) -> None:
+    """Refuses a task that no device should see.
+
+    Raises:
+        BadCall: the sentence names the field.
+    """
+    if not task.method:
+        raise BadCall("The call names no method.", "Name one of the program's.")
+    if len(task.inputs.inline) > INLINE_BYTES:
+        raise BadCall(
+            f"The inputs have {len(task.inputs.inline)} bytes inline; 1 MiB is the most.", "Upload them as an artifact."
+        )
+    if task.HasField("timeout_s") and not 0 < task.timeout_s <= 7 * 86_400:
+        raise BadCall(f"timeout_s is {task.timeout_s:g}.", "Give seconds above 0, a week at most.")
+    if not task.HasField("loop"):
+        return
+    loop = task.loop
+    if not 1 <= loop.iterations <= 1_000_000:
+        raise BadCall(f"A loop of {loop.iterations} iterations is none.", "Give 1 to 1,000,000.")
+    if loop.HasField("warmup") and not 0 <= loop.warmup <= 1_000_000:
+        raise BadCall(f"warmup is {loop.warmup}.", "Give 0 to 1,000,000.")
+    if loop.HasField("min_time_s") and not 0 <= loop.min_time_s <= 3600:
+        raise BadCall(f"min_time_s is {loop.min_time_s:g}.", "Give 0 to 3600.")
+    if loop.HasField("max_time_s") and not 0 < loop.max_time_s <= 86_400:
+        raise BadCall(f"max_time_s is {loop.max_time_s:g}.", "Give seconds above 0, a day at most.")

@@ -1,0 +1,98 @@
+"""The user's own line of code and module for a node of an exported graph. Stdlib only: compiling and reporting both ask."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+_FRAME = re.compile(r'^\s*File "([^"\n]+)", line (\d+)(?:, in .*)?$')
+_MARKS = re.compile(r"^[\s~^]+$")
+_INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/(.+)$")
+_STANDARD_LIBRARY = re.compile(r"/lib/python3(?:\.\d+t?)?/(?!(?:site|dist)-packages/)")
+_COMMA = re.compile(r",(?![^()\[\]]*[)\]])")
+_SEMICOLON = re.compile(r";(?![^()\[\]]*[)\]])")
+_ROOT = re.compile(r"^L(?:\['self'\]|__self__)\.?")
+
+_FRAMEWORKS = ("torch/", "torchao/", "executorch/", "torchgen/", "functorch/")
+_OWN = "etfarm/"
+_DEMOS = "etfarm/client/export/demo_models/"
+"""Our demo models stand for a user's code; the rest of etfarm only wraps it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A line of the user's code, as the stack trace tells it."""
+
+    file: str
+    line: int
+    code: str
+    """Stripped; empty where the stack trace has no text for the line."""
+
+
+def source_of(stack_trace: str | None) -> Source | None:
+    """The innermost frame outside of torch, torchao, executorch, etfarm and `<...>`; None where there is none.
+
+    The client has made paths relative (`models/net.py`, `torch/nn/modules/conv.py`); absolute ones of other exporters are
+    understood as well. The code is taken from the stack trace, never from a file: the server has none of the user's.
+    """
+    found = None
+    for file, line, code in _frames(stack_trace or ""):
+        if is_users(file):
+            found = Source(file, line, code)
+    return found
+
+
+def is_users(file: str) -> bool:
+    """Whether a stack trace's path is the user's own code."""
+    if file.startswith("<"):
+        return False
+    path = file.replace("\\", "/")
+    installed = _INSTALLED.search(path)
+    if installed is None and _STANDARD_LIBRARY.search(path):
+        return False
+    tail = installed[1] if installed else path
+    if _DEMOS in f"/{path}":
+        return True
+    if tail.startswith((*_FRAMEWORKS, _OWN)):
+        return False
+    # A checkout that was installed in editable mode: .../client/etfarm/client/export/eager.py
+    return not any(f"/{part}/etfarm/{part}/" in path for part in ("server", "client", "device_agents"))
+
+
+def module_of(nn_module_stack: str | None) -> str | None:
+    """The innermost module's path, `layer1.conv`, of a serialized nn_module_stack; None for the model itself.
+
+    The text is `KEY,PATH,TYPE;KEY,PATH,TYPE;...`, outermost first.
+
+    Source: `meta["nn_module_stack"]` as torch._export.serde.serialize writes it.
+    """
+    if not nn_module_stack:
+        return None
+    for entry in reversed(_SEMICOLON.split(nn_module_stack)):
+        fields = _COMMA.split(entry)
+        if len(fields) >= 2:
+            return _ROOT.sub("", fields[1]).replace("slice(None, None, None)", "").strip(".") or None
+    return None
+
+
+def common_module(modules: Iterable[str | None]) -> str | None:
+    """The deepest module that holds all of `modules`; None when that is the model itself. Nodes without a module do not count."""
+    paths = [module.split(".") for module in modules if module is not None]
+    if not paths:
+        return None
+    shared = []
+    for names in zip(*paths, strict=False):
+        if len(set(names)) > 1:
+            break
+        shared.append(names[0])
+    return ".".join(shared) or None
+
+
+def _frames(text: str) -> Iterator[tuple[str, int, str]]:
+    lines = text.splitlines()
+    for line, following in zip(lines, [*lines[1:], ""], strict=False):
+        frame = _FRAME.match(line)
+        if frame is not None:
+            no_code = _FRAME.match(following) or _MARKS.match(following)
+            yield frame[1], int(frame[2]), "" if no_code else following.strip()

@@ -1,0 +1,136 @@
+"""ExecuTorch's export stages: which there are, what each follows, and whether an order of them is one.
+
+Source: executorch.export.stages 1.5.1, whose classes say `valid_predecessor_stages` and `can_start_pipeline`; a test
+compares.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
+
+from etfarm.wire.errors import UserError
+
+STAGES: Final = (
+    "SOURCE_TRANSFORM",
+    "QUANTIZE",
+    "TORCH_EXPORT",
+    "TO_EDGE_TRANSFORM_AND_LOWER",
+    "TO_EDGE",
+    "EDGE_PROGRAM_MANAGER_TRANSFORM",
+    "TO_BACKEND",
+    "TO_EXECUTORCH",
+)
+"""ExecuTorch's export stages, as ExportSession names them in lower case."""
+
+PREDECESSORS: Final[Mapping[str, tuple[str, ...]]] = {
+    "SOURCE_TRANSFORM": (),
+    "QUANTIZE": ("SOURCE_TRANSFORM",),
+    "TORCH_EXPORT": ("SOURCE_TRANSFORM", "QUANTIZE"),
+    "TO_EDGE_TRANSFORM_AND_LOWER": ("TORCH_EXPORT",),
+    "TO_EDGE": ("TORCH_EXPORT",),
+    "EDGE_PROGRAM_MANAGER_TRANSFORM": ("TO_EDGE", "TO_EDGE_TRANSFORM_AND_LOWER"),
+    "TO_BACKEND": ("TO_EDGE", "EDGE_PROGRAM_MANAGER_TRANSFORM"),
+    "TO_EXECUTORCH": ("TO_EDGE_TRANSFORM_AND_LOWER", "TO_BACKEND", "EDGE_PROGRAM_MANAGER_TRANSFORM"),
+}
+"""What may come right before each stage."""
+
+STARTS: Final = ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT", "TO_EDGE_TRANSFORM_AND_LOWER", "TO_EDGE")
+"""Stages that an order may begin with."""
+
+REPLACEABLE: Final = STAGES[3:]
+"""Stages that an installed plug-in may replace: those that only the server runs, on programs that are exported."""
+
+
+class BadStages(UserError):
+    """The stages are no order that ExecuTorch runs, or not one that this recipe can have."""
+
+    reason = "BAD_STAGES"
+
+
+class Staged(Protocol):
+    """What is asked of a recipe here."""
+
+    @property
+    def text(self) -> str:
+        """What people see of it."""
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Its whole pipeline."""
+
+
+def check_name(stage: str) -> None:
+    """Refuses what is no stage.
+
+    Raises:
+        BadStages: with those there are, and the nearest.
+    """
+    if stage in STAGES:
+        return
+    near = difflib.get_close_matches(stage.upper().replace("-", "_"), STAGES, n=1, cutoff=0.5)
+    meant = f" Did you mean {near[0]}?" if near else ""
+    raise BadStages(
+        f"{stage!r} is no stage.", f"The stages are {', '.join(STAGES)}.{meant}", stage_name=stage, nearest=",".join(near)
+    )
+
+
+def check_order(stages: Sequence[str]) -> None:
+    """Refuses stages that ExecuTorch would not run in this order.
+
+    Raises:
+        BadStages: there are none, one is unknown or there twice, or one does not follow what is before it.
+    """
+    if not stages:
+        raise BadStages("There are no stages.", f"An order begins with {_either(STARTS)}.", stages="")
+    for stage in stages:
+        check_name(stage)
+    said = ",".join(stages)
+    for index, stage in enumerate(stages):
+        if stage in stages[:index]:
+            raise BadStages(f"{stage} is there twice.", "Every stage runs once.", stages=said, stage_name=stage)
+    if stages[0] not in STARTS:
+        raise BadStages(
+            f"{stages[0]} cannot be the first stage.", f"It follows {_either(PREDECESSORS[stages[0]])}.",
+            stages=said, stage_name=stages[0], predecessors=",".join(PREDECESSORS[stages[0]]),
+        )  # fmt: skip
+    for before, stage in itertools.pairwise(stages):
+        if before not in PREDECESSORS[stage]:
+            raise _misplaced(before, stage, said)
+
+
+def check_stop_after(recipe: Staged, stage: str) -> None:
+    """Refuses to end a compilation after a stage that the recipe does not have.
+
+    Raises:
+        BadStages: with the stages that it has.
+    """
+    check_name(stage)
+    if stage not in recipe.stages:
+        raise BadStages(
+            f"Recipe {recipe.text} has no stage {stage}, so nothing can stop after it.",
+            f"Its stages are {', '.join(recipe.stages)}.",
+            recipe=recipe.text, stage_name=stage, stages=",".join(recipe.stages),
+        )  # fmt: skip
+
+
+def _misplaced(before: str, stage: str, said: str) -> BadStages:
+    valid = PREDECESSORS[stage]
+    follows = f"it follows {_either(valid)}" if valid else "nothing comes before it"
+    remedy = ""
+    if (before, stage) == ("TO_EDGE", "TO_EXECUTORCH"):
+        remedy = "Put TO_BACKEND between them; without partitioners it delegates nothing."
+    elif (before, stage) == ("TO_EDGE_TRANSFORM_AND_LOWER", "TO_BACKEND"):
+        remedy = "TO_EDGE_TRANSFORM_AND_LOWER delegates already: leave TO_BACKEND out, or write TO_EDGE before it."
+    elif between := [s for s in valid if before in PREDECESSORS[s]]:
+        remedy = f"Put {_either(between)} between them."
+    return BadStages(
+        f"{stage} cannot follow {before}: {follows}.", remedy,
+        stages=said, stage_name=stage, after=before, predecessors=",".join(valid),
+    )  # fmt: skip
+
+
+def _either(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

@@ -1,0 +1,241 @@
+"""A report's operators seen from one side: by operator, op type, module, source line or backend. Pure; stdlib only.
+
+Takes the rows of `REPORT["operators"]`. Every nanosecond counts once: a delegate that told its kernels is left out for them and
+for what they leave over, and any other row stands for itself; own shares therefore sum to 1 as the leaves' do. Times are sums
+of means, which add up where medians do not: a row below the clock's resolution has no median, and still its part of a sum.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from etfarm.wire.errors import UserError
+
+BY: Final = ("op", "type", "module", "line", "backend")
+"""What operators can be grouped by."""
+
+SORTS: Final = ("own", "total", "name", "order")
+"""The largest own or total time first, by key, or as executed."""
+
+NOT_EXPLAINED: Final = "not explained"
+"""The key of REST rows: time that no operator accounts for. By backend a delegate's rest is still its delegate's."""
+
+NOT_DELEGATED: Final = "not delegated"
+"""The backend of the runtime's own kernels."""
+
+MODEL: Final = "the model itself"
+"""The module of operators in no submodule: the model's own `forward`."""
+
+INSERTED: Final = "inserted by the backend"
+"""The module or line of kernels that stand for no operator of the user's, as XNNPACK's transpositions."""
+
+UNKNOWN: Final = "not known"
+"""The module or line of rows that were not matched with the graph."""
+
+_NUMBER = re.compile(r" #\d+$")
+
+Row = Mapping[str, Any]
+
+
+class BadView(UserError):
+    """Operators cannot be grouped or sorted by what was asked for."""
+
+    reason = "BAD_VIEW"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that have a key in common. A time or share is None where nothing was measured, as of a module without own rows."""
+
+    key: str
+    detail: str
+    """Of a line its code, of an operator, backend or module the op types in it; empty where there is nothing to say."""
+    rows: int
+    own_ns: float | None
+    own_share: float | None
+    """0 to 1; over all groups own shares sum to 1."""
+    total_ns: float | None
+    total_share: float | None
+    """Own and below in the tree of modules; the same as own elsewhere."""
+    depth: int
+    """In the tree of modules, from 0; 0 elsewhere."""
+    indexes: tuple[int, ...]
+    """The own rows' `index`, as executed."""
+
+
+def group(operators: Sequence[Row], by: str, sort: str = "own", *, modules: Iterable[str] = ()) -> tuple[Group, ...]:
+    """The groups of a report's operators.
+
+    Modules are a tree in depth-first order, `layer1` right before what is below it; a module without operators of its own is
+    there where one below it has some. Siblings are sorted. Among equals the order of execution decides.
+
+    Args:
+        operators: rows as `REPORT["operators"]` has them.
+        by: one of BY.
+        sort: one of SORTS.
+        modules: paths that the tree of modules has whether or not an operator of theirs ran, as of those that own weights.
+
+    Raises:
+        BadView: `by` or `sort` is no such name.
+    """
+    check(by, sort)
+    parents = {row["index"]: row for row in operators if row["kind"] == "DELEGATE"}
+    keys = _KEYS[by]
+    nodes: dict[str, _Node] = {}
+    for row in leaves(operators):
+        key = keys(row, parents.get(row["parent"]))
+        nodes.setdefault(key, _Node(key)).rows.append(row)
+    if by != "module":
+        return tuple(node.group(_detail(node, by), 0) for node in _sorted(nodes.values(), sort))
+    for path in modules:
+        nodes.setdefault(path, _Node(path))
+    return tuple(_depth_first(_tree(nodes), sort, 0))
+
+
+def check(by: str, sort: str) -> None:
+    """Refuses what `group` would, before there are operators.
+
+    Raises:
+        BadView: `by` or `sort` is no such name.
+    """
+    if by not in BY:
+        raise BadView(f"Operators cannot be grouped by {by!r}.", f"Give one of {', '.join(BY)}.", by=by)
+    if sort not in SORTS:
+        raise BadView(f"Operators cannot be sorted by {sort!r}.", f"Give one of {', '.join(SORTS)}.", sort=sort)
+
+
+def leaves(operators: Iterable[Row]) -> list[Row]:
+    """The rows that count, as executed: all but delegates that have kernels or a rest of their own."""
+    rows = sorted(operators, key=lambda row: row["index"])
+    with_children = {row["parent"] for row in rows if row["parent"] is not None}
+    return [row for row in rows if row["index"] not in with_children]
+
+
+def operator_name(row: Row) -> str:
+    """A row's name without the number that XNNPACK gives to kernels of one name: `Convolution (NHWC, F32) IGEMM`."""
+    name = str(row["name"])
+    return _NUMBER.sub("", name) if row["kind"] == "KERNEL" else name
+
+
+def line_of(row: Row) -> str | None:
+    """The line of the user's code that a row is of, `models/net.py:31`; None where it is not known."""
+    source = row["source"]
+    return f"{source['file']}:{source['line']}" if source else None
+
+
+@dataclass
+class _Node:
+    """A group under construction."""
+
+    key: str
+    rows: list[Row] = field(default_factory=list)
+    below: list[_Node] = field(default_factory=list)
+
+    def own(self, name: str) -> float | None:
+        return _sum(row[name] for row in self.rows)
+
+    def total(self, name: str) -> float | None:
+        return _sum([self.own(name), *(node.total(name) for node in self.below)])
+
+    def first(self) -> float:
+        return min([row["index"] for row in self.rows[:1]] + [node.first() for node in self.below], default=math.inf)
+
+    def group(self, detail: str, depth: int) -> Group:
+        own_ns, own_share, total_ns, total_share = (
+            part(name) for part in (self.own, self.total) for name in ("mean_ns", "share")
+        )
+        indexes = tuple(row["index"] for row in self.rows)
+        return Group(self.key, detail, len(self.rows), own_ns, own_share, total_ns, total_share, depth, indexes)
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _operator(row: Row, parent: Row | None) -> str:
+    return NOT_EXPLAINED if row["kind"] == "REST" else operator_name(row)
+
+
+def _type(row: Row, parent: Row | None) -> str:
+    """The op types of the user's graph; the kernel's name where it stands for none, as a transposition that XNNPACK inserts."""
+    return " + ".join(row["op_types"]) or _operator(row, parent)
+
+
+def _module(row: Row, parent: Row | None) -> str:
+    if row["kind"] == "REST":
+        return NOT_EXPLAINED
+    # A kernel that was not matched lies where all of its delegate does.
+    module = row["module"] or (parent["module"] if parent else None)
+    if module:
+        return str(module)
+    return MODEL if row["source"] or row["op_types"] else _without_origin(row)
+
+
+def _line(row: Row, parent: Row | None) -> str:
+    if row["kind"] == "REST":
+        return NOT_EXPLAINED
+    return line_of(row) or (f"module {row['module']}" if row["module"] else _without_origin(row))
+
+
+def _without_origin(row: Row) -> str:
+    return INSERTED if row["aligned"] and not row["op_types"] else UNKNOWN
+
+
+def _backend(row: Row, parent: Row | None) -> str:
+    if row["delegated"]:
+        return str(row["backend"] or UNKNOWN)
+    return NOT_EXPLAINED if row["kind"] == "REST" else NOT_DELEGATED
+
+
+_KEYS: Final[dict[str, Callable[[Row, Row | None], str]]] = {
+    "op": _operator,
+    "type": _type,
+    "module": _module,
+    "line": _line,
+    "backend": _backend,
+}
+
+
+def _detail(node: _Node, by: str) -> str:
+    if by == "type":
+        return ""
+    if by == "line":
+        codes = [row["source"]["code"].strip() for row in node.rows if row["source"] and row["source"]["code"]]
+        return codes[0] if codes else ""
+    return ", ".join(dict.fromkeys(name for row in node.rows for name in row["op_types"]))
+
+
+def _tree(nodes: Mapping[str, _Node]) -> list[_Node]:
+    """The top of the tree that the paths of modules make. Keys that are no paths have no dots, and so are leaves at the top."""
+    every = dict(nodes)
+    for path in nodes:
+        names = path.split(".")
+        for depth in range(1, len(names)):
+            above = ".".join(names[:depth])
+            every.setdefault(above, _Node(above))
+    top: list[_Node] = []
+    for path, node in every.items():
+        above = path.rpartition(".")[0]
+        (every[above].below if above else top).append(node)
+    return top
+
+
+def _sorted(nodes: Iterable[_Node], sort: str) -> list[_Node]:
+    in_order = sorted(nodes, key=_Node.first)
+    if sort == "name":
+        return sorted(in_order, key=lambda node: node.key)
+    if sort == "order":
+        return in_order
+    part = _Node.own if sort == "own" else _Node.total
+    return sorted(in_order, key=lambda node: (-(part(node, "share") or 0.0), -(part(node, "mean_ns") or 0.0)))
+
+
+def _depth_first(nodes: Iterable[_Node], sort: str, depth: int) -> Iterator[Group]:
+    for node in _sorted(nodes, sort):
+        yield node.group(_detail(node, "module"), depth)
+        yield from _depth_first(node.below, sort, depth + 1)
