@@ -19,7 +19,9 @@ from etfarm.device_agents.cache import Cache
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.errors import AgentFailed, Cancelled, DeviceBusy, FolderInUse, WrongDevice
 from etfarm.device_agents.execute import Attempt
+from etfarm.device_agents.interleave import InterleavedAttempt
 from etfarm.device_agents.runners.errors import DeviceStorageFailed
+from etfarm.device_agents.serve import ServedSession
 from etfarm.v1 import agent_pb2, device_pb2
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import to_proto
@@ -71,12 +73,11 @@ class DataFolder:
     def agent_id(self) -> str:
         """The agent's UUID, made at the first call ever."""
         path = self.path / "agent_id"
-        try:
-            return str(uuid.UUID(path.read_text().strip()))
-        except FileNotFoundError:
-            pass
-        except ValueError:
-            log.warning("%s holds no UUID; this agent gets a new id", path)
+        if path.exists():
+            try:
+                return str(uuid.UUID(path.read_text().strip()))
+            except ValueError:
+                log.warning("%s holds no UUID; this agent gets a new id", path)
         agent_id = str(uuid.uuid4())
         write_whole(path, f"{agent_id}\n".encode())
         return agent_id
@@ -150,6 +151,11 @@ def device_id(machine_id: str, agent_id: str, *, is_default_folder: bool) -> str
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def emulated_id(agent_id: str, arch: str, cpu: str) -> str:
+    """The id of an emulated device, 16 hex digits: it is the agent's and the processor's, and no machine's."""
+    return hashlib.sha256(f"{agent_id} etfarm {arch} {cpu}".encode()).hexdigest()[:16]
+
+
 class Agent:
     """Runs what the server asks for, one attempt at a time, whether or not there is a connection meanwhile.
 
@@ -168,7 +174,7 @@ class Agent:
         self._runs = folder.runs
         self._cache = cache
         self._tell = tell
-        self._attempt: Attempt | None = None
+        self._attempt: Attempt | ServedSession | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, str] = {}
         self._done: deque[str] = deque(maxlen=1000)
@@ -202,7 +208,7 @@ class Agent:
         folder = self._runs / hashlib.sha256(attempt_id.encode()).hexdigest()[:32]
         # One that was cancelled just now needs a moment to end; the server need not know.
         ending = None if self._attempt is None else self._tasks.get(self._attempt.start.attempt_id)
-        self._attempt = Attempt(self._config, self.device, self._cache, folder, start, self._progress)
+        self._attempt = _kind_of(start)(self._config, self.device, self._cache, folder, start, self._progress)
         self._spawn(attempt_id, self._run(self._attempt, ending))
 
     def cancel(self, attempt_id: str, reason: str) -> None:
@@ -231,7 +237,7 @@ class Agent:
         self._tasks[attempt_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(attempt_id, None))
 
-    async def _run(self, attempt: Attempt, ending: asyncio.Task[None] | None) -> None:
+    async def _run(self, attempt: Attempt | ServedSession, ending: asyncio.Task[None] | None) -> None:
         """An attempt from its begin, after `ending`, to its result; whatever happens, the device is free afterwards."""
         start = attempt.start
         try:
@@ -269,6 +275,13 @@ class Agent:
 
     def _progress(self, progress: agent_pb2.RunProgress) -> None:
         self._tell(agent_pb2.AgentMessage(run_progress=progress))
+
+
+def _kind_of(start: agent_pb2.StartRun) -> type[Attempt | ServedSession]:
+    if start.HasField("session"):
+        return ServedSession
+    # One that is left of several has nobody to take turns with.
+    return InterleavedAttempt if start.measurement.interleave and len(start.candidates) > 1 else Attempt
 
 
 def _give_memory_back() -> None:

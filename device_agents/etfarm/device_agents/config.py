@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from etfarm.device_agents.emulator import Emulator
+from etfarm.device_agents.gates import GateLimits
 from etfarm.wire.channel import Access
 from etfarm.wire.names import data_folder
 
@@ -16,6 +18,11 @@ DEFAULT_CACHE_LIMIT_BYTES = 8 << 30
 def default_data_folder() -> Path:
     """Where an agent that is told nothing keeps its id, its cache and results that the server has not acknowledged."""
     return data_folder() / "agent"
+
+
+def emulated_data_folder(emulator: Emulator) -> Path:
+    """The same for an emulated device that is told nothing: an agent of its own, beside the one of this machine."""
+    return data_folder() / f"agent-{emulator.arch}-{emulator.cpu.replace('/', '_')}"
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,15 @@ class AgentConfig:
     """Part of the memory that is available when a run starts which its program may use. The rest keeps the agent, and the
     board, alive when a program asks for everything."""
     self_test_s: float = 10.0
-    """Deadline of the check after a program that crashed, hung or ran out of memory. It takes 20 ms on a PC; an emulated
-    board needs seconds."""
+    """Deadline of the check of a runner, when it is used first and after a program that crashed, hung or ran out of memory. It
+    takes 20 ms on a PC; an emulated board needs seconds."""
+    emulator: Emulator | None = None
+    """What the device is instead of this machine."""
+    gates: GateLimits = field(default_factory=GateLimits)
+    """What a measurement waits for before it starts."""
+    governor: str | None = "performance"
+    """The cpus' clock governor while something is measured, where the agent may write it; None leaves it. Others let the clock
+    follow the load, so that short programs are timed on a clock that is still on its way up."""
     progress_interval_s: float = 0.25
     """The shortest time between two RunProgress of one phase."""
     retry_first_s: float = 0.2

@@ -78,6 +78,21 @@ class SelfTestFailed(DeviceError):
         )
 
 
+class RunnerDoesNotWork(DeviceError):
+    """The runner of a bundle fails its self-test at its first use on this device, before it sees any program."""
+
+    reason = "DEVICE_RUNNER_UNUSABLE"
+
+    def __init__(self, digest: str, arch: str, why: str) -> None:
+        super().__init__(
+            f"The runner bundle {digest[:12]} for {arch} does not work on this device: {why.rstrip('.')}.",
+            f"Offer another one, of `etfarm bundle build --arch {arch}`, with `etfarm bundle add`.",
+            digest=digest,
+            arch=arch,
+            why=why,
+        )
+
+
 class TransferTimedOut(DeviceError):
     """The attempt's time was over while artifacts were still under way."""
 

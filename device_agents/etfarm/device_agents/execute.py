@@ -4,31 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import grpc
-import psutil
 
+from etfarm.device_agents import numerics
 from etfarm.device_agents.cache import Cache, Lease, Transfers
 from etfarm.device_agents.config import AgentConfig
-from etfarm.device_agents.errors import NoRunner, NotReached, ProgramMismatch, SelfTestFailed, TransferTimedOut
+from etfarm.device_agents.errors import NotReached, SelfTestFailed, TransferTimedOut
+from etfarm.device_agents.gates import Gates, Surroundings
+from etfarm.device_agents.governor import KEPT_GOVERNORS, Governors
 from etfarm.device_agents.inventory import choose_cpus, choose_threads, format_cpu_list
+from etfarm.device_agents.judgement import BAD_ENDS, judged, self_test_limit_s
+from etfarm.device_agents.passes import Passes, plan_of, traced_iterations
+from etfarm.device_agents.provisions import (
+    DEFAULT_INPUTS_SEED,
+    KEPT_LOG_LINES,
+    ProgressTold,
+    Provisions,
+    fetch_program,
+    limit_s,
+    start_runner,
+)
 from etfarm.device_agents.runners import errors
-from etfarm.device_agents.runners.bundle import Bundle
-from etfarm.device_agents.runners.native import Limits, LogLine, NativeRunner
-from etfarm.device_agents.runners.protocol import MeasurePlan, Progress, Runner
-from etfarm.device_agents.telemetry import run_telemetry
-from etfarm.v1 import agent_pb2, common_pb2, device_pb2, job_pb2
+from etfarm.device_agents.runners.process import LogLine
+from etfarm.device_agents.runners.remote import RemoteRunner
+from etfarm.device_agents.sampler import Sampler
+from etfarm.v1 import agent_pb2, device_pb2, job_pb2, report_pb2
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
-from etfarm.wire import digest, tensors
+from etfarm.wire import tensors
 from etfarm.wire.channel import open_channel
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error, to_proto
@@ -36,36 +49,8 @@ from etfarm.wire.tensors import Value
 
 log = logging.getLogger(__name__)
 
-OnProgress = Callable[[agent_pb2.RunProgress], None]
-
-TRACED_ITERATIONS: Final = 10
-SHORT_TRACED_ITERATIONS: Final = 100
-SHORT_NS: Final = 200_000
-"""Median below which kernels are about as short as the resolution of the delegates' clocks, a microsecond: a small network
-has dozens of them. 100 iterations of it are traced in 20 ms."""
 _TIMING_PHASES: Final = frozenset({"WARMUP", "TIMED", "TRACED"})
 _TRANSFER_PHASES: Final = frozenset({"FETCH", "UPLOAD"})
-_DEFAULT_INPUTS_SEED: Final = 0
-_KEPT_LOG_LINES: Final = 200
-"""Between two RunProgress; of more, the last ones."""
-_NO_DEADLINE_S: Final = 7 * 86_400.0
-
-
-def plan_of(measurement: job_pb2.Measurement) -> MeasurePlan:
-    """How long to measure, with the defaults for what is absent."""
-    default, given = MeasurePlan(), measurement
-    return MeasurePlan(
-        warmup=given.warmup if given.HasField("warmup") else default.warmup,
-        iterations=given.iterations if given.HasField("iterations") else default.iterations,
-        min_time_ns=round(given.min_time_s * 1e9) if given.HasField("min_time_s") else default.min_time_ns,
-        max_time_ns=max(1, round(given.max_time_s * 1e9)) if given.HasField("max_time_s") else default.max_time_ns,
-        max_samples=given.max_samples if given.HasField("max_samples") else default.max_samples,
-    )
-
-
-def traced_iterations(samples_ns: Sequence[int]) -> int:
-    """How many iterations to trace, from the timed ones; there is at least one."""
-    return SHORT_TRACED_ITERATIONS if sorted(samples_ns)[len(samples_ns) // 2] < SHORT_NS else TRACED_ITERATIONS
 
 
 class Attempt:
@@ -87,7 +72,7 @@ class Attempt:
         cache: Cache,
         folder: Path,
         start: agent_pb2.StartRun,
-        on_progress: OnProgress,
+        on_progress: ProgressTold,
     ) -> None:
         self.config = config
         self.device = device
@@ -95,6 +80,8 @@ class Attempt:
         self.start = start
         self._cache = cache
         self._on_progress = on_progress
+        self.gates = Gates(config.gates, Surroundings.of_machine(), config.data / "measured")
+        self.governors = Governors(config.data / KEPT_GOVERNORS, config.governor)
         self.received_s = time.monotonic()
         self.phase = ""
         """What is under way."""
@@ -107,28 +94,34 @@ class Attempt:
     async def run(self) -> agent_pb2.RunResult:
         """The attempt's result, with the errors of its candidates."""
         start = self.start
-        results: list[agent_pb2.CandidateResult] = []
-        broken: common_pb2.Error | None = None
         try:
             async with open_channel(self.config.access) as channel:
                 transfers = Transfers(ArtifactServiceStub(channel), self.config.pauses)
                 with self._cache.lease(transfers) as lease:
-                    for index, candidate in enumerate(start.candidates):
-                        if broken is not None:
-                            results.append(agent_pb2.CandidateResult(cell_id=candidate.cell_id, error=broken))
-                            continue
-                        results.append(await _Execution(self, candidate, transfers, lease, self.folder / str(index)).run())
-                        if results[-1].error.reason == SelfTestFailed.reason:
-                            broken = results[-1].error
+                    results = await self._carry_out(transfers, lease)
+                    if self.config.emulator is not None:
+                        for result in results:
+                            # Mostly the emulator's own.
+                            result.memory.ClearField("peak_rss_bytes")
         finally:
             self.phase = ""
             shutil.rmtree(self.folder, ignore_errors=True)
+        broken = next((result.error for result in results if result.error.reason == SelfTestFailed.reason), None)
         return agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id, candidates=results, error=broken)
+
+    async def _carry_out(self, transfers: Transfers, lease: Lease) -> list[agent_pb2.CandidateResult]:
+        """What each candidate gave: one after the other, and none after the device failed."""
+        results: list[agent_pb2.CandidateResult] = []
+        for index, candidate in enumerate(self.start.candidates):
+            if results and results[-1].error.reason == SelfTestFailed.reason:
+                results.append(agent_pb2.CandidateResult(cell_id=candidate.cell_id, error=results[-1].error))
+                continue
+            results.append(await Execution(self, candidate, transfers, lease, self.folder / str(index)).run())
+        return results
 
     def remaining_s(self) -> float:
         """What is left of the attempt's time."""
-        limit = self.start.deadline_s if self.start.deadline_s > 0 else _NO_DEADLINE_S
-        return limit - (time.monotonic() - self.received_s)
+        return limit_s(self.start) - (time.monotonic() - self.received_s)
 
     def tell(self, progress: agent_pb2.RunProgress) -> None:
         """Sends progress, with what it is about."""
@@ -137,249 +130,291 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class _Fetched:
-    """What a candidate needs, on this disk."""
+class Files:
+    """What a candidate gave, to be uploaded."""
 
-    program: Path
-    data: list[Path]
-    inputs: list[Value] | None
-    bundle: Bundle
+    outputs: list[Value]
+    samples: array[int] | None = None
+    etdump: Path | None = None
 
 
-class _Execution:
+class Execution:
     """One candidate of an attempt: FETCH, a fresh runner process with its passes, UPLOAD."""
 
     def __init__(
         self, attempt: Attempt, candidate: agent_pb2.RunCandidate, transfers: Transfers, lease: Lease, folder: Path
     ) -> None:
         self._attempt = attempt
-        self._folder = folder
+        self.folder = folder
         self._candidate = candidate
         self._transfers = transfers
         self._lease = lease
-        self._result = agent_pb2.CandidateResult(cell_id=candidate.cell_id)
-        self._lines: deque[str] = deque(maxlen=_KEPT_LOG_LINES)
+        self.result = agent_pb2.CandidateResult(cell_id=candidate.cell_id)
+        self._lines: deque[str] = deque(maxlen=KEPT_LOG_LINES)
         self._recent: deque[str] = deque(maxlen=60)
         self._told_s = 0.0
-        self._bundle: Bundle | None = None
-        self._runner: NativeRunner | None = None
+        self._provisions: Provisions | None = None
+        self._inputs: list[Value] | None = None
+        self._runner: RemoteRunner | None = None
 
     async def run(self) -> agent_pb2.CandidateResult:
         """The candidate's result, or as much of it as there is, with its error."""
-        attempt = self._attempt
-        deadline_s = attempt.start.deadline_s
+        if await self.guarded(self._run):
+            await self.numerics()
+        return self.result
+
+    async def numerics(self) -> None:
+        """The numerics pass, where the job wants one. What fails in it is told of it alone."""
+        if self._candidate.HasField("numerics_program"):
+            self._runner = None
+            error = await self._failure_of(self._run_numerics)
+            if error is not None:
+                self.result.numerics.error.CopyFrom(to_proto(error))
+                self._tell(force=True)
+
+    async def guarded(self, work: Callable[[], Awaitable[None]]) -> bool:
+        """Does some of the candidate's work within the attempt's time; whether it went well. The result has the error if not."""
+        error = await self._failure_of(work)
+        if error is not None:
+            self.result.error.CopyFrom(to_proto(error))
+            self._tell(force=True)
+        return error is None
+
+    async def _failure_of(self, work: Callable[[], Awaitable[None]]) -> EtfarmError | None:
+        """What ended some of the candidate's work, which has the attempt's time; None where it went well."""
         try:
-            if attempt.remaining_s() <= 0:
-                raise NotReached(deadline_s)
-            deadline = asyncio.timeout(attempt.remaining_s())
-            try:
-                async with deadline:
-                    await self._run()
-            except TimeoutError:
-                if not deadline.expired():
-                    raise
-                if attempt.phase in _TRANSFER_PHASES:
-                    raise TransferTimedOut(attempt.phase, deadline_s) from None
-                stage = self._runner.stage if self._runner else attempt.phase
-                raise errors.ProgramHung(stage, deadline_s, list(self._recent)) from None
-        except (errors.ProgramCrashed, errors.ProgramHung, errors.ProgramOutOfMemory) as error:
-            self._fail(await self._judged(error))
+            await self._in_time(work)
+            return None
+        except BAD_ENDS as error:
+            assert self._provisions is not None  # a program ran
+            limit_s = self_test_limit_s(self._attempt.config, self._provisions)
+            failure = await judged(error, self.start_runner(), limit_s)
         except grpc.aio.AioRpcError as error:
-            self._fail(from_rpc_error(error, server=attempt.config.access.server))
+            failure = from_rpc_error(error, server=self._attempt.config.access.server)
         except EtfarmError as error:
-            self._fail(error)
-        return self._result
+            failure = error
+        failure.stage = failure.stage or self._attempt.phase
+        return failure
 
-    def _fail(self, error: EtfarmError) -> None:
-        error.stage = error.stage or self._attempt.phase
-        self._result.error.CopyFrom(to_proto(error))
-        self._tell(force=True)
-
-    async def _run(self) -> None:
-        attempt, result = self._attempt, self._result
-        measurement = attempt.start.measurement if attempt.start.HasField("measurement") else None
-        cpus = choose_cpus(attempt.device, measurement.cores if measurement else "", attempt.config.cores is not None)
-        threads = self._candidate.threads if self._candidate.HasField("threads") else choose_threads(attempt.device, cpus)
-        with self._phase("FETCH"):
-            fetched = await self._fetch()
-        self._bundle = fetched.bundle
-        self._folder.mkdir(parents=True)
-        async with self._start_runner(fetched.bundle) as runner:
-            self._runner = runner
-            with self._phase("LOAD"):
-                hello = await runner.hello()
-                result.runner.kind, result.runner.executorch = "native", hello.executorch
-                result.runner.bundle_digest = self._candidate.bundle.artifact.digest
-                if cpus is not None:
-                    await runner.affinity(sorted(cpus))
-                    result.runner.cores = format_cpu_list(cpus)
-                result.threads = await runner.threads(threads)
-                loaded = await runner.load(fetched.program, fetched.data)
-                result.load.load_ns = loaded.load_ns
-            method = self._candidate.method or (loaded.methods[0] if len(loaded.methods) == 1 else "forward")
-            with self._phase("LOAD_METHOD"):
-                result.load.load_method_ns = (await runner.load_method(method)).load_method_ns
-                result.memory.planned_bytes.extend((await runner.method(method)).planned_bytes)
-                if fetched.inputs is None:
-                    await runner.default_inputs(_DEFAULT_INPUTS_SEED)
-                else:
-                    await runner.set_inputs(fetched.inputs)
-            samples, etdump = None, None
-            if measurement is None:
-                with self._phase("RUN"):
-                    result.load.first_run_ns = (await runner.run()).run_ns
-                    outputs = await runner.outputs()
-            else:
-                samples = await self._measure(runner, plan_of(measurement))
-                etdump = None if measurement.no_profile else self._folder / "trace.etdp"
-                outputs = await self._first_outputs(runner, method, etdump, traced_iterations(samples))
-        with self._phase("UPLOAD"):
-            result.outputs.CopyFrom(await self._transfers.upload(tensors.encode(outputs)))
-            if samples is not None:
-                result.samples.CopyFrom(await self._transfers.upload(samples.tobytes()))
-            if etdump is not None:
-                result.etdump.CopyFrom(await self._transfers.upload(etdump))
-
-    async def _fetch(self) -> _Fetched:
-        """Everything from the cache or the server, verified.
+    async def _in_time(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Does it within the attempt's time.
 
         Raises:
-            ProgramMismatch, NoRunner, BadTensorFile, BundleUnusable: the server sent what cannot be run.
-            As `Lease.fetch`.
+            NotReached, TransferTimedOut, ProgramHung: the time was over.
         """
-        program = self._candidate.program
-        manifest = digest.of_program(program.pte.digest, {name: data.digest for name, data in program.data.items()})
-        if manifest != program.digest:
-            raise ProgramMismatch(
-                f"The program {program.digest[:12]} came with the files of {manifest[:12]}.",
-                digest=program.digest,
-                manifest=manifest,
-            )
-        if not self._candidate.HasField("bundle"):
-            raise NoRunner(
-                f"The farm has no runner for {self._attempt.device.arch}.", "Add one with `etfarm bundle build` and `bundle add`."
-            )
-        bundle = await self._lease.open_bundle(self._candidate.bundle.artifact, self._tell)
-        if bundle.manifest.arch != self._attempt.device.arch:
-            raise NoRunner(
-                f"The runner that came is for {bundle.manifest.arch}, and this device is {self._attempt.device.arch}.",
-                bundle_arch=bundle.manifest.arch,
-                arch=self._attempt.device.arch,
-            )
-        pte = await self._lease.fetch(program.pte, self._tell)
-        data = [await self._lease.fetch(artifact, self._tell) for _, artifact in sorted(program.data.items())]
-        inputs: list[Value] | None = None
-        if self._candidate.HasField("inputs"):
-            path = await self._lease.fetch(self._candidate.inputs, self._tell)
-            inputs = await asyncio.to_thread(lambda: tensors.decode(path.read_bytes()))
-        return _Fetched(pte, data, inputs, bundle)
-
-    def _start_runner(self, bundle: Bundle) -> AbstractAsyncContextManager[NativeRunner]:
-        config = self._attempt.config
-        limits = Limits(
-            data_bytes=int(psutil.virtual_memory().available * config.memory_share),
-            # The attempt's deadline is the one that counts, for all commands together.
-            command_s=_NO_DEADLINE_S,
-        )
-        return NativeRunner.start(bundle.command(), self._folder, limits=limits, on_log=self._take_log)
-
-    async def _measure(self, runner: Runner, plan: MeasurePlan) -> array[int]:
-        """WARMUP and TIMED: the samples; everything else about them goes into the result."""
-        began_s = time.monotonic()
-        timed_s = 0.0
-
-        def on_progress(progress: Progress) -> None:
-            nonlocal timed_s
-            if progress.stage == "TIMED" and not timed_s:
-                timed_s = time.monotonic()
-                self._ended("WARMUP", began_s, timed_s)
-            self._attempt.phase = progress.stage
-            self._tell(progress.done, plan.warmup if progress.stage == "WARMUP" else plan.iterations)
-
-        self._attempt.phase = "WARMUP"
-        measured = await runner.measure(plan, on_progress)
-        self._ended("TIMED", timed_s or began_s, time.monotonic())
-        result = self._result
-        result.warmup, result.iterations = measured.warmup, measured.iterations
-        result.duration_ns, result.stop_reason = measured.duration_ns, measured.stop_reason
-        result.load.first_run_ns = measured.first_run_ns
-        if measured.peak_rss_bytes is not None:
-            result.memory.peak_rss_bytes = measured.peak_rss_bytes
-        result.telemetry.CopyFrom(run_telemetry(measured))
-        return measured.samples_ns
-
-    async def _first_outputs(self, runner: Runner, method: str, etdump: Path | None, iterations: int) -> list[Value]:
-        """What the method gives when it runs for the first time after loading, which is what references are made of.
-
-        With `etdump` this is the TRACED pass too, and `outputs_equal` tells whether it gave what the timed pass gave.
-        A program that keeps state gives something else in each iteration: there the first executions are compared.
-        """
-        timed = await runner.outputs()
-        if etdump is None:
-            self._attempt.phase = "OUTPUTS"
-            await runner.load_method(method)
-            await runner.run()
-            return await runner.outputs()
-        with self._phase("TRACED"):
-            await runner.load_method(method, trace=True)
-            await runner.run()
-            first = await runner.outputs()
-            # That run has warmed it up.
-            traced = await runner.trace(
-                iterations, etdump, warmup=0, on_progress=lambda progress: self._tell(progress.done, iterations)
-            )
-            self._result.traced_ns.extend(traced.samples_ns)
-            last = await runner.outputs()
-            if first != last:
-                await runner.load_method(method)
-                await runner.run()
-                timed = await runner.outputs()
-            self._result.outputs_equal = first == timed
-        return first
-
-    async def _judged(self, error: EtfarmError) -> EtfarmError:
-        """Whose fault it is that a program ended badly: the program's if its runner answers right after without it."""
-        assert self._bundle is not None  # a program ran
-        limit_s = self._attempt.config.self_test_s
+        attempt = self._attempt
+        deadline_s = attempt.start.deadline_s
+        if attempt.remaining_s() <= 0:
+            raise NotReached(deadline_s)
+        deadline = asyncio.timeout(attempt.remaining_s())
         try:
-            async with asyncio.timeout(limit_s), self._start_runner(self._bundle) as runner:
-                await runner.hello()
-        except (EtfarmError, TimeoutError) as failure:
-            why = str(failure) or f"no answer within {limit_s:g} s"
-            log.error("the self-test failed: %s", why)
-            return SelfTestFailed(why, error)
-        error.metadata["self_test"] = "passed"
-        return _out_of_memory(error) or error
+            async with deadline:
+                await work()
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            if attempt.phase.startswith("WAIT_FOR_"):
+                raise NotReached(deadline_s) from None
+            if attempt.phase in _TRANSFER_PHASES:
+                raise TransferTimedOut(attempt.phase, deadline_s) from None
+            stage = self._runner.stage if self._runner else attempt.phase
+            raise errors.ProgramHung(stage, deadline_s, list(self._recent)) from None
+
+    async def _run(self) -> None:
+        attempt, result = self._attempt, self.result
+        measurement = attempt.start.measurement if attempt.start.HasField("measurement") else None
+        cpus = choose_cpus(attempt.device, measurement.cores if measurement else "", attempt.config.cores is not None)
+        await self.fetch()
+        if measurement is not None and not attempt.device.emulated:
+            # What is timed on an emulated device means nothing: there is nothing to wait for, nor to set.
+            result.telemetry.waits.extend(await self.wait())
+            result.telemetry.affinity = format_cpu_list(cpus or os.sched_getaffinity(0))
+            with attempt.governors.held(cpus) as settings:
+                result.telemetry.settings.extend(settings)
+                files = await self._execute(measurement, cpus)
+        else:
+            files = await self._execute(measurement, cpus)
+        await self.upload(files)
+
+    async def _run_numerics(self) -> None:
+        """FETCH, NUMERICS in a runner of its own, and UPLOAD."""
+        attempt, given = self._attempt, self.result.numerics
+        cpus = choose_cpus(attempt.device, attempt.start.measurement.cores, attempt.config.cores is not None)
+        candidate = agent_pb2.RunCandidate()
+        candidate.CopyFrom(self._candidate)
+        candidate.program.CopyFrom(self._candidate.numerics_program)
+        with self.phase("FETCH"):
+            fetched = await fetch_program(candidate, attempt.device.arch, attempt.config, self._lease, self._tell)
+        with self.phase("NUMERICS"):
+            async with self.start_runner() as runner:
+                await self.load(runner, cpus, again=True, instead=fetched, debug=True)
+                recorded = await numerics.record(runner, self.folder)
+        with self.phase("UPLOAD"):
+            given.etdump.CopyFrom(await self._transfers.upload(recorded.etdump))
+            given.debug.CopyFrom(await self._transfers.upload(recorded.debug))
+            given.outputs.CopyFrom(await self._transfers.upload(tensors.encode(recorded.outputs)))
+        await asyncio.to_thread(recorded.delete)
+
+    async def _execute(self, measurement: job_pb2.Measurement | None, cpus: frozenset[int] | None) -> Files:
+        """LOAD to the last pass, in a runner of its own."""
+        attempt, result = self._attempt, self.result
+        async with self.start_runner() as runner:
+            method = await self.load(runner, cpus)
+            if measurement is None:
+                with self.phase("RUN"):
+                    result.load.first_run_ns = (await runner.run()).run_ns
+                    return Files(await runner.outputs())
+            passes = Passes(runner, method, result, self)
+            clusters = [list(cluster.cpus) for cluster in attempt.device.clusters]
+            # Nor is there a pace to wait for on an emulated device.
+            left_s = (lambda: 0.0) if attempt.device.emulated else attempt.remaining_s
+            samples = await passes.measure(plan_of(measurement), lambda: Sampler(clusters, cpus), left_s)
+            attempt.gates.measured()
+            return await self.trace(passes, samples)
+
+    async def fetch(self) -> None:
+        """FETCH: everything from the cache or the server, verified; the inputs, where some came.
+
+        Raises:
+            BadTensorFile: the inputs are none.
+            As `fetch_program`.
+        """
+        with self.phase("FETCH"):
+            device, config = self._attempt.device, self._attempt.config
+            self._provisions = await fetch_program(self._candidate, device.arch, config, self._lease, self._tell)
+            if self._candidate.HasField("inputs"):
+                path = await self._lease.fetch(self._candidate.inputs, self._tell)
+                self._inputs = await asyncio.to_thread(lambda: tensors.decode(path.read_bytes()))
+        self.folder.mkdir(parents=True)
+
+    async def load(
+        self,
+        runner: RemoteRunner,
+        cpus: frozenset[int] | None,
+        *,
+        again: bool = False,
+        instead: Provisions | None = None,
+        debug: bool = False,
+    ) -> str:
+        """LOAD and LOAD_METHOD, up to the inputs; gives the method's name.
+
+        Args:
+            again: the result has all about it from an earlier runner.
+            instead: another program than the candidate's.
+            debug: for `Runner.debug`.
+        """
+        fetched, self._runner = instead or self._provisions, runner
+        assert fetched is not None  # it was fetched
+        result = agent_pb2.CandidateResult() if again else self.result
+        phase = nullcontext if again else self.phase
+        threads = self._candidate.threads
+        if not self._candidate.HasField("threads"):
+            threads = choose_threads(self._attempt.device, cpus)
+        with phase("LOAD"):
+            hello = await runner.hello()
+            result.runner.kind, result.runner.executorch = runner.kind, hello.executorch
+            if fetched.bundle is not None:
+                result.runner.bundle_digest = self._candidate.bundle.artifact.digest
+            if cpus is not None:
+                await runner.affinity(sorted(cpus))
+                result.runner.cores = format_cpu_list(cpus)
+            result.threads = await runner.threads(threads)
+            loaded = await runner.load(fetched.program, fetched.data)
+            result.load.load_ns = loaded.load_ns
+        method = self._candidate.method or (loaded.methods[0] if len(loaded.methods) == 1 else "forward")
+        with phase("LOAD_METHOD"):
+            result.load.load_method_ns = (await runner.load_method(method, trace=debug, debug=debug)).load_method_ns
+            result.memory.planned_bytes.extend((await runner.method(method)).planned_bytes)
+            if self._inputs is None:
+                await runner.default_inputs(DEFAULT_INPUTS_SEED)
+            else:
+                await runner.set_inputs(self._inputs)
+        return method
+
+    async def trace(self, passes: Passes, samples: array[int]) -> Files:
+        """TRACED, where the job wants it, and what the method gives when it runs for the first time."""
+        etdump = None if self._attempt.start.measurement.no_profile else self.folder / "trace.etdp"
+        return Files(await passes.first_outputs(etdump, traced_iterations(samples)), samples, etdump)
+
+    async def upload(self, files: Files) -> None:
+        """UPLOAD: the artifacts of the result."""
+        with self.phase("UPLOAD"):
+            self.result.outputs.CopyFrom(await self._transfers.upload(tensors.encode(files.outputs)))
+            if files.samples is not None:
+                self.result.samples.CopyFrom(await self._transfers.upload(files.samples.tobytes()))
+            if files.etdump is not None:
+                self.result.etdump.CopyFrom(await self._transfers.upload(files.etdump))
+
+    def start_runner(self) -> AbstractAsyncContextManager[RemoteRunner]:
+        """A fresh runner for the program, which was fetched."""
+        assert self._provisions is not None  # it was fetched
+        return start_runner(self._provisions.bundle, self.folder, self._attempt.config, self._take_log)
+
+    async def wait(self) -> list[report_pb2.GateWait]:
+        """WAIT_FOR_COOL and WAIT_FOR_IDLE, where the device has to; phases of the result then."""
+        attempt, began_s, heard = self._attempt, time.monotonic(), ""
+
+        def tell(phase: str, message: str) -> None:
+            nonlocal began_s, heard
+            is_new = heard != phase
+            if is_new and heard:
+                self.ended(heard, began_s, time.monotonic())
+            if is_new:
+                began_s = time.monotonic()
+            heard = attempt.phase = phase
+            self._tell(message=message, force=is_new)
+
+        waits = await attempt.gates.wait(tell, attempt.remaining_s())
+        if heard:
+            self.ended(heard, began_s, time.monotonic())
+        return waits
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         """A phase of the result, told when it begins and when it ends."""
-        self._attempt.phase = name
+        self.switch(name)
         began_s = time.monotonic()
         self._tell(force=True)
         yield
-        self._ended(name, began_s, time.monotonic())
+        self.ended(name, began_s, time.monotonic())
 
-    def _ended(self, name: str, began_s: float, ended_s: float) -> None:
+    def switch(self, name: str) -> None:
+        """Another phase is under way."""
+        self._attempt.phase = name
+
+    def ended(self, name: str, began_s: float, ended_s: float) -> None:
+        """A phase of the result is over."""
         duration_ms = (ended_s - began_s) * 1e3
         start_ms = (began_s - self._attempt.received_s) * 1e3
-        self._result.phases.add(actor="DEVICE", phase=name, start_ms=start_ms, duration_ms=duration_ms)
-        self._attempt.phase = name
+        self.result.phases.add(actor="DEVICE", phase=name, start_ms=start_ms, duration_ms=duration_ms)
+        self.switch(name)
         self._tell(duration_ms=duration_ms, force=True)
+
+    def progress(self, done: int, total: int, message: str = "") -> None:
+        """So much of the current phase is done."""
+        self._tell(done, total, message=message)
 
     def _take_log(self, line: LogLine) -> None:
         self._lines.append(str(line))
         self._recent.append(str(line))
 
     def _tell(
-        self, done: int | None = None, total: int | None = None, *, duration_ms: float | None = None, force: bool = False
+        self,
+        done: int | None = None,
+        total: int | None = None,
+        *,
+        duration_ms: float | None = None,
+        message: str = "",
+        force: bool = False,
     ) -> None:
         """Progress of the current phase. Not more often than the configuration allows, unless it is the phase's begin or end."""
         now = time.monotonic()
         if not force and now - self._told_s < self._attempt.config.progress_interval_s:
             return
         self._told_s = now
-        progress = agent_pb2.RunProgress(cell_id=self._candidate.cell_id, phase=self._attempt.phase, log_lines=self._lines)
+        progress = agent_pb2.RunProgress(
+            cell_id=self._candidate.cell_id, phase=self._attempt.phase, log_lines=self._lines, message=message
+        )  # fmt: skip
         self._lines.clear()
         if duration_ms is not None:
             progress.duration_ms = duration_ms
@@ -389,12 +424,3 @@ class _Execution:
             if total is not None and done <= total:
                 progress.total = total
         self._attempt.tell(progress)
-
-
-def _out_of_memory(error: EtfarmError) -> errors.ProgramOutOfMemory | None:
-    """The error again as one about memory, where the kernel killed the program: nobody else here sends SIGKILL unasked."""
-    if not isinstance(error, errors.ProgramCrashed) or error.signal != "SIGKILL":
-        return None
-    killed = errors.ProgramOutOfMemory(error.stage, None, "the kernel killed it (SIGKILL)", error.log)
-    killed.metadata.update(signal=error.signal, self_test=error.metadata["self_test"])
-    return killed

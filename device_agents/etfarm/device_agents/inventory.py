@@ -105,9 +105,9 @@ def parse(facts: Mapping[str, str], cores: Collection[int] | None = None) -> dev
         features=_named(cpu.features for cpu in cpus),
         clusters=_clusters(cpus),
     )
-    if (total := re.search(r"^MemTotal:\s+(\d+) kB", facts.get("/proc/meminfo", ""), re.MULTILINE)) is not None:
+    if (total := re.search(r"^MemTotal:\s+(\d{1,15}) kB", facts.get("/proc/meminfo", ""), re.MULTILINE)) is not None:
         device.memory_bytes = int(total.group(1)) * 1024
-    if (page := facts.get("getconf PAGESIZE", "").strip()).isdecimal():
+    if _is_count(page := facts.get("getconf PAGESIZE", "").strip()):
         device.page_size_bytes = int(page)
     return device
 
@@ -228,10 +228,15 @@ def _cpu(number: int, facts: Mapping[str, str], stanzas: list[dict[str, str]]) -
         part=_part(own),
         features=frozenset((own.get("features") or own.get("flags") or "").split()),
         core=core,
-        max_frequency_hz=int(frequency) * 1000 if frequency.isdecimal() else None,
+        max_frequency_hz=int(frequency) * 1000 if _is_count(frequency) else None,
         governor=fact("cpufreq/scaling_governor"),
-        capacity=int(capacity) if capacity.isdecimal() else None,
+        capacity=int(capacity) if _is_count(capacity) else None,
     )
+
+
+def _is_count(text: str) -> bool:
+    """Whether a fact is a number that a field of the contract can hold, also times 1000."""
+    return text.isdecimal() and len(text) <= 15
 
 
 def _part(stanza: Mapping[str, str]) -> str:

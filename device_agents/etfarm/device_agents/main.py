@@ -15,16 +15,22 @@ from importlib.metadata import version
 from pathlib import Path
 
 from etfarm.device_agents import inventory
-from etfarm.device_agents.agent import Agent, DataFolder, device_id
+from etfarm.device_agents.agent import Agent, DataFolder, device_id, emulated_id
 from etfarm.device_agents.cache import Cache
-from etfarm.device_agents.config import DEFAULT_CACHE_LIMIT_BYTES, AgentConfig, default_data_folder
+from etfarm.device_agents.config import DEFAULT_CACHE_LIMIT_BYTES, AgentConfig, default_data_folder, emulated_data_folder
+from etfarm.device_agents.emulator import DEFAULT_CPUS, SME_WARNING, Emulator
 from etfarm.device_agents.errors import NoCores
+from etfarm.device_agents.gates import GateLimits
+from etfarm.device_agents.governor import KEPT_GOVERNORS, Governors
+from etfarm.device_agents.own_runners import own_runners
 from etfarm.device_agents.session import Outgoing, Session
 from etfarm.device_agents.telemetry import Telemetry
 from etfarm.v1 import device_pb2
 from etfarm.wire.channel import Access, parse_address
 from etfarm.wire.names import DATA_VARIABLE, SERVER_VARIABLE
 from etfarm.wire.owner import at_end_of_stdin
+
+log = logging.getLogger(__name__)
 
 _SIZE = re.compile(r"(\d+)\s*([KMGT]i?)?B?\Z", re.IGNORECASE)
 
@@ -38,18 +44,21 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if not options.server:
         _parser().error(f"give --server ADDR, or set {SERVER_VARIABLE}")
+    if options.cpu and not options.emulate:
+        _parser().error("--cpu is of an emulated device: give --emulate ARCH too")
     parse_address(options.server)
     _log_to_stderr()
     config = _config(options)
+    device = _device(config)
     folder = DataFolder(config.data)
     try:
-        asyncio.run(_serve(config, folder, options.exit_with_stdin))
+        asyncio.run(_serve(config, device, folder, options.exit_with_stdin))
     finally:
         folder.close()
     return 0
 
 
-async def _serve(config: AgentConfig, folder: DataFolder, exit_with_stdin: bool) -> None:
+async def _serve(config: AgentConfig, device: device_pb2.Device, folder: DataFolder, exit_with_stdin: bool) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -58,45 +67,84 @@ async def _serve(config: AgentConfig, folder: DataFolder, exit_with_stdin: bool)
         at_end_of_stdin(stop.set)
     agent_id = folder.agent_id()
     outgoing = Outgoing()
+    # Of a process that was killed while it measured.
+    Governors(config.data / KEPT_GOVERNORS, None).restore()
     cache = Cache(config.data / "cache", config.cache_limit_bytes)
-    agent = Agent(config, _device(config, agent_id), folder, cache, outgoing)
+    device.id, device.agent_id = _device_id(config, agent_id), agent_id
+    agent = Agent(config, device, folder, cache, outgoing)
     session = Session(
         config, agent, agent_id, outgoing, Telemetry(config.data), _say, version=version("etfarm"), host=socket.gethostname()
     )
     _say(f"etfarm agent: connecting to {config.access.server}")
+    # Before the farm can send anything, which this would disturb.
+    device.own_runners.extend(await _own_runners(config, stop))
     try:
         await session.run(stop)
     finally:
         await agent.close()
 
 
-def _device(config: AgentConfig, agent_id: str) -> device_pb2.Device:
-    device = inventory.parse(inventory.collect(), config.cores)
+async def _own_runners(config: AgentConfig, stop: asyncio.Event) -> list[device_pb2.DeviceRunner]:
+    """What is installed here to run programs with; none where the agent is stopped meanwhile, or serves another processor."""
+    if config.emulator is not None:
+        return []
+    stopped = asyncio.create_task(stop.wait(), name="stop")
+    asking = asyncio.create_task(own_runners(config.data), name="own runners")
+    try:
+        await asyncio.wait({stopped, asking}, return_when=asyncio.FIRST_COMPLETED)
+        return asking.result() if asking.done() else []
+    finally:
+        for task in (stopped, asking):
+            task.cancel()
+        await asyncio.gather(stopped, asking, return_exceptions=True)
+
+
+def _device(config: AgentConfig) -> device_pb2.Device:
+    """What the agent serves, without ids."""
+    emulator = config.emulator
+    device = emulator.device(config.cores) if emulator else inventory.parse(inventory.collect(), config.cores)
     if not device.cores:
         wanted = inventory.format_cpu_list(config.cores or ())
         raise NoCores(f"None of the cpus {wanted} may be used here.", "Choose others with --cores.", cores=wanted)
+    if emulator is not None and "sme" in device.features:
+        log.warning("--cpu %s: %s", emulator.cpu, SME_WARNING)
+    device.name = config.name
+    device.labels.update(config.labels)
+    return device
+
+
+def _device_id(config: AgentConfig, agent_id: str) -> str:
+    if config.emulator is not None:
+        return emulated_id(agent_id, config.emulator.arch, config.emulator.cpu)
     try:
         machine_id = Path("/etc/machine-id").read_text().strip()
     except OSError:
         machine_id = ""
     # $ETFARM_DATA may name another folder for every agent, so a folder that comes from there is not *the* default.
     is_default = not os.environ.get(DATA_VARIABLE) and config.data.resolve() == default_data_folder().resolve()
-    device.id = device_id(machine_id, agent_id, is_default_folder=is_default)
-    device.agent_id = agent_id
-    device.name = config.name
-    device.labels.update(config.labels)
-    return device
+    return device_id(machine_id, agent_id, is_default_folder=is_default)
 
 
 def _config(options: argparse.Namespace) -> AgentConfig:
     access = dataclasses.replace(Access.of(options.server, options.tls_ca), tls_cert=options.tls_cert, tls_key=options.tls_key)
+    emulator = Emulator.find(options.emulate, options.cpu) if options.emulate else None
     return AgentConfig(
         access=access,
-        name=options.name or socket.gethostname(),
-        data=options.data or default_data_folder(),
+        name=options.name or "-".join([socket.gethostname(), *([emulator.cpu] if emulator else [])]),
+        # Beside that of the agent which serves this machine itself.
+        data=options.data or (emulated_data_folder(emulator) if emulator else default_data_folder()),
+        emulator=emulator,
         labels=dict(options.label),
         cores=options.cores,
         cache_limit_bytes=options.cache_limit,
+        gates=GateLimits(
+            cool_below_c=options.cool_below,
+            cool_wait_s=options.cool_wait,
+            cool_down_s=options.cool_down,
+            idle_below=options.idle_below,
+            idle_wait_s=options.idle_wait,
+        ),
+        governor=None if options.governor == "keep" else options.governor,
     )
 
 
@@ -118,6 +166,35 @@ def _parser() -> argparse.ArgumentParser:
     add("--cores", metavar="LIST", type=_cores, help="cpus that programs may use, as 4-7 or 0,2; default: all")
     size = f"{DEFAULT_CACHE_LIMIT_BYTES >> 30}GiB"
     add("--cache-limit", metavar="BYTES", type=_size, default=DEFAULT_CACHE_LIMIT_BYTES, help=f"as 500MiB; default: {size}")
+    emulation = parser.add_argument_group(
+        "emulation",
+        "Serve an emulated device instead of this machine: programs run on another processor in software (qemu), with its "
+        "kernels. Outputs count, times mean nothing: the verdict is NOT_BENCHMARKABLE.",
+    )
+    add = emulation.add_argument
+    add("--emulate", metavar="ARCH", choices=sorted(DEFAULT_CPUS), help="aarch64")
+    add("--cpu", metavar="MODEL", help="the processor, as `qemu-aarch64-static -cpu help` lists them; default: cortex-a76. "
+        "Not max, but max,sme=off: with SME qemu computes XNNPACK's int8 kernels wrongly")  # fmt: skip
+    gates = parser.add_argument_group(
+        "measurements",
+        "What a measurement waits for, and what is set for it. It begins in any case when the wait is over, and the report tells "
+        "what was missing. A machine without the sensor does not wait.",
+    )
+    add, limits = gates.add_argument, GateLimits()
+    add("--cool-below", metavar="C", type=_number, default=limits.cool_below_c,
+        help="temperature of the hottest sensor, in degrees Celsius; default: %(default)g")  # fmt: skip
+    add("--cool-wait", metavar="S", type=_number, default=limits.cool_wait_s,
+        help="the longest wait for it, shorter where it does not get cooler; 0: none; default: %(default)g")  # fmt: skip
+    add("--cool-down", metavar="S", type=_number, default=limits.cool_down_s,
+        help="least pause between two measurements on a machine with temperature sensors; default: %(default)g")  # fmt: skip
+    add("--idle-below", metavar="N", type=_number, default=limits.idle_below,
+        help="tasks per cpu that run while nothing is measured yet; default: %(default)g")  # fmt: skip
+    add("--idle-wait", metavar="S", type=_number, default=limits.idle_wait_s,
+        help="the longest wait for it; 0: none; default: %(default)g")  # fmt: skip
+    add("--governor", metavar="NAME", default="performance",
+        help="the cpus' clock governor during measurements, where this agent may write it (as root); it is put back afterwards, "
+        "also after a crash; keep: leave it as it is; default: %(default)s")  # fmt: skip
+    add = parser.add_argument
     add("--exit-with-stdin", action="store_true", help="end when stdin ends, for programs that start an agent of their own")
     return parser
 
@@ -145,6 +222,17 @@ def _size(text: str) -> int:
         return number
     base = 1024 if unit.endswith("I") else 1000
     return number * int(base ** " KMGT".index(unit[0]))
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    # Neither NaN nor infinity.
+    if not 0 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1000000")
+    return value
 
 
 def _say(line: str) -> None:

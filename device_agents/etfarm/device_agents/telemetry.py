@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from etfarm.device_agents.runners.protocol import Measured
+from etfarm.device_agents.sampler import Sampled
 from etfarm.v1 import device_pb2, report_pb2
 
 
@@ -50,9 +51,9 @@ class Telemetry:
         return told
 
 
-def run_telemetry(measured: Measured) -> report_pb2.RunTelemetry:
-    """The counters of the timed pass; what the kernel does not tell stays unset."""
-    return report_pb2.RunTelemetry(
+def run_telemetry(measured: Measured, sampled: Sampled | None = None) -> report_pb2.RunTelemetry:
+    """The counters of the timed pass and what was seen beside it; what the kernel does not tell stays unset."""
+    told = report_pb2.RunTelemetry(
         cpu_time_ns=measured.cpu_ns,
         wall_time_ns=measured.wall_ns,
         voluntary_switches=measured.voluntary_switches,
@@ -61,6 +62,12 @@ def run_telemetry(measured: Measured) -> report_pb2.RunTelemetry:
         major_faults=measured.major_faults,
         psi_cpu_some_us=measured.cpu_pressure_us,
     )
+    if sampled is not None:
+        told.before.CopyFrom(sampled.before)
+        told.after.CopyFrom(sampled.after)
+        told.series.extend(sampled.series)
+        told.sampler_cpu_ns = sampled.cpu_ns
+    return told
 
 
 def _hottest_c() -> float | None:

@@ -18,21 +18,25 @@ import signal
 import subprocess
 import sys
 import tarfile
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
+from etfarm.device_agents.emulator import DEFAULT_CPUS, Emulator, EmulatorMissing
+from etfarm.device_agents.native.scratch import delete_own, scratch_folder
 from etfarm.device_agents.native.toolchain import (
     EXECUTORCH_LIBRARIES,
     LOADERS,
     SYSTEM_LIBRARIES,
     Compiler,
+    ExecutorchMissing,
     ExecutorchPackage,
 )
+from etfarm.device_agents.native.wheels import fetch_wheel
 from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle, BundledFile, BundleManifest
 from etfarm.wire import digest
 from etfarm.wire.errors import EtfarmError, FarmError, UserError
@@ -50,10 +54,6 @@ _LINK_FLAGS: Final = (
     # Kernel and backend libraries only register themselves; nothing refers to them, and they must be loaded all the same.
     "-pie", "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", "-Wl,--build-id=none", "-s",
 )  # fmt: skip
-_EMULATORS: Final = {
-    # Other CPU models of qemu have kernels in XNNPACK that give wrong int8 results there.
-    "aarch64": ("qemu-aarch64-static", "-cpu", "cortex-a76"),
-}
 _PROBE_SECONDS: Final = 30
 
 Say = Callable[[str], None]
@@ -84,7 +84,8 @@ def build_bundle(
     Args:
         arch: `x86_64` or `aarch64`.
         out: ends in `.tar.gz`, `.tgz` or `.tar.xz`, which chooses the compression (xz: smaller by half, slower).
-        executorch: an `executorch` package folder, a folder that has one, or its wheel; the installed one by default.
+        executorch: an `executorch` package folder, a folder that has one, or its wheel. By default the installed one, and
+            where that is for another architecture the wheel of its version, which pip fetches once.
         say: takes a line of progress.
         jobs: compilers at a time; the number of CPUs by default.
 
@@ -95,10 +96,9 @@ def build_bundle(
     if arch not in LOADERS:
         raise UserError(f"There is no runner for {arch!r}.", f"Choose one of {', '.join(LOADERS)}.", arch=arch)
     compressor = _compressor(out)
-    with tempfile.TemporaryDirectory(prefix="etfarm-bundle-") as name:
-        scratch = Path(name)
+    with _scratch(out) as scratch:
         compiler = Compiler.find(arch)
-        package = ExecutorchPackage.find(arch, executorch, scratch)
+        package = _package(arch, executorch, scratch, say)
         say(f"compiling for {arch} with {Path(compiler.path).name} {compiler.version()}, ExecuTorch {package.version}")
         binary = compile_runner(compiler, package, scratch / "objects", jobs=jobs)
 
@@ -116,6 +116,15 @@ def build_bundle(
         say(f"packing {len(members)} files, {sum(file.size for file in manifest.files.values()) / 1e6:.1f} MB")
         _write(out, compressor(pack(folder, manifest)))
     return manifest
+
+
+def _package(arch: str, given: Path | None, scratch: Path, say: Say) -> ExecutorchPackage:
+    try:
+        return ExecutorchPackage.find(arch, given, scratch)
+    except ExecutorchMissing:
+        if given is not None:
+            raise
+    return ExecutorchPackage.find(arch, fetch_wheel(arch, say=say), scratch)
 
 
 def compile_runner(compiler: Compiler, package: ExecutorchPackage, folder: Path, *, jobs: int | None = None) -> Path:
@@ -168,7 +177,12 @@ def main(argv: list[str]) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("-o", "--output", type=Path, metavar="FILE", help=".tar.gz or .tar.xz")
     what.add_argument("--source-digest", action="store_true", help="only print the digest of the runner's sources")
-    parser.add_argument("--executorch", type=Path, metavar="DIR|WHEEL", help="default: the installed package")
+    parser.add_argument(
+        "--executorch",
+        type=Path,
+        metavar="DIR|WHEEL",
+        help="default: the installed package, or its wheel for --arch, which pip fetches once",
+    )
     parser.add_argument("--exit-with-stdin", action="store_true", help="end, compilers included, when stdin ends")
     options = parser.parse_args(argv)
     if options.exit_with_stdin:
@@ -188,9 +202,9 @@ def main(argv: list[str]) -> int:
         return 1
     if manifest.note:
         say(manifest.note)
-    size = options.output.stat().st_size
+    size, made = options.output.stat().st_size, digest.of_file(options.output)
     say(
-        f"{options.output}: {size / 1e6:.1f} MB, {len(manifest.operators)} operators, "
+        f"{options.output}: {size / 1e6:.1f} MB, sha256 {made[:12]}, {len(manifest.operators)} operators, "
         f"backends {', '.join(manifest.backends) or 'unknown'}, {time.monotonic() - started:.1f} s"
     )
     return 0
@@ -201,6 +215,7 @@ def _end_with_stdin() -> None:
     # Not sys.stdin: a thread that holds its lock breaks the interpreter's exit.
     while os.read(0, 4096):
         continue
+    delete_own()
     os.killpg(0, signal.SIGKILL)
 
 
@@ -210,18 +225,22 @@ def _probed(arch: str, version: str, folder: Path) -> BundleManifest:
     manifest = BundleManifest(arch, version, source_digest(), (), (), files, LOADERS[arch], ENTRY)
     emulator: Sequence[str] = ()
     if arch != platform.machine():
-        emulator = _EMULATORS.get(arch, ())
-        path = shutil.which(emulator[0]) if emulator else None
-        if path is None:
+        try:
+            emulator = Emulator.find(arch).prefix if arch in DEFAULT_CPUS else ()
+        except EmulatorMissing:
+            emulator = ()
+        if not emulator:
             note = f"Backends and operators are not listed: this machine cannot run programs for {arch}."
             return BundleManifest(arch, version, manifest.source_digest, (), (), files, LOADERS[arch], ENTRY, note)
-        emulator = (path, *emulator[1:])  # the runner's environment has no PATH
     try:
         done = subprocess.run(
             Bundle(folder, manifest).command(emulator),
-            input=b"hello\n", capture_output=True, check=True, timeout=_PROBE_SECONDS, env={"LC_ALL": "C"},
+            input=b"hello\nself_test\n", capture_output=True, check=True, timeout=_PROBE_SECONDS, env={"LC_ALL": "C"},
         )  # fmt: skip
-        said = next(event for event in map(json.loads, done.stdout.splitlines()) if event["event"] == "result")
+        events = [json.loads(line) for line in done.stdout.splitlines()]
+        if failed := [event["message"] for event in events if event["event"] == "error"]:
+            raise RunnerUnusable(f"The runner for {arch} was built and fails its self-test: {failed[0]}.", arch=arch)
+        said = next(event for event in events if event["event"] == "result")
         backends, operators = tuple(said["backends"]), tuple(said["operators"])
     except subprocess.CalledProcessError as error:
         why = error.stderr.decode(errors="replace").strip() or f"exit code {error.returncode}"
@@ -247,6 +266,16 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes, mode: int) -> None:
     member = tarfile.TarInfo(name)
     member.size, member.mode = len(data), mode
     tar.addfile(member, io.BytesIO(data))
+
+
+@contextmanager
+def _scratch(out: Path) -> Iterator[Path]:
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(scratch_folder(out.absolute().parent))
+        except OSError as error:
+            raise UserError(f"{out} cannot be written: {error.strerror}.", output=out) from None
+        yield folder
 
 
 def _write(out: Path, data: bytes) -> None:

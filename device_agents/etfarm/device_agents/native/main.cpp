@@ -15,6 +15,7 @@
 
 #include "log.h"
 #include "passes.h"
+#include "self_test.h"
 #include "session.h"
 #include "system.h"
 #include "threadpool.h"
@@ -64,6 +65,11 @@ void hello(Session&, Command& command) {
                           .texts("operators", {operators.begin(), operators.end()}));
 }
 
+void self_test_command(Session&, Command& command) {
+  command.finish();
+  Channel::get().send(result_of(command).texts("passed", self_test()));
+}
+
 void threads(Session& session, Command& command) {
   const auto count = command.integer("n", 1, 1024);
   command.finish();
@@ -111,8 +117,16 @@ void load_method(Session& session, Command& command) {
   const std::string name = command.require("name");
   const bool trace = command.flag("trace", false);
   const bool debug = command.flag("debug", false);
+  const bool keep = command.flag("keep", false);
   command.finish();
-  reply(command, session.load_method(name, trace, debug));
+  reply(command, session.load_method(name, trace, debug, keep));
+}
+
+void select(Session& session, Command& command) {
+  const std::string name = command.require("name");
+  command.finish();
+  session.select(name);
+  Channel::get().send(result_of(command));
 }
 
 void input(Session& session, Command& command) {
@@ -139,13 +153,14 @@ void run(Session& session, Command& command) {
 }
 
 void measure_command(Session& session, Command& command) {
-  const Plan plan{
-      command.integer("warmup", 0, 1'000'000'000, 10),
-      command.integer("iterations", 1, 1'000'000'000, 100),
-      command.integer("min_time_ns", 0, kMaxTimeNs, 1'000'000'000),
-      command.integer("max_time_ns", 1, kMaxTimeNs, 60'000'000'000),
-      command.integer("max_samples", 1, 100'000'000, 1'000'000),
-  };
+  Plan plan{};
+  plan.warmup = command.integer("warmup", 0, 1'000'000'000, 10);
+  plan.iterations = command.integer("iterations", 1, 1'000'000'000, 100);
+  plan.min_time_ns = command.integer("min_time_ns", 0, kMaxTimeNs, 1'000'000'000);
+  plan.max_time_ns = command.integer("max_time_ns", 1, kMaxTimeNs, 60'000'000'000);
+  plan.max_samples = command.integer("max_samples", 1, 100'000'000, 1'000'000);
+  plan.steady = command.flag("steady", false);
+  plan.max_warmup_ns = command.integer("max_warmup_ns", 1, kMaxTimeNs, plan.max_time_ns);
   command.finish();
   measure(session, plan, result_of(command));
 }
@@ -161,8 +176,9 @@ void trace_command(Session& session, Command& command) {
 void debug_command(Session& session, Command& command) {
   const std::string path = command.require("path");
   const std::string dump = command.require("dump");
+  const auto max_bytes = command.integer("max_bytes", 0, INT64_MAX, INT64_MAX);
   command.finish();
-  Channel::get().send(debug(session, path, dump, result_of(command)));
+  Channel::get().send(debug(session, path, dump, static_cast<std::size_t>(max_bytes), result_of(command)));
 }
 
 void outputs(Session& session, Command& command) {
@@ -187,6 +203,7 @@ const std::map<std::string, std::function<void(Session&, Command&)>>& commands()
       {"method", method},     {"input", input},     {"run", run},           {"load_method", load_method},
       {"outputs", outputs},   {"memory", memory},   {"trace", trace_command}, {"default_inputs", default_inputs},
       {"measure", measure_command}, {"debug", debug_command},
+      {"self_test", self_test_command}, {"select", select},
   };
   return table;
 }

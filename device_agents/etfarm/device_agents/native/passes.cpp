@@ -5,9 +5,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <memory>
+#include <utility>
 
-#include <executorch/devtools/etdump/data_sinks/file_data_sink.h>
+#include <executorch/devtools/etdump/data_sinks/data_sink_base.h>
 
 #include "system.h"
 
@@ -15,6 +17,16 @@ namespace etfarm {
 namespace {
 
 constexpr std::int64_t kProgressNs = 250'000'000;
+
+// A warm-up is steady once the medians of the latest windows lie within 2 %, or within the resolution of the counters of
+// phones (52 ns at 19.2 MHz) for programs of a few microseconds. All of them against each other: a drift of 2 % a window is
+// not steady. A window lasts long enough for a governor to have acted.
+constexpr std::size_t kWindows = 3;
+constexpr std::int64_t kWindowIterations = 5;
+constexpr std::int64_t kWindowNs = 50'000'000;
+constexpr std::int64_t kWindowSamples = 1 << 16;
+constexpr std::int64_t kSteadyShare = 50;
+constexpr std::int64_t kSteadyNs = 104;
 
 void report(const char* stage, std::int64_t done, std::int64_t elapsed_ns) {
   Channel::get().send(Json().text("event", "progress").text("stage", stage).number("done", done).number("elapsed_ns", elapsed_ns));
@@ -40,6 +52,97 @@ std::size_t write_etdump(executorch::etdump::ETDumpGen& tracer, const std::strin
   return dump.size;
 }
 
+// Intermediate outputs in a file. What cannot be written is told at the end: ETDump aborts where a write fails, and
+// ExecuTorch's own file sink does not see what fails when it is closed.
+class DumpFile final : public executorch::etdump::DataSinkBase {
+ public:
+  DumpFile(const std::string& path, std::size_t max_bytes)
+      : path_(path), max_bytes_(max_bytes), file_(std::fopen(path.c_str(), "wb")) {
+    if (!file_) throw failure(errno);
+  }
+  DumpFile(const DumpFile&) = delete;
+  DumpFile& operator=(const DumpFile&) = delete;
+  ~DumpFile() override {
+    if (file_) std::fclose(file_);
+  }
+
+  executorch::runtime::Result<std::size_t> write(const void* data, std::size_t size) override {
+    const std::size_t offset = used_;
+    used_ += size;
+    if (!error_ && size > 0 && used_ <= max_bytes_ && std::fwrite(data, 1, size, file_) != size) error_ = errno;
+    return offset;
+  }
+  std::size_t get_used_bytes() const override { return used_; }
+
+  void close() {
+    if (std::fclose(std::exchange(file_, nullptr)) != 0 && !error_) error_ = errno;
+    if (error_) throw failure(error_);
+    if (used_ > max_bytes_) {
+      const std::string most = std::to_string(max_bytes_);
+      throw Failure{"FILE", "the intermediate outputs take " + std::to_string(used_) + " bytes, and there is room for " + most, "", {}};
+    }
+  }
+
+ private:
+  Failure failure(int error) const { return Failure{"FILE", "cannot write " + path_ + ": " + std::strerror(error), "", {}}; }
+
+  std::string path_;
+  std::size_t max_bytes_;
+  std::FILE* file_;
+  std::size_t used_ = 0;
+  int error_ = 0;
+};
+
+struct WarmUp {
+  std::int64_t iterations;
+  std::int64_t elapsed_ns;
+  std::optional<bool> steady;  // absent where nobody asked
+};
+
+// The untimed iterations before a measurement. `window` has room for kWindowSamples where `plan.steady` is set.
+WarmUp warm_up(LoadedMethod& method, const std::vector<std::optional<Input>>& inputs, const Plan& plan, std::int64_t* window) {
+  WarmUp done{0, 0, plan.steady ? std::optional<bool>(false) : std::nullopt};
+  if (plan.warmup == 0 && !plan.steady) return done;
+  report("WARMUP", 0, 0);
+  const std::int64_t start = now_ns();
+  std::int64_t told = 0;
+  // False once the time is up: what has taken that long is as warm as it will be.
+  const auto iterate = [&](std::int64_t* sample) {
+    const Span span = method.execute(inputs);
+    if (sample) *sample = span.ns();
+    ++done.iterations;
+    done.elapsed_ns = span.end - start;
+    if (done.elapsed_ns >= plan.max_warmup_ns) return false;
+    if (done.elapsed_ns - told >= kProgressNs) {
+      report("WARMUP", done.iterations, done.elapsed_ns);
+      told = done.elapsed_ns;
+    }
+    return true;
+  };
+
+  while (done.iterations < plan.warmup) {
+    if (!iterate(nullptr)) return done;
+  }
+  std::deque<std::int64_t> medians;
+  while (plan.steady) {
+    const std::int64_t begun = done.elapsed_ns;
+    std::int64_t count = 0;
+    while (count < kWindowIterations || (done.elapsed_ns - begun < kWindowNs && count < kWindowSamples)) {
+      if (!iterate(window + count)) return done;
+      ++count;
+    }
+    std::nth_element(window, window + count / 2, window + count);
+    medians.push_back(window[count / 2]);
+    if (medians.size() > kWindows) medians.pop_front();
+    const auto [low, high] = std::minmax_element(medians.begin(), medians.end());
+    if (medians.size() == kWindows && *high - *low <= std::max(*low / kSteadyShare, kSteadyNs)) {
+      done.steady = true;
+      return done;
+    }
+  }
+  return done;
+}
+
 }  // namespace
 
 void measure(Session& session, const Plan& plan, Json result) {
@@ -47,21 +150,11 @@ void measure(Session& session, const Plan& plan, Json result) {
   if (method.tracer()) throw Failure{"BAD_STATE", "the method is loaded with a tracer, which costs time; load it without", "", {}};
   const auto& inputs = session.inputs();
   // Pages are touched by the samples that come: reserving a million of them adds nothing to the peak RSS.
-  const Pages buffer(static_cast<std::size_t>(plan.max_samples) * sizeof(std::int64_t), Pages::For::Us);
+  const std::int64_t capacity = std::max(plan.max_samples, plan.steady ? kWindowSamples : 0);
+  const Pages buffer(static_cast<std::size_t>(capacity) * sizeof(std::int64_t), Pages::For::Us);
   auto* samples = reinterpret_cast<std::int64_t*>(buffer.data());
 
-  report("WARMUP", 0, 0);
-  std::int64_t warmup = 0;
-  const std::int64_t warming = now_ns();
-  for (std::int64_t told = 0; warmup < plan.warmup;) {
-    const std::int64_t spent = method.execute(inputs).end - warming;
-    ++warmup;
-    if (spent >= plan.max_time_ns) break;  // a program that is this slow is warm
-    if (spent - told >= kProgressNs) {
-      report("WARMUP", warmup, spent);
-      told = spent;
-    }
-  }
+  const WarmUp warmed = warm_up(method, inputs, plan, samples);
 
   report("TIMED", 0, 0);
   std::int64_t count = 0;
@@ -87,8 +180,9 @@ void measure(Session& session, const Plan& plan, Json result) {
   const Usage after = Usage::now();
   const auto peak = status_bytes("VmHWM");
 
-  result.number("warmup", warmup)
-      .number("first_run_ns", method.first_run_ns)
+  result.number("warmup", warmed.iterations).number("warmup_ns", warmed.elapsed_ns);
+  warmed.steady ? result.boolean("steady", *warmed.steady) : result.null("steady");
+  result.number("first_run_ns", method.first_run_ns)
       .number("iterations", count)
       .number("duration_ns", elapsed)
       .text("stop_reason", stop_reason)
@@ -131,25 +225,24 @@ void trace(Session& session, std::int64_t warmup, std::int64_t iterations, const
   Channel::get().send(result, samples.data(), bytes);
 }
 
-Json debug(Session& session, const std::string& path, const std::string& dump, Json result) {
+Json debug(Session& session, const std::string& path, const std::string& dump, std::size_t max_bytes, Json result) {
   LoadedMethod& method = session.ready();
   if (!method.debugging()) throw Failure{"BAD_STATE", "debug needs the method loaded with trace=1 debug=1", "", {}};
   report("DEBUG", 0, 0);
-  auto created = executorch::etdump::FileDataSink::create(dump.c_str());
-  if (!created.ok()) throw runtime_failure("cannot write " + dump, created.error());
-  executorch::etdump::FileDataSink sink = std::move(*created);
+  DumpFile sink(dump, max_bytes);
   method.tracer()->set_data_sink(&sink);
   std::int64_t took = 0;
+  std::size_t size = 0;
   try {
     took = method.execute(session.inputs()).ns();
+    sink.close();
+    size = write_etdump(*method.tracer(), path);
   } catch (...) {
     method.tracer()->set_data_sink(nullptr);
     throw;
   }
-  const std::size_t size = write_etdump(*method.tracer(), path);
   method.tracer()->set_data_sink(nullptr);
   const auto dumped = static_cast<std::int64_t>(sink.get_used_bytes());
-  sink.close();
   return result.number("run_ns", took).number("etdump_bytes", static_cast<std::int64_t>(size)).number("dump_bytes", dumped);
 }
 

@@ -13,13 +13,9 @@
 
 namespace etfarm {
 
-using executorch::extension::FlatTensorDataMap;
-using executorch::extension::MmapDataLoader;
-using executorch::extension::merged_data_map::MergedDataMap;
 using executorch::runtime::Error;
 using executorch::runtime::EValue;
 using executorch::runtime::MethodMeta;
-using executorch::runtime::NamedDataMap;
 using executorch::runtime::Program;
 using executorch::runtime::Tag;
 using executorch::runtime::TensorInfo;
@@ -32,12 +28,6 @@ std::string error_name(Error error) {
   const char* name = executorch::runtime::to_string(error);
   constexpr std::string_view prefix = "Error::";
   return std::strncmp(name, prefix.data(), prefix.size()) == 0 ? name + prefix.size() : name;
-}
-
-template <typename T>
-T unwrap(executorch::runtime::Result<T>&& result, const std::string& doing) {
-  if (!result.ok()) throw runtime_failure(doing, result.error());
-  return std::move(*result);
 }
 
 const char* kind_name(Tag tag) {
@@ -117,7 +107,7 @@ Pages::~Pages() {
   if (data_) ::munmap(data_, size_);
 }
 
-LoadedMethod::LoadedMethod(const Program& program, const NamedDataMap* data, const std::string& name, bool trace, bool debug)
+LoadedMethod::LoadedMethod(const Program& program, const DataFiles& data, const std::string& name, bool trace, bool debug)
     : name_(name), debug_(debug) {
   const MethodMeta meta = unwrap(program.method_meta(name.c_str()), "method '" + name + "'");
   std::vector<std::string> missing;
@@ -140,13 +130,19 @@ LoadedMethod::LoadedMethod(const Program& program, const NamedDataMap* data, con
     if (debug) tracer_->set_event_tracer_debug_level(executorch::runtime::EventTracerDebugLogLevel::kIntermediateOutputs);
   }
 
+  const auto own = program.get_named_data_map();
+  data.take_missing(nullptr);  // of a method before
   const std::int64_t start = now_ns();
-  auto method = program.load_method(name.c_str(), manager_.get(), tracer_.get(), data);
+  auto method = program.load_method(name.c_str(), manager_.get(), tracer_.get(), &data);
   load_method_ns = now_ns() - start;
   if (!method.ok()) {
     if (method.error() == Error::OperatorMissing) {
       const auto operators = missing_operators();
       throw Failure{"OPERATOR_MISSING", "this runner has no kernel for " + joined(operators), error_name(method.error()), operators};
+    }
+    const auto missing_data = data.take_missing(own.ok() ? *own : nullptr);
+    if (!missing_data.empty()) {
+      throw Failure{"DATA_MISSING", "no data file has " + joined(missing_data), error_name(method.error()), missing_data};
     }
     throw runtime_failure("method '" + name + "' cannot be loaded", method.error());
   }
@@ -195,26 +191,14 @@ Span LoadedMethod::execute(const std::vector<std::optional<Input>>& inputs) {
 
 Json Session::load(const std::string& path, const std::vector<std::string>& data) {
   if (program_) throw Failure{"BAD_STATE", "a program is loaded already; a runner process serves one", "", {}};
-  merged_.reset();  // of a load that failed: it points into data_
-  data_.clear();
-  loaders_.clear();
   // The pool is fixed before XNNPACK sees it: resetting it later can hang.
   const std::size_t threads = thread_count();
 
-  const auto open = [this](const std::string& file) {
-    auto loader = unwrap(MmapDataLoader::from(file.c_str(), MmapDataLoader::MlockConfig::NoMlock), "cannot open " + file);
-    loaders_.push_back(std::make_unique<MmapDataLoader>(std::move(loader)));
-    return loaders_.back().get();
-  };
-  std::vector<const NamedDataMap*> maps;
   const std::int64_t start = now_ns();
-  for (const auto& file : data) {
-    data_.push_back(std::make_unique<FlatTensorDataMap>(unwrap(FlatTensorDataMap::load(open(file)), "cannot read " + file)));
-    maps.push_back(data_.back().get());
-  }
-  if (maps.size() > 1) merged_.emplace(unwrap(MergedDataMap::load({maps.data(), maps.size()}), "data files contradict each other"));
+  data_ = std::make_unique<DataFiles>(data);
+  loader_ = map_file(path);
   // Minimal, the default, lets one in eight damaged files crash or hang the process; this check costs microseconds.
-  program_.emplace(unwrap(Program::load(open(path), Program::Verification::InternalConsistency), "cannot load the program"));
+  program_.emplace(unwrap(Program::load(loader_.get(), Program::Verification::InternalConsistency), "cannot load the program"));
   const std::int64_t load_ns = now_ns() - start;
 
   std::vector<std::string> methods;
@@ -231,7 +215,8 @@ MethodMeta Session::meta(const std::string& method) {
 
 Json Session::describe(const std::string& name) {
   const MethodMeta meta = this->meta(name);
-  LoadedMethod* loaded = method_ && method_->name() == name ? method_.get() : nullptr;
+  const auto known = methods_.find(name);
+  LoadedMethod* loaded = known == methods_.end() ? nullptr : known->second.get();
 
   const auto describe_value = [](std::size_t index, Tag tag) {
     return Json().number("index", static_cast<std::int64_t>(index)).text("kind", kind_name(tag));
@@ -263,14 +248,22 @@ Json Session::describe(const std::string& name) {
   return Json().text("name", name).objects("inputs", inputs).objects("outputs", outputs).numbers("planned_bytes", planned).texts("backends", backends);
 }
 
-Json Session::load_method(const std::string& name, bool trace, bool debug) {
+Json Session::load_method(const std::string& name, bool trace, bool debug, bool keep) {
   const std::size_t count = meta(name).num_inputs();
   if (debug && !trace) throw Failure{"BAD_COMMAND", "debug=1 needs trace=1", "", {}};
-  method_.reset();  // before the new one, so that both are never in memory at once
-  const NamedDataMap* data = merged_ ? static_cast<const NamedDataMap*>(&*merged_) : data_.empty() ? nullptr : data_[0].get();
-  method_ = std::make_unique<LoadedMethod>(*program_, data, name, trace, debug);
+  method_ = nullptr;
+  keep ? void(methods_.erase(name)) : methods_.clear();  // before the new one, so that both are never in memory at once
+  auto loaded = std::make_unique<LoadedMethod>(*program_, *data_, name, trace, debug);
+  method_ = loaded.get();
+  methods_[name] = std::move(loaded);
   inputs_[name].resize(count);
   return Json().number("load_method_ns", method_->load_method_ns);
+}
+
+void Session::select(const std::string& name) {
+  const auto known = methods_.find(name);
+  if (known == methods_.end()) throw Failure{"BAD_STATE", "method '" + name + "' is not loaded", "", {}};
+  method_ = known->second.get();
 }
 
 LoadedMethod& Session::loaded_method() {

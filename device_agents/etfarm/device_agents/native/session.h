@@ -1,4 +1,4 @@
-// The one program of this process and the one method of it that is loaded.
+// The one program of this process and the methods of it that are loaded, one of which commands are for.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,10 @@
 #include <vector>
 
 #include <executorch/devtools/etdump/etdump_flatcc.h>
-#include <executorch/extension/data_loader/mmap_data_loader.h>
-#include <executorch/extension/flat_tensor/flat_tensor_data_map.h>
 #include <executorch/extension/memory_allocator/malloc_memory_allocator.h>
-#include <executorch/extension/named_data_map/merged_data_map.h>
 #include <executorch/runtime/executor/program.h>
 
+#include "data.h"
 #include "values.h"
 #include "wire.h"
 
@@ -24,6 +22,13 @@ std::int64_t now_ns();  // steady_clock
 
 // The Failure for an ExecuTorch error: its name, and the line that the runtime logged about it.
 Failure runtime_failure(const std::string& doing, executorch::runtime::Error error);
+
+// The value, or the Failure that tells what was being done.
+template <typename T>
+T unwrap(executorch::runtime::Result<T>&& result, const std::string& doing) {
+  if (!result.ok()) throw runtime_failure(doing, result.error());
+  return std::move(*result);
+}
 
 // Zeroed pages that are touched only when used, so that a large plan costs what the method really writes.
 class Pages {
@@ -52,8 +57,7 @@ struct Span {
 // A method with the memory it lives in. Destroying it resets its mutable buffers.
 class LoadedMethod {
  public:
-  LoadedMethod(const executorch::runtime::Program& program, const executorch::runtime::NamedDataMap* data, const std::string& name,
-               bool trace, bool debug);
+  LoadedMethod(const executorch::runtime::Program& program, const DataFiles& data, const std::string& name, bool trace, bool debug);
 
   const std::string& name() const { return name_; }
   executorch::runtime::Method& method() { return *method_; }
@@ -89,7 +93,10 @@ class Session {
  public:
   Json load(const std::string& path, const std::vector<std::string>& data);
   Json describe(const std::string& method);
-  Json load_method(const std::string& name, bool trace, bool debug);
+  // The methods that were loaded before stay loaded with `keep`, each in its own memory.
+  Json load_method(const std::string& name, bool trace, bool debug, bool keep);
+  // Makes a loaded method the one that commands are for, as it was left.
+  void select(const std::string& name);
   void set_input(Command& command);
   void default_inputs(std::uint64_t seed, std::vector<Json>& headers, Bytes& payload);
   void outputs(std::vector<Json>& headers, Bytes& payload);
@@ -104,11 +111,11 @@ class Session {
   executorch::runtime::MethodMeta meta(const std::string& method);
   ExpectedTensor expected(std::size_t index);
 
-  std::vector<std::unique_ptr<executorch::extension::MmapDataLoader>> loaders_;
-  std::vector<std::unique_ptr<executorch::extension::FlatTensorDataMap>> data_;
-  std::optional<executorch::extension::merged_data_map::MergedDataMap> merged_;
+  std::unique_ptr<executorch::extension::MmapDataLoader> loader_;
+  std::unique_ptr<DataFiles> data_;
   std::optional<executorch::runtime::Program> program_;
-  std::unique_ptr<LoadedMethod> method_;
+  std::map<std::string, std::unique_ptr<LoadedMethod>> methods_;
+  LoadedMethod* method_ = nullptr;  // one of them
   std::map<std::string, std::vector<std::optional<Input>>> inputs_;
 };
 

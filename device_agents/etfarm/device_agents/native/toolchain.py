@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
-import struct
 import subprocess
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from etfarm.wire import elf
 from etfarm.wire.errors import UserError
 
 LOADERS: Final = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
 """The dynamic loader's file by architecture; its keys are the architectures that bundles exist for."""
-_ELF_MACHINES: Final = {"x86_64": 62, "aarch64": 183}
+EXECUTORCH: Final = "1.5.1"
+"""The version that etfarm is made for."""
 _PACKAGES: Final = {"x86_64": "g++", "aarch64": "g++-aarch64-linux-gnu"}
 SYSTEM_LIBRARIES: Final = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "libstdc++.so.6", "libgcc_s.so.1")
 """Beside the loader, everything that the runner and ExecuTorch's libraries need of a system."""
@@ -60,7 +62,7 @@ class ExecutorchMissing(UserError):
         tag = f"manylinux_2_28_{arch}"
         super().__init__(
             f"Building a runner for {arch} needs ExecuTorch's wheel: {why}.",
-            f"Get it with `pip download --no-deps --only-binary=:all: --platform {tag} executorch==1.5.1` and name the "
+            f"Get it with `pip download --no-deps --only-binary=:all: --platform {tag} executorch=={EXECUTORCH}` and name the "
             "file with --executorch.",
             arch=arch,
             why=why,
@@ -162,11 +164,7 @@ class ExecutorchPackage:
 def elf_arch(path: Path) -> str | None:
     """The architecture of an ELF file, where it is one that we know."""
     with path.open("rb") as file:
-        head = file.read(20)
-    if len(head) < 20 or head[:4] != b"\x7fELF":
-        return None
-    (machine,) = struct.unpack_from("<H", head, 18)
-    return next((arch for arch, number in _ELF_MACHINES.items() if number == machine), None)
+        return elf.arch_of(file.read(elf.HEAD_BYTES))
 
 
 def _unpacked(arch: str, wheel: Path, scratch: Path) -> Path:
@@ -186,8 +184,10 @@ def _unpacked(arch: str, wheel: Path, scratch: Path) -> Path:
 
 
 def _run(command: list[str], what: str, folder: Path | None = None) -> str:
+    # What a compiler that is killed leaves of its own goes with the folder.
+    environment = os.environ | ({"TMPDIR": str(folder)} if folder else {})
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:
         raise CompilerFailed(what, str(error)) from None
     if done.returncode != 0:

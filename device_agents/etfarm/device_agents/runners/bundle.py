@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from etfarm.wire import digest
+from etfarm.wire import digest, elf
 from etfarm.wire.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -198,6 +198,11 @@ def open_folder(folder: Path) -> Bundle:
         path = folder / name
         if path.is_symlink() or path.stat().st_size != file.size or digest.of_file(path) != file.digest:
             raise BadBundle(f"{name!r} is damaged", file=name)
+    for name in (manifest.loader, manifest.entry):
+        with (folder / name).open("rb") as program:
+            arch = elf.arch_of(program.read(elf.HEAD_BYTES))
+        if arch is not None and arch != manifest.arch:
+            raise BadBundle(f"it says that it is for {manifest.arch}, and its {name} is a program for {arch}", file=name)
     return Bundle(folder, manifest)
 
 

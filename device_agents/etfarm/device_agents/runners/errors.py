@@ -138,6 +138,35 @@ class BackendMissing(UserError):
         self.backends = tuple(backends)
 
 
+class DataMissing(UserError):
+    """The program looks for weights that are in none of the .ptd files that came with it."""
+
+    reason = "PROGRAM_DATA_MISSING"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, stage: str, keys: Sequence[str]) -> None:
+        # A delegate's keys are hashes.
+        shown = ", ".join(key if len(key) <= 40 else f"{key[:12]}..." for key in keys[:5])
+        shown += f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+        super().__init__(
+            f"The program needs data that no .ptd file of it holds: {shown}.",
+            "Give the .ptd files that were written with the .pte.",
+            stage=stage,
+            keys=",".join(keys),
+        )
+        self.keys = tuple(keys)
+
+
+class RunnerLacks(UserError):
+    """This kind of runner cannot do it, and the C++ runner can."""
+
+    reason = "RUNNER_LACKS"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, stage: str, message: str) -> None:
+        super().__init__(_sentence(message), "Offer a runner bundle for the device with `etfarm bundle add`.", stage=stage)
+
+
 class CoresUnavailable(UserError):
     """The process may not run on the CPUs that were asked for."""
 

@@ -1,46 +1,22 @@
-"""The C++ runner of a bundle, as a `Runner`: commands out, typed results in. `native/PROTOCOL.md` is its protocol."""
+"""The C++ runner of a bundle, as a `Runner`."""
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from array import array
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import ClassVar
 
-from etfarm.device_agents.runners import errors
-from etfarm.device_agents.runners.process import Argument, Event, Limits, LogLine, OnLog, RunnerProcess
-from etfarm.device_agents.runners.protocol import (
-    Debugged,
-    Hello,
-    Loaded,
-    Measured,
-    MeasurePlan,
-    Memory,
-    MethodInfo,
-    MethodLoaded,
-    OnProgress,
-    Progress,
-    Ran,
-    TensorInfo,
-    Traced,
-)
-from etfarm.wire.tensors import Scalar, Tensor, Value
+from etfarm.device_agents.runners.process import Limits, LogLine, OnLog
+from etfarm.device_agents.runners.remote import PROTOCOL, RemoteRunner
 
 __all__ = ["PROTOCOL", "Limits", "LogLine", "NativeRunner"]
 
-PROTOCOL: Final = 1
-"""The version of `native/PROTOCOL.md` that is spoken here."""
 
+class NativeRunner(RemoteRunner):
+    """A `Runner` of a bundle. `async with NativeRunner.start(...) as runner:` leaves nothing behind."""
 
-class NativeRunner:
-    """A `Runner` in a process of its own. `async with NativeRunner.start(...) as runner:` leaves nothing behind."""
-
-    def __init__(self, process: RunnerProcess) -> None:
-        self._process = process
-        self._method: MethodInfo | None = None
+    kind: ClassVar[str] = "native"
 
     @classmethod
     @asynccontextmanager
@@ -52,220 +28,5 @@ class NativeRunner:
         Raises:
             RunnerBroken: it cannot be started.
         """
-        process = await RunnerProcess.start(command, folder, limits or Limits(), on_log)
-        runner = cls(process)
-        try:
+        async with cls.connect(command, folder, limits or Limits(), on_log) as runner:
             yield runner
-        finally:
-            process.kill()
-            # A second cancellation must not leave a zombie: the waiting goes on without us.
-            await asyncio.shield(asyncio.ensure_future(process.reap()))
-
-    @property
-    def pid(self) -> int:
-        """The runner's process and process group."""
-        return self._process.pid
-
-    @property
-    def stage(self) -> str:
-        """What is under way, or was last."""
-        return self._process.stage
-
-    async def hello(self) -> Hello:
-        """Who answers.
-
-        Raises:
-            RunnerBroken: another version of the protocol, or none.
-        """
-        event, _ = await self._process.request("hello", stage="START")
-        if event["protocol"] != PROTOCOL:
-            raise errors.RunnerBroken(f"The runner speaks protocol {event['protocol']}, not {PROTOCOL}.")
-        return Hello(event["protocol"], event["executorch"], event["arch"], tuple(event["backends"]), tuple(event["operators"]))
-
-    async def threads(self, count: int) -> int:
-        """Sets the size of the thread pool; RunnerBroken after `load`."""
-        event, _ = await self._process.request("threads", [("n", count)], stage="START")
-        return int(event["threads"])
-
-    async def affinity(self, cores: Sequence[int]) -> None:
-        """Binds the process; CoresUnavailable where it may not run there."""
-        await self._process.request("affinity", [("cores", ",".join(map(str, cores)))], stage="START")
-
-    async def load(self, program: Path, data: Sequence[Path] = ()) -> Loaded:
-        """Loads a .pte with its .ptd files; ProgramFailed where they are damaged."""
-        self._process.without_data = not data
-        arguments: list[tuple[str, Argument]] = [("path", program.absolute())]
-        arguments += [("data", path.absolute()) for path in data]
-        event, _ = await self._process.request("load", arguments, stage="LOAD")
-        return Loaded(event["load_ns"], tuple(event["methods"]), event["threads"])
-
-    async def method(self, name: str) -> MethodInfo:
-        """What a method takes and gives; ProgramFailed where there is none of that name."""
-        event, _ = await self._process.request("method", [("name", name)], stage="LOAD")
-        return MethodInfo(
-            event["name"],
-            tuple(_tensor_info(value) for value in event["inputs"]),
-            tuple(_tensor_info(value) for value in event["outputs"]),
-            tuple(event["planned_bytes"]),
-            tuple(event["backends"]),
-        )
-
-    async def load_method(self, name: str, *, trace: bool = False, debug: bool = False) -> MethodLoaded:
-        """Makes `name` the loaded method; OperatorMissing and BackendMissing name what the runner lacks."""
-        self._method = None
-        arguments: list[tuple[str, Argument]] = [("name", name), ("trace", int(trace)), ("debug", int(debug))]
-        event, _ = await self._process.request("load_method", arguments, stage="LOAD_METHOD")
-        self._method = await self.method(name)
-        return MethodLoaded(event["load_method_ns"])
-
-    async def set_inputs(self, values: Sequence[Value]) -> None:
-        """All inputs of the loaded method, in order; InputMismatch tells the first that does not fit."""
-        expected = self._method.inputs if self._method else ()
-        if self._method and len(values) != len(expected):
-            raise errors.InputMismatch(
-                "INPUTS", f"method {self._method.name!r} takes {len(expected)} inputs, and {len(values)} are given"
-            )
-        for index, value in enumerate(values):
-            kind = expected[index].kind if self._method else ""
-            arguments, payload = _input(index, value, kind)
-            await self._process.request("input", arguments, payload, stage="INPUTS")
-
-    async def default_inputs(self, seed: int) -> list[Value]:
-        """Sets and gives inputs made from `seed`, 0 to 2**63 - 1."""
-        event, payload = await self._process.request("default_inputs", [("seed", seed)], stage="INPUTS")
-        return _values(event, payload, "INPUTS")
-
-    async def run(self) -> Ran:
-        """One execution."""
-        event, _ = await self._process.request("run", stage="RUN")
-        return Ran(event["run_ns"])
-
-    async def outputs(self) -> list[Value]:
-        """What the latest execution gave, in order; named by the program or else by position."""
-        event, payload = await self._process.request("outputs", stage="OUTPUTS")
-        return _values(event, payload, "OUTPUTS")
-
-    async def measure(self, plan: MeasurePlan, on_progress: OnProgress | None = None) -> Measured:
-        """The timed pass. Its deadline is twice `plan.max_time_ns` (warm-up and timed) and `Limits.command_s`."""
-        event, payload = await self._process.request(
-            "measure",
-            [
-                ("warmup", plan.warmup),
-                ("iterations", plan.iterations),
-                ("min_time_ns", plan.min_time_ns),
-                ("max_time_ns", plan.max_time_ns),
-                ("max_samples", plan.max_samples),
-            ],
-            stage="WARMUP" if plan.warmup else "TIMED",
-            deadline_s=self._process.limits.command_s + 2 * plan.max_time_ns / 1e9,
-            on_progress=_progress(on_progress),
-        )
-        names = (
-            "warmup", "first_run_ns", "iterations", "duration_ns", "stop_reason", "wall_ns", "cpu_ns",
-            "voluntary_switches", "involuntary_switches", "minor_faults", "major_faults", "cpu_pressure_us",
-            "peak_rss_bytes",
-        )  # fmt: skip
-        return Measured(**{name: event[name] for name in names}, samples_ns=_int64s(payload))
-
-    async def trace(self, iterations: int, etdump: Path, *, warmup: int = 1, on_progress: OnProgress | None = None) -> Traced:
-        """`iterations` traced ones into `etdump`; the method must be loaded with `trace` alone."""
-        event, payload = await self._process.request(
-            "trace",
-            [("iterations", iterations), ("warmup", warmup), ("path", etdump.absolute())],
-            stage="TRACED",
-            on_progress=_progress(on_progress),
-        )
-        return Traced(event["iterations"], _int64s(payload), etdump, event["etdump_bytes"])
-
-    async def debug(self, etdump: Path, dump: Path) -> Debugged:
-        """One iteration with intermediate outputs; the method must be loaded with `trace` and `debug`."""
-        arguments: list[tuple[str, Argument]] = [("path", etdump.absolute()), ("dump", dump.absolute())]
-        event, _ = await self._process.request("debug", arguments, stage="DEBUG")
-        return Debugged(event["run_ns"], etdump, event["etdump_bytes"], dump, event["dump_bytes"])
-
-    async def memory(self) -> Memory:
-        """Memory of the process now."""
-        event, _ = await self._process.request("memory", stage=self._process.stage)
-        return Memory(event["rss_bytes"], event["peak_rss_bytes"], event["data_bytes"])
-
-    async def close(self) -> None:
-        """Kills and reaps the process; later commands raise RunnerClosed."""
-        self._process.kill()
-        await self._process.reap()
-
-
-def _progress(on_progress: OnProgress | None) -> Callable[[Event], None] | None:
-    if on_progress is None:
-        return None
-    return lambda event: on_progress(Progress(event["stage"], event["done"], event["elapsed_ns"]))
-
-
-def _input(index: int, value: Value, expected: str) -> tuple[list[tuple[str, Argument]], bytes | None]:
-    """The arguments and the payload of an `input` command."""
-    arguments: list[tuple[str, Argument]] = [("index", index)]
-    if isinstance(value, Tensor):
-        arguments += [
-            ("dtype", value.dtype),
-            ("shape", ",".join(map(str, value.shape))),
-            ("dim_order", ",".join(map(str, value.dim_order))),
-        ]
-        return arguments, value.data
-    scalar = value.value
-    if expected == "double" and isinstance(scalar, int) and not isinstance(scalar, bool):
-        scalar = float(scalar)  # files that hold 2 where 2.0 was meant
-    match scalar:
-        case None:
-            return [*arguments, ("kind", "none")], None
-        case bool():
-            return [*arguments, ("kind", "bool"), ("value", int(scalar))], None
-        case int():
-            return [*arguments, ("kind", "int"), ("value", scalar)], None
-        case float():
-            return [*arguments, ("kind", "double"), ("value", scalar.hex())], None
-
-
-def _values(event: Event, payload: bytes, stage: str) -> list[Value]:
-    values: list[Value] = []
-    for head in event["values"]:
-        name = head["name"] or str(head["index"])
-        match head["kind"]:
-            case "tensor" if head["dtype"] != "unsupported":
-                data = payload[head["offset"] : head["offset"] + head["size_bytes"]]
-                values.append(Tensor(name, head["dtype"], tuple(head["shape"]), data, tuple(head["dim_order"])))
-            case "int":
-                values.append(Scalar(name, int(head["value"])))
-            case "double":
-                values.append(Scalar(name, float.fromhex(head["value"])))
-            case "bool":
-                values.append(Scalar(name, head["value"] == "1"))
-            case "none":
-                values.append(Scalar(name, None))
-            case kind:
-                raise errors.ProgramFailed(
-                    stage, f"output {name} is of a kind or dtype ({kind}) that etfarm does not carry", "NotSupported", ()
-                )
-    return values
-
-
-def _tensor_info(value: Mapping[str, Any]) -> TensorInfo:
-    if value["kind"] != "tensor":
-        return TensorInfo(value["index"], value["kind"])
-    return TensorInfo(
-        value["index"],
-        "tensor",
-        value["name"],
-        value["dtype"],
-        tuple(value["shape"]),
-        tuple(value["dim_order"]),
-        value["size_bytes"],
-        value["planned"],
-        value.get("dynamic"),
-    )
-
-
-def _int64s(payload: bytes) -> array[int]:
-    samples = array("q")
-    samples.frombytes(payload)
-    if sys.byteorder == "big":
-        samples.byteswap()
-    return samples

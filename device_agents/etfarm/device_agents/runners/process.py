@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
+import re
 import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +31,11 @@ _REAP_SECONDS: Final = 5.0
 _MEMORY_WORDS: Final = ("bad_alloc", "out of memory", "out_of_memory", "cannot allocate memory", "failed to allocate")
 _MEMORY_CODES: Final = ("MemoryAllocationFailed", "DelegateMemoryAllocationFailed")
 _FIRST_STAGE: Final = "START"
+_RUNTIME_LINE: Final = re.compile(r"\[(\w+\.(?:cpp|h):\d+)\] (.*)", re.DOTALL)
+"""A line of ExecuTorch's log where nothing captures it, as in its Python binding: without a level."""
+_MARK_PREFIX: Final = "etfarm-error-"
+_MARK_SECONDS: Final = 1.0
+"""Within which a mark on stderr is read that was written already, unless something else fills the pipe."""
 
 Argument = str | int | Path
 Event = dict[str, Any]
@@ -51,7 +58,7 @@ class LogLine:
     source: str
     """`runtime` (ExecuTorch's log) or `stderr`."""
     level: str
-    """`D`, `I`, `E` or `F` of the runtime's log; empty for stderr."""
+    """`D`, `I`, `E` or `F` of the runtime's log; empty for stderr, and where the runtime tells none."""
     where: str
     """`file.cpp:line` of the runtime's log."""
     message: str
@@ -93,6 +100,10 @@ class RunnerProcess:
         self._lock = asyncio.Lock()
         self._log: deque[LogLine] = deque(maxlen=_KEPT_LINES)
         self._stderr = asyncio.create_task(self._read_stderr(), name=f"runner {process.pid} stderr")
+        self._since: deque[LogLine] = deque(maxlen=_KEPT_LINES)
+        """Lines of stderr since the latest command."""
+        self._mark = ""
+        self._marked = asyncio.Event()
         self._ended: EtfarmError | None = None
         self.stage = _FIRST_STAGE
         """What is under way, for whoever must tell where the program failed."""
@@ -123,7 +134,11 @@ class RunnerProcess:
                 # A group of its own, so that one signal reaches whatever the program forked, and Ctrl-C does not.
                 start_new_session=True,
             )
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            number = errno.errorcode.get(error.errno or 0, str(error.errno))
+            why = f"{error.strerror} ({number})"
+            raise errors.RunnerBroken(f"The runner {command[0]} cannot be started: {why}.", errno=number) from error
+        except ValueError as error:
             raise errors.RunnerBroken(f"The runner {command[0]} cannot be started: {error}.") from error
         return cls(asyncio.subprocess.Process(transport, group, loop), limits, on_log)
 
@@ -167,6 +182,7 @@ class RunnerProcess:
             if self._ended is not None:
                 raise self._ended
             self.stage = stage
+            self._since.clear()
             seconds = self.limits.command_s if deadline_s is None else deadline_s
             try:
                 async with asyncio.timeout(seconds):
@@ -182,9 +198,26 @@ class RunnerProcess:
                 self._ended = errors.RunnerClosed("The runner was stopped in the middle of a command.")
                 self.kill()
                 raise
+            if event["event"] == "error":
+                await self._explain(event)
         if event["event"] == "error":
             raise self._refusal(event)
         return event, data
+
+    async def _explain(self, event: Event) -> None:
+        """Adds what the runtime told on stderr, where the runner could not capture it."""
+        mark = event.get("stderr_mark")
+        if not mark:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MARK_SECONDS):
+                while self._mark != mark:
+                    self._marked.clear()
+                    await self._marked.wait()
+        event["log"] = [str(line) for line in self._since]
+        reason = next((line.message for line in self._since if line.source == "runtime"), "")
+        if reason:
+            event["message"] += f": {reason}"
 
     def kill(self) -> None:
         """SIGKILL to the whole group, now; harmless where it has ended."""
@@ -262,9 +295,14 @@ class RunnerProcess:
     def _crash(self, code: int | None) -> EtfarmError:
         lines = self._lines()
         if self.stage == _FIRST_STAGE:
-            what = "; ".join(lines[-3:]) or f"exit code {code}"
-            return errors.RunnerBroken(f"The runner ended before it had a program: {what}.", stage=self.stage, exit_code=code)
+            how = f"by {_signal_name(-code)}" if code is not None and code < 0 else f"with exit code {code}"
+            said = "".join(f": {text}" for text in ["; ".join(lines[-3:])] if text)
+            message = f"The runner ended {how} before it had a program{said}."
+            return errors.RunnerBroken(message, stage=self.stage, exit_code=code)
         fatal = next((line.message for line in reversed(self._log) if line.level == "F"), "")
+        if not fatal and code == -signal.SIGABRT:
+            # Where nothing captures the log, it has no levels, and the abort's own words come last.
+            fatal = next((line.message for line in reversed(self._log) if line.source == "runtime"), "")
         if self._is_about_memory(fatal):
             return errors.ProgramOutOfMemory(self.stage, self.limits.data_bytes, fatal, lines)
         return errors.ProgramCrashed(
@@ -288,6 +326,10 @@ class RunnerProcess:
                 return errors.OperatorMissing(stage, names)
             case "BACKEND_MISSING":
                 return errors.BackendMissing(stage, names)
+            case "DATA_MISSING":
+                return errors.DataMissing(stage, names)
+            case "UNSUPPORTED":
+                return errors.RunnerLacks(stage, message)
             case "OUT_OF_MEMORY":
                 return errors.ProgramOutOfMemory(stage, self.limits.data_bytes, message, log)
             case "RUNTIME" if limited and (runtime_code in _MEMORY_CODES or self._is_about_memory("\n".join(log))):
@@ -321,9 +363,20 @@ class RunnerProcess:
             if len(rest) > 1 << 16:  # no newline in sight: a program that writes binary to stderr
                 whole, rest = [*whole, rest], b""
             for line in whole:
-                self._take(LogLine("stderr", "", "", line.decode(errors="replace")))
+                self._take_stderr(line)
         if rest:
-            self._take(LogLine("stderr", "", "", rest.decode(errors="replace")))
+            self._take_stderr(rest)
+
+    def _take_stderr(self, raw: bytes) -> None:
+        text = raw.decode(errors="replace")
+        if text.startswith(_MARK_PREFIX):
+            self._mark = text
+            self._marked.set()
+            return
+        told = _RUNTIME_LINE.fullmatch(text)
+        line = LogLine("runtime", "", told[1], told[2]) if told else LogLine("stderr", "", "", text)
+        self._since.append(line)
+        self._take(line)
 
 
 def _signal_name(number: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -82,14 +82,23 @@ class Ran:
 
 @dataclass(frozen=True)
 class MeasurePlan:
-    """How long to measure: at least `iterations` and `min_time_ns`, at most `max_time_ns` and `max_samples`."""
+    """How long to measure: at least `iterations` and `min_time_ns`, at most `max_time_ns` and `max_samples`.
+
+    `warmup=0, min_time_ns=0` is a block of `iterations`, which is cheap to repeat: nothing is loaded again.
+    """
 
     warmup: int = 10
+    """Iterations before the timed ones, at least."""
     iterations: int = 100
     min_time_ns: int = 1_000_000_000
     max_time_ns: int = 60_000_000_000
-    """Of the warm-up as well as of the timed iterations; the iteration under way is finished."""
+    """Of the timed iterations; the one under way is finished."""
     max_samples: int = 1_000_000
+    steady: bool = False
+    """Whether the warm-up goes on until the medians of its last three windows (of at least 5 iterations and 50 ms each)
+    lie within 2 %."""
+    max_warmup_ns: int | None = None
+    """After which the warm-up ends, steady or not; `max_time_ns` by default."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ class Measured:
     """A timed pass. What the kernel does not tell is None, never 0."""
 
     warmup: int
-    """Iterations done; fewer than planned where they took longer than `max_time_ns`."""
+    """Iterations done; fewer than planned where they took longer than `max_warmup_ns`."""
     first_run_ns: int
     """Of the first execution since the method was loaded."""
     iterations: int
@@ -119,6 +128,34 @@ class Measured:
     """VmHWM right after the pass; 8 bytes a sample are in it."""
     samples_ns: array[int]
     """One a timed iteration, in order; type code `q`."""
+    warmup_ns: int | None = None
+    """What the warm-up took."""
+    steady: bool | None = None
+    """Whether the median had become steady before the warm-up's time was up; None where the plan did not ask for it."""
+
+    def joined(self, other: Measured) -> Measured:
+        """This pass and a later one over the same program as one: sums, samples in their order, the larger peak; None where
+        either is. The rest is this one's."""
+
+        def total(*values: int | None) -> int | None:
+            known = [value for value in values if value is not None]
+            return sum(known) if len(known) == len(values) else None
+
+        is_peak_known = self.peak_rss_bytes is not None and other.peak_rss_bytes is not None
+        return replace(
+            self,
+            iterations=self.iterations + other.iterations,
+            duration_ns=self.duration_ns + other.duration_ns,
+            wall_ns=self.wall_ns + other.wall_ns,
+            cpu_ns=total(self.cpu_ns, other.cpu_ns),
+            voluntary_switches=total(self.voluntary_switches, other.voluntary_switches),
+            involuntary_switches=total(self.involuntary_switches, other.involuntary_switches),
+            minor_faults=total(self.minor_faults, other.minor_faults),
+            major_faults=total(self.major_faults, other.major_faults),
+            cpu_pressure_us=total(self.cpu_pressure_us, other.cpu_pressure_us),
+            peak_rss_bytes=max(self.peak_rss_bytes or 0, other.peak_rss_bytes or 0) if is_peak_known else None,
+            samples_ns=self.samples_ns + other.samples_ns,
+        )
 
 
 @dataclass(frozen=True)
@@ -175,6 +212,9 @@ class Runner(Protocol):
     async def hello(self) -> Hello:
         """Who answers, with what it can run."""
 
+    async def self_test(self) -> tuple[str, ...]:
+        """Names of kernels and backends that gave known results, without any program; RunnerBroken where one does not."""
+
     async def threads(self, count: int) -> int:
         """Sets the size of the thread pool; only before `load`."""
 
@@ -187,11 +227,15 @@ class Runner(Protocol):
     async def method(self, name: str) -> MethodInfo:
         """What a method takes and gives."""
 
-    async def load_method(self, name: str, *, trace: bool = False, debug: bool = False) -> MethodLoaded:
+    async def load_method(self, name: str, *, trace: bool = False, debug: bool = False, keep: bool = False) -> MethodLoaded:
         """Makes `name` the loaded method, in its initial state; inputs that were set for it before are kept.
 
-        `trace` for `trace`, `trace` and `debug` for `debug`; neither for `measure`.
+        `trace` for `trace`, `trace` and `debug` for `debug`; neither for `measure`. With `keep` the methods that were loaded
+        before stay so, each with its own memory.
         """
+
+    async def select(self, name: str) -> None:
+        """Makes a method that is loaded already the one that commands are for, as it was left."""
 
     async def set_inputs(self, values: Sequence[Value]) -> None:
         """All inputs of the loaded method, in order. They are checked here, before anything runs."""
@@ -211,8 +255,9 @@ class Runner(Protocol):
     async def trace(self, iterations: int, etdump: Path, *, warmup: int = 1, on_progress: OnProgress | None = None) -> Traced:
         """`iterations` traced ones into `etdump`; the `warmup` before leaves no trace."""
 
-    async def debug(self, etdump: Path, dump: Path) -> Debugged:
-        """One iteration with intermediate outputs: events into `etdump`, tensors into `dump`."""
+    async def debug(self, etdump: Path, dump: Path, *, max_bytes: int | None = None) -> Debugged:
+        """One iteration with intermediate outputs: events into `etdump`, tensors into `dump`, which get no more than
+        `max_bytes` together."""
 
     async def memory(self) -> Memory:
         """Memory of the process now."""

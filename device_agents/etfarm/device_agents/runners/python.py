@@ -1,0 +1,43 @@
+"""ExecuTorch's Python binding in a child, as a `Runner`: where torch is installed and no bundle is."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import ClassVar
+
+from etfarm.device_agents.runners.process import Limits, OnLog
+from etfarm.device_agents.runners.remote import RemoteRunner
+
+
+class PythonRunner(RemoteRunner):
+    """A `Runner` in a child of this interpreter. `async with PythonRunner.start(...) as runner:` leaves nothing behind."""
+
+    kind: ClassVar[str] = "python"
+
+    @staticmethod
+    def available() -> bool:
+        """Whether torch and ExecuTorch are installed here; neither is imported."""
+        return all(importlib.util.find_spec(name) is not None for name in ("torch", "executorch"))
+
+    @staticmethod
+    def command() -> list[str]:
+        """The child's command line."""
+        # -P: what a program left in its folder must not be imported.
+        return [sys.executable, "-P", "-m", "etfarm.device_agents.runners.python_child"]
+
+    @classmethod
+    @asynccontextmanager
+    async def start(
+        cls, folder: Path, *, limits: Limits | None = None, on_log: OnLog | None = None
+    ) -> AsyncIterator[PythonRunner]:
+        """A child that works in `folder`; killed and reaped at the end. Its first answer takes about a second.
+
+        Raises:
+            RunnerBroken: it cannot be started.
+        """
+        async with cls.connect(cls.command(), folder, limits or Limits(), on_log) as runner:
+            yield runner

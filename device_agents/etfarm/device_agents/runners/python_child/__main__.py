@@ -1,0 +1,265 @@
+"""The child that runs programs with ExecuTorch's Python binding, behind the protocol of native/PROTOCOL.md.
+
+`python -P -m etfarm.device_agents.runners.python_child [--limit-data-bytes N]`. Only here torch is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import re
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+from etfarm.device_agents.runners.python_child import counters
+from etfarm.device_agents.runners.python_child.channel import Channel, Command, parse_integer
+from etfarm.device_agents.runners.python_child.refusals import Refusal
+from etfarm.device_agents.runners.python_child.session import Session, import_runtime
+
+_PROTOCOL: Final = 1
+_MAX_PAYLOAD_BYTES: Final = 1 << 33
+_MAX_TIME_NS: Final = 1 << 60
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Child:
+    """Answers commands, one after the other."""
+
+    def __init__(self, channel: Channel, session: Session) -> None:
+        self._channel = channel
+        self._session = session
+        self._replied = 0
+        self._commands: dict[str, Callable[[Command], tuple[dict[str, Any], bytes] | dict[str, Any]]] = {
+            "hello": self._hello, "self_test": self._self_test, "threads": self._threads, "affinity": self._affinity,
+            "load": self._load, "method": self._method, "load_method": self._load_method,
+            "select": self._select, "input": self._input,
+            "default_inputs": self._default_inputs, "run": self._run, "measure": self._measure, "trace": self._trace,
+            "debug": self._debug, "outputs": self._outputs, "memory": self._memory, "quit": self._quit,
+        }  # fmt: skip
+
+    def serve(self, line: bytes) -> bool:
+        """Answers one line; False where the session is over."""
+        command = Command(line)
+        try:
+            if command.bad is not None:
+                raise command.bad
+            if (size := command.take("bytes")) is not None:
+                # A payload is taken whatever the command is: what follows it must not be read as commands.
+                count = parse_integer(size, "bytes", 0, _MAX_PAYLOAD_BYTES)
+                if command.name == "input":
+                    command.payload = self._channel.read(count)
+                else:
+                    self._channel.skip(count)
+            if command.name not in self._commands:
+                raise Refusal("BAD_COMMAND", f"there is no command '{command.name[:40]}'")
+            answer = self._commands[command.name](command)
+            body, payload = answer if isinstance(answer, tuple) else (answer, b"")
+            self._channel.send({"event": "result", "command": command.name} | body, payload)
+        except EOFError:
+            return False
+        except Refusal as refusal:
+            self.refuse(command.name, refusal)
+        except MemoryError:
+            self.refuse(command.name, Refusal("OUT_OF_MEMORY", "an allocation failed", "MemoryAllocationFailed"))
+        except Exception as error:  # noqa: BLE001 - every command gets one reply
+            self.refuse(command.name, Refusal("RUNTIME", f"uncaught exception: {type(error).__name__}: {error}", "Internal"))
+        return command.name != "quit"
+
+    def refuse(self, command: str, refusal: Refusal) -> None:
+        """Sends an error."""
+        self._replied += 1
+        mark = f"etfarm-error-{os.getpid()}-{self._replied}"
+        # ExecuTorch's reasons are on stderr only; behind this line nothing of this command follows.
+        with contextlib.suppress(OSError):
+            os.write(2, f"{mark}\n".encode())
+        event: dict[str, Any] = {"event": "error", "command": command, "code": refusal.code, "message": str(refusal)}
+        event |= {"runtime_code": refusal.runtime_code or None, "names": refusal.names, "log": [], "stderr_mark": mark}
+        self._channel.send(event)
+
+    def _report(self, stage: str, done: int, elapsed_ns: int) -> None:
+        self._channel.send({"event": "progress", "stage": stage, "done": done, "elapsed_ns": elapsed_ns})
+
+    def _hello(self, command: Command) -> dict[str, Any]:
+        command.finish()
+        return {
+            "protocol": _PROTOCOL,
+            "executorch": version("executorch").partition("+")[0],
+            "arch": platform.machine(),
+            "backends": self._session.backends(),
+            "operators": self._session.operators(),
+        }
+
+    def _self_test(self, command: Command) -> dict[str, Any]:
+        command.finish()
+        # The binding calls no kernel without a program: that they are there is all that can be told.
+        if "aten::add.out" not in self._session.operators():
+            raise Refusal("SELF_TEST", "aten::add.out is not registered", names=["aten::add.out"])
+        return {"passed": self._session.backends()}
+
+    def _threads(self, command: Command) -> dict[str, Any]:
+        count = command.integer("n", 1, 1024)
+        command.finish()
+        return {"threads": self._session.set_threads(count)}
+
+    def _affinity(self, command: Command) -> dict[str, Any]:
+        cores = command.integers("cores", 0, 1023)
+        command.finish()
+        if not cores:
+            raise Refusal("BAD_COMMAND", "affinity needs at least one core")
+        # Threads inherit the binding when they are made; those that exist already need it one by one.
+        for task in Path("/proc/self/task").iterdir():
+            try:
+                os.sched_setaffinity(int(task.name), cores)
+            except ProcessLookupError:
+                continue  # it has ended meanwhile
+            except (OSError, ValueError) as error:
+                raise Refusal("SYSTEM", f"cannot bind to the cores {cores}: {getattr(error, 'strerror', error)}") from None
+        return {"cores": cores}
+
+    def _load(self, command: Command) -> dict[str, Any]:
+        path, data = command.require("path"), command.take_all("data")
+        command.finish()
+        return self._session.load(Path(path), [Path(file) for file in data])
+
+    def _method(self, command: Command) -> dict[str, Any]:
+        name = command.require("name")
+        command.finish()
+        return self._session.describe(name)
+
+    def _load_method(self, command: Command) -> dict[str, Any]:
+        name, trace, debug = command.require("name"), command.integer("trace", 0, 1, 0), command.integer("debug", 0, 1, 0)
+        keep = command.integer("keep", 0, 1, 0)
+        command.finish()
+        return self._session.load_method(name, bool(trace), bool(debug), bool(keep))
+
+    def _select(self, command: Command) -> dict[str, Any]:
+        name = command.require("name")
+        command.finish()
+        self._session.select(name)
+        return {}
+
+    def _input(self, command: Command) -> dict[str, Any]:
+        index, kind = command.integer("index", 0, 1 << 20), command.take("kind") or "tensor"
+        self._session.expected_input(index, kind)
+        if kind == "tensor":
+            dtype, shape = command.require("dtype"), command.integers("shape", 0, (1 << 31) - 1)
+            dim_order = command.integers("dim_order", 0, 255)
+            command.finish()
+            self._session.set_tensor(index, dtype, shape, dim_order, command.payload)
+            return {}
+        value: int | float | bool | None = None
+        if kind == "int":
+            value = command.integer("value", -(1 << 63), (1 << 63) - 1)
+        elif kind == "bool":
+            value = bool(command.integer("value", 0, 1))
+        elif kind == "double":
+            value = _real(command.require("value"))
+        command.finish()
+        self._session.set_scalar(index, kind, value)
+        return {}
+
+    def _default_inputs(self, command: Command) -> tuple[dict[str, Any], bytes]:
+        seed = command.integer("seed", 0, (1 << 63) - 1)
+        command.finish()
+        values, payload = self._session.default_inputs(seed)
+        return {"values": values}, payload
+
+    def _run(self, command: Command) -> dict[str, Any]:
+        command.finish()
+        return self._session.run()
+
+    def _measure(self, command: Command) -> tuple[dict[str, Any], bytes]:
+        plan = {
+            "warmup": command.integer("warmup", 0, 10**9, 10),
+            "iterations": command.integer("iterations", 1, 10**9, 100),
+            "min_time_ns": command.integer("min_time_ns", 0, _MAX_TIME_NS, 10**9),
+            "max_time_ns": command.integer("max_time_ns", 1, _MAX_TIME_NS, 60 * 10**9),
+            "max_samples": command.integer("max_samples", 1, 10**8, 10**6),
+            "steady": command.integer("steady", 0, 1, 0),
+        }
+        plan["max_warmup_ns"] = command.integer("max_warmup_ns", 1, _MAX_TIME_NS, plan["max_time_ns"])
+        command.finish()
+        return self._session.measure(plan, self._report)
+
+    def _trace(self, command: Command) -> tuple[dict[str, Any], bytes]:
+        iterations, warmup = command.integer("iterations", 1, 10**6), command.integer("warmup", 0, 10**6, 1)
+        path = command.require("path")
+        command.finish()
+        return self._session.trace(iterations, warmup, Path(path), self._report)
+
+    def _debug(self, command: Command) -> dict[str, Any]:
+        path, dump = command.require("path"), command.require("dump")
+        max_bytes = command.integer("max_bytes", 0, (1 << 63) - 1, (1 << 63) - 1)
+        command.finish()
+        return self._session.debug(Path(path), Path(dump), max_bytes, self._report)
+
+    def _outputs(self, command: Command) -> tuple[dict[str, Any], bytes]:
+        command.finish()
+        values, payload = self._session.outputs()
+        return {"values": values}, payload
+
+    def _memory(self, command: Command) -> dict[str, Any]:
+        command.finish()
+        names = {"rss_bytes": "VmRSS", "peak_rss_bytes": "VmHWM", "data_bytes": "VmData"}
+        return {name: counters.status_bytes(key) for name, key in names.items()}
+
+    def _quit(self, command: Command) -> dict[str, Any]:
+        command.finish()
+        return {}
+
+
+def _real(text: str) -> float:
+    try:
+        return float.fromhex(text) if "x" in text.lower() else float(text)
+    except (ValueError, OverflowError):
+        raise Refusal("BAD_COMMAND", "value must be a number") from None
+
+
+def restrain() -> None:
+    """Forbids core dumps, and ends this process with its parent."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def limit_data(data_bytes: int) -> None:
+    """Limits what is written to, beyond what Python and torch have taken: the program's budget is the same in every runner."""
+    limit = (counters.status_bytes("VmData") or 0) + data_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def main(argv: list[str]) -> int:
+    """The process."""
+    limit: int | None = None
+    if argv:
+        if len(argv) != 2 or argv[0] != "--limit-data-bytes" or not re.fullmatch(r"[1-9][0-9]{0,17}", argv[1]):
+            print("usage: python_child [--limit-data-bytes N]", file=sys.stderr)
+            return 2
+        limit = int(argv[1])
+    restrain()
+    channel = Channel()
+    runtime = import_runtime()
+    if limit is not None:
+        limit_data(limit)
+    child = Child(channel, Session(runtime))
+    while True:
+        try:
+            line = channel.read_line()
+        except Refusal as refusal:
+            child.refuse("", refusal)
+            continue
+        if line is None or not child.serve(line):
+            break
+    sys.stderr.flush()
+    # Destructors of backends have nothing left to do for us, and some wait for threads.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

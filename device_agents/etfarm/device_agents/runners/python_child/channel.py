@@ -1,0 +1,128 @@
+"""The child's pipes, and the lines that come through them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import IO, Any, Final
+
+from etfarm.device_agents.runners.python_child.refusals import Refusal
+
+_MAX_LINE_BYTES: Final = 1 << 20
+_ESCAPE: Final = re.compile(rb"%(.{0,2})", re.DOTALL)
+
+
+class Channel:
+    """The two pipes, on private descriptors: what a library prints lands on stderr and cannot corrupt the protocol."""
+
+    def __init__(self) -> None:
+        self._input: IO[bytes] = os.fdopen(os.dup(0), "rb")
+        self._output: IO[bytes] = os.fdopen(os.dup(1), "wb")
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.dup2(2, 1)
+
+    def read_line(self) -> bytes | None:
+        """The next line without its newline; None at the end of the stream."""
+        line = self._input.readline(_MAX_LINE_BYTES + 1)
+        if len(line) > _MAX_LINE_BYTES and not line.endswith(b"\n"):
+            while line and not line.endswith(b"\n"):
+                line = self._input.readline(_MAX_LINE_BYTES)
+            raise Refusal("BAD_COMMAND", f"the line is longer than {_MAX_LINE_BYTES} bytes")
+        return line[:-1] if line.endswith(b"\n") else None
+
+    def read(self, size: int) -> bytes:
+        """A payload; EOFError where it is cut off."""
+        data = self._input.read(size)
+        if len(data) < size:
+            raise EOFError
+        return data
+
+    def skip(self, size: int) -> None:
+        """Drops a payload."""
+        while size > 0:
+            size -= len(self.read(min(size, 1 << 20)))
+
+    def send(self, event: dict[str, Any], payload: bytes = b"") -> None:
+        """One event. Ends the process where nobody listens any more."""
+        if payload:
+            event["payload_bytes"] = len(payload)
+        try:
+            self._output.write(json.dumps(event).encode() + b"\n" + payload)
+            self._output.flush()
+        except OSError:
+            os._exit(3)
+
+
+class Command:
+    """A line `command key=value ...`. Every key must be taken before `finish`."""
+
+    def __init__(self, line: bytes) -> None:
+        words = [word for word in line.split(b" ") if word]
+        self.name = words[0].decode("utf-8", "replace") if words else ""
+        self.payload = b""
+        self._arguments: list[tuple[str, str]] = []
+        self.bad: Refusal | None = None
+        for word in words[1:]:
+            key, equals, value = word.partition(b"=")
+            if not key or not equals:
+                self.bad = Refusal("BAD_COMMAND", f"'{word[:40].decode('utf-8', 'replace')}' is not key=value")
+                return
+            try:
+                self._arguments.append((key.decode("utf-8", "replace"), _decoded(value)))
+            except Refusal as error:
+                self.bad = error
+                return
+
+    def take_all(self, key: str) -> list[str]:
+        """All values of a key."""
+        values = [value for name, value in self._arguments if name == key]
+        self._arguments = [argument for argument in self._arguments if argument[0] != key]
+        return values
+
+    def take(self, key: str) -> str | None:
+        """The value of a key that may be absent."""
+        values = self.take_all(key)
+        if len(values) > 1:
+            raise Refusal("BAD_COMMAND", f"{key} is given twice")
+        return values[0] if values else None
+
+    def require(self, key: str) -> str:
+        """The value of a key."""
+        value = self.take(key)
+        if value is None:
+            raise Refusal("BAD_COMMAND", f"{self.name} needs {key}=")
+        return value
+
+    def integer(self, key: str, low: int, high: int, otherwise: int | None = None) -> int:
+        """An integer within the bounds."""
+        text = self.require(key) if otherwise is None else self.take(key)
+        return otherwise if text is None and otherwise is not None else parse_integer(text or "", key, low, high)
+
+    def integers(self, key: str, low: int, high: int) -> list[int]:
+        """Integers between commas; none in an empty text."""
+        text = self.require(key)
+        return [parse_integer(part, key, low, high) for part in text.split(",")] if text else []
+
+    def finish(self) -> None:
+        """Refuses keys that nobody took: a misspelt option must not be ignored."""
+        if self._arguments:
+            raise Refusal("BAD_COMMAND", f"{self.name} has no option '{self._arguments[0][0][:40]}'")
+
+
+def _decoded(value: bytes) -> str:
+    if any(len(escape) < 2 or not re.fullmatch(rb"[0-9a-fA-F]{2}", escape) for escape in _ESCAPE.findall(value)):
+        raise Refusal("BAD_COMMAND", "a % is not followed by two hex digits")
+    data = _ESCAPE.sub(lambda match: bytes([int(match[1], 16)]), value)
+    if b"\0" in data:
+        raise Refusal("BAD_COMMAND", "a value holds a NUL byte")
+    return os.fsdecode(data)
+
+
+def parse_integer(text: str, what: str, low: int, high: int) -> int:
+    """The integer; BAD_COMMAND where it is none within the bounds."""
+    if re.fullmatch(r"-?[0-9]{1,20}", text) and low <= int(text) <= high:
+        return int(text)
+    raise Refusal("BAD_COMMAND", f"{what} must be an integer from {low} to {high}, not '{text[:40]}'")

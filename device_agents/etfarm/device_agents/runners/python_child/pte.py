@@ -1,0 +1,214 @@
+"""What a .pte says of itself that `executorch.runtime` does not tell: kinds, dim orders, names of what it needs.
+
+Read from the flatbuffer (executorch/schema/program.fbs), without ExecuTorch and without torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Final, TypeVar
+
+from etfarm.device_agents.runners.python_child.flatbuffer import BadBuffer, Buffer, Table
+
+T = TypeVar("T")
+
+DTYPES: Final = {
+    0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64", 11: "bool",
+    15: "bfloat16", 23: "float8_e5m2", 24: "float8_e4m3fn", 27: "uint16", 28: "uint32", 29: "uint64",
+}  # fmt: skip
+"""torch's names by ExecuTorch's ScalarType, for the types that etfarm carries."""
+ITEM_BYTES: Final = {
+    "uint8": 1, "int8": 1, "bool": 1, "float8_e5m2": 1, "float8_e4m3fn": 1, "int16": 2, "uint16": 2, "float16": 2,
+    "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
+}  # fmt: skip
+_EXTERNAL: Final = 1
+_INLINE: Final = 0
+_XNNPACK_MAGIC: Final = b"XH00"
+
+
+@dataclass(frozen=True)
+class FileValue:
+    """A value of a method's plan."""
+
+    kind: str
+    """`tensor`, `int`, `double`, `bool`, `none` or `unsupported`."""
+    scalar: int | float | bool | None = None
+    """What the program was exported with, for kinds that are no tensor."""
+    name: str = ""
+    dtype: str = "unsupported"
+    shape: tuple[int, ...] = ()
+    """Of a dynamic tensor: the largest."""
+    dim_order: tuple[int, ...] = ()
+    planned: bool = False
+    dynamic: bool = False
+    external_key: str | None = None
+    """Under which a data file must have it."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the largest shape; 0 where the dtype is unsupported."""
+        return prod(self.shape) * ITEM_BYTES.get(self.dtype, 0)
+
+
+@dataclass(frozen=True)
+class FileMethod:
+    """A method as the file describes it."""
+
+    name: str
+    inputs: tuple[FileValue, ...]
+    outputs: tuple[FileValue, ...]
+    planned_bytes: tuple[int, ...]
+    backends: tuple[str, ...]
+    operators: tuple[str, ...]
+    """Kernels such as `aten::add.out`, in the order of the file."""
+    data_keys: frozenset[str]
+    """Keys of weights that are not in the method's own part of the file."""
+    tensor_bytes: int
+    """Of all tensors that it knows, at their largest."""
+
+
+@dataclass(frozen=True)
+class ProgramFile:
+    """A .pte file."""
+
+    methods: tuple[FileMethod, ...]
+    own_keys: frozenset[str] = field(default_factory=frozenset)
+    """Keys of weights that the .pte holds itself."""
+
+    @classmethod
+    def read(cls, path: Path) -> ProgramFile:
+        """The file's own description.
+
+        Raises:
+            BadBuffer: it is no .pte, or a damaged one.
+            OSError: it cannot be read.
+        """
+        buffer = _mapped(path)
+        program = Table.root(buffer)
+        methods = tuple(_method(plan, program, buffer) for plan in program.tables(1))
+        return cls(methods, frozenset(data.text(0) for data in program.tables(7)))
+
+
+def check_identifier(path: Path) -> None:
+    """Refuses a file whose identifier is no text: ExecuTorch's Python binding ends the process at it.
+
+    Raises:
+        BadBuffer: it is such a file.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        identifier = file.read(8)[4:]
+    if not identifier.isascii():
+        raise BadBuffer("it has no file identifier of an ExecuTorch program")
+
+
+def data_keys(path: Path) -> frozenset[str]:
+    """Keys of the weights in a .ptd file.
+
+    Raises:
+        BadBuffer: it is none, or damaged.
+        OSError: it cannot be read.
+    """
+    buffer = _mapped(path)
+    if bytes(buffer[4:8]) != b"FT01":
+        raise BadBuffer("it has no file identifier of a .ptd file")
+    return frozenset(data.text(0) for data in Table.root(buffer).tables(2))
+
+
+def _mapped(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        try:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        except ValueError:
+            raise BadBuffer("it is empty") from None
+
+
+def _method(plan: Table, program: Table, buffer: Buffer) -> FileMethod:
+    values = [_value(value) for value in plan.tables(2)]
+    delegates = plan.tables(7)
+    backends = [delegate.text(0) for delegate in delegates]
+    keys = {value.external_key for value in values if value.external_key is not None}
+    for delegate, backend in zip(delegates, backends, strict=True):
+        if backend == "XnnpackBackend":
+            keys |= _xnnpack_keys(_processed(delegate, program, buffer))
+    return FileMethod(
+        plan.text(0),
+        tuple(_at(values, index) for index in plan.numbers(3, "i")),
+        tuple(_at(values, index) for index in plan.numbers(4, "i")),
+        tuple(plan.numbers(8, "q")[1:]),  # the first is reserved
+        tuple(dict.fromkeys(backends)),
+        tuple(dict.fromkeys(_operators(plan.tables(6)))),
+        frozenset(keys),
+        sum(value.size_bytes for value in values),
+    )
+
+
+def _operators(operators: Iterable[Table]) -> Iterable[str]:
+    for operator in operators:
+        overload = operator.text(1)
+        yield operator.text(0) + (f".{overload}" if overload else "")
+
+
+def _value(value: Table) -> FileValue:
+    content = value.table(1)
+    match value.number(0, "B"):
+        case 1:
+            return FileValue("none")
+        case 2 if content:
+            return FileValue("int", content.number(0, "q"))
+        case 3 if content:
+            return FileValue("bool", bool(content.number(0, "?")))
+        case 4 if content:
+            return FileValue("double", content.real(0))
+        case 5 if content:
+            return _tensor(content)
+    return FileValue("unsupported")
+
+
+def _tensor(tensor: Table) -> FileValue:
+    extra = tensor.table(9)
+    return FileValue(
+        "tensor",
+        name=extra.text(1) if extra else "",
+        dtype=DTYPES.get(tensor.number(0, "b"), "unsupported"),
+        shape=tuple(tensor.numbers(2, "i")),
+        dim_order=tuple(tensor.numbers(3, "B")),
+        planned=tensor.table(6) is not None or tensor.number(5, "I") != 0,
+        dynamic=tensor.number(8, "b") != 0,
+        external_key=extra.text(1) if extra and extra.number(2, "b") == _EXTERNAL else None,
+    )
+
+
+def _processed(delegate: Table, program: Table, buffer: Buffer) -> Buffer:
+    """What the delegate's own compiler made."""
+    reference = delegate.table(1)
+    index = reference.number(1, "I") if reference else 0
+    if reference and reference.number(0, "b") != _INLINE:
+        segment = _at(program.tables(4), index)
+        # The extended header behind the identifier says where segments begin.
+        if bytes(buffer[8:12]) != b"eh00" or len(buffer) < 32:
+            raise BadBuffer("it has segments and no extended header")
+        (base,) = struct.unpack_from("<Q", buffer, 24)
+        start = base + segment.number(0, "Q")
+        return buffer[start : start + segment.number(1, "Q")]
+    return _at(program.tables(3), index).data(0)
+
+
+def _xnnpack_keys(blob: Buffer) -> set[str]:
+    """Names by which XNNPACK's delegate looks for its weights."""
+    if bytes(blob[4:8]) != _XNNPACK_MAGIC or len(blob) < 18:
+        return set()  # before named data existed
+    (start,) = struct.unpack_from("<I", blob, 10)
+    graph = Table.root(blob[start:])
+    return {key for constant in graph.tables(8) if (key := constant.text(2))}
+
+
+def _at(items: list[T], index: int) -> T:
+    if not 0 <= index < len(items):
+        raise BadBuffer(f"index {index} of {len(items)}")
+    return items[index]

@@ -1,0 +1,260 @@
+"""The one program of the child and the one method of it that is loaded, by ExecuTorch's Python binding.
+
+The binding ends the process where it is used against its rules: a debug buffer that is too small, a second run after a
+debug file was written. What it does not check is checked here, from the file itself (`pte`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from etfarm.device_agents.runners.python_child import counters, passes
+from etfarm.device_agents.runners.python_child.passes import LoadedMethod, Report
+from etfarm.device_agents.runners.python_child.pte import FileMethod, FileValue, ProgramFile, check_identifier, data_keys
+from etfarm.device_agents.runners.python_child.refusals import Refusal, called, described
+from etfarm.device_agents.runners.python_child.values import Mismatch, checked_tensor, default_tensor, described_value, heads_of
+
+_DEBUG_BYTES: Final = 1 << 20
+"""Beyond what all tensors of a method take, for the debug buffer's own heads and alignment."""
+
+
+def import_runtime() -> Any:
+    """ExecuTorch's Python binding.
+
+    The module itself and not `executorch.runtime`, which imports the compiler beside it: one second instead of four.
+    """
+    importlib.import_module("torch")  # loads the libraries that the binding needs
+    try:
+        return importlib.import_module("executorch.extension.pybindings._C")
+    except ModuleNotFoundError:
+        return importlib.import_module("executorch.extension.pybindings.portable_lib")  # where other versions have it
+
+
+class Session:
+    """What the commands of the protocol do. Times are CLOCK_MONOTONIC, in nanoseconds."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+        self.thread_count()  # makes the pool, which logs about the CPU: not in the middle of a command
+        self._path: Path | None = None
+        self._data: Path | None = None
+        self._keys: frozenset[str] = frozenset()
+        self._file = ProgramFile(())
+        self._methods: dict[str, LoadedMethod] = {}
+        self._selected: LoadedMethod | None = None
+        self._inputs: dict[str, list[Any]] = {}
+
+    # What the runner is.
+
+    def backends(self) -> list[str]:
+        """Delegates that are usable here."""
+        names: list[str] = self._runtime._get_registered_backend_names()
+        return sorted(name for name in set(names) if self._runtime._is_available(name))
+
+    def operators(self) -> list[str]:
+        """Kernels."""
+        return sorted(set(self._runtime._get_operator_names()))
+
+    def thread_count(self) -> int:
+        """Of ExecuTorch's pool."""
+        return int(self._runtime._threadpool_get_thread_count())
+
+    def set_threads(self, count: int) -> int:
+        """The pool's new size."""
+        if self._path is not None:
+            raise Refusal("BAD_STATE", "threads must be set before load: XNNPACK keeps the old pool and can hang")
+        if self.thread_count() != count:
+            self._runtime._unsafe_reset_threadpool(count)
+        if self.thread_count() != count:
+            raise Refusal("RUNTIME", f"the thread pool has {self.thread_count()} threads where {count} were asked for")
+        if (counters.task_count() or count) < count:
+            raise Refusal("OUT_OF_MEMORY", f"there is no room for {count} threads", "MemoryAllocationFailed")
+        return count
+
+    # The program and its methods.
+
+    def load(self, path: Path, data: Sequence[Path]) -> dict[str, Any]:
+        """Loads the program."""
+        if self._path is not None:
+            raise Refusal("BAD_STATE", "a program is loaded already; a runner process serves one")
+        if len(data) > 1:
+            raise Refusal("UNSUPPORTED", f"ExecuTorch's Python binding takes one data file, and the program has {len(data)}")
+        threads = self.thread_count()
+        keys: frozenset[str] = frozenset()
+        for file in data:
+            keys = described(f"cannot read {file}", lambda file=file: data_keys(file))  # type: ignore[misc]
+        described("cannot load the program", lambda: check_identifier(path))
+        start = time.monotonic_ns()
+        program = self._load_program(path, data[0] if data else None)
+        load_ns = time.monotonic_ns() - start
+        about = described("cannot load the program", lambda: ProgramFile.read(path))
+        self._path, self._data, self._keys = path, (data[0] if data else None), keys
+        self._file = about
+        methods = [program.get_method_name(index) for index in range(program.num_methods())]
+        return {"load_ns": load_ns, "methods": methods, "threads": threads}
+
+    def facts(self, name: str) -> FileMethod:
+        """What the file says of a method."""
+        if self._path is None:
+            raise Refusal("BAD_STATE", "no program is loaded")
+        for method in self._file.methods:
+            if method.name == name:
+                return method
+        raise Refusal("RUNTIME", f"no method '{name}': ExecuTorch says InvalidArgument", "InvalidArgument")
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """The answer to `method`."""
+        facts = self.facts(name)
+        inputs = [described_value(index, value) for index, value in enumerate(facts.inputs)]
+        loaded = name in self._methods
+        for event, value in zip(inputs, facts.inputs, strict=True):
+            if value.kind == "tensor":
+                event["dynamic"] = value.dynamic if loaded else None
+        return {
+            "name": name,
+            "inputs": inputs,
+            "outputs": [described_value(index, value) for index, value in enumerate(facts.outputs)],
+            "planned_bytes": list(facts.planned_bytes),
+            "backends": list(facts.backends),
+        }
+
+    def load_method(self, name: str, trace: bool, debug: bool, keep: bool) -> dict[str, Any]:
+        """Makes `name` the loaded method; others stay loaded with `keep`."""
+        facts = self.facts(name)
+        if debug and not trace:
+            raise Refusal("BAD_COMMAND", "debug=1 needs trace=1")
+        assert self._path is not None  # facts() says so
+        self._selected = None
+        if keep:
+            self._methods.pop(name, None)
+        else:
+            self._methods.clear()
+        self._refuse_what_is_missing(facts)
+        program = self._load_program(self._path, self._data, trace, 2 * facts.tensor_bytes + _DEBUG_BYTES if debug else 0)
+        start = time.monotonic_ns()
+        method = called(f"method '{name}' cannot be loaded", lambda: program.load_method(name))
+        took = time.monotonic_ns() - start
+        self._selected = self._methods[name] = LoadedMethod(facts, program, method, trace, debug)
+        self._inputs.setdefault(name, [_UNSET] * len(facts.inputs))
+        return {"load_method_ns": took}
+
+    def select(self, name: str) -> None:
+        """Makes a loaded method the one that commands are for, as it was left."""
+        if name not in self._methods:
+            raise Refusal("BAD_STATE", f"method '{name}' is not loaded")
+        self._selected = self._methods[name]
+
+    def _load_program(self, path: Path, data: Path | None, trace: bool = False, debug_bytes: int = 0) -> Any:
+        return called(
+            "cannot load the program",
+            lambda: self._runtime._load_program(
+                str(path),
+                enable_etdump=trace,
+                debug_buffer_size=debug_bytes,
+                program_verification=self._runtime.Verification.InternalConsistency,
+                data_path=None if data is None else str(data),
+            ),
+        )
+
+    def _refuse_what_is_missing(self, facts: FileMethod) -> None:
+        """What ExecuTorch would tell on stderr only, or not survive."""
+        if backends := sorted(set(facts.backends) - set(self.backends())):
+            raise Refusal("BACKEND_MISSING", f"this runner has no backend {', '.join(backends)}", names=backends)
+        if operators := sorted(set(facts.operators) - set(self.operators())):
+            what = f"this runner has no kernel for {', '.join(operators)}"
+            raise Refusal("OPERATOR_MISSING", what, "OperatorMissing", operators)
+        if keys := sorted(facts.data_keys - self._keys - self._file.own_keys):
+            raise Refusal("DATA_MISSING", f"no data file has {', '.join(keys)}", "NotFound", keys)
+
+    # Inputs and outputs.
+
+    def _loaded(self) -> LoadedMethod:
+        if self._selected is None:
+            raise Refusal("BAD_STATE", "no method is loaded")
+        return self._selected
+
+    def expected_input(self, index: int, kind: str) -> FileValue:
+        """The input that a value of `kind` is to be set for."""
+        facts = self._loaded().facts
+        if index >= len(facts.inputs):
+            takes = f"method '{facts.name}' takes {len(facts.inputs)}"
+            raise Refusal("INPUT_MISMATCH", f"there is no input {index}: {takes}")
+        expected = facts.inputs[index]
+        if expected.kind != kind:
+            raise Refusal("INPUT_MISMATCH", f"input {index} must be {expected.kind}, not {kind}")
+        if kind == "unsupported":
+            raise Refusal("INPUT_MISMATCH", f"input {index} is of a kind that etfarm does not carry")
+        return expected
+
+    def set_tensor(self, index: int, dtype: str, shape: list[int], dim_order: list[int], data: bytes) -> None:
+        """Sets a tensor."""
+        expected = self.expected_input(index, "tensor")
+        try:
+            self._inputs[self._loaded().facts.name][index] = checked_tensor(index, expected, dtype, shape, dim_order, data)
+        except Mismatch as error:
+            raise Refusal("INPUT_MISMATCH", str(error)) from None
+
+    def set_scalar(self, index: int, kind: str, value: int | float | bool | None) -> None:
+        """Sets a scalar, which must be the one that the program was exported with."""
+        baked = self.expected_input(index, kind).scalar
+        if value != baked and not (value != value and baked != baked):
+            raise Refusal("INPUT_MISMATCH", f"input {index} must be the {kind} that the program was exported with")
+        self._inputs[self._loaded().facts.name][index] = value
+
+    def default_inputs(self, seed: int) -> tuple[list[dict[str, Any]], bytes]:
+        """Sets all inputs, and gives them."""
+        facts = self._loaded().facts
+        values: list[Any] = []
+        for index, expected in enumerate(facts.inputs):
+            try:
+                values.append(default_tensor(expected, seed, index) if expected.kind == "tensor" else expected.scalar)
+            except Mismatch as error:
+                raise Refusal("INPUT_MISMATCH", str(error)) from None
+        self._inputs[facts.name] = values
+        return heads_of(values, facts.inputs)
+
+    def outputs(self) -> tuple[list[dict[str, Any]], bytes]:
+        """Of the latest execution."""
+        loaded = self._loaded()
+        if loaded.first_run_ns is None:
+            raise Refusal("BAD_STATE", "the method has not run since it was loaded")
+        return heads_of(called("outputs", loaded.method.get_outputs), loaded.facts.outputs)
+
+    # Execution.
+
+    def _ready(self) -> tuple[LoadedMethod, list[Any]]:
+        loaded = self._loaded()
+        inputs = self._inputs[loaded.facts.name]
+        for index, value in enumerate(inputs):
+            if value is _UNSET:
+                raise Refusal("INPUT_MISMATCH", f"input {index} of {len(inputs)} is not set")
+        if loaded.spent:
+            raise Refusal("BAD_STATE", "ExecuTorch's Python binding cannot run a method after its debug file: load it again")
+        return loaded, inputs
+
+    def run(self) -> dict[str, Any]:
+        """One execution."""
+        loaded, inputs = self._ready()
+        if loaded.debug:
+            raise Refusal("BAD_STATE", "a method loaded with debug=1 runs by the debug command only")
+        start, end = passes.execute(loaded, inputs)
+        return {"run_ns": end - start}
+
+    def measure(self, plan: Mapping[str, int], report: Report) -> tuple[dict[str, Any], bytes]:
+        """The timed pass; `plan` has the arguments of the command."""
+        return passes.measure(*self._ready(), plan, report)
+
+    def trace(self, iterations: int, warmup: int, path: Path, report: Report) -> tuple[dict[str, Any], bytes]:
+        """Traced iterations, whose events alone are in the file."""
+        return passes.trace(*self._ready(), iterations, warmup, path, report)
+
+    def debug(self, path: Path, dump: Path, max_bytes: int, report: Report) -> dict[str, Any]:
+        """One iteration with every intermediate output, which take no more than `max_bytes`."""
+        return passes.debug(*self._ready(), path, dump, max_bytes, report)
+
+
+_UNSET: Final = object()

@@ -1,0 +1,137 @@
+"""Tensors between the protocol's bytes and torch, and the checks that ExecuTorch itself does not make on inputs.
+
+Part of the child that runs programs with `executorch.runtime`: the agent does not import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from etfarm.device_agents.runners.python_child.pte import ITEM_BYTES, FileValue
+
+_MASK: Final = (1 << 64) - 1
+_MANTISSA_BITS: Final = {"float32": 24, "float64": 53, "float16": 11, "bfloat16": 8}
+"""Random bits that a dtype holds exactly below 1."""
+
+
+class Mismatch(ValueError):
+    """An input is not what the program was exported for."""
+
+
+def checked_tensor(
+    index: int, expected: FileValue, dtype: str, shape: list[int], dim_order: list[int], data: bytes
+) -> torch.Tensor:
+    """The input tensor.
+
+    Raises:
+        Mismatch: it tells what differs.
+    """
+    who = f"input {index}" + (f" '{expected.name}'" if expected.name else "")
+    wanted = list(expected.shape)
+    if expected.dtype not in ITEM_BYTES:
+        raise Mismatch(f"{who} has a dtype that etfarm does not carry")
+    if dtype != expected.dtype:
+        raise Mismatch(f"{who} must be {expected.dtype}, not {dtype}")
+    if len(shape) != len(wanted):
+        raise Mismatch(f"{who} must have {len(wanted)} dims {wanted}, not {len(shape)} {shape}")
+    fits = all(size <= bound for size, bound in zip(shape, wanted, strict=True)) if expected.dynamic else shape == wanted
+    if not fits:
+        raise Mismatch(f"{who} must have the shape {wanted}{' at most' if expected.dynamic else ''}, not {shape}")
+    if sorted(dim_order) != list(range(len(shape))):
+        raise Mismatch(f"{who} has the dim order {dim_order}, which is no order of its {len(shape)} dims")
+    size = prod(shape) * ITEM_BYTES[dtype]
+    # ExecuTorch takes any dim order and reads the bytes in the program's own: silently wrong numbers, hence this check.
+    order = list(expected.dim_order)
+    if size and _physical(shape, dim_order) != _physical(shape, order):
+        raise Mismatch(f"{who} must lie in memory in the dim order {order}, not {dim_order}")
+    if len(data) != size:
+        raise Mismatch(f"{who} has {len(data)} bytes where {dtype} {shape} needs {size}")
+    return tensor_of(data, dtype, shape, order)
+
+
+def tensor_of(data: bytes | np.ndarray[Any, Any], dtype: str, shape: Sequence[int], dim_order: Sequence[int]) -> torch.Tensor:
+    """The tensor whose elements lie in `data` in the order of `dim_order`, outermost first. It owns its memory."""
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    if prod(shape) == 0:
+        return torch.empty(tuple(shape), dtype=torch_dtype)
+    flat = torch.frombuffer(bytearray(data), dtype=torch_dtype)
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(dim_order):
+        strides[dim], step = step, step * shape[dim]
+    return flat.as_strided(tuple(shape), tuple(strides))
+
+
+def bytes_of(tensor: torch.Tensor, dim_order: Sequence[int]) -> bytes:
+    """The tensor's elements in the order of `dim_order`, outermost first."""
+    if tensor.numel() == 0:
+        return b""
+    flat = tensor.detach().permute(tuple(dim_order)).contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy())
+
+
+def default_tensor(expected: FileValue, seed: int, index: int) -> torch.Tensor:
+    """Floats uniform in [0, 1) by splitmix64, everything else 0; the same values as the C++ runner makes.
+
+    Raises:
+        Mismatch: the dtype is none that etfarm carries.
+    """
+    if expected.dtype not in ITEM_BYTES:
+        raise Mismatch(f"input {index} has a dtype that etfarm does not carry")
+    elements = prod(expected.shape)
+    bits = _MANTISSA_BITS.get(expected.dtype)
+    if bits is None:
+        return tensor_of(bytes(elements * ITEM_BYTES[expected.dtype]), expected.dtype, expected.shape, expected.dim_order)
+    start = seed ^ (0xD1342543DE82EF95 * (index + 1) & _MASK)
+    with np.errstate(over="ignore"):
+        z = np.uint64(start) + np.uint64(0x9E3779B97F4A7C15) * np.arange(1, elements + 1, dtype=np.uint64)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+    uniform = (z >> np.uint64(64 - bits)).astype(np.float64) / float(1 << bits)
+    exact = torch.from_numpy(uniform).to(getattr(torch, expected.dtype))
+    return tensor_of(bytes_of(exact, (0,)), expected.dtype, expected.shape, expected.dim_order)
+
+
+def _physical(shape: Sequence[int], order: Sequence[int]) -> list[int]:
+    """The order in which the dims lie in memory, without those of size 1, whose place changes nothing."""
+    return [dim for dim in order if shape[dim] != 1]
+
+
+def described_value(index: int, value: FileValue) -> dict[str, Any]:
+    """A value of a method's plan as the answer to `method` has it."""
+    event: dict[str, Any] = {"index": index, "kind": value.kind}
+    if value.kind == "tensor":
+        event |= {"name": value.name, "dtype": value.dtype, "shape": list(value.shape), "dim_order": list(value.dim_order)}
+        event |= {"size_bytes": value.size_bytes, "planned": value.planned}
+    return event
+
+
+def heads_of(values: Sequence[Any], expected: Sequence[FileValue]) -> tuple[list[dict[str, Any]], bytes]:
+    """Heads of values as the protocol carries them, and the tensors' bytes."""
+    heads: list[dict[str, Any]] = []
+    payload = bytearray()
+    for index, (value, described) in enumerate(zip(values, expected, strict=True)):
+        head: dict[str, Any] = {"index": index, "name": described.name}
+        if value is None:
+            head["kind"] = "none"
+        elif isinstance(value, bool):
+            head |= {"kind": "bool", "value": str(int(value))}
+        elif isinstance(value, int):
+            head |= {"kind": "int", "value": str(value)}
+        elif isinstance(value, float):
+            head |= {"kind": "double", "value": value.hex()}
+        elif described.kind == "tensor":
+            dtype = str(value.dtype).removeprefix("torch.")
+            data = bytes_of(value, described.dim_order)
+            head |= {"kind": "tensor", "dtype": dtype if dtype in ITEM_BYTES else "unsupported", "shape": list(value.shape)}
+            head |= {"dim_order": list(described.dim_order), "offset": len(payload), "size_bytes": len(data)}
+            payload += data
+        else:
+            head["kind"] = "unsupported"
+        heads.append(head)
+    return heads, bytes(payload)
