@@ -28,12 +28,17 @@ from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.jobs.conductor import Conductor
 from etfarm.server.jobs.execution import Execution
+from etfarm.server.jobs.history import History
 from etfarm.server.jobs.journal import Journal
 from etfarm.server.jobs.log import JobLog
 from etfarm.server.jobs.placement import Placement
+from etfarm.server.jobs.revision import Revision
+from etfarm.server.jobs.sessions import Sessions
 from etfarm.server.jobs.submission import Submission
+from etfarm.server.jobs.tags import Tags
 from etfarm.server.jobs.watch import Announcer
 from etfarm.server.reports.analyst import Analyst
+from etfarm.server.reports.findings import Findings
 from etfarm.server.rpc.agents import AgentService
 from etfarm.server.rpc.artifacts import ArtifactService
 from etfarm.server.rpc.auth import Tokens
@@ -113,7 +118,7 @@ async def running(config: Config) -> AsyncIterator[str]:
     config.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     (config.data / "work").mkdir(exist_ok=True)
     # Before gRPC starts a thread: what it forks must have been single-threaded all along.
-    limits = Limits(memory_bytes=config.memory_bytes)
+    limits = Limits(memory_bytes=config.memory_bytes, cpu_s=config.cpu_s, threads=config.threads)
     quiet = Quiet()
     children = config.data / "work" / "children"
     workers = Workers(preload=PRELOAD, limits=limits, folder=children, concurrency=config.workers, gate=quiet.work)
@@ -131,14 +136,20 @@ async def running(config: Config) -> AsyncIterator[str]:
         runs = Runs(config.patience_s)
         registry = Registry(database, bundles, runs, now)
         await registry.load()
-        compiler = Compiler(workers, store, database, deadline_s=config.compile_deadline_s, threads=config.threads)
-        analyst = Analyst(workers, store, deadline_s=config.analysis_deadline_s)
-        execution = Execution(registry, runs, Placement(registry, runs), bundles, store, new_id)
+        compiler = Compiler(
+            workers, store, database, deadline_s=config.compile_deadline_s, stage_deadline_s=config.stage_deadline_s,
+            threads=config.threads,
+        )  # fmt: skip
+        analyst = Analyst(Findings(workers, database, now, deadline_s=config.analysis_deadline_s), store)
+        placement = Placement(registry, runs)
+        execution = Execution(registry, runs, placement, bundles, store, new_id)
+        sessions = Sessions(registry, runs, placement, bundles, compiler, store, execution, quiet, now=now, new_id=new_id)
         conductor = Conductor(
             journal, joblog, announcer, compiler, execution, analyst, quiet,
             thresholds=config.thresholds, now=now, clock=time.monotonic, new_id=new_id,
         )  # fmt: skip
-        submission = Submission(store, registry.devices, compiler.check_available, new_id)
+        revision = Revision(journal, joblog, compiler, execution, analyst, thresholds=config.thresholds)
+        submission = Submission(store, registry.devices, compiler.check, new_id)
         ready = asyncio.Event()
         own_version = version("etfarm")
 
@@ -148,10 +159,11 @@ async def running(config: Config) -> AsyncIterator[str]:
         jobs = JobService(journal, joblog, announcer, submission, conductor, version=own_version, now=now)
         job_pb2_grpc.add_JobServiceServicer_to_server(jobs, server)
         device_pb2_grpc.add_DeviceServiceServicer_to_server(DeviceService(registry), server)
-        session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(), server)
-        agents = AgentService(registry, runs, version=own_version, clock=time.monotonic)
+        session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(sessions), server)
+        agents = AgentService(registry, runs, sessions, version=own_version, clock=time.monotonic)
         agent_pb2_grpc.add_AgentServiceServicer_to_server(agents, server)
-        report_pb2_grpc.add_ReportServiceServicer_to_server(ReportService(journal), server)
+        reports = ReportService(journal, History(database, registry.devices), Tags(database, now), revision, version=own_version)
+        report_pb2_grpc.add_ReportServiceServicer_to_server(reports, server)
         farm = FarmService(registry, bundles, version=own_version, workers_ready=ready.is_set, live=lambda: conductor.live)
         farm_pb2_grpc.add_FarmServiceServicer_to_server(farm, server)
         healthy = health.HealthServicer()
@@ -184,6 +196,7 @@ async def running(config: Config) -> AsyncIterator[str]:
             yield address
         finally:
             await healthy.enter_graceful_shutdown()
+            sessions.stop()
             await conductor.stop()
             await joblog.flush()
             await server.stop(_GRACE_S)

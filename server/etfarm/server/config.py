@@ -40,8 +40,13 @@ class Config:
     """Threads of each compilation."""
     memory_bytes: int = 8 << 30
     """What one compilation may allocate on top of the prewarmed worker."""
+    cpu_s: int = 3600
+    """CPU time over all threads that one process of a compilation may use; one that spins ends by it."""
     compile_deadline_s: float = 1800.0
-    """How long one compilation may take; the largest that were measured take minutes."""
+    """How long one process of a compilation may take: quantizing is one, lowering another. The largest that were measured
+    take minutes."""
+    stage_deadline_s: float = 900.0
+    """How long one stage of a compilation may take, so that one that hangs ends before all of the time is gone."""
     analysis_deadline_s: float = 600.0
     """How long one analysis may take."""
     patience_s: float = 60.0

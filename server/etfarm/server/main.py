@@ -17,6 +17,8 @@ import structlog
 
 from etfarm.server.app import running
 from etfarm.server.config import Config
+from etfarm.server.reports import thresholds
+from etfarm.server.reports.thresholds import Thresholds
 from etfarm.wire.channel import parse_address
 from etfarm.wire.errors import UserError
 from etfarm.wire.names import data_folder
@@ -56,6 +58,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--memory-gib", type=_positive, default=8, metavar="N", help="memory of a compilation (default %(default)s)"
     )
+    made.add_argument("--cpu-limit", type=_positive, default=3600, metavar="S",
+                      help="CPU time of a compilation's process over all threads (default %(default)s s)")  # fmt: skip
+    made.add_argument("--compile-timeout", type=_seconds, default=1800.0, metavar="S",
+                      help="how long quantizing may take, and lowering (default %(default)g s)")  # fmt: skip
+    made.add_argument("--stage-timeout", type=_seconds, default=900.0, metavar="S",
+                      help="how long one stage of a compilation may take (default %(default)g s)")  # fmt: skip
+    made.add_argument("--analysis-timeout", type=_seconds, default=600.0, metavar="S",
+                      help="how long the analysis of a run may take (default %(default)g s)")  # fmt: skip
     made.add_argument(
         "--patience",
         type=float,
@@ -63,6 +73,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="how long a run waits for its agent (default %(default)g s)",
     )
+    made.add_argument("--thresholds", type=Path, metavar="FILE",
+                      help="TOML of what makes a measurement INVALID, as max_drift = 0.2 (default: built in)")  # fmt: skip
     made.add_argument("--no-bundle", action="store_true", help="do not build the runner bundle for this machine")
     made.add_argument("--address-file", type=Path, metavar="FILE", help="write the address there once listening")
     made.add_argument("--exit-with-stdin", action="store_true", help="end when stdin ends")
@@ -76,23 +88,37 @@ def _positive(text: str) -> int:
     return value
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 604_800:
+        raise argparse.ArgumentTypeError("must be above 0 s and at most a week")
+    return value
+
+
 def main(argv: list[str]) -> int:
     """Serves until SIGTERM, SIGINT or, with --exit-with-stdin, the end of stdin."""
-    arguments = parser().parse_args(argv)
-    # Absolute: the children work in folders of their own.
-    folder = (arguments.data or data_folder() / "server").absolute()
-    config = Config(
-        listen=parse_address(arguments.listen), data=folder, tokens=arguments.tokens,
-        tls_cert=arguments.tls_cert, tls_key=arguments.tls_key, tls_client_ca=arguments.tls_client_ca,
-        insecure=arguments.insecure, workers=arguments.workers, threads=arguments.threads,
-        memory_bytes=arguments.memory_gib << 30, patience_s=arguments.patience, address_file=arguments.address_file,
-        exit_with_stdin=arguments.exit_with_stdin, build_bundle=not arguments.no_bundle,
-    )  # fmt: skip
+    config = config_of(parser().parse_args(argv))
     config.check()
     _configure_logging()
     with _locked(config.data):
         asyncio.run(_serve(config))
     return 0
+
+
+def config_of(arguments: argparse.Namespace) -> Config:
+    """What the command line says, not yet checked."""
+    # Absolute: the children work in folders of their own.
+    folder = (arguments.data or data_folder() / "server").absolute()
+    return Config(
+        listen=parse_address(arguments.listen), data=folder, tokens=arguments.tokens,
+        tls_cert=arguments.tls_cert, tls_key=arguments.tls_key, tls_client_ca=arguments.tls_client_ca,
+        insecure=arguments.insecure, workers=arguments.workers, threads=arguments.threads,
+        memory_bytes=arguments.memory_gib << 30, cpu_s=arguments.cpu_limit, compile_deadline_s=arguments.compile_timeout,
+        stage_deadline_s=arguments.stage_timeout, analysis_deadline_s=arguments.analysis_timeout,
+        patience_s=arguments.patience, address_file=arguments.address_file,
+        exit_with_stdin=arguments.exit_with_stdin, build_bundle=not arguments.no_bundle,
+        thresholds=thresholds.read(arguments.thresholds) if arguments.thresholds else Thresholds(),
+    )  # fmt: skip
 
 
 async def _serve(config: Config) -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, delete
 from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.state import schema
@@ -85,6 +85,9 @@ class Store:
             path.mkdir(parents=True, exist_ok=True)
         self._database = database
         self._writing: set[str] = set()
+        self._adopting: set[str] = set()
+        self._untold: set[str] = set()
+        """Uploads that nobody but their uploader was told of since they came: nothing else can refer to them."""
 
     def path(self, digest: str) -> Path:
         """The file of a stored artifact; read it, never write it.
@@ -92,14 +95,21 @@ class Store:
         Raises:
             ArtifactNotFound: the store does not hold it.
         """
-        path = self._place(digest)
+        path = self.place(digest)
         if not path.exists():
             raise ArtifactNotFound(f"The store does not hold {digest[:12]}.", "Upload it again.", digest=digest)
         return path
 
     def has(self, digest: str) -> bool:
-        """Whether the artifact is stored whole."""
-        return self._place(digest).exists()
+        """Whether the artifact is stored whole. Who hears that may refer to it from now on, so that it stays."""
+        if not self.place(digest).exists():
+            return False
+        self._untold.discard(digest)
+        return True
+
+    def has_for_now(self, digest: str) -> bool:
+        """Whether the artifact is stored whole, for who will not refer to it later."""
+        return self.place(digest).exists()
 
     def missing(self, wanted: Iterable[str]) -> list[str]:
         """Those of `wanted` that are not stored whole."""
@@ -107,7 +117,11 @@ class Store:
 
     def upload_status(self, digest: str) -> artifact_pb2.UploadStatus:
         """How far an upload came."""
-        place, part = self._place(digest), self._part(digest)
+        self.has(digest)
+        return self._status(digest)
+
+    def _status(self, digest: str) -> artifact_pb2.UploadStatus:
+        place, part = self.place(digest), self._part(digest)
         if place.exists():
             return artifact_pb2.UploadStatus(digest=digest, committed_bytes=place.stat().st_size, complete=True)
         return artifact_pb2.UploadStatus(digest=digest, committed_bytes=part.stat().st_size if part.exists() else 0)
@@ -129,10 +143,14 @@ class Store:
         """
         digest = await asyncio.to_thread(digests.of_file, path)
         artifact = common_pb2.Artifact(digest=digest, size_bytes=path.stat().st_size)
+        self._adopting.add(digest)
         try:
             await asyncio.to_thread(self._settle, path, digest)
         except OSError as error:
             raise DiskFull(f"The store cannot write: {error.strerror}.", "Free disk on the server.") from None
+        finally:
+            self._adopting.discard(digest)
+            self._untold.discard(digest)
         await self._record(artifact, owner)
         return artifact
 
@@ -149,12 +167,33 @@ class Store:
             if digest in self._writing:
                 raise UploadInProgress(f"Another stream is uploading {digest[:12]}.", "Wait for it, or try again.", digest=digest)
             self._writing.add(digest)
+            # Before it has its name: from then on somebody may ask for it.
+            self._untold.add(digest)
             try:
                 await self._write(artifact, chunks)
             finally:
                 self._writing.discard(digest)
+                if not self.has_for_now(digest):
+                    self._untold.discard(digest)
         await self._record(artifact, owner)
-        return self.upload_status(digest)
+        return self._status(digest)
+
+    async def discard(self, wanted: Iterable[str]) -> None:
+        """Deletes those of `wanted` that were uploaded since this server started and that nobody else was told of since; the
+        others, which something may refer to, stay."""
+        gone = []
+        for digest in self._untold.intersection(wanted) - self._writing - self._adopting:
+            self._untold.discard(digest)
+            self.place(digest).unlink(missing_ok=True)
+            gone.append(digest)
+
+        def forget(connection: Connection) -> None:
+            # One that came again meanwhile is recorded after this.
+            absent = [digest for digest in gone if not self.place(digest).exists()]
+            connection.execute(delete(schema.artifacts).where(schema.artifacts.c.digest.in_(absent)))
+
+        if gone:
+            await self._database.write(forget)
 
     async def _write(self, artifact: common_pb2.Artifact, chunks: AsyncIterator[artifact_pb2.Chunk]) -> None:
         part = self._part(artifact.digest)
@@ -206,7 +245,8 @@ class Store:
                 data = await asyncio.to_thread(os.pread, file.fileno(), length, start)
                 yield artifact_pb2.Chunk(offset=start, data=data)
 
-    def _place(self, digest: str) -> Path:
+    def place(self, digest: str) -> Path:
+        """Where the file of an artifact is, if it is stored; read it, never write it."""
         if not digests.is_digest(digest):
             raise _reasoned(BadUpload(f"{digest!r} is no sha256 in lower-case hex."), "DIGEST_MALFORMED")
         return self._blobs / digest[:2] / digest
@@ -215,7 +255,7 @@ class Store:
         return self._uploads / f"{digest}.part"
 
     def _settle(self, path: Path, digest: str) -> None:
-        place = self._place(digest)
+        place = self.place(digest)
         place.parent.mkdir(exist_ok=True)
         path.chmod(0o444)
         # The bytes before the name: after a power cut what has its name is whole.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
 
-from etfarm.server.compile import lowering
+from etfarm.server.compile import build, plugins
 from etfarm.server.compile.explain import first_line
 from etfarm.server.compile.result import RecipeRow, RecipesResult
 from etfarm.wire.errors import EtfarmError
-from etfarm.wire.recipes import RECIPES, Argument, Quantization, Specification, resolve
+from etfarm.wire.recipes import RECIPES, Argument, BadRecipeArgument, Part, Plain, Quantization, Specification, resolve
 
 _QUANTIZATION: Final[dict[Quantization, Literal["none", "pt2e-static", "pt2e-dynamic", "torchao"]]] = {
     Quantization.NONE: "none",
@@ -36,13 +37,25 @@ _NOT_HERE: Final = {
 
 
 def list_recipes(request: object, folder: Path, emit: Callable[[bytes], None]) -> bytes:
-    """Task: answers a RecipesResult as JSON, with every recipe that etfarm knows, in the table's order."""
-    result: RecipesResult = {"recipes": [_row(specification) for specification in RECIPES.values()]}
+    """Task: answers a RecipesResult as JSON: every recipe that etfarm knows, in the table's order, then those of plug-ins."""
+    rows = [_row(specification, _missing(specification)) for specification in RECIPES.values()]
+    result: RecipesResult = {"recipes": rows + [_plugin(name) for name in plugins.names(plugins.RECIPES)]}
     return json.dumps(result).encode()
 
 
-def _row(specification: Specification) -> RecipeRow:
-    missing = _missing(specification)
+def _plugin(name: str) -> RecipeRow:
+    """A plug-in's recipe: what its specification says, and whether it gives an ExportRecipe."""
+    found = Specification(name, "", Quantization.NONE, "an installed plug-in's recipe")
+    try:
+        found = dataclasses.replace(plugins.specification(name) or found, name=name)
+        return _row(build.specification(Part(found, _required(found))), "")
+    except BadRecipeArgument:  # it is there, and does not say which arguments it needs
+        return _row(found, "")
+    except EtfarmError as error:
+        return _row(found, _why(error))
+
+
+def _row(specification: Specification, missing: str) -> RecipeRow:
     return {
         "name": specification.name,
         "summary": specification.summary,
@@ -62,14 +75,21 @@ def _missing(specification: Specification) -> str:
     for start, what in _NOT_HERE.items():
         if specification.name.startswith(start):
             return f"needs {what}"
-    required = {a.name: _example(a) for a in specification.arguments if a.required}
     try:
-        lowering.executorch_recipe(resolve(specification.name, required))
+        build.export_recipe(resolve(specification.name, _required(specification)), ["forward"])
     except EtfarmError as error:
-        return error.metadata.get("missing") or error.metadata.get("why") or error.message
+        return _why(error)
     except Exception as error:  # noqa: BLE001 - a provider fails in its own ways, and each is an answer
         return first_line(error)
     return ""
+
+
+def _why(error: EtfarmError) -> str:
+    return error.metadata.get("missing") or error.metadata.get("why") or error.message
+
+
+def _required(specification: Specification) -> dict[str, Plain]:
+    return {argument.name: _example(argument) for argument in specification.arguments if argument.required}
 
 
 def _installed(module: str) -> bool:
@@ -79,7 +99,7 @@ def _installed(module: str) -> bool:
         return False
 
 
-def _example(argument: Argument) -> object:
+def _example(argument: Argument) -> Plain:
     if argument.choices:
         return argument.choices[0]
     if argument.kind is tuple:

@@ -1,48 +1,52 @@
-"""The daemon's side of compiling: one compilation a key, answered from the cache where it was done before."""
+"""The daemon's side of compiling: one compilation a key, in up to two children, answered from the cache where it was done."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Final, cast
-
-from sqlalchemy import Connection, select
-from sqlalchemy.dialects.sqlite import insert
+from typing import Any, Final
 
 from etfarm.server.artifacts.store import Store
-from etfarm.server.compile.request import CompileRequest
-from etfarm.server.compile.result import DimRange, MethodFacts, ValueFacts
-from etfarm.server.state import schema
+from etfarm.server.compile import answers
+from etfarm.server.compile.cache import Cache, Outcome, is_lasting
+from etfarm.server.compile.flights import Audience, Flights, Listener
+from etfarm.server.compile.keys import Plan, original_of, plan, toolchain
+from etfarm.server.compile.request import InspectRequest, LowerRequest, QuantizeRequest
 from etfarm.server.state.engine import Database
-from etfarm.server.workers.pool import Finished, Workers
-from etfarm.v1 import compile_pb2, job_pb2
-from etfarm.wire import digest as digests
+from etfarm.server.workers.pool import Workers
+from etfarm.v1 import common_pb2, compile_pb2, job_pb2
+from etfarm.v1.compile_pb2 import Compilation
 from etfarm.wire import recipes
-from etfarm.wire.errors import FarmError, Kind, UserError
-from etfarm.wire.names import STAGES
+from etfarm.wire.errors import EtfarmError, Kind, UserError
+from etfarm.wire.recipes import Quantization, Recipe, Specification, UnknownRecipe
+from etfarm.wire.status import to_proto
 
-COMPILE_TASK: Final = "etfarm.server.compile.pipeline:compile_model"
-INSPECT_TASK: Final = "etfarm.server.compile.facts:inspect_pte"
-RECIPES_TASK: Final = "etfarm.server.compile.available:list_recipes"
-
-StageTold = Callable[[str, float | None], None]
-"""Told (stage, None) when a stage starts and (stage, milliseconds) when it has ended."""
-
-
-_Told = tuple[StageTold, Callable[[str], None]]
+_QUANTIZATIONS: Final = {
+    "pt2e-static": Quantization.PT2E_STATIC,
+    "pt2e-dynamic": Quantization.PT2E_DYNAMIC,
+    "torchao": Quantization.TORCHAO_SOURCE,
+}
+"""By RecipeInfo.quantization."""
 
 
-class CompilationNotFound(UserError):
-    """Nothing was compiled under a key."""
+_LOG_LINES: Final = 60
+_LOG_CHARACTERS: Final = 6000
+"""What is kept of the log of a compilation that failed: its end, where the original error is."""
 
-    reason = "COMPILATION_NOT_FOUND"
-    kind = Kind.NOT_FOUND
+
+@dataclass(frozen=True)
+class Tasks:
+    """The children's entry points, `module:function`."""
+
+    quantize: str = "etfarm.server.compile.pipeline:quantize_model"
+    lower: str = "etfarm.server.compile.pipeline:lower_model"
+    inspect: str = "etfarm.server.compile.facts:inspect_pte"
+    recipes: str = "etfarm.server.compile.available:list_recipes"
 
 
 class RecipeUnavailable(UserError):
@@ -52,300 +56,297 @@ class RecipeUnavailable(UserError):
     kind = Kind.FAILED_PRECONDITION
 
 
-class BadWorkerAnswer(FarmError):
-    """A worker's answer cannot be read. It ran user bytes: it is not trusted to be well-formed."""
+class UnknownStage(UserError):
+    """No installed plug-in has a stage of the name."""
 
-    reason = "BAD_WORKER_ANSWER"
-
-
-@dataclass
-class _Flight:
-    """One compilation under way and who waits for it."""
-
-    task: asyncio.Task[compile_pb2.Compilation]
-    told: list[_Told]
-    waiting: int = 0
-
-
-def toolchain() -> compile_pb2.Toolchain:
-    """The versions that take part in a compilation; read from the installed packages, nothing is imported."""
-    return compile_pb2.Toolchain(
-        torch=version("torch"), executorch=version("executorch"), torchao=version("torchao"), etfarm=version("etfarm")
-    )
+    reason = "UNKNOWN_STAGE"
 
 
 class Compiler:
     """Turns candidates into programs.
 
     Args:
-        deadline_s: of one compilation, wall clock.
+        deadline_s: of one child, wall clock.
+        stage_deadline_s: of one stage, wall clock.
         threads: that a child may use.
     """
 
-    def __init__(self, workers: Workers, store: Store, database: Database, *, deadline_s: float, threads: int) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        store: Store,
+        database: Database,
+        *,
+        deadline_s: float,
+        stage_deadline_s: float,
+        threads: int,
+        tasks: Tasks | None = None,
+    ) -> None:
         self._workers = workers
         self._store = store
-        self._database = database
+        self._cache = Cache(store, database)
         self._deadline_s = deadline_s
+        self._stage_deadline_s = stage_deadline_s
         self._threads = threads
+        self._tasks = tasks or Tasks()
         self._toolchain = toolchain()
-        self._flights: dict[str, _Flight] = {}
+        self._compilations: Flights[Outcome] = Flights("compile")
+        self._quantizations: Flights[Outcome] = Flights("quantize")
         self._recipes: compile_pb2.ListRecipesResponse | None = None
+        self._listing = asyncio.Lock()
 
-    def key(self, candidate: job_pb2.Candidate) -> str:
-        """The compilation's key: all that its outcome depends on. Shapes, dtypes and dim orders are in the model's bytes."""
-        if candidate.WhichOneof("source") == "program":
-            return digests.of_value(
-                {"schema": "etfarm.inspection/1", "program": _program_digest(candidate.program), **self._versions()}
-            )
-        methods = {
-            name: {
-                "exported_program": method.exported_program.digest,
-                "calibration": [artifact.digest for artifact in method.calibration],
-            }
-            for name, method in candidate.model.methods.items()
-        }
-        recipe_digest = digests.of_bytes(candidate.recipe.encode())
-        stages = [stage.stage for stage in candidate.stages_done]
-        return digests.of_value(
-            {
-                "schema": "etfarm.compilation/1",
-                "methods": methods,
-                "recipe": recipe_digest,
-                "stages_done": stages,
-                **self._versions(),
-            }
-        )
-
-    def _versions(self) -> dict[str, str]:
-        tools = self._toolchain
-        return {"torch": tools.torch, "executorch": tools.executorch, "torchao": tools.torchao, "etfarm": tools.etfarm}
-
-    async def get(self, key: str) -> compile_pb2.Compilation:
-        """A finished compilation.
+    async def get(self, key: str) -> Compilation:
+        """A finished compilation, one that failed included.
 
         Raises:
             CompilationNotFound: there is none under the key.
         """
-        query = select(schema.compilations.c.body).where(schema.compilations.c.key == key)
-        body = await self._database.read(lambda connection: connection.execute(query).scalar())
-        if body is None:
-            raise CompilationNotFound(f"Nothing was compiled under the key {key[:12]}.", key=key)
-        return compile_pb2.Compilation.FromString(body)
-
-    async def cached(self, key: str) -> compile_pb2.Compilation | None:
-        """A finished compilation whose artifacts are all still stored."""
-        try:
-            compilation = await self.get(key)
-        except CompilationNotFound:
-            return None
-        needed = [compilation.program.pte, *compilation.example_inputs.values()]
-        if compilation.HasField("etrecord"):
-            needed.append(compilation.etrecord)
-        return None if self._store.missing(artifact.digest for artifact in needed) else compilation
+        return await self._cache.get(key)
 
     async def compile(
-        self, candidate: job_pb2.Candidate, *, owner: str, fresh: bool, on_stage: StageTold, on_log: Callable[[str], None]
-    ) -> tuple[compile_pb2.Compilation, bool]:
-        """The candidate's compilation, and whether the cache had it. Equal ones that come at one time are done once; a
-        cancelled caller ends the child when nobody else waits for it.
+        self,
+        candidate: job_pb2.Candidate,
+        *,
+        owner: str,
+        fresh: bool,
+        listener: Listener,
+        stop_after: str = "",
+        quantize_again: bool = True,
+    ) -> Outcome:
+        """What comes of a candidate, a failure included. Equal ones that come at one time are done once; a cancelled caller
+        ends the children when nobody else waits for them.
 
-        Raises:
-            EtfarmError: what the worker or the stage says.
+        Args:
+            fresh: compile again although the cache has an answer.
+            stop_after: a stage of the candidate's recipe; empty for a whole program.
+            quantize_again: with `fresh`, the shared stages too.
         """
-        key = self.key(candidate)
-        if not fresh and (known := await self.cached(key)) is not None:
-            return known, True
-        flight = self._flights.get(key)
-        if flight is None:
-            told: list[_Told] = []
-            flight = _Flight(asyncio.create_task(self._work(key, candidate, owner, told), name=f"compile-{key[:12]}"), told)
-            self._flights[key] = flight
-        flight.waiting += 1
-        flight.told.append((on_stage, on_log))
+        todo = plan(candidate, await self._recipe_of(candidate), stop_after)
+        if not fresh and (known := await self._cache.compilation(todo.key)) is not None:
+            _tell_log(known, listener)
+            return Outcome(known, cached=True)
+
+        async def work(audience: Audience) -> Outcome:
+            # Another's may have ended since the cache was asked.
+            if not fresh and (known := await self._cache.compilation(todo.key)) is not None:
+                return Outcome(known, cached=True)
+            outcome = await self._work(todo, owner, fresh and quantize_again, audience)
+            if outcome.lasting:
+                await self._cache.keep_compilation(outcome.made)
+            return outcome
+
+        return await self._compilations.join(_flight_keys(todo.key, fresh), work, listener)
+
+    async def _work(self, todo: Plan, owner: str, fresh: bool, audience: Audience) -> Outcome:
+        made = Compilation(key=todo.key, toolchain=self._toolchain, stopped_after=todo.stop_after)
         try:
-            return await asyncio.shield(flight.task), False
-        finally:
-            flight.waiting -= 1
-            flight.told.remove((on_stage, on_log))
-            if not flight.waiting:
-                if self._flights.get(key) is flight:
-                    del self._flights[key]
-                if not flight.task.done():
-                    flight.task.cancel()
-                    await asyncio.wait([flight.task])
+            if todo.recipe is None:
+                return await self._inspect(todo, made, owner, audience)
+            if any(part.specification.needs for part in todo.recipe.parts):
+                await self.recipes()  # the others need nothing that a server could lack, and need not wait for the list
+            self._check_available(todo.recipe)
+            sources = {name: method.exported_program for name, method in todo.candidate.model.methods.items()}
+            lowered_from = sources
+            if todo.quantization_key:
+                quantized = await self._quantized(todo, owner, fresh, audience.listener)
+                _add(made, quantized)
+                if made.HasField("error"):
+                    return replace(quantized, made=made)
+                lowered_from = dict(quantized.made.exported_programs)
+            for name, artifact in lowered_from.items():
+                made.exported_programs[name].CopyFrom(artifact)
+            model = todo.candidate.model
+            request = LowerRequest(
+                models=self._paths(lowered_from),
+                originals=self._paths({name: original_of(method) for name, method in model.methods.items()}),
+                quantized_here=lowered_from is not sources, model_name=model.name,
+                recipe_json=todo.candidate.recipe, constant_methods=self._paths(model.constant_methods),
+                stop_after=todo.stop_after or None, threads=self._threads,
+            )  # fmt: skip
+        except EtfarmError as error:
+            return _failed(made, error)
+        read = partial(answers.lowered, stop_after=todo.stop_after)
+        return await self._child(self._tasks.lower, request, made, owner, audience, read)
 
-    async def _work(
-        self, key: str, candidate: job_pb2.Candidate, owner: str, listeners: Sequence[_Told]
-    ) -> compile_pb2.Compilation:
-        is_program = candidate.WhichOneof("source") == "program"
-        if not is_program:
-            await self.recipes()
-            self.check_available(recipes.from_json(candidate.recipe).name)
+    async def _quantized(self, todo: Plan, owner: str, fresh: bool, listener: Listener) -> Outcome:
+        """What QUANTIZE and the export after it give; shared by all compilations that lower it."""
+        if not fresh and (known := await self._cache.stages(todo.quantization_key)) is not None:
+            for stage in known.stages:
+                listener.on_stage(stage.stage, stage.duration_ms, cached=True)
+            _tell_log(known, listener)
+            return Outcome(known, cached=True)
 
-        def on_event(data: bytes) -> None:
-            stage, duration_ms = _stage_event(data)
-            for on_stage, _ in listeners:
-                on_stage(stage, duration_ms)
+        async def work(audience: Audience) -> Outcome:
+            made = Compilation(key=todo.quantization_key)
+            try:
+                # There may be tens of thousands of calibration samples.
+                request = await asyncio.to_thread(self._quantize_request, todo)
+            except EtfarmError as error:
+                return _failed(made, error)
+            read = partial(answers.quantized, methods=todo.candidate.model.methods)
+            outcome = await self._child(self._tasks.quantize, request, made, owner, audience, read)
+            if outcome.lasting:
+                await self._cache.keep_stages(outcome.made)
+            return outcome
+
+        return await self._quantizations.join(_flight_keys(todo.quantization_key, fresh), work, listener)
+
+    def _quantize_request(self, todo: Plan) -> QuantizeRequest:
+        model = todo.candidate.model
+        samples = {name: [artifact.digest for artifact in method.calibration] for name, method in model.methods.items()}
+        return QuantizeRequest(
+            models=self._paths({name: method.exported_program for name, method in model.methods.items()}),
+            model_name=model.name, recipe_json=todo.candidate.recipe,
+            calibration={name: [self._store.path(digest) for digest in digests] for name, digests in samples.items()},
+            threads=self._threads,
+        )  # fmt: skip
+
+    async def _inspect(self, todo: Plan, made: Compilation, owner: str, audience: Audience) -> Outcome:
+        program = todo.candidate.program
+        made.program.CopyFrom(program)
+        request = InspectRequest(pte=self._store.path(program.pte.digest), model_name=todo.candidate.name, threads=self._threads)
+        return await self._child(self._tasks.inspect, request, made, owner, audience, answers.inspected)
+
+    async def _child(
+        self,
+        task: str,
+        request: object,
+        made: Compilation,
+        owner: str,
+        audience: Audience,
+        read: Callable[[Mapping[str, Any], answers.Files], Awaitable[Compilation]],
+    ) -> Outcome:
+        """Runs one child and adds to `made` what it gives; where it fails, the stages that ended before, and why."""
+        ended: list[compile_pb2.Stage] = []
+        told: set[tuple[str, bool]] = set()
+        lines: deque[str] = deque(maxlen=_LOG_LINES)
 
         def on_log(line: str) -> None:
-            for _, told in listeners:
-                told(line)
+            lines.append(line)
+            audience.on_log(line)
 
-        finished = await self._workers.run(
-            INSPECT_TASK if is_program else COMPILE_TASK, self._request(candidate),
-            deadline_s=self._deadline_s, on_event=on_event, on_log=on_log,
-        )  # fmt: skip
-        async with finished:
-            compilation = await self._gather(key, candidate, finished, owner)
-        row = {"key": key, "body": compilation.SerializeToString(), "compiled_at": datetime.now(UTC)}
+        def on_event(data: bytes) -> None:
+            stage, duration_ms = answers.stage_event(data)
+            if (stage, duration_ms is None) in told:
+                raise answers.BadWorkerAnswer(f"The compile worker tells twice of {stage}.")
+            told.add((stage, duration_ms is None))
+            if duration_ms is not None:
+                ended.append(compile_pb2.Stage(stage=stage, duration_ms=duration_ms, where="SERVER"))
+            audience.on_stage(stage, duration_ms)
 
-        def write(connection: Connection) -> None:
-            again = {"body": row["body"], "compiled_at": row["compiled_at"]}
-            connection.execute(insert(schema.compilations).values(row).on_conflict_do_update(index_elements=["key"], set_=again))
-
-        await self._database.write(write, durable=True)
-        return compilation
-
-    def _request(self, candidate: job_pb2.Candidate) -> CompileRequest:
-        if candidate.WhichOneof("source") == "program":
-            return CompileRequest(
-                model=None, pte=self._store.path(candidate.program.pte.digest), model_name=candidate.name, threads=self._threads
-            )
-        (name, method), *_ = candidate.model.methods.items()
-        return CompileRequest(
-            model=self._store.path(method.exported_program.digest),
-            pte=None,
-            model_name=candidate.model.name,
-            recipe_json=candidate.recipe,
-            calibration={name: [self._store.path(artifact.digest) for artifact in method.calibration]},
-            threads=self._threads,
-            method=name,
-        )
-
-    async def _gather(self, key: str, candidate: job_pb2.Candidate, finished: Finished, owner: str) -> compile_pb2.Compilation:
-        """Takes a child's files into the store and its words into a message. Nothing of it is trusted to be well-formed."""
-        answer = _parse(finished.result)
         try:
-            compilation = compile_pb2.Compilation(key=key, toolchain=self._toolchain)
-            if candidate.WhichOneof("source") == "program":
-                compilation.program.CopyFrom(candidate.program)
-            else:
-                pte = await self._store.adopt(_inside(finished.folder, answer["program"]["pte"]), owner)
-                compilation.program.pte.CopyFrom(pte)
-            compilation.program.digest = _program_digest(compilation.program)
-            if answer.get("etrecord"):
-                compilation.etrecord.CopyFrom(await self._store.adopt(_inside(finished.folder, answer["etrecord"]), owner))
-            for method, file in answer.get("inputs", {}).items():
-                artifact = await self._store.adopt(_inside(finished.folder, file), owner)
-                compilation.example_inputs[method].CopyFrom(artifact)
-            compilation.stages.extend(compile_pb2.Stage(**stage) for stage in answer["stages"])
-            compilation.warnings.extend(compile_pb2.Warning(**warning) for warning in answer["warnings"])
-            for method, delegation in answer["delegation"].items():
-                compilation.delegation[method].CopyFrom(_delegation(delegation))
-            for method, facts in answer["facts"]["methods"].items():
-                compilation.facts.methods[method].CopyFrom(_method_facts(facts))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BadWorkerAnswer(f"The compile worker's answer cannot be read: {error!r}.") from error
-        return compilation
+            finished = await self._workers.run(
+                task, request, deadline_s=self._deadline_s, stage_deadline_s=self._stage_deadline_s,
+                on_event=on_event, on_log=on_log,
+            )  # fmt: skip
+            async with finished:
+                files = answers.Files(self._store, finished.folder, owner)
+                made.MergeFrom(await read(answers.parse(finished.result), files))
+        except EtfarmError as error:
+            made.stages.extend(ended)
+            if lines and is_lasting(error):
+                error.metadata.setdefault("log", "\n".join(lines)[-_LOG_CHARACTERS:])
+            return _failed(made, error)
+        return Outcome(made)
 
-    def check_available(self, name: str) -> None:
-        """Refuses a recipe that cannot work here; says nothing before `recipes` was asked once.
+    def _paths(self, artifacts: Mapping[str, common_pb2.Artifact]) -> dict[str, Path]:
+        return {name: self._store.path(artifact.digest) for name, artifact in artifacts.items()}
+
+    async def check(self, recipe: Recipe) -> Recipe:
+        """The recipe with what is known of plug-ins, if it can work here. Of recipes that etfarm knows it says nothing before
+        `recipes` was asked once; plug-ins are asked for.
 
         Raises:
             RecipeUnavailable: the sentence says what is missing.
+            UnknownRecipe, UnknownStage: no installed plug-in has it.
         """
-        for recipe in self._recipes.recipes if self._recipes else ():
-            if recipe.name == name and not recipe.available:
+        resolved = await self._resolved(recipe)
+        if recipe.options.replace:
+            _check_stages(recipe)
+        self._check_available(recipe)
+        return resolved
+
+    def _check_available(self, recipe: Recipe) -> None:
+        missing = {row.name: row.missing for row in self._recipes.recipes if not row.available} if self._recipes else {}
+        for part in recipe.parts:
+            if part.name in missing:
                 raise RecipeUnavailable(
-                    f"This server cannot compile with {name}: {recipe.missing.rstrip('.')}.",
-                    "Install it there, or choose one of `etfarm recipes list`.", recipe=name, missing=recipe.missing,
+                    f"This server cannot compile with {part.name}: {missing[part.name].rstrip('.')}.",
+                    "Install it there, or choose one of `etfarm recipes list`.", recipe=part.name, missing=missing[part.name],
                 )  # fmt: skip
+
+    async def _recipe_of(self, candidate: job_pb2.Candidate) -> Recipe | None:
+        if candidate.WhichOneof("source") == "program":
+            return None
+        return await self._resolved(recipes.from_json(candidate.recipe))
+
+    async def _resolved(self, recipe: Recipe) -> Recipe:
+        """The recipe with what plug-ins' recipes do to numbers, which only children can tell.
+
+        Raises:
+            UnknownRecipe: no installed plug-in has one of the name.
+            BadStages: its stages are not those of what it does to numbers.
+        """
+        named = [part.name for part in recipe.parts if part.is_plugin]
+        if not named:
+            return recipe
+        rows = {row.name: row for row in (await self.recipes()).recipes if "." in row.name}
+        if missing := [name for name in named if name not in rows]:
+            raise UnknownRecipe(missing[0], rows)
+        return recipes.with_plugins(recipe, {name: _specification(rows[name]) for name in named})
 
     async def recipes(self) -> compile_pb2.ListRecipesResponse:
         """All recipes with what is missing for those that cannot run here; asked of a child once."""
-        if self._recipes is None:
-            finished = await self._workers.run(RECIPES_TASK, None, deadline_s=self._deadline_s)
-            async with finished:
-                rows = _parse(finished.result)["recipes"]
-            self._recipes = compile_pb2.ListRecipesResponse(recipes=[compile_pb2.RecipeInfo(**row) for row in rows])
+        async with self._listing:
+            if self._recipes is None:
+                finished = await self._workers.run(self._tasks.recipes, None, deadline_s=self._deadline_s)
+                async with finished:
+                    self._recipes = answers.recipes(answers.parse(finished.result))
         return self._recipes
 
 
-def _parse(data: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise BadWorkerAnswer(f"The compile worker's answer is no JSON: {error}.") from None
-    if not isinstance(value, dict):
-        raise BadWorkerAnswer("The compile worker's answer is no JSON object.")
-    return value
+def _check_stages(recipe: Recipe) -> None:
+    installed = {entry.name for entry in entry_points(group="etfarm.stages")}
+    for stage, name in recipe.options.replace.items():
+        if name not in installed:
+            there = f"There are {', '.join(sorted(installed))}." if installed else "No plug-in with stages is installed."
+            raise UnknownStage(
+                f"This server has no stage {name!r} to replace {stage} with.", f"{there} They are installed on the server.",
+                stage_name=name, replaces=stage, known=",".join(sorted(installed)),
+            )  # fmt: skip
 
 
-def _stage_event(data: bytes) -> tuple[str, float | None]:
-    event = _parse(data)
-    stage, duration_ms = event.get("stage"), event.get("duration_ms")
-    if stage not in STAGES or event.get("phase") not in ("START", "END"):
-        raise BadWorkerAnswer("The compile worker tells of a stage that there is not.")
-    if event["phase"] == "START":
-        return stage, None
-    if not isinstance(duration_ms, int | float) or not 0 <= duration_ms < math.inf:
-        raise BadWorkerAnswer("The compile worker tells of a stage without its duration.")
-    return stage, float(duration_ms)
+def _flight_keys(key: str, fresh: bool) -> list[str]:
+    """Who wants it compiled again does not join work that may have taken a part from the cache; the other way round it goes."""
+    again = f"{key} again"
+    return [again] if fresh else [key, again]
 
 
-def _inside(folder: Path, name: str) -> Path:
-    """The child's own file: a name, never a way out of its folder, never a link."""
-    path = folder / name
-    if "/" in name or path.is_symlink() or not path.is_file():
-        raise BadWorkerAnswer(f"The compile worker names {name!r}, which is no file of its folder.")
-    return path
+def _specification(row: compile_pb2.RecipeInfo) -> Specification:
+    """What a child has told of a plug-in's recipe; its arguments are checked where the plug-in is."""
+    return Specification(row.name, row.backend, _QUANTIZATIONS.get(row.quantization, Quantization.NONE), row.summary)
 
 
-def _program_digest(program: compile_pb2.Program) -> str:
-    return digests.of_program(program.pte.digest, {name: artifact.digest for name, artifact in program.data.items()})
+def _add(made: Compilation, shared: Outcome) -> None:
+    """Takes shared stages' results into a compilation."""
+    for stage in shared.made.stages:
+        made.stages.add().CopyFrom(stage)
+        made.stages[-1].cached = shared.cached
+    made.warnings.extend(shared.made.warnings)
+    for method, operators in shared.made.stayed_fp32.items():
+        made.stayed_fp32[method].CopyFrom(operators)
+    if shared.made.HasField("error"):
+        made.error.CopyFrom(shared.made.error)
 
 
-def _delegation(value: Mapping[str, Any]) -> compile_pb2.Delegation:
-    return compile_pb2.Delegation(
-        subgraphs=value["subgraphs"], delegated_nodes=value["delegated_nodes"], non_delegated_nodes=value["non_delegated_nodes"],
-        operators=[compile_pb2.OperatorDelegation(**row) for row in value["operators"]],
-    )  # fmt: skip
+def _tell_log(known: Compilation, listener: Listener) -> None:
+    """What was printed when a failure was found, for the job that is told of it later."""
+    if (log := known.error.metadata.get("log", "")) and known.HasField("error"):
+        listener.on_log("The end of what the compilation printed that found this:")
+        for line in log.splitlines():
+            listener.on_log(line)
 
 
-def _method_facts(value: Mapping[str, Any]) -> compile_pb2.MethodFacts:
-    return compile_pb2.MethodFacts(
-        inputs=[_value_spec(spec) for spec in value["inputs"]], outputs=[_value_spec(spec) for spec in value["outputs"]],
-        operators=value["operators"], backends=value["backends"], planned_bytes=value["planned_bytes"],
-    )  # fmt: skip
-
-
-def _value_spec(value: Mapping[str, Any]) -> compile_pb2.ValueSpec:
-    spec = compile_pb2.ValueSpec(name=value.get("name") or "", kind=value["kind"], dtype=value.get("dtype") or "")
-    for dim in value.get("dims") or ():
-        low, high = (dim, dim) if isinstance(dim, int) else (dim["min"], dim["max"])
-        spec.dims.add(min=low, max=high)
-    spec.dim_order.extend(value.get("dim_order") or ())
-    if "value" in value:
-        spec.value = json.dumps(value["value"])
-    return spec
-
-
-def facts_of(facts: compile_pb2.MethodFacts) -> MethodFacts:
-    """A method's facts as `compile.inputs` reads them."""
-    return {
-        "inputs": [_value_facts(spec) for spec in facts.inputs], "outputs": [_value_facts(spec) for spec in facts.outputs],
-        "operators": list(facts.operators), "backends": list(facts.backends), "planned_bytes": list(facts.planned_bytes),
-    }  # fmt: skip
-
-
-def _value_facts(spec: compile_pb2.ValueSpec) -> ValueFacts:
-    is_tensor = spec.kind == "tensor"
-    dims: list[int | DimRange] = [dim.min if dim.min == dim.max else {"min": dim.min, "max": dim.max} for dim in spec.dims]
-    facts: ValueFacts = {
-        "name": spec.name or None, "kind": cast(Any, spec.kind), "dtype": spec.dtype or None,
-        "dims": dims if is_tensor else None, "dim_order": list(spec.dim_order) if is_tensor else None,
-    }  # fmt: skip
-    if spec.HasField("value"):
-        facts["value"] = json.loads(spec.value)
-    return facts
+def _failed(made: Compilation, error: EtfarmError) -> Outcome:
+    made.error.CopyFrom(to_proto(error))
+    return Outcome(made, lasting=is_lasting(error))

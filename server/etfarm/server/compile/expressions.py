@@ -13,6 +13,7 @@ import re
 from typing import Final
 
 from etfarm.server.compile.refusals import UnknownOperator, UnsafeModel
+from etfarm.wire.errors import UserError
 
 MAX_EXPRESSION: Final = 20_000
 MAX_DEPTH: Final = 60
@@ -24,6 +25,23 @@ _PATH: Final = re.compile(r"[A-Za-z0-9_.@\-]*")
 _TREE_TEXT: Final = re.compile(r"[A-Za-z0-9_.\- :/]*")
 _RANGE: Final = re.compile(r"[A-Za-z0-9_*+\-/ (),.]{1,2000}")
 _NUMBER: Final = re.compile(r"-?[0-9]{1,20}(\.[0-9]{0,40})?(e[+-]?[0-9]{1,3})?")
+
+
+class EdgeDialectProgram(UserError):
+    """A .pt2 that was lowered already: its operators are ExecuTorch's, which look like code to whoever loads them.
+
+    Args:
+        what: what shows it, for the sentence.
+    """
+
+    reason = "EDGE_DIALECT_PROGRAM"
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"The model is an edge-dialect program, which to_edge or a stage after it made ({what}), and was not loaded.",
+            "Give the ATen-dialect program that it was lowered from, as torch.export.export gives it; the farm lowers it.",
+            what=what,
+        )  # fmt: skip
 
 
 def _words(text: str) -> frozenset[str]:
@@ -51,12 +69,14 @@ _NAMESPACES: Final = (
 )
 _OP: Final = r"(_{0,2}[A-Za-z][A-Za-z0-9_]*[A-Za-z0-9]_?|[A-Za-z]|__(and|or|xor|lshift|rshift)__)"
 _TARGET: Final = re.compile(
+    r"torch\.ops\.quant\.dequantize_codebook\.default|"  # others of this library choose values, which no program does
     rf"torch\.ops\.higher_order\.[a-z][a-z0-9_]*|torch\.ops\.({_NAMESPACES})\.{_OP}\.[A-Za-z][A-Za-z0-9_]*"
     r"|torch\.(_sym|sym)_(int|float|max|min|not|ite|sum|sqrt|abs)"
     r"|_operator\.(eq|ne|le|ge|lt|gt|neg|pos|mul|add|sub|floordiv|truediv|mod|pow|and_|or_|lshift|rshift|getitem)"
     r"|math\.(trunc|ceil|floor|sqrt)"
 )
 _CUSTOM: Final = re.compile(r"torch\.ops\.([A-Za-z][A-Za-z0-9_]*)\.([A-Za-z][A-Za-z0-9_]*)\.[A-Za-z][A-Za-z0-9_]*")
+_EDGE: Final = re.compile(r"executorch\.exir\.dialects\.edge\.[A-Za-z0-9_.]{1,200}")
 _HIGHER_ORDER_REFUSED: Final = frozenset(
     f"torch.ops.higher_order.{name}"
     for name in ("call_torchbind", "aoti_call_delegate", "triton_kernel_wrapper_functional", "run_const_graph",
@@ -151,8 +171,11 @@ def check_target(text: str, where: str) -> None:
 
     Raises:
         UnknownOperator: an operator of another library.
+        EdgeDialectProgram: an operator of the edge dialect.
         UnsafeModel: it is anything else.
     """
+    if _EDGE.fullmatch(text):
+        raise EdgeDialectProgram(text)
     custom = _CUSTOM.fullmatch(text)
     if custom and not _TARGET.fullmatch(text):
         raise UnknownOperator(f"{custom[1]}::{custom[2]}")

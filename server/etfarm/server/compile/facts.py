@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from executorch.exir._serialize._program import _flatbuffer_to_program, _get_extended_header
-from executorch.exir.schema import Bool, DataLocation, Double, Int, Null, Program, String, TensorShapeDynamism
+from executorch.exir.schema import Bool, Double, Int, Null, Program, String, TensorShapeDynamism
 from executorch.exir.schema import Tensor as PteTensor
 
-from etfarm.server.compile import loading, screen
-from etfarm.server.compile.explain import first_line
+from etfarm.server.compile import loading, screen, sizes
 from etfarm.server.compile.refusals import UnsupportedProgram
-from etfarm.server.compile.request import CompileRequest
-from etfarm.server.compile.result import CompileResult, DimRange, MethodFacts, ProgramFacts, ValueFacts
+from etfarm.server.compile.request import InspectRequest
+from etfarm.server.compile.result import DimRange, LowerResult, MethodFacts, ProgramFacts, ProgramSizes, ValueFacts
 from etfarm.server.compile.toolchain import toolchain
 from etfarm.server.compile.values import input_names, output_names
-from etfarm.server.workers.faults import is_out_of_memory
 
 _DTYPES = {
     "BYTE": "uint8", "CHAR": "int8", "SHORT": "int16", "INT": "int32", "LONG": "int64", "HALF": "float16",
@@ -34,59 +30,40 @@ _SCALARS: dict[type[Any], tuple[Literal["int", "float", "bool", "none", "str"], 
 }  # fmt: skip
 
 
-def inspect_pte(request: CompileRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
-    """Task: describes a ready .pte. Answers a `CompileResult` with facts, and without stages, program and ETRecord.
+def inspect_pte(request: InspectRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
+    """Task: describes a ready .pte. Answers a `LowerResult` with facts and sizes, and without stages, program and ETRecord.
 
     Raises:
         NotAPte, TruncatedProgram: as `screen_pte`.
         UnsupportedProgram: its flatbuffer cannot be read.
     """
-    assert request.pte is not None
     screen.screen_pte(request.pte)
-    result: CompileResult = {
-        "stages": [], "program": None, "etrecord": None, "exported_program": None, "inputs": {}, "delegation": {},
-        "toolchain": toolchain(), "warnings": [], "facts": of_pte(request.pte),
+    found, where = describe(sizes.read(request.pte))
+    result: LowerResult = {
+        "stages": [], "program": None, "etrecord": None, "stage_files": {}, "inputs": {}, "delegation": {},
+        "toolchain": toolchain(), "warnings": [], "facts": found, "sizes": where, "modules": [], "checks": [],
+        "stayed_fp32": {},
     }  # fmt: skip
     return json.dumps(result).encode()
 
 
-def of_pte(path: Path) -> ProgramFacts:
-    """The facts of a .pte. Constants and delegates' data are not read.
+def describe(described: sizes.Described) -> tuple[ProgramFacts, ProgramSizes]:
+    """The facts and sizes of a program that a user made.
 
     Raises:
-        UnsupportedProgram: its flatbuffer cannot be read.
+        UnsupportedProgram: it refers to values or segments that it does not have.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header = _get_extended_header(file.read(64))
-        file.seek(0)
-        head = file.read(header.program_size if header is not None else size)
     try:
-        return of_program(_flatbuffer_to_program(head), size)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        traceback.print_exc()
+        return of_program(described.program), sizes.of_program(described)
+    except (IndexError, AttributeError, TypeError) as error:
         raise UnsupportedProgram(
-            f"The program's description cannot be read: {first_line(error)}.", "Export it again with ExecuTorch 1.x."
-        ) from None
+            f"The program's description contradicts itself: {error}.", "Export it again with ExecuTorch 1.x."
+        ) from error
 
 
-def of_program(program: Program, size_bytes: int) -> ProgramFacts:
-    """The facts of a deserialized program."""
-    delegates = {
-        (delegate.processed.location, delegate.processed.index) for plan in program.execution_plan for delegate in plan.delegates
-    }
-    in_segments = {index for location, index in delegates if location == DataLocation.SEGMENT}
-    inline = [program.backend_delegate_data[i].data for place, i in delegates if place == DataLocation.INLINE]
-    constants = sum(len(buffer.storage) for buffer in program.constant_buffer)
-    return {
-        "methods": {plan.name: _method(plan) for plan in program.execution_plan},
-        "size_bytes": size_bytes,
-        "constant_bytes": constants
-        + sum(segment.size for index, segment in enumerate(program.segments) if index not in in_segments),
-        "delegate_bytes": sum(map(len, inline)) + sum(program.segments[index].size for index in in_segments),
-    }
+def of_program(program: Program) -> ProgramFacts:
+    """The facts of a deserialized program; `sizes.read` gives it."""
+    return {"methods": {plan.name: _method(plan) for plan in program.execution_plan}}
 
 
 def add_exported(facts: ProgramFacts, method: str, program: Any) -> None:
@@ -166,8 +143,7 @@ def _method(plan: Any) -> MethodFacts:
         "outputs": _values(plan, plan.outputs),
         "operators": sorted(operators),
         "backends": sorted({delegate.id for delegate in plan.delegates}),
-        # Buffer 0 stands for constants.
-        "planned_bytes": [int(size) for size in plan.non_const_buffer_sizes[1:]],
+        "planned_bytes": sizes.planned_bytes(plan),
     }
 
 

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from etfarm.server.compile.refusals import InputMismatch
 from etfarm.server.compile.result import DimRange, MethodFacts, ValueFacts
+from etfarm.wire.errors import UserError
 from etfarm.wire.tensors import Scalar, Value
 
 _KINDS = {"int": int, "float": float, "bool": bool}
+
+
+class InputMismatch(UserError):
+    """An input is not what the method takes."""
+
+    reason = "INPUT_MISMATCH"
+
+    def __init__(self, method: str, argument: str, what: str, expected: str, got: str, remedy: str) -> None:
+        super().__init__(
+            f"Input {argument!r} of {method} has the {what} {got}, and the program takes {expected}.",
+            remedy,
+            method=method, input=argument, what=what, expected=expected, got=got,
+        )  # fmt: skip
 
 
 def check_inputs(method: str, facts: MethodFacts, values: Sequence[Value]) -> None:

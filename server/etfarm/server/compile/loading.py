@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 import traceback
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch._export.serde import schema, serialize
 from torch.export.pt2_archive._package import load_pt2
 
 from etfarm.server.compile import screen
@@ -17,6 +23,10 @@ from etfarm.server.compile.refusals import DimWithoutMaximum, NotAPt2, TrainingM
 from etfarm.server.workers.faults import is_out_of_memory
 
 _log = logging.getLogger(__name__)
+
+_LIBRARIES: Final = {b"torch.ops.quant.": "torchao.prototype.quantization.codebook_coreml"}
+"""Modules that register operators when they are imported, beside those that every child imports: by what a model's JSON has
+where it uses one."""
 
 
 def load(model: Path, folder: Path) -> Any:
@@ -31,15 +41,74 @@ def load(model: Path, folder: Path) -> Any:
     if not link.exists():
         link.symlink_to(model)
     screen.screen_pt2(model)
-    screen.screen_records(_torch_records(str(link)), lambda _, data: _torch_records(io.BytesIO(data)))
+    records = _torch_records(str(link))
+    screen.screen_records(records, lambda _, data: _torch_records(io.BytesIO(data)))
+    graph = records.read("models/model.json")
     try:
+        for namespace, module in _LIBRARIES.items():
+            if namespace in graph:
+                importlib.import_module(module)
         # Not torch.export.load: on a failure that one falls back to the older, unscreened layout.
-        return load_pt2(str(link)).exported_programs["model"]
+        with _hints_read_once():
+            return _with_symbols_only(load_pt2(str(link)).exported_programs["model"])
     except Exception as error:
         if is_out_of_memory(error):
             raise
         traceback.print_exc()
         raise NotAPt2(f"torch {torch.__version__} cannot read it ({first_line(error)})") from None
+
+
+@contextmanager
+def _hints_read_once() -> Iterator[None]:
+    """Half of torch's time to read a program goes into the type hints of its schema's classes, anew for each object.
+
+    Source: torch._export.serde.serialize._dict_to_dataclass, which looks `typing` up in its module.
+    """
+    before = serialize.typing
+    serialize.typing = _TypingOfSchema()
+    try:
+        yield
+    finally:
+        serialize.typing = before
+
+
+class _TypingOfSchema:
+    """The module `typing`, with hints that are kept."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(typing, name)
+
+    def get_type_hints(self, cls: type, globalns: dict[str, Any]) -> dict[str, Any]:
+        return _hints(cls)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls, globalns=vars(schema))
+
+
+def _with_symbols_only(program: Any) -> Any:
+    """The program, with what torch 2.13 files under a derived dim (`2 * n + 1`) when it reads it filed under n.
+
+    With the range of an expression among those of symbols, every later decomposition stops ("expected sympy.Symbol"); with
+    the example's size under the expression, n has no size, and questions that n's answers are taken for questions of values.
+    """
+    environments = {
+        id(mode.shape_env): mode.shape_env
+        for node in program.graph.nodes
+        if (mode := getattr(node.meta.get("val"), "fake_mode", None)) is not None and mode.shape_env is not None
+    }
+    for environment in environments.values():
+        sizes = environment.backed_var_to_val
+        for expression in [one for one in sizes if not one.is_Symbol]:
+            size = sizes.pop(expression)
+            for symbol in expression.free_symbols if len(expression.free_symbols) == 1 else ():
+                factor, offset = expression.coeff(symbol), expression.subs(symbol, 0)
+                if expression == factor * symbol + offset and ((size - offset) / factor).is_Integer:
+                    sizes.setdefault(symbol, (size - offset) / factor)
+        for expression in [one for one in environment.var_to_range if not one.is_Symbol]:
+            del environment.var_to_range[expression]  # it follows from n's, and stays in range_constraints
+    return program
 
 
 def _torch_records(source: str | io.BytesIO) -> screen.Records:

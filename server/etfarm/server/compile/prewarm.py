@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 import warnings
 from pathlib import Path
-from typing import Final
+from types import ModuleType
+from typing import Final, cast
 
 PRELOAD: Final = ("etfarm.server.compile.prewarm:warm",)
 """For `Workers(preload=...)`."""
@@ -26,6 +28,7 @@ def warm() -> None:
 
     torch.set_num_threads(1)
     importlib.import_module("tqdm").tqdm.monitor_interval = 0  # its monitor is a thread
+    sys.modules.setdefault("pyarrow", cast(ModuleType, None))  # pandas imports it where it is installed: it starts a thread
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     try:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import tempfile
 import traceback
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from etfarm.server.compile import facts, loading, values
+from etfarm.server.compile import facts, values
 from etfarm.server.compile.explain import first_line
 from etfarm.server.compile.inputs import check_inputs
-from etfarm.server.compile.request import ReferenceRequest
-from etfarm.server.compile.result import ReferenceResult
 from etfarm.server.workers.faults import is_out_of_memory
-from etfarm.wire import tensors
 from etfarm.wire.errors import UserError
 from etfarm.wire.tensors import Value
 
@@ -27,42 +22,28 @@ _log = logging.getLogger(__name__)
 
 
 class ReferenceFailed(UserError):
-    """Eager PyTorch refused the inputs: a guard of the export, mostly."""
+    """Eager PyTorch refused the inputs: a guard of the export, mostly.
+
+    Args:
+        why: PyTorch's reason in one line.
+    """
 
     reason = "REFERENCE_FAILED"
 
+    def __init__(self, why: str) -> None:
+        super().__init__(f"PyTorch cannot run the model on these inputs: {why}.", "Give inputs like the example inputs.", why=why)
+        self.why = why
 
-def reference_outputs(request: ReferenceRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
-    """Task: runs `request.model` on each of its inputs. Answers a ReferenceResult as JSON.
-
-    Raises:
-        NotAPt2, UnsafeModel, InputMismatch, ReferenceFailed: as they say.
-    """
-    torch.set_num_threads(request.threads)
-    program = loading.load(request.model, folder)
-    result: ReferenceResult = {"outputs": []}
-    for index, path in enumerate(request.inputs):
-        outputs = run_program(program, tensors.decode(path.read_bytes()))
-        name = f"reference-{index}.ett"
-        (folder / name).write_bytes(tensors.encode(outputs))
-        result["outputs"].append(name)
-    return json.dumps(result).encode()
-
-
-def run_reference(pt2: Path, inputs: Sequence[Value]) -> list[Value]:
-    """The flattened outputs of a .pt2 on flattened inputs, named like the nodes that make them.
-
-    Call it in a jailed child only.
-
-    Raises:
-        NotAPt2, UnsafeModel, InputMismatch, ReferenceFailed: as they say.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        return run_program(loading.load(pt2, Path(folder)), inputs)
+    @property
+    def is_guard(self) -> bool:
+        """Whether the export's guards refused sizes; other sizes of the same range may be allowed."""
+        return self.why.startswith("Guard failed")
 
 
 def run_program(program: Any, inputs: Sequence[Value]) -> list[Value]:
-    """`run_reference` of a program that is loaded already. Mutated buffers begin at their initial values each time.
+    """The flattened outputs of a program on flattened inputs, named like the nodes that make them.
+
+    Buffers that the model changes are as before afterwards.
 
     Raises:
         InputMismatch, ReferenceFailed: as they say.
@@ -70,14 +51,48 @@ def run_program(program: Any, inputs: Sequence[Value]) -> list[Value]:
     check_inputs("forward", facts.of_exported(program), inputs)
     args, kwargs = values.to_arguments(program, [values.to_leaf(value) for value in inputs])
     try:
-        with torch.no_grad():
+        with torch.no_grad(), unchanged(program):
             outputs = pytree.tree_leaves(program.module()(*args, **kwargs))
+            names = values.output_names(program)
+            # While the buffers still hold what the run left: an output may be one of them.
+            return [values.to_value(name, leaf) for name, leaf in zip(names, outputs, strict=True)]
     except Exception as error:
         if is_out_of_memory(error):
             raise
         traceback.print_exc()
-        raise ReferenceFailed(
-            f"PyTorch cannot run the model on these inputs: {first_line(error)}.", "Give inputs like the example inputs."
-        ) from None
-    names = values.output_names(program)
-    return [values.to_value(name, leaf) for name, leaf in zip(names, outputs, strict=True)]
+        raise ReferenceFailed(first_line(error).rstrip(".")) from None
+
+
+def changed_buffers(program: Any) -> set[str]:
+    """Names of the buffers that a run of the program writes to, in whatever dialect it is."""
+    signature = program.graph_signature
+    changed = set(signature.buffers_to_mutate.values())
+    for node in program.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or not schema.is_mutable:
+            continue
+        for index, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+                for one in written if isinstance(written, list | tuple) else [written]:
+                    changed.add(signature.inputs_to_buffers.get(_base(one), ""))
+    return changed - {""}
+
+
+@contextmanager
+def unchanged(program: Any) -> Iterator[None]:
+    # ep.module() shares its buffers with the program: without this, a run would change what is lowered afterwards.
+    held = [program.state_dict.get(name, program.constants.get(name)) for name in sorted(changed_buffers(program))]
+    copies = [(buffer, buffer.clone()) for buffer in held if buffer is not None]
+    try:
+        yield
+    finally:
+        for buffer, copy in copies:
+            buffer.copy_(copy)
+
+
+def _base(node: Any) -> str:
+    """The name of the placeholder that a chain of views begins at; that of the last one where there is none."""
+    while getattr(node, "op", "") == "call_function" and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return str(getattr(node, "name", ""))

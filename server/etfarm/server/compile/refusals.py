@@ -132,11 +132,153 @@ class TrainingMode(UserError):
 
     reason = "TRAINING_MODE"
 
-    def __init__(self, method: str, operator: str) -> None:
+    def __init__(self, method: str, operator: str, stage: str = "TORCH_EXPORT") -> None:
         super().__init__(
             f"{method} was exported in training mode: its {operator} would update or drop at inference.",
             "Call .eval() on the module before the export.",
-            stage="TORCH_EXPORT", method=method, operator=operator,
+            stage=stage, method=method, operator=operator,
+        )  # fmt: skip
+
+
+class DataDependentBranch(UserError):
+    """The model decides by a tensor's value, which an exported program cannot.
+
+    Args:
+        expression: torch's words for the condition, `u0 > 3`; may be empty.
+        where: the line, `models/net.py:31 (if x.sum() > 0:)`; may be empty.
+    """
+
+    reason = "DATA_DEPENDENT_BRANCH"
+
+    def __init__(self, stage: str, expression: str, where: str) -> None:
+        super().__init__(
+            f"The model branches on a tensor's value{f' at {where}' if where else ''}, and an exported program has one way only"
+            f"{f' ({expression})' if expression else ''}.",
+            "Use torch.where or torch.cond, take the branch out of the model, or bound a size with torch._check.",
+            stage=stage, expression=expression, source=where,
+        )  # fmt: skip
+
+
+class DimSpecialized(UserError):
+    """A dim that was to be dynamic can only have one size, or a narrower range.
+
+    Args:
+        dims: names of the dims.
+        why: torch's sentence.
+    """
+
+    reason = "DIM_SPECIALIZED"
+
+    def __init__(self, stage: str, dims: str, why: str, where: str) -> None:
+        super().__init__(
+            f"Dynamic dim {dims} cannot be as it was asked for{f' at {where}' if where else ''}: {why}.",
+            "Take what fixes the size (a number in a reshape, an assert) out of the model, or export the dim as static.",
+            stage=stage, dims=dims, why=why, source=where,
+        )  # fmt: skip
+
+
+class UnboundedSize(UserError):
+    """A tensor's size depends on values and has no bound."""
+
+    reason = "UNBOUNDED_SIZE"
+
+    def __init__(self, stage: str, symbol: str, operators: str) -> None:
+        super().__init__(
+            f"The size {symbol} depends on values and has no maximum{f' (made by {operators})' if operators else ''}, and "
+            "ExecuTorch plans memory for the largest.",
+            "Bound it in the model, for example torch._check(n <= 1024), or use operators whose sizes follow from the inputs'.",
+            stage=stage, symbol=symbol, operators=operators,
+        )  # fmt: skip
+
+
+class MissingOutVariants(UserError):
+    """Operators that no delegate took, and that ExecuTorch has no kernel for.
+
+    Args:
+        operators: with their lines, `aten::bincount at models/net.py:31 (torch.bincount(x))`.
+        names: operators only.
+    """
+
+    reason = "MISSING_OUT_VARIANTS"
+
+    def __init__(self, stage: str, operators: str, names: str) -> None:
+        super().__init__(
+            f"ExecuTorch has no kernel for operators that no delegate took: {operators}.",
+            "Write them with operators of Core ATen, or use a recipe whose backend takes them.",
+            stage=stage, operators=names, places=operators,
+        )  # fmt: skip
+
+
+class UnsupportedQuantizedOp(UserError):
+    """Quantized operators that no delegate took, and that ExecuTorch has no kernel for. `MissingOutVariants` otherwise."""
+
+    reason = "UNSUPPORTED_QUANTIZED_OP"
+
+    def __init__(self, stage: str, operators: str, names: str) -> None:
+        super().__init__(
+            f"The recipe's backend did not take these quantized operators, and ExecuTorch has no kernel for them: {operators}.",
+            "Use a backend that takes this quantization (XNNPACK: per-tensor and per-channel int8, 4-bit linears), or leave "
+            "these layers in fp32.",
+            stage=stage, operators=names, places=operators,
+        )  # fmt: skip
+
+
+class OperatorNotCoreAten(UserError):
+    """The edge dialect's verifier found an operator outside of Core ATen."""
+
+    reason = "OPERATOR_NOT_CORE_ATEN"
+
+    def __init__(self, stage: str, operators: str, names: str) -> None:
+        super().__init__(
+            f"Outside of Core ATen, which ExecuTorch's kernels are for: {operators}.",
+            "Write it with other operators; or, if the backend or the device's runtime has it, list it in the recipe file's "
+            "[edge] core_aten_exceptions.",
+            stage=stage, operators=names, places=operators,
+        )  # fmt: skip
+
+
+class UnsupportedDtypes(UserError):
+    """The edge dialect's verifier found dtypes that no kernel takes together: complex numbers, or mixed ones."""
+
+    reason = "UNSUPPORTED_DTYPES"
+
+    def __init__(self, stage: str, operators: str, names: str, dtypes: str) -> None:
+        is_complex = "complex" in dtypes
+        super().__init__(
+            f"ExecuTorch has no kernel for these dtypes ({dtypes}): {operators}.",
+            "ExecuTorch has no complex numbers: compute real and imaginary parts apart." if is_complex
+            else "Convert one of the inputs with .to(dtype) before the operator.",
+            stage=stage, operators=names, places=operators, dtypes=dtypes,
+        )  # fmt: skip
+
+
+class OperatorWithEffects(UserError):
+    """An operator with a side effect, which ExecuTorch's passes cannot order."""
+
+    reason = "OPERATOR_WITH_EFFECTS"
+
+    def __init__(self, stage: str, operators: str, names: str) -> None:
+        super().__init__(
+            f"The model has operators with side effects{f': {operators}' if operators else ''}, which ExecuTorch cannot lower.",
+            "Take prints, asserts and checks of values (torch.linalg makes some of them) out of the model.",
+            stage=stage, operators=names, places=operators,
+        )  # fmt: skip
+
+
+class CalibrationFailed(UserError):
+    """The model cannot be run on a sample whose shapes and dtypes fit.
+
+    Args:
+        sample: which one, for the sentence.
+    """
+
+    reason = "CALIBRATION_FAILED"
+
+    def __init__(self, method: str, sample: str, why: str) -> None:
+        super().__init__(
+            f"{method} fails on {sample}: {why}.",
+            "Give samples that the model itself can be run on: indices within their tables, sizes within the dynamic dims.",
+            stage="QUANTIZE", method=method, sample=sample, why=why,
         )  # fmt: skip
 
 
@@ -166,6 +308,26 @@ class BadCalibrationInput(UserError):
         )  # fmt: skip
 
 
+class CalibrationNotFinite(UserError):
+    """Quantization takes its ranges from samples, and one makes a value that is NaN or infinite.
+
+    Args:
+        sample: how a sentence names it: "calibration sample 3", "the example inputs"; empty where it is not known.
+        inputs: the sample's own inputs that are not finite; empty where the model computes such values.
+    """
+
+    reason = "CALIBRATION_NOT_FINITE"
+
+    def __init__(self, method: str, sample: str, inputs: str) -> None:
+        where = f"{sample} of {method}" if sample else f"the calibration of {method}"
+        what = f"has NaN or infinity in {inputs}" if inputs else "gives NaN or infinity inside of the model"
+        super().__init__(
+            f"{where[0].upper()}{where[1:]} {what}, and quantization takes its ranges from it.",
+            "Give finite samples; a mask's -inf can be a large negative number such as -1e4.",
+            stage="QUANTIZE", method=method, sample=sample, inputs=inputs,
+        )  # fmt: skip
+
+
 class StageFailed(UserError):
     """A stage of ExecuTorch's pipeline refused the model.
 
@@ -184,15 +346,29 @@ class StageFailed(UserError):
 
 
 class ProgramCannotRun(UserError):
-    """The program compiled, and ExecuTorch's runtime on this host cannot execute it."""
+    """The program compiled, and ExecuTorch's runtime on this host cannot execute it.
+
+    Args:
+        why: the runtime's reason, as `smoke.explain` words it.
+        at: the inputs, "at its largest inputs (x: 64x3)"; empty for the example inputs.
+        operator: the one that has no kernel, with its line, `aten::histc at models/net.py:31 (torch.histc(x))`; may be empty.
+    """
 
     reason = "PROGRAM_CANNOT_RUN"
 
-    def __init__(self, method: str, why: str) -> None:
+    def __init__(self, method: str, why: str, at: str = "", operator: str = "") -> None:
+        if "planned memory" in why:
+            remedy = "ExecuTorch plans too little for sizes that depend on others: export narrower dynamic dims, or static ones."
+        elif "no kernel" in why:
+            remedy = "Write the operator with others of Core ATen, or use a recipe whose backend takes it."
+        elif at:
+            remedy = "It runs at the example inputs: narrow the dynamic dims to sizes that work, or use another recipe."
+        else:
+            remedy = "Replace the operators that the runtime refuses (complex numbers are one case), or use another recipe."
         super().__init__(
-            f"{method} compiled, but ExecuTorch's runtime cannot run it: {why}.",
-            "Replace the operators that the runtime lacks (complex numbers are one case), or use another recipe.",
-            stage="SMOKE_RUN", method=method, why=why,
+            f"{method} compiled, but ExecuTorch's runtime cannot run it{f' {at}' if at else ''}: {why}"
+            f"{f', of {operator}' if operator else ''}.",
+            remedy, stage="SMOKE_RUN", method=method, why=why, at=at, places=operator,
         )  # fmt: skip
 
 
@@ -203,27 +379,18 @@ class UnsupportedProgram(UserError):
 
 
 class ToolchainIncomplete(FarmError):
-    """This server lacks what the recipe needs."""
+    """This server lacks what the recipe, or one of its stages, needs.
+
+    Args:
+        recipe: its name; empty where only the stage is known.
+    """
 
     reason = "RECIPE_NOT_AVAILABLE"
     kind = Kind.FAILED_PRECONDITION
 
-    def __init__(self, recipe: str, missing: str) -> None:
+    def __init__(self, recipe: str, missing: str, stage: str = "") -> None:
         super().__init__(
-            f"This server cannot compile recipe {recipe}: {missing}.",
+            f"This server cannot {f'compile recipe {recipe}' if recipe else f'do {stage}'}: {missing}.",
             "Install it on the server, or choose a recipe that `etfarm recipes list` shows as available.",
-            recipe=recipe, missing=missing,
-        )  # fmt: skip
-
-
-class InputMismatch(UserError):
-    """An input is not what the method takes."""
-
-    reason = "INPUT_MISMATCH"
-
-    def __init__(self, method: str, argument: str, what: str, expected: str, got: str, remedy: str) -> None:
-        super().__init__(
-            f"Input {argument!r} of {method} has the {what} {got}, and the program takes {expected}.",
-            remedy,
-            method=method, input=argument, what=what, expected=expected, got=got,
+            stage=stage, recipe=recipe, missing=missing,
         )  # fmt: skip

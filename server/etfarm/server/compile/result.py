@@ -12,7 +12,7 @@ class StageEvent(TypedDict):
     """Emitted when a stage starts and when it has ended; a stage that fails has no END."""
 
     stage: str
-    """One of etfarm.wire.names.STAGES."""
+    """One of etfarm.wire.stages.STAGES."""
     phase: Literal["START", "END"]
     duration_ms: float | None
     """None at START."""
@@ -24,6 +24,8 @@ class StageTime(TypedDict):
     stage: str
     duration_ms: float
     where: Literal["SERVER"]
+    methods: dict[str, float]
+    """Milliseconds of each method, where the stage does one after the other; empty where it does all of them at once."""
 
 
 class DimRange(TypedDict):
@@ -66,11 +68,42 @@ class ProgramFacts(TypedDict):
     """What a .pte says of itself."""
 
     methods: dict[str, MethodFacts]
-    size_bytes: int
+
+
+class MethodSizes(TypedDict):
+    """A method's part of a program."""
+
+    delegate_bytes: int
+    planned_bytes: list[int]
+
+
+class ProgramSizes(TypedDict):
+    """Where a program's bytes are; `compile.proto`'s ProgramSizes."""
+
+    program_bytes: int
+    """The flatbuffer."""
     constant_bytes: int
     """Constants outside of delegates, named data included."""
     delegate_bytes: int
     """Delegates' own data, without constants that they keep as named data."""
+    methods: dict[str, MethodSizes]
+    data_bytes: dict[str, int]
+
+
+class SourceLine(TypedDict):
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    code: str
+
+
+class Place(TypedDict):
+    """Where nodes of a graph come from in the user's model."""
+
+    source: SourceLine | None
+    module: str | None
+    count: int
 
 
 class OperatorDelegation(TypedDict):
@@ -79,6 +112,37 @@ class OperatorDelegation(TypedDict):
     op: str
     delegated: int
     non_delegated: int
+    places: list[Place]
+    """Of those outside, the most frequent first; at most 20."""
+
+
+class Fp32Operator(TypedDict):
+    """What a quantizing recipe left in fp32."""
+
+    op: str
+    count: int
+    places: list[Place]
+
+
+class OutputCheck(TypedDict):
+    """One output of the host's runtime against eager PyTorch."""
+
+    output: str
+    equal: bool
+    max_abs_error: float | None
+    sqnr_db: float | None
+    """Capped at 300; None for NaN or an all-zero reference."""
+
+
+class HostCheck(TypedDict):
+    """A method run once on this host; `compile.proto`'s HostCheck."""
+
+    method: str
+    inputs: Literal["EXAMPLE", "MIN", "MAX"]
+    shapes: list[str]
+    ran: bool
+    why: str
+    outputs: list[OutputCheck]
 
 
 class Delegation(TypedDict):
@@ -90,10 +154,23 @@ class Delegation(TypedDict):
     operators: list[OperatorDelegation]
 
 
+class ModuleFootprint(TypedDict):
+    """What a module takes of a program; `compile.proto`'s ModuleFootprint."""
+
+    method: str
+    module: str
+    """Empty for the model itself."""
+    constant_bytes: int
+    planned_bytes: int
+    planned_tensors: int
+
+
 class ProgramFiles(TypedDict):
     """The program's files."""
 
     pte: str
+    data: dict[str, str]
+    """Named data files (.ptd): the file by the name that the program knows it under."""
 
 
 class Toolchain(TypedDict):
@@ -111,15 +188,25 @@ class Warning(TypedDict):
     message: str
 
 
-class CompileResult(TypedDict):
-    """The answer of `compile_model`, and of `inspect_pte` with neither stages, program, ETRecord nor delegation."""
+class QuantizeResult(TypedDict):
+    """The answer of `quantize_model`."""
+
+    stages: list[StageTime]
+    programs: dict[str, str]
+    """A .pt2 by method, quantized and exported again."""
+    warnings: list[Warning]
+    stayed_fp32: dict[str, list[Fp32Operator]]
+
+
+class LowerResult(TypedDict):
+    """The answer of `lower_model`; that of `inspect_pte` has neither stages, program, ETRecord nor delegation."""
 
     stages: list[StageTime]
     program: ProgramFiles | None
     """None where `stop_after` ended it before TO_EXECUTORCH, and for a ready .pte."""
     etrecord: str | None
-    exported_program: str | None
-    """A .pt2 of the last exported program, where `stop_after` ended it at one."""
+    stage_files: dict[str, str]
+    """What `stop_after` asked for: METHOD.pt2, METHOD.txt, delegation.csv by the same name; empty for a whole program."""
     inputs: dict[str, str]
     """Tensor files of the model's own example inputs by method; a method without any is missing."""
     delegation: dict[str, Delegation]
@@ -127,6 +214,12 @@ class CompileResult(TypedDict):
     warnings: list[Warning]
     facts: ProgramFacts | None
     """None where there is no .pte."""
+    sizes: ProgramSizes | None
+    modules: list[ModuleFootprint]
+    """Empty for a ready .pte, which does not tell of modules."""
+    checks: list[HostCheck]
+    stayed_fp32: dict[str, list[Fp32Operator]]
+    """Of methods that came quantized by the client; the quantizing child tells of the others."""
 
 
 class RecipeRow(TypedDict):
@@ -145,9 +238,3 @@ class RecipesResult(TypedDict):
     """The answer of `list_recipes`."""
 
     recipes: list[RecipeRow]
-
-
-class ReferenceResult(TypedDict):
-    """The answer of `reference_outputs`: one tensor file of flattened outputs for each sample, in order."""
-
-    outputs: list[str]

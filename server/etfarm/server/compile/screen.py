@@ -77,6 +77,7 @@ def screen_pt2(path: Path, at_most_bytes: int | None = None) -> None:
         NotAPt2: no zip, or not with a .pt2's members.
         UnsafeModel: something in it is, or may be, code; the sentence says what and where.
         UnknownOperator: it uses an operator that the server does not load.
+        EdgeDialectProgram: it was lowered already.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -313,6 +314,10 @@ def _records(archive: zipfile.ZipFile, size: int) -> Records:
         raise NotAPt2("it is an empty zip")
     if min(member.header_offset for member in members) != 0:
         raise UnsafeModel("AMBIGUOUS_ZIP", "its first byte", "is not its first member's")
+    if any(member.filename == "serialized_exported_program.json" for member in members):
+        raise NotAPt2(
+            "it is of a torch before 2.8, or the edge-dialect program of executorch.exir.serde, and ATen dialect is wanted"
+        )
     root = members[0].filename.partition("/")[0] + "/"
     seen: set[str] = set()
     sizes: dict[str, int] = {}

@@ -7,15 +7,17 @@ import json
 import lzma
 import os
 import platform
+import shutil
 import signal
 import sys
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import structlog
 from sqlalchemy import Connection, select
@@ -25,6 +27,7 @@ from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, common_pb2
+from etfarm.wire import elf
 from etfarm.wire.errors import EtfarmError, FarmError, UserError
 
 log = structlog.get_logger()
@@ -36,6 +39,19 @@ class NotABundle(UserError):
     """An artifact has no valid bundle.json."""
 
     reason = "NOT_A_BUNDLE"
+
+
+class WrongArch(UserError):
+    """A bundle's programs are not for the architecture that it says."""
+
+    reason = "BUNDLE_ARCH_MISMATCH"
+
+    def __init__(self, arch: str, wrong: str) -> None:
+        super().__init__(
+            f"This bundle says that it is for {arch}, and {wrong}: no device could run it.",
+            f"Make one with `etfarm bundle build --arch {arch} -o FILE`.",
+            arch=arch,
+        )
 
 
 class BundleMissing(FarmError):
@@ -50,7 +66,8 @@ class Bundles:
     def __init__(self, store: Store, database: Database, folder: Path) -> None:
         self._store = store
         self._database = database
-        self._folder = folder
+        self._builds = folder / "bundle"
+        """Where builds work. One server uses it, so what is there at its start is of one that was killed."""
         self._by_arch: dict[str, agent_pb2.RunnerBundle] = {}
         self._own_error: EtfarmError | None = None
         self._own_arch = platform.machine()
@@ -68,7 +85,8 @@ class Bundles:
         return "" if self.settled.is_set() else f"building the runner bundle for {self._own_arch}"
 
     async def load(self) -> None:
-        """Takes up the bundles that were added before."""
+        """Takes up the bundles that were added before, and deletes what a killed server's build left."""
+        await asyncio.to_thread(shutil.rmtree, self._builds, ignore_errors=True)
         query = select(schema.bundles.c.body).order_by(schema.bundles.c.added_at)
         for body in await self._database.read(lambda connection: connection.execute(query).scalars().all()):
             bundle = agent_pb2.RunnerBundle.FromString(body)
@@ -87,6 +105,10 @@ class Bundles:
         """The bundle that devices of an architecture are sent."""
         return self._by_arch.get(arch)
 
+    def is_coming(self, arch: str) -> bool:
+        """Whether the first bundle for an architecture is being built."""
+        return arch == self._own_arch and arch not in self._by_arch and not self.settled.is_set()
+
     async def demand(self, arch: str) -> agent_pb2.RunnerBundle:
         """The bundle for an architecture; waits while the server's own is being built.
 
@@ -94,7 +116,7 @@ class Bundles:
             BundleMissing: there is none.
             EtfarmError: building the server's own failed, as the build says.
         """
-        if arch not in self._by_arch and arch == self._own_arch:
+        if self.is_coming(arch):
             await self.settled.wait()
         if (bundle := self._by_arch.get(arch)) is not None:
             return bundle
@@ -112,6 +134,7 @@ class Bundles:
         Raises:
             ArtifactMissing: it is not stored.
             NotABundle: it has no valid bundle.json.
+            WrongArch: its programs are for another architecture than that says.
         """
         if not self._store.has(digest):
             raise ArtifactMissing(f"Artifact {digest[:12]} is not stored.", "Upload it first.", digest=digest)
@@ -141,11 +164,12 @@ class Bundles:
     async def _build_own(self) -> None:
         known = self._by_arch.get(self._own_arch)
         same_runtime = known is not None and known.executorch_version == version("executorch")
-        if known is not None and same_runtime and known.source_digest == await _bundle_command(self._folder, "--source-digest"):
+        self._builds.mkdir(exist_ok=True)
+        if known is not None and same_runtime and known.source_digest == await _bundle_command(self._builds, "--source-digest"):
             return
         log.info("building the runner bundle", arch=self._own_arch)
         print(f"etfarm serve: building the runner bundle for {self._own_arch}, once", flush=True)
-        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+        with tempfile.TemporaryDirectory(dir=self._builds) as folder:
             path = Path(folder) / "bundle.tar.gz"
             await _bundle_command(Path(folder), "-o", str(path))
             artifact = await self._store.adopt(path, "farm")
@@ -191,10 +215,14 @@ def _read_manifest(path: Path) -> agent_pb2.RunnerBundle:
         # Protobuf would take null for "not said".
         if absent := [key for key in ("arch", "executorch", "source_digest") if not manifest[key]]:
             raise ValueError(f"it does not say its {absent[0]}")
-        return agent_pb2.RunnerBundle(
+        wrong = _programs_of_another_arch(path, manifest)
+        bundle = agent_pb2.RunnerBundle(
             arch=manifest["arch"], executorch_version=manifest["executorch"], source_digest=manifest["source_digest"],
             backends=manifest["backends"], operators=manifest["operators"],
         )  # fmt: skip
+        if wrong:
+            raise WrongArch(manifest["arch"], wrong)
+        return bundle
     except (
         tarfile.TarError,
         zlib.error,
@@ -208,3 +236,15 @@ def _read_manifest(path: Path) -> agent_pb2.RunnerBundle:
     ) as error:
         what = (str(error).splitlines() or ["it ends early"])[0].rstrip(":.")
         raise NotABundle(f"This is no runner bundle: {what}.", "Make one with `etfarm bundle build -o FILE`.") from None
+
+
+def _programs_of_another_arch(path: Path, manifest: Mapping[str, Any]) -> str:
+    """What in the archive is not for the manifest's architecture, as a clause; empty where all is."""
+    wanted = {manifest.get("entry"), manifest.get("loader")}
+    with tarfile.open(path) as archive:
+        for member in archive:
+            if member.name in wanted and (file := archive.extractfile(member)) is not None:
+                arch = elf.arch_of(file.read(elf.HEAD_BYTES))
+                if arch is not None and arch != manifest["arch"]:
+                    return f"its {member.name} is a program for {arch}"
+    return ""

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, select
 from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.runners import known_runner
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
 from etfarm.server.state import schema
@@ -101,9 +102,10 @@ class Registry:
             seen.state = DeviceState.DEVICE_STATE_BUSY if attempt else DeviceState.DEVICE_STATE_IDLE
             if (telemetry := self._telemetry.get(device.id)) is not None:
                 seen.telemetry.CopyFrom(telemetry)
-        if (bundle := self._bundles.get(device.arch)) is not None:
-            seen.backends[:] = bundle.backends
-            seen.operator_count = len(bundle.operators)
+        if (runner := known_runner(self._bundles, device)) is not None:
+            seen.backends[:] = runner.backends
+            seen.operator_count = len(runner.operators)
+            seen.runner = runner.kind
         return seen
 
     def session_of(self, device_id: str) -> AgentSession:

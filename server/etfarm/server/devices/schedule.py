@@ -34,11 +34,11 @@ class Waiting:
     avoid: frozenset[str] = frozenset()
     """Devices that failed under this cell; used only where nothing else matches."""
     unfit: frozenset[str] = frozenset()
-    """Architectures whose runner lacks a backend or kernel that the program needs."""
+    """Architectures, and devices by id, whose runner lacks a backend or kernel that the program needs."""
 
     def fits(self, device: Device) -> bool:
         """Whether the cell may run there."""
-        return device.arch not in self.unfit and self.selector.matches(device)
+        return self.unfit.isdisjoint((device.arch, device.id)) and self.selector.matches(device)
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,13 @@ class AgentSession:
     Args:
         boot_id: of the machine that the agent runs on; empty where it did not say.
         clock: seconds on a monotonic clock.
+        principal: whose token the agent has.
     """
 
-    def __init__(self, agent_id: str, boot_id: str, clock: Callable[[], float]) -> None:
+    def __init__(self, agent_id: str, boot_id: str, clock: Callable[[], float], *, principal: str = "") -> None:
         self.agent_id = agent_id
         self.boot_id = boot_id
+        self.principal = principal
         self._clock = clock
         self._outgoing: asyncio.Queue[agent_pb2.ServerMessage | None] = asyncio.Queue()
         self._heard_at = clock()

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from etfarm.server.artifacts.store import Store
-from etfarm.server.compile.compiler import facts_of
+from etfarm.server.compile.answers import facts_of
 from etfarm.server.compile.inputs import check_inputs
 from etfarm.server.compile.result import MethodFacts
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import DeviceOffline, Registry
+from etfarm.server.devices.runners import Runner, demand_runner, known_runner
 from etfarm.server.devices.runs import Progressed, Runs
 from etfarm.server.devices.schedule import Waiting
+from etfarm.server.jobs import model
 from etfarm.server.jobs.placement import Placement
+from etfarm.server.jobs.way import Way
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Attempt, Cell, Job, Progress
-from etfarm.wire import selectors, tensors
-from etfarm.wire.errors import DeviceError, UserError
+from etfarm.wire import digest, selectors, tensors
+from etfarm.wire.errors import DeviceError, EtfarmError, UserError
 from etfarm.wire.status import from_proto
 
 DEADLINE_S = 600.0
-"""How long an attempt may take where the job does not say."""
+"""How long an attempt may take for each of its candidates where the job does not say."""
 
 GRACE_S = 300.0
 """How long after its deadline an attempt's result may come: uploads over a bad link, reconnections."""
@@ -71,6 +74,8 @@ class Execution:
         self._bundles = bundles
         self._store = store
         self._new_id = new_id
+        self._sharing: dict[str, set[str]] = {}
+        """By attempt, the cells that are not done with it."""
 
     async def check_inputs(self, job: Job, cell: Cell, compilation: compile_pb2.Compilation) -> None:
         """Settles the cell's method and refuses inputs that do not fit it, before any device sees them.
@@ -96,51 +101,92 @@ class Execution:
         """What the program is run on: the job's inputs, else the model's own; None where the runner makes them."""
         return job.spec.inputs.get(cell.method) or compilation.example_inputs.get(cell.method)
 
-    async def place(
-        self, job: Job, cell: Cell, compilation: compile_pb2.Compilation, progress: ProgressTold, line: LineTold
-    ) -> tuple[Device, Attempt]:
-        """Waits for a device that can run the program and occupies it with a new attempt.
+    async def place(self, ways: Sequence[Way], progress: ProgressTold, line: LineTold) -> tuple[Device, Attempt]:
+        """Waits for a device that can run the programs of all, and occupies it with a new attempt.
 
         Raises:
             DeviceLacks: no device that the selector matches can.
         """
         attempt_id = self._new_id()
-        selector = selectors.parse(cell.selector)
-        unfit = self._unfit(selector, compilation.facts.methods[cell.method])
+        job, first = ways[0].job, ways[0].cell
+        selector = selectors.parse(first.selector)
 
         def on_wait(why: str) -> None:
-            progress(job.id, Progress(cell_id=cell.id, actor="SERVER", phase="WAIT_FOR_DEVICE", message=why))
+            for way in ways:
+                progress(job.id, Progress(cell_id=way.cell.id, actor="SERVER", phase="WAIT_FOR_DEVICE", message=why))
 
         waiting = Waiting(
-            cell_id=cell.id,
+            cell_id=first.id,
             selector=selector,
             priority=job.spec.priority,
-            order=(job.submitted_at.seconds * 10**9 + job.submitted_at.nanos, cell.index),
-            avoid=frozenset(attempt.device_id for attempt in cell.attempts),
-            unfit=unfit,
+            order=(job.submitted_at.seconds * 10**9 + job.submitted_at.nanos, first.index),
+            avoid=frozenset(attempt.device_id for way in ways for attempt in way.cell.attempts),
+            unfit=self._unfit_for_all(selector, ways),
         )
-        device = await self._placement.device(waiting, attempt_id, self._listener(job, cell, progress, line), on_wait)
+        listener = self._listener(job, [way.cell.id for way in ways], progress, line)
+        device = await self._placement.device(waiting, attempt_id, listener, on_wait)
+        self._sharing[attempt_id] = {way.cell.id for way in ways}
         return device, Attempt(id=attempt_id, device_id=device.id)
 
-    def _unfit(self, selector: selectors.Selector, facts: compile_pb2.MethodFacts) -> frozenset[str]:
-        """Architectures among the matching devices' whose runner cannot run the program, as far as runners are known."""
-        matching = [device for device in self._registry.devices() if selector.matches(device)]
-        lacking: dict[str, DeviceLacks] = {}
-        for device in matching:
-            if (bundle := self._bundles.get(device.arch)) is not None and device.arch not in lacking:
-                try:
-                    _check_device(facts, bundle, device)
-                except DeviceLacks as error:
-                    lacking[device.arch] = error
-        if lacking and all(device.arch in lacking for device in matching):
-            raise lacking[matching[0].arch]
-        return frozenset(lacking)
+    def lacking(self, ways: Sequence[Way]) -> dict[str, EtfarmError]:
+        """Why no device that the selector matches can run a cell's program, for those cells, as far as runners are known."""
+        found: dict[str, EtfarmError] = {}
+        for way in ways:
+            try:
+                self.unfit(selectors.parse(way.cell.selector), _facts(way))
+            except DeviceLacks as error:
+                found[way.cell.id] = error
+        return found
 
-    def rejoin(self, job: Job, cell: Cell, progress: ProgressTold, line: LineTold) -> None:
-        """Takes up an attempt that an earlier server started; its agent is waited for."""
-        attempt = cell.attempts[-1]
-        self._runs.begin(attempt.id, attempt.device_id, self._listener(job, cell, progress, line), sent=True)
-        self._runs.device_went(attempt.device_id)
+    def _unfit_for_all(self, selector: selectors.Selector, ways: Sequence[Way]) -> frozenset[str]:
+        unfit = frozenset[str]().union(*(self.unfit(selector, _facts(way)) for way in ways))
+        matching = [device for device in self._registry.devices() if selector.matches(device)]
+        if matching and all(not unfit.isdisjoint((device.arch, device.id)) for device in matching):
+            raise DeviceLacks(
+                "No device that matches can run all of the candidates, though each runs somewhere.",
+                "Measure them without --interleave, or choose other devices or recipes.",
+            )
+        return unfit
+
+    def unfit(self, selector: selectors.Selector, facts: compile_pb2.MethodFacts) -> frozenset[str]:
+        """Architectures of the matching devices, and devices with a runner of their own, whose runner cannot run a method, as
+        far as runners are known. Devices without any are among them where another one can run it.
+
+        Raises:
+            DeviceLacks: no matching device's can.
+        """
+        lacking: dict[str, DeviceLacks] = {}
+        able: set[str] = set()
+        unknown: list[Device] = []
+        for device in self._registry.devices():
+            if not selector.matches(device):
+                continue
+            runner = known_runner(self._bundles, device)
+            if runner is None:
+                unknown.append(device)
+            elif runner.scope not in able and runner.scope not in lacking:
+                try:
+                    check_device(facts, runner, device)
+                    able.add(runner.scope)
+                except DeviceLacks as error:
+                    lacking[runner.scope] = error
+        if lacking and not able and not unknown:
+            raise next(iter(lacking.values()))
+        without = {device.id for device in unknown if able and not self._bundles.is_coming(device.arch)}
+        return frozenset(lacking) | without
+
+    def rejoin(self, job: Job, progress: ProgressTold, line: LineTold) -> None:
+        """Takes up the job's attempts that an earlier server started; their agents are waited for."""
+        for cell in job.cells:
+            if cell.state != model.RUNNING:
+                continue
+            attempt = cell.attempts[-1]
+            if self._runs.knows(attempt.id):
+                continue  # the attempt of a cell before it
+            sharing = [each.id for each in job.cells if each.state == model.RUNNING and each.attempts[-1].id == attempt.id]
+            self._sharing[attempt.id] = set(sharing)
+            self._runs.begin(attempt.id, attempt.device_id, self._listener(job, sharing, progress, line), sent=True)
+            self._runs.device_went(attempt.device_id)
 
     def is_on_this_machine(self, device: Device) -> bool:
         """Whether the device's agent runs on the server's own machine."""
@@ -150,16 +196,17 @@ class Execution:
         """The device of the cell's last attempt."""
         return self._registry.get(cell.attempts[-1].device_id)
 
-    def _listener(self, job: Job, cell: Cell, progress: ProgressTold, line: LineTold) -> Progressed:
+    def _listener(self, job: Job, cells: Sequence[str], progress: ProgressTold, line: LineTold) -> Progressed:
         def on_progress(said: agent_pb2.RunProgress) -> None:
             device = self._registry.get(said.device_id)
-            told = Progress(cell_id=cell.id, actor=device.name, phase=said.phase)
+            cell_id = said.cell_id if said.cell_id in cells else cells[0]
+            told = Progress(cell_id=cell_id, actor=device.name, phase=said.phase, message=said.message)
             for name in ("duration_ms", "done", "total"):
                 if said.HasField(name):
                     setattr(told, name, getattr(said, name))
             progress(job.id, told)
             for text in said.log_lines:
-                line(job.id, cell.id, "RUNNER", text)
+                line(job.id, cell_id, "RUNNER", text)
 
         return on_progress
 
@@ -168,62 +215,88 @@ class Execution:
         """What the farm still does before anything can run, for people; empty when nothing."""
         return self._bundles.starting
 
-    async def start(self, job: Job, cell: Cell, device: Device, compilation: compile_pb2.Compilation) -> None:
-        """Sends the cell's last attempt to its device.
+    async def start(self, ways: Sequence[Way]) -> dict[str, EtfarmError]:
+        """Sends the last attempt of ways that share it to its device.
+
+        Returns:
+            By cell, why the device's runner cannot run its program (DeviceLacks); these were not sent.
 
         Raises:
-            DeviceLacks: the device's runner cannot run the program; nothing was sent.
             BundleMissing: the farm has no runner for the device.
             DeviceOffline: the device went meanwhile.
         """
-        bundle = await self._bundles.demand(device.arch)
-        _check_device(compilation.facts.methods[cell.method], bundle, device)
-        candidate = agent_pb2.RunCandidate(
-            cell_id=cell.id, program=compilation.program, method=cell.method, bundle=bundle,
-            inputs=self.inputs_of(job, cell, compilation), threads=cell.threads if cell.HasField("threads") else None,
-        )  # fmt: skip
-        # The agent has them in the bundle itself.
-        del candidate.bundle.operators[:]
+        job, device = ways[0].job, ways[0].device
+        assert device is not None
+        runner = await demand_runner(self._bundles, device)
+        errors: dict[str, EtfarmError] = {}
         start = agent_pb2.StartRun(
-            attempt_id=cell.attempts[-1].id, device_id=device.id, candidates=[candidate],
+            attempt_id=ways[0].cell.attempts[-1].id, device_id=device.id,
             measurement=job.spec.measurement if job.spec.HasField("measurement") else None,
-            deadline_s=_deadline_s(job),
         )  # fmt: skip
-        session = self._registry.session_of(device.id)
-        self._runs.mark_sent(start.attempt_id)
-        session.send(agent_pb2.ServerMessage(start_run=start))
+        for way in ways:
+            cell, compilation = way.cell, way.compilation
+            assert compilation is not None
+            try:
+                check_device(_facts(way), runner, device)
+            except DeviceLacks as error:
+                errors[cell.id] = error
+                continue
+            candidate = start.candidates.add(
+                cell_id=cell.id, program=compilation.program, method=cell.method, bundle=runner.bundle,
+                inputs=self.inputs_of(job, cell, compilation), threads=cell.threads if cell.HasField("threads") else None,
+                numerics_program=way.numerics.program if way.numerics is not None else None,
+            )  # fmt: skip
+            if runner.bundle is not None:
+                # The agent has them in the bundle itself.
+                del candidate.bundle.operators[:]
+        if start.candidates:
+            start.deadline_s = _deadline_s(job, len(start.candidates))
+            session = self._registry.session_of(device.id)
+            self._runs.mark_sent(start.attempt_id)
+            session.send(agent_pb2.ServerMessage(start_run=start))
+        return errors
 
-    async def result(self, job: Job, cell: Cell) -> agent_pb2.CandidateResult:
-        """Waits for what the last attempt gives for the cell.
+    async def results(self, ways: Sequence[Way]) -> dict[str, agent_pb2.CandidateResult | EtfarmError]:
+        """Waits for what the last attempt gives for ways that share it; ResultMissing for those that it gives nothing for.
 
         Raises:
             AttemptLost: the device gave it up, or was not heard of again.
             AttemptOverdue: its agent lives and does not answer.
             EtfarmError: why the attempt as a whole failed, as the agent says.
         """
-        overdue_s = _deadline_s(job) + GRACE_S
+        attempt = ways[0].cell.attempts[-1]
+        overdue_s = _deadline_s(ways[0].job, len(ways)) + GRACE_S
         try:
             async with asyncio.timeout(overdue_s):
-                result = await self._runs.result(cell.attempts[-1].id)
+                result = await self._runs.result(attempt.id)
         except TimeoutError:
-            raise AttemptOverdue(
-                f"The agent gave no result within {overdue_s:g} s.", device=cell.attempts[-1].device_id
-            ) from None
+            raise AttemptOverdue(f"The agent gave no result within {overdue_s:g} s.", device=attempt.device_id) from None
         if result.HasField("error"):
             raise from_proto(result.error)
+        given = {candidate.cell_id: candidate for candidate in result.candidates}
         for candidate in result.candidates:
-            if candidate.cell_id == cell.id:
-                return candidate
-        raise ResultMissing(f"The agent's result has nothing of cell {cell.id}.", cell=cell.id)
+            # From now on reports refer to them: asking the store keeps them, whatever a session that names them too does.
+            numerics = candidate.numerics
+            given_files = (candidate.outputs, candidate.samples, candidate.etdump)
+            for artifact in (*given_files, numerics.etdump, numerics.debug, numerics.outputs):
+                if digest.is_digest(artifact.digest):
+                    self._store.has(artifact.digest)
+        ids = [way.cell.id for way in ways]
+        return {
+            cell_id: given.get(cell_id) or ResultMissing(f"The agent's result has nothing of cell {cell_id}.", cell=cell_id)
+            for cell_id in ids
+        }
 
     def end(self, cell: Cell) -> None:
-        """The cell's last attempt is over, and what it gave is written down: its agent may forget it, or has to stop it where
-        it never answered. The device is free."""
+        """The cell's last attempt is over, and what it gave is written down: once that is so for all that share it, its agent
+        may forget it, or has to stop it where it never answered. The device is free then."""
         if not cell.attempts:
             return
         attempt = cell.attempts[-1]
         if not self._runs.has_answer(attempt.id):
             self.abandon(cell, "nobody waits for it any more")
+            return
+        if not self._is_last(attempt.id, cell):
             return
         with suppress(DeviceOffline):
             session = self._registry.session_of(attempt.device_id)
@@ -231,35 +304,54 @@ class Execution:
         self._placement.free(attempt.id)
 
     def abandon(self, cell: Cell, reason: str) -> None:
-        """Stops the cell's last attempt where it may still run, and frees the device."""
+        """Stops the cell's last attempt where it may still run and no other cell shares it, and frees the device."""
         if not cell.attempts:
             return
         attempt = cell.attempts[-1]
-        if self._runs.knows(attempt.id) and not self._runs.has_answer(attempt.id):
+        if self._runs.knows(attempt.id) and not self._runs.has_answer(attempt.id) and self._is_last(attempt.id, cell):
             with suppress(DeviceOffline):
                 cancel = agent_pb2.CancelRun(attempt_id=attempt.id, reason=reason)
                 self._registry.session_of(attempt.device_id).send(agent_pb2.ServerMessage(cancel_run=cancel))
             self._placement.free(attempt.id)
 
+    def _is_last(self, attempt_id: str, cell: Cell) -> bool:
+        """Whether no other cell shares the attempt any more; `cell` does not from now on."""
+        sharing = self._sharing.get(attempt_id, set())
+        sharing.discard(cell.id)
+        if not sharing:
+            self._sharing.pop(attempt_id, None)
+        return not sharing
 
-def _deadline_s(job: Job) -> float:
-    return job.spec.timeout_s if job.spec.HasField("timeout_s") else DEADLINE_S
+
+def _facts(way: Way) -> compile_pb2.MethodFacts:
+    assert way.compilation is not None
+    return way.compilation.facts.methods[way.cell.method]
+
+
+def _deadline_s(job: Job, candidates: int) -> float:
+    """Of an attempt over so many candidates, each of which needs its time."""
+    return job.spec.timeout_s if job.spec.HasField("timeout_s") else DEADLINE_S * max(1, candidates)
 
 
 def _check_file(path: Path, method: str, facts: MethodFacts) -> None:
     check_inputs(method, facts, tensors.decode(path.read_bytes()))
 
 
-def _check_device(facts: compile_pb2.MethodFacts, bundle: agent_pb2.RunnerBundle, device: Device) -> None:
-    missing = sorted(set(facts.backends) - set(bundle.backends))
+def check_device(facts: compile_pb2.MethodFacts, runner: Runner, device: Device) -> None:
+    """Refuses a method that a device's runner cannot run.
+
+    Raises:
+        DeviceLacks: a backend (BACKEND_MISSING) or a kernel (OPERATOR_MISSING) is not there.
+    """
+    missing = sorted(set(facts.backends) - set(runner.backends))
     if missing:
         raise DeviceLacks(
             f"The program needs the backend {', '.join(missing)}, which {device.name} ({device.arch}) does not have.",
-            f"It has {', '.join(sorted(bundle.backends)) or 'none'}: compile for one of them.",
+            f"It has {', '.join(sorted(runner.backends)) or 'none'}: compile for one of them.",
             missing=",".join(missing), device=device.name,
         )  # fmt: skip
-    missing = sorted(set(facts.operators) - set(bundle.operators))
-    if missing and bundle.operators:
+    missing = sorted(set(facts.operators) - set(runner.operators))
+    if missing and runner.operators:
         error = DeviceLacks(
             f"The program needs the kernel {', '.join(missing)}, which {device.name} ({device.arch}) does not have.",
             "Change the model, or offer a runner that has it with `etfarm bundle add`.",

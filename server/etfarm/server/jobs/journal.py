@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from typing import Final
 
 from sqlalchemy import Connection, func, select, update
 from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.jobs import model
+from etfarm.server.jobs.tags import LATEST, tagged, tags_of
 from etfarm.server.jobs.watch import Announcer
+from etfarm.server.reports.series import without_rows
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, job_pb2, report_pb2
@@ -20,11 +23,21 @@ from etfarm.wire.errors import FarmError, Kind, UserError
 
 _PAGE = 500
 
+PAGE_BYTES: Final = 16 << 20
+"""Of the reports of a page: a quarter of what a message may have, and one report is a few MiB at most."""
+
 
 class JobNotFound(UserError):
     """No job has the id, and no single one the prefix."""
 
     reason = "JOB_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+class ReportNotFound(UserError):
+    """No report has the id."""
+
+    reason = "REPORT_NOT_FOUND"
     kind = Kind.NOT_FOUND
 
 
@@ -107,28 +120,48 @@ class Journal:
             StaleVersion: the version before it is not what the journal has.
         """
         final = after.state in model.TERMINAL
+        await self._write(after.job_id, lambda c: self._change(c, after, report, result), durable=final or result is not None)
+        return after
+
+    async def change_together(self, changes: Sequence[tuple[Cell, agent_pb2.CandidateResult | None]]) -> None:
+        """Writes new versions of several live cells of one job down, with their last attempts' results: all or none.
+
+        Raises:
+            StaleVersion: as `change`; nothing was written.
+        """
 
         def write(connection: Connection) -> list[JobEvent]:
-            before = (schema.cells.c.id == after.id) & (schema.cells.c.version == after.version - 1)
-            values = {"state": _name(after), "version": after.version, "body": after.SerializeToString()}
-            if connection.execute(update(schema.cells).where(before).values(values)).rowcount != 1:
-                raise StaleVersion(f"Cell {after.id} is no longer at version {after.version - 1}.", cell=after.id)
-            if after.attempts:
-                _write_attempt(connection, after, result)
-            if report is not None:
-                connection.execute(schema.reports.insert().values(_report_row(after, report)))
-            job = job_row(connection, after.job_id, with_spec=False)
-            written = [self._append(connection, after.job_id, JobEvent(cell=after), job.state)]
-            if final and model.is_terminal(job.state):
-                job.finished_at.FromDatetime(self._now())
-                row = {"finished_at": _utc(job.finished_at)}
-                connection.execute(update(schema.jobs).where(schema.jobs.c.id == job.id).values(row))
-                written.append(self._append(connection, job.id, JobEvent(job=_brief(job)), job.state))
-            return written
+            return [event for after, result in changes for event in self._change(connection, after, None, result)]
 
-        for event in await self._database.write(write, durable=final or result is not None):
-            self._announcer.announce(after.job_id, event)
-        return after
+        await self._write(changes[0][0].job_id, write, durable=any(result is not None for _, result in changes))
+
+    async def _write(self, job_id: str, write: Callable[[Connection], list[JobEvent]], *, durable: bool) -> None:
+        for event in await self._database.write(write, durable=durable):
+            self._announcer.announce(job_id, event)
+
+    def _change(
+        self,
+        connection: Connection,
+        after: Cell,
+        report: report_pb2.Report | None,
+        result: agent_pb2.CandidateResult | None,
+    ) -> list[JobEvent]:
+        before = (schema.cells.c.id == after.id) & (schema.cells.c.version == after.version - 1)
+        values = {"state": _name(after), "version": after.version, "body": after.SerializeToString()}
+        if connection.execute(update(schema.cells).where(before).values(values)).rowcount != 1:
+            raise StaleVersion(f"Cell {after.id} is no longer at version {after.version - 1}.", cell=after.id)
+        if after.attempts:
+            _write_attempt(connection, after, result)
+        if report is not None:
+            connection.execute(schema.reports.insert().values(_report_row(after, report)))
+        job = job_row(connection, after.job_id, with_spec=False)
+        written = [self._append(connection, after.job_id, JobEvent(cell=after), job.state)]
+        if after.state in model.TERMINAL and model.is_terminal(job.state):
+            job.finished_at.FromDatetime(self._now())
+            row = {"finished_at": _utc(job.finished_at)}
+            connection.execute(update(schema.jobs).where(schema.jobs.c.id == job.id).values(row))
+            written.append(self._append(connection, job.id, JobEvent(job=_brief(job)), job.state))
+        return written
 
     def _append(self, connection: Connection, job_id: str, event: JobEvent, state: job_pb2.JobState.ValueType) -> JobEvent:
         counted = update(schema.jobs).where(schema.jobs.c.id == job_id).values(last_sequence=schema.jobs.c.last_sequence + 1)
@@ -139,26 +172,12 @@ class Journal:
         return event
 
     async def get(self, key: str) -> Job:
-        """The job of an id, of a unique prefix of one (4 characters or more), or "latest".
+        """The job of an id, else of a tag, else of a unique prefix of an id (4 characters or more); or "latest".
 
         Raises:
             JobNotFound: there is none, or the prefix fits several.
         """
-
-        def read(connection: Connection) -> Job:
-            if key == "latest":
-                query = select(schema.jobs.c.id).order_by(schema.jobs.c.number.desc()).limit(1)
-            elif len(key) < 4:
-                query = select(schema.jobs.c.id).where(schema.jobs.c.id == key)
-            else:
-                query = select(schema.jobs.c.id).where(schema.jobs.c.id.startswith(key, autoescape=True)).limit(2)
-            found = connection.execute(query).scalars().all()
-            if len(found) != 1:
-                what = "Several jobs begin with" if found else "There is no job"
-                raise JobNotFound(f"{what} {key!r}.", "See `etfarm jobs list`.", job=key)
-            return job_row(connection, found[0])
-
-        return await self._database.read(read)
+        return await self._database.read(lambda connection: job_row(connection, _resolved(connection, key)))
 
     async def list(self, size: int, before: int | None) -> tuple[Sequence[Job], int | None]:
         """Jobs without specs, newest first, and where the next page begins."""
@@ -208,11 +227,16 @@ class Journal:
                         job.state = _state_after(event, job.state)
                     yield event
 
-    async def result_of(self, attempt_id: str) -> agent_pb2.CandidateResult:
-        """What an attempt gave, for an analysis that is taken up again."""
-        query = select(schema.attempts.c.result).where(schema.attempts.c.id == attempt_id)
-        body = await self._database.read(lambda connection: connection.execute(query).scalar())
-        return agent_pb2.CandidateResult.FromString(body or b"")
+    async def results_of(self, attempt_id: str) -> dict[str, agent_pb2.CandidateResult]:
+        """What an attempt gave, by cell in the order of the job's cells; empty for a cell that got nothing."""
+        query = (
+            select(schema.attempts.c.cell_id, schema.attempts.c.result)
+            .join(schema.cells, schema.cells.c.id == schema.attempts.c.cell_id)
+            .where(schema.attempts.c.id == attempt_id)
+            .order_by(schema.cells.c.index)
+        )
+        rows = await self._database.read(lambda connection: connection.execute(query).all())
+        return {row.cell_id: agent_pb2.CandidateResult.FromString(row.result or b"") for row in rows}
 
     async def reports(self, job_id: str) -> Sequence[report_pb2.Report]:
         """The reports of a job in the order of its cells."""
@@ -224,6 +248,57 @@ class Journal:
         )
         bodies = await self._database.read(lambda connection: connection.execute(query).scalars().all())
         return await asyncio.to_thread(lambda: [report_pb2.Report.FromString(body) for body in bodies])
+
+    async def reports_page(
+        self, job_id: str, *, start: int, most_bytes: int = PAGE_BYTES, cell_id: str = ""
+    ) -> tuple[Sequence[report_pb2.Report], int | None]:
+        """Reports of a job from the cell of index `start` on, and where the next page begins.
+
+        Args:
+            most_bytes: of their serialized bodies together, which one alone may exceed.
+            cell_id: the only one that is wanted; all when empty.
+        """
+        cells, reports = schema.cells.c, schema.reports.c
+        terms = [reports.job_id == job_id, cells.index >= start, *([reports.cell_id == cell_id] if cell_id else [])]
+        joined = schema.reports.join(schema.cells, cells.id == reports.cell_id)
+        sizes = select(reports.id, cells.index.label("place"), func.length(reports.body).label("size")).select_from(joined)
+        query = sizes.where(*terms).order_by(cells.index)
+
+        def read(connection: Connection) -> tuple[Sequence[bytes], int | None]:
+            bodies: list[bytes] = []
+            left = most_bytes
+            for row in connection.execute(query).all():
+                if bodies and row.size > left:
+                    return bodies, row.place
+                left -= row.size
+                bodies.append(connection.execute(select(reports.body).where(reports.id == row.id)).scalar_one())
+            return bodies, None
+
+        bodies, following = await self._database.read(read)
+        return await asyncio.to_thread(lambda: [report_pb2.Report.FromString(body) for body in bodies]), following
+
+    async def report(self, report_id: str) -> report_pb2.Report:
+        """One report.
+
+        Raises:
+            ReportNotFound: there is none of this id.
+        """
+        query = select(schema.reports.c.body).where(schema.reports.c.id == report_id)
+        body = await self._database.read(lambda connection: connection.execute(query).scalar())
+        if body is None:
+            raise ReportNotFound(f"There is no report {report_id!r}.", "The reports of a job have their ids.", report=report_id)
+        return await asyncio.to_thread(report_pb2.Report.FromString, body)
+
+    async def replace_reports(self, job: Job, reports: Sequence[report_pb2.Report]) -> None:
+        """Puts newer versions of a terminal job's reports in place of those of the same ids: all or none."""
+        cells = {cell.id: cell for cell in job.cells}
+
+        def write(connection: Connection) -> None:
+            for report in reports:
+                row = _report_row(cells[report.cell], report)
+                connection.execute(update(schema.reports).where(schema.reports.c.id == report.id).values(row))
+
+        await self._database.write(write, durable=True)
 
 
 def job_row(connection: Connection, job_id: str, *, with_spec: bool = True) -> Job:
@@ -237,7 +312,7 @@ def job_row(connection: Connection, job_id: str, *, with_spec: bool = True) -> J
         raise JobNotFound(f"There is no job {job_id!r}.", "See `etfarm jobs list`.", job=job_id)
     bodies = select(schema.cells.c.body).where(schema.cells.c.job_id == job_id).order_by(schema.cells.c.index)
     spec = job_pb2.JobSpec.FromString(row.spec)
-    job = Job(id=row.id, name=row.name, labels=spec.labels, owner=row.owner)
+    job = Job(id=row.id, name=row.name, labels=spec.labels, owner=row.owner, tags=tags_of(connection, row.id))
     job.cells.extend(Cell.FromString(body) for body in connection.execute(bodies).scalars())
     job.state = model.job_state(job.cells)
     job.submitted_at.FromDatetime(row.submitted_at)
@@ -246,6 +321,22 @@ def job_row(connection: Connection, job_id: str, *, with_spec: bool = True) -> J
     if with_spec:
         job.spec.CopyFrom(spec)
     return job
+
+
+def _resolved(connection: Connection, key: str) -> str:
+    jobs = schema.jobs.c
+    if key == LATEST:
+        found: Sequence[str] = connection.execute(select(jobs.id).order_by(jobs.number.desc()).limit(1)).scalars().all()
+    else:
+        exact: str | None = connection.execute(select(jobs.id).where(jobs.id == key)).scalar() or tagged(connection, key)
+        if exact is not None:
+            return exact
+        prefix = select(jobs.id).where(jobs.id.startswith(key, autoescape=True)).limit(2)
+        found = connection.execute(prefix).scalars().all() if len(key) >= 4 else []
+    if len(found) != 1:
+        what = "Several jobs begin with" if found else "There is no job"
+        raise JobNotFound(f"{what} {key!r}.", "See `etfarm jobs list`.", job=key)
+    return found[0]
 
 
 def _events(connection: Connection, job_id: str, after: int) -> Sequence[JobEvent]:
@@ -282,15 +373,20 @@ def _write_attempt(connection: Connection, cell: Cell, result: agent_pb2.Candida
     if result is not None:
         news["result"] = result.SerializeToString()
     row = insert(schema.attempts).values(known | news)
-    connection.execute(row.on_conflict_do_update(index_elements=["id"], set_=news))
+    connection.execute(row.on_conflict_do_update(index_elements=["id", "cell_id"], set_=news))
 
 
 def _report_row(cell: Cell, report: report_pb2.Report) -> dict[str, object]:
+    body = report.SerializeToString()
     return {
         "id": report.id, "job_id": cell.job_id, "cell_id": cell.id, "model_name": report.model.name,
+        "model_digest": report.model.digest, "recipe": report.recipe if report.HasField("recipe") else None,
+        "method": report.method if report.HasField("method") else None,
+        "threads": report.threads if report.HasField("threads") else None,
         "recipe_digest": report.recipe_digest, "device_id": report.device.id,
         "p50_ns": report.latency.p50_ns if report.latency.HasField("p50_ns") else None,
-        "created_at": report.created_at.ToDatetime(UTC), "body": report.SerializeToString(),
+        "created_at": report.created_at.ToDatetime(UTC), "body": body,
+        "slim": without_rows(report_pb2.Report.FromString(body)).SerializeToString(),
     }  # fmt: skip
 
 

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 
 from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.compile.refusals import RecipeNeedsEagerModule
 from etfarm.server.compile.screen import screen_pte, screen_upload
 from etfarm.server.devices import schedule
+from etfarm.server.jobs import groups
+from etfarm.server.jobs.execution import MethodMissing
 from etfarm.v1 import common_pb2, job_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import digest as digests
-from etfarm.wire import recipes, selectors
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire import recipes, selectors, stages
+from etfarm.wire.errors import UserError
+from etfarm.wire.recipes import Recipe
 
 MAX_CELLS = 1000
 """Cells of one job; a larger matrix is better sent as several jobs."""
+
+
+MAX_SAMPLES = 10_000
+"""Calibration samples of one method: a full ImageNet validation would calibrate no better, and take a day."""
+
+_METHOD_BYTES = 100
+_LABEL = 100
+_LABELS = "Give at most 100 printable characters."
+
+_CLIENT_STAGES = ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT")
 
 
 class BadJob(UserError):
@@ -38,18 +53,12 @@ class TooManyCells(BadJob):
     reason = "TOO_MANY_CELLS"
 
 
-class NotYet(UserError):
-    """A later version does this."""
-
-    reason = "NOT_IMPLEMENTED"
-    kind = Kind.UNIMPLEMENTED
-
-
 class Submission:
     """Checks specs and makes their cells.
 
     Args:
-        check_available: raises for a recipe that this server is known to lack something for.
+        check_recipe: gives a recipe with what is known of its plug-ins; raises for one that this server is known to lack
+            something for.
         new_id: gives ids that nobody has.
     """
 
@@ -57,14 +66,14 @@ class Submission:
         self,
         store: Store,
         devices: Callable[[], Sequence[Device]],
-        check_available: Callable[[str], None],
+        check_recipe: Callable[[Recipe], Awaitable[Recipe]],
         new_id: Callable[[], str],
     ) -> None:
         self._store = store
-        self._check_available = check_available
+        self._check_recipe = check_recipe
         self._devices = devices
         self._new_id = new_id
-        self._screened: set[str] = set()
+        self._screened: set[tuple[Callable[..., None], str]] = set()
 
     async def make(self, spec: job_pb2.JobSpec, *, owner: str, at: datetime) -> job_pb2.Job:
         """The job of a spec, all of its cells queued.
@@ -74,19 +83,10 @@ class Submission:
         """
         if not spec.candidates:
             raise NoCandidate("The job has no candidate.", "Name at least one model.")
-        self._refuse_later_work(spec)
-        for artifact in _artifacts(spec):
-            if not self._store.has(artifact.digest):
-                raise ArtifactMissing(
-                    f"Artifact {artifact.digest[:12]} is not stored.", "Upload it first.", digest=artifact.digest
-                )
-            size_bytes = self._store.path(artifact.digest).stat().st_size
-            if artifact.size_bytes not in (0, size_bytes):
-                raise BadJob(
-                    f"Artifact {artifact.digest[:12]} has {size_bytes} bytes, not {artifact.size_bytes}.", "Say its size, or 0."
-                )
-            artifact.size_bytes = size_bytes
-        names = [self._check_recipe(candidate) for candidate in spec.candidates]
+        self._check_measurement(spec)
+        # There may be tens of thousands of calibration samples.
+        await asyncio.to_thread(self._check_stored, spec)
+        names = [await self._check_candidate(candidate, spec) for candidate in spec.candidates]
         choices = self._choices(spec)
         for candidate in spec.candidates:
             await self._screen(candidate)
@@ -100,16 +100,25 @@ class Submission:
             if len(job.cells) > MAX_CELLS:
                 what = f"The job would have more than {MAX_CELLS} cells."
                 raise TooManyCells(what, "Send it as several jobs.", limit=MAX_CELLS)
+        _check_together(job)
         job.state = job_pb2.JobState.JOB_STATE_QUEUED
         return job
 
-    def _refuse_later_work(self, spec: job_pb2.JobSpec) -> None:
-        if spec.stop_after not in ("", "TO_EXECUTORCH"):
-            raise NotYet(f"This server cannot stop after {spec.stop_after} yet.", "Leave --stop-after out.")
-        if spec.measurement.interleave:
-            raise NotYet("This server cannot interleave candidates yet.", "Leave --interleave out.")
-        if spec.measurement.numerics:
-            raise NotYet("This server cannot compare operators numerically yet.", "Leave --numerics out.")
+    def _check_stored(self, spec: job_pb2.JobSpec) -> None:
+        """Puts their sizes to all artifacts."""
+        for artifact in _artifacts(spec):
+            if not self._store.has(artifact.digest):
+                raise ArtifactMissing(
+                    f"Artifact {artifact.digest[:12]} is not stored.", "Upload it first.", digest=artifact.digest
+                )
+            size_bytes = self._store.path(artifact.digest).stat().st_size
+            if artifact.size_bytes not in (0, size_bytes):
+                raise BadJob(
+                    f"Artifact {artifact.digest[:12]} has {size_bytes} bytes, not {artifact.size_bytes}.", "Say its size, or 0."
+                )
+            artifact.size_bytes = size_bytes
+
+    def _check_measurement(self, spec: job_pb2.JobSpec) -> None:
         if any(count < 1 for count in spec.threads):
             raise BadJob("A thread count is less than 1.", "Give --threads 1 or more.")
         if spec.HasField("timeout_s") and not 0 < spec.timeout_s <= 86_400:
@@ -120,27 +129,38 @@ class Submission:
             if least is not None and not least <= value <= 10_000_000:
                 raise BadJob(f"{field.name} cannot be {value:g}.", f"Give {least} to 10,000,000.", field=field.name)
 
-    def _check_recipe(self, candidate: job_pb2.Candidate) -> str:
+    async def _check_candidate(self, candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> str:
+        """Its recipe's name for people."""
         source = candidate.WhichOneof("source")
         if source == "program":
-            if candidate.recipe:
-                raise BadJob(f"{candidate.name} is a compiled program; recipes are for models.", "Leave --recipe out.")
+            _check_program(candidate, spec)
             return ""
         if source is None or not candidate.model.methods:
             raise NoCandidate(f"The candidate {candidate.name!r} has neither a model nor a program.", "Give one of them.")
-        if len(candidate.model.methods) > 1:
-            raise NotYet(f"{candidate.name} must have exactly one method.", "Send its methods as several models.")
+        _check_methods(candidate, spec)
         recipe = recipes.from_json(candidate.recipe)
         if recipe.json != candidate.recipe:
             raise BadJob(f"The recipe of {candidate.name} is not in canonical form.", f"Send {recipe.json}.")
-        done = {stage.stage for stage in candidate.stages_done}
+        label = candidate.recipe_label
+        if len(label) > _LABEL or not label.isprintable():
+            raise BadJob(f"A recipe of {candidate.name} has no label for people: {label[:_LABEL]!r}.", _LABELS)
+        recipe = replace(recipe, label=label)
+        done = _check_done(candidate)
+        recipes.check_methods(recipe, sorted(candidate.model.methods))
+        recipe = await self._check_recipe(recipe)
         if recipe.quantization is recipes.Quantization.TORCHAO_SOURCE and "SOURCE_TRANSFORM" not in done:
             raise RecipeNeedsEagerModule(recipe.name, candidate.name)
-        self._check_available(recipe.name)
+        if spec.stop_after:
+            stages.check_stop_after(recipe, spec.stop_after)
         return recipe.text
 
     def _choices(self, spec: job_pb2.JobSpec) -> list[tuple[int | None, str]]:
         """(index of the choice, selector of the cell) for each cell on the device axis."""
+        if spec.stop_after not in ("", "TO_EXECUTORCH") and (spec.devices or spec.HasField("measurement")):
+            raise BadJob(
+                f"A compilation that stops after {spec.stop_after} gives no program, so nothing can run or be measured.",
+                "Leave the devices and the measurement out, or do not stop.", stop_after=spec.stop_after,
+            )  # fmt: skip
         if not spec.devices:
             if spec.HasField("measurement"):
                 raise BadJob("A measurement needs a device.", "Choose one, or leave the measurement out.")
@@ -161,11 +181,96 @@ class Submission:
             return
         for method in candidate.model.methods.values():
             await self._once(method.exported_program.digest, screen_upload)
+            if method.HasField("reference"):
+                await self._once(method.reference.digest, screen_upload)
 
     async def _once(self, digest: str, screen: Callable[..., None]) -> None:
-        if digest not in self._screened:
+        # By what was looked for as well: bytes that pass for a .pte are not therefore a safe .pt2.
+        if (screen, digest) not in self._screened:
             await asyncio.to_thread(screen, self._store.path(digest))
-            self._screened.add(digest)
+            self._screened.add((screen, digest))
+
+
+def _check_together(job: job_pb2.Job) -> None:
+    """Whether there is something to interleave."""
+    if not job.spec.measurement.interleave:
+        return
+    if len(job.spec.candidates) < 2:
+        raise BadJob(
+            "Interleaving compares candidates, and there is one.", "Give a second model or recipe, or leave --interleave out."
+        )
+    for cells in groups.together(job, job.cells):
+        if len(cells) < 2:
+            alone = cells[0]
+            raise BadJob(
+                f"Only {alone.candidate_name} has the method {alone.method!r}, so that there is nothing to interleave it with.",
+                "Choose methods that all candidates have with --method.", method=alone.method,
+            )  # fmt: skip
+        if len(cells) > groups.MAX_TOGETHER:
+            raise BadJob(
+                f"{len(cells)} candidates cannot be interleaved: all are in the device's memory at once.",
+                f"Give at most {groups.MAX_TOGETHER}.", limit=groups.MAX_TOGETHER,
+            )  # fmt: skip
+
+
+def _check_program(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> None:
+    if candidate.recipe:
+        raise BadJob(f"{candidate.name} is a compiled program; recipes are for models.", "Leave --recipe out.")
+    if spec.stop_after not in ("", "TO_EXECUTORCH"):
+        raise BadJob(f"{candidate.name} is a compiled program; it has no stages to stop after.", "Leave --stop-after out.")
+    if spec.measurement.numerics:
+        raise BadJob(
+            f"{candidate.name} is a compiled program: no graph is known of it, so its operators can be compared with nothing.",
+            "Give the .pt2 or the model itself, or leave --numerics out.",
+        )  # fmt: skip
+
+
+def _check_methods(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> None:
+    model = candidate.model
+    for name in (*model.methods, *model.constant_methods):
+        # In bytes, since children name files after methods.
+        if not name.isidentifier() or len(name.encode()) > _METHOD_BYTES:
+            remedy = f"Use a Python identifier of at most {_METHOD_BYTES} bytes."
+            raise BadJob(f"{name[:200]!r} of {candidate.name} is no name of a method.", remedy, method=name[:200])
+    if both := sorted(set(model.methods) & set(model.constant_methods)):
+        raise BadJob(
+            f"{both[0]} of {candidate.name} is a method and a constant method.", "Give one of them another name.", method=both[0]
+        )
+    for name, method in model.methods.items():
+        if len(method.calibration) > MAX_SAMPLES:
+            raise BadJob(
+                f"{name} of {candidate.name} has {len(method.calibration)} calibration samples, above {MAX_SAMPLES}.",
+                "Give fewer: some hundreds calibrate as well.", method=name, limit=MAX_SAMPLES,
+            )  # fmt: skip
+    known = sorted({*model.methods, *model.constant_methods})
+    for name in (*spec.methods, *sorted(spec.inputs)):
+        if name not in known:
+            raise MethodMissing(f"{candidate.name} has no method {name!r}.", f"It has: {', '.join(known)}.", method=name)
+
+
+def _check_done(candidate: job_pb2.Candidate) -> list[str]:
+    """The stages that the client has done; from now on they say that they ran there."""
+    done = [stage.stage for stage in candidate.stages_done]
+    if not done:
+        return done
+    stages.check_order(done)
+    for stage in candidate.stages_done:
+        if stage.stage not in _CLIENT_STAGES:
+            raise stages.BadStages(
+                f"{stage.stage} of {candidate.name} cannot have been done: an exported program comes after TORCH_EXPORT.",
+                f"Only {', '.join(_CLIENT_STAGES)} are a client's.", stages=",".join(done), stage_name=stage.stage,
+            )  # fmt: skip
+        if not 0 <= stage.duration_ms < math.inf:
+            raise BadJob(
+                f"{stage.stage} of {candidate.name} cannot have taken {stage.duration_ms:g} ms.", "Say how long it took."
+            )
+        stage.where, stage.cached = "CLIENT", False
+    if done[-1] != "TORCH_EXPORT":
+        raise stages.BadStages(
+            f"The stages of {candidate.name} that are done end with {done[-1]}, and what came is an exported program.",
+            "Send a program that TORCH_EXPORT gave, and say so.", stages=",".join(done),
+        )  # fmt: skip
+    return done
 
 
 def _artifacts(spec: job_pb2.JobSpec) -> Iterator[common_pb2.Artifact]:
@@ -176,6 +281,9 @@ def _artifacts(spec: job_pb2.JobSpec) -> Iterator[common_pb2.Artifact]:
         for method in candidate.model.methods.values():
             yield method.exported_program
             yield from method.calibration
+            if method.HasField("reference"):
+                yield method.reference
+        yield from candidate.model.constant_methods.values()
     yield from spec.inputs.values()
 
 
@@ -183,11 +291,18 @@ def _cells(
     spec: job_pb2.JobSpec, recipe_names: Sequence[str], choices: Sequence[tuple[int | None, str]]
 ) -> Iterator[job_pb2.Cell]:
     for index, candidate in enumerate(spec.candidates):
-        own = next(iter(candidate.model.methods), "forward")
+        methods = list(spec.methods) or _own_methods(candidate.model)
         for device_index, selector in choices:
-            for method in spec.methods or [own]:
-                for threads in spec.threads or [None]:
+            compiles_only = device_index is None
+            # A compilation has all methods, and no threads.
+            for method in methods[:1] if compiles_only else methods:
+                for threads in [None] if compiles_only else spec.threads or [None]:
                     yield job_pb2.Cell(
                         candidate_index=index, device_index=device_index, selector=selector, method=method, threads=threads,
                         candidate_name=candidate.name, recipe_name=recipe_names[index],
                     )  # fmt: skip
+
+
+def _own_methods(model: job_pb2.Model) -> list[str]:
+    """What runs where a job names no methods; of a ready program that is known after its inspection."""
+    return ["forward"] if "forward" in model.methods or not model.methods else sorted(model.methods)

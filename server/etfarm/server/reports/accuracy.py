@@ -1,4 +1,4 @@
-"""Step 9: a device's outputs against those of the program before quantization."""
+"""Step 9: a device's outputs against those of the program before quantization, and of the quantized graph that was lowered."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from etfarm.wire.tensors import Scalar, Value
 REFERENCE = "program before quantization"
 """What `OutputAccuracy.reference` says: the exported program, run by torch on the host with the same inputs."""
 
+QUANTIZED = "quantized program"
+"""The same of the graph that was lowered, where something quantized it: what is left is the kernels' difference, not int8's."""
+
 EXACT_DB = 300.0
 """Cap of the SQNR, which an exact match has: float64 itself resolves some 320 dB."""
+
+LEAST_CLASSES = 3
+"""An output of fewer is rather a pair of numbers than scores of classes."""
 
 
 class OutputsDoNotMatch(UserError):
@@ -37,6 +43,13 @@ class Difference:
     """Between the two as vectors, -1 to 1; None where one is all zero."""
     sqnr_db: float | None
     """See `sqnr_db`."""
+    relative_error: float | None = None
+    """The error's norm over the reference's; None as `sqnr_db` is."""
+    top1_agreement: float | None = None
+    """See `top1_agreement`."""
+    nan_count: int | None = None
+    reference_nan_count: int | None = None
+    """Both are None where one side is None."""
 
 
 def pair(references: list[Value], outputs: list[Value]) -> list[tuple[Value, Value]]:
@@ -106,6 +119,10 @@ def difference(reference: NDArray[np.generic], actual: NDArray[np.generic]) -> D
             mean_abs_error=_finite(errors.mean()) if errors.size else None,
             cosine=_cosine(r, a),
             sqnr_db=sqnr_db(r, a),
+            relative_error=relative_error(r, a),
+            top1_agreement=top1_agreement(reference, actual),
+            nan_count=int(np.isnan(a).sum()),
+            reference_nan_count=int(np.isnan(r).sum()),
         )
 
 
@@ -117,18 +134,41 @@ def sqnr_db(reference: NDArray[np.float64], actual: NDArray[np.float64]) -> floa
 
     Source: torchao.quantization.utils.compute_error computes the same with norms.
     """
+    energies = _energies(reference, actual)
+    if energies is None:
+        return None
+    signal, noise = energies
+    return EXACT_DB if noise == 0 else min(EXACT_DB, 10 * math.log10(signal / noise))
+
+
+def relative_error(reference: NDArray[np.float64], actual: NDArray[np.float64]) -> float | None:
+    """The difference's norm over the reference's, 0 where they are equal. Both are float64 of one shape; None as `sqnr_db`."""
+    energies = _energies(reference, actual)
+    return None if energies is None else math.sqrt(energies[1] / energies[0])
+
+
+def top1_agreement(reference: NDArray[np.generic], actual: NDArray[np.generic]) -> float | None:
+    """Part of the rows whose largest element is at the same place, 0 to 1; of floating-point scores, [classes] or [N, classes]
+    with LEAST_CLASSES or more, the first of equal ones counts. A NaN is larger than any number. None for anything else."""
+    few = reference.ndim not in (1, 2) or reference.shape[-1] < LEAST_CLASSES
+    if few or reference.dtype.kind in "biu" or not reference.size:
+        return None
+    rows = [np.atleast_2d(array.astype(np.float64)).argmax(-1) for array in (reference, actual)]
+    return float((rows[0] == rows[1]).mean())
+
+
+def _energies(reference: NDArray[np.float64], actual: NDArray[np.float64]) -> tuple[float, float] | None:
+    """Sums of the squares of the reference and of the difference, scaled alike; None where `sqnr_db` is."""
     if np.isnan(reference).any() or np.isnan(actual).any() or not reference.any():
         return None
     if np.array_equal(reference, actual):
-        return EXACT_DB
+        return 1.0, 0.0
     # Scaled first, since squares of large float64 overflow and of small ones vanish.
     scale = float(np.abs(reference).max())
     with np.errstate(over="ignore", invalid="ignore"):
         signal = float(np.square(reference / scale).sum())
         noise = float(np.square((reference - actual) / scale).sum())
-    if not (math.isfinite(signal) and math.isfinite(noise)):
-        return None
-    return EXACT_DB if noise == 0 else min(EXACT_DB, 10 * math.log10(signal / noise))
+    return (signal, noise) if math.isfinite(signal) and math.isfinite(noise) else None
 
 
 def _cosine(r: NDArray[np.float64], a: NDArray[np.float64]) -> float | None:

@@ -1,39 +1,32 @@
-"""The daemon's side of analysis: hands an attempt's artifacts to a child and takes its findings."""
+"""The daemon's side of analysis: says which files an attempt's findings are to be made of."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from typing import Final
-
-from google.protobuf.message import DecodeError
+from dataclasses import dataclass
+from pathlib import Path
 
 from etfarm.server.artifacts.store import Store
-from etfarm.server.reports.request import AnalyzeRequest
-from etfarm.server.workers.pool import Workers
+from etfarm.server.reports.findings import Findings
+from etfarm.server.reports.paired import Block
+from etfarm.server.reports.request import AnalyzeRequest, Numerics
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
-from etfarm.wire.errors import FarmError
-
-ANALYZE_TASK: Final = "etfarm.server.reports.analyze:analyze"
 
 
-class BadAnalysis(FarmError):
-    """The analysis child's answer cannot be read."""
+@dataclass(frozen=True)
+class Base:
+    """What a result is compared with: another cell's, of the same interleaved attempt."""
 
-    reason = "BAD_WORKER_ANSWER"
+    cell_id: str
+    result: agent_pb2.CandidateResult
 
 
 class Analyst:
-    """Finds out what an attempt's artifacts mean.
+    """Finds out what an attempt's artifacts mean."""
 
-    Args:
-        deadline_s: of one analysis, wall clock.
-    """
-
-    def __init__(self, workers: Workers, store: Store, *, deadline_s: float) -> None:
-        self._workers = workers
+    def __init__(self, findings: Findings, store: Store) -> None:
+        self._findings = findings
         self._store = store
-        self._deadline_s = deadline_s
 
     async def analyze(
         self,
@@ -43,21 +36,28 @@ class Analyst:
         inputs: common_pb2.Artifact | None,
         result: agent_pb2.CandidateResult,
         on_log: Callable[[str], None],
+        *,
+        base: Base | None = None,
+        numerics: compile_pb2.Compilation | None = None,
+        fresh: bool = False,
     ) -> report_pb2.Report:
-        """What only the artifacts tell: latency, accuracy, profile and operators; what fails alone is a warning in
-        `compile.warnings`.
+        """What only the artifacts tell: latency, accuracy, profile and operators, with a `base` how the two compare, and with
+        `numerics` the numeric gap; what fails alone is a warning in `compile.warnings`.
 
-        Raises:
-            BadAnalysis: the child's answer is no report.
-            EtfarmError: what the worker says.
+        Args:
+            numerics: what the result's numerics pass ran, which may be `compilation`.
+            fresh: as in `Findings.of`, which is also what is raised.
         """
-        path = self._store.path
-        source = candidate.model.methods[method].exported_program if method in candidate.model.methods else None
+        path = self._store.place
+        sent = candidate.model.methods.get(method)
+        source = None if sent is None else _original_of(sent)
+        # A constant method was never exported: it has no graph to name operators by, and nothing to be compared with.
+        has_graph = source is not None or candidate.WhichOneof("source") == "program"
         facts = compilation.facts.methods[method] if method in compilation.facts.methods else compile_pb2.MethodFacts()
         request = AnalyzeRequest(
             pte=path(compilation.program.pte.digest),
             etdump=path(result.etdump.digest) if result.HasField("etdump") else None,
-            etrecord=path(compilation.etrecord.digest) if compilation.HasField("etrecord") else None,
+            etrecord=path(compilation.etrecord.digest) if has_graph and compilation.HasField("etrecord") else None,
             model=path(source.digest) if source is not None else None,
             inputs=path(inputs.digest) if inputs is not None else None,
             outputs=path(result.outputs.digest) if result.HasField("outputs") else None,
@@ -65,10 +65,53 @@ class Analyst:
             method=method,
             output_names=tuple(spec.name or str(index) for index, spec in enumerate(facts.outputs)),
             traced_ns=tuple(result.traced_ns),
+            blocks=_blocks(result),
+            base_samples=path(base.result.samples.digest) if base is not None else None,
+            base_blocks=_blocks(base.result) if base is not None else (),
+            quantized=self._quantized(candidate, compilation, method),
+            numerics=self._numerics(candidate, compilation, numerics, method, result.numerics),
         )
-        finished = await self._workers.run(ANALYZE_TASK, request, deadline_s=self._deadline_s, on_log=on_log)
-        async with finished:
-            try:
-                return await asyncio.to_thread(report_pb2.Report.FromString, finished.result)
-            except DecodeError as error:
-                raise BadAnalysis(f"The analysis child's answer is no report: {error}.") from None
+        report = await self._findings.of(request, on_log, fresh=fresh)
+        if base is not None and report.HasField("interleaved"):
+            report.interleaved.base_cell = base.cell_id
+        return report
+
+    def _numerics(
+        self,
+        candidate: job_pb2.Candidate,
+        timed: compile_pb2.Compilation,
+        made: compile_pb2.Compilation | None,
+        method: str,
+        given: agent_pb2.NumericsResult,
+    ) -> Numerics | None:
+        """The files of a numerics pass; None where it did not give all of them."""
+        if made is None or not (made.HasField("etrecord") and given.HasField("etdump") and given.HasField("debug")):
+            return None
+        path = self._store.place
+        return Numerics(
+            pte=path(made.program.pte.digest),
+            etrecord=path(made.etrecord.digest),
+            etdump=path(given.etdump.digest),
+            debug=path(given.debug.digest),
+            outputs=path(given.outputs.digest) if given.HasField("outputs") else None,
+            quantized=self._quantized(candidate, made, method),
+            is_timed_program=made.program.digest == timed.program.digest,
+        )
+
+    def _quantized(self, candidate: job_pb2.Candidate, made: compile_pb2.Compilation, method: str) -> Path | None:
+        """The exported program that was lowered, where it is another than the original, which only a stage that quantizes can
+        have made of it."""
+        sent = candidate.model.methods.get(method)
+        lowered = made.exported_programs.get(method)
+        if sent is None or lowered is None or lowered.digest == _original_of(sent).digest:
+            return None
+        return self._store.place(lowered.digest)
+
+
+def _original_of(method: job_pb2.MethodSource) -> common_pb2.Artifact:
+    """Before any quantization, as far as the client has sent that."""
+    return method.reference if method.HasField("reference") else method.exported_program
+
+
+def _blocks(result: agent_pb2.CandidateResult) -> tuple[Block, ...]:
+    return tuple(Block(block.round, block.process_pair, block.samples) for block in result.blocks)

@@ -7,11 +7,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
-from etfarm.server.reports import accuracy, attribution, etdump, graph, join, reference, statistics
+from etfarm.server.reports import accuracy, numerics, oddities, paired, profile, reference, statistics
 from etfarm.server.reports.request import AnalyzeRequest
 from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import tensors
@@ -19,31 +18,51 @@ from etfarm.wire.errors import EtfarmError
 
 _LOG = logging.getLogger(__name__)
 
+_PART_OF_LIMIT = 0.8
+"""Of what an analysis may take, until which the host goes on with a graph: then there is time left to tell what was found."""
+
 Emit = Callable[[bytes], None]
 
 
 def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
-    """A serialized etfarm.v1.Report with `latency`, `accuracy`, `profile` and `operators`; nothing else is set but
-    `compile.warnings`.
+    """A serialized etfarm.v1.Report with `latency`, `interleaved`, `accuracy`, `profile`, `operators`, `numerics` and
+    `numeric_gap`; nothing else is set but `compile.warnings`.
 
     What the request has nothing for stays empty. A part that fails leaves a warning with a code ANALYSIS_... and the others
     as they are; its traceback goes to the job's log.
 
     Args:
         folder: the child's own; unused, temporary files go where the jail's TMPDIR is.
-        emit: gets JSON objects {"stage": "STATISTICS" | "ACCURACY" | "JOIN", "phase": "START" | "END", "duration_ms": X}; X
-            is null at START.
+        emit: gets JSON objects {"stage": "INPUTS" | "STATISTICS" | "COMPARISON" | "ACCURACY" | "QUANTIZED_ACCURACY" | "JOIN" |
+            "NUMERICS", "phase": "START" | "END", "duration_ms": X}; X is null at START.
     """
+    deadline_s = time.monotonic() + _PART_OF_LIMIT * request.limit_s
     report = report_pb2.Report()
+    if request.inputs is not None:
+        with _part("INPUTS", report, emit):
+            if said := oddities.not_a_number(tensors.decode(request.inputs.read_bytes())):
+                _warn(report, "INPUTS_HAVE_NAN", said)
     if request.samples is not None:
         with _part("STATISTICS", report, emit):
             _fill_latency(report, request.samples)
+    if request.samples is not None and request.base_samples is not None:
+        with _part("COMPARISON", report, emit):
+            _fill_interleaved(report, request, request.samples, request.base_samples)
     if request.outputs is not None and request.inputs is not None and request.model is not None:
         with _part("ACCURACY", report, emit):
-            _fill_accuracy(report, request, request.outputs, request.inputs, request.model)
+            _fill_accuracy(report, request, request.outputs, request.inputs, request.model, accuracy.REFERENCE)
+    if request.outputs is not None and request.inputs is not None and request.quantized is not None:
+        with _part("QUANTIZED_ACCURACY", report, emit):
+            _fill_accuracy(report, request, request.outputs, request.inputs, request.quantized, accuracy.QUANTIZED)
     if request.etdump is not None or request.traced_ns:
         with _part("JOIN", report, emit):
-            _fill_profile(report, request)
+            profile.fill(report, request, lambda code, message: _warn(report, code, message))
+    if request.numerics is not None and request.inputs is not None:
+        with _part("NUMERICS", report, emit):
+            numerics.fill(
+                report, request.method, request.model, request.inputs, request.numerics, deadline_s,
+                lambda code, message: _warn(report, code, message),
+            )  # fmt: skip
     return report.SerializeToString()
 
 
@@ -52,10 +71,7 @@ def prewarm() -> None:
     import io
 
     import torch
-    from executorch.devtools.etdump import serialize  # noqa: F401
-    from executorch.exir._serialize import _flatbuffer_program
 
-    _flatbuffer_program._patch_generated_flatbuffer_aliases()
     # The first load of a .pt2 imports and caches much; a program without arithmetic starts no threads.
     archive = io.BytesIO()
     torch.export.save(torch.export.export(torch.nn.Identity(), (torch.zeros(1),)), archive)
@@ -90,68 +106,49 @@ def _fill_latency(report: report_pb2.Report, path: Path) -> None:
         return
     report.latency.MergeFrom(
         report_pb2.Latency(
-            min_ns=summary.min, p50_ns=summary.p50, p90_ns=summary.p90, p99_ns=summary.p99, mean_ns=summary.mean,
-            stddev_ns=summary.stddev, p50_ci95_ns=summary.p50_ci95 or (),
+            min_ns=summary.min, p10_ns=summary.p10, p50_ns=summary.p50, p90_ns=summary.p90, p99_ns=summary.p99,
+            mean_ns=summary.mean, stddev_ns=summary.stddev, p50_ci95_ns=summary.p50_ci95 or (), drift=summary.drift,
+            effective_samples=summary.effective_samples,
         )
     )  # fmt: skip
 
 
-def _fill_accuracy(report: report_pb2.Report, request: AnalyzeRequest, outputs: Path, inputs: Path, model: Path) -> None:
+def _fill_interleaved(report: report_pb2.Report, request: AnalyzeRequest, samples: Path, base: Path) -> None:
+    rounds = paired.rounds_of(
+        paired.medians(statistics.read_samples(samples), request.blocks),
+        paired.medians(statistics.read_samples(base), request.base_blocks),
+    )
+    found = paired.compare(rounds)
+    if found is None:
+        return
+    report.interleaved.MergeFrom(
+        report_pb2.PairedRatio(
+            ratio=found.ratio, ratio_ci95=found.ci95 or (), rounds=len(rounds.ratios), ratios=rounds.ratios.tolist(),
+            process_pairs=len(set(rounds.pairs.tolist())),
+        )
+    )  # fmt: skip
+
+
+def _fill_accuracy(
+    report: report_pb2.Report, request: AnalyzeRequest, outputs: Path, inputs: Path, model: Path, against: str
+) -> None:
     given = tensors.decode(outputs.read_bytes())
     wanted = reference.run(model, tensors.decode(inputs.read_bytes()))
+    rows = []
     for index, (expected, actual) in enumerate(accuracy.pair(wanted, given)):
         name = request.output_names[index] if index < len(request.output_names) else actual.name or str(index)
         row = report_pb2.OutputAccuracy(
-            output=name, dtype=accuracy.dtype_of(actual), shape=accuracy.shape_of(actual), reference=accuracy.REFERENCE
+            output=name, dtype=accuracy.dtype_of(actual), shape=accuracy.shape_of(actual), reference=against
         )
         try:
             found = accuracy.compare(name, expected, actual)
         except accuracy.OutputsDoNotMatch as error:
-            _warn(report, "ANALYSIS_OUTPUTS_DO_NOT_MATCH", str(error))
+            _warn(report, "ANALYSIS_OUTPUTS_DO_NOT_MATCH", f"{error} It was compared with the {against}.")
         else:
-            row.MergeFrom(
-                report_pb2.OutputAccuracy(
-                    equal=found.equal, max_abs_error=found.max_abs_error, mean_abs_error=found.mean_abs_error,
-                    cosine=found.cosine, sqnr_db=found.sqnr_db,
-                )
-            )  # fmt: skip
-        report.accuracy.append(row)
-
-
-def _fill_profile(report: report_pb2.Report, request: AnalyzeRequest) -> None:
-    if request.traced_ns:
-        # Stands alone where the trace cannot be read.
-        report.profile.iterations = len(request.traced_ns)
-        report.profile.p50_ns = float(np.median(request.traced_ns))
-    if request.etdump is None:
-        return
-    trace = etdump.read(request.etdump.read_bytes())
-    record, program = graph.Record(), {}
-    if request.etrecord is not None:
-        try:
-            record = graph.read_record(request.etrecord, request.method)
-        except graph.BadRecord as error:
-            _warn(report, "ANALYSIS_ETRECORD_UNREADABLE", f"{error} The rows have no modules and no source lines.")
-    if request.pte is not None:
-        try:
-            program = graph.read_program(request.pte, request.method)
-        except graph.BadProgram as error:
-            _warn(report, "ANALYSIS_PROGRAM_UNREADABLE", f"{error} The rows do not name their backends.")
-    if trace.left_out:
-        _warn(
-            report,
-            "ANALYSIS_ITERATIONS_DIFFER",
-            f"{trace.left_out} traced iterations executed other instructions than the other {trace.method_ns.size} did "
-            "and are left out of the profile.",
-        )
-    found = attribution.attribute(trace, program, record)
-    if found.unaligned:
-        _warn(
-            report,
-            "ANALYSIS_KERNELS_UNALIGNED",
-            f"The kernels of {len(found.unaligned)} of {found.delegates} XNNPACK delegates have no source lines. "
-            f"{found.unaligned[0]}",
-        )
-    joined = join.join(trace, record, program, request.method, found.kernels)
-    report.profile.CopyFrom(joined.profile)
-    report.operators.extend(joined.operators)
+            row.MergeFrom(report_pb2.OutputAccuracy(**asdict(found)))
+        rows.append(row)
+    scores = [row for row in rows if row.HasField("top1_agreement")]
+    # Of several, as boxes and landmarks are, nobody knows which are scores of classes.
+    for row in scores if len(scores) > 1 else ():
+        row.ClearField("top1_agreement")
+    report.accuracy.extend(rows)

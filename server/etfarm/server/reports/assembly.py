@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from etfarm.server.reports.verdict import Thresholds, judge
@@ -21,11 +22,15 @@ def assemble(
     result: agent_pb2.CandidateResult | None = None,
     analysis: report_pb2.Report | None = None,
     thresholds: Thresholds | None = None,
+    numerics: compile_pb2.Compilation | None = None,
+    warnings: Sequence[compile_pb2.Warning] = (),
 ) -> report_pb2.Report:
     """The report of a cell in a terminal state, with all that is known of it; what never came about is absent.
 
     Args:
         analysis: what `Analyst.analyze` found.
+        numerics: what the numerics pass ran, which may be `compilation`; None where there was none.
+        warnings: that nobody else has.
     """
     candidate = job.spec.candidates[cell.candidate_index]
     report = report_pb2.Report(
@@ -51,22 +56,55 @@ def assemble(
         if not report.memory.planned_bytes and compilation is not None and cell.method in compilation.facts.methods:
             report.memory.planned_bytes.extend(compilation.facts.methods[cell.method].planned_bytes)
     if analysis is not None:
-        # Only what is its to say: the child that made it has loaded a user's bytes.
-        for name in ("latency", "profile"):
+        # Only what is its to say: the child that made most of it has loaded a user's bytes.
+        for name in ("latency", "profile", "interleaved", "analysis"):
             if analysis.HasField(name):
                 getattr(report, name).CopyFrom(getattr(analysis, name))
         report.accuracy.extend(analysis.accuracy)
+        report.numeric_gap.extend(analysis.numeric_gap)
         report.operators.extend(analysis.operators)
         report.compile.warnings.extend(analysis.compile.warnings)
+    if warnings:
+        report.compile.warnings.extend(warnings)
+    if job.spec.measurement.numerics:
+        _fill_numerics(report, compilation, numerics, result, analysis or report_pb2.Report())
     if result is not None and device is not None and result.HasField("samples") and report.HasField("latency"):
         asked = job.spec.measurement.iterations
         verdict = judge(
             result, report.latency, emulated=device.emulated, thresholds=thresholds or Thresholds(), asked_samples=asked,
-            cores=device.cores,
+            cores=device.cores, clusters=[list(cluster.cpus) for cluster in device.clusters],
         )  # fmt: skip
         report.verdict.CopyFrom(verdict)
     report.timeline.extend(cell.timeline)
     return report
+
+
+def _fill_numerics(
+    report: report_pb2.Report,
+    timed: compile_pb2.Compilation | None,
+    numerics: compile_pb2.Compilation | None,
+    result: agent_pb2.CandidateResult | None,
+    analysis: report_pb2.Report,
+) -> None:
+    if numerics is None:
+        return
+    program = numerics.program
+    report.numerics.program.CopyFrom(report_pb2.ProgramSize(digest=program.digest, size_bytes=_program_bytes(program)))
+    report.numerics.is_timed_program = timed is not None and program.digest == timed.program.digest
+    for name in ("threshold_db", "first_bad", "judged"):
+        if analysis.numerics.HasField(name):
+            setattr(report.numerics, name, getattr(analysis.numerics, name))
+    if result is None or result.HasField("error"):
+        return  # the report's own error says it
+    given = result.numerics
+    if given.HasField("etdump"):
+        report.numerics_etdump.CopyFrom(given.etdump)
+    if given.HasField("debug"):
+        report.numerics_debug.CopyFrom(given.debug)
+    if not (given.HasField("etdump") and given.HasField("debug")):
+        error = given.error if given.HasField("error") else None
+        why = f"{error.message} {error.remedy}".strip() if error else "The device's agent told nothing of it: update it."
+        report.compile.warnings.add(code="NUMERICS_NOT_RUN", message=f"The numerics pass gave nothing. {why}")
 
 
 def model_digest(candidate: job_pb2.Candidate) -> str:
@@ -83,17 +121,30 @@ def since(job: job_pb2.Job, at: datetime) -> float:
 
 
 def _compile(candidate: job_pb2.Candidate, compilation: compile_pb2.Compilation, cached: bool) -> report_pb2.ReportCompile:
-    program_bytes = compilation.program.pte.size_bytes + sum(data.size_bytes for data in compilation.program.data.values())
+    program = compilation.program
     compiled = report_pb2.ReportCompile(
         cached=cached, stages=[*candidate.stages_done, *compilation.stages], delegation=compilation.delegation,
-        toolchain=compilation.toolchain,
-        warnings=compilation.warnings,
-        program=report_pb2.ProgramSize(digest=compilation.program.digest, size_bytes=program_bytes),
+        toolchain=compilation.toolchain, warnings=compilation.warnings, checks=compilation.checks,
+        modules=compilation.modules,
+        stayed_fp32=compilation.stayed_fp32, data=_sizes(program.data),
+        exported_programs=_sizes(compilation.exported_programs), stage_files=_sizes(compilation.stage_files),
+        stopped_after=compilation.stopped_after or None,
     )  # fmt: skip
+    if compilation.HasField("program"):
+        compiled.program.CopyFrom(report_pb2.ProgramSize(digest=program.digest, size_bytes=_program_bytes(program)))
     if compilation.HasField("etrecord"):
-        etrecord = _size(compilation.etrecord)
-        compiled.etrecord.CopyFrom(etrecord)
+        compiled.etrecord.CopyFrom(_size(compilation.etrecord))
+    if compilation.HasField("sizes"):
+        compiled.sizes.CopyFrom(compilation.sizes)
     return compiled
+
+
+def _program_bytes(program: compile_pb2.Program) -> int:
+    return program.pte.size_bytes + sum(data.size_bytes for data in program.data.values())
+
+
+def _sizes(artifacts: Mapping[str, common_pb2.Artifact]) -> dict[str, report_pb2.ProgramSize]:
+    return {name: _size(artifact) for name, artifact in artifacts.items()}
 
 
 def _size(artifact: common_pb2.Artifact) -> report_pb2.ProgramSize:
@@ -116,8 +167,11 @@ def _fill_measured(report: report_pb2.Report, job: job_pb2.Job, result: agent_pb
         if result.HasField(name):
             getattr(report, name).CopyFrom(getattr(result, name))
     if result.HasField("samples"):
-        report.measurement.CopyFrom(
-            report_pb2.ReportMeasurement(
-                warmup=result.warmup, iterations=result.iterations, duration_ns=result.duration_ns, stop_reason=result.stop_reason
-            )
-        )
+        for name in ("warmup", "iterations", "duration_ns", "stop_reason"):
+            setattr(report.measurement, name, getattr(result, name))
+        if result.HasField("steady"):
+            report.measurement.steady = result.steady
+        if result.HasField("warmup_ns"):
+            report.measurement.warmup_ns = result.warmup_ns
+        if result.HasField("repeatability"):
+            report.measurement.repeatability.CopyFrom(result.repeatability)

@@ -8,32 +8,10 @@ from typing import Final
 
 from etfarm.server.reports import kernels, xnnpack
 from etfarm.server.reports.etdump import Call, Trace
-from etfarm.server.reports.graph import Instruction, Node, Origin, Record, base_name
-from etfarm.server.reports.sources import common_module
+from etfarm.server.reports.graph import Instruction, Node, Origin, Record, base_name, sources_of
+from etfarm.wire.sources import common_module
 
 _QUANTIZATION: Final = "quantized_decomposed."
-_CLAMPS: Final = frozenset({"relu", "relu6", "hardtanh", "clamp"})
-
-_OPERATORS: Final[Mapping[str, frozenset[str]]] = {
-    kind: frozenset(names.split())
-    for kind, names in {
-        "Add": "add",
-        "BatchMatrixMultiply": "bmm",
-        "Clamp": " ".join(sorted(_CLAMPS)),
-        "Conv2d": "convolution",
-        "ConvTranspose2d": "convolution",
-        "DepthwiseConv2d": "convolution",
-        "Div": "div",
-        "FullyConnected": "linear addmm mm",
-        "GlobalAvgPooling2d": "mean",
-        "Multiply": "mul",
-        "Sigmoid": "sigmoid",
-        "StaticReshape": "view_copy squeeze_copy unsqueeze_copy",
-        "StaticTranspose": "permute_copy",
-        "Subtract": "sub",
-    }.items()
-}
-"""Operators that become a kind of node, by their base names; only of kinds that one decomposed operator has together."""
 
 
 @dataclass(frozen=True)
@@ -45,29 +23,33 @@ class Attribution:
     ExecuTorch inserted. A delegate is either here with all of its kernels or not at all."""
     delegates: int
     """How many of XNNPACK's were called and told their kernels."""
-    unaligned: tuple[str, ...]
-    """Why, for each of those that are missing."""
+    unaligned: Mapping[tuple[int, int], str]
+    """Why, for each of those that are missing: one sentence."""
 
 
 def attribute(trace: Trace, program: Mapping[tuple[int, int], Instruction], record: Record) -> Attribution:
     """The origins of the kernels in XNNPACK's delegates; of none where the record knows no nodes."""
     found: dict[tuple[int, int], Mapping[str, Origin]] = {}
-    unaligned: list[str] = []
+    unaligned: dict[tuple[int, int], str] = {}
     calls = (
         [call for call in trace.calls if call.delegate and call.kernels and _is_xnnpack(program, call)] if record.nodes else []
     )
     for call in calls:
         place = (call.chain, call.instruction)
         names = [str(kernel.identifier) for kernel in call.kernels]
+        data = program[place].data
+        if data is None:
+            unaligned[place] = "The delegate's graph is not in the program's own file."
+            continue
         try:
-            graph = xnnpack.read(program[place].data or b"")
+            graph = xnnpack.read(data)
             matches = kernels.align(graph, names)
         except (xnnpack.BadGraph, kernels.Unaligned) as error:
-            unaligned.append(f"Instruction {call.instruction}: {error}")
+            unaligned[place] = error.message
             continue
         delegate = _Delegate(graph, record, frozenset(record.handles.get(call.instruction, ())))
         found[place] = {name: delegate.origin(match) for name, match in zip(names, matches, strict=True)}
-    return Attribution(found, len(calls), tuple(unaligned))
+    return Attribution(found, len(calls), unaligned)
 
 
 def _is_xnnpack(program: Mapping[tuple[int, int], Instruction], call: Call) -> bool:
@@ -112,7 +94,7 @@ class _Delegate:
         return {node.debug_handle: self._operators(node), **behind}
 
     def _clamps(self, handle: int) -> bool:
-        return any(base_name(node.op_type) in _CLAMPS for node in self._record.nodes.get(handle, ()))
+        return any(base_name(node.op_type) in xnnpack.CLAMPS for node in self._record.nodes.get(handle, ()))
 
     def _operators(self, node: xnnpack.XNode) -> Sequence[Node]:
         """The operators of a node's handle that became this node; all where that cannot be told."""
@@ -121,7 +103,7 @@ class _Delegate:
             every = self._record.nodes.get(handle, ())
             return [one for one in every if one.op_type.startswith(_QUANTIZATION)] or every
         own = self._own(handle)
-        return [one for one in own if base_name(one.op_type) in _OPERATORS.get(node.kind, ())] or own
+        return [one for one in own if base_name(one.op_type) in xnnpack.OPERATORS.get(node.kind, ())] or own
 
     def _own(self, handle: int) -> Sequence[Node]:
         """A handle's nodes without what quantizes the output, which has the handle as well."""
@@ -131,11 +113,14 @@ class _Delegate:
 
 def _origin(parts: Mapping[int, Sequence[Node]], main: int | None) -> Origin:
     nodes = [node for found in parts.values() for node in found]
+    own = [node for node in nodes if not node.op_type.startswith(_QUANTIZATION)] or nodes
     places = [node for node in parts.get(main or 0, ()) if not node.op_type.startswith(_QUANTIZATION)] or nodes
-    sources = {node.source for node in places if node.source is not None}
+    sources = sources_of(places)
+    every = tuple(dict.fromkeys((*sources, *sources_of(own))))
     return Origin(
         tuple(sorted(parts)),
         tuple(dict.fromkeys(node.op_type for node in nodes)),
         common_module(node.module for node in places),
-        sources.pop() if len(sources) == 1 else None,
+        sources[0] if len(sources) == 1 else None,
+        every if len(every) > 1 else (),
     )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import struct
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from etfarm.server.reports.flatbuffer import Columns, Positions, Table
 from etfarm.wire.errors import DeviceError, Kind
 
 EXECUTE: Final = "Method::execute"
@@ -18,8 +19,19 @@ DELEGATE_CALL: Final = "DELEGATE_CALL"
 OPERATOR_CALL: Final = "OPERATOR_CALL"
 NATIVE: Final = "native_call_"
 
+_IDENTIFIER: Final = b"ED00"
+_RUNS: Final = 1  # fields of ETDump
+_EVENTS: Final = 3  # of RunData
+_PROFILE_EVENT: Final = 0  # of Event
+_NAME, _CHAIN, _INSTRUCTION, _NUMBER, _TEXT, _START, _END = 0, 1, 2, 3, 4, 6, 7  # of ProfileEvent
+
+_SMALLEST_EVENT: Final = 16
+"""Bytes: an offset in the vector, and a table of one field. More events than fit are the same ones again."""
+_LONGEST_NS: Final = 1 << 53
+"""104 days, the last whole number up to which a double has them all."""
+
 Times = NDArray[np.float64]
-"""[iterations] of ns; what an iteration executes several times (a loop's body) is summed."""
+"""[iterations] of ns."""
 
 
 class BadTrace(DeviceError):
@@ -30,12 +42,23 @@ class BadTrace(DeviceError):
 
 
 @dataclass(frozen=True)
+class Spans:
+    """When something ran in each iteration: its first execution there, of several in a loop's body."""
+
+    starts_ns: Times
+    """Since the method began."""
+    durations_ns: Times
+
+
+@dataclass(frozen=True)
 class Kernel:
     """One event inside a delegate's call."""
 
     identifier: str | int
     """As the backend names it: XNNPACK by text (`Transpose (ND, X32) #1`), others by number."""
     times_ns: Times
+    """What an iteration executes several times (a loop's body) is summed."""
+    spans: Spans | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +71,9 @@ class Call:
     """The kernel's name without its namespace, `convolution.out`; None for a delegate and for kernels that do not say."""
     delegate: bool
     times_ns: Times
+    """As a kernel's."""
     kernels: tuple[Kernel, ...]
+    spans: Spans | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +91,14 @@ Key = tuple[int, int, str, str | int]
 """Chain, instruction, event's name, the delegate's identifier of it ("" where there is none)."""
 
 
+@dataclass(frozen=True)
+class Timed:
+    """What one key has."""
+
+    times_ns: Times
+    spans: Spans | None = None
+
+
 def read(data: bytes) -> Trace:
     """The trace in an .etdp file.
 
@@ -73,67 +106,138 @@ def read(data: bytes) -> Trace:
     A kernel's time here is that of `native_call_...`, counted once; what the runtime spends around it is the method's.
 
     Raises:
-        BadTrace: the bytes are no ETDump, or no run in it executed a method.
-    Source: executorch/devtools/etdump/etdump_schema_flatcc.fbs. Its own reader makes a dataclass of each event and takes
-        seconds where the JSON behind it takes milliseconds.
+        BadTrace: the bytes are no whole ETDump, or no run in it executed a method.
+    Source: executorch/devtools/etdump/etdump_schema_flatcc.fbs, behind four bytes that say its size.
     """
-    iterations = [found for run in _runs(data) if (found := _iteration(run)) is not None]
-    if not iterations:
-        raise BadTrace("The trace holds no execution of a method.")
-    usual, _ = Counter(frozenset(times) for times in iterations).most_common(1)[0]
-    alike = [times for times in iterations if times.keys() == usual]
-    table = {key: np.array([times[key] for times in alike], dtype=np.float64) for key in alike[0]}
-    method = next(times for key, times in table.items() if key[2] == EXECUTE)
-    return Trace(method, _calls(table), len(iterations) - len(alike))
-
-
-def _runs(data: bytes) -> list[dict[str, Any]]:
-    from executorch.devtools.etdump import serialize
-
+    if not data:
+        raise BadTrace("The trace is empty: its run wrote no events.", size_bytes=0)
+    if data[8:12] != _IDENTIFIER:
+        raise BadTrace(f"The trace of {len(data)} bytes is no ETDump.", size_bytes=len(data))
+    wanted = 4 + int.from_bytes(data[:4], "little")
+    if wanted > len(data):
+        raise BadTrace(f"The trace is cut short: {len(data)} of its {wanted} bytes are there.", size_bytes=len(data))
     try:
-        runs = json.loads(serialize._convert_from_flatcc(data))["run_data"]
-    except Exception as error:
-        # flatc is a subprocess: bad bytes show as RuntimeError, CalledProcessError or no output file at all.
-        raise BadTrace(f"The trace of {len(data)} bytes is no ETDump.", size_bytes=len(data)) from error
-    return [run for run in runs if run.get("events")]
+        table, left_out = _table(data)
+    except (struct.error, IndexError, ValueError) as error:
+        raise BadTrace(f"The trace of {len(data)} bytes is damaged ({error}).", size_bytes=len(data)) from error
+    method = next(timed.times_ns for key, timed in table.items() if key[2] == EXECUTE)
+    return Trace(method, _calls(table), left_out)
 
 
-def _iteration(run: Mapping[str, Any]) -> dict[Key, int] | None:
-    """Durations in ns of one execution, in the order of the events; None for a run that did something else."""
-    times: dict[Key, int] = defaultdict(int)
-    executed = False
-    for event in run["events"]:
-        profile = event.get("profile_event")
-        if profile is None:
-            continue
-        name = profile.get("name") or ""
-        executed = executed or name == EXECUTE
-        number = profile.get("delegate_debug_id_int", -1)
-        identifier = profile.get("delegate_debug_id_str") or (number if number != -1 else "")
-        key = (profile.get("chain_index", 0), profile.get("instruction_id", -1), name, identifier)
-        times[key] += max(0, profile["end_time"] - profile["start_time"])
-    return dict(times) if executed else None
+def _table(data: bytes) -> tuple[dict[Key, Timed], int]:
+    """Times by key in the order of the events, and how many iterations are left out."""
+    events = _Events(data)
+    alike: dict[bytes, list[int]] = defaultdict(list)
+    for run in range(events.runs):
+        alike[events.signature(run)].append(run)
+    keys = {signature: events.keys(runs[0]) for signature, runs in alike.items()}
+    executed = {signature: found for signature, found in keys.items() if any(key[2] == EXECUTE for key in found)}
+    if not executed:
+        raise BadTrace("The trace holds no execution of a method.", size_bytes=len(data))
+    counts: Counter[frozenset[Key]] = Counter()
+    for signature, found in executed.items():
+        counts[frozenset(found)] += len(alike[signature])
+    usual, kept = counts.most_common(1)[0]
+    chosen = {signature: found for signature, found in executed.items() if usual == set(found)}
+    order = np.argsort(np.concatenate([alike[signature] for signature in chosen]), kind="stable")
+    unique = list(dict.fromkeys(next(iter(chosen.values()))))
+    columns = [events.columns(alike[signature], found, unique) for signature, found in chosen.items()]
+    times, starts, firsts = (np.concatenate(part, axis=1)[:, order] for part in zip(*columns, strict=True))
+    (executions,) = (at for at, key in enumerate(unique) if key[2] == EXECUTE)
+    starts = starts - starts[executions]
+    table = {key: Timed(times[at], Spans(starts[at], firsts[at])) for at, key in enumerate(unique)}
+    return table, counts.total() - kept
 
 
-def _calls(table: Mapping[Key, Times]) -> tuple[Call, ...]:
-    grouped: dict[tuple[int, int], dict[tuple[str, str | int], Times]] = defaultdict(dict)
-    for (chain, instruction, name, identifier), times in table.items():
+class _Events:
+    """The profile events of all runs, a field a column."""
+
+    def __init__(self, data: bytes) -> None:
+        root = Table.root(data, 4)
+        columns = Columns(data)
+        places = np.array(root.places(_RUNS), dtype=np.int64)
+        starts, lengths = columns.vectors(columns.targets(places), _EVENTS, 4)
+        if int(lengths.sum()) * _SMALLEST_EVENT > len(data):
+            raise ValueError("it says more events than its bytes can hold")
+        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        tables = columns.targets(np.repeat(starts, lengths) + 4 * within)
+        tables = columns.targets(columns.fields(tables, _PROFILE_EVENT))
+        here = tables > 0
+        tables, of_run = tables[here], np.repeat(np.arange(lengths.size), lengths)[here]
+        self.runs = int(lengths.size)
+        self._bounds = np.searchsorted(of_run, np.arange(self.runs + 1))
+        self._begun = columns.scalars(tables, _START, "<u8", 0)
+        self._took = columns.scalars(tables, _END, "<u8", 0)
+        # A clock that went back says nothing.
+        self._took = np.where(self._took > self._begun, self._took - self._begun, np.uint64(0))
+        if self._took.size and max(self._took.max(), np.ptp(self._begun)) > _LONGEST_NS:
+            raise ValueError("its times span months")
+        self._begun = (self._begun - self._begun.min()) if self._begun.size else self._begun
+        self._texts: dict[bytes, int] = {}
+        self._fields: NDArray[np.int64] = np.stack(
+            [
+                columns.scalars(tables, _CHAIN, "<i4", 0).astype(np.int64),
+                columns.scalars(tables, _INSTRUCTION, "<i4", -1),
+                self._interned(data, *columns.vectors(tables, _NAME, 1)),
+                self._interned(data, *columns.vectors(tables, _TEXT, 1)),
+                columns.scalars(tables, _NUMBER, "<i4", -1),
+            ],
+            axis=1,
+        )
+
+    def signature(self, run: int) -> bytes:
+        """Equal for runs with the same events in the same order."""
+        return self._fields[self._bounds[run] : self._bounds[run + 1]].tobytes()
+
+    def keys(self, run: int) -> list[Key]:
+        """Of each of the run's events."""
+        texts = [text.decode(errors="replace") for text in self._texts]
+        fields = self._fields[self._bounds[run] : self._bounds[run + 1]].tolist()
+        return [(at, to, texts[name], texts[told] or (number if number != -1 else "")) for at, to, name, told, number in fields]
+
+    def columns(self, runs: Sequence[int], keys: Sequence[Key], unique: Sequence[Key]) -> tuple[Times, Times, Times]:
+        """How long each key ran in each of the runs, when it began and how long it ran for the first time, each
+        [unique keys, runs]. The runs all have `keys`."""
+        place = {key: at for at, key in enumerate(unique)}
+        rows = np.array([place[key] for key in keys], dtype=np.int64)
+        events = self._bounds[np.asarray(runs)] + np.arange(len(keys))[:, None]
+        took = self._took[events].astype(np.float64)
+        times = np.zeros((len(unique), len(runs)))
+        np.add.at(times, rows, took)
+        _, first = np.unique(rows, return_index=True)
+        return times, self._begun[events[first]].astype(np.float64), took[first]
+
+    def _interned(self, data: bytes, starts: Positions, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A number for each string, the same for equal ones."""
+        if int(lengths.sum()) > len(data):
+            raise ValueError("its names are longer than its bytes")
+        texts = self._texts
+        pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
+        return np.fromiter((texts.setdefault(data[at : at + length], len(texts)) for at, length in pairs), np.int64, starts.size)
+
+
+def _calls(table: Mapping[Key, Timed]) -> tuple[Call, ...]:
+    grouped: dict[tuple[int, int], dict[tuple[str, str | int], Timed]] = defaultdict(dict)
+    for (chain, instruction, name, identifier), timed in table.items():
         if name != EXECUTE and instruction >= 0:
-            grouped[chain, instruction][name, identifier] = times
+            grouped[chain, instruction][name, identifier] = timed
     return tuple(call for place, events in grouped.items() if (call := _call(place, events)) is not None)
 
 
-def _call(place: tuple[int, int], events: Mapping[tuple[str, str | int], Times]) -> Call | None:
-    kernels = tuple(Kernel(identifier, times) for (_, identifier), times in events.items() if identifier != "")
-    native = {name: times for (name, identifier), times in events.items() if identifier == "" and name.startswith(NATIVE)}
+def _call(place: tuple[int, int], events: Mapping[tuple[str, str | int], Timed]) -> Call | None:
+    kernels = tuple(
+        Kernel(identifier, timed.times_ns, timed.spans) for (_, identifier), timed in events.items() if identifier != ""
+    )
+    native = {name: timed for (name, identifier), timed in events.items() if identifier == "" and name.startswith(NATIVE)}
     name = next(iter(native)).removeprefix(NATIVE) if native else None
     delegate = events.get((DELEGATE_CALL, ""))
     if delegate is not None:
-        return Call(*place, None, True, delegate, kernels)
+        return Call(*place, None, True, delegate.times_ns, kernels, delegate.spans)
     around = events.get((OPERATOR_CALL, ""))
     if len(native) == 1:
-        return Call(*place, name, False, next(iter(native.values())), ())
+        (own,) = native.values()
+        return Call(*place, name, False, own.times_ns, (), own.spans)
     if around is not None:
         # Kernels of the interpreter itself (views) say no name; one that calls another kernel says two that overlap.
-        return Call(*place, name, False, around, ())
+        return Call(*place, name, False, around.times_ns, (), around.spans)
     return None

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from etfarm.server.reports.sources import Source, common_module, module_of, source_of
+from etfarm.server.reports.flatbuffer import Table
 from etfarm.wire.errors import FarmError
+from etfarm.wire.sources import Source, common_module, module_of, source_of
 
 _EDGE: Final = "edge_dialect_exported_program"
 _TARGETS: Final = ("executorch.exir.dialects.edge.ops.", "torch.ops.")
@@ -23,7 +25,14 @@ _QUANTIZATION: Final = "quantized_decomposed."
 _NOTHING: Final[frozenset[tuple[int, str]]] = frozenset()
 _MAX_ENTRY_BYTES: Final = 256 << 20
 _ABSORBED: Final = frozenset({"_native_batch_norm_legit_no_training", "relu", "relu6", "hardtanh", "clamp"})
+
+_PROGRAM_IDENTIFIER: Final = b"ET"
 _EXTENDED_HEADER: Final = b"eh00"
+_PLANS, _DELEGATE_DATA, _SEGMENTS = 1, 3, 4  # fields of Program
+_PLAN_NAME, _PLAN_CHAINS, _PLAN_OPERATORS, _PLAN_DELEGATES = 0, 5, 6, 7  # of ExecutionPlan
+_CHAIN_INSTRUCTIONS: Final = 2  # of Chain
+_KERNEL_CALL, _DELEGATE_CALL = 1, 2  # members of InstructionArguments
+_INLINE: Final = 0
 
 
 class BadRecord(FarmError):
@@ -60,6 +69,8 @@ class Origin:
     """The deepest module that holds all of its nodes."""
     source: Source | None = None
     """Where all of its nodes that have a line have the same one."""
+    sources: tuple[Source, ...] = ()
+    """The lines of all its nodes, that of `source` first; empty where there is one or none."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,8 @@ class Record:
     """By debug handle; what one operator was decomposed into shares a handle."""
     followers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """By debug handle: those of the batch norm and the clamping activation that alone take its output, which backends fuse."""
+    delegates: Mapping[int, str] = field(default_factory=dict)
+    """Backends by the instructions of their delegates."""
 
     def origin(self, handles: Sequence[int], *, kernel: str | None = None, without: Set[tuple[int, str]] = _NOTHING) -> Origin:
         """What the nodes of `handles` have in common.
@@ -91,12 +104,13 @@ class Record:
             nodes = [node for node in nodes if base_name(node.op_type) == base_name(kernel)] or nodes
         # Quantization has no place in the user's model but the one of its neighbours.
         own = [node for node in nodes if not node.op_type.startswith(_QUANTIZATION)] or nodes
-        places = {node.source for node in own if node.source is not None}
+        places = sources_of(own)
         return Origin(
             unique,
             tuple(dict.fromkeys(node.op_type for node in nodes)),
             common_module(node.module for node in own),
-            places.pop() if len(places) == 1 else None,
+            places[0] if len(places) == 1 else None,
+            places if len(places) > 1 else (),
         )
 
 
@@ -117,6 +131,11 @@ def base_name(name: str) -> str:
     return parts[-2] if len(parts) > 1 else name
 
 
+def sources_of(nodes: Iterable[Node]) -> tuple[Source, ...]:
+    """The nodes' lines in their order, each once."""
+    return tuple(dict.fromkeys(node.source for node in nodes if node.source is not None))
+
+
 def read_record(path: Path, method: str) -> Record:
     """The method's part of an ETRecord.
 
@@ -126,25 +145,39 @@ def read_record(path: Path, method: str) -> Record:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            handles = _of_method(_load(archive, "debug_handle_map"), method)
-            delegates = _of_method(_load(archive, "delegate_map"), method)
-            graph = _load(archive, _graph_entry(archive, method))["graph_module"]["graph"]
+            entries = set(archive.namelist())
+            handles, delegates = (
+                _of_method(_load(archive, entry), method) if entry in entries else {}
+                for entry in ("debug_handle_map", "delegate_map")
+            )
+            graph = _graph(archive, method)
         nodes: dict[int, list[Node]] = {}
         for node in graph["nodes"]:
-            for handle in _numbers(node["metadata"].get("debug_handle")):
-                nodes.setdefault(handle, []).append(_node(node))
+            for handle in handles_of(node["metadata"].get("debug_handle")):
+                nodes.setdefault(handle, []).append(node_of(node))
         return Record(
-            {int(instruction): _numbers(value) for instruction, value in handles.items()},
+            {int(instruction): handles_of(value) for instruction, value in handles.items()},
             {
-                int(i): {key: _numbers(value) for key, value in (d.get("delegate_map") or {}).items()}
+                int(i): {key: handles_of(value) for key, value in (d.get("delegate_map") or {}).items()}
                 for i, d in delegates.items()
             },
             {handle: tuple(found) for handle, found in nodes.items()},
             _followers(graph),
+            {int(instruction): str(delegate.get("name")) for instruction, delegate in delegates.items()},
         )
     except (zipfile.BadZipFile, OSError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         detail = f"{type(error).__name__}: {error}"
         raise BadRecord(f"The ETRecord cannot be read for the method {method!r} ({detail}).", method=method) from error
+
+
+def read_graph(path: Path, method: str) -> Mapping[str, Any]:
+    """The method's edge graph as the ETRecord's JSON has it; see torch._export.serde.schema.Graph.
+
+    Raises:
+        zipfile.BadZipFile, OSError, KeyError, ValueError, RecursionError: it cannot be read, or holds no such method.
+    """
+    with zipfile.ZipFile(path) as archive:
+        return _graph(archive, method)
 
 
 def read_program(path: Path, method: str) -> dict[tuple[int, int], Instruction]:
@@ -152,73 +185,53 @@ def read_program(path: Path, method: str) -> dict[tuple[int, int], Instruction]:
 
     Raises:
         BadProgram: it cannot be read, or has no such method.
-    Source: executorch/schema/program.fbs, by ExecuTorch's generated reader.
+    Source: executorch/schema/program.fbs.
     """
-    from executorch.exir._serialize import _flatbuffer_program
-    from executorch.exir._serialize.generated.executorch_flatbuffer.Program import Program
-
-    # The generated modules name classes by their modules until ExecuTorch has put that right; it does so once.
-    _flatbuffer_program._patch_generated_flatbuffer_aliases()
     try:
         file = memoryview(path.read_bytes())
-        program = Program.GetRootAs(file, 0)
-        plans = [program.ExecutionPlan(index) for index in range(program.ExecutionPlanLength())]
-        plan = next((plan for plan in plans if _text(plan.Name()) == method), None)
+        if bytes(file[4:6]) != _PROGRAM_IDENTIFIER:
+            raise ValueError("it is no ExecuTorch program")
+        program = Table.root(file)
+        plan = next((plan for plan in program.tables(_PLANS) if plan.text(_PLAN_NAME) == method), None)
         if plan is None:
             raise BadProgram(f"The program has no method {method!r}.", method=method)
         return dict(_instructions(plan, program, file))
-    except BadProgram:
-        raise
-    except Exception as error:  # the generated reader checks no bounds: struct.error, IndexError, TypeError, ...
+    except (struct.error, IndexError, ValueError, OSError) as error:
         raise BadProgram(f"The program cannot be read ({type(error).__name__}: {error}).", method=method) from error
 
 
-def _instructions(plan: Any, program: Any, file: memoryview) -> Iterator[tuple[tuple[int, int], Instruction]]:
-    from executorch.exir._serialize.generated.executorch_flatbuffer.DelegateCall import DelegateCall
-    from executorch.exir._serialize.generated.executorch_flatbuffer.InstructionArguments import InstructionArguments
-    from executorch.exir._serialize.generated.executorch_flatbuffer.KernelCall import KernelCall
-
-    for chain_index in range(plan.ChainsLength()):
-        chain = plan.Chains(chain_index)
-        for index in range(chain.InstructionsLength()):
-            instruction = chain.Instructions(index)
-            kind, table = instruction.InstrArgsType(), instruction.InstrArgs()
-            if kind == InstructionArguments.KernelCall:
-                kernel = KernelCall()
-                kernel.Init(table.Bytes, table.Pos)
-                operator = plan.Operators(kernel.OpIndex())
-                name, overload = _text(operator.Name()).replace("::", "."), _text(operator.Overload())
-                yield (chain_index, index), Instruction(f"{name}.{overload}" if overload else name, delegate=False)
-            elif kind == InstructionArguments.DelegateCall:
-                call = DelegateCall()
-                call.Init(table.Bytes, table.Pos)
-                delegate = plan.Delegates(call.DelegateIndex())
-                yield (
-                    (chain_index, index),
-                    Instruction(_text(delegate.Id()), True, _processed(delegate.Processed(), program, file)),
-                )
+def _instructions(plan: Table, program: Table, file: memoryview) -> Iterator[tuple[tuple[int, int], Instruction]]:
+    operators = [
+        operator.text(0).replace("::", ".") + (f".{more}" if (more := operator.text(1)) else "")
+        for operator in plan.tables(_PLAN_OPERATORS)
+    ]
+    delegates = list(plan.tables(_PLAN_DELEGATES))
+    for chain_index, chain in enumerate(plan.tables(_PLAN_CHAINS)):
+        for index, instruction in enumerate(chain.tables(_CHAIN_INSTRUCTIONS)):
+            kind, call = instruction.number(0, "<B"), instruction.table(1)
+            if kind == _KERNEL_CALL and call is not None:
+                yield (chain_index, index), Instruction(operators[call.number(0)], delegate=False)
+            elif kind == _DELEGATE_CALL and call is not None:
+                delegate = delegates[call.number(0)]
+                data = _processed(delegate.table(1), program, file)
+                yield (chain_index, index), Instruction(delegate.text(0), True, data)
 
 
-def _processed(reference: Any, program: Any, file: memoryview) -> memoryview | None:
+def _processed(reference: Table | None, program: Table, file: memoryview) -> memoryview | None:
     """A delegate's bytes: within the program's own flatbuffer, or in a segment behind it.
 
     Source: executorch/exir/_serialize/_program.py, _ExtendedHeader.
     """
-    from executorch.exir._serialize.generated.executorch_flatbuffer.DataLocation import DataLocation
-
     if reference is None:
         return None
-    if reference.Location() == DataLocation.INLINE:
-        return memoryview(program.BackendDelegateData(reference.Index()).DataAsNumpy())
+    index = reference.number(1)
+    if reference.number(0, "<b") == _INLINE:
+        return list(program.tables(_DELEGATE_DATA))[index].content(0)
     if bytes(file[8:12]) != _EXTENDED_HEADER:
         return None
-    segment = program.Segments(reference.Index())
-    start = int.from_bytes(file[24:32], "little") + segment.Offset()
-    return file[start : start + segment.Size()]
-
-
-def _text(value: bytes | None) -> str:
-    return (value or b"").decode()
+    segment = list(program.tables(_SEGMENTS))[index]
+    start = int.from_bytes(file[24:32], "little") + segment.number(0, "<Q")
+    return file[start : start + segment.number(1, "<Q")]
 
 
 def _load(archive: zipfile.ZipFile, entry: str) -> Any:
@@ -238,11 +251,17 @@ def _graph_entry(archive: zipfile.ZipFile, method: str) -> str:
     return _EDGE  # as older records have it; a KeyError names it where there is none
 
 
+def _graph(archive: zipfile.ZipFile, method: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = _load(archive, _graph_entry(archive, method))["graph_module"]["graph"]
+    return found
+
+
 def _of_method(maps: Mapping[str, Any] | None, method: str) -> Mapping[str, Any]:
     return (maps or {}).get(method) or {}
 
 
-def _node(node: Mapping[str, Any]) -> Node:
+def node_of(node: Mapping[str, Any]) -> Node:
+    """An operator as serialized."""
     target, metadata = str(node["target"]), node["metadata"]
     for prefix in _TARGETS:
         target = target.removeprefix(prefix)
@@ -253,29 +272,29 @@ def _followers(graph: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
     nodes = graph["nodes"]
     takers: dict[str, list[int]] = {}
     for index, node in enumerate(nodes):
-        for name in dict.fromkeys(_tensors(node["inputs"])):
+        for name in dict.fromkeys(tensor_names(node["inputs"])):
             takers.setdefault(name, []).append(index)
-    for name in _tensors(graph["outputs"]):
+    for name in tensor_names(graph["outputs"]):
         takers.setdefault(name, []).append(-1)
     found: dict[int, tuple[int, ...]] = {}
     for node in nodes:
         behind: list[int] = []
         at = node
-        while len(users := takers.get(next(_tensors(at["outputs"]), ""), [])) == 1 and users[0] >= 0:
+        while len(users := takers.get(next(tensor_names(at["outputs"]), ""), [])) == 1 and users[0] >= 0:
             at = nodes[users[0]]
             if base_name(str(at["target"])) not in _ABSORBED:
                 break
-            behind.extend(_numbers(at["metadata"].get("debug_handle")))
+            behind.extend(handles_of(at["metadata"].get("debug_handle")))
         if behind:
-            found.update((handle, tuple(behind)) for handle in _numbers(node["metadata"].get("debug_handle")))
+            found.update((handle, tuple(behind)) for handle in handles_of(node["metadata"].get("debug_handle")))
     return found
 
 
-def _tensors(value: Any) -> Iterator[str]:
+def tensor_names(value: Any) -> Iterator[str]:
     """The names of all tensors in a serialized node's inputs or outputs, in their order."""
     if isinstance(value, list):
         for part in value:
-            yield from _tensors(part)
+            yield from tensor_names(part)
     elif isinstance(value, dict):
         for key, part in value.items():
             if key == "as_tensor":
@@ -283,9 +302,9 @@ def _tensors(value: Any) -> Iterator[str]:
             elif key == "as_tensors":
                 yield from (str(tensor["name"]) for tensor in part)
             elif key == "arg":
-                yield from _tensors(part)
+                yield from tensor_names(part)
 
 
-def _numbers(value: object) -> tuple[int, ...]:
+def handles_of(value: object) -> tuple[int, ...]:
     """Debug handles as records have them: 3, [3, 4], "3" or "(3, 4)"; 0 says that there is none."""
     return tuple(number for number in map(int, re.findall(r"\d+", str(value or ""))) if number)

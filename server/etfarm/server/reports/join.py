@@ -12,7 +12,11 @@ also holds up to a microsecond of each of its kernels: most of a small model's d
 
 Means. `mean_ns` is over the typical iterations too: those in the middle half by the method's time, between its quartiles. The
 first execution after a load, and one that another process interrupted, would otherwise dominate the means of a small model,
-and a share would have nothing to do with the medians beside it. Medians are over all iterations.
+and a share would have nothing to do with the medians beside it. Percentiles are over all iterations.
+
+The timeline. `start_ns` and `duration_ns` are of one iteration, the one with the median time, so that a row lies within its
+parent and behind the row before it; of what runs several times in it (a loop's body), the first time. What has no place there
+has no start, and what took less than the clock tells no duration.
 """
 
 from __future__ import annotations
@@ -24,15 +28,21 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from etfarm.server.reports.etdump import Call, Kernel, Times, Trace
+from etfarm.server.reports import timeline
+from etfarm.server.reports.etdump import Call, Kernel, Spans, Times, Trace
 from etfarm.server.reports.graph import Instruction, Origin, Record, base_name
-from etfarm.v1 import report_pb2
+from etfarm.server.reports.timeline import Place
+from etfarm.v1 import compile_pb2, report_pb2
+from etfarm.wire.sources import Source
 
 RESOLUTION_NS: Final = {"XnnpackBackend": 1000.0}
 """Clock resolution of the events inside a delegate, by backend. Of others it is told from the times themselves."""
 
 UNKNOWN_KERNEL: Final = "kernel"
 """The name of a kernel that neither the trace nor the program names."""
+
+_FEWEST_FOR_PERCENTILES: Final = 10
+"""Below that less than one iteration is expected beyond the 10th or the 90th percentile."""
 
 UNKNOWN_DELEGATE: Final = "delegate"
 """The name of a delegate where the program cannot be read, which says which backend it is."""
@@ -53,6 +63,7 @@ def join(
     program: Mapping[tuple[int, int], Instruction],
     method: str,
     kernels: Mapping[tuple[int, int], Mapping[str, Origin]] | None = None,
+    unaligned: Mapping[tuple[int, int], str] | None = None,
 ) -> Joined:
     """Operator rows of a trace.
 
@@ -62,6 +73,7 @@ def join(
         method: only named in its REST's row.
         kernels: by chain and instruction of a delegate, where its kernels come from, by their identifiers; see `attribution`. Of
             other delegates it is what the backend told the compiler, which the record holds.
+        unaligned: why not, of delegates that are not among them.
     """
     rows = _Rows(trace)
     calls_mean = [rows.mean(call.times_ns) for call in trace.calls]
@@ -84,12 +96,19 @@ def join(
             origins = (kernels or {}).get((call.chain, call.instruction))
             if origins is None:
                 origins = {identifier: record.origin(found) for identifier, found in told.items() if found}
-            rows.add_delegate(call, share, origin, known.name if known and known.delegate else None, origins)
+            backend = known.name if known and known.delegate else None
+            row = rows.add_delegate(call, share, origin, backend, origins)
+            if call.kernels and not any(str(kernel.identifier) in origins for kernel in call.kernels):
+                row.unaligned_reason = (unaligned or {}).get((call.chain, call.instruction)) or _untold(backend, record)
         else:
             origin = record.origin(handles, kernel=name)
-            rows.add(report_pb2.OPERATOR_KIND_OPERATOR, name, call.times_ns, share, origin, call.instruction)
+            place = rows.place(call.spans)
+            rows.add(report_pb2.OPERATOR_KIND_OPERATOR, name, call.times_ns, share, origin, call.instruction, place=place)
     rows.add_rest(f"rest of {method}", trace.method_ns, [call.times_ns for call in trace.calls], rest)
-    profile = report_pb2.Profile(iterations=trace.method_ns.size, p50_ns=float(np.median(trace.method_ns)))
+    profile = report_pb2.Profile(
+        iterations=trace.method_ns.size, p50_ns=float(np.median(trace.method_ns)), times_ns=_whole(trace.method_ns),
+        shown=rows.shown,
+    )  # fmt: skip
     return Joined(profile, tuple(rows.rows))
 
 
@@ -101,10 +120,20 @@ class _Rows:
         low, high = np.percentile(trace.method_ns, (25, 75), method="closest_observation")
         self._typical: NDArray[np.bool_] = (trace.method_ns >= low) & (trace.method_ns <= high)
         self._tick = _smallest([trace.method_ns, *(call.times_ns for call in trace.calls)])
+        # Of an even number the shorter one of the two in the middle.
+        self.shown = int(np.argsort(trace.method_ns, kind="stable")[(trace.method_ns.size - 1) // 2])
+        self._whole: Place = (0.0, float(trace.method_ns[self.shown]))
 
     def mean(self, times: Times) -> float:
         """Over the typical iterations, ns."""
         return float(times[self._typical].mean())
+
+    def place(self, spans: Spans | None) -> Place | None:
+        """Of the shown iteration; None where there it is not within the method."""
+        if spans is None:
+            return None
+        found = float(spans.starts_ns[self.shown]), float(spans.durations_ns[self.shown])
+        return found if timeline.within(found, self._whole) else None
 
     def add(
         self,
@@ -117,21 +146,30 @@ class _Rows:
         *,
         parent: report_pb2.OperatorRow | None = None,
         resolution: float | None = None,
+        place: Place | None = None,
     ) -> report_pb2.OperatorRow:
         """One more row. A time below `resolution` (the trace's smallest one where it is None) is left out, not 0."""
-        p50, mean = float(np.median(times)), self.mean(times)
+        p10, p50, p90 = (float(value) for value in np.percentile(times, (10, 50, 90)))
+        mean, least = self.mean(times), resolution or self._tick
+        many = times.size >= _FEWEST_FOR_PERCENTILES
         row = report_pb2.OperatorRow(
             index=len(self.rows), kind=kind, name=name, op_types=origin.op_types, debug_handles=origin.debug_handles,
             parent=None if parent is None else parent.index, share=share, module=origin.module, instruction_id=instruction,
-            p50_ns=p50 if p50 >= (resolution or self._tick) else None, mean_ns=mean if mean > 0 else None,
-            resolution_ns=resolution if resolution or p50 > 0 else self._tick,
+            p50_ns=p50 if p50 >= least else None, mean_ns=mean if mean > 0 else None,
+            p10_ns=p10 if many and p10 >= least else None, p90_ns=p90 if many and p90 >= least else None,
+            resolution_ns=resolution if resolution or p50 > 0 else self._tick, times_ns=_whole(times),
         )  # fmt: skip
+        if place is not None:
+            row.start_ns = place[0]
+            if place[1] > 0:
+                row.duration_ns = place[1]
         if parent is not None:
             row.delegated = True
             if parent.HasField("backend"):
                 row.backend = parent.backend
         if origin.source is not None:
-            row.source.CopyFrom(report_pb2.SourceLine(file=origin.source.file, line=origin.source.line, code=origin.source.code))
+            row.source.CopyFrom(_line(origin.source))
+        row.sources.extend(map(_line, origin.sources))
         self.rows.append(row)
         return row
 
@@ -142,27 +180,31 @@ class _Rows:
         origin: Origin,
         backend: str | None,
         origins: Mapping[str, Origin],
-    ) -> None:
+    ) -> report_pb2.OperatorRow:
         """A delegate's call, its kernels and what they leave over; the call alone where the backend tells no kernels."""
-        name = backend or UNKNOWN_DELEGATE
-        row = self.add(report_pb2.OPERATOR_KIND_DELEGATE, name, call.times_ns, share, origin, call.instruction)
+        name, whole = backend or UNKNOWN_DELEGATE, self.place(call.spans)
+        row = self.add(report_pb2.OPERATOR_KIND_DELEGATE, name, call.times_ns, share, origin, call.instruction, place=whole)
         row.delegated = True
         if backend is not None:
             row.backend = backend
         if not call.kernels:
-            return
+            return row
         resolution = _resolution(backend, call.kernels)
         shares, rest = _split([self.mean(kernel.times_ns) for kernel in call.kernels], self.mean(call.times_ns), share)
-        for kernel, part in zip(call.kernels, shares, strict=True):
+        spans = [kernel.spans for kernel in call.kernels]
+        places, reconstructed = timeline.lay([self.place(one) for one in spans], whole, told=resolution is None)
+        for kernel, part, place in zip(call.kernels, shares, places, strict=True):
             known = origins.get(str(kernel.identifier))
             text = kernel.identifier if isinstance(kernel.identifier, str) else f"{name} #{kernel.identifier}"
             child = self.add(
                 report_pb2.OPERATOR_KIND_KERNEL, text, kernel.times_ns, part, known or Origin(), call.instruction,
-                parent=row, resolution=resolution,
+                parent=row, resolution=resolution, place=place,
             )  # fmt: skip
             child.aligned = known is not None
+            child.reconstructed = reconstructed
         times = [kernel.times_ns for kernel in call.kernels]
         self.add_rest(f"rest of {name}", call.times_ns, times, rest, parent=row, resolution=resolution)
+        return row
 
     def add_rest(
         self,
@@ -182,6 +224,23 @@ class _Rows:
 def _kernel_name(call: Call, program: Mapping[tuple[int, int], Instruction]) -> str:
     known = program.get((call.chain, call.instruction))
     return known.name if known and not known.delegate else call.event or UNKNOWN_KERNEL
+
+
+def _untold(backend: str | None, record: Record) -> str:
+    if backend is None:
+        return "The program that ran cannot be read, which tells the delegate's backend and graph."
+    if not record.nodes:
+        return "No ETRecord tells where its operators come from."
+    return f"{backend} told the compiler no operators of its kernels."
+
+
+def _whole(times: Times) -> list[int]:
+    found: list[int] = np.rint(times).astype(np.int64).tolist()
+    return found
+
+
+def _line(source: Source) -> compile_pb2.SourceLine:
+    return compile_pb2.SourceLine(file=source.file, line=source.line, code=source.code)
 
 
 def _split(parts: Sequence[float], whole: float, share: float | None) -> tuple[list[float | None], float | None]:

@@ -21,7 +21,7 @@ Source: XNNPACK's src/subgraph.c (xnn_subgraph_optimize), for what is fused; wha
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Final
@@ -161,6 +161,24 @@ def align(graph: XGraph, events: Sequence[str]) -> list[Match]:
         if into is not None and into != index:
             absorbed[into].append(part)
     return [Match(parts[index], tuple(absorbed[index])) for index in reversed(runs)]
+
+
+def difference(graph: XGraph, events: Sequence[str]) -> tuple[int, int]:
+    """How many kernels only one of both has, and how many both have together, whatever their order.
+
+    A rule that is missing here makes it a few; a profile of another graph, most.
+    """
+    roles = _roles(_split(graph)[1])
+    left = Counter(family(event) for event in events)
+    missing = 0
+    for role in sorted(roles, key=lambda role: (len(role.names), role.optional)):  # those with a choice come last
+        found = next((name for name in role.names if left[name]), None)
+        if found is not None:
+            left[found] -= 1
+        elif not role.optional:
+            missing += 1
+    strange = left.total()
+    return strange + missing, len(events) + missing
 
 
 def _split(graph: XGraph) -> tuple[list[Part], XGraph]:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etfarm.wire.errors import UserError
 from etfarm.wire.tensors import Scalar, Tensor, Value
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import Node
+
+Observe = Callable[["Node", Any, tuple[Any, ...], dict[str, Any]], None]
+"""Gets a node, its value (tensors, tuples of them, numbers), and the positional and keyword arguments that gave it. Tensors are
+lent: a later node may write to them."""
 
 
 class ReferenceNotRunnable(UserError):
@@ -15,11 +24,29 @@ class ReferenceNotRunnable(UserError):
     reason = "REFERENCE_NOT_RUNNABLE"
 
 
+def load(model: Path) -> ExportedProgram:
+    """The program of a .pt2. Loading it executes code: only in a jailed child, and only the layout that is screened when a
+    model is compiled; what torch wrote before that one is refused.
+
+    Raises:
+        ReferenceNotRunnable: torch cannot read it.
+    """
+    import torchao  # noqa: F401 - the same
+    from torch.export.pt2_archive._package import load_pt2
+
+    try:
+        with model.open("rb") as file:  # by its path it would have to end in .pt2, and stored artifacts do not
+            # Not torch.export.load: on a failure that one falls back to the older, unscreened layout.
+            return load_pt2(file).exported_programs["model"]
+    except Exception as error:  # whatever torch stumbles over in an archive: RuntimeError, KeyError, AttributeError, ...
+        raise ReferenceNotRunnable(f"torch cannot load the model: {_first_line(error)}.", detail=_first_line(error)) from error
+
+
 def run(model: Path, inputs: list[Value]) -> list[Value]:
     """The outputs of an exported program, flattened, named `0`, `1`, ...; tensors contiguous.
 
     Args:
-        model: a .pt2. Loading it executes code: only in a jailed child, and only when it was screened.
+        model: a .pt2, as `load` takes it.
         inputs: the flattened leaves of (args, kwargs).
 
     Raises:
@@ -28,22 +55,75 @@ def run(model: Path, inputs: list[Value]) -> list[Value]:
     import torch
     from torch.utils import _pytree as pytree
 
-    with model.open("rb") as file:  # by its path it would have to end in .pt2, and stored artifacts do not
-        program = torch.export.load(file)
+    program = load(model)
+    _check_count(program, inputs)
+    args, kwargs = pytree.tree_unflatten([to_torch(value) for value in inputs], program.call_spec.in_spec)
+    try:
+        with torch.no_grad():
+            result = program.module()(*args, **kwargs)
+    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+        raise _refused(error) from error
+    return [from_torch(str(index), leaf) for index, leaf in enumerate(pytree.tree_leaves(result))]
+
+
+def run_nodes(program: ExportedProgram, inputs: Sequence[Value], observe: Observe) -> None:
+    """Runs a program node by node; buffers that it changes begin as exported and are as before afterwards.
+
+    Args:
+        inputs: the flattened leaves of (args, kwargs).
+        observe: is called for each node that computes something, right after it.
+
+    Raises:
+        ReferenceNotRunnable: the inputs are not the program's, or torch refuses them.
+    """
+    import torch
+
+    class Observed(torch.fx.Interpreter):  # type: ignore[misc]
+        def run_node(self, n: Node) -> Any:
+            try:
+                result = super().run_node(n)
+            except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+                raise _refused(error) from error
+            if n.op in ("call_function", "placeholder"):
+                observe(n, result, *self.fetch_args_kwargs_from_env(n))
+            return result
+
+    _check_count(program, inputs)
+    arguments = list(_placeholders(program, [to_torch(value) for value in inputs]))
+    with torch.no_grad():
+        Observed(program.graph_module).run(*arguments, enable_io_processing=False)
+
+
+def _check_count(program: ExportedProgram, inputs: Sequence[Value]) -> None:
     spec = program.call_spec.in_spec
     if spec is None or spec.num_leaves != len(inputs):
         wanted = 0 if spec is None else spec.num_leaves
         raise ReferenceNotRunnable(
             f"The model takes {wanted} inputs and was run with {len(inputs)}.", inputs=len(inputs), expected=wanted
         )
-    args, kwargs = pytree.tree_unflatten([to_torch(value) for value in inputs], spec)
-    try:
-        with torch.no_grad():
-            result = program.module()(*args, **kwargs)
-    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ReferenceNotRunnable(f"torch cannot run the model on these inputs: {first}.", detail=first) from error
-    return [from_torch(str(index), leaf) for index, leaf in enumerate(pytree.tree_leaves(result))]
+
+
+def _refused(error: Exception) -> ReferenceNotRunnable:
+    first = _first_line(error)
+    return ReferenceNotRunnable(f"torch cannot run the model on these inputs: {first}.", detail=first)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _placeholders(program: ExportedProgram, leaves: Sequence[Any]) -> Iterator[Any]:
+    """What the graph's placeholders stand for, in their order."""
+    given = iter(leaves)
+    for spec in program.graph_signature.input_specs:
+        if spec.kind.name == "USER_INPUT":
+            yield next(given)
+        elif spec.kind.name == "TOKEN":
+            yield None
+        else:
+            name = spec.target or ""
+            held = program.state_dict[name] if name in program.state_dict else program.constants[name]
+            yield held.clone() if spec.kind.name == "BUFFER" else held
 
 
 def to_torch(value: Value) -> Any:

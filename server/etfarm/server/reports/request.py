@@ -5,6 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from etfarm.server.reports.paired import Block
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """The pass that recorded what every operator gave: one iteration of the numerics program on `AnalyzeRequest.inputs`."""
+
+    pte: Path
+    """The program that ran: one XNNPACK delegate for each operator, or the timed program itself."""
+    etrecord: Path
+    """ETRecord of exactly the compilation that made `pte`."""
+    etdump: Path
+    """Its events, which say where in `debug` each value lies."""
+    debug: Path
+    """The recorded values, one behind the other."""
+    outputs: Path | None
+    """Tensor file: the method's outputs in this pass."""
+    quantized: Path | None
+    """The method's exported program (.pt2) as that compilation lowered it, where a stage quantized. See `reference.load`."""
+    is_timed_program: bool
+    """Whether `pte` is the program whose times the report has."""
+
 
 @dataclass(frozen=True)
 class AnalyzeRequest:
@@ -17,7 +39,7 @@ class AnalyzeRequest:
     etrecord: Path | None
     """ETRecord of exactly the compilation that made `pte`; leads to the user's source lines."""
     model: Path | None
-    """The method's exported program (.pt2) before quantization. Screened by the caller: loading one executes code."""
+    """The method's exported program (.pt2) before quantization. Loading one executes code: see `reference.load`."""
     inputs: Path | None
     """Tensor file: the flattened leaves of (args, kwargs) that gave `outputs`."""
     outputs: Path | None
@@ -30,3 +52,14 @@ class AnalyzeRequest:
     """One for each output, in order; may be shorter, the file's own names answer then."""
     traced_ns: tuple[int, ...]
     """How long each traced iteration took by the runner's own clock."""
+    blocks: tuple[Block, ...] = ()
+    """What `samples` are made of, where programs took turns."""
+    base_samples: Path | None = None
+    """Those of the program to compare with, and their blocks; None where there is none."""
+    base_blocks: tuple[Block, ...] = ()
+    quantized: Path | None = None
+    """The method exported (.pt2) as `pte`'s compilation lowered it, where a stage quantized. See `reference.load`."""
+    limit_s: float = 600.0
+    """How long the analysis may take; a child that takes longer is ended, and what it found is gone."""
+    numerics: Numerics | None = None
+    """Set where --numerics was asked for and the pass gave its files."""

@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+from collections.abc import Collection, Sequence
+from typing import Final
 
+from etfarm.server.reports.thresholds import Thresholds
 from etfarm.v1 import agent_pb2, report_pb2
 
+__all__ = ["Thresholds", "judge"]
 
-@dataclass(frozen=True)
-class Thresholds:
-    """What makes a measurement INVALID."""
-
-    min_samples: int = 100
-    """Fewer tell no p99, and the median's 95 % interval covers a fifth of all samples."""
-
-    min_cpu_share: float = 0.9
-    """CPU time of the runner over the wall time of the timed pass, of one thread. A runner does nothing but compute, so one that
-    got less was waiting: for a cpu that another process had, for memory that was paged out, or for a throttled guest. The
-    threads of a small model mostly wait for each other, which is the model's own doing and no interference; so several
-    threads have to reach this share together and not each."""
-
-    max_involuntary_per_s: float = 200.0
-    """Involuntary context switches a second and thread. Sharing a cpu with one busy process costs a switch each time slice,
-    every 3 to 4 ms, thus 250 and more. The system's own housekeeping reached 160 on an otherwise idle virtual machine whose
-    two cpus were both measured on; those are short, and what they take min_cpu_share bounds."""
-
-    min_psi_of_switches: float = 0.1
-    """Part of the timed pass in which some task waited for a cpu, below which switches are not held against a run of several
-    threads: they wake each other on one cpu hundreds of times a second in small models (500 were seen on an idle machine, at
-    6 %), which is the program's own doing. Where the device does not tell, the switches count."""
-
-    max_psi_some: float = 0.25
-    """Part of the timed pass in which some task of the device waited for a cpu (/proc/pressure/cpu). It counts other
-    processes waiting for ours as well, so a little is normal; above a quarter neighbours run most of the time, and they
-    slow caches, memory and clocks even where they leave our cpus alone."""
+MIN_POINTS: Final = 4
+"""Of the series, to say that a clock moved."""
+MIN_SPAN_MS: Final = 200.0
+"""Between two readings of /proc/stat, whose step of 10 ms a cpu makes shares of less meaningless."""
 
 
 def judge(
@@ -44,6 +25,7 @@ def judge(
     thresholds: Thresholds,
     asked_samples: int = 0,
     cores: int = 0,
+    clusters: Sequence[Collection[int]] = (),
 ) -> report_pb2.Verdict:
     """NOT_BENCHMARKABLE on an emulated device, INVALID where a check fails, VALID otherwise. Equal arguments, equal verdicts.
 
@@ -55,6 +37,7 @@ def judge(
         latency: with its samples.
         asked_samples: the samples that the job asked for; 0 when it left that to the farm.
         cores: logical cpus that programs may use on the device; 0 when that is not known.
+        clusters: logical cpus of each kind, fastest first, as the series has their clocks.
     """
     checks = [_outputs(result)]
     if not emulated:
@@ -64,6 +47,13 @@ def judge(
             _cpu_share(result, thresholds.min_cpu_share),
             _switches(result, thresholds),
             _pressure(result, thresholds.max_psi_some),
+            _background(result, cores, thresholds),
+            _stolen(result, cores, thresholds.max_stolen_share),
+            _throttled(result),
+            _frequency(result, clusters, thresholds.max_frequency_spread),
+            # Last, as what comes before is often why.
+            _drift(result, latency, thresholds),
+            _interval(latency, thresholds.max_interval),
         ]
     reasons = [reason for reason in checks if reason is not None]
     if emulated:
@@ -72,6 +62,41 @@ def judge(
         return report_pb2.Verdict(status=report_pb2.VERDICT_STATUS_NOT_BENCHMARKABLE, reasons=reasons)
     status = report_pb2.VERDICT_STATUS_INVALID if reasons else report_pb2.VERDICT_STATUS_VALID
     return report_pb2.Verdict(status=status, reasons=reasons)
+
+
+def _interval(latency: report_pb2.Latency, most: float) -> report_pb2.VerdictReason | None:
+    if len(latency.p50_ci95_ns) != 2 or not latency.p50_ns:
+        return None
+    low, high = latency.p50_ci95_ns
+    width = (high - low) / latency.p50_ns
+    if width <= most:
+        return None
+    worth = ""
+    if latency.HasField("effective_samples"):
+        worth = f": its {len(latency.samples_ns)} samples are worth {latency.effective_samples:.0f} independent ones"
+    message = f"The median's interval spans {width:.0%} of it{worth}; at most {most:.0%} is allowed."
+    return _reason("TOO_FEW_SAMPLES", message, width, most)
+
+
+def _drift(
+    result: agent_pb2.CandidateResult, latency: report_pb2.Latency, thresholds: Thresholds
+) -> report_pb2.VerdictReason | None:
+    if not latency.HasField("drift"):
+        return None
+    drift = latency.drift
+    unsteady = result.HasField("steady") and not result.steady
+    most = min(thresholds.max_drift, thresholds.max_drift_unsteady) if unsteady else thresholds.max_drift
+    if abs(drift) <= most:
+        return None
+    told = f"The last third of the run was {abs(drift):.0%} {'slower' if drift > 0 else 'faster'} than the first"
+    if result.stop_reason == "DRIFTING":
+        told += f", though it was made longer, to {result.duration_ns / 1e9:.1f} s, for the times to settle"
+    if unsteady:
+        message = (
+            f"The warm-up ended before the times were steady, and {told[0].lower()}{told[1:]}; at most {most:.0%} is allowed."
+        )
+        return _reason("NOT_STEADY", message, drift, most)
+    return _reason("DRIFT", f"{told}; at most {most:.0%} is allowed.{_warm_start(result)}", drift, most)
 
 
 def _crowd(result: agent_pb2.CandidateResult, cores: int) -> report_pb2.VerdictReason | None:
@@ -127,11 +152,139 @@ def _pressure(result: agent_pb2.CandidateResult, most: float) -> report_pb2.Verd
     return _reason("CPU_PRESSURE", message, share, most)
 
 
-def _outputs(result: agent_pb2.CandidateResult) -> report_pb2.VerdictReason | None:
-    if not result.HasField("outputs_equal") or result.outputs_equal:
+def _background(result: agent_pb2.CandidateResult, cores: int, thresholds: Thresholds) -> report_pb2.VerdictReason | None:
+    telemetry, wall, span_ms = result.telemetry, _wall_s(result), _span_ms(result)
+    failed = next((wait for wait in telemetry.waits if wait.gate == "IDLE" and not wait.passed), None)
+    waited = ""
+    if failed is not None:
+        waited = (
+            f"it was not idle after {failed.waited_ms / 1e3:.0f} s of waiting either, with {failed.measured:.1f} tasks per cpu"
+        )
+    before, after = telemetry.before, telemetry.after
+    countable = before.HasField("cpu_busy_ns") and after.HasField("cpu_busy_ns") and telemetry.HasField("cpu_time_ns")
+    if wall is None or span_ms < MIN_SPAN_MS or not countable:
+        if failed is None:
+            return None
+        message = f"The device was busy with something else: {waited}."
+        return _reason("BACKGROUND_LOAD", message, failed.measured, failed.threshold)
+    most = max(thresholds.max_background_cpus, thresholds.max_background_share * cores)
+    # Programs that took turns did all of it together, whichever of them this result is of.
+    own = telemetry.runners_cpu_ns / 1e6 / span_ms if telemetry.HasField("runners_cpu_ns") else telemetry.cpu_time_ns / 1e9 / wall
+    others = (after.cpu_busy_ns - before.cpu_busy_ns) / 1e6 / span_ms - own
+    if others <= most:
         return None
-    message = "The timed and the traced pass gave different outputs for the same inputs."
-    return report_pb2.VerdictReason(code="OUTPUTS_DIFFER", message=message)
+    message = f"Other programs kept {others:.1f} cpus busy during the timed pass; at most {most:.1f} is allowed"
+    return _reason("BACKGROUND_LOAD", f"{message}{', and ' if waited else ''}{waited}.", others, most)
+
+
+def _stolen(result: agent_pb2.CandidateResult, cores: int, most: float) -> report_pb2.VerdictReason | None:
+    before, after, span_ms = result.telemetry.before, result.telemetry.after, _span_ms(result)
+    if span_ms < MIN_SPAN_MS or not (before.HasField("cpu_stolen_ns") and after.HasField("cpu_stolen_ns")):
+        return None
+    share = (after.cpu_stolen_ns - before.cpu_stolen_ns) / 1e6 / span_ms / max(1, cores)
+    if share <= most:
+        return None
+    message = f"The device's hypervisor gave {share:.0%} of its cpu time to other guests; at most {most:.0%} is allowed."
+    return _reason("CPU_STOLEN", message, share, most)
+
+
+def _throttled(result: agent_pb2.CandidateResult) -> report_pb2.VerdictReason | None:
+    before, after = result.telemetry.before, result.telemetry.after
+    if before.HasField("throttle_count") and after.throttle_count > before.throttle_count:
+        times = after.throttle_count - before.throttle_count
+        message = f"The cpus were throttled {times} times during the timed pass."
+        return _reason("THERMAL_THROTTLED", f"{message}{_warm_start(result)}", times, 0)
+    for device in (*after.cooling, *before.cooling):
+        if device.state > 0:
+            message = f"The device was slowed down against heat: {device.name} is at step {device.state}."
+            return _reason("THERMAL_THROTTLED", f"{message}{_warm_start(result)}", device.state, 0)
+    allowed = {cpu.cpu: cpu.limit_hz for cpu in before.cpus if cpu.HasField("limit_hz")}
+    for cpu in after.cpus:
+        if cpu.HasField("limit_hz") and cpu.limit_hz < allowed.get(cpu.cpu, 0):
+            limits = f"{allowed[cpu.cpu] / 1e9:.2f} to {cpu.limit_hz / 1e9:.2f} GHz"
+            message = f"The clock of cpu {cpu.cpu} was limited meanwhile, from {limits}."
+            return _reason("THERMAL_THROTTLED", f"{message}{_warm_start(result)}", cpu.limit_hz, allowed[cpu.cpu])
+    return None
+
+
+def _frequency(
+    result: agent_pb2.CandidateResult, clusters: Sequence[Collection[int]], most: float
+) -> report_pb2.VerdictReason | None:
+    """Of the fastest cluster that the runner might use: where it might use several, what is idle follows other things."""
+    cpus = _cpus_of(result.telemetry.affinity)
+    used = next((index for index, members in enumerate(clusters) if not cpus or not cpus.isdisjoint(members)), 0)
+    clocks = [point.frequency_hz[used] for point in result.telemetry.series if len(point.frequency_hz) > used]
+    if len(clocks) < MIN_POINTS:
+        return None
+    low, *_, high = statistics.quantiles(clocks, n=10, method="inclusive")
+    spread = 1 - low / high if high > 0 else 0.0
+    if spread <= most:
+        return None
+    message = f"The clock moved between {low / 1e9:.2f} and {high / 1e9:.2f} GHz, by {spread:.0%}; at most {most:.0%} is allowed."
+    held_back = next(
+        (setting for setting in result.telemetry.settings if setting.name == "governor" and not setting.applied), None
+    )
+    if held_back is not None:
+        message += f" Its governor is {held_back.found}, and {held_back.why}."
+    return _reason("FREQUENCY_MOVED", f"{message}{_warm_start(result)}", spread, most)
+
+
+def _outputs(result: agent_pb2.CandidateResult) -> report_pb2.VerdictReason | None:
+    found = result.repeatability
+    if found.outcome in {"EQUAL", "KEEPS_STATE"} or (
+        not found.outcome and (not result.HasField("outputs_equal") or result.outputs_equal)
+    ):
+        return None
+    message = "Passes over the same inputs gave different outputs"
+    if not found.differences:
+        return report_pb2.VerdictReason(code="OUTPUTS_DIFFER", message=f"{message}.")
+    worst = max(found.differences, key=lambda each: each.max_abs_difference)
+    message += f": {_where(worst)}"
+    if others := len(found.differences) - 1:
+        message += f", and {others} more output{'s' if others > 1 else ''}"
+    if found.outcome == "NONDETERMINISTIC":
+        message += ". The program is nondeterministic: the same executions after loading it again gave something else."
+    else:
+        message += ". It may keep state or be nondeterministic; repeating its executions took too long to tell."
+    reason = report_pb2.VerdictReason(code="OUTPUTS_DIFFER", message=message)
+    if worst.HasField("max_abs_difference"):
+        reason.measured, reason.threshold = worst.max_abs_difference, 0.0
+    return reason
+
+
+def _where(difference: report_pb2.OutputDifference) -> str:
+    told = f"output {difference.output!r}"
+    if difference.HasField("elements"):
+        told += f" in {difference.differing} of {difference.elements} element{'s' if difference.elements > 1 else ''}"
+    if difference.HasField("max_abs_difference"):
+        told += f", by up to {difference.max_abs_difference:.3g}"
+        if difference.at:
+            told += f" at {list(difference.at)}"
+    return told
+
+
+def _warm_start(result: agent_pb2.CandidateResult) -> str:
+    """A sentence where the run began on a device that did not become cool; empty otherwise."""
+    failed = next((wait for wait in result.telemetry.waits if wait.gate == "COOL" and not wait.passed), None)
+    if failed is None:
+        return ""
+    after = f"after {failed.waited_ms / 1e3:.0f} s of waiting" if failed.waited_ms >= 500 else "as nobody waited"
+    return f" It began at {failed.measured:.0f} °C instead of below {failed.threshold:.0f} °C, {after}."
+
+
+def _span_ms(result: agent_pb2.CandidateResult) -> float:
+    return result.telemetry.after.elapsed_ms - result.telemetry.before.elapsed_ms
+
+
+def _cpus_of(affinity: str) -> frozenset[int]:
+    """The cpus of a list as 0-3,6; none where it is none."""
+    found: set[int] = set()
+    for part in affinity.split(",") if affinity else ():
+        first, dash, last = part.partition("-")
+        if not (first.isdecimal() and (last.isdecimal() or not dash)):
+            return frozenset()
+        found.update(range(int(first), min(int(last or first), int(first) + 4096) + 1))
+    return frozenset(found)
 
 
 def _wall_s(result: agent_pb2.CandidateResult) -> float | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from etfarm.server.reports.flatbuffer import Table
 from etfarm.wire.errors import FarmError
 
 NAME: Final = "XnnpackBackend"
@@ -75,6 +76,30 @@ _KINDS: Final[tuple[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]], ...]] =
 )
 """The members of the schema's XNodeUnion in its order, and the fields of each that are the ids of its inputs and outputs."""
 
+CLAMPS: Final = frozenset({"relu", "relu6", "hardtanh", "clamp"})
+"""Operators that only limit their input, which a node before them can do as well."""
+
+OPERATORS: Final[Mapping[str, frozenset[str]]] = {
+    kind: frozenset(names.split())
+    for kind, names in {
+        "Add": "add",
+        "BatchMatrixMultiply": "bmm",
+        "Clamp": " ".join(sorted(CLAMPS)),
+        "Conv2d": "convolution",
+        "ConvTranspose2d": "convolution",
+        "DepthwiseConv2d": "convolution",
+        "Div": "div",
+        "FullyConnected": "linear addmm mm",
+        "GlobalAvgPooling2d": "mean",
+        "Multiply": "mul",
+        "Sigmoid": "sigmoid",
+        "StaticReshape": "view_copy squeeze_copy unsqueeze_copy",
+        "StaticTranspose": "permute_copy",
+        "Subtract": "sub",
+    }.items()
+}
+"""Operators that become a kind of node, by their base names; only of kinds that one decomposed operator has together."""
+
 
 class BadGraph(FarmError):
     """A delegate's bytes are no graph of XNNPACK's."""
@@ -131,65 +156,14 @@ def read(data: bytes | memoryview) -> XGraph:
             raise BadGraph(f"A delegate's {len(data)} bytes have no header of XNNPACK's.", size_bytes=len(data))
         offset, size = struct.unpack_from("<II", data, 10)
         flat = bytes(data[offset : offset + size])
-        root = _Table(flat, *struct.unpack_from("<I", flat))
+        root = Table.root(flat)
         values = dict(_value(table) for table in root.tables(2))
         return XGraph(tuple(_node(table, values) for table in root.tables(1)), values)
     except (struct.error, IndexError, ValueError) as error:
         raise BadGraph(f"A delegate's {len(data)} bytes cannot be read ({error}).", size_bytes=len(data)) from error
 
 
-class _Table:
-    """A flatbuffer's table. Where it points outside of the bytes, struct.error says so."""
-
-    def __init__(self, data: bytes, at: int) -> None:
-        self._data = data
-        self._at = at
-        (back,) = struct.unpack_from("<i", data, at)
-        self._fields = at - back
-        if self._fields < 0:
-            raise ValueError("a table lies before the bytes")
-        (self._size,) = struct.unpack_from("<H", data, self._fields)
-
-    def _place(self, slot: int) -> int | None:
-        offset = 4 + 2 * slot
-        if offset >= self._size:
-            return None
-        (field,) = struct.unpack_from("<H", self._data, self._fields + offset)
-        return self._at + field if field else None
-
-    def _target(self, at: int) -> int:
-        (offset,) = struct.unpack_from("<I", self._data, at)
-        return at + int(offset)
-
-    def number(self, slot: int, form: str = "<I") -> int:
-        """A scalar; 0 where the table does not have it."""
-        at = self._place(slot)
-        return 0 if at is None else int(struct.unpack_from(form, self._data, at)[0])
-
-    def table(self, slot: int) -> _Table | None:
-        at = self._place(slot)
-        return None if at is None else _Table(self._data, self._target(at))
-
-    def _vector(self, slot: int) -> range:
-        """The places of a vector's elements, which all have 4 bytes here."""
-        at = self._place(slot)
-        if at is None:
-            return range(0)
-        start = self._target(at) + 4
-        (length,) = struct.unpack_from("<I", self._data, start - 4)
-        if start + 4 * length > len(self._data):
-            raise ValueError("a vector ends behind the bytes")
-        return range(start, start + 4 * length, 4)
-
-    def tables(self, slot: int) -> Iterator[_Table]:
-        for at in self._vector(slot):
-            yield _Table(self._data, self._target(at))
-
-    def numbers(self, slot: int) -> tuple[int, ...]:
-        return tuple(struct.unpack_from("<I", self._data, at)[0] for at in self._vector(slot))
-
-
-def _value(table: _Table) -> tuple[int, Value]:
+def _value(table: Table) -> tuple[int, Value]:
     value = table.table(1)
     if table.number(0, "<B") == 2 and value is not None:
         value = value.table(0)  # a quantized value holds its tensor beside its scales
@@ -199,7 +173,7 @@ def _value(table: _Table) -> tuple[int, Value]:
     return value.number(6), Value(value.number(0, "<h"), output, value.number(3) != 0, math.prod(value.numbers(2)))
 
 
-def _node(table: _Table, values: Mapping[int, Value]) -> XNode:
+def _node(table: Table, values: Mapping[int, Value]) -> XNode:
     number, union, handle = table.number(0, "<B"), table.table(1), table.number(2)
     if union is None or not 1 <= number <= len(_KINDS):
         raise ValueError(f"a node has the unknown kind {number}")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import structlog
 
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
-from etfarm.server.rpc.edge import later
+from etfarm.server.jobs.sessions import Sessions
+from etfarm.server.rpc.auth import caller
 from etfarm.v1 import agent_pb2, agent_pb2_grpc
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.names import PROTOCOL_VERSION
@@ -35,11 +35,10 @@ class ProtocolUnsupported(UserError):
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
     """See agent.proto."""
 
-    ServeSession: Any = later("AgentService.ServeSession")
-
-    def __init__(self, registry: Registry, runs: Runs, *, version: str, clock: Callable[[], float]) -> None:
+    def __init__(self, registry: Registry, runs: Runs, sessions: Sessions, *, version: str, clock: Callable[[], float]) -> None:
         self._registry = registry
         self._runs = runs
+        self._sessions = sessions
         self._version = version
         self._clock = clock
 
@@ -55,7 +54,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 f"The agent speaks protocol {hello.protocol_version}, this server {PROTOCOL_VERSION}.",
                 "Install the same etfarm on both.", supported=PROTOCOL_VERSION,
             )  # fmt: skip
-        session = AgentSession(hello.agent_id, hello.boot_id, self._clock)
+        session = AgentSession(hello.agent_id, hello.boot_id, self._clock, principal=caller().name)
         session.send(
             agent_pb2.ServerMessage(
                 welcome=agent_pb2.Welcome(server_version=self._version, heartbeat_interval_s=HEARTBEAT_INTERVAL_S)
@@ -80,6 +79,12 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         finally:
             session.end()
             await self._registry.disconnect(session)
+
+    async def ServeSession(
+        self, request_iterator: AsyncIterator[agent_pb2.SessionReply], context: object
+    ) -> AsyncIterator[agent_pb2.SessionCall]:
+        async for call in self._sessions.serve(request_iterator, caller().name):
+            yield call
 
     async def _listen(self, session: AgentSession, messages: AsyncIterator[agent_pb2.AgentMessage]) -> None:
         """Takes an agent's messages until it says goodbye, is silent for too long, or the stream breaks."""

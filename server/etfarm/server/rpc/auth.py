@@ -59,6 +59,7 @@ ROLES: Final[dict[str, frozenset[Role.ValueType]]] = {
     "/etfarm.v1.ReportService/Compare": _READERS,
     "/etfarm.v1.ReportService/Tag": _USERS,
     "/etfarm.v1.ReportService/ListHistory": _READERS,
+    "/etfarm.v1.ReportService/Analyze": _USERS,
     "/etfarm.v1.FarmService/GetServerInfo": _ALL,
     "/etfarm.v1.FarmService/ListBundles": _READERS,
     "/etfarm.v1.FarmService/AddBundle": _ADMINS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from etfarm.server.compile.compiler import toolchain
+from etfarm.server.compile.keys import toolchain
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.schedule import OFFLINE

@@ -1,25 +1,128 @@
-"""ReportService: what the farm found out."""
+"""ReportService: what the farm found out, and how it is found again."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
-from etfarm.server.jobs.journal import Journal
-from etfarm.server.rpc.edge import later
+from etfarm.server.jobs.history import BadPageToken, History, Wanted
+from etfarm.server.jobs.journal import PAGE_BYTES, Journal
+from etfarm.server.jobs.revision import Revision
+from etfarm.server.jobs.tags import Tags
+from etfarm.server.reports.series import without_series
+from etfarm.server.rpc.auth import ADMIN, NotYours, caller
+from etfarm.server.rpc.comparing import compare
 from etfarm.v1 import report_pb2, report_pb2_grpc
+from etfarm.wire import selectors, views
+from etfarm.wire.report import report_json
+
+_PAGE_OF_OPERATORS: Final = 100, 1000
+_PAGE_OF_HISTORY: Final = 50, 500
+"""Entries of a page, where the request does not say, and at most."""
+
+_Row = Mapping[str, Any]
+
+_ORDERS: Final[dict[str, Callable[[_Row], Any]]] = {
+    "own": lambda row: (-(row["share"] or 0.0), -(row["mean_ns"] or 0.0), row["index"]),
+    "name": lambda row: (row["name"], row["index"]),
+    "order": lambda row: row["index"],
+}
+"""How single rows are sorted. They have nothing below them: their total is their own."""
 
 
 class ReportService(report_pb2_grpc.ReportServiceServicer):
     """See report.proto."""
 
-    ListOperators: Any = later("ReportService.ListOperators")
-    Compare: Any = later("ReportService.Compare")
-    Tag: Any = later("ReportService.Tag")
-    ListHistory: Any = later("ReportService.ListHistory")
-
-    def __init__(self, journal: Journal) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        history: History,
+        tags: Tags,
+        revision: Revision,
+        *,
+        version: str,
+        page_bytes: int = PAGE_BYTES,
+    ) -> None:
+        self._version = version
+        self._page_bytes = page_bytes
         self._journal = journal
+        self._history = history
+        self._tags = tags
+        self._revision = revision
 
     async def Get(self, request: report_pb2.GetReportsRequest, context: object) -> report_pb2.GetReportsResponse:
         job = await self._journal.get(request.job_id)
-        return report_pb2.GetReportsResponse(reports=await self._journal.reports(job.id))
+        reports, following = await self._journal.reports_page(
+            job.id, start=_start(request.page_token), most_bytes=self._page_bytes, cell_id=request.cell
+        )
+        token = "" if following is None else str(following)
+        return report_pb2.GetReportsResponse(reports=reports, next_page_token=token)
+
+    async def ListOperators(self, request: report_pb2.ListOperatorsRequest, context: object) -> report_pb2.ListOperatorsResponse:
+        sort = request.sort or "own"
+        views.check(request.by or views.BY[0], sort)
+        start = _start(request.page_token)
+        size = _size(request.page_size, *_PAGE_OF_OPERATORS)
+        report = await self._journal.report(request.report_id)
+        return await asyncio.to_thread(_operators, report, request.by, sort, start, size)
+
+    async def Compare(self, request: report_pb2.CompareRequest, context: object) -> report_pb2.CompareResponse:
+        return await compare(self._journal, request, self._version)
+
+    async def Tag(self, request: report_pb2.TagRequest, context: object) -> report_pb2.TagResponse:
+        job_id = (await self._journal.get(request.job_id)).id if request.job_id or not request.remove else ""
+        principal = caller()
+        change = self._tags.remove if request.remove else self._tags.put
+        before = await change(request.tag, job_id, caller=principal.name, is_admin=principal.role == ADMIN)
+        return report_pb2.TagResponse(job_id=job_id or before, tag=request.tag, previous_job_id=before)
+
+    async def ListHistory(self, request: report_pb2.ListHistoryRequest, context: object) -> report_pb2.ListHistoryResponse:
+        wanted = Wanted(
+            request.model,
+            selectors.parse(request.device),
+            request.recipe or None,
+            request.method or None,
+            request.threads if request.HasField("threads") else None,
+        )
+        return await self._history.page(wanted, _size(request.page_size, *_PAGE_OF_HISTORY), request.page_token)
+
+    async def Analyze(self, request: report_pb2.AnalyzeJobRequest, context: object) -> report_pb2.AnalyzeJobResponse:
+        job = await self._journal.get(request.job_id)
+        principal = caller()
+        if principal.role != ADMIN and principal.name != job.owner:
+            raise NotYours(f"Job {job.id} belongs to {job.owner}.", "Ask them or an admin.", owner=job.owner)
+        return report_pb2.AnalyzeJobResponse(report_ids=[report.id for report in await self._revision.revise(job)])
+
+
+def _operators(report: report_pb2.Report, by: str, sort: str, start: int, size: int) -> report_pb2.ListOperatorsResponse:
+    answer = report_pb2.ListOperatorsResponse()
+    rows = report_json(without_series(report_pb2.Report(operators=report.operators)))["operators"] or []
+    if by:
+        groups = views.group(rows, by, sort)
+        count = len(groups)
+        for group in groups[start : start + size]:
+            answer.groups.add(
+                key=group.key, detail=group.detail, rows=group.rows, own_ns=group.own_ns, own_share=group.own_share,
+                total_ns=group.total_ns, total_share=group.total_share, depth=group.depth, indexes=group.indexes,
+            )  # fmt: skip
+    else:
+        by_index = {row.index: row for row in report.operators}
+        in_order = sorted(rows, key=_ORDERS["own" if sort == "total" else sort])
+        count = len(in_order)
+        answer.operators.extend(by_index[row["index"]] for row in in_order[start : start + size])
+    if start + size < count:
+        answer.next_page_token = str(start + size)
+    return answer
+
+
+def _size(asked: int, usual: int, most: int) -> int:
+    if asked < 0:
+        raise BadPageToken(f"A page of {asked} is none.", f"Give a page_size of 1 to {most}, or 0 for {usual}.")
+    return min(asked or usual, most)
+
+
+def _start(token: str) -> int:
+    if token and not (token.isascii() and token.isdecimal() and len(token) < 10):
+        raise BadPageToken(f"{token[:80]!r} is no page token.", "Send next_page_token of the page before.")
+    return int(token or 0)

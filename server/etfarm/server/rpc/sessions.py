@@ -1,15 +1,26 @@
-"""SessionService: declared; the work is still to come."""
+"""SessionService: leases on devices, and calls to what is loaded there."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import AsyncIterator
 
-from etfarm.server.rpc.edge import later
-from etfarm.v1 import session_pb2_grpc
+from etfarm.server.jobs.sessions import Sessions
+from etfarm.server.rpc.auth import ADMIN, NotYours, caller
+from etfarm.v1 import session_pb2, session_pb2_grpc
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
     """See session.proto."""
 
-    Open: Any = later("SessionService.Open")
-    Call: Any = later("SessionService.Call")
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+
+    async def Open(self, request: session_pb2.OpenSessionRequest, context: object) -> AsyncIterator[session_pb2.SessionEvent]:
+        async for event in self._sessions.open(request, caller().name):
+            yield event
+
+    async def Call(self, request: session_pb2.CallRequest, context: object) -> session_pb2.CallResponse:
+        owner, principal = self._sessions.owner_of(request.session_id), caller()
+        if principal.role != ADMIN and principal.name != owner:
+            raise NotYours(f"The session belongs to {owner}.", "Open one of your own.", owner=owner)
+        return session_pb2.CallResponse(call_id=request.call_id, answer=await self._sessions.call(request))

@@ -64,8 +64,9 @@ cells = Table(
 
 attempts = Table(
     "attempts", metadata,
+    # Cells that are measured in turns share an attempt.
     Column("id", String, primary_key=True),
-    Column("cell_id", String, ForeignKey("cells.id"), nullable=False, index=True),
+    Column("cell_id", String, ForeignKey("cells.id"), primary_key=True, index=True),
     Column("device_id", String, nullable=False),
     Column("started_at", UtcDateTime, nullable=False),
     Column("finished_at", UtcDateTime),
@@ -105,6 +106,13 @@ compilations = Table(
     Column("compiled_at", UtcDateTime, nullable=False),
 )  # fmt: skip
 
+stage_results = Table(
+    "stage_results", metadata,
+    Column("key", String, primary_key=True),
+    Column("body", LargeBinary, nullable=False),
+    Column("made_at", UtcDateTime, nullable=False),
+)  # fmt: skip
+
 devices = Table(
     "devices", metadata,
     Column("id", String, primary_key=True),
@@ -131,6 +139,29 @@ reports = Table(
     Column("p50_ns", Float),
     Column("created_at", UtcDateTime, nullable=False),
     Column("body", LargeBinary, nullable=False),
+    Column("model_digest", String, nullable=False, server_default=""),
+    # As the report has them; null where it has none.
+    Column("recipe", String),
+    Column("method", String),
+    Column("threads", Integer),
+    # The body without what is large, as a history tells it.
+    Column("slim", LargeBinary),
     Index("reports_of_a_job", "job_id"),
     Index("reports_of_a_model", "model_name", "created_at"),
+    Index("reports_of_a_model_digest", "model_digest", "created_at"),
+)  # fmt: skip
+
+tags = Table(
+    "tags", metadata,
+    Column("name", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("job_id", String, ForeignKey("jobs.id"), nullable=False, index=True),
+    Column("tagged_at", UtcDateTime, nullable=False),
+)  # fmt: skip
+
+analyses = Table(
+    "analyses", metadata,
+    Column("key", String, primary_key=True),
+    Column("body", LargeBinary, nullable=False),
+    Column("made_at", UtcDateTime, nullable=False),
 )  # fmt: skip

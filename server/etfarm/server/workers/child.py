@@ -139,6 +139,8 @@ def _report(error: BaseException, order: Order, answers: frames.FrameWriter) -> 
         error.__traceback__ = None
         error.__context__ = None
         told = faults.ChildOutOfMemory(order.task, order.limits.memory_bytes, detail=str(error)[:500])
+    elif isinstance(error, OSError) and faults.is_disk_full(error):
+        told = faults.ChildDiskFull(order.task, error.strerror or str(error))
     elif isinstance(error, EtfarmError):
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)

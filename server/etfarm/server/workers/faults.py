@@ -5,6 +5,7 @@ A child has loaded a user's bytes, so nothing that it says is code or is of unbo
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 from collections.abc import Mapping
@@ -13,6 +14,9 @@ from etfarm.wire.errors import EtfarmError, FarmError, Fault, Kind, UserError, e
 
 MAX_TEXT = 8000
 """Characters of one text of an error that came from a child; more is cut."""
+
+MAX_METADATA = 50
+"""Metadata of an error that came from a child; what comes after is left out."""
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
 
@@ -42,22 +46,38 @@ class ChildOutOfMemory(UserError):
         where = f" in {stage}" if stage else ""
         super().__init__(
             f"The job needs more than the {memory_bytes >> 20} MiB of memory that it is given{where}.",
-            "Use a smaller model, or raise the server's memory limit of a job.",
+            "Use a smaller model, or raise the server's limit with `etfarm serve --memory-gib`.",
             stage=stage, task=task, memory_bytes=memory_bytes, detail=detail[:MAX_TEXT],
         )  # fmt: skip
 
 
+class ChildDiskFull(FarmError):
+    """A child could not write its files. It says nothing of the model."""
+
+    reason = "DISK_FULL"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+    def __init__(self, task: str, why: str) -> None:
+        super().__init__(f"The job's files cannot be written: {why}.", "Free disk on the server.", task=task, why=why)
+
+
 class ChildTimedOut(UserError):
-    """A child did not end by its deadline, or used up its CPU time."""
+    """A child, or one of its stages, did not end by its deadline; or it used up its CPU time.
+
+    Args:
+        clock: which one ran out: `wall`, `stage` or `CPU`.
+    """
 
     reason = "CHILD_TIMED_OUT"
     kind = Kind.DEADLINE_EXCEEDED
 
     def __init__(self, task: str, deadline_s: float, stage: str = "", clock: str = "wall") -> None:
         where = f" in {stage}" if stage else ""
+        what = f"The job was not done after {deadline_s:g} s of {clock} time{where}"
+        if clock == "stage":
+            what = f"{stage or 'What comes before the first stage'} was not done after {deadline_s:g} s, the most for a stage"
         super().__init__(
-            f"The job was not done after {deadline_s:g} s of {clock} time{where}.",
-            "Give it a longer timeout, or a smaller model.",
+            f"{what}.", "Use a smaller model, or raise the server's limit: `etfarm serve --help` lists its timeouts.",
             stage=stage, task=task, deadline_s=deadline_s, clock=clock,
         )  # fmt: skip
 
@@ -79,6 +99,11 @@ def signal_name(number: int) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that the memory budget is used up; torch says it in a RuntimeError's text."""
     return isinstance(error, MemoryError) or any(mark in str(error) for mark in _OUT_OF_MEMORY)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an exception means that a file could not be written for lack of room."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def to_json(error: EtfarmError, *, hide: Mapping[str, str] | None = None) -> bytes:
@@ -110,7 +135,8 @@ def from_json(data: bytes) -> EtfarmError:
     """The error that `to_json` wrote. Unreadable bytes give a `BadAnswer`, returned as well."""
     try:
         said = json.loads(data)
-        metadata = {str(k): str(v)[:MAX_TEXT] for k, v in said["metadata"].items() if str(k) not in _TAKEN}
+        told = [(str(k)[:100], str(v)[:MAX_TEXT]) for k, v in said["metadata"].items()]
+        metadata = dict([(key, value) for key, value in told if key not in _TAKEN][:MAX_METADATA])
         error = error_of(
             Fault(said["fault"]), str(said["reason"])[:100], str(said["message"])[:MAX_TEXT],
             str(said["remedy"])[:MAX_TEXT], kind=Kind(said["kind"]), stage=str(said["stage"])[:100],

@@ -16,25 +16,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
 from etfarm.server.workers import faults, frames, jail
+from etfarm.server.workers.hearing import Heard, follow, listen
 from etfarm.server.workers.limits import Limits
-from etfarm.wire.errors import EtfarmError, FarmError
+from etfarm.wire.errors import FarmError
 
 _KILL_S = 5.0
 """How long the end of a killed tree may take before the daemon goes on without having seen it."""
-
-_LINE_BYTES = 64 << 10
-"""A longer line of a child's log is told in pieces."""
-
-_LOG_BYTES = 16 << 20
-"""What is told of one child's log; the rest is read and dropped."""
 
 
 class WorkersDown(FarmError):
@@ -71,16 +65,6 @@ class _Forkserver:
     control: socket.socket
     alive: int
     warm: asyncio.Future[dict[str, str]]
-
-
-@dataclass
-class _Heard:
-    """What a child said so far."""
-
-    result: bytes | None = None
-    error: EtfarmError | None = None
-    stage: str = ""
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=50))
 
 
 class Workers:
@@ -157,6 +141,7 @@ class Workers:
         request: object,
         *,
         deadline_s: float,
+        stage_deadline_s: float | None = None,
         on_event: Callable[[bytes], None] = lambda _: None,
         on_log: Callable[[str], None] = lambda _: None,
     ) -> Finished:
@@ -166,15 +151,17 @@ class Workers:
             task: `module:function`; called in the child as function(request, folder, emit) -> bytes.
             request: pickled to the child; of a type that the child can import.
             deadline_s: wall-clock seconds from the child's start; waiting for a slot or for warm-up does not count.
-            on_event: gets what the task emits, in order, on the event loop. JSON objects with `stage` name the stage
-                in which a death happened.
+            stage_deadline_s: wall-clock seconds of each stage, and of what comes before the first and after each; None
+                for no more than `deadline_s`.
+            on_event: gets what the task emits, in order, on the event loop. JSON objects with `stage` and a `phase` of
+                START or END name the stage in which a death happened, and set the stage's clock anew.
             on_log: gets each line that the child, its native code and its subprocesses write to stdout or stderr.
 
         Raises:
             EtfarmError: the task raised it; its fault, reason, sentence, stage and metadata are kept.
             ChildDied: the child died of a signal or ended without an answer.
             ChildOutOfMemory: it needed more memory than the limits give.
-            ChildTimedOut: it was not done by the deadline.
+            ChildTimedOut: it, or one of its stages, was not done by the deadline.
             WorkersDown: there is no forkserver.
         A cancelled caller's child and all of its descendants are killed before CancelledError goes on.
         """
@@ -186,7 +173,7 @@ class Workers:
             async with self._slots, self._gate():
                 folder = Path(tempfile.mkdtemp(prefix="job-", dir=self._folder))
                 try:
-                    return await self._attend(task, request, folder, deadline_s, on_event, on_log)
+                    return await self._attend(task, request, folder, deadline_s, stage_deadline_s, on_event, on_log)
                 except BaseException:
                     await asyncio.shield(_delete(folder))
                     raise
@@ -199,22 +186,31 @@ class Workers:
         request: object,
         folder: Path,
         deadline_s: float,
+        stage_deadline_s: float | None,
         on_event: Callable[[bytes], None],
         on_log: Callable[[str], None],
     ) -> Finished:
-        heard = _Heard()
+        heard = Heard()
+        stage_clock = asyncio.timeout(stage_deadline_s)
+
+        def on_stage() -> None:
+            if stage_deadline_s is not None and not stage_clock.expired():
+                stage_clock.reschedule(asyncio.get_running_loop().time() + stage_deadline_s)
+
         data = frames.encode(frames.REQUEST, pickle.dumps(request))
         channel, log, status = self._order(task, folder)
         reader, writer = await asyncio.open_unix_connection(sock=channel)
         ended, hang_up = await asyncio.open_unix_connection(sock=status)
         lines = await _reader(log)
         try:
-            async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(deadline_s), stage_clock, asyncio.TaskGroup() as group:
                 group.create_task(_send(writer, data), name=f"request of {task}")
-                group.create_task(_listen(reader, heard, on_event), name=f"channel of {task}")
-                group.create_task(_follow(lines, heard, on_log), name=f"log of {task}")
+                group.create_task(listen(reader, heard, on_event, on_stage), name=f"channel of {task}")
+                group.create_task(follow(lines, heard, on_log), name=f"log of {task}")
                 final = group.create_task(ended.read(), name=f"status of {task}")
         except TimeoutError:
+            if stage_deadline_s is not None and stage_clock.expired():
+                raise faults.ChildTimedOut(task, stage_deadline_s, heard.stage, clock="stage") from None
             raise faults.ChildTimedOut(task, deadline_s, heard.stage) from None
         except ExceptionGroup as failed:
             raise _first(failed) from None
@@ -251,7 +247,7 @@ class Workers:
             os.close(log_child)
         return channel, log, status
 
-    def _conclude(self, task: str, folder: Path, heard: _Heard, report: bytes) -> Finished:
+    def _conclude(self, task: str, folder: Path, heard: Heard, report: bytes) -> Finished:
         try:
             said = json.loads(report)
             status = int(said["exit"])
@@ -331,51 +327,6 @@ async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
     with contextlib.suppress(ConnectionError):
         writer.write(data)
         await writer.drain()
-
-
-async def _listen(reader: asyncio.StreamReader, heard: _Heard, on_event: Callable[[bytes], None]) -> None:
-    while (frame := await frames.read(reader)) is not None:
-        kind, data = frame
-        if kind == frames.EVENT:
-            heard.stage = _stage(data, heard.stage)
-            on_event(data)
-        elif kind == frames.RESULT:
-            heard.result = data
-        elif kind == frames.ERROR:
-            heard.error = faults.from_json(data)
-        else:
-            raise faults.BadAnswer(f"A child sent a frame of kind {kind!r}.")
-
-
-def _stage(event: bytes, before: str) -> str:
-    try:
-        said = json.loads(event)
-        return str(said["stage"])[:100] if said["phase"] == "START" else before
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return before
-
-
-async def _follow(reader: asyncio.StreamReader, heard: _Heard, on_log: Callable[[str], None]) -> None:
-    left, rest = _LOG_BYTES, b""
-    while chunk := await reader.read(1 << 16):
-        left -= len(chunk)
-        if left < 0:
-            continue  # read on, or the child would block on a full pipe
-        *whole, rest = (rest + chunk).split(b"\n")
-        if len(rest) > _LINE_BYTES:
-            whole, rest = [*whole, rest], b""
-        for line in whole:
-            _tell(line, heard, on_log)
-    if rest:
-        _tell(rest, heard, on_log)
-    if left < 0:
-        _tell(b"(the log was cut here: %d more bytes)" % -left, heard, on_log)
-
-
-def _tell(line: bytes, heard: _Heard, on_log: Callable[[str], None]) -> None:
-    text = line.decode(errors="replace").rstrip("\r")
-    heard.tail.append(text[:500])
-    on_log(text)
 
 
 async def _reader(descriptor: int) -> asyncio.StreamReader:

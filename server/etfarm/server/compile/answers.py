@@ -1,0 +1,292 @@
+"""Children's answers as messages of the contract. A child has loaded a user's bytes: nothing is trusted to be well-formed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, cast
+
+from etfarm.server.artifacts.store import Store
+from etfarm.server.compile.keys import program_digest
+from etfarm.server.compile.result import DimRange, MethodFacts, ValueFacts
+from etfarm.v1 import common_pb2, compile_pb2
+from etfarm.v1.compile_pb2 import Compilation
+from etfarm.wire.errors import FarmError
+from etfarm.wire.stages import STAGES
+
+MAX_ANSWER_BYTES: Final = 16 << 20
+"""Largest answer that is read: 20 places of each of 150 operators are half a MiB a method. What is large comes as files."""
+
+_NAME_BYTES: Final = 255
+"""The longest name of a file that Linux has."""
+
+_GREATEST_MS: Final = 1 << 53
+
+
+class BadWorkerAnswer(FarmError):
+    """A worker's answer cannot be read. It ran user bytes: it is not trusted to be well-formed."""
+
+    reason = "BAD_WORKER_ANSWER"
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        BadWorkerAnswer: it is none, or above MAX_ANSWER_BYTES.
+    """
+    if len(data) > MAX_ANSWER_BYTES:
+        raise BadWorkerAnswer(f"The compile worker's answer has {len(data)} bytes, above {MAX_ANSWER_BYTES}.")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadWorkerAnswer(f"The compile worker's answer is no JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise BadWorkerAnswer("The compile worker's answer is no JSON object.")
+    return value
+
+
+def stage_event(data: bytes) -> tuple[str, float | None]:
+    """A StageEvent's stage, and its milliseconds where it has ended.
+
+    Raises:
+        BadWorkerAnswer: it is none.
+    """
+    event = parse(data)
+    if event.get("phase") not in ("START", "END"):
+        raise BadWorkerAnswer("The compile worker tells of a stage that neither starts nor ends.")
+    stage = _stage_name(event.get("stage"))
+    return stage, None if event["phase"] == "START" else _milliseconds(event.get("duration_ms"))
+
+
+def _stage_name(said: object) -> str:
+    if not isinstance(said, str) or said not in STAGES:
+        raise BadWorkerAnswer("The compile worker tells of a stage that there is not.")
+    return said
+
+
+def _milliseconds(said: object) -> float:
+    if not isinstance(said, int | float) or not 0 <= said < _GREATEST_MS:
+        raise BadWorkerAnswer("The compile worker tells of a stage without its duration.")
+    return float(said)
+
+
+class Files:
+    """A child's files on their way into the store.
+
+    Args:
+        folder: the child's.
+        owner: who is said to have stored them.
+    """
+
+    def __init__(self, store: Store, folder: Path, owner: str) -> None:
+        self._store = store
+        self._folder = folder
+        self._owner = owner
+
+    async def adopt(self, name: str) -> common_pb2.Artifact:
+        """Takes one file: a name, never a way out of the folder, never a link."""
+        path = self._folder / name
+        is_elsewhere = "/" in name or len(name.encode()) > _NAME_BYTES or path.is_symlink() or self._folder.is_symlink()
+        if is_elsewhere or not path.is_file():
+            raise BadWorkerAnswer(f"The compile worker names {name[:100]!r}, which is no file of its folder.")
+        return await self._store.adopt(path, self._owner)
+
+    async def adopt_all(self, names: Mapping[str, str], into: Mapping[str, common_pb2.Artifact]) -> None:
+        """Takes the files of a dict into a map of a message."""
+        for key, name in names.items():
+            into[key].CopyFrom(await self.adopt(name))
+
+
+@contextmanager
+def _read() -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise BadWorkerAnswer(f"The compile worker's answer cannot be read: {repr(error)[:500]}.") from error
+
+
+async def quantized(answer: Mapping[str, Any], files: Files, methods: Collection[str]) -> Compilation:
+    """A QuantizeResult.
+
+    Args:
+        methods: all that were asked for.
+
+    Raises:
+        BadWorkerAnswer: it is none, or of other methods.
+    """
+    with _read():
+        made = Compilation(stages=_stages(answer["stages"]), warnings=_warnings(answer["warnings"]))
+        _add_stayed(made, answer["stayed_fp32"])
+        if set(answer["programs"]) != set(methods):
+            raise BadWorkerAnswer("The compile worker answers with other methods than it was asked for.")
+        await files.adopt_all(answer["programs"], made.exported_programs)
+    return made
+
+
+async def lowered(answer: Mapping[str, Any], files: Files, stop_after: str = "") -> Compilation:
+    """A LowerResult.
+
+    Args:
+        stop_after: the last stage that was asked for; empty for a program.
+
+    Raises:
+        BadWorkerAnswer: it is none, or has no program where one was asked for.
+    """
+    with _read():
+        if (answer["program"] is None or answer["facts"] is None) is not bool(stop_after):
+            raise BadWorkerAnswer("The compile worker answers with something else than it was asked for.")
+        made = Compilation(stages=_stages(answer["stages"]), warnings=_warnings(answer["warnings"]))
+        # Beside each other: each waits for the disk.
+        tasks = (_add_program(made, answer["program"], files), _add_etrecord(made, answer["etrecord"], files))
+        inputs, stage_files = answer["inputs"], answer["stage_files"]
+        more = (files.adopt_all(inputs, made.example_inputs), files.adopt_all(stage_files, made.stage_files))
+        for failed in await asyncio.gather(*tasks, *more, return_exceptions=True):
+            if failed is not None:
+                raise failed
+        for method, delegation in answer["delegation"].items():
+            made.delegation[method].CopyFrom(_delegation(delegation))
+        _add_described(made, answer)
+        made.modules.extend(compile_pb2.ModuleFootprint(**row) for row in answer["modules"])
+        made.checks.extend(_check(check) for check in answer["checks"])
+        _add_stayed(made, answer["stayed_fp32"])
+    return made
+
+
+async def _add_program(made: Compilation, program: Mapping[str, Any] | None, files: Files) -> None:
+    if program is not None:
+        made.program.pte.CopyFrom(await files.adopt(program["pte"]))
+        await files.adopt_all(program["data"], made.program.data)
+        made.program.digest = program_digest(made.program)
+
+
+async def _add_etrecord(made: Compilation, name: str | None, files: Files) -> None:
+    if name is not None:
+        made.etrecord.CopyFrom(await files.adopt(name))
+
+
+async def inspected(answer: Mapping[str, Any], files: Files) -> Compilation:
+    """The LowerResult of a ready program: what it says of itself.
+
+    Raises:
+        BadWorkerAnswer: it is none.
+    """
+    with _read():
+        made = Compilation(warnings=_warnings(answer["warnings"]))
+        _add_described(made, answer)
+    return made
+
+
+def recipes(answer: Mapping[str, Any]) -> compile_pb2.ListRecipesResponse:
+    """A RecipesResult.
+
+    Raises:
+        BadWorkerAnswer: it is none.
+    """
+    with _read():
+        return compile_pb2.ListRecipesResponse(recipes=[compile_pb2.RecipeInfo(**row) for row in answer["recipes"]])
+
+
+def _stages(rows: Sequence[Mapping[str, Any]]) -> list[compile_pb2.Stage]:
+    # Where it ran is not the child's to say.
+    return [
+        compile_pb2.Stage(
+            stage=_stage_name(row["stage"]),
+            duration_ms=_milliseconds(row["duration_ms"]),
+            where="SERVER",
+            methods={method: _milliseconds(duration_ms) for method, duration_ms in row["methods"].items()},
+        )
+        for row in rows
+    ]
+
+
+def _warnings(rows: Sequence[Mapping[str, Any]]) -> list[compile_pb2.Warning]:
+    return [compile_pb2.Warning(**row) for row in rows]
+
+
+def _add_stayed(made: Compilation, said: Mapping[str, Any]) -> None:
+    for method, rows in said.items():
+        operators = [
+            compile_pb2.Fp32Operator(op=row["op"], count=row["count"], places=map(_place, row["places"])) for row in rows
+        ]
+        made.stayed_fp32[method].operators.extend(operators)
+
+
+def _add_described(made: Compilation, answer: Mapping[str, Any]) -> None:
+    if (facts := answer["facts"]) is not None:
+        for method, said in facts["methods"].items():
+            made.facts.methods[method].CopyFrom(_method_facts(said))
+    if (sizes := answer["sizes"]) is not None:
+        made.sizes.CopyFrom(
+            compile_pb2.ProgramSizes(
+                program_bytes=sizes["program_bytes"], constant_bytes=sizes["constant_bytes"],
+                delegate_bytes=sizes["delegate_bytes"], data_bytes=sizes["data_bytes"],
+                methods={name: compile_pb2.MethodSizes(**said) for name, said in sizes["methods"].items()},
+            )
+        )  # fmt: skip
+
+
+def _place(value: Mapping[str, Any]) -> compile_pb2.Place:
+    source = compile_pb2.SourceLine(**value["source"]) if value["source"] is not None else None
+    return compile_pb2.Place(source=source, module=value["module"], count=value["count"])
+
+
+def _delegation(value: Mapping[str, Any]) -> compile_pb2.Delegation:
+    operators = [
+        compile_pb2.OperatorDelegation(
+            op=row["op"], delegated=row["delegated"], non_delegated=row["non_delegated"], places=map(_place, row["places"])
+        )
+        for row in value["operators"]
+    ]
+    return compile_pb2.Delegation(
+        subgraphs=value["subgraphs"], delegated_nodes=value["delegated_nodes"], non_delegated_nodes=value["non_delegated_nodes"],
+        operators=operators,
+    )  # fmt: skip
+
+
+def _check(value: Mapping[str, Any]) -> compile_pb2.HostCheck:
+    return compile_pb2.HostCheck(
+        method=value["method"], inputs=value["inputs"], shapes=value["shapes"], ran=value["ran"], why=value["why"],
+        outputs=[compile_pb2.OutputCheck(**row) for row in value["outputs"]],
+    )  # fmt: skip
+
+
+def _method_facts(value: Mapping[str, Any]) -> compile_pb2.MethodFacts:
+    return compile_pb2.MethodFacts(
+        inputs=[_value_spec(spec) for spec in value["inputs"]], outputs=[_value_spec(spec) for spec in value["outputs"]],
+        operators=value["operators"], backends=value["backends"], planned_bytes=value["planned_bytes"],
+    )  # fmt: skip
+
+
+def _value_spec(value: Mapping[str, Any]) -> compile_pb2.ValueSpec:
+    spec = compile_pb2.ValueSpec(name=value.get("name") or "", kind=value["kind"], dtype=value.get("dtype") or "")
+    for dim in value.get("dims") or ():
+        low, high = (dim, dim) if isinstance(dim, int) else (dim["min"], dim["max"])
+        spec.dims.add(min=low, max=high)
+    spec.dim_order.extend(value.get("dim_order") or ())
+    if "value" in value:
+        spec.value = json.dumps(value["value"])
+    return spec
+
+
+def facts_of(facts: compile_pb2.MethodFacts) -> MethodFacts:
+    """A method's facts as `compile.inputs` reads them."""
+    return {
+        "inputs": [_value_facts(spec) for spec in facts.inputs], "outputs": [_value_facts(spec) for spec in facts.outputs],
+        "operators": list(facts.operators), "backends": list(facts.backends), "planned_bytes": list(facts.planned_bytes),
+    }  # fmt: skip
+
+
+def _value_facts(spec: compile_pb2.ValueSpec) -> ValueFacts:
+    is_tensor = spec.kind == "tensor"
+    dims: list[int | DimRange] = [dim.min if dim.min == dim.max else {"min": dim.min, "max": dim.max} for dim in spec.dims]
+    facts: ValueFacts = {
+        "name": spec.name or None, "kind": cast(Any, spec.kind), "dtype": spec.dtype or None,
+        "dims": dims if is_tensor else None, "dim_order": list(spec.dim_order) if is_tensor else None,
+    }  # fmt: skip
+    if spec.HasField("value"):
+        facts["value"] = json.loads(spec.value)
+    return facts

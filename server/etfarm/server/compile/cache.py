@@ -1,0 +1,127 @@
+"""What was compiled before: whole compilations, and the results of stages that several of them share; failures too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from sqlalchemy import Connection, Table, select
+from sqlalchemy.dialects.sqlite import insert
+
+from etfarm.server.artifacts.store import Store
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+from etfarm.v1 import common_pb2
+from etfarm.v1.compile_pb2 import Compilation
+from etfarm.wire.errors import EtfarmError, Fault, Kind, UserError
+from etfarm.wire.status import from_proto
+
+FOUND_EARLIER = "This was found by an earlier compilation; --no-cache compiles again."
+
+_LASTING = (Kind.INVALID_ARGUMENT, Kind.PERMISSION_DENIED, Kind.OUT_OF_RANGE, Kind.UNIMPLEMENTED)
+"""Refusals of the model itself. Others hang on what this server has, and how much of it, at the moment."""
+
+
+class CompilationNotFound(UserError):
+    """Nothing was compiled under a key."""
+
+    reason = "COMPILATION_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a compilation, or of stages that several share."""
+
+    made: Compilation
+    """With `error` where it failed."""
+    cached: bool = False
+    """Whether all of it was known before."""
+    lasting: bool = True
+    """Whether it would come out the same again. Nothing else is kept."""
+
+    @property
+    def error(self) -> EtfarmError | None:
+        """Why it failed, for who asked now; None where it did not."""
+        if not self.made.HasField("error"):
+            return None
+        error = from_proto(self.made.error)
+        if not self.cached:
+            return error
+        error.remedy = f"{error.remedy} {FOUND_EARLIER}".lstrip()
+        error.metadata["cached"] = "true"
+        return error
+
+
+def is_lasting(error: EtfarmError) -> bool:
+    """Whether the same model with the same recipe would fail in the same way again."""
+    return error.fault is Fault.USER and error.kind in _LASTING
+
+
+class Cache:
+    """Outcomes by key, in the database; an outcome whose files are not all in the store any more is none."""
+
+    def __init__(self, store: Store, database: Database) -> None:
+        self._store = store
+        self._database = database
+
+    async def get(self, key: str) -> Compilation:
+        """A compilation, whether its files are still stored or not.
+
+        Raises:
+            CompilationNotFound: there is none under the key.
+        """
+        if (found := await self._read(schema.compilations, key)) is None:
+            raise CompilationNotFound(f"Nothing was compiled under the key {key[:12]}.", key=key)
+        return found
+
+    async def compilation(self, key: str) -> Compilation | None:
+        """A compilation that a new job can be answered with."""
+        return self._whole(await self._read(schema.compilations, key))
+
+    async def stages(self, key: str) -> Compilation | None:
+        """What shared stages gave: `stages`, `exported_programs`, `warnings` and `stayed_fp32`, or `error`."""
+        return self._whole(await self._read(schema.stage_results, key))
+
+    async def keep_compilation(self, made: Compilation) -> None:
+        """Writes a compilation down under its key. A failure does not take the place of a program that somebody may run."""
+        if made.HasField("error"):
+            known = await self.compilation(made.key)
+            if known is not None and not known.HasField("error"):
+                return
+        await self._write(schema.compilations, made, "compiled_at")
+
+    async def keep_stages(self, made: Compilation) -> None:
+        """Writes shared stages' results down under their key."""
+        await self._write(schema.stage_results, made, "made_at")
+
+    def _whole(self, found: Compilation | None) -> Compilation | None:
+        if found is None or self._store.missing(artifact.digest for artifact in artifacts_of(found)):
+            return None
+        return found
+
+    async def _read(self, table: Table, key: str) -> Compilation | None:
+        query = select(table.c.body).where(table.c.key == key)
+        body = await self._database.read(lambda connection: connection.execute(query).scalar())
+        return None if body is None else Compilation.FromString(body)
+
+    async def _write(self, table: Table, made: Compilation, at: str) -> None:
+        news = {"body": made.SerializeToString(), at: datetime.now(UTC)}
+
+        def write(connection: Connection) -> None:
+            row = insert(table).values({"key": made.key, **news})
+            connection.execute(row.on_conflict_do_update(index_elements=["key"], set_=news))
+
+        await self._database.write(write, durable=True)
+
+
+def artifacts_of(made: Compilation) -> Iterator[common_pb2.Artifact]:
+    """All files that a compilation names."""
+    if made.HasField("program"):
+        yield made.program.pte
+        yield from made.program.data.values()
+    if made.HasField("etrecord"):
+        yield made.etrecord
+    for files in (made.example_inputs, made.exported_programs, made.stage_files):
+        yield from files.values()

@@ -1,0 +1,57 @@
+"""What `stop_after` gives: each method's program as a file and as text, and the table of what was delegated."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from etfarm.server.compile.result import Delegation
+
+
+def of_exported(models: Mapping[str, Path], programs: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Exported or quantized programs: METHOD.pt2 as it came, for torch.export.load, and METHOD.txt.
+
+    Args:
+        models: the programs' files, by method.
+    """
+    files: dict[str, str] = {}
+    for method, program in programs.items():
+        shutil.copyfile(models[method], folder / f"{method}.pt2")
+        files |= {f"{method}.pt2": f"{method}.pt2"} | _printed(method, program, folder)
+    return files
+
+
+def of_edge(manager: Any, delegation: Mapping[str, Delegation], folder: Path) -> dict[str, str]:
+    """Edge programs: METHOD.pt2 for executorch.exir.serde.serialize.load, METHOD.txt, and delegation.csv after a partitioning.
+
+    torch.export.load does not read them: operators of the edge dialect and delegates are ExecuTorch's.
+    """
+    from executorch.exir.serde.serialize import save
+
+    files: dict[str, str] = {}
+    for method in sorted(manager.methods):
+        program = manager.exported_program(method)
+        save(program, str(folder / f"{method}.pt2"))
+        files |= {f"{method}.pt2": f"{method}.pt2"} | _printed(method, program, folder)
+    if delegation:
+        _write_table(delegation, folder / "delegation.csv")
+        files["delegation.csv"] = "delegation.csv"
+    return files
+
+
+def _printed(method: str, program: Any, folder: Path) -> dict[str, str]:
+    """The program as PyTorch prints it: code with types and the user's lines, signature, ranges of dynamic dims."""
+    (folder / f"{method}.txt").write_text(f"{program}\n")
+    return {f"{method}.txt": f"{method}.txt"}
+
+
+def _write_table(delegation: Mapping[str, Delegation], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(("method", "op", "delegated", "non_delegated"))
+        for method, delegated in sorted(delegation.items()):
+            for row in delegated["operators"]:
+                table.writerow((method, row["op"], row["delegated"], row["non_delegated"]))

@@ -1,0 +1,58 @@
+"""What a device runs programs with: the farm's bundle for its architecture, or where there is none a runner of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from etfarm.server.devices.bundles import Bundles
+from etfarm.v1 import agent_pb2
+from etfarm.v1.device_pb2 import Device
+from etfarm.wire.errors import EtfarmError
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A runner for a device."""
+
+    kind: str
+    """`native` or `python`."""
+    backends: Sequence[str] = field(repr=False)
+    operators: Sequence[str] = field(repr=False)
+    """Empty: not known."""
+    scope: str
+    """What has the same runner: an architecture, or for a device's own the device's id."""
+    bundle: agent_pb2.RunnerBundle | None = None
+    """None for one of the device's own."""
+
+
+def known_runner(bundles: Bundles, device: Device) -> Runner | None:
+    """What the device would be given now; None while that is not decided, or there is none."""
+    if (bundle := bundles.get(device.arch)) is not None:
+        return _of_bundle(bundle)
+    return None if bundles.is_coming(device.arch) else _own_of(device)
+
+
+async def demand_runner(bundles: Bundles, device: Device) -> Runner:
+    """What the device is given. Waits while a bundle for it is being built, which is better than a runner of its own.
+
+    Raises:
+        BundleMissing: there is none at all.
+        EtfarmError: building the bundle failed, as the build says.
+    """
+    try:
+        return _of_bundle(await bundles.demand(device.arch))
+    except EtfarmError:
+        if (own := _own_of(device)) is None:
+            raise
+        return own
+
+
+def _of_bundle(bundle: agent_pb2.RunnerBundle) -> Runner:
+    return Runner("native", bundle.backends, bundle.operators, bundle.arch, bundle)
+
+
+def _own_of(device: Device) -> Runner | None:
+    """The first that a run without a bundle can mean: the Python binding."""
+    own = next((runner for runner in device.own_runners if runner.kind == "python"), None)
+    return None if own is None else Runner(own.kind, own.backends, own.operators, device.id)

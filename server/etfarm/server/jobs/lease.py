@@ -1,0 +1,233 @@
+"""One session's state: its lease on a device, and what its owner is told."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from etfarm.v1 import agent_pb2, session_pb2
+from etfarm.v1.device_pb2 import Device
+from etfarm.v1.session_pb2 import SessionAnswer, SessionEvent
+from etfarm.wire import digest, sessions
+from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Kind, UserError
+from etfarm.wire.status import to_proto
+
+_MAX_IDLE_S: Final = 86_400.0
+
+IDLE_TIMEOUT_S: Final = 600.0
+"""How long a session may be without a call where its owner does not say."""
+
+
+MAX_CALLS: Final = 64
+"""Of one session, the one under way among them: each may hold its tensors here, 1 MiB inline."""
+
+
+class BadSession(UserError):
+    """A request for a session contradicts itself."""
+
+    reason = "BAD_SESSION"
+
+
+class SessionNotReady(UserError):
+    """A call came before the program was loaded."""
+
+    reason = "SESSION_NOT_READY"
+    kind = Kind.FAILED_PRECONDITION
+
+
+class SessionServed(UserError):
+    """Two streams serve one session."""
+
+    reason = "SESSION_SERVED"
+    kind = Kind.ALREADY_EXISTS
+
+
+class CallKnown(UserError):
+    """Two calls have one id."""
+
+    reason = "CALL_KNOWN"
+    kind = Kind.ALREADY_EXISTS
+
+
+class TooManyCalls(UserError):
+    """More calls of a session wait than it keeps."""
+
+    reason = "TOO_MANY_CALLS"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+
+class NoReady(UserError):
+    """A session's stream begins with another message."""
+
+    reason = "NO_READY"
+
+
+class ForeignStream(UserError):
+    """A session is served by another agent than the one of its device."""
+
+    reason = "NOT_YOURS"
+    kind = Kind.PERMISSION_DENIED
+
+
+class SessionIdle(UserError):
+    """Nobody called for too long."""
+
+    reason = "SESSION_IDLE"
+    kind = Kind.DEADLINE_EXCEEDED
+
+
+class SessionLost(DeviceError):
+    """The device or its agent went away."""
+
+    reason = "SESSION_LOST"
+    kind = Kind.UNAVAILABLE
+
+
+class BadAnswer(DeviceError):
+    """A device answers with what no message may carry."""
+
+    reason = "BAD_ANSWER"
+    kind = Kind.INVALID_ARGUMENT
+
+
+class ServerStopped(FarmError):
+    """The server ends, and its sessions with it."""
+
+    reason = "SERVER_STOPPED"
+    kind = Kind.UNAVAILABLE
+
+
+class Lease:
+    """A session's time on one device: from its placement until the device is free again."""
+
+    def __init__(self, attempt_id: str, device: Device) -> None:
+        self.attempt_id = attempt_id
+        self.device = device
+        self.ready: asyncio.Future[session_pb2.SessionReady] = asyncio.get_running_loop().create_future()
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """The device does not serve any more; why is not known yet."""
+        self.over: asyncio.Future[EtfarmError] = asyncio.get_running_loop().create_future()
+        """Why the session ended on this device."""
+        self.outgoing: asyncio.Queue[agent_pb2.SessionCall | None] = asyncio.Queue()
+        self.answers: dict[str, asyncio.Future[SessionAnswer]] = {}
+        self.served = False
+
+    def lose(self) -> None:
+        """The device's stream ended."""
+        if not self.gone.done():
+            self.gone.set_result(None)
+            self.outgoing.put_nowait(None)
+
+    def end(self, error: EtfarmError) -> None:
+        """It is over, for calls that wait too; the first reason counts."""
+        if self.over.done():
+            return
+        self.over.set_result(error)
+        self.lose()
+        for answer in self.answers.values():
+            if not answer.done():
+                answer.set_result(SessionAnswer(error=to_proto(error)))
+
+
+class Session:
+    """One owner's session."""
+
+    def __init__(self, session_id: str, owner: str, request: session_pb2.OpenSessionRequest, *, order: tuple[int, int]) -> None:
+        self.id = session_id
+        self.owner = owner
+        self.request = request
+        self.order = order
+        self.events: asyncio.Queue[SessionEvent | None] = asyncio.Queue()
+        self.turn = asyncio.Lock()
+        self.lease: Lease | None = None
+        self.calls: set[str] = set()
+        self.tensors: set[str] = set()
+        """Digests of what its calls carried by the store."""
+        self.exchanges: set[asyncio.Task[SessionAnswer]] = set()
+        self._idle: asyncio.TimerHandle | None = None
+        self.over: EtfarmError | None = None
+        """Why it ended, once it has."""
+
+    def admit(self, call_id: str) -> Lease:
+        """Where a new call goes.
+
+        Raises:
+            SessionNotReady: nowhere yet.
+            CallKnown: it is under way.
+            TooManyCalls: too many are.
+        """
+        if self.lease is None or not self.lease.ready.done():
+            raise SessionNotReady(f"The session {self.id} is not ready.", "Wait for the event READY.", session=self.id)
+        if not call_id or call_id in self.calls:
+            raise CallKnown(f"A call of the id {call_id!r} is under way.", "Give each call an id of its own.")
+        if len(self.calls) >= MAX_CALLS:
+            raise TooManyCalls(
+                f"{MAX_CALLS} calls of the session {self.id} are under way, which is the most.",
+                "Wait for an answer before the next one.", session=self.id, limit=MAX_CALLS,
+            )  # fmt: skip
+        return self.lease
+
+    def tell(self, event: SessionEvent) -> None:
+        """Tells the owner."""
+        event.session_id = self.id
+        self.events.put_nowait(event)
+
+    def end(self, error: EtfarmError) -> None:
+        """Tells the owner why it is over; the last event."""
+        self.over = error
+        self.tell(SessionEvent(ended=to_proto(error)))
+        self.events.put_nowait(None)
+
+    def rest(self) -> None:
+        """The time without a call begins, where the program is on a device."""
+        self.wake()
+        if self.lease is None or self.lease.over.done():
+            return
+        idle_s = self.request.idle_timeout_s if self.request.HasField("idle_timeout_s") else IDLE_TIMEOUT_S
+        said = f"Nobody called the session for {idle_s:g} s."
+        error = SessionIdle(said, "Open another, with a longer idle_timeout_s.", idle_s=idle_s)
+        self._idle = asyncio.get_running_loop().call_later(idle_s, self.lease.end, error)
+
+    def wake(self) -> None:
+        """A call is under way, or the session has ended."""
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+
+
+def lost_error(lease: Lease) -> SessionLost:
+    """Why a session ended whose device does not say."""
+    return SessionLost(
+        f"{lease.device.name} does not serve the session any more.", "Open another session.", device=lease.device.id
+    )
+
+
+def check_request(request: session_pb2.OpenSessionRequest) -> None:
+    """Refuses what is no session whatever the farm has.
+
+    Raises:
+        BadSession: the request contradicts itself.
+    """
+    if not request.HasField("program"):
+        raise BadSession("The session has no program.", "Name one.")
+    if request.HasField("threads") and not 1 <= request.threads <= 1024:
+        raise BadSession(f"A session with {request.threads} threads is none.", "Give 1 to 1024.")
+    if request.HasField("idle_timeout_s") and not 0 < request.idle_timeout_s <= _MAX_IDLE_S:
+        raise BadSession(f"idle_timeout_s is {request.idle_timeout_s:g}.", "Give seconds above 0, a day at most.")
+    program = request.program
+    if program.digest != digest.of_program(program.pte.digest, {name: data.digest for name, data in program.data.items()}):
+        raise BadSession("The program's digest is not the one of its files.", "Make it with digest.of_program.")
+
+
+def stored(*carried: session_pb2.SessionTensors) -> list[str]:
+    """Digests of those tensors that are carried by the store."""
+    return [each.artifact.digest for each in carried if each.HasField("artifact")]
+
+
+def checked(answer: SessionAnswer) -> SessionAnswer:
+    """The answer as it may go on to the owner: where a device sends more than may be inline, the error that says so."""
+    size = max(len(answer.outputs.inline), len(answer.measured.samples.inline))
+    if size <= sessions.INLINE_BYTES:
+        return answer
+    error = BadAnswer(f"The device answered with {size} bytes inline; 1 MiB is the most.", "Update its etfarm.")
+    return SessionAnswer(error=to_proto(error))

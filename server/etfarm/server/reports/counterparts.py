@@ -1,0 +1,158 @@
+"""Step 9, in the jailed child: which node of an exported program gives what an instruction of the device gave.
+
+The edge graph remembers for each of its operators the names of the nodes that it comes from, through every graph since the
+export; an exported program remembers the same of its own nodes, and is one of those graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from etfarm.server.reports.edge import EdgeGraph, Operator, fits
+from etfarm.server.reports.graph import Instruction, base_name
+from etfarm.server.reports.recording import Recorded, Stored
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import Node
+
+_NORMS: Final = frozenset({"batch_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional"})
+
+
+@dataclass(frozen=True)
+class Output:
+    """One value that the device gave."""
+
+    stored: Stored
+    operator: Operator
+    at: int
+    """The value's place among those that the operator gives."""
+    group: tuple[Operator, ...]
+    """All that was executed for it, in order."""
+    backend: str | None
+    """None for the runtime's own kernels."""
+
+    @property
+    def own(self) -> tuple[Operator, ...]:
+        """The group without what only quantizes, where there is more than that."""
+        return tuple(one for one in self.group if not one.quantizes) or self.group
+
+
+def outputs(
+    edge: EdgeGraph,
+    executed: Mapping[int, tuple[Operator, ...]],
+    program: Mapping[tuple[int, int], Instruction],
+    recorded: Sequence[Recorded],
+) -> Iterator[Output]:
+    """The recorded values whose operators are known, in order of execution.
+
+    A delegate records its arguments and then what it gives; a kernel only what it gives.
+    """
+    for one in recorded:
+        instruction, group = program.get((one.chain, one.instruction)), executed.get(one.instruction, ())
+        if instruction is None or not group:
+            continue
+        if instruction.delegate:
+            leaving = edge.leaving(group)
+            values = one.values[-len(leaving) :] if leaving else ()
+        else:
+            leaving = [(group[0], at) for at in range(len(group[0].gives))]
+            values = one.values
+        for (operator, at), stored in zip(leaving, values, strict=False):
+            if fits(operator.gives[at], stored):
+                yield Output(stored, operator, at, group, instruction.name if instruction.delegate else None)
+
+
+class Counterparts:
+    """The nodes of an exported program that an edge graph's operators come from.
+
+    Args:
+        executed: the operators that each instruction executes.
+    """
+
+    def __init__(self, edge: EdgeGraph, program: ExportedProgram, executed: Mapping[int, tuple[Operator, ...]]) -> None:
+        self._edge = edge
+        self._executed = {one.index for group in executed.values() for one in group}
+        self._nodes = {node.name: node for node in program.graph.nodes if node.op in ("call_function", "placeholder")}
+        lineages = {name: _lineage(node.meta.get("from_node")) for name, node in self._nodes.items()}
+        self._found = {operator.index: _counterpart(operator.lineage, lineages) for operator in edge.operators}
+        self._taken = frozenset(self._found.values())
+
+    def __len__(self) -> int:
+        """How many operators have one."""
+        return sum(name is not None for name in self._found.values())
+
+    def of(self, output: Output) -> Node | None:
+        """The node that gives the same value; None where there is none, or where the operator is a step of a node's on the way
+        to its value."""
+        name = self._found[output.operator.index]
+        if name is None or not self._is_last(output.operator, output.at, name):
+            return None
+        return self._folded(self._nodes[name])
+
+    def step_of(self, operator: Operator) -> Node | None:
+        """The node that an operator comes from, of whose value it may be one step of several."""
+        name = self._found[operator.index]
+        return None if name is None else self._nodes[name]
+
+    def unseen(self, node: Node, seen: Container[str]) -> tuple[Operator, ...]:
+        """What was executed before a node since the values that are seen: between those and the node nothing tells who is wrong.
+
+        Args:
+            seen: names of nodes whose values are known of the device.
+        """
+        ahead, known = list(node.all_input_nodes), set()
+        while ahead:
+            before = ahead.pop()
+            if before.name not in known and before.name not in seen:
+                known.add(before.name)
+                ahead.extend(before.all_input_nodes)
+        return tuple(
+            one for one in self._edge.operators
+            if self._found[one.index] in known and one.index in self._executed and not one.quantizes
+        )  # fmt: skip
+
+    def _is_last(self, operator: Operator, at: int, name: str) -> bool:
+        if at >= len(operator.gives):
+            return False
+        for user in self._edge.users.get(operator.gives[at].name, ()):
+            following = self._edge.operators[user]
+            if following.quantizes and not operator.quantizes:
+                # It has the same value, written down otherwise.
+                if not all(self._is_last(following, place, name) for place in range(len(following.gives))):
+                    return False
+            elif self._is_elided(following):
+                # It has the same elements in the same order, in another shape.
+                if not self._is_last(following, 0, name):
+                    return False
+            elif self._found[user] == name and not following.quantizes:
+                return False
+        return True
+
+    def _is_elided(self, operator: Operator) -> bool:
+        """Whether the memory plan lets what it gives be what it takes, so that nothing is executed for it."""
+        return base_name(operator.node.op_type) == "view_copy" and operator.index not in self._executed
+
+    def _folded(self, node: Node) -> Node:
+        """The batch norm behind a node where the device's operators have none of it: it is in the weights."""
+        users = list(node.users)
+        if len(users) == 1 and users[0].name not in self._taken and base_name(str(users[0].target)) in _NORMS:
+            return users[0]
+        return node
+
+
+def _counterpart(lineage: Sequence[str], lineages: Mapping[str, tuple[str, ...]]) -> str | None:
+    for place, name in enumerate(lineage):
+        if name in lineages and lineages[name] == tuple(lineage[place + 1 :]):
+            return name
+    return None
+
+
+def _lineage(sources: Any) -> tuple[str, ...]:
+    names = []
+    while sources:
+        names.append(str(sources[-1].name))
+        sources = sources[-1].from_node
+    return tuple(names)

@@ -1,0 +1,117 @@
+"""Step 9, in the jailed child: how far one tensor is from what it should be: numbers, both sides' ranges, and their histogram."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etfarm.server.reports.accuracy import EXACT_DB
+from etfarm.v1 import report_pb2
+
+BINS: Final = 32
+
+Array = NDArray[np.generic]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """`actual` against `expected`, in float64 over the elements that are finite on both sides; None where there are none.
+
+    Where one side alone is NaN or infinite, `same_kind` is false.
+    """
+
+    snr_db: float | None
+    """Signal over difference, at most EXACT_DB; None where the expected values are all zero."""
+    mse: float | None
+    l1: float | None
+    max_abs_error: float | None
+    same_kind: bool
+    """Whether both have their NaNs and infinities at the same places."""
+    has_nan: bool
+
+    @property
+    def level_db(self) -> float:
+        """How right it is, as one number: the SNR, EXACT_DB where there is no difference, -EXACT_DB where one side is NaN or
+        infinite and the other is not, or where there should be nothing and is something."""
+        if not self.same_kind:
+            return -EXACT_DB
+        if self.snr_db is not None:
+            return self.snr_db
+        return -EXACT_DB if self.max_abs_error else EXACT_DB
+
+    @property
+    def rms_error(self) -> float:
+        """Root of the mean squared difference."""
+        return math.sqrt(self.mse or 0.0)
+
+
+def deviation(expected: Array, actual: Array) -> Deviation:
+    """How far `actual` is from `expected`; both of one shape and of any real dtypes."""
+    e, a = expected.astype(np.float64).ravel(), actual.astype(np.float64).ravel()
+    finite = np.isfinite(e) & np.isfinite(a)
+    has_nan = bool(np.isnan(e).any() or np.isnan(a).any())
+    if finite.all():
+        same = True
+    else:
+        others = ~finite
+        same = bool(((e[others] == a[others]) | (np.isnan(e[others]) & np.isnan(a[others]))).all())
+        e, a = e[finite], a[finite]
+    if not e.size:
+        return Deviation(None, None, None, None, same, has_nan)
+    scale = float(np.abs(e).max())
+    with np.errstate(over="ignore"):
+        errors = np.abs(e - a)
+        # Scaled, since squares of large numbers overflow and of small ones vanish.
+        noise = float(np.square(errors / scale).sum()) if scale else 0.0
+        signal = float(np.square(e / scale).sum()) if scale else 0.0
+        mse, l1, largest = float(np.square(errors).mean()), float(errors.sum()), float(errors.max())
+    snr_db = None
+    if scale and math.isfinite(noise):
+        snr_db = EXACT_DB if noise == 0 else min(EXACT_DB, 10 * math.log10(signal / noise))
+    return Deviation(snr_db, _finite(mse), _finite(l1), _finite(largest), same, has_nan)
+
+
+def summary(values: Array, dtype: str) -> report_pb2.ValueSummary:
+    """Range and moments of a tensor's finite elements.
+
+    Args:
+        dtype: torch's name of what is described, which `values` may stand for.
+    """
+    v = values.astype(np.float64)
+    finite = v[np.isfinite(v)]
+    nan_count = int(np.isnan(v).sum())
+    found = report_pb2.ValueSummary(
+        dtype=dtype, shape=v.shape, nan_count=nan_count, infinite_count=v.size - finite.size - nan_count
+    )
+    if finite.size:
+        with np.errstate(over="ignore", invalid="ignore"):
+            numbers = {"min": finite.min(), "max": finite.max(), "mean": finite.mean(), "stddev": finite.std()}
+        for name, number in numbers.items():
+            if np.isfinite(number):
+                setattr(found, name, float(number))
+    return found
+
+
+def histogram(expected: Array, actual: Array) -> report_pb2.ValueHistogram | None:
+    """Both tensors' finite elements over the same bins; None without any on one side."""
+    e, a = (values.astype(np.float64).ravel() for values in (expected, actual))
+    e, a = e[np.isfinite(e)], a[np.isfinite(a)]
+    if not (e.size and a.size):
+        return None
+    low, high = float(min(e.min(), a.min())), float(max(e.max(), a.max()))
+    # Equal bins need a width that float64 can tell from nothing.
+    if not high - low > 1e-9 * max(abs(low), abs(high)):
+        around = max(0.5, abs(high) * 1e-3)
+        low, high = low - around, high + around
+    if not math.isfinite(high - low):
+        return None
+    counts = [np.histogram(values, BINS, (low, high))[0].tolist() for values in (e, a)]
+    return report_pb2.ValueHistogram(low=low, high=high, expected=counts[0], actual=counts[1])
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

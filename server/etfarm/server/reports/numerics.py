@@ -1,0 +1,184 @@
+"""Step 9, in the jailed child: what every operator gave on the device against the same value on the host, and the first one that
+is wrong.
+
+Values of the device are those that its numerics pass recorded. Those of the host come from torch, which runs the exported program
+as it was lowered, and the one before quantization where that is another, node by node on the same inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from etfarm.server.reports import counterparts, edge, graph, provenance, reference
+from etfarm.server.reports.counterparts import Counterparts, Output
+from etfarm.server.reports.deviation import Array
+from etfarm.server.reports.judgement import THRESHOLD_DB, Observer, OutOfTime, Slot, is_bad, is_judged
+from etfarm.server.reports.recording import NothingRecorded, Recording
+from etfarm.server.reports.request import Numerics
+from etfarm.v1 import compile_pb2, report_pb2
+from etfarm.wire import tensors
+from etfarm.wire.errors import FarmError, UserError
+from etfarm.wire.sources import Source, common_module
+
+EAGER: Final = "EAGER"
+QUANTIZED: Final = "QUANTIZED"
+
+_NO_BFLOAT16: Final = "ExecuTorch's ETDump records no bfloat16 values"
+
+Warn = Callable[[str, str], None]
+
+
+class OtherExport(UserError):
+    """The ETRecord, or the recorded values, belong to another program."""
+
+    reason = "OTHER_EXPORT"
+
+
+class NothingToCompare(FarmError):
+    """No recorded value has a counterpart on the host."""
+
+    reason = "NOTHING_TO_COMPARE"
+
+
+@dataclass
+class Side:
+    """All rows against one reference."""
+
+    name: str
+    nodes: Counterparts
+    slots: list[Slot] = field(default_factory=list)
+
+
+def fill(
+    report: report_pb2.Report, method: str, model: Path | None, inputs: Path, given: Numerics, deadline_s: float, warn: Warn
+) -> None:
+    """Fills `numeric_gap`, and of `numerics` what it says about that.
+
+    Args:
+        model: the program before quantization; None where there is none.
+        inputs: tensor file of what the device was given.
+        deadline_s: by time.monotonic(); what the host has not reached by then has no row.
+        warn: takes a code ANALYSIS_NUMERICS_... and a sentence, for what is left out.
+
+    Raises:
+        BadRecording, BadRecord, BadProgram, OtherExport, NothingToCompare: nothing can be said.
+    """
+    recording = _recording(given, method)
+    record = graph.read_record(given.etrecord, method)
+    operators = edge.read(given.etrecord, method)
+    program = graph.read_program(given.pte, method)
+    if not record.handles or not record.nodes:
+        raise graph.BadRecord("The ETRecord has no debug handles, by which recorded values are matched with the graph.")
+    if misfit := provenance.misfit_of_record(record, program):
+        raise OtherExport(f"The ETRecord is of another export: {misfit}.")
+    values = {one.instruction: one.values for one in recording.instructions}
+    executed = edge.executed(operators, record.handles, program, values)
+    outputs = list(counterparts.outputs(operators, executed, program, recording.instructions))
+    known = [one for one in recording.instructions if executed.get(one.instruction)]
+    if 2 * len({id(output.group) for output in outputs}) < len(known):
+        raise OtherExport(
+            f"The recorded values are of another program: most of the {len(known)} instructions gave another type or shape than "
+            "the graph does."
+        )  # fmt: skip
+    ran = [one for group in executed.values() for one in group]
+    if unrecorded := sum(one.is_bfloat16 for one in ran):
+        said = f"{_NO_BFLOAT16}: {unrecorded} of {len(ran)} operators give such, and are told with the next one that does not."
+        warn("ANALYSIS_NUMERICS_BFLOAT16", said)
+    leaves = tensors.decode(inputs.read_bytes())
+    # A kernel is not to blame for what quantization does, so where that is known it is left out.
+    judged = QUANTIZED if given.quantized is not None else EAGER
+    sides: list[Side] = []
+    numbers: dict[int, Callable[[Array], Array]] = {}
+    failed = []
+    for name, path in ((QUANTIZED, given.quantized), (EAGER, model)):
+        if path is not None:
+            try:
+                exported = reference.load(path)
+                sides.append(_side(name, Counterparts(operators, exported, executed), outputs))
+                observe = Observer(sides[-1].slots, recording, numbers, deadline_s, judges=name == judged)
+                reference.run_nodes(exported, leaves, observe)
+            except (reference.ReferenceNotRunnable, OutOfTime) as error:
+                failed.append(f"Nothing further is compared with {_called(name)}: {error}")
+                warn("ANALYSIS_NUMERICS_REFERENCE_FAILED", failed[-1])
+    if not any(slot.found for side in sides for slot in side.slots):
+        if failed and (not sides or any(side.slots for side in sides)):
+            raise NothingToCompare(f"None of the {len(outputs)} values that the device recorded could be compared. {failed[0]}")
+        raise NothingToCompare(
+            f"None of the {len(outputs)} values that the device recorded has a counterpart in the model's graph: the ETRecord "
+            "and the model are of different exports."
+        )  # fmt: skip
+    rows = _rows(sides, outputs)
+    report.numeric_gap.extend(row for row, _ in rows)
+    bad = next((at for at, (_, slot) in enumerate(rows) if is_bad(slot)), None)
+    report.numerics.threshold_db = THRESHOLD_DB
+    report.numerics.judged = sum(is_judged(slot) for _, slot in rows)
+    if bad is not None:
+        report.numerics.first_bad = bad
+        report.numeric_gap[bad].first_bad = True
+
+
+def _recording(given: Numerics, method: str) -> Recording:
+    try:
+        return Recording(given.etdump, given.debug)
+    except NothingRecorded as error:
+        if any(one.is_bfloat16 for one in edge.read(given.etrecord, method).operators):
+            raise NothingRecorded(f"{_NO_BFLOAT16}, and the program gives no others.") from error
+        raise
+
+
+def _called(reference_name: str) -> str:
+    return "the quantized program" if reference_name == QUANTIZED else "the program before quantization"
+
+
+def _side(name: str, nodes: Counterparts, outputs: Sequence[Output]) -> Side:
+    side = Side(name, nodes)
+    steps: dict[str, list[edge.Operator]] = {}
+    for output in outputs:
+        step, node = nodes.step_of(output.operator), nodes.of(output)
+        if step is None:
+            continue
+        if node is None:
+            steps.setdefault(step.name, []).extend(output.group)
+        elif name == QUANTIZED or not all(one.quantizes for one in output.group):  # that one has the value of the one before it
+            # Where one operator of the model became several, only their last value is the model's, and they are told as one.
+            group = {one.index: one for one in (*steps.get(step.name, ()), *output.group)}
+            side.slots.append(Slot(output, node, tuple(group[index] for index in sorted(group))))
+    return side
+
+
+def _rows(sides: Sequence[Side], outputs: Sequence[Output]) -> list[tuple[report_pb2.NumericGap, Slot]]:
+    """In order of execution; of one value the row against the quantized program comes first."""
+    order = {id(output): at for at, output in enumerate(outputs)}
+    slots = [(order[id(slot.output)], at, slot) for at, side in enumerate(sides) for slot in side.slots if slot.found is not None]
+    seen = [frozenset(slot.node.name for slot in side.slots if slot.found is not None) for side in sides]
+    rows = []
+    for _, at, slot in sorted(slots, key=lambda one: one[:2]):
+        members = {one.index: one for one in (*slot.group, *sides[at].nodes.unseen(slot.node, seen[at]))}
+        rows.append((_row(slot, [members[index] for index in sorted(members)], sides[at].name), slot))
+    return rows
+
+
+def _row(slot: Slot, group: Sequence[edge.Operator], against: str) -> report_pb2.NumericGap:
+    found = slot.found
+    assert found is not None
+    own = [one for one in group if not one.quantizes] or list(group)
+    places = list(dict.fromkeys(one.node.source for one in own if one.node.source is not None))
+    return report_pb2.NumericGap(
+        ops=list(dict.fromkeys(one.node.op_type for one in group)),
+        snr_db=found.snr_db if found.same_kind and not found.has_nan else None,
+        mse=found.mse, l1=found.l1, max_abs_error=found.max_abs_error,
+        source=_line(places[0]) if places else None,
+        reference=against,
+        module=own[0].node.module or common_module(one.node.module for one in own),
+        sources=[_line(place) for place in places] if len(places) > 1 else (),
+        debug_handles=sorted({handle for one in slot.group for handle in one.handles}),
+        backend=slot.output.backend,
+        expected=slot.expected, actual=slot.actual, histogram=slot.histogram,
+    )  # fmt: skip
+
+
+def _line(source: Source) -> compile_pb2.SourceLine:
+    return compile_pb2.SourceLine(file=source.file, line=source.line, code=source.code)

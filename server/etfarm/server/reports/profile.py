@@ -1,0 +1,107 @@
+"""Step 9, in the jailed child: a traced pass as the report's profile and operator rows, from whatever of its files is sound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from etfarm.server.reports import attribution, etdump, graph, join, provenance
+from etfarm.server.reports.request import AnalyzeRequest
+from etfarm.v1 import report_pb2
+
+Warn = Callable[[str, str], None]
+"""Takes a code and a sentence."""
+
+_NO_LINES = "The rows have no modules and no source lines."
+_NO_ROWS = "There are no operators."
+
+
+def fill(report: report_pb2.Report, request: AnalyzeRequest, warn: Warn) -> None:
+    """Sets `profile` and `operators`.
+
+    A file that is missing, damaged or of something else costs what only it tells, and is one warning: the trace all rows, the
+    ETRecord modules and lines, the program names and backends. The runner's own times of the pass stand in any case.
+
+    Raises:
+        BadTrace: the trace cannot be read; `profile` is set all the same.
+    """
+    if request.traced_ns:
+        _fill_times(report.profile, request)
+    trace = _trace(request, warn)
+    if trace is None:
+        return
+    program = _program(request, warn)
+    misfit = provenance.misfit_of_trace(trace, program)
+    if misfit is not None:
+        warn("ANALYSIS_TRACE_OF_ANOTHER_PROGRAM", f"The trace is of another program: {misfit}. {_NO_ROWS}")
+        return
+    misfit = provenance.misfit_of_run(trace, request.traced_ns)
+    if misfit is not None:
+        warn("ANALYSIS_TRACE_OF_ANOTHER_RUN", f"The trace is of another run: {misfit}. {_NO_ROWS}")
+        return
+    record = _record(request, program, warn)
+    if trace.left_out:
+        warn(
+            "ANALYSIS_ITERATIONS_DIFFER",
+            f"{trace.left_out} traced iterations executed other instructions than the other {trace.method_ns.size} did "
+            "and are left out of the profile.",
+        )
+    found = attribution.attribute(trace, program, record)
+    if found.unaligned:
+        (_, instruction), why = next(iter(found.unaligned.items()))
+        none = (
+            " None of them fits, so the trace may be of another program." if len(found.unaligned) == found.delegates > 1 else ""
+        )
+        warn(
+            "ANALYSIS_KERNELS_UNALIGNED",
+            f"The kernels of {len(found.unaligned)} of {found.delegates} XNNPACK delegates have no source lines. "
+            f"Instruction {instruction}: {why}{none}",
+        )
+    joined = join.join(trace, record, program, request.method, found.kernels, found.unaligned)
+    report.profile.CopyFrom(joined.profile)
+    report.operators.extend(joined.operators)
+
+
+def _fill_times(profile: report_pb2.Profile, request: AnalyzeRequest) -> None:
+    profile.iterations = len(request.traced_ns)
+    profile.p50_ns = float(np.median(request.traced_ns))
+    profile.times_ns.extend(request.traced_ns)
+
+
+def _trace(request: AnalyzeRequest, warn: Warn) -> etdump.Trace | None:
+    if request.etdump is None or not request.etdump.exists():
+        warn("ANALYSIS_TRACE_MISSING", f"The run was traced, and its trace is not there. {_NO_ROWS}")
+        return None
+    return etdump.read(request.etdump.read_bytes())
+
+
+def _program(request: AnalyzeRequest, warn: Warn) -> dict[tuple[int, int], graph.Instruction]:
+    if request.pte is None:
+        return {}
+    try:
+        return graph.read_program(request.pte, request.method)
+    except graph.BadProgram as error:
+        warn("ANALYSIS_PROGRAM_UNREADABLE", f"{error} The rows do not name their backends.")
+        return {}
+
+
+def _record(request: AnalyzeRequest, program: provenance.Program, warn: Warn) -> graph.Record:
+    if request.etrecord is None:
+        return graph.Record()
+    try:
+        record = graph.read_record(request.etrecord, request.method)
+    except graph.BadRecord as error:
+        warn("ANALYSIS_ETRECORD_UNREADABLE", f"{error} {_NO_LINES}")
+        return graph.Record()
+    if not record.handles or not record.nodes:
+        warn(
+            "ANALYSIS_ETRECORD_WITHOUT_HANDLES",
+            f"The ETRecord has no debug handles of the method {request.method!r}. {_NO_LINES}",
+        )
+        return graph.Record()
+    misfit = provenance.misfit_of_record(record, program)
+    if misfit is not None:
+        warn("ANALYSIS_ETRECORD_OF_ANOTHER_EXPORT", f"The ETRecord is of another export: {misfit}. {_NO_LINES}")
+        return graph.Record()
+    return record

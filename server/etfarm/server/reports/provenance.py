@@ -1,0 +1,140 @@
+"""Step 9: whether a trace, an ETRecord and a program belong together. Pure.
+
+ETDump names neither its program nor its run, and an ETRecord not its program, so each is told from what it says of
+instructions. Files of equal graphs pass: what they say is then true of the other one too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from etfarm.server.reports import kernels, xnnpack
+from etfarm.server.reports.etdump import Trace
+from etfarm.server.reports.graph import Instruction, Record, base_name
+
+Program = Mapping[tuple[int, int], Instruction]
+
+_CLOCK_NS: Final = 1000.0
+"""What a runner's clock and the trace's may differ by."""
+
+
+def misfit_of_record(record: Record, program: Program) -> str | None:
+    """Why the record is not of the program, as a part of a sentence; None where it may be."""
+    # The numbers of instructions within a branch or a loop's body are not those that ETRecord has.
+    if not record.handles or not _is_straight(program):
+        return None
+    delegates = {at: known.name for (_, at), known in program.items() if known.delegate}
+    if record.delegates != delegates:
+        return f"it knows {_listed(record.delegates)}, and the program has {_listed(delegates)}"
+    strangers = set(record.handles) - {at for _, at in program}
+    if strangers:
+        return f"the program runs nothing at its instruction {min(strangers)}"
+    known, misfits = 0, []
+    for (_, at), instruction in program.items():
+        types = {base_name(node.op_type) for handle in record.handles.get(at, ()) for node in record.nodes.get(handle, ())}
+        if types and not instruction.delegate:
+            known += 1
+            misfits += [at] if base_name(instruction.name) not in types else []
+    # Lowering renames some (view_copy runs as et_view), so only most of them tell.
+    if 2 * len(misfits) > known:
+        return (
+            f"{len(misfits)} of the program's {known} kernels are of none of its operators, the first at instruction {misfits[0]}"
+        )
+    return _misfit_of_graphs(record, program)
+
+
+def _misfit_of_graphs(record: Record, program: Program) -> str | None:
+    """Of XNNPACK's, which keep the debug handles of their export."""
+    known = misfits = 0
+    for (_, at), instruction in program.items():
+        if instruction.name != xnnpack.NAME or instruction.data is None:
+            continue
+        try:
+            nodes = xnnpack.read(instruction.data).nodes
+        except xnnpack.BadGraph:
+            continue
+        handles = {node.debug_handle for node in nodes if node.debug_handle is not None}
+        strange = handles - set(record.handles.get(at, ()))
+        if strange:
+            return f"it does not know the debug handle {min(strange)} in the program's delegate at instruction {at}"
+        for node in nodes:
+            operators = xnnpack.OPERATORS.get(node.kind)
+            types = {base_name(one.op_type) for one in record.nodes.get(node.debug_handle or 0, ())}
+            if operators and types:
+                known += 1
+                misfits += not operators & types
+    if 2 * misfits > known:
+        return f"{misfits} of the {known} nodes in the program's delegates are of none of its operators"
+    return None
+
+
+def misfit_of_trace(trace: Trace, program: Program) -> str | None:
+    """Why the trace is not of the program, as a part of a sentence; None where it may be."""
+    if not program:
+        return None
+    named = misnamed = 0
+    for call in trace.calls:
+        known = program.get((call.chain, call.instruction))
+        if known is None:
+            return f"the program runs nothing at its instruction {call.instruction}"
+        if known.delegate != call.delegate:
+            kinds = ("a delegate", "a kernel") if call.delegate else ("a kernel", "a delegate")
+            return f"instruction {call.instruction} is {kinds[0]} in it, and {kinds[1]} in the program"
+        if call.event is not None and not known.delegate:
+            named += 1
+            misnamed += known.name.partition(".")[2] != call.event
+    # A kernel may go by the name of another one that it calls.
+    if 2 * misnamed > named:
+        return f"{misnamed} of its {named} kernels have other names in the program"
+    missing = set(program) - {(call.chain, call.instruction) for call in trace.calls}
+    if missing and _is_straight(program):
+        return f"it ran {len(trace.calls)} of the program's {len(program)} instructions"
+    return _misfit_of_kernels(trace, program)
+
+
+def _misfit_of_kernels(trace: Trace, program: Program) -> str | None:
+    """Of XNNPACK's: a program is often one delegate alone, as another one is."""
+    apart = together = 0
+    for call in trace.calls:
+        known = program[call.chain, call.instruction]
+        if known.name != xnnpack.NAME or known.data is None or not call.kernels:
+            continue
+        try:
+            graph = xnnpack.read(known.data)
+        except xnnpack.BadGraph:
+            continue
+        more, of = kernels.difference(graph, [str(kernel.identifier) for kernel in call.kernels])
+        apart, together = apart + more, together + of
+    if 2 * apart > together:
+        return f"{apart} of {together} kernels in its delegates and in the program's are in one of both only"
+    return None
+
+
+def misfit_of_run(trace: Trace, traced_ns: Sequence[int]) -> str | None:
+    """Why the trace is not of the run whose traced executions took `traced_ns` by the runner's clock, which include
+    what the trace tells; None where it may be."""
+    executed = trace.method_ns.size + trace.left_out
+    if not traced_ns:
+        return None
+    if executed != len(traced_ns):
+        return f"it holds {executed} executions, and the run had {len(traced_ns)}"
+    if not trace.left_out and (trace.method_ns > np.asarray(traced_ns) + _CLOCK_NS).any():
+        longer = int((trace.method_ns > np.asarray(traced_ns) + _CLOCK_NS).sum())
+        return f"{longer} of its {executed} executions took longer than the run's"
+    return None
+
+
+def _is_straight(program: Program) -> bool:
+    """Whether each instruction runs once: jumps leave gaps in the numbers of kernels and delegates."""
+    return bool(program) and {chain for chain, _ in program} == {0} and max(at for _, at in program) == len(program) - 1
+
+
+def _listed(delegates: Mapping[int, str]) -> str:
+    if not delegates:
+        return "no delegates"
+    first = sorted(delegates)[:3]
+    more = ", ..." if len(delegates) > len(first) else ""
+    return f"{len(delegates)} delegates ({', '.join(f'{delegates[at]} at instruction {at}' for at in first)}{more})"

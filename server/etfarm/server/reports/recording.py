@@ -1,0 +1,190 @@
+"""Step 9, in the jailed child: what each instruction of the numerics pass gave, from its ETDump and the debug file beside it."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etfarm.server.reports.flatbuffer import Columns, Positions, Table
+from etfarm.wire.errors import DeviceError, Kind
+from etfarm.wire.tensors import dtype_of
+
+_IDENTIFIER: Final = b"ED00"
+_RUNS: Final = 1  # fields of ETDump
+_EVENTS: Final = 3  # of RunData
+_DEBUG_EVENT: Final = 2  # of Event
+_CHAIN, _INSTRUCTION, _ENTRY, _NUMBER, _TEXT = 0, 1, 2, 3, 4  # of DebugEvent
+_KIND, _TENSOR, _LIST, _OUTPUT = 0, 1, 2, 7  # of Value
+_SCALAR_TYPE, _SIZES, _STRIDES, _OFFSET = 0, 1, 2, 3  # of Tensor
+_TENSOR_KIND, _LIST_KIND = 5, 6  # members of ValueType
+
+_DTYPES: Final = {
+    0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64", 11: "bool",
+    15: "bfloat16", 23: "float8_e5m2", 24: "float8_e4m3fn", 27: "uint16", 28: "uint32", 29: "uint64",
+}  # fmt: skip
+"""torch's names by executorch_flatbuffer.ScalarType."""
+
+
+class BadRecording(DeviceError):
+    """The numerics pass's files cannot be read, or do not belong together."""
+
+    reason = "BAD_RECORDING"
+    kind = Kind.INVALID_ARGUMENT
+
+
+class NothingRecorded(BadRecording):
+    """The numerics pass's trace is whole, and has no values."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in the debug file."""
+
+    dtype: str
+    """torch's name."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements."""
+    offset: int
+    """Of its first byte in the file."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one instruction gave."""
+
+    chain: int
+    instruction: int
+    values: tuple[Stored, ...]
+    """Its outputs in their order, lists of tensors flattened; scalars are left out."""
+
+
+class Recording:
+    """The values of one execution.
+
+    Args:
+        etdump: the pass's .etdp.
+        debug: the file that it refers to.
+
+    Raises:
+        NothingRecorded: the ETDump has no values.
+        BadRecording: the ETDump is none, is cut short, holds the values of several executions, or refers beyond the
+            debug file's end.
+    Source: executorch/devtools/etdump/etdump_schema_flatcc.fbs; what the runtime logs is in runtime/executor/method.cpp (each
+        delegate's outputs) and in the kernels' generated wrappers (each kernel's out arguments).
+    """
+
+    def __init__(self, etdump: Path, debug: Path) -> None:
+        data = etdump.read_bytes()
+        wanted = 4 + int.from_bytes(data[:4], "little")
+        if data[8:12] != _IDENTIFIER:
+            raise BadRecording(f"The numerics pass's trace of {len(data)} bytes is no ETDump.", size_bytes=len(data))
+        if wanted > len(data):
+            raise BadRecording(f"The numerics pass's trace is cut short: {len(data)} of its {wanted} bytes are there.")
+        try:
+            self.instructions = tuple(_instructions(data))
+        except (struct.error, IndexError, ValueError) as error:
+            raise BadRecording(f"The numerics pass's trace of {len(data)} bytes is damaged ({error}).") from error
+        if not self.instructions:
+            raise NothingRecorded("The numerics pass recorded no values: its trace has no debug events.")
+        try:
+            size = debug.stat().st_size
+        except OSError as error:
+            raise BadRecording(f"The debug file, which has the values, is missing ({error.strerror}).") from error
+        end = max((_end(value) for one in self.instructions for value in one.values), default=0)
+        if end > size:
+            raise BadRecording(
+                f"The debug file is cut short, or is another run's: it has {size} bytes where the trace refers to {end}.",
+                size_bytes=size, expected=end,
+            )  # fmt: skip
+        with debug.open("rb") as file:
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+
+    def array(self, value: Stored) -> NDArray[np.generic]:
+        """A value's elements, [shape] of its own dtype; a view into the file, read only."""
+        kind = np.dtype(dtype_of(value.dtype))
+        strides = [stride * kind.itemsize for stride in value.strides]
+        return np.ndarray(value.shape, kind, self._bytes, value.offset, strides)
+
+
+def _end(value: Stored) -> int:
+    """Where a value ends in the debug file. Its strides are those of a dense tensor, in some order of its dims."""
+    return value.offset + math.prod(value.shape) * np.dtype(dtype_of(value.dtype)).itemsize if 0 not in value.shape else 0
+
+
+def _instructions(data: bytes) -> Iterator[Recorded]:
+    """In order of execution; what a loop's body gives again is left out, since no one value stands for it."""
+    columns = Columns(data)
+    runs = [run for run in Table.root(data, 4).tables(_RUNS) if run.places(_EVENTS)]
+    found: dict[tuple[int, int], list[Stored]] = {}
+    repeated: set[tuple[int, int]] = set()
+    before = None
+    with_values = 0
+    for run in runs:
+        events = columns.targets(np.array(run.places(_EVENTS), dtype=np.int64))
+        tables = columns.targets(columns.fields(events, _DEBUG_EVENT))
+        tables = tables[tables > 0]
+        entries = columns.targets(columns.fields(tables, _ENTRY))
+        # The method's own outputs are told once more.
+        own = (entries > 0) & (columns.fields(entries, _OUTPUT) == 0)
+        # Inside of a delegate: XNNPACK tells none, and others' are not at their instruction's end.
+        own &= (columns.scalars(tables, _NUMBER, "<i4", -1) == -1) & (columns.fields(tables, _TEXT) == 0)
+        tables, entries = tables[own], entries[own]
+        with_values += bool(tables.size)
+        chains = columns.scalars(tables, _CHAIN, "<u8", 0).tolist()
+        instructions = columns.scalars(tables, _INSTRUCTION, "<i4", -1).tolist()
+        for place, values in zip(zip(chains, instructions, strict=True), _values(data, columns, entries), strict=True):
+            if place != before and place in found:
+                repeated.add(place)
+            found.setdefault(place, []).extend(values)
+            before = place
+    if with_values > 1:
+        raise ValueError(f"it holds {with_values} executions where one was asked for")
+    for (chain, instruction), tensors in found.items():
+        if (chain, instruction) not in repeated and instruction >= 0:
+            yield Recorded(chain, instruction, tuple(tensors))
+
+
+def _values(data: bytes, columns: Columns, entries: Positions) -> Iterator[list[Stored]]:
+    """The tensors of each Value."""
+    kinds = columns.scalars(entries, _KIND, "<i1", 0).tolist()
+    tensors = columns.targets(columns.fields(entries, _TENSOR)).tolist()
+    lists = columns.targets(columns.fields(entries, _LIST)).tolist()
+    for kind, tensor, several in zip(kinds, tensors, lists, strict=True):
+        if kind == _TENSOR_KIND:
+            yield [_stored(data, tensor)]
+        elif kind == _LIST_KIND:
+            yield [_stored(data, at + _offset(data, at)) for at in Table(data, several).places(0)]
+        else:
+            yield []
+
+
+def _stored(data: bytes, at: int) -> Stored:
+    table = Table(data, at)
+    code = table.number(_SCALAR_TYPE, "<b")
+    if code not in _DTYPES:
+        raise ValueError(f"a tensor has the unknown type {code}")
+    shape, strides = (
+        tuple(struct.unpack_from("<q", data, place)[0] for place in table.places(slot, 8)) for slot in (_SIZES, _STRIDES)
+    )
+    if len(shape) != len(strides) or min((*shape, *strides), default=0) < 0:
+        raise ValueError(f"a tensor has the sizes {shape} and the strides {strides}")
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if 0 not in shape and reach > math.prod(shape):
+        raise ValueError(f"a tensor of the sizes {shape} has gaps, by its strides {strides}")
+    offset = table.number(_OFFSET, "<q") if 0 not in shape else 0  # of an empty tensor it is -1
+    if offset < 0:
+        raise ValueError("a tensor has no place in the debug file")
+    return Stored(_DTYPES[code], shape, strides, offset)
+
+
+def _offset(data: bytes, at: int) -> int:
+    return int(struct.unpack_from("<I", data, at)[0])

@@ -1,0 +1,56 @@
+"""ReportService.Compare: two jobs against each other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+from etfarm.server.jobs.journal import Journal
+from etfarm.server.reports.series import without_series
+from etfarm.v1 import job_pb2, report_pb2
+from etfarm.wire import comparison
+from etfarm.wire.comparison import Side
+from etfarm.wire.report import job_json, report_json
+
+Found = tuple[job_pb2.Job, Sequence[report_pb2.Report], str | None]
+
+
+async def compare(journal: Journal, request: report_pb2.CompareRequest, version: str) -> report_pb2.CompareResponse:
+    """The document etfarm.comparison/1 of two jobs.
+
+    Args:
+        version: this server's, which the jobs' JSON has.
+
+    Raises:
+        JobNotFound, NoSuchReport, NothingToCompare: as the contract says.
+    """
+    base, candidate = await _found(journal, request.base, version), await _found(journal, request.candidate, version)
+    # Hundreds of reports have some hundred thousand operators.
+    return await asyncio.to_thread(_answer, base, candidate)
+
+
+async def _found(journal: Journal, reference: str, version: str) -> Found:
+    name, choice = comparison.split_choice(reference)
+    job = await journal.get(name)
+    job.server_version = version
+    return job, await _reports(journal, job.id), choice
+
+
+async def _reports(journal: Journal, job_id: str) -> Sequence[report_pb2.Report]:
+    """All reports of a job without what a comparison does not read: whole ones are in memory a page at a time."""
+    found: list[report_pb2.Report] = []
+    start: int | None = 0
+    while start is not None:
+        reports, start = await journal.reports_page(job_id, start=start)
+        found += await asyncio.to_thread(lambda page: [without_series(report) for report in page], reports)
+    return found
+
+
+def _answer(base: Found, candidate: Found) -> report_pb2.CompareResponse:
+    document = comparison.compare(_side(*base), _side(*candidate))
+    return report_pb2.CompareResponse(document=json.dumps(document, allow_nan=False, ensure_ascii=False))
+
+
+def _side(job: job_pb2.Job, reports: Sequence[report_pb2.Report], choice: str | None) -> Side:
+    return Side([report_json(report) for report in reports], job_json(job), None, choice)

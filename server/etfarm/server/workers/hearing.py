@@ -1,0 +1,86 @@
+"""What a child says: its answer, its stages, and what it prints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from etfarm.server.workers import faults, frames
+from etfarm.wire.errors import EtfarmError
+
+_LINE_BYTES = 64 << 10
+"""A longer line of a child's log is told in pieces."""
+
+_LOG_BYTES = 16 << 20
+"""What is told of one child's log; the rest is read and dropped."""
+
+
+@dataclass
+class Heard:
+    """What a child said so far."""
+
+    result: bytes | None = None
+    error: EtfarmError | None = None
+    stage: str = ""
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=50))
+
+
+async def listen(
+    reader: asyncio.StreamReader, heard: Heard, on_event: Callable[[bytes], None], on_stage: Callable[[], None]
+) -> None:
+    """Takes a child's frames until it ends.
+
+    Raises:
+        BadAnswer: one is none.
+    """
+    while (frame := await frames.read(reader)) is not None:
+        kind, data = frame
+        if kind == frames.EVENT:
+            if (said := stage_of(data)) is not None:
+                stage, phase = said
+                heard.stage = stage if phase == "START" else heard.stage
+                on_stage()
+            on_event(data)
+        elif kind == frames.RESULT:
+            heard.result = data
+        elif kind == frames.ERROR:
+            heard.error = faults.from_json(data)
+        else:
+            raise faults.BadAnswer(f"A child sent a frame of kind {kind!r}.")
+
+
+def stage_of(event: bytes) -> tuple[str, str] | None:
+    """A stage's name and START or END; None of other events."""
+    try:
+        said = json.loads(event)
+        stage, phase = str(said["stage"])[:100], said["phase"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return (stage, phase) if phase in ("START", "END") else None
+
+
+async def follow(reader: asyncio.StreamReader, heard: Heard, on_log: Callable[[str], None]) -> None:
+    """Takes what a child prints until nobody holds the other end."""
+    left, rest = _LOG_BYTES, b""
+    while chunk := await reader.read(1 << 16):
+        left -= len(chunk)
+        if left < 0:
+            continue  # read on, or the child would block on a full pipe
+        *whole, rest = (rest + chunk).split(b"\n")
+        if len(rest) > _LINE_BYTES:
+            whole, rest = [*whole, rest], b""
+        for line in whole:
+            _tell(line, heard, on_log)
+    if rest:
+        _tell(rest, heard, on_log)
+    if left < 0:
+        _tell(b"(the log was cut here: %d more bytes)" % -left, heard, on_log)
+
+
+def _tell(line: bytes, heard: Heard, on_log: Callable[[str], None]) -> None:
+    text = line.decode(errors="replace").rstrip("\r")
+    heard.tail.append(text[:500])
+    on_log(text)
