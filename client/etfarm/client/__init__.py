@@ -15,15 +15,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.client import Farm, Job
+    from etfarm.client.comparing import Comparison
     from etfarm.client.export import ModelSource
     from etfarm.client.jobs import AsyncJob
+    from etfarm.client.local import AsyncLocalSession, LocalSession
     from etfarm.client.models import CellChanged, JobChanged, JobResult, LogLine, Progress, Report
+    from etfarm.client.session import AsyncSession, Session
     from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, UserError
 
 __all__ = [
     "AsyncFarm",
     "AsyncJob",
+    "AsyncLocalSession",
+    "AsyncSession",
     "CellChanged",
+    "Comparison",
     "DeviceError",
     "EtfarmError",
     "Farm",
@@ -31,19 +37,26 @@ __all__ = [
     "Job",
     "JobChanged",
     "JobResult",
+    "LocalSession",
     "LogLine",
     "ModelSource",
     "Progress",
     "Report",
+    "Session",
     "UserError",
 ]
 
 _HOMES = {
     "AsyncFarm": "etfarm.client.aio",
     "AsyncJob": "etfarm.client.jobs",
+    "AsyncLocalSession": "etfarm.client.local",
+    "AsyncSession": "etfarm.client.session",
+    "Comparison": "etfarm.client.comparing",
     "Farm": "etfarm.client.client",
     "Job": "etfarm.client.client",
+    "LocalSession": "etfarm.client.local",
     "ModelSource": "etfarm.client.export",
+    "Session": "etfarm.client.session",
     "DeviceError": "etfarm.wire.errors",
     "EtfarmError": "etfarm.wire.errors",
     "FarmError": "etfarm.wire.errors",

@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
-import grpc
-
-from etfarm.client import decode, embedded, submission, transfers
-from etfarm.client.errors import Kind, UserError, from_rpc_error
+from etfarm.client import decode, embedded, fleet, history, transfers
+from etfarm.client.calibration import Calibration
+from etfarm.client.calls import Outputs
+from etfarm.client.comparing import Compared, Comparison, compare, gate_of
+from etfarm.client.connection import Connection
+from etfarm.client.dataset import Options, Result
+from etfarm.client.history import HistoryEntry
+from etfarm.client.inputs import Inputs
 from etfarm.client.jobs import AsyncJob
-from etfarm.client.models import Bundle, Device, JobInfo, RecipeInfo, ServerInfo
+from etfarm.client.models import Bundle, Device, JobInfo, JobResult, RecipeInfo, ServerInfo
+from etfarm.client.preparation import ExampleInputs, Model
+from etfarm.client.recipes import DEFAULT_RECIPE, read_recipe
 from etfarm.client.retry import repeat
+from etfarm.client.samples import given
+from etfarm.client.served import ServedModel, SharedModel
+from etfarm.client.session import AsyncSession, Line, Told
 from etfarm.client.stubs import Stubs
-from etfarm.client.submission import DEFAULT_RECIPE, Inputs, Model, Submission
+from etfarm.client.submission import Given, several
 from etfarm.v1 import (
     compile_pb2,
     device_pb2,
     farm_pb2,
     job_pb2,
+    report_pb2,
+    session_pb2,
 )
-from etfarm.wire import chunks, names, selectors
-from etfarm.wire.channel import Access, BadAddress, open_channel
-from etfarm.wire.status import Unreachable
-
-CONNECT_TIMEOUT_S = 10.0
-"""How long the first answer may take; a server on the other side of the world needs one second."""
+from etfarm.wire import chunks, selectors
+from etfarm.wire.stages import check_stop_after
 
 GIVE_UP_S = 5.0
 """How long a submission that is cancelled may take to cancel the job that it made."""
-
-
-class NotConnected(UserError):
-    """The farm is used outside of its `with` block."""
-
-    reason = "NOT_CONNECTED"
-    kind = Kind.FAILED_PRECONDITION
 
 
 class AsyncFarm:
@@ -65,20 +66,7 @@ class AsyncFarm:
         Raises:
             BadAddress: there is no file `tls_ca`, or no server whose certificate it could be for.
         """
-        self._address = address or os.environ.get(names.SERVER_VARIABLE) or None
-        if tls_ca is not None and self._address is None:
-            raise BadAddress(
-                "--tls-ca is for a server that is named, and the embedded farm has no certificate.",
-                f"Give --server (or {names.SERVER_VARIABLE}) too, or leave --tls-ca out.",
-            )
-        if tls_ca is not None and not Path(tls_ca).is_file():
-            raise BadAddress(f"There is no file {tls_ca}, which --tls-ca names.", "Check the path.", path=tls_ca)
-        self._token = token
-        self._tls_ca = tls_ca
-        self._on_status = on_status
-        self._lease: embedded.Lease | None = None
-        self._channel: grpc.aio.Channel | None = None
-        self._stubs: Stubs | None = None
+        self._connection = Connection(address, token, tls_ca, on_status)
 
     async def __aenter__(self) -> Self:
         """Connects.
@@ -86,20 +74,7 @@ class AsyncFarm:
         Raises:
             EtfarmError: SERVER_UNREACHABLE, UNAUTHENTICATED; BAD_ADDRESS; EMBEDDED_FARM_FAILED.
         """
-        try:
-            if self._address is None:
-                self._lease = await embedded.join(on_status=self._on_status)
-                access = Access(self._lease.address)
-            else:
-                access = Access.of(self._address, self._tls_ca)
-                if self._token is not None:
-                    access = Access(access.server, self._token, access.tls_ca)
-            self._channel = open_channel(access)
-            self._stubs = Stubs.of(self._channel, access.server)
-            await self._must_answer(self._stubs)
-        except BaseException:
-            await self.close()
-            raise
+        await self._connection.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -107,12 +82,7 @@ class AsyncFarm:
 
     async def close(self) -> None:
         """Leaves the farm; an embedded one that nobody else uses is gone afterwards."""
-        channel, lease = self._channel, self._lease
-        self._channel = self._stubs = self._lease = None
-        if channel is not None:
-            await channel.close()
-        if lease is not None:
-            await lease.leave()
+        await self._connection.close()
 
     @property
     def address(self) -> str:
@@ -122,7 +92,7 @@ class AsyncFarm:
     @property
     def lease(self) -> embedded.Lease | None:
         """The hold on the embedded farm; None at a server that was named."""
-        return self._lease
+        return self._connection.lease
 
     async def bench(
         self,
@@ -131,7 +101,10 @@ class AsyncFarm:
         devices: str | Sequence[str] = ("",),
         *,
         all_devices: bool = False,
-        example_inputs: tuple[Any, ...] | None = None,
+        example_inputs: ExampleInputs | None = None,
+        calibration: Calibration | None = None,
+        batched: bool = False,
+        data: Sequence[str | Path] = (),
         inputs: Inputs | None = None,
         methods: Sequence[str] = (),
         threads: Sequence[int] = (),
@@ -140,6 +113,8 @@ class AsyncFarm:
         warmup: int | None = None,
         min_time_s: float | None = None,
         profile: bool = True,
+        numerics: bool = False,
+        interleave: bool = False,
         name: str = "",
         labels: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
@@ -150,17 +125,31 @@ class AsyncFarm:
         """Submits a benchmark: each model with each recipe, on each device choice, with each method and thread count.
 
         Args:
-            model: one or several of what `etfarm.client.submission.Model` lists; exporting an eager one blocks for seconds.
-            recipes: names with arguments, as on the command line, or TOML files.
+            model: one or several (a list) of what `etfarm.client.preparation.Model` lists; exporting an eager one takes
+                seconds.
+            recipes: names with arguments, several joined by +, or TOML files, as on the command line.
             devices: selectors; each is one cell on one matching device, or one per match with `all_devices`.
-            example_inputs: forward's arguments, for an nn.Module.
+            example_inputs: forward's arguments, for an nn.Module; by method for a dict of modules.
+            calibration: samples for static quantization in place of the models' own, an .npz, a folder of them, or what else
+                `etfarm.client.calibration.Calibration` lists; with `batched`, axis 0 of every array is the samples'.
+            data: named data files (.ptd) of a ready program.
             inputs: what the programs are run with; the models' own example inputs when None.
+            numerics: compare the outputs of each operator too (`report.numeric_gap`): a program with a delegate for each is
+                compiled beside the one that is timed, and run once. Not of ready programs.
+            interleave: measure the candidates of each device choice, method and thread count in turns, on one device: two at
+                least. `report.interleaved` then compares each with the first, round by round.
 
         Raises:
             EtfarmError: a model, recipe, selector or input is wrong, or the server refuses the job.
         """
         measurement = job_pb2.Measurement(
-            warmup=warmup, iterations=iterations, min_time_s=min_time_s, no_profile=not profile, cores=cores
+            warmup=warmup,
+            iterations=iterations,
+            min_time_s=min_time_s,
+            no_profile=not profile,
+            numerics=numerics,
+            cores=cores,
+            interleave=interleave,
         )
         spec = job_pb2.JobSpec(
             name=name,
@@ -173,14 +162,17 @@ class AsyncFarm:
             timeout_s=timeout_s,
             no_cache=no_cache,
         )
-        return await self._submit(spec, model, recipes, example_inputs, inputs, on_upload)
+        given = Given(model, recipes, example_inputs, calibration, batched, data, inputs)
+        return await self._submit(spec, given, on_upload)
 
     async def compile(
         self,
         model: Model | Sequence[Model],
         recipes: str | Sequence[str] = (DEFAULT_RECIPE,),
         *,
-        example_inputs: tuple[Any, ...] | None = None,
+        example_inputs: ExampleInputs | None = None,
+        calibration: Calibration | None = None,
+        batched: bool = False,
         name: str = "",
         labels: Mapping[str, str] | None = None,
         no_cache: bool = False,
@@ -189,11 +181,21 @@ class AsyncFarm:
     ) -> AsyncJob:
         """Submits a compilation; `AsyncJob.save_program` fetches what came of it.
 
+        Args:
+            stop_after: the last stage to run, such as "QUANTIZE"; `AsyncJob.save_stage_files` fetches what it gave. A program
+                when empty.
+            model, recipes, example_inputs, calibration, batched: as in `bench`.
+
         Raises:
             EtfarmError: a model or recipe is wrong, or the server refuses the job.
         """
         spec = job_pb2.JobSpec(name=name, labels=labels, no_cache=no_cache, stop_after=stop_after)
-        return await self._submit(spec, model, recipes, example_inputs, None, on_upload)
+        parsed = [read_recipe(recipe) for recipe in several(recipes)]
+        if stop_after:
+            for recipe in parsed:
+                check_stop_after(recipe, stop_after)
+        given = Given(model, recipes, example_inputs, calibration, batched)
+        return await self._submit(spec, given, on_upload)
 
     async def run(
         self,
@@ -201,7 +203,10 @@ class AsyncFarm:
         recipes: str | Sequence[str] = (DEFAULT_RECIPE,),
         device: str = "",
         *,
-        example_inputs: tuple[Any, ...] | None = None,
+        example_inputs: ExampleInputs | None = None,
+        calibration: Calibration | None = None,
+        batched: bool = False,
+        data: Sequence[str | Path] = (),
         inputs: Inputs | None = None,
         methods: Sequence[str] = (),
         threads: int | None = None,
@@ -209,7 +214,7 @@ class AsyncFarm:
         timeout_s: float | None = None,
         on_upload: transfers.Moved | None = None,
     ) -> AsyncJob:
-        """Submits one run without a measurement; `AsyncJob.outputs` fetches what the program gave.
+        """Submits one run without a measurement; `AsyncJob.outputs` fetches what the program gave. Arguments as in `bench`.
 
         Raises:
             EtfarmError: the model, selector or inputs are wrong, or the server refuses the job.
@@ -221,7 +226,83 @@ class AsyncFarm:
             threads=[threads] if threads else [],
             timeout_s=timeout_s,
         )
-        return await self._submit(spec, model, recipes, example_inputs, inputs, on_upload)
+        given = Given(model, recipes, example_inputs, calibration, batched, data, inputs)
+        return await self._submit(spec, given, on_upload)
+
+    def session(
+        self,
+        program: Model | SharedModel,
+        device: str = "",
+        *,
+        recipe: str = DEFAULT_RECIPE,
+        example_inputs: ExampleInputs | None = None,
+        data: Sequence[str | Path] = (),
+        methods: Sequence[str] = (),
+        threads: int | None = None,
+        cores: str = "",
+        idle_timeout_s: float | None = None,
+        priority: int = 0,
+        on_wait: Told | None = None,
+        on_log: Told | None = None,
+        on_upload: transfers.Moved | None = None,
+    ) -> AsyncSession:
+        """A device for this program alone, with `program` loaded on it, once it is entered with `async with`.
+
+        Args:
+            program: a .pte, or what else `bench` takes as a model, which is compiled with `recipe` first.
+            device: a selector; who comes while it is busy waits in line with all others.
+            methods: those to load at once; others are loaded at their first call.
+            idle_timeout_s: the session ends after so long without a call; 600 when None.
+            on_wait: told what the session waits for, whenever that changes.
+            on_log: told what the runner prints.
+            example_inputs, data, threads, cores, priority: as in `bench`.
+
+        Raises:
+            UserError: `device` is no selector. All else when it is entered: as SessionService.Open says, or compiling.
+        """
+        selectors.parse(device)
+        request = session_pb2.OpenSessionRequest(
+            selector=device,
+            methods=methods,
+            threads=threads,
+            cores=cores,
+            idle_timeout_s=idle_timeout_s,
+            priority=priority,
+        )
+        served: ServedModel | SharedModel
+        served = program if isinstance(program, SharedModel) else ServedModel(program, recipe, example_inputs, data)
+
+        async def connect(_: AsyncExitStack) -> Line:
+            stubs = self._open
+            made, names = await served.on_farm(stubs, self.compile, on_upload=on_upload)
+            request.program.CopyFrom(made)
+            return Line(stubs.server, stubs.sessions, stubs.artifacts, request, names)
+
+        return AsyncSession(connect, on_wait=on_wait, on_log=on_log)
+
+    def run_dataset(
+        self,
+        program: Model,
+        inputs: Iterable[Any],
+        device: str = "",
+        *,
+        devices: int | None = 1,
+        on_result: Callable[[Result], None] | None = None,
+        **options: Unpack[Options],
+    ) -> AsyncGenerator[tuple[int, Outputs], None]:
+        """Index and outputs of every set of inputs, in their order, through one loaded program a device; a few are under way.
+
+        Args:
+            program: as in `session`.
+            inputs: each arrays by name, arrays in order, or one array; taken in a thread, as they are needed.
+            devices: over how many equal devices that match they are split; all when None. Busy ones join when they are free.
+            on_result: told of each sample, failed ones too, with the device that ran it.
+            options: as `etfarm.client.dataset.Options` lists.
+
+        Raises:
+            EtfarmError: no session can be had; a sample failed, which the error names, unless `keep_going` leaves it out.
+        """
+        return fleet.dataset(self, program, given(inputs), device, devices=devices, options=options).outputs(on_result)
 
     async def jobs(self, limit: int = 50) -> list[JobInfo]:
         """The farm's jobs, newest first."""
@@ -235,13 +316,89 @@ class AsyncFarm:
             request.page_token = answer.next_page_token
 
     async def job(self, job_id: str) -> AsyncJob:
-        """A job by its id, a unique prefix of it of at least 4 characters, or `latest`.
+        """A job by its id, a unique prefix of it of at least 4 characters, a tag, or `latest`.
 
         Raises:
             EtfarmError: JOB_NOT_FOUND.
         """
         request = job_pb2.GetJobRequest(job_id=job_id)
         return AsyncJob(self._open, await repeat(lambda: self._open.jobs.Get(request), server=self.address))
+
+    async def history(
+        self,
+        model: str,
+        *,
+        device: str = "",
+        recipe: str = "",
+        method: str = "",
+        threads: int | None = None,
+        limit: int = 50,
+    ) -> list[HistoryEntry]:
+        """Reports of a model, newest first; `etfarm.client.history.trends` makes series of them.
+
+        Args:
+            model: its name as reports have it, or the first characters of its digest, 4 at least.
+            device: a selector; all devices when empty.
+            recipe, method, threads: as the report has them; all when empty.
+
+        Raises:
+            UserError: `device` is no selector.
+            EtfarmError: NO_HISTORY, which names the models that there are reports of.
+        """
+        return await history.fetch(self._open, model, device=device, recipe=recipe, method=method, threads=threads, limit=limit)
+
+    async def tag(self, job_id: str, tag: str) -> str | None:
+        """Gives a job a name that stands for it wherever its id does; it moves from the job that had it, whose id is answered.
+
+        Raises:
+            EtfarmError: BAD_TAG; JOB_NOT_FOUND; NOT_YOURS.
+        """
+        return await self._tag(report_pb2.TagRequest(job_id=job_id, tag=tag))
+
+    async def untag(self, tag: str, job_id: str = "") -> str | None:
+        """Takes a tag away from the job that has it, whose id is answered; from no other one than `job_id` where that is given.
+
+        Raises:
+            EtfarmError: TAG_NOT_FOUND; JOB_NOT_FOUND; NOT_YOURS.
+        """
+        return await self._tag(report_pb2.TagRequest(job_id=job_id, tag=tag, remove=True))
+
+    async def _tag(self, request: report_pb2.TagRequest) -> str | None:
+        answer = await repeat(lambda: self._open.reports.Tag(request), server=self.address)
+        return answer.previous_job_id or None
+
+    async def analyze(self, job_id: str) -> JobResult:
+        """A job's reports, worked out again by the server's version from the files that it stores, in place of the old ones.
+
+        Raises:
+            EtfarmError: JOB_LIVE; JOB_NOT_FOUND; NOT_YOURS.
+        """
+        request = report_pb2.AnalyzeJobRequest(job_id=job_id)
+        await repeat(lambda: self._open.reports.Analyze(request), server=self.address)
+        return JobResult(await (await self.job(job_id)).document())
+
+    async def compare(
+        self,
+        base: Compared,
+        candidate: Compared,
+        gate: str | Sequence[str] = (),
+        *,
+        strict: bool = False,
+        accept_invalid: bool = False,
+    ) -> Comparison:
+        """How the candidate compares with the base: latency, operators, size, memory, accuracy, delegation, what changed.
+
+        Args:
+            base, candidate: a job, a report file or a result; see `etfarm.client.comparing.Compared`.
+            gate: limits, `3%` (of latency) or `["latency=3%", "accuracy=1dB"]`; `Comparison.passed` is then its outcome.
+            strict: fail also where an interval leaves open whether a limit is kept.
+            accept_invalid: take latencies whose verdict is not VALID.
+
+        Raises:
+            EtfarmError: BAD_GATE, BAD_REPORT_DOCUMENT; JOB_NOT_FOUND, REPORT_NOT_FOUND; NOTHING_TO_COMPARE.
+        """
+        limits = gate_of(gate, strict=strict, accept_invalid=accept_invalid)
+        return await compare(self._open, base, candidate, limits)
 
     async def devices(self, selector: str = "") -> list[Device]:
         """The known devices that match, offline ones included.
@@ -294,35 +451,18 @@ class AsyncFarm:
 
     @property
     def _open(self) -> Stubs:
-        if self._stubs is None:
-            raise NotConnected("The farm is not connected.", "Use it inside of `with Farm(...) as farm:`.")
-        return self._stubs
+        return self._connection.stubs
 
-    async def _submit(
-        self,
-        spec: job_pb2.JobSpec,
-        model: Any,
-        recipes: str | Sequence[str],
-        example_inputs: tuple[Any, ...] | None,
-        inputs: Any,
-        on_upload: transfers.Moved | None,
-    ) -> AsyncJob:
+    async def _submit(self, spec: job_pb2.JobSpec, given: Given, on_upload: transfers.Moved | None) -> AsyncJob:
         # What costs nothing to refuse is refused first.
-        parsed = [submission.read_recipe(recipe) for recipe in _several(recipes)]
+        parsed = [read_recipe(recipe) for recipe in given.listed_recipes]
         for choice in spec.devices:
             selectors.parse(choice.selector)
-
-        def gather() -> Submission:
-            models = [submission.prepare(one, example_inputs=example_inputs) for one in _several(model)]
-            made = Submission(spec)
-            made.add_candidates(models, parsed)
-            if inputs is not None:
-                made.add_inputs(inputs, models, list(spec.methods))
-            return made
-
-        made = await asyncio.to_thread(gather)
-        stubs = self._open
-        await transfers.upload_missing(stubs.artifacts, made.blobs, server=stubs.server, on_progress=on_upload)
+        # Samples and exports may be larger than memory: they are files from where they are made to where they are sent.
+        with tempfile.TemporaryDirectory(prefix="etfarm-submission-", ignore_cleanup_errors=True) as folder:
+            made = await asyncio.to_thread(lambda: given.gather(spec, parsed, Path(folder)))
+            stubs = self._open
+            await transfers.upload_missing(stubs.artifacts, made.blobs, server=stubs.server, on_progress=on_upload)
         request = job_pb2.SubmitRequest(request_id=made.request_id, spec=made.spec)
         submitting = asyncio.create_task(repeat(lambda: stubs.jobs.Submit(request), server=stubs.server), name="submit")
         try:
@@ -332,23 +472,6 @@ class AsyncFarm:
             async with asyncio.timeout(GIVE_UP_S):
                 await AsyncJob(stubs, await submitting).cancel()
             raise
-
-    async def _must_answer(self, stubs: Stubs) -> None:
-        """One quick call, so that a wrong address is heard of now and not after the patience for a restart."""
-        try:
-            await stubs.farm.GetServerInfo(farm_pb2.GetServerInfoRequest(), timeout=CONNECT_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise Unreachable(
-                    f"The server at {stubs.server} did not answer within {CONNECT_TIMEOUT_S:.0f} s.",
-                    "Check the address (--server or ETFARM_SERVER) and the network.",
-                    server=stubs.server,
-                ) from None
-            raise from_rpc_error(error, server=stubs.server) from None
-
-
-def _several(one_or_more: Any) -> list[Any]:
-    return list(one_or_more) if isinstance(one_or_more, list | tuple) else [one_or_more]
 
 
 def _choices(devices: str | Iterable[str], all_devices: bool) -> list[job_pb2.DeviceChoice]:

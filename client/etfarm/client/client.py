@@ -2,81 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, Unpack
 
 from etfarm.client import transfers
-from etfarm.client.aio import AsyncFarm, NotConnected
+from etfarm.client.aio import AsyncFarm
+from etfarm.client.calibration import Calibration
+from etfarm.client.calls import Outputs
+from etfarm.client.comparing import Compared, Comparison
+from etfarm.client.connection import NotConnected
+from etfarm.client.dataset import Options, Result
+from etfarm.client.history import HistoryEntry
+from etfarm.client.inputs import Inputs
 from etfarm.client.jobs import AsyncJob
+from etfarm.client.loop import Loop
 from etfarm.client.models import Bundle, Device, Event, JobInfo, JobResult, JobState, LogLine, RecipeInfo, ServerInfo
-from etfarm.client.submission import DEFAULT_RECIPE, Inputs, Model
+from etfarm.client.preparation import ExampleInputs, Model
+from etfarm.client.recipes import DEFAULT_RECIPE
+from etfarm.client.session import Session, Told
 from etfarm.wire.tensors import Value
-
-Answer = TypeVar("Answer")
-
-CLEAN_UP_S = 2.0
-"""How long Ctrl-C waits for what it cancelled."""
-
-
-class _Loop:
-    """An event loop in a daemon thread, for the life of one Farm."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="etfarm client", daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
-        """The coroutine's answer. Ctrl-C here cancels it there, and gives it a moment to clean up."""
-        ended = threading.Event()
-
-        async def noted() -> Answer:
-            try:
-                return await coroutine
-            finally:
-                ended.set()
-
-        future = asyncio.run_coroutine_threadsafe(noted(), self._loop)
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            ended.wait(CLEAN_UP_S)
-            raise
-
-    def each(self, items: AsyncIterator[Answer]) -> Iterator[Answer]:
-        """The items of an async generator, as they come."""
-
-        async def following() -> tuple[bool, Answer | None]:
-            try:
-                return True, await anext(items)
-            except StopAsyncIteration:
-                return False, None
-
-        try:
-            while True:
-                more, item = self.run(following())
-                if not more:
-                    return
-                yield item  # type: ignore[misc]
-        finally:
-            if (close := getattr(items, "aclose", None)) is not None:
-                self.run(close())
-
-    def stop(self) -> None:
-        """Ends the loop and its thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
 
 class Job:
     """A job on the farm; AsyncJob without `await`. It goes on whether or not anybody watches."""
 
-    def __init__(self, loop: _Loop, job: AsyncJob) -> None:
+    def __init__(self, loop: Loop, job: AsyncJob) -> None:
         """Made by Farm."""
         self._loop = loop
         self._job = job
@@ -127,13 +78,25 @@ class Job:
         """As AsyncJob.outputs."""
         return self._loop.run(self._job.outputs(cell))
 
-    def save_program(self, path: Path, cell: int = 0) -> None:
+    def save_program(self, path: Path, cell: int = 0) -> list[Path]:
         """As AsyncJob.save_program."""
-        self._loop.run(self._job.save_program(path, cell))
+        return self._loop.run(self._job.save_program(path, cell))
+
+    def save_exported_programs(self, path: Path, cell: int = 0) -> list[Path]:
+        """As AsyncJob.save_exported_programs."""
+        return self._loop.run(self._job.save_exported_programs(path, cell))
+
+    def save_stage_files(self, folder: Path, cell: int = 0) -> list[Path]:
+        """As AsyncJob.save_stage_files."""
+        return self._loop.run(self._job.save_stage_files(folder, cell))
 
     def save_etrecord(self, path: Path, cell: int = 0) -> None:
         """As AsyncJob.save_etrecord."""
         self._loop.run(self._job.save_etrecord(path, cell))
+
+    def save_raw_files(self, folder: Path, cell: int = 0) -> list[Path]:
+        """As AsyncJob.save_raw_files."""
+        return self._loop.run(self._job.save_raw_files(folder, cell))
 
 
 class Farm:
@@ -156,7 +119,7 @@ class Farm:
     ) -> None:
         """As AsyncFarm."""
         self._farm = AsyncFarm(address, token=token, tls_ca=tls_ca, on_status=on_status)
-        self._loop: _Loop | None = None
+        self._loop: Loop | None = None
 
     def __enter__(self) -> Self:
         """Connects.
@@ -164,7 +127,7 @@ class Farm:
         Raises:
             EtfarmError: as AsyncFarm.
         """
-        self._loop = _Loop()
+        self._loop = Loop()
         try:
             self._loop.run(self._farm.__aenter__())
         except BaseException:
@@ -196,7 +159,10 @@ class Farm:
         devices: str | Sequence[str] = ("",),
         *,
         all_devices: bool = False,
-        example_inputs: tuple[Any, ...] | None = None,
+        example_inputs: ExampleInputs | None = None,
+        calibration: Calibration | None = None,
+        batched: bool = False,
+        data: Sequence[str | Path] = (),
         inputs: Inputs | None = None,
         methods: Sequence[str] = (),
         threads: Sequence[int] = (),
@@ -205,6 +171,8 @@ class Farm:
         warmup: int | None = None,
         min_time_s: float | None = None,
         profile: bool = True,
+        numerics: bool = False,
+        interleave: bool = False,
         name: str = "",
         labels: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
@@ -220,6 +188,9 @@ class Farm:
                 devices,
                 all_devices=all_devices,
                 example_inputs=example_inputs,
+                calibration=calibration,
+                batched=batched,
+                data=data,
                 inputs=inputs,
                 methods=methods,
                 threads=threads,
@@ -228,6 +199,8 @@ class Farm:
                 warmup=warmup,
                 min_time_s=min_time_s,
                 profile=profile,
+                numerics=numerics,
+                interleave=interleave,
                 name=name,
                 labels=labels,
                 timeout_s=timeout_s,
@@ -242,7 +215,9 @@ class Farm:
         model: Model | Sequence[Model],
         recipes: str | Sequence[str] = (DEFAULT_RECIPE,),
         *,
-        example_inputs: tuple[Any, ...] | None = None,
+        example_inputs: ExampleInputs | None = None,
+        calibration: Calibration | None = None,
+        batched: bool = False,
         name: str = "",
         labels: Mapping[str, str] | None = None,
         no_cache: bool = False,
@@ -255,6 +230,8 @@ class Farm:
                 model,
                 recipes,
                 example_inputs=example_inputs,
+                calibration=calibration,
+                batched=batched,
                 name=name,
                 labels=labels,
                 no_cache=no_cache,
@@ -269,7 +246,10 @@ class Farm:
         recipes: str | Sequence[str] = (DEFAULT_RECIPE,),
         device: str = "",
         *,
-        example_inputs: tuple[Any, ...] | None = None,
+        example_inputs: ExampleInputs | None = None,
+        calibration: Calibration | None = None,
+        batched: bool = False,
+        data: Sequence[str | Path] = (),
         inputs: Inputs | None = None,
         methods: Sequence[str] = (),
         threads: int | None = None,
@@ -284,6 +264,9 @@ class Farm:
                 recipes,
                 device,
                 example_inputs=example_inputs,
+                calibration=calibration,
+                batched=batched,
+                data=data,
                 inputs=inputs,
                 methods=methods,
                 threads=threads,
@@ -293,6 +276,55 @@ class Farm:
             )
         )
 
+    def session(
+        self,
+        program: Model,
+        device: str = "",
+        *,
+        recipe: str = DEFAULT_RECIPE,
+        example_inputs: ExampleInputs | None = None,
+        data: Sequence[str | Path] = (),
+        methods: Sequence[str] = (),
+        threads: int | None = None,
+        cores: str = "",
+        idle_timeout_s: float | None = None,
+        priority: int = 0,
+        on_wait: Told | None = None,
+        on_log: Told | None = None,
+        on_upload: transfers.Moved | None = None,
+    ) -> Session:
+        """As AsyncFarm.session; use it with `with`."""
+        made = self._farm.session(
+            program,
+            device,
+            recipe=recipe,
+            example_inputs=example_inputs,
+            data=data,
+            methods=methods,
+            threads=threads,
+            cores=cores,
+            idle_timeout_s=idle_timeout_s,
+            priority=priority,
+            on_wait=on_wait,
+            on_log=on_log,
+            on_upload=on_upload,
+        )
+        return Session(lambda: self._open, made)
+
+    def run_dataset(
+        self,
+        program: Model,
+        inputs: Iterable[Any],
+        device: str = "",
+        *,
+        devices: int | None = 1,
+        on_result: Callable[[Result], None] | None = None,
+        **options: Unpack[Options],
+    ) -> Iterator[tuple[int, Outputs]]:
+        """As AsyncFarm.run_dataset; `on_result` is called in the client's thread."""
+        made = self._farm.run_dataset(program, inputs, device, devices=devices, on_result=on_result, **options)
+        return self._open.each(made)
+
     def jobs(self, limit: int = 50) -> list[JobInfo]:
         """As AsyncFarm.jobs."""
         return self._open.run(self._farm.jobs(limit))
@@ -300,6 +332,45 @@ class Farm:
     def job(self, job_id: str) -> Job:
         """As AsyncFarm.job."""
         return self._job(self._farm.job(job_id))
+
+    def history(
+        self,
+        model: str,
+        *,
+        device: str = "",
+        recipe: str = "",
+        method: str = "",
+        threads: int | None = None,
+        limit: int = 50,
+    ) -> list[HistoryEntry]:
+        """As AsyncFarm.history."""
+        return self._open.run(
+            self._farm.history(model, device=device, recipe=recipe, method=method, threads=threads, limit=limit)
+        )
+
+    def tag(self, job_id: str, tag: str) -> str | None:
+        """As AsyncFarm.tag."""
+        return self._open.run(self._farm.tag(job_id, tag))
+
+    def untag(self, tag: str, job_id: str = "") -> str | None:
+        """As AsyncFarm.untag."""
+        return self._open.run(self._farm.untag(tag, job_id))
+
+    def analyze(self, job_id: str) -> JobResult:
+        """As AsyncFarm.analyze."""
+        return self._open.run(self._farm.analyze(job_id))
+
+    def compare(
+        self,
+        base: Compared,
+        candidate: Compared,
+        gate: str | Sequence[str] = (),
+        *,
+        strict: bool = False,
+        accept_invalid: bool = False,
+    ) -> Comparison:
+        """As AsyncFarm.compare."""
+        return self._open.run(self._farm.compare(base, candidate, gate, strict=strict, accept_invalid=accept_invalid))
 
     def devices(self, selector: str = "") -> list[Device]:
         """As AsyncFarm.devices."""
@@ -326,7 +397,7 @@ class Farm:
         return self._open.run(self._farm.info())
 
     @property
-    def _open(self) -> _Loop:
+    def _open(self) -> Loop:
         if self._loop is None:
             raise NotConnected("The farm is not connected.", "Use it inside of `with Farm(...) as farm:`.")
         return self._loop

@@ -38,6 +38,7 @@ def job(message: job_pb2.Job) -> JobInfo:
         submitted_at=_instant(message.submitted_at),
         finished_at=_instant(message.finished_at) if message.HasField("finished_at") else None,
         cells=tuple(cell(item) for item in message.cells),
+        tags=tuple(message.tags),
     )
 
 
@@ -61,6 +62,7 @@ def cell(message: job_pb2.Cell) -> Cell:
         state=CellState(job_pb2.CellState.Name(message.state).removeprefix("CELL_STATE_")),
         waiting_for=message.waiting_for,
         error=status.from_proto(message.error) if message.HasField("error") else None,
+        on_device=message.HasField("device_index"),
     )
 
 
@@ -127,6 +129,8 @@ def device(message: device_pb2.Device) -> Device:
         last_seen_at=_instant(message.last_seen_at) if message.HasField("last_seen_at") else None,
         attempt_id=message.attempt_id,
         operator_count=message.operator_count if message.HasField("operator_count") else None,
+        runner=message.runner,
+        own_runners=tuple(runner.kind for runner in message.own_runners),
         telemetry={field.name: value for field, value in message.telemetry.ListFields() if field.name != "at"},
     )
 

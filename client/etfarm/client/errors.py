@@ -47,6 +47,7 @@ _MODEL_REASONS = frozenset(
         "DYNAMIC_SHAPES_FORM",
         "INTERRUPTED",
         "CANCELLED",
+        "NOTHING_TO_COMPARE",
     }
 )
 """The user's errors without a stage that are no errors of the command: it was right, the model is not."""

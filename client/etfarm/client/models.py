@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
-from etfarm.client.errors import JobFailed, SeveralReports
+from etfarm.client.errors import JobFailed, OutputUnwritable, SeveralReports
 from etfarm.wire.errors import EtfarmError, Fault, error_of
 
 
@@ -74,12 +75,15 @@ class Cell:
     waiting_for: str
     """Why it waits, where that is worth saying."""
     error: EtfarmError | None
+    on_device: bool = True
+    """Whether a device runs its method; a cell that is only compiled is about all methods, whichever it names."""
 
     @property
     def traits(self) -> tuple[str, str, str, str]:
         """What tells cells apart: model, recipe, method and threads; empty where there is nothing to say."""
         threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}" if self.threads else ""
-        return self.model, self.recipe or "", self.method if self.method != "forward" else "", threads
+        method = self.method if self.on_device and self.method != "forward" else ""
+        return self.model, self.recipe or "", method, threads
 
     @property
     def label(self) -> str:
@@ -99,6 +103,8 @@ class JobInfo:
     submitted_at: datetime
     finished_at: datetime | None
     cells: tuple[Cell, ...] = field(default=(), repr=False)
+    tags: tuple[str, ...] = ()
+    """Names that stand for it, as baselines."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +214,10 @@ class Device:
     attempt_id: str
     """The attempt that it runs; empty when idle."""
     operator_count: int | None
+    runner: str = ""
+    """What runs would be given now: `native`, the farm's bundle, else one of its own; empty before there is one."""
+    own_runners: tuple[str, ...] = ()
+    """Kinds of the runners that are installed on it, such as `python`; used where the farm has no bundle for it."""
     telemetry: Mapping[str, float | bool] = field(default_factory=dict)
     """What the last heartbeat told; keys with their unit, as `temperature_c`. Only what the device has."""
 
@@ -269,6 +279,8 @@ class Record(Mapping[str, Any]):
         return _wrapped(self._values[key])
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)  # copy and pickle ask for such before there are values
         try:
             return _wrapped(self._values[name])
         except KeyError:
@@ -346,6 +358,19 @@ class JobResult:
     def json(self) -> dict[str, Any]:
         """The document etfarm.report/1: {schema, job, reports, error}."""
         return self._document
+
+    def save_html(self, path: str | Path) -> None:
+        """Writes all reports to one HTML file, which needs no network; `etfarm.client.formats` has the other formats.
+
+        Raises:
+            OutputUnwritable: the file cannot be written.
+        """
+        from etfarm.client.formats import html
+
+        try:
+            Path(path).write_bytes(html.write(self._document))
+        except OSError as error:
+            raise OutputUnwritable(f"{path} cannot be written: {error.strerror}.", "Give another path.", path=path) from None
 
 
 def error_from_json(error: Mapping[str, Any] | None) -> EtfarmError | None:

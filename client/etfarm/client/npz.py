@@ -17,7 +17,7 @@ import io
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,9 @@ UNSAID = ""
 
 _FOREIGN = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 _SCALAR = "scalar"
-_DTYPE = ".dtype"
+DTYPE = ".dtype"
+"""After a key: its sibling that tells what the array is, where npz has no type for it."""
+
 _DIM_ORDER = ".dim_order"
 _PLACE = re.compile(r"(?:arr_)?(\d+)\Z")
 
@@ -87,25 +89,25 @@ def read_named(path: Path) -> dict[str, Named]:
         InputFileUnreadable: it is missing, cut off, no .npz, or holds Python objects.
         UnsupportedInputArray: a dtype that no program takes, or a `.dtype` that does not fit.
     """
-    arrays = _load(path)
+    arrays = load(path)
     named: dict[str, Named] = {}
     for key, array in arrays.items():
-        if key.endswith((_DTYPE, _DIM_ORDER)):
-            if key.removesuffix(_DTYPE).removesuffix(_DIM_ORDER) not in arrays:
+        if key.endswith((DTYPE, _DIM_ORDER)):
+            if told_of(key, arrays) is None:
                 raise UnsupportedInputArray(f"{path}: {key!r} tells of a key that is not there.", path=path, key=key)
             continue
         method, slash, name = key.partition("/")
         method, name = (method, name) if slash else (UNSAID, key)
-        dtype = arrays.get(key + _DTYPE)
-        value = _value(path, key, name, array, dtype)
+        dtype = arrays.get(key + DTYPE)
+        value = value_of_entry(path, key, name, array, dtype)
         if (dim_order := arrays.get(key + _DIM_ORDER)) is not None:
             value = _laid_out(path, key, value, dim_order)
         named.setdefault(method, {})[name] = value
     return named
 
 
-def read_samples(path: Path, *, batched: bool = False) -> list[dict[str, Named]]:
-    """Several samples: each .npz of a folder, by file name, or with `batched` each index of axis 0 of one file.
+def read_samples(path: Path, *, batched: bool = False) -> Iterator[dict[str, Named]]:
+    """Several samples, one by one: each .npz of a folder, by file name, or with `batched` each index of axis 0 of a file.
 
     A batched tensor loses axis 0; a scalar is every sample's. A file that is not batched is one sample.
 
@@ -113,13 +115,23 @@ def read_samples(path: Path, *, batched: bool = False) -> list[dict[str, Named]]
         InputFileUnreadable: a folder without .npz files, or see `read_named`.
         UnsupportedInputArray: batched arrays of several lengths, or see `read_named`.
     """
+    return (sample for _, sample in labelled_samples(path, batched=batched))
+
+
+def labelled_samples(path: Path, *, batched: bool = False) -> Iterator[tuple[str, dict[str, Named]]]:
+    """`read_samples`, each with what errors call it: the file's name, and its place in a batch."""
     if path.is_dir():
         files = sorted(path.glob("*.npz"))
         if not files:
             raise InputFileUnreadable(f"The folder {path} has no .npz file.", "Each sample is one file.", path=path)
-        return [sample for file in files for sample in read_samples(file, batched=batched)]
-    named = read_named(path)
-    return _split(path, named) if batched else [named]
+    else:
+        files = [path]
+    for file in files:
+        named = read_named(file)
+        if not batched:
+            yield file.name, named
+        else:
+            yield from ((f"{file.name}[{place}]", sample) for place, sample in enumerate(split(str(file), named)))
 
 
 def read_inputs(path: Path, methods: Mapping[str, Sequence[str]]) -> dict[str, list[Value]]:
@@ -163,6 +175,14 @@ def by_method(named: Mapping[str, Named], methods: Sequence[str] | Mapping[str, 
     return result
 
 
+def place_of(key: str, names: Sequence[str]) -> int | None:
+    """The place of the input that a key means: by its name, or by its place where no input is called so; None where none."""
+    if key in names:
+        return list(names).index(key)
+    digits = _PLACE.match(key)
+    return int(digits[1]) if digits and int(digits[1]) < len(names) else None
+
+
 def order(named: Mapping[str, Value], names: Sequence[str], method: str = "") -> list[Value]:
     """The values in the order of `names`, the inputs in flattened order, and called by them.
 
@@ -178,12 +198,8 @@ def order(named: Mapping[str, Value], names: Sequence[str], method: str = "") ->
     found: dict[int, Value] = {}
     keys: dict[int, str] = {}
     for key, value in named.items():
-        digits = _PLACE.match(key)
-        if key in names:
-            place = list(names).index(key)
-        elif digits and int(digits[1]) < len(names):
-            place = int(digits[1])
-        else:
+        place = place_of(key, names)
+        if place is None:
             raise UnknownInput(f"{prefix}there is no input {key!r}.", there, method=method, key=key, inputs=",".join(names))
         if place in found:
             raise DuplicateInput(
@@ -202,11 +218,20 @@ def order(named: Mapping[str, Value], names: Sequence[str], method: str = "") ->
     return [found[place] for place in range(len(names))]
 
 
-def write_outputs(path: Path, outputs: Mapping[str, Sequence[Value]], names: Mapping[str, Sequence[str]] | None = None) -> None:
+def write_outputs(
+    path: Path,
+    outputs: Mapping[str, Sequence[Value]],
+    names: Mapping[str, Sequence[str]] | None = None,
+    *,
+    with_dim_orders: bool = False,
+) -> None:
     """Writes values as `read_named` reads them, under exactly `path`.
 
     Keys have `METHOD/` where there are several methods. `names` are the outputs' per method; an output without a name,
     or with one that another has too, is called by its place.
+
+    Args:
+        with_dim_orders: write `KEY.dim_order` for what is not contiguous, as inputs need it and outputs do not.
 
     Raises:
         OutputFileUnwritable: the file cannot be written; what was there before is gone only if it could.
@@ -216,7 +241,7 @@ def write_outputs(path: Path, outputs: Mapping[str, Sequence[Value]], names: Map
     buffer = io.BytesIO()
     # np.savez takes arrays as keyword arguments, so it cannot name one "file": the archive is written here.
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-        for key, array in _entries(outputs, names or {}):
+        for key, array in entries(outputs, names or {}, with_dim_orders=with_dim_orders):
             # The date that ZipInfo defaults to: equal values give equal bytes.
             with archive.open(zipfile.ZipInfo(f"{key}.npy"), "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
@@ -228,7 +253,18 @@ def write_outputs(path: Path, outputs: Mapping[str, Sequence[Value]], names: Map
         ) from None
 
 
-def _load(path: Path) -> dict[str, NDArray[Any]]:
+def told_of(key: str, keys: Collection[str]) -> str | None:
+    """The key of `keys` that a sibling tells of; None where `key` is none."""
+    base = key.removesuffix(DTYPE).removesuffix(_DIM_ORDER)
+    return base if base != key and base in keys else None
+
+
+def load(path: Path) -> dict[str, NDArray[Any]]:
+    """All arrays of an .npz by key.
+
+    Raises:
+        InputFileUnreadable: it is missing, cut off, no .npz, or holds Python objects.
+    """
     import numpy as np
 
     again = "Write it with numpy.savez(path, name=array, ...)."
@@ -261,7 +297,12 @@ def _laid_out(path: Path, key: str, value: Value, said: NDArray[Any]) -> Tensor:
     return from_array(value.name, to_array(value), order)
 
 
-def _value(path: Path, key: str, name: str, array: NDArray[Any], said: NDArray[Any] | None) -> Value:
+def value_of_entry(path: Path, key: str, name: str, array: NDArray[Any], said: NDArray[Any] | None) -> Value:
+    """The array of a key as the value `name`; `said` is its sibling `KEY.dtype`.
+
+    Raises:
+        UnsupportedInputArray: a dtype that no program takes, or a `.dtype` that does not fit.
+    """
     import numpy as np
 
     if not isinstance(array, np.ndarray):
@@ -275,7 +316,7 @@ def _value(path: Path, key: str, name: str, array: NDArray[Any], said: NDArray[A
             return from_array(name, bits.view(dtype_of(dtype)))
         if dtype not in ITEM_BYTES or dtype != array.dtype.name:
             raise UnsupportedInputArray(
-                f"{path}: {key + _DTYPE!r} says {dtype or 'nothing'!r}, and {key!r} holds {array.dtype.name}.",
+                f"{path}: {key + DTYPE!r} says {dtype or 'nothing'!r}, and {key!r} holds {array.dtype.name}.",
                 f"It is for {', '.join(_FOREIGN)}, held as uint16 or uint8, and for {_SCALAR!r}.",
                 path=path, key=key, dtype=dtype, held=array.dtype.name,
             )  # fmt: skip
@@ -283,7 +324,7 @@ def _value(path: Path, key: str, name: str, array: NDArray[Any], said: NDArray[A
         is_raw = array.dtype.kind == "V" and array.dtype.itemsize in (1, 2)
         raise UnsupportedInputArray(
             f"{path}: {key!r} has the dtype {array.dtype.name}, which no program takes.",
-            f"If these are {' or '.join(_FOREIGN)}, say which in a key {key + _DTYPE!r}."
+            f"If these are {' or '.join(_FOREIGN)}, say which in a key {key + DTYPE!r}."
             if is_raw
             else f"The dtypes are {', '.join(ITEM_BYTES)}.",
             path=path,
@@ -293,32 +334,43 @@ def _value(path: Path, key: str, name: str, array: NDArray[Any], said: NDArray[A
     return from_array(name, array.astype(array.dtype.newbyteorder("<"), copy=False))
 
 
-def _split(path: Path, named: Mapping[str, Named]) -> list[dict[str, Named]]:
-    sizes: dict[str, int] = {}
+def split(path: str, named: Mapping[str, Named]) -> Iterator[dict[str, Named]]:
+    """The samples of a batch: each index of axis 0 of every tensor; a scalar is every sample's.
+
+    Args:
+        path: what errors call the batch.
+
+    Raises:
+        UnsupportedInputArray: a tensor without an axis 0, or several lengths within a method.
+    """
+    counts: dict[str, int] = {}
     for method, values in named.items():
-        for name, value in values.items():
-            if isinstance(value, Tensor):
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        for name, value in tensors.items():
+            if not value.shape:
                 key = f"{method}/{name}" if method else name
-                if not value.shape:
-                    raise UnsupportedInputArray(
-                        f"{path}: {key!r} has no axis 0 to take samples from.", "Leave out --batched.", path=path, key=key
-                    )
-                sizes[key] = value.shape[0]
-    if len(set(sizes.values())) > 1:
-        shown = ", ".join(f"{key} {size}" for key, size in sizes.items())
-        raise UnsupportedInputArray(f"{path}: axis 0 has several lengths: {shown}.", "Give all keys as many samples.", path=path)
-    count = next(iter(sizes.values()), 1)
-    return [
-        {m: {name: _at(value, index, count) for name, value in values.items()} for m, values in named.items()}
-        for index in range(count)
-    ]
+                raise UnsupportedInputArray(
+                    f"{path}: {key!r} has no axis 0 to take samples from.", "Leave out --batched.", path=path, key=key
+                )
+        if len({value.shape[0] for value in tensors.values()}) > 1:
+            shown = ", ".join(f"{name} {value.shape[0]}" for name, value in tensors.items())
+            raise UnsupportedInputArray(
+                f"{path}: axis 0 has several lengths: {shown}.", "Give all keys of a method as many samples.", path=path
+            )
+        counts[method] = next((value.shape[0] for value in tensors.values()), 1)
+    for index in range(max(counts.values(), default=0)):
+        yield {
+            method: {name: _at(value, index) for name, value in values.items()}
+            for method, values in named.items()
+            if index < counts[method]
+        }
 
 
-def _at(value: Value, index: int, count: int) -> Value:
+def _at(value: Value, index: int) -> Value:
     if isinstance(value, Scalar):
         return value
-    size = len(value.data) // count
-    return Tensor(value.name, value.dtype, value.shape[1:], value.data[index * size : (index + 1) * size])
+    order = tuple(dim - 1 for dim in value.dim_order if dim)
+    return from_array(value.name, to_array(value)[index], order)
 
 
 def _called(name: str, value: Value) -> Value:
@@ -327,9 +379,10 @@ def _called(name: str, value: Value) -> Value:
     return Tensor(name, value.dtype, value.shape, value.data, value.dim_order)
 
 
-def _entries(
-    outputs: Mapping[str, Sequence[Value]], names: Mapping[str, Sequence[str]]
+def entries(
+    outputs: Mapping[str, Sequence[Value]], names: Mapping[str, Sequence[str]], *, with_dim_orders: bool = False
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    """What `write_outputs` writes: keys, siblings among them, and arrays."""
     import numpy as np
 
     for method, values in outputs.items():
@@ -340,10 +393,13 @@ def _entries(
             key = prefix + (name if name and given.count(name) == 1 else str(place))
             if isinstance(value, Scalar):
                 yield key, np.asarray(value.value) if value.value is not None else np.empty(0)
-                yield key + _DTYPE, np.asarray(_SCALAR)
-            elif value.dtype in _FOREIGN:
+                yield key + DTYPE, np.asarray(_SCALAR)
+                continue
+            if value.dtype in _FOREIGN:
                 bits = np.uint16 if ITEM_BYTES[value.dtype] == 2 else np.uint8
                 yield key, np.ascontiguousarray(to_array(value)).reshape(value.shape).view(bits)
-                yield key + _DTYPE, np.asarray(value.dtype)
+                yield key + DTYPE, np.asarray(value.dtype)
             else:
                 yield key, np.ascontiguousarray(to_array(value)).reshape(value.shape)
+            if with_dim_orders and not value.is_contiguous:
+                yield key + _DIM_ORDER, np.asarray(value.dim_order)

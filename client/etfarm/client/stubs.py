@@ -13,6 +13,7 @@ from etfarm.v1 import (
     farm_pb2_grpc,
     job_pb2_grpc,
     report_pb2_grpc,
+    session_pb2_grpc,
 )
 
 
@@ -27,6 +28,7 @@ class Stubs:
     farm: farm_pb2_grpc.FarmServiceAsyncStub
     jobs: job_pb2_grpc.JobServiceAsyncStub
     reports: report_pb2_grpc.ReportServiceAsyncStub
+    sessions: session_pb2_grpc.SessionServiceAsyncStub
 
     @classmethod
     def of(cls, channel: grpc.aio.Channel, server: str) -> Stubs:
@@ -39,4 +41,5 @@ class Stubs:
             farm_pb2_grpc.FarmServiceStub(channel),
             job_pb2_grpc.JobServiceStub(channel),
             report_pb2_grpc.ReportServiceStub(channel),
+            session_pb2_grpc.SessionServiceStub(channel),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
 
 PARALLEL = 4
-"""Uploads at one time: one stream has most of a link, more hide the round trips of small files."""
+"""Uploads of large artifacts at one time: one stream has most of a link."""
+
+PARALLEL_SMALL = 16
+"""Uploads of small ones: a calibration set's thousands wait for round trips, not for the link."""
+
+SMALL_BYTES = 256 << 10
 
 _ASK = 5_000
 """Digests in one FindMissing, which takes 10,000."""
@@ -55,24 +60,33 @@ async def upload_missing(
         missing += (await repeat(lambda request=request: stub.FindMissing(request), server=server)).missing  # type: ignore[misc]
     wanted = {digest: blobs[digest] for digest in missing if digest in blobs}
     total = sum(artifact.size_bytes for artifact, _ in wanted.values())
-    done = dict.fromkeys(wanted, 0)
-    room = asyncio.Semaphore(PARALLEL)
+    sent = 0
 
     async def send(digest: str) -> None:
+        nonlocal sent
         artifact, source = wanted[digest]
+        own = 0
 
         def moved(bytes_done: int, _: int) -> None:
-            done[digest] = bytes_done
+            nonlocal sent, own
+            sent, own = sent + bytes_done - own, bytes_done
             if on_progress is not None:
-                on_progress(sum(done.values()), total)
+                on_progress(sent, total)
 
-        async with room:
-            await _upload(stub, artifact, source, server, moved)
+        await _upload(stub, artifact, source, server, moved)
 
+    async def send_all(queue: Iterator[str]) -> None:
+        for digest in queue:
+            await send(digest)
+
+    small = iter([digest for digest, (artifact, _) in wanted.items() if artifact.size_bytes <= SMALL_BYTES])
+    large = iter([digest for digest, (artifact, _) in wanted.items() if artifact.size_bytes > SMALL_BYTES])
     try:
         async with asyncio.TaskGroup() as group:
-            for digest in wanted:
-                group.create_task(send(digest), name=f"upload {digest[:12]}")
+            for number in range(min(PARALLEL, len(wanted))):
+                group.create_task(send_all(large), name=f"upload large {number}")
+            for number in range(min(PARALLEL_SMALL, len(wanted))):
+                group.create_task(send_all(small), name=f"upload small {number}")
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return total

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import typer
 
+from etfarm.client.cli.terminal import printable, put, tell
 from etfarm.client.errors import Interrupted, NotAvailable, OutputUnwritable, exit_code
 from etfarm.wire.errors import EtfarmError, FarmError, Fault, UserError, error_of
 
@@ -40,8 +41,30 @@ class Outcome:
 
     json_file: str | None = None
     """FILE of `--json`, or `-`."""
+    html_file: str | None = None
+    """FILE of `--html`."""
     document: Callable[[EtfarmError | None], dict[str, Any]] | None = None
     """The document etfarm.report/1 as far as it is known, with the error that ended the command."""
+    can_be_verbose: bool = False
+    """Whether the command has `--verbose`."""
+    verbose: bool = False
+    """Whether it was given: the original text behind an error is shown."""
+    failed_job: str = ""
+    """The job that did not succeed, where one was waited for."""
+
+    def takes_verbose(self, verbose: bool) -> None:
+        """Tells that the command has `--verbose`, and whether it was given."""
+        self.can_be_verbose, self.verbose = True, verbose
+
+    def tell(self, error: EtfarmError | None) -> None:
+        """Says on stderr where more is to be read: what lies behind an error, or the log of the job that failed."""
+        cause = error.__cause__ if error is not None else None
+        if cause is not None and self.verbose:
+            sys.stderr.write(printable("".join(traceback.format_exception(cause))))
+        elif cause is not None and self.can_be_verbose:
+            print("The original error: the same command with --verbose.", file=sys.stderr)
+        if self.failed_job and not self.verbose:
+            print(f"What was printed meanwhile: `etfarm jobs logs {self.failed_job}`.", file=sys.stderr)
 
     def goes_to(self, file: str | None) -> None:
         """Takes FILE of `--json`, checked: a job of an hour is not run to be refused its file.
@@ -54,21 +77,40 @@ class Outcome:
             must_be_writable(Path(file))
         self.json_file = file
 
-    def write(self, error: EtfarmError | None) -> None:
-        """Writes `--json`, where it was given.
+    def goes_to_html(self, file: str | None) -> None:
+        """Takes FILE of `--html`, checked as `goes_to` does.
 
         Raises:
-            OutputUnwritable: the file cannot be written.
+            Usage, OutputUnwritable: as `goes_to`.
         """
-        if self.json_file is None:
+        if file == STDOUT:
+            raise Usage("--html writes a file, and - is none.", "Name one.")
+        if file is not None:
+            must_be_writable(Path(file))
+        self.html_file = file
+
+    def write(self, error: EtfarmError | None) -> None:
+        """Writes `--json` and `--html`, where they were given.
+
+        Raises:
+            OutputUnwritable: a file cannot be written.
+        """
+        if self.json_file is None and self.html_file is None:
             return
         from etfarm.wire import report
 
         document = self.document(error) if self.document is not None else report.document(None, (), error)
-        text = report.dumps(document)
+        self._write_json(report.dumps(document))
+        if self.html_file is not None:
+            from etfarm.client.formats import html
+
+            write_whole(Path(self.html_file), html.write(document))
+
+    def _write_json(self, text: str) -> None:
+        if self.json_file is None:
+            return
         if self.json_file == STDOUT:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            put(text)
         else:
             write_whole(Path(self.json_file), text.encode())
 
@@ -99,17 +141,18 @@ def execute(
         error, code = Usage(said if said[-1:] in ".?" else f"{said}.", f"See `etfarm {name} --help`."), 2
         outcome.json_file = outcome.json_file or _json_file(argv)
     except Exception as bug:  # noqa: BLE001 - the top of a command: scripts get their JSON for our defects too
-        traceback.print_exc()
+        sys.stderr.write(printable(traceback.format_exc()))
         what = f"{type(bug).__name__}: {bug}"
         error, code = FarmError(f"`etfarm {name}` failed with {what}.", "This is a defect of etfarm: please report it."), 1
     if isinstance(error, Interrupted):
         code = 128 + error.signal_number
     if error is not None:
-        print(f"etfarm: {error}", file=sys.stderr)
+        tell(f"etfarm: {error}", to_stderr=True)
+    outcome.tell(error)
     try:
         outcome.write(error)
     except OutputUnwritable as raised:
-        print(f"etfarm: {raised}", file=sys.stderr)
+        tell(f"etfarm: {raised}", to_stderr=True)
         code = code or exit_code(raised)
     _leave_busy_threads(code)
     return code
@@ -162,7 +205,7 @@ def _write_cancelled(outcome: Outcome) -> None:
     try:
         outcome.write(error)
     except OutputUnwritable as unwritable:
-        print(f"etfarm: {unwritable}", file=sys.stderr)
+        tell(f"etfarm: {unwritable}", to_stderr=True)
 
 
 async def _end_other_tasks() -> None:

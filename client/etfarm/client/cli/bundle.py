@@ -58,7 +58,8 @@ def list_bundles(server: options.Server = None, tls_ca: options.TlsCa = None) ->
 
 
 def _show(bundles: list[Bundle]) -> None:
-    from etfarm.client.cli import output, units
+    from etfarm.client import units
+    from etfarm.client.cli import output
 
     rows = [
         (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -26,8 +26,9 @@ def list_(
     """All known devices, offline ones included."""
     from rich.text import Text
 
+    from etfarm.client import units
     from etfarm.client.aio import AsyncFarm
-    from etfarm.client.cli import output, units
+    from etfarm.client.cli import output
     from etfarm.client.models import Device
 
     async def fetch() -> list[Device]:
@@ -65,8 +66,9 @@ def show(
     tls_ca: options.TlsCa = None,
 ) -> None:
     """One device with all that is known of it."""
+    from etfarm.client import units
     from etfarm.client.aio import AsyncFarm
-    from etfarm.client.cli import output, units
+    from etfarm.client.cli import output
     from etfarm.client.models import Device
 
     async def fetch() -> Device:
@@ -92,6 +94,7 @@ def show(
         pairs.append(("cluster", f"{cluster.part}: cpus {cpus} ({units.count(cluster.physical_cores, 'core')}){speed}{governor}"))
     pairs += [
         ("features", " ".join(one.features)),
+        ("runner", _runner(one.runner, one.own_runners)),
         ("backends", ", ".join(one.backends)),
         ("operators", str(one.operator_count or "")),
         ("labels", ", ".join(f"{key}={value}" for key, value in one.labels.items())),
@@ -101,8 +104,17 @@ def show(
     output.show(output.facts((name, value) for name, value in pairs if value))
 
 
+def _runner(used: str, own: Collection[str]) -> str:
+    """What programs run with on a device, and what else it has."""
+    if not used:
+        return "none: `etfarm bundle build` makes one, `etfarm bundle add` offers it"
+    if used in own:
+        return f"{used}, its own"
+    return f"{used}, the farm's bundle" + (f"; {', '.join(own)} of its own" if own else "")
+
+
 def _size(value: float) -> str:
-    from etfarm.client.cli import units
+    from etfarm.client import units
 
     return units.size(int(value))
 

@@ -7,12 +7,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, Self
 
-from etfarm.client.cli import units
+from etfarm.client import units
+from etfarm.client.cli.lines import Lines
+from etfarm.client.cli.terminal import tell
 from etfarm.client.models import Cell, CellChanged, CellState, Event, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.live import Live
+
+_GATES = ("WAIT_FOR_COOL", "WAIT_FOR_IDLE")
 
 ROWS = 16
 """Cells in the live table; the liveliest come first."""
@@ -37,61 +41,55 @@ class Display(Protocol):
     def event(self, event: Event) -> None:
         """Something happened in the job."""
 
+    def log(self, line: str, cell: str) -> None:
+        """A line that a compiler or runner printed; the cell's name where there are several."""
+
     def stop(self) -> None:
         """Leaves the terminal to others. Nothing is shown afterwards."""
 
 
 def open_display() -> Display:
     """The display that fits stderr."""
-    return LiveDisplay() if sys.stderr.isatty() else PlainDisplay(lambda line: print(line, file=sys.stderr, flush=True))
+    return LiveDisplay() if sys.stderr.isatty() else PlainDisplay(lambda line: tell(line, to_stderr=True, flush=True))
 
 
-class PlainDisplay:
-    """Lines, as things end. For pipes, logs and CI."""
+class PlainDisplay(Lines):
+    """Lines, as things end."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         """Args:
         write: takes one line without its end.
         """
-        self._write = write
+        super().__init__(write)
         self._labels: dict[str, str] = {}
         self._states: dict[str, str] = {}
-        self._said: set[str] = set()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Lines that were written stay."""
-
-    def status(self, text: str) -> None:
-        """Writes the sentence, once."""
-        if text not in self._said:
-            self._said.add(text)
-            self._write(text)
-
-    def moved(self, done: int, total: int) -> None:
-        """Writes the size when all is there."""
-        if done == total:
-            self._write(f"Uploaded {units.size(total)}.")
+        self._waits: dict[str, str] = {}
 
     def cells(self, cells: Sequence[Cell]) -> None:
         """Learns their names."""
         self._labels = {cell.id: cell.label for cell in cells}
 
     def event(self, event: Event) -> None:
-        """Writes a line for a phase that ended, a state that is new, and a reason to wait."""
+        """Writes a line for a phase that ended, a state that is new, and a reason to wait, where it is a new one."""
         if isinstance(event, Progress) and event.duration_ms is not None:
             took = units.milliseconds(event.duration_ms)
-            self._write(f"{self._labels.get(event.cell_id, event.cell_id)}: {event.phase} {took} ({event.actor})")
+            self._waits.pop(event.cell_id, None)
+            said = f", {event.message}" if event.message else ""
+            self._write(f"{self._labels.get(event.cell_id, event.cell_id)}: {event.phase} {took} ({event.actor}){said}")
+        elif isinstance(event, Progress) and event.phase in _GATES and event.message:
+            # Its reading changes all the time: the first one is the reason.
+            if self._waits.get(event.cell_id) != event.phase:
+                self._waits[event.cell_id] = event.phase
+                self._write(f"{self._labels.get(event.cell_id, event.cell_id)}: {event.phase}: {event.message} ({event.actor})")
         elif isinstance(event, CellChanged):
             said = str(event)
             if self._states.get(event.cell.id) != said:
                 self._states[event.cell.id] = said
                 self._write(said)
+
+    def log(self, line: str, cell: str) -> None:
+        """Writes it."""
+        self._write(f"{cell}: {line}" if cell else line)
 
 
 class LiveDisplay:
@@ -106,12 +104,13 @@ class LiveDisplay:
         self._started = time.monotonic()
 
     def __enter__(self) -> Self:
-        from rich.console import Console
         from rich.live import Live
+
+        from etfarm.client.cli.output import PlainConsole
 
         self._live = Live(
             # This very file: exporting swaps sys.stderr for a while, and a table half drawn elsewhere leaves its rest here.
-            console=Console(file=sys.stderr, highlight=False),
+            console=PlainConsole(file=sys.stderr, highlight=False),
             get_renderable=lambda: self,
             refresh_per_second=8,
             transient=True,
@@ -131,7 +130,7 @@ class LiveDisplay:
         self._live.stop()
         self._live = None
         for line in self._failures():
-            print(line, file=sys.stderr, flush=True)
+            tell(line, to_stderr=True, flush=True)
 
     def status(self, text: str) -> None:
         """Shows the sentence until the next one."""
@@ -158,6 +157,11 @@ class LiveDisplay:
             self._cells[event.cell.id] = event.cell
         elif isinstance(event, Progress):
             self._progress[event.cell_id] = event
+
+    def log(self, line: str, cell: str) -> None:
+        """Prints it above the table, where it stays."""
+        if self._live is not None:
+            self._live.console.print(f"{cell}: {line}" if cell else line, style="dim", markup=False, highlight=False)
 
     def _failures(self) -> list[str]:
         failed = [cell for cell in self._cells.values() if cell.error is not None and cell.state is CellState.FAILED]
@@ -233,6 +237,7 @@ def _doing(cell: Cell, progress: Progress | None) -> str:
         return cell.waiting_for
     if cell.state is CellState.WAITING_FOR_DEVICE:
         return progress.message or cell.waiting_for
+    said = progress.message or cell.waiting_for
     far = f" {100 * progress.done / progress.total:.0f} %" if progress.done is not None and progress.total else ""
     actor = f" ({progress.actor})" if progress.actor not in ("", "SERVER") else ""
-    return " ".join(filter(None, (f"{progress.phase}{far}{actor}", progress.message or cell.waiting_for)))
+    return f"{progress.phase}{far}{actor}{f': {said}' if said else ''}"

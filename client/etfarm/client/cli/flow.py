@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
-from etfarm.client import embedded
+from etfarm.client import embedded, units
 from etfarm.client.aio import AsyncFarm
-from etfarm.client.cli import units
 from etfarm.client.cli.app import Outcome, in_thread
 from etfarm.client.cli.display import Display
 from etfarm.client.errors import Interrupted, UserError
-from etfarm.client.export.spec import EagerSpec, ModelSpec
+from etfarm.client.export.spec import EagerSpec, ModelSpec, PteFile
 from etfarm.client.jobs import AsyncJob
-from etfarm.client.models import JobResult
-from etfarm.client.submission import PreparedModel, prepare
+from etfarm.client.models import JobResult, JobState
+from etfarm.client.preparation import prepare
+from etfarm.client.prepared import PreparedModel
 from etfarm.wire import names, report
 from etfarm.wire.errors import EtfarmError
 
@@ -29,6 +31,10 @@ _FARM_LOST = "the farm is gone"
 
 CANCEL_TIMEOUT_S = 20.0
 """How long Ctrl-C waits for the job to be cancelled; a second one leaves at once."""
+
+
+LAST_LINES_S = 10.0
+"""How long the log's last lines may take after the job is done."""
 
 
 class NeedsLastingFarm(UserError):
@@ -48,6 +54,14 @@ class Task:
     server: str | None = None
     tls_ca: str | None = None
     detach: bool = False
+    recipes: Sequence[str] = ()
+    """What the models will be compiled with: some want an export of their own."""
+    calibration: Path | None = None
+    batched: bool = False
+    data: Sequence[Path] = ()
+    """Named data files of the ready program among the models."""
+    verbose: bool = False
+    """Show what compilers and runners print, as it comes."""
 
 
 async def carry_out(task: Task, outcome: Outcome, display: Display) -> tuple[AsyncJob, JobResult | None]:
@@ -58,18 +72,22 @@ async def carry_out(task: Task, outcome: Outcome, display: Display) -> tuple[Asy
         Interrupted: Ctrl-C; the job was cancelled.
     """
     farm = AsyncFarm(task.server, tls_ca=task.tls_ca, on_status=display.status)
+    # Samples and exports may be larger than memory: they are files from where they are made to where they are sent. A thread
+    # that is left behind by Ctrl-C may still write there while it is removed.
+    kept = tempfile.TemporaryDirectory(prefix="etfarm-submission-", ignore_cleanup_errors=True)
     # torch and the export take seconds, and so may a farm that starts: neither waits for the other.
-    preparing = asyncio.create_task(in_thread(lambda: _prepare(task.models, display)), name="prepare models")
+    preparing = asyncio.create_task(in_thread(lambda: _prepare(task, Path(kept.name), display)), name="prepare models")
     connecting = asyncio.create_task(farm.__aenter__(), name="connect")
     connecting.add_done_callback(lambda _: _connected(task, preparing, display))
     try:
         await _both(preparing, connecting)
         if farm.lease is not None and task.detach and not farm.lease.lasting:
             raise lasting_farm_needed()
-        working = asyncio.create_task(_with_farm(task, farm, preparing.result(), outcome, display), name="job")
-        return await _while_there(working, farm.lease)
+        models = _with_farm(task, farm, preparing.result(), kept.cleanup, outcome, display)
+        return await _while_there(asyncio.create_task(models, name="job"), farm.lease)
     finally:
         await farm.close()
+        kept.cleanup()
 
 
 async def must_last(server: str | None) -> None:
@@ -97,10 +115,21 @@ def _connected(task: Task, preparing: asyncio.Task[Any], display: Display) -> No
         display.status(f"Exporting {', '.join(eager)}.")
 
 
-def _prepare(specs: Sequence[ModelSpec], display: Display) -> list[PreparedModel]:
+def _prepare(task: Task, folder: Path, display: Display) -> list[PreparedModel]:
     # What a user's factory prints must not get into what the command itself writes to stdout.
     with redirect_stdout(sys.stderr):
-        return [prepare(spec, say=display.status) for spec in specs]
+        return [
+            prepare(
+                spec,
+                recipes=task.recipes,
+                calibration=task.calibration,
+                batched=task.batched,
+                data=task.data if isinstance(spec, PteFile) else (),
+                folder=folder,
+                say=display.status,
+            )
+            for spec in task.models
+        ]
 
 
 async def _both(*tasks: asyncio.Task[Any]) -> None:
@@ -139,10 +168,16 @@ async def _while_there(working: asyncio.Task[Answer], lease: embedded.Lease | No
 
 
 async def _with_farm(
-    task: Task, farm: AsyncFarm, models: list[PreparedModel], outcome: Outcome, display: Display
+    task: Task,
+    farm: AsyncFarm,
+    models: list[PreparedModel],
+    sent: Callable[[], None],
+    outcome: Outcome,
+    display: Display,
 ) -> tuple[AsyncJob, JobResult | None]:
     display.status("Submitting.")
     job = await task.submit(farm, models, display)
+    sent()
     outcome.document = job.document_without_reports
     cells = job.info.cells
     display.status(f"Job {job.id}: {units.count(len(cells), 'cell')}.")
@@ -151,8 +186,9 @@ async def _with_farm(
     if farm.lease is not None:
         farm.lease.hold_job(job.id)
     try:
-        result = await follow(job, display)
+        result = await follow(job, display, verbose=task.verbose)
         outcome.document = ended(result)
+        outcome.failed_job = job.id if result.state is not JobState.SUCCEEDED else ""
         if task.finish is not None:
             await task.finish(job, result, display)
     except asyncio.CancelledError as cancelled:
@@ -165,13 +201,42 @@ async def _with_farm(
     return job, result
 
 
-async def follow(job: AsyncJob, display: Display) -> JobResult:
-    """Shows the job's events until it is terminal; its result."""
+async def follow(job: AsyncJob, display: Display, *, verbose: bool = False) -> JobResult:
+    """Shows the job's events until it is terminal; its result.
+
+    Args:
+        verbose: show what compilers and runners print as well.
+    """
     display.cells(job.info.cells)
-    async for event in job.watch():
-        display.event(event)
-    await job.refresh()
+    telling = asyncio.create_task(_tell_log(job, display), name="job's log") if verbose else None
+    try:
+        async for event in job.watch():
+            display.event(event)
+        await job.refresh()
+        if telling is not None:
+            await _hear_out(telling, job, display)
+    finally:
+        if telling is not None:
+            telling.cancel()
     return JobResult(await job.document())
+
+
+async def _hear_out(telling: asyncio.Task[None], job: AsyncJob, display: Display) -> None:
+    """Waits for the log's last lines. A log that breaks off is said, and takes no result along."""
+    more = f"`etfarm jobs logs {job.id}` has it whole"
+    try:
+        async with asyncio.timeout(LAST_LINES_S):
+            await telling
+    except TimeoutError:
+        display.log(f"The log's last lines did not come in time; {more}.", "")
+    except EtfarmError as error:
+        display.log(f"The log broke off: {error} {more}.", "")
+
+
+async def _tell_log(job: AsyncJob, display: Display) -> None:
+    labels = {cell.id: cell.label for cell in job.info.cells} if len(job.info.cells) > 1 else {}
+    async for line in job.logs(follow=True):
+        display.log(str(line), labels.get(line.cell_id, ""))
 
 
 async def _cancel(job: AsyncJob, outcome: Outcome, display: Display) -> Interrupted:

@@ -9,6 +9,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import STDOUT, Command, Outcome, execute, run_async
+from etfarm.client.cli.terminal import tell
 
 if TYPE_CHECKING:
     from etfarm.client.models import JobInfo
@@ -26,8 +27,9 @@ def list_(
     tls_ca: options.TlsCa = None,
 ) -> None:
     """The jobs of the farm, newest first."""
+    from etfarm.client import units
     from etfarm.client.aio import AsyncFarm
-    from etfarm.client.cli import output, units
+    from etfarm.client.cli import output
 
     async def fetch() -> list[JobInfo]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
@@ -37,18 +39,30 @@ def list_(
     if not found:
         print("There are no jobs.")
         return
+    tagged = any(job.tags for job in found)
     now = datetime.now(UTC)
     rows = [
-        (job.id, job.name, _what(job), job.state.value, job.owner, units.ago(job.submitted_at, now), _took(job)) for job in found
+        (
+            job.id,
+            *((", ".join(job.tags),) if tagged else ()),
+            job.name,
+            _what(job),
+            job.state.value,
+            job.owner,
+            units.ago(job.submitted_at, now),
+            _took(job),
+        )
+        for job in found
     ]
-    heads = ("JOB", "NAME", "WHAT", "STATE", "OWNER", "SUBMITTED", "TOOK")
+    heads = ("JOB", *(("TAGS",) if tagged else ()), "NAME", "WHAT", "STATE", "OWNER", "SUBMITTED", "TOOK")
     output.show_table(heads, rows, right=("TOOK",), shrink=("NAME", "WHAT"))
 
 
 def show(job: options.JobId, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
     """One job and its cells."""
+    from etfarm.client import units
     from etfarm.client.aio import AsyncFarm
-    from etfarm.client.cli import output, units
+    from etfarm.client.cli import output
 
     async def fetch() -> tuple[JobInfo, dict[str, str]]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
@@ -60,6 +74,7 @@ def show(job: options.JobId, server: options.Server = None, tls_ca: options.TlsC
     now = datetime.now(UTC)
     pairs = [
         ("job", found.id),
+        ("tags", ", ".join(found.tags)),
         ("name", found.name),
         ("labels", labels),
         ("owner", found.owner),
@@ -85,6 +100,7 @@ def watch(
     context: typer.Context,
     job: options.JobId,
     json: options.JsonFile = None,
+    verbose: options.Verbose = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
 ) -> int:
@@ -96,6 +112,7 @@ def watch(
     from etfarm.client.models import JobState
 
     outcome: Outcome = context.obj
+    outcome.takes_verbose(verbose)
     outcome.goes_to(json)
 
     async def follow() -> int:
@@ -103,7 +120,7 @@ def watch(
             async with AsyncFarm(server, tls_ca=tls_ca, on_status=display.status) as farm:
                 found = await farm.job(job)
                 outcome.document = found.document_without_reports
-                result = await flow.follow(found, display)
+                result = await flow.follow(found, display, verbose=verbose)
                 outcome.document = flow.ended(result)
                 display.stop()
                 print_result(result, found.made_up_inputs, to_stderr=json == STDOUT)
@@ -125,7 +142,7 @@ def cancel(job: options.JobId, server: options.Server = None, tls_ca: options.Tl
             after = await found.cancel()
             return f"Job {found.id}: {after.value}."
 
-    print(run_async(end))
+    tell(run_async(end))
 
 
 def logs(
@@ -143,7 +160,7 @@ def logs(
             found = await farm.job(job)
             index = {known.id: str(known.index) for known in found.info.cells}
             async for line in found.logs(cell=cell, follow=follow):
-                print(f"{index.get(line.cell_id, '-'):>3} {line.source.lower():<8} {line.text}", flush=follow)
+                tell(f"{index.get(line.cell_id, '-'):>3} {line.source.lower():<8} {line.text}", flush=follow)
 
     run_async(tail)
 
@@ -156,6 +173,6 @@ def _what(job: JobInfo) -> str:
 
 
 def _took(job: JobInfo) -> str:
-    from etfarm.client.cli import units
+    from etfarm.client import units
 
     return units.clock((job.finished_at - job.submitted_at).total_seconds()) if job.finished_at else ""

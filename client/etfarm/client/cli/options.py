@@ -6,12 +6,12 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 
 from etfarm.client.cli.app import Usage
-from etfarm.client.errors import NotAvailable
 
 Item = TypeVar("Item")
 
@@ -27,7 +27,7 @@ TlsCa = Annotated[
 JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write etfarm.report/1 there, on failure too; - is stdout.")
 ]
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, its first characters, or latest.")]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, its first characters, a tag, or latest.")]
 Recipes = Annotated[
     list[str] | None,
     typer.Option("--recipe", metavar="R", help="A recipe's name, name:key=value, or a TOML file. Again for more. [xnnpack_fp32]"),
@@ -35,6 +35,15 @@ Recipes = Annotated[
 Labels = Annotated[list[str] | None, typer.Option("--label", metavar="K=V", help="A label of the job. Again for more.")]
 Name = Annotated[str, typer.Option("--name", metavar="N", help="The job's name.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile again although the farm has done it before.")]
+
+Calibration = Annotated[
+    Path | None,
+    typer.Option("--calibration", metavar="PATH", help="Samples for int8: an .npz, or a folder with one .npz a sample."),
+]
+Batched = Annotated[bool, typer.Option("--batched", help="Axis 0 of every array of --calibration is the samples'.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Show what compilers and runners print, and the original text of errors.")
+]
 
 
 def finite(value: float | None) -> float | None:
@@ -49,15 +58,26 @@ Timeout = Annotated[
 ]
 
 
-def refuse(**options: object) -> None:
-    """Refuses options that this version knows and cannot do, where they were given.
+def calibration_of(path: Path | None, batched: bool, recipes: Sequence[str]) -> Path | None:
+    """PATH of `--calibration`, which is there and is read by at least one recipe.
 
     Raises:
-        NotAvailable: the first of `options`, by its name with underscores, that is neither None nor False nor empty.
+        Usage: it is not there, no recipe reads it, or `--batched` came without it.
     """
-    for name, value in options.items():
-        if value:
-            raise NotAvailable(f"--{name.replace('_', '-')}")
+    from etfarm.client.recipes import read_recipe, reads_values
+
+    if path is None:
+        if batched:
+            raise Usage("--batched is about --calibration, which is not given.", "Give --calibration PATH too.")
+        return None
+    if not path.exists():
+        raise Usage(f"There is no file or folder {path}.", f"Paths start at the working folder, {Path.cwd()}.", path=path)
+    if not any(reads_values(read_recipe(recipe)) for recipe in recipes):
+        raise Usage(
+            f"No recipe of this job calibrates ({', '.join(recipes)}), so that nothing would read --calibration.",
+            "Leave it out, or use a static int8 recipe such as xnnpack_pt2e_int8_static_per_channel.",
+        )
+    return path
 
 
 def threads_of(texts: Sequence[str]) -> list[int]:

@@ -8,9 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import IO
 
 from rich.cells import cell_len
-from rich.console import Console, JustifyMethod, RenderableType
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from etfarm.client.cli.terminal import in_a_line, printable
 
 PIPE_WIDTH = 160
 """Columns where stdout is no terminal and COLUMNS does not say: room for the source lines."""
@@ -24,11 +27,23 @@ LEAST_WIDTH = 8
 """Columns are not shortened below this; the line is cut at its end then."""
 
 
+class PlainConsole(Console):
+    """A console on which only rich itself steers the terminal: what it is given to show is `printable`, however deep inside."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """As rich does, with marks in place of what steers."""
+        for segment in super().render(renderable, options):
+            if segment.control is None and (clean := printable(segment.text)) != segment.text:
+                yield Segment(clean, segment.style)
+            else:
+                yield segment
+
+
 def open_console(*, to_stderr: bool = False) -> Console:
     """The console for results: stdout, or stderr where stdout is taken by `--json -`. NO_COLOR is respected by rich."""
     file = sys.stderr if to_stderr else sys.stdout
     width = PIPE_WIDTH if _is_pipe(file) else None
-    console = Console(file=file, width=width, highlight=False, markup=False, emoji=False)
+    console = PlainConsole(file=file, width=width, highlight=False, markup=False, emoji=False)
     if console.width > WIDEST:
         console.width = WIDEST
     return console
@@ -73,6 +88,7 @@ def show_table(
         shrink: heads of the columns that are shortened, with an ellipsis, where the terminal is narrow; the widest first.
     """
     console = open_console(to_stderr=to_stderr)
+    rows = [[_in_a_line(cell) for cell in row] for row in rows]
     room = UNBOUNDED if _is_pipe(console.file) else console.width
     widths = {head: max([cell_len(head), *(cell_len(str(row[place])) for row in rows)]) for place, head in enumerate(heads)}
     # Rich shares a lack of room among all columns, and cuts ids and states before it cuts sentences.
@@ -88,6 +104,19 @@ def show_table(
     for row in rows:
         made.add_row(*row)
     say(console, made)
+
+
+def _in_a_line(cell: str | Text) -> str | Text:
+    if isinstance(cell, str):
+        return in_a_line(cell)
+    clean = cell.copy()
+    clean.plain = in_a_line(cell.plain)  # as long as before: the styles stay where they are
+    return clean
+
+
+def line(text: str, *, style: str = "") -> Text:
+    """One sentence, as it is."""
+    return Text(text, style=style)
 
 
 def facts(pairs: Iterable[tuple[str, RenderableType]]) -> Table:

@@ -10,7 +10,10 @@ from etfarm.client.cli import options
 from etfarm.client.cli.app import execute, run_async
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from etfarm.client.models import RecipeInfo
+    from etfarm.wire.recipes import Component, Recipe
 
 
 def main(argv: list[str]) -> int:
@@ -23,7 +26,7 @@ def list_(
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
 ) -> None:
-    """All recipes, those that this farm can run first."""
+    """All recipes, plug-ins' too, those that this farm can run first."""
     from rich.text import Text
 
     from etfarm.client.cli import output
@@ -43,31 +46,81 @@ def list_(
 
 
 def show(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, name:key=value, or a TOML file.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="A name, name:key=value, several joined by +, a plug-in's dotted name, or a TOML file."
+        ),
+    ],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
 ) -> None:
-    """One recipe: what it does, its arguments, its digest, and whether this farm can run it."""
+    """One recipe: what it does, its arguments, stages and digest, and whether this farm can run it."""
     from etfarm.client.cli import output
-    from etfarm.client.submission import read_recipe
+    from etfarm.client.recipes import read_recipe
 
     # `recipes show` explains recipes with required arguments too, which do not parse by their name alone.
     from etfarm.wire.recipes import RECIPES
 
-    parsed = None if recipe in RECIPES else read_recipe(recipe)
-    name = parsed.name if parsed is not None else recipe
-    known = RECIPES[name]
-    here = {one.name: one for one in _fetch(server, tls_ca)}.get(name)
-    pairs = [("recipe", name), ("what", known.summary), ("backend", known.backend), ("quantization", known.quantization.value)]
+    known = RECIPES.get(recipe)
+    needs_arguments = known is not None and any(argument.required for argument in known.arguments)
+    parsed = None if needs_arguments else read_recipe(recipe)
+    here = {one.name: one for one in _fetch(server, tls_ca)}
+    names = [recipe] if parsed is None else [part.name for part in parsed.parts]
+    pairs = [pair for name in names for pair in _part(name, here.get(name))]
+    pairs += [] if parsed is None else _whole(parsed)
+    output.show(output.facts((key, value) for key, value in pairs if value))
+
+
+def _part(name: str, here: RecipeInfo | None) -> list[tuple[str, str]]:
+    """What is known of a named recipe; a plug-in's, which only the server knows, is what that tells."""
+    from etfarm.wire.recipes import RECIPES
+
+    known = RECIPES.get(name)
+    if known is not None:
+        told = [("what", known.summary), ("backend", known.backend), ("quantization", known.quantization.value)]
+    elif here is not None:
+        told = [("what", here.summary), ("backend", here.backend), ("quantization", here.quantization)]
+    else:
+        return [("recipe", name), ("here", "not available: this farm has no plug-in of that name")]
+    pairs = [("recipe", name), *told]
     if here is not None:
         pairs.append(("here", "available" if here.available else f"not available: {here.missing}"))
-    pairs += [("runs on", known.runs_on), ("keeps fp32", known.keeps_fp32)]
-    pairs += [("argument", text) for text in (here.arguments if here is not None else ())]
-    if parsed is None and not any(argument.required for argument in known.arguments):
-        parsed = read_recipe(recipe)
-    if parsed is not None:
-        pairs += [("canonical", parsed.json), ("digest", parsed.digest)]
-    output.show(output.facts((key, value) for key, value in pairs if value))
+    if known is not None:
+        pairs += [("runs on", known.runs_on), ("keeps fp32", known.keeps_fp32)]
+    return pairs + [("argument", text) for text in (here.arguments if here is not None else ())]
+
+
+def _whole(recipe: Recipe) -> list[tuple[str, str]]:
+    """What the recipe is with all that a file says."""
+    said = recipe.options
+    pairs = [("name", said.name or recipe.label), ("per_op", "true" if said.per_op else "")]
+    pairs += [("partitioners", _components(said.partitioners)), ("quantizers", _components(said.quantizers))]
+    for method, own in sorted(said.methods.items()):
+        parts = (("partitioners", own.partitioners), ("quantizers", own.quantizers))
+        told = "; ".join(f"{key} {_components(ones)}" for key, ones in parts if ones is not None)
+        pairs.append((f"method {method}", told))
+    for table, values in (("edge", said.edge), ("executorch", said.executorch), ("replace", said.replace)):
+        pairs.append((table, _values(values)))
+    if said != type(said)():
+        pairs += [("quantizes", recipe.quantization.value), ("strict", str(recipe.strict).lower())]
+    stages = " ".join(recipe.stages)
+    pairs.append(("stages", stages if recipe.resolved else f"{stages}, unless its plug-in quantizes"))
+    return [*pairs, ("canonical", recipe.json), ("digest", recipe.digest)]
+
+
+def _components(components: Sequence[Component] | None) -> str:
+    """`xnnpack (per_op=false), coreml`; empty where nothing is said."""
+    if components is None:
+        return ""
+    told = [f"{one.name} ({_values(one.arguments)})" if one.arguments else one.name for one in components]
+    return ", ".join(told) or "none"
+
+
+def _values(values: Mapping[str, object]) -> str:
+    from etfarm.wire.recipes import literal
+
+    return ", ".join(f"{key}={literal(value)}" for key, value in sorted(values.items()))
 
 
 def _fetch(server: str | None, tls_ca: str | None) -> list[RecipeInfo]:

@@ -13,10 +13,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from etfarm.client.cli import units
+from etfarm.client import units
+from etfarm.client.cli import compiled as compiling
+from etfarm.client.cli import measured, numerics, paired
 
 TOP = 10
 """Operators that are shown where nobody said how many."""
+
+FACT_NAME = 13
+"""Columns that the names of facts take."""
 
 LEAST_CODE = 12
 """Fewer characters of a line of code say nothing."""
@@ -27,16 +32,6 @@ _UNRESOLVED = "UNRESOLVED"
 Json = Mapping[str, Any]
 
 _STATE_STYLES = {"VALID": "green", "INVALID": "bold red", "NOT_BENCHMARKABLE": "yellow"}
-_ADVICE = {
-    "EMULATED": "Numbers of an emulated device say nothing about a real one: use --device emulated=false.",
-    "CPU_STARVED": "Stop what else runs on the device, or give fewer --threads.",
-    "INVOLUNTARY_SWITCHES": "Stop what else runs on the device, or keep to free cores with --cores.",
-    "CPU_PRESSURE": "Stop what else runs on the device.",
-    "TOO_FEW_SAMPLES": "Give a larger --iterations or --min-time.",
-    "OUTPUTS_DIFFER": "The program is not deterministic: look for races or uninitialised memory in its kernels.",
-}
-"""What to do about a verdict's reason, by code."""
-
 _BACKENDS = {"XnnpackBackend": "XNNPACK", "CoreMLBackend": "Core ML", "QnnBackend": "QNN", "EthosUBackend": "Ethos-U"}
 """What people call backends, where that is not their class's name."""
 
@@ -53,42 +48,59 @@ def reports(
         made_up: the ids of the cells whose inputs the runner made up.
     """
     parts: list[RenderableType] = []
+    documents = list(documents)
+    compared = paired.comparisons(documents)
     for document in documents:
         if parts:
             parts.append(Text())
-        parts.append(report(document, width=width, top=top, job=job, made_up=made_up))
+        against = compared.get(document["cell"])
+        parts.append(report(document, width=width, top=top, job=job, made_up=made_up, against=against))
     return Group(*parts)
 
 
-def report(document: Json, *, width: int, top: int = TOP, job: str = "", made_up: Collection[str] = ()) -> RenderableType:
-    """One REPORT; the arguments are those of `reports`."""
+def report(
+    document: Json,
+    *,
+    width: int,
+    top: int = TOP,
+    job: str = "",
+    made_up: Collection[str] = (),
+    against: Text | None = None,
+) -> RenderableType:
+    """One REPORT; the arguments are those of `reports`.
+
+    Args:
+        against: how it compares with another, where they took turns.
+    """
     parts: list[RenderableType] = [headline(document, width)]
+    if against is not None:
+        parts.append(_indented(against))
     if document["error"]:
         parts.append(_indented(error_text(document["error"])))
+    if reasons := list(measured.verdict(document)):
+        parts.append(_indented(_grid(reasons)))
     if document["operators"]:
         rows = _resolved(document["operators"])
         parts.append(Padding(operators(rows, width=width - 2, top=top), (0, 0, 0, 2)))
         left_out = _left_out(rows, top, job)
         if left_out is not None:
             parts.append(_indented(left_out))
-    facts = list(_facts(document))
+    if (gap := numerics.gap(document, width=width - 2, top=top, job=job)) is not None:
+        parts.append(_indented(gap))
+    facts = list(_facts(document, width - 2))
     if document["cell"] in made_up:
         facts.insert(0, ("inputs", Text("made up by the runner, seed 0; --inputs FILE.npz gives others")))
     if facts:
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(overflow="fold")
-        for name, text in facts:
-            grid.add_row(name, text)
-        parts.append(_indented(grid))
+        parts.append(_indented(_grid(facts)))
     return Group(*parts)
 
 
 def label(document: Json) -> str:
     """What was measured where: `resnet8 · xnnpack_fp32 · pi5-a (Cortex-A76, 4 threads)`."""
     model = document["model"]["name"] if document["model"] else "?"
-    method = document["method"] if document["method"] not in (None, "forward") else None
     device = document["device"]
+    # A job without devices is about all methods, whichever its cell names.
+    method = document["method"] if document["method"] not in (None, "forward") and device else None
     place = None
     if device:
         chip = device["soc"] or device["arch"]
@@ -115,7 +127,8 @@ def headline(document: Json, width: int) -> RenderableType:
         if profile:
             right.append(f"  traced {units.time(profile['p50_ns'])}", "dim")
     elif document["state"] == "SUCCEEDED":
-        right.append("ran once" if document["device"] else "compiled", "green")
+        stopped = (document["compile"] or {}).get("stopped_after")
+        right.append("ran once" if document["device"] else f"stopped after {stopped}" if stopped else "compiled", "green")
     if left.cell_len + 3 + right.cell_len <= width:
         return left.append(" " * max(3, min(width, 116) - left.cell_len - right.cell_len)).append_text(right)
     return Group(left, _indented(right))
@@ -133,7 +146,7 @@ def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> Renderable
     names = [f"{'  ' if row['parent'] is not None else ''}{_name(row)}" for row in chosen]
     backends = [_backend(row) for row in chosen]
     places = [_place(row) for row in chosen]
-    codes = [row["source"]["code"].strip() if row["source"] else "" for row in chosen]
+    codes = [((row["source"] or {}).get("code") or "").strip() for row in chosen]
     numbers = ["" if row["kind"] in ("REST", _UNRESOLVED) else str(row["index"]) for row in chosen]
 
     # What is left of the line goes to names, then to places; code takes what they leave, and is the first to go.
@@ -157,6 +170,11 @@ def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> Renderable
             Text(units.without_end(codes[place], code_width) if code_width >= LEAST_CODE else ""),
         )
     return table
+
+
+def backend_name(backend: str) -> str:
+    """What people call a backend: `XNNPACK`."""
+    return _BACKENDS.get(backend, backend.removesuffix("Backend"))
 
 
 def error_text(error: Json) -> Text:
@@ -231,8 +249,7 @@ def _name(row: Json) -> str:
 def _backend(row: Json) -> str:
     if row["kind"] in ("REST", "KERNEL", _UNRESOLVED):
         return ""  # its delegate's, right above
-    backend = str(row["backend"] or "portable")
-    return _BACKENDS.get(backend, backend.removesuffix("Backend"))
+    return backend_name(str(row["backend"] or "portable"))
 
 
 def _place(row: Json) -> str:
@@ -242,72 +259,39 @@ def _place(row: Json) -> str:
     return f"module {module}" if module.replace(".", "").isdecimal() else module  # of an nn.Sequential
 
 
-def _facts(document: Json) -> Iterator[tuple[str, RenderableType]]:
-    for reason in (document["verdict"] or {}).get("reasons", ()):
-        advice = _ADVICE.get(reason["code"], "")
-        yield "verdict", Text(f"{reason['message']} {advice}".strip())
+def _facts(document: Json, width: int) -> Iterator[tuple[str, RenderableType]]:
     for output in document["accuracy"] or ():
-        yield "accuracy", Text(_accuracy(output))
-    memory, load = document["memory"], document["load"]
-    if memory:
-        planned = sum(memory["planned_bytes"] or ())
-        parts = [f"peak {units.size(memory['peak_rss_bytes'])}" if memory["peak_rss_bytes"] else ""]
-        parts.append(f"planned {units.size(planned)}" if memory["planned_bytes"] else "")
-        if any(parts):
-            yield "memory", Text(", ".join(filter(None, parts)))
-    if load:
-        said = [("program", "load_ns"), ("method", "load_method_ns"), ("first run", "first_run_ns")]
-        parts = [f"{name} {units.time(load[key])}" for name, key in said if load[key] is not None]
-        if parts:
-            yield "load", Text(" · ".join(parts))
+        yield "accuracy", Text(numerics.accuracy(output))
+    yield from measured.circumstances(document)
+    yield from measured.times(document)
+    yield from measured.memory(document)
     compiled = document["compile"]
     if compiled:
-        yield from _compile_facts(compiled, document)
-    if document["latency"] and document["latency"]["p90_ns"] is not None:
-        latency = document["latency"]
-        shown = [(name, latency[f"{name}_ns"]) for name in ("min", "p90", "p99", "mean", "stddev")]
-        yield "spread", Text(" · ".join(f"{name} {units.time(value)}" for name, value in shown if value is not None))
+        # A job without devices was about this; beside a measurement little of it matters.
+        room = width - FACT_NAME
+        alone = document["device"] is None and document["error"] is None
+        delegates = document["recipe"] != "portable"
+        if alone:
+            yield from compiling.whole(compiled, room, delegates=delegates)
+        else:
+            yield from compiling.brief(compiled, room, _delegated_time(document["operators"]), delegates=delegates)
 
 
-def _compile_facts(compiled: Json, document: Json) -> Iterator[tuple[str, RenderableType]]:
-    if compiled["stages"]:
-        text = Text()
-        if compiled["cached"]:
-            text.append("cached; took ", "dim")
-        text.append(" · ".join(f"{stage['stage']} {units.milliseconds(stage['duration_ms'])}" for stage in compiled["stages"]))
-        yield "compile", text
-    if compiled["program"]:
-        parts = [units.size(compiled["program"]["size_bytes"])]
-        for method, delegation in (compiled["delegation"] or {}).items():
-            nodes = delegation["delegated_nodes"] + delegation["non_delegated_nodes"]
-            if nodes:
-                of = f" of {method}" if len(compiled["delegation"]) > 1 else ""
-                share = f"{delegation['delegated_nodes']} of {units.count(nodes, 'node')}{of} delegated"
-                parts.append(f"{share} in {units.count(delegation['subgraphs'], 'subgraph')}")
-        if (spent := _delegated_time(document["operators"])) is not None:
-            parts.append(f"{units.percent(spent)} of the time")
-        yield "program", Text(", ".join(parts))
-    for warning in compiled["warnings"]:
-        yield "warning", Text(warning["message"], style="yellow")
+def _grid(facts: Iterable[tuple[str, RenderableType]]) -> Table:
+    """A row a fact; a name that follows itself is shown once."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    before = ""
+    for name, text in facts:
+        grid.add_row(name if name != before else "", text)
+        before = name
+    return grid
 
 
 def _delegated_time(rows: Sequence[Json] | None) -> float | None:
     shares = [row["share"] for row in rows or () if row["parent"] is None and row["kind"] == "DELEGATE"]
     return sum(share or 0.0 for share in shares) if shares else None
-
-
-def _accuracy(output: Json) -> str:
-    name = output["output"] or "output"
-    if output["equal"]:
-        return f"{name}: equal to the {output['reference']}"
-    parts = []
-    if output["sqnr_db"] is not None:
-        parts.append(f"SQNR {output['sqnr_db']:.1f} dB")
-    if output["max_abs_error"] is not None:
-        parts.append(f"max abs error {output['max_abs_error']:.3g}")
-    if output["cosine"] is not None:
-        parts.append(f"cosine {output['cosine']:.6f}")
-    return f"{name}: {', '.join(parts) or 'not comparable'}, against the {output['reference']}"
 
 
 def _interval(latency: Json) -> str:

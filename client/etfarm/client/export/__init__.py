@@ -13,7 +13,7 @@ from etfarm.client.export.source import ModelSource
 from etfarm.client.export.spec import DEMOS, Demo, FileFactory, ModelSpec, ModuleFactory, Pt2File, PteFile, resolve
 
 if TYPE_CHECKING:
-    from etfarm.client.export.eager import ExportedMethod, ExportedModel, export_source, needs_eager
+    from etfarm.client.export.eager import ExportedMethod, ExportedModel, export_source
     from etfarm.client.export.factory import load_source
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "PteFile",
     "export_source",
     "load_source",
-    "needs_eager",
     "resolve",
 ]
 
@@ -37,7 +36,6 @@ _LATER = {
     "ExportedMethod": "eager",
     "ExportedModel": "eager",
     "export_source": "eager",
-    "needs_eager": "eager",
     "load_source": "factory",
 }
 

@@ -12,6 +12,9 @@ from etfarm.wire.errors import Kind, UserError
 STAGE = "TORCH_EXPORT"
 """The stage that errors of exporting name."""
 
+TRANSFORM_STAGE = "SOURCE_TRANSFORM"
+"""The stage that errors of source transforms name."""
+
 FORMS = "x.pt2, x.pte, file.py:factory, package.module:factory or demo:NAME"
 """The five forms of a MODEL argument, in words."""
 
@@ -229,13 +232,27 @@ class CalibrationMismatch(UserError):
 
     reason = "CALIBRATION_MISMATCH"
 
-    def __init__(self, method: str, sample: int, what: str) -> None:
+    def __init__(self, method: str, sample: int | str, what: str) -> None:
         super().__init__(
             f"{method}: calibration sample {sample} differs from the example inputs: {what}.",
             "Give every sample the same arguments as the example inputs.",
             stage=STAGE,
             method=method,
             sample=sample,
+        )
+
+
+class NoCalibrationSamples(UserError):
+    """A calibration set was given, and nothing is in it: the model's own samples would be used without a word."""
+
+    reason = "NO_CALIBRATION_SAMPLES"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"The calibration set for {model} has no sample.",
+            "Give arrays named as the inputs are, with at least one sample on axis 0 where it is batched; or leave it out.",
+            stage=STAGE,
+            model=model,
         )
 
 
@@ -246,7 +263,7 @@ class DataDependentBranch(UserError):
 
     def __init__(self, method: str, place: str, code: str) -> None:
         at = f" at {place}" if place else ""
-        quote = f": {code}" if code else ""
+        quote = f": `{code}`" if code else ""
         super().__init__(
             f"{method}: a branch{at} depends on a tensor's value{quote}.",
             "Write it with torch.cond(predicate, true_fn, false_fn, operands), or with torch.where.",
@@ -254,6 +271,28 @@ class DataDependentBranch(UserError):
             method=method,
             place=place,
             code=code,
+        )
+
+
+class DimSpecialized(UserError):
+    """A dim that was to be dynamic can only have one size, or other sizes than it was given.
+
+    Args:
+        dim: as a sentence names it: `Dim n`, `dim 0 of 'x'`.
+        why: the rest of the sentence that begins with the dim.
+    """
+
+    reason = "DIM_SPECIALIZED"
+
+    def __init__(self, method: str, dim: str, why: str, remedy: str, place: str) -> None:
+        super().__init__(
+            f"{method}: {dim} cannot be dynamic as it was asked for{f' at {place}' if place else ''}: {why}.",
+            remedy,
+            stage=STAGE,
+            method=method,
+            dims=dim,
+            why=why,
+            source=place,
         )
 
 
@@ -272,3 +311,42 @@ class ExportFailed(UserError):
             exception_message=line,
             place=place,
         )
+
+
+class RecipeNeedsEagerModule(UserError):
+    """The recipe replaces modules before the export, and an exported program has none: it would stay fp32, silently."""
+
+    reason = "RECIPE_NEEDS_EAGER_MODULE"
+
+    def __init__(self, recipe: str, model: str) -> None:
+        super().__init__(
+            f"Recipe {recipe} works on an eager module, before the export, and {model} is exported already: nothing of it "
+            "would be quantized.",
+            "Give the module itself, or file.py:factory; or use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel.",
+            recipe=recipe,
+            model=model,
+        )
+
+
+class NothingToTransform(UserError):
+    """The recipe's source transform finds nothing in the module, which would come out as fp32."""
+
+    reason = "NOTHING_TO_TRANSFORM"
+
+    def __init__(self, model: str, recipe: str, kinds: str, there: str) -> None:
+        super().__init__(
+            f"{model} has no {kinds} that {recipe} could quantize; it has {there or 'no submodules with weights'}.",
+            "Use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel, which quantizes convolutions too.",
+            stage=TRANSFORM_STAGE,
+            model=model,
+            recipe=recipe,
+        )
+
+
+class SourceTransformFailed(UserError):
+    """A source transform raised, or gave no module. What it raised is the `__cause__`."""
+
+    reason = "SOURCE_TRANSFORM_FAILED"
+
+    def __init__(self, method: str, message: str, remedy: str = "", **metadata: object) -> None:
+        super().__init__(f"{method}: {message}", remedy, stage=TRANSFORM_STAGE, method=method, **metadata)

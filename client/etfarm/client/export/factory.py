@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from etfarm.client import usercode
 from etfarm.client.export.errors import (
     ExampleInputsNotATuple,
     ExtraMissing,
@@ -52,7 +51,7 @@ def load_source(spec: EagerSpec, *, say: Callable[[str], None] | None = None) ->
     where = str(spec.path) if isinstance(spec, FileFactory) else spec.module
     _require_torch(f"{where}:{spec.name}")
     folder = spec.path.resolve().parent if isinstance(spec, FileFactory) else Path.cwd()
-    with _on_path(folder):
+    with usercode.on_path(folder):
         seed(SEED)
         module = _file_module(spec.path) if isinstance(spec, FileFactory) else _named_module(spec.module)
         factory = getattr(module, spec.name, None)
@@ -85,24 +84,8 @@ def _require_torch(model: str) -> None:
 
 
 def _file_module(path: Path) -> ModuleType:
-    # The name is part of nn_module_stack and so of the archive's digest: it hangs on the file's stem, not on its folder.
-    absolute = path.resolve()
-    name, copies = f"etfarm_model_{absolute.stem}", 1
-    while name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(absolute):
-        copies += 1
-        name = f"etfarm_model_{absolute.stem}_{copies}"
-    spec = importlib.util.spec_from_file_location(name, absolute)
-    if spec is None or spec.loader is None:
-        raise ModelNotFound(f"{path} cannot be imported as Python.", path=path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and typing look their module up there while it runs
-    try:
-        with _users_code(str(path)):
-            spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    with _users_code(str(path)):
+        return usercode.import_file(path, "etfarm_model")
 
 
 def _named_module(name: str) -> ModuleType:
@@ -119,18 +102,6 @@ def _named_module(name: str) -> ModuleType:
                 module=name,
             ) from None
         raise
-
-
-@contextmanager
-def _on_path(folder: Path) -> Iterator[None]:
-    entry = str(folder)
-    sys.path.insert(0, entry)
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        if entry in sys.path:
-            sys.path.remove(entry)
 
 
 @contextmanager

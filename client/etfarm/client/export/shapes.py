@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from etfarm.client.export.errors import STAGE, DimWithoutMaximum, DynamicShapesForm
+from etfarm.client.export.errors import STAGE, DimSpecialized, DimWithoutMaximum, DynamicShapesForm
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.export import ExportedProgram
+
+_VIOLATED: Final = re.compile(r"Constraints violated \((.+?)\)!")
+_CONFLICTS: Final = "Found the following conflicts between user-specified ranges"
+_FIXED: Final = re.compile(r"You marked (.+?) as dynamic but your code specialized it to be a constant \((\d+)\)")
+_FIXED_HINT: Final = re.compile(r"(?:due to hint of|inferred a static shape of) (\d+) for dimension (.+?)\.?$", re.MULTILINE)
+_CONFLICT: Final = re.compile(r"range of (\[.+?\]), conflicting with the (.+?), for (.+?)\.?$", re.MULTILINE)
+_SIZE: Final = re.compile(r"(?:L|inputs)\['(\w+)'\](?:\.size\(\)|\.shape)\[(\d+)\]")
+"""Of the dims that torch.export 2.13 refuses: symbolic_shapes.py and _export/non_strict_utils.py word them."""
 
 
 def normal_shapes(method: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Any) -> Any:
@@ -71,6 +80,59 @@ def must_be_bounded(method: str, program: ExportedProgram) -> None:
             for symbol in size.node.expr.free_symbols:
                 if symbol in ranges and _is_unbounded(ranges[symbol].upper):
                     raise DimWithoutMaximum(method, node.name, str(index))
+
+
+def specialized(method: str, text: str, place: str) -> DimSpecialized | None:
+    """What torch.export says of a dim that cannot be as it was asked for, in one sentence with what to do.
+
+    Args:
+        text: the message of what torch.export raised.
+        place: the line of the user's that it comes from; empty where that is not known.
+
+    Returns:
+        None where the message is about something else.
+    """
+    violated = _VIOLATED.match(text)
+    if violated is None and not text.startswith(_CONFLICTS):
+        return None
+    if found := _FIXED.search(text):
+        return _fixed(method, found[1], int(found[2]), place)
+    if found := _FIXED_HINT.search(text):
+        return _fixed(method, found[2], int(found[1]), place)
+    if violated is None:
+        found = _CONFLICT.search(text)
+        dim, why = (
+            (_dim_named(found[3]), f"its range {found[1]} is not the {found[2]}") if found else ("a dim", "its range is another")
+        )
+        return DimSpecialized(method, dim, why, "Give it a range of sizes that the model takes.", place)
+    said = re.search(r"^\s*- (.+?)\.?$", text, re.MULTILINE)
+    why = _SIZE.sub(lambda size: _dim_named(size[0]), said[1]) if said else "its constraints are violated"
+    fixes = re.search(r"Suggested fixes:\n((?:  .+\n?)+)", text)
+    fix = "; ".join(line.strip() for line in fixes[1].splitlines()) if fixes else ""
+    remedy = f"Write {fix}, or take what limits the size out of the model." if fix else "Export the dim as static."
+    return DimSpecialized(method, _dim_named(violated[1]), why[0].lower() + why[1:], remedy, place)
+
+
+def _fixed(method: str, name: str, size: int, place: str) -> DimSpecialized:
+    """A dim that came out with one size; an example size of 0 or 1 is always taken for the only one."""
+    dim = _dim_named(name)
+    if size < 2:
+        why = f"its size in the example inputs is {size}, which torch.export takes as fixed"
+        return DimSpecialized(method, dim, why, "Give example inputs that have the size 2 or more there.", place)
+    why = f"the model works with the size {size} only"
+    remedy = (
+        "Take what fixes the size (a number in a reshape, a buffer or another input of that size) out of the model, or leave "
+        "the dim out of dynamic_shapes."
+    )
+    return DimSpecialized(method, dim, why, remedy, place)
+
+
+def _dim_named(name: str) -> str:
+    """`dim 0 of 'x'` of torch's `L['x'].size()[0]`, `Dim n` of a name, and `Dims k, n` of several."""
+    size = _SIZE.fullmatch(name)
+    if size:
+        return f"dim {size[2]} of {size[1]!r}"
+    return name if "[" in name else f"{'Dims' if ',' in name else 'Dim'} {name}"
 
 
 def _must_have_maxima(method: str, shapes: Mapping[str, Any]) -> None:

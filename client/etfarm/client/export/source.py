@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from etfarm.client.export.errors import BadModelSource, DynamicShapesForm, ExampleInputsNotATuple
 
 if TYPE_CHECKING:
     from torch import nn
+
+    SourceTransform: TypeAlias = Callable[[str, nn.Module], nn.Module]
+    """Takes a method's name and a copy of its module, and gives the module to export: the copy, changed, or another."""
+
+Samples: TypeAlias = "Sequence[tuple[Any, ...]] | Callable[[], Iterable[tuple[Any, ...]]]"
+"""Calibration samples of a method, or a function that gives them one by one: a generator of them need not hold them."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +43,18 @@ class ModelSource:
     tuples, lists and dicts of these; a number is baked in, and the program must be given the same one."""
     example_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """forward's keyword arguments per method. They follow the positional ones in the flattened order of inputs."""
-    calibration_inputs: Mapping[str, Sequence[tuple[Any, ...]]] = field(default_factory=dict)
+    calibration_inputs: Mapping[str, Samples] = field(default_factory=dict)
     """Samples that static quantization takes its ranges from: tuples like `example_inputs`, with `example_kwargs` added
-    to each. Eight were enough where one was not. Where a method has none, its example inputs are the only sample."""
+    to each. Eight were enough where one was not. Where a method has none, its example inputs are the only sample.
+    A function that gives an iterator is called for each export that needs them, and no two samples are held at once."""
     dynamic_shapes: Mapping[str, Any] = field(default_factory=dict)
     """Per method, what torch.export takes: `{argument: {dim index: Dim(name, max=...)}}` or a tuple in the order of the
     arguments. An argument that is left out of the dictionary is static. Every Dim needs a finite maximum."""
     constant_methods: Mapping[str, Any] = field(default_factory=dict)
     """Extra methods that only return a constant: a bool, int, float or tensor, or a list or tuple of these."""
+    source_transforms: Sequence[SourceTransform] = ()
+    """Functions `(method, module) -> module` that rewrite a copy of each method's module before it is exported, one after
+    the other; told in reports as the stage SOURCE_TRANSFORM."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.methods, Mapping) or not self.methods:
@@ -81,9 +91,17 @@ class ModelSource:
                     part="example_inputs",
                     method=name,
                 )
-            _must_be_tuple(name, self.example_inputs[name])
-            for sample in self.calibration_inputs.get(name, ()):
-                _must_be_tuple(name, sample)
+            must_be_tuple(name, self.example_inputs[name])
+            samples = self.calibration_inputs.get(name, ())
+            for sample in () if callable(samples) else samples:
+                must_be_tuple(name, sample)
+        for transform in self.source_transforms:
+            if not callable(transform):
+                raise BadModelSource(
+                    f"A source transform is a {type(transform).__name__}, not a function.",
+                    "Give functions of a method's name and its module that return a module.",
+                    part="source_transforms",
+                )
         for name in self.constant_methods:
             if name in self.methods:
                 raise BadModelSource(f"{name!r} is both a method and a constant method.", "Rename one of them.", method=name)
@@ -96,9 +114,10 @@ class ModelSource:
         *,
         method: str = "forward",
         example_kwargs: Mapping[str, Any] | None = None,
-        calibration_inputs: Sequence[tuple[Any, ...]] = (),
+        calibration_inputs: Samples = (),
         dynamic_shapes: Any = None,
         constant_methods: Mapping[str, Any] | None = None,
+        source_transforms: Sequence[SourceTransform] = (),
     ) -> ModelSource:
         """A model of one method. All arguments are that method's own: `dynamic_shapes={"x": {0: Dim("n", max=64)}}`.
 
@@ -109,13 +128,19 @@ class ModelSource:
             methods={method: module},
             example_inputs={method: example_inputs},
             example_kwargs={method: example_kwargs} if example_kwargs else {},
-            calibration_inputs={method: list(calibration_inputs)} if calibration_inputs else {},
+            calibration_inputs={method: calibration_inputs} if calibration_inputs else {},
             dynamic_shapes={} if dynamic_shapes is None else {method: dynamic_shapes},
             constant_methods=constant_methods or {},
+            source_transforms=source_transforms,
         )
 
 
-def _must_be_tuple(method: str, inputs: object) -> None:
+def must_be_tuple(method: str, inputs: object) -> None:
+    """Whether example inputs, or a calibration sample, are positional arguments.
+
+    Raises:
+        ExampleInputsNotATuple: they are not.
+    """
     if not isinstance(inputs, tuple):
         raise ExampleInputsNotATuple(method, type(inputs).__name__)
 

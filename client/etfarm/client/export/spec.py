@@ -153,7 +153,7 @@ def check_pt2(path: Path) -> None:
     if any(re.fullmatch(r"models/[^/]+\.json", name) for name in names):
         return
     if "serialized_exported_program.json" in whole:
-        what = "was saved by a torch older than 2.8"
+        what = "was saved by a torch older than 2.8, or is an edge-dialect program that ExecuTorch saved"
     elif "constants.pkl" in names:
         what = "is a TorchScript archive"
     elif "data.pkl" in names:

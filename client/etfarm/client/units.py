@@ -1,4 +1,4 @@
-"""Step 10, command line: numbers as people read them, with their unit. Pure functions."""
+"""Step 10, client: numbers as people read them, with their unit. Pure functions."""
 
 from __future__ import annotations
 
@@ -33,15 +33,24 @@ def time(value_ns: float | None) -> str:
 def interval(low_ns: float, high_ns: float, like_ns: float) -> str:
     """Two durations in the unit that `like_ns` has: `[1.82, 1.86]`."""
     scale, _ = unit_of(like_ns)
-    return f"[{significant(low_ns / scale)}, {significant(high_ns / scale)}]"
+    low, high = low_ns / scale, high_ns / scale
+    # Two ends that look the same say less than they know.
+    digits = 3 if low == high or significant(low) != significant(high) else 5
+    return f"[{significant(low, digits)}, {significant(high, digits)}]"
 
 
 def column(values_ns: list[float | None]) -> list[str]:
-    """Durations of one column, all in one unit and with the same number of decimals; empty for None."""
-    known = [value for value in values_ns if value is not None]
-    largest = max(known, default=0.0)
-    scale, unit, decimals = (1e6, "ms", 2) if largest >= 1e7 else (1e3, "µs", 0 if largest >= 1e6 else 1)
-    return ["" if value is None else f"{value / scale:.{decimals}f} {unit}" for value in values_ns]
+    """Durations of one column, in one unit and with the same number of decimals, but for what would be 0 in it and is not:
+    that has its own, `34.0 ns`; empty for None."""
+    largest = max((value for value in values_ns if value is not None), default=0.0)
+    scale, unit = (1e6, "ms") if largest >= 1e7 else (1e3, "µs") if largest >= 1e3 else (1.0, "ns")
+    decimals = 2 if unit == "ms" else 0 if largest / scale >= 1e3 else 1
+
+    def shown(value_ns: float) -> str:
+        number = f"{value_ns / scale:.{decimals}f}"
+        return f"{number} {unit}" if float(number) else time(value_ns)
+
+    return ["" if value is None else shown(value) for value in values_ns]
 
 
 def milliseconds(value_ms: float | None) -> str:

@@ -1,0 +1,73 @@
+"""Step 10, command line: `etfarm report tag`, a name for a job, and `etfarm report analyze`, its reports by today's code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from etfarm.client.cli import options
+from etfarm.client.cli.app import STDOUT, Outcome, Usage, run_async
+from etfarm.client.cli.terminal import tell
+
+if TYPE_CHECKING:
+    from etfarm.client.models import JobResult
+
+
+def tag(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="A job's id, its first characters, a tag, or latest.")],
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Letters, digits, dots, dashes and underscores.")] = "",
+    remove: Annotated[bool, typer.Option("--remove", help="Take it away; `tag NAME --remove` does as well.")] = False,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """Names a job, as a baseline: the name stands for it wherever a job's id does. It moves from the job that had it."""
+    from etfarm.client.aio import AsyncFarm
+
+    if not name and not remove:
+        raise Usage("A tag's name is missing.", "Give for example `etfarm report tag latest baseline`.")
+
+    async def change() -> str:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            if remove:
+                had = await farm.untag(name or job, job if name else "")
+                return f"Job {had} is no longer {name or job}."
+            tagged = (await farm.job(job)).id
+            before = await farm.tag(tagged, name)
+            moved = f"; before it was job {before}" if before and before != tagged else ""
+            return f"Job {tagged} is {name}{moved}."
+
+    tell(run_async(change))
+
+
+def analyze(
+    context: typer.Context,
+    job: options.JobId,
+    json: options.JsonFile = None,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> int:
+    """Works a job's reports out again from the stored files, by the server's version, and keeps them in place of the old."""
+    from etfarm.client.aio import AsyncFarm
+    from etfarm.client.cli import output, render
+
+    outcome: Outcome = context.obj
+    outcome.goes_to(json)
+
+    async def work() -> tuple[JobResult, frozenset[str]]:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            found = await farm.job(job)
+            return await farm.analyze(found.id), found.made_up_inputs
+
+    result, made_up = run_async(work, outcome)
+    outcome.document = lambda error: result.json()
+    console = output.open_console(to_stderr=json == STDOUT)
+    reports = result.json()["reports"]
+    output.say(console, render.reports(reports, width=console.width, top=render.TOP, job=result.job.id, made_up=made_up))
+    done = [report["analysis"] for report in reports if report["analysis"]]
+    again = sum(not analysis["cached"] for analysis in done)
+    known = f", {len(done) - again} known already" if again < len(done) else ""
+    versions = ", ".join(sorted({analysis["version"] for analysis in done}))
+    said = f"job {result.job.id}  {again} of {len(reports)} reports worked out again{known}  etfarm {versions}"
+    output.say(console, output.line(said, style="dim"))
+    return 0

@@ -1,0 +1,290 @@
+"""Step 1, client: SOURCE_TRANSFORM: modules are rewritten before the export, where they live. The user's own stay as they were.
+
+torchao's 4-bit recipes replace the weights of nn.Linear; an exported program has no nn.Linear left, so that a server could
+not do it any more. Which weights, and how, the recipe's own configuration says, as ExecuTorch's provider makes it.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etfarm.client.export.errors import NothingToTransform, SourceTransformFailed
+from etfarm.client.export.noise import quiet
+from etfarm.client.export.source import ModelSource
+from etfarm.client.export.traces import place_of
+from etfarm.wire.errors import EtfarmError, Kind, UserError
+from etfarm.wire.recipes import Quantization, Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from etfarm.wire.recipes import Part, Plain
+
+_PROVIDERS = {"xnnpack": "executorch.backends.xnnpack.recipes", "coreml": "executorch.backends.apple.coreml.recipes"}
+"""The modules that register a backend's recipes when they are imported."""
+
+
+_XNNPACK_GROUP = 32
+
+
+class ToolsMissing(UserError):
+    """What a recipe's source transform needs is not installed on the client."""
+
+    reason = "CLIENT_TOOLS_MISSING"
+    kind = Kind.FAILED_PRECONDITION
+
+
+def torchao_parts(recipe: Recipe) -> tuple[Part, ...]:
+    """The parts of a recipe that rewrite eager modules, so that an exported program comes too late for them."""
+    if "SOURCE_TRANSFORM" not in recipe.stages:
+        return ()
+    return tuple(part for part in recipe.parts if part.specification.quantization is Quantization.TORCHAO_SOURCE)
+
+
+@dataclass(frozen=True)
+class Transform:
+    """What is done to each method's module before it is exported."""
+
+    source: ModelSource
+    recipe: Recipe | None
+    """Whose torchao configuration is applied, after the source's own transforms; None for no recipe's."""
+    base: Path
+    """Source files under it are named relative to it in errors."""
+    _configs: list[Any] = field(default_factory=list, repr=False)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.source.source_transforms and (self.recipe is None or not torchao_parts(self.recipe))
+
+    def must_find_something(self, name: str) -> None:
+        """Whether the recipe will find weights to quantize in at least one method.
+
+        Raises:
+            NothingToTransform: it will not.
+            ToolsMissing: its provider or torchao is not installed.
+        """
+        if self.recipe is None or not torchao_parts(self.recipe):
+            return
+        config = self._config()
+        there: dict[str, int] = {}
+        for module in self.source.methods.values():
+            for path, part in module.named_modules():
+                if _wanted(config, part, path) or _is_quantized(part):
+                    return
+                if any(True for _ in part.parameters(recurse=False)):
+                    there[type(part).__name__] = there.get(type(part).__name__, 0) + 1
+        if self.source.source_transforms:
+            return  # they may bring some
+        shown = ", ".join(f"{count} {kind}" for kind, count in sorted(there.items(), key=lambda item: -item[1])[:4])
+        kinds = "nn.Linear or nn.Embedding" if config.filter_fn is not None else "nn.Linear"
+        raise NothingToTransform(name, self.recipe.text, kinds, shown)
+
+    def apply(self, method: str) -> tuple[nn.Module, float | None]:
+        """The method's module to export, and how long that took in ms; None and the user's own module if nothing was done.
+
+        Raises:
+            SourceTransformFailed: a transform raised or gave no module, or the weights do not fit the recipe.
+            ToolsMissing: the recipe's provider or torchao is not installed.
+        """
+        module = self.source.methods[method]
+        if self.is_empty:
+            return module, None
+        started = time.monotonic()
+        with self._refusals(method, "copying the module"):
+            own = copy.deepcopy(module)
+        for transform in self.source.source_transforms:
+            own = self._transformed(method, own, transform)
+        if self.recipe is not None and torchao_parts(self.recipe):
+            self._quantize(method, own, self._config())
+        return own, round((time.monotonic() - started) * 1000, 3)
+
+    def _transformed(self, method: str, module: nn.Module, transform: Any) -> nn.Module:
+        from torch import nn
+
+        name = getattr(transform, "__name__", type(transform).__name__)
+        with self._refusals(method, f"the source transform {name}"):
+            given = transform(method, module)
+        if not isinstance(given, nn.Module):
+            raise SourceTransformFailed(
+                method, f"the source transform {name} returned a {type(given).__name__}, not a module.", "Return the module."
+            )
+        return given
+
+    def _quantize(self, method: str, module: nn.Module, config: Any) -> None:
+        from torch.nn.utils import parametrize
+        from torchao.quantization import quantize_
+        from torchao.utils import unwrap_tensor_subclass
+
+        assert self.recipe is not None
+        at: list[str] = []
+
+        def wanted(part: Any, path: str) -> bool:
+            if not _wanted(config, part, path):
+                return False
+            at[:] = [path]
+            return True
+
+        self._must_fit_xnnpack(method, module, config)
+        try:
+            with quiet():
+                quantize_(module, config.ao_base_config, wanted)
+                unwrap_tensor_subclass(module)
+        except Exception as error:
+            raise self._does_not_fit(method, module, at[0] if at else "", error) from error
+        for part in module.modules():
+            if parametrize.is_parametrized(part):
+                part.parametrizations.eval()  # new modules, born in train mode
+
+    def _must_fit_xnnpack(self, method: str, module: nn.Module, config: Any) -> None:
+        """XNNPACK refuses 4-bit weights whose rows are no multiple of 32; groups of other sizes are no value of a recipe.
+
+        Source: `get_quant_params` of executorch/backends/xnnpack/operators/node_visitor.py 1.5.1.
+        """
+        assert self.recipe is not None
+        (part,) = torchao_parts(self.recipe)
+        if part.specification.backend != "xnnpack" or self.recipe.options.partitioners is not None:
+            return
+        for path, layer in module.named_modules():
+            width = int(layer.weight.shape[-1]) if _wanted(config, layer, path) else 0
+            if width % _XNNPACK_GROUP:
+                raise SourceTransformFailed(
+                    method,
+                    f"{repr(path) if path else 'the module'} has {width} inputs, and XNNPACK takes 4-bit weights of a multiple "
+                    f"of {_XNNPACK_GROUP} inputs only.",
+                    "Give it such a number of inputs, or use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel.",
+                    layer=path,
+                )
+
+    def _does_not_fit(self, method: str, module: nn.Module, path: str, error: Exception) -> SourceTransformFailed:
+        """torchao's refusal of one weight, with the layer's name and, of a group size, those that would fit."""
+        assert self.recipe is not None
+        (part,) = torchao_parts(self.recipe)
+        weight = getattr(module.get_submodule(path), "weight", None)
+        width = int(weight.shape[-1]) if weight is not None and weight.dim() else 0
+        layer = f"{path!r}" if path else "the module"
+        group = part.arguments.get("group_size")
+        if isinstance(group, int) and width and width % group:
+            allowed = next((a.choices for a in part.specification.arguments if a.name == "group_size"), ())
+            fitting = [str(size) for size in allowed if isinstance(size, int) and width % size == 0]
+            remedy = (
+                f"Use {part.specification.name}:group_size={fitting[-1]}, or a recipe that quantizes per channel."
+                if fitting
+                else "Use a recipe that quantizes per channel."
+            )
+            return SourceTransformFailed(
+                method,
+                f"{layer} has {width} inputs, which the group_size {group} of {part.specification.name} does not divide.",
+                remedy,
+                layer=path,
+                group_size=group,
+            )
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return SourceTransformFailed(
+            method,
+            f"torchao cannot quantize {layer} for {self.recipe.text}: {said}",
+            "Use another recipe for this model.",
+            layer=path,
+        )
+
+    def _config(self) -> Any:
+        assert self.recipe is not None
+        if not self._configs:
+            self._configs.append(_torchao_config(self.recipe))
+        return self._configs[0]
+
+    @contextmanager
+    def _refusals(self, method: str, what: str) -> Iterator[None]:
+        try:
+            yield
+        except EtfarmError:
+            raise
+        except Exception as error:
+            place = place_of(error, self.base)
+            at = f", at {place}" if place else ""
+            text = (str(error).strip().splitlines() or [""])[0]
+            raise SourceTransformFailed(
+                method,
+                f"{what} raised {type(error).__name__}: {text}{at}" if text else f"{what} raised {type(error).__name__}{at}.",
+            ) from error
+
+
+def _torchao_config(recipe: Recipe) -> Any:
+    """The AOQuantizationConfig of ExecuTorch's own recipe.
+
+    Raises:
+        ToolsMissing: a package of its provider is not installed here.
+        SourceTransformFailed: several parts want to rewrite the modules.
+    """
+    parts = torchao_parts(recipe)
+    if len(parts) > 1:
+        names = " and ".join(part.specification.name for part in parts)
+        raise SourceTransformFailed(recipe.text, f"{names} both rewrite the modules.", "Combine only one of them with others.")
+    (part,) = parts
+    provider = _PROVIDERS.get(part.specification.backend, "")
+    try:
+        with quiet():
+            from executorch.export import ExportRecipe
+
+            types = vars(importlib.import_module(provider)).values()
+            kinds = [kind for kind in types if isinstance(kind, type) and hasattr(kind, "get_backend_name")]
+            found = next(member for kind in kinds for member in _members(kind) if member.value == part.specification.name)
+            made = ExportRecipe.get_recipe(found, **_arguments(part.specification.backend, part.arguments))
+    except (ImportError, OSError, StopIteration, ValueError) as error:
+        missing = getattr(error, "name", None) or (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ToolsMissing(
+            f"Recipe {part.specification.name} rewrites modules on this machine, and what it needs is missing: {missing}.",
+            "Run pip install 'etfarm[export]'" + (" coremltools." if part.specification.backend == "coreml" else "."),
+            recipe=part.specification.name,
+        ) from error
+    return made.quantization_recipe.ao_quantization_configs[0]
+
+
+def _members(kind: Any) -> Sequence[Any]:
+    try:
+        return list(kind)
+    except TypeError:  # the base of all recipe types has no members
+        return ()
+
+
+def _arguments(backend: str, arguments: Mapping[str, Plain]) -> dict[str, object]:
+    """A part's arguments as its provider takes them."""
+    if backend != "coreml":
+        return dict(arguments)
+    ct = importlib.import_module("coremltools")
+    made: dict[str, object] = {}
+    for key, value in arguments.items():
+        if key == "minimum_deployment_target":
+            made[key] = getattr(ct.target, str(value))
+        elif key == "compute_unit":
+            made[key] = getattr(ct.ComputeUnit, str(value))
+        else:
+            made[key] = list(value) if isinstance(value, tuple) else value
+    return made
+
+
+def _wanted(config: Any, part: Any, path: str) -> bool:
+    """Whether torchao would quantize this module, which it has not yet."""
+    from torchao.quantization.quant_api import _is_linear
+
+    if _is_quantized(part):
+        return False
+    return bool(config.filter_fn(part, path) if config.filter_fn is not None else _is_linear(part, path))
+
+
+def _is_quantized(part: nn.Module) -> bool:
+    """Whether torchao has quantized its own weight already."""
+    from torch.nn.utils import parametrize
+    from torchao.utils import TorchAOBaseTensor
+
+    weight = getattr(part, "_parameters", {}).get("weight")
+    return isinstance(weight, TorchAOBaseTensor) or (
+        parametrize.is_parametrized(part, "weight") and isinstance(part.weight, TorchAOBaseTensor)
+    )

@@ -1,0 +1,76 @@
+"""Step 10, client: reports in the formats of other programs and of people. Pure functions of the document etfarm.report/1.
+
+A document is {schema, job, reports, error}, from `JobResult.json()`, a `--json` file (`etfarm.wire.report.loads`) or a farm.
+One module is one format; each has `write(document) -> bytes`. ExecuTorch's own files lie in a farm's store, so that they take
+a farm (`AsyncJob.save_raw_files`); `executorch` here says what is in their folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from etfarm.wire.errors import UserError
+
+Json = dict[str, Any]
+
+NAMES: Final = ("json", "csv", "parquet", "html", "markdown", "perfetto", "executorch")
+"""All formats."""
+
+
+class NoSuchReport(UserError):
+    """A document has no report that is called so."""
+
+    reason = "REPORT_NOT_FOUND"
+
+
+class NeedsExtra(UserError):
+    """A format needs a library that is not installed."""
+
+    reason = "NEEDS_EXTRA"
+
+    def __init__(self, what: str, extra: str, missing: str) -> None:
+        super().__init__(
+            f"{what} needs etfarm[{extra}] ({missing} is not installed).",
+            f"Run pip install 'etfarm[{extra}]'.",
+            extra=extra,
+            missing=missing,
+        )
+
+
+def label(report: Mapping[str, Any]) -> str:
+    """What was measured where: `resnet8 · xnnpack_fp32 · pi5-a, 4 threads`."""
+    model = report["model"]["name"] if report["model"] else "?"
+    device = report["device"]
+    method = report["method"] if report["method"] not in (None, "forward") else None
+    threads = report["threads"]
+    place = (device["name"] or device["id"][:12]) if device else None
+    if place and threads:
+        place = f"{place}, {threads} thread{'s' * (threads != 1)}"
+    return " · ".join(part for part in (model, report["recipe"], method, place) if part)
+
+
+def only(document: Json, wanted: Sequence[str]) -> Json:
+    """The document with those reports alone that `wanted` names: numbers from 0, or the beginnings of cells' or reports' ids.
+
+    Raises:
+        NoSuchReport: none is called so, or several are.
+    """
+    if not wanted:
+        return document
+    reports = document["reports"]
+    there = ", ".join(f"{place} (cell {report['cell'][:8]}, {label(report)})" for place, report in enumerate(reports)) or "none"
+    places = []
+    for name in wanted:
+        found = [place for place, report in enumerate(reports) if _is_called(report, place, name)]
+        if len(found) != 1:
+            what = f"Several reports begin with {name!r}" if found else f"There is no report {name!r}"
+            raise NoSuchReport(f"{what}.", f"There are {there}.", report=name)
+        places += found
+    return {**document, "reports": [reports[place] for place in sorted(set(places))]}
+
+
+def _is_called(report: Json, place: int, name: str) -> bool:
+    if name.isascii() and name.isdigit() and len(name) < 4:
+        return place == int(name)
+    return bool(name) and (report["cell"].startswith(name) or report["id"].startswith(name))

@@ -1,0 +1,202 @@
+"""Step 10, client: a REPORT's answers to what people ask first, in a few words each: for the HTML file and for Markdown.
+
+How fast, can that be trusted, what is slow and in which line, is it delegated, is it right, how large, and did it get worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from etfarm.client import units
+from etfarm.wire import delegation as delegations
+from etfarm.wire import views
+
+Json = Mapping[str, Any]
+
+FINE_DB = 40.0
+"""From this signal to noise on, an output is as good as its reference: noise is below a hundredth of the signal."""
+
+POOR_DB = 15.0
+"""Below this, noise is more than a sixth of the signal, and something is wrong rather than rounded."""
+
+
+REFERENCES = {"EAGER": "program before quantization", "QUANTIZED": "quantized program"}
+"""What numeric gaps were compared with, in words."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer."""
+
+    text: str
+    """A number or a word; empty where there is none."""
+    detail: str = ""
+    mood: str = ""
+    """good, fair, bad, or empty where that is not for us to say."""
+
+
+def latency(report: Json) -> Answer:
+    """The median with its interval."""
+    found = report["latency"]
+    if not found or found["p50_ns"] is None:
+        return Answer("")
+    return Answer(units.time(found["p50_ns"]), interval(report))
+
+
+def interval(report: Json) -> str:
+    """The 95 % interval of the median, `[1.82, 1.86]`; empty where it cannot be told."""
+    found = report["latency"]
+    ends = found["p50_ci95_ns"] if found else None
+    return units.interval(ends[0], ends[1], found["p50_ns"]) if ends else ""
+
+
+def verdict(report: Json) -> Answer:
+    """Whether the latency can be trusted."""
+    status = (report["verdict"] or {}).get("status")
+    words = {
+        "VALID": Answer("VALID", "the device was quiet and the samples agree", "good"),
+        "INVALID": Answer("INVALID", "do not rely on these times", "bad"),
+        "NOT_BENCHMARKABLE": Answer("NOT BENCHMARKABLE", "times of this device say nothing", "fair"),
+    }
+    return words.get(str(status or ""), Answer(str(status or "").replace("_", " ")))
+
+
+def delegated(report: Json) -> Answer:
+    """The share of the traced time in delegates, and of the graph's nodes."""
+    shares = [row["share"] or 0.0 for row in report["operators"] or () if row["parent"] is None and row["delegated"]]
+    nodes = delegated_nodes(report)
+    if report["operators"]:
+        return Answer(units.percent(sum(shares)), f"of the time; {nodes}" if nodes else "of the time")
+    return Answer(nodes)
+
+
+def delegated_nodes(report: Json) -> str:
+    """`36 of 36 nodes in 1 subgraph`, of the report's method; empty where it is not known."""
+    delegation = ((report["compile"] or {}).get("delegation") or {}).get(report["method"])
+    if not delegation:
+        return ""
+    inside, outside = delegations.nodes(delegation)
+    nodes = inside + outside
+    if nodes <= 0:
+        return ""
+    if not delegation["subgraphs"]:
+        return f"0 of {units.count(nodes, 'node')}"
+    return f"{inside} of {units.count(nodes, 'node')} in {units.count(delegation['subgraphs'], 'subgraph')}"
+
+
+def accuracy(report: Json) -> Answer:
+    """The worst output against the first reference, the program before quantization where that is known; then the others."""
+    by_reference: dict[str, list[Json]] = {}
+    for one in report["accuracy"] or ():
+        by_reference.setdefault(str(one["reference"] or "its reference"), []).append(one)
+    found = [_accuracy(reference, outputs) for reference, outputs in by_reference.items()]
+    if not found:
+        return Answer("")
+    others = [f"{one.text} to the {reference}" for one, reference in zip(found[1:], list(by_reference)[1:], strict=True)]
+    return Answer(found[0].text, "; ".join([found[0].detail, *others]), found[0].mood)
+
+
+def _accuracy(reference: str, outputs: Sequence[Json]) -> Answer:
+    several = f"the worst of {len(outputs)} outputs " if len(outputs) > 1 else ""
+    against = f"{several}to the {reference}"
+    if any(one["nan_count"] and not one["reference_nan_count"] for one in outputs):
+        return Answer("NaN", f"where the {reference} has none", "bad")
+    if all(one["equal"] for one in outputs):
+        return Answer("equal", f"to the {reference}", "good")
+    known = [one for one in outputs if one["sqnr_db"] is not None]
+    if not known:
+        return Answer("not comparable", against, "fair")
+    worst = min(known, key=lambda one: one["sqnr_db"])
+    agreements = [one["top1_agreement"] for one in outputs if one["top1_agreement"] is not None]
+    top1 = f", top-1 agrees {units.percent(min(agreements)).replace('.0 %', ' %')}" if agreements else ""
+    decibels = worst["sqnr_db"]
+    mood = "good" if decibels >= FINE_DB else "bad" if decibels < POOR_DB else "fair"
+    return Answer(f"{decibels:.1f} dB", f"{against}{top1}", mood)
+
+
+def size(report: Json) -> Answer:
+    """The program's size with its data files."""
+    compiled = report["compile"] or {}
+    if not compiled.get("program"):
+        return Answer("")
+    data = sum(one["size_bytes"] for one in (compiled.get("data") or {}).values())
+    files = f"with {units.size(data)} of data files" if data else ".pte"
+    return Answer(units.size(compiled["program"]["size_bytes"] + data), files)
+
+
+def memory(report: Json) -> Answer:
+    """Peak memory of the runner, and what ExecuTorch planned."""
+    used = report["memory"] or {}
+    planned = f"planned {units.size(sum(used['planned_bytes']))}" if used.get("planned_bytes") else ""
+    if used.get("peak_rss_bytes"):
+        return Answer(units.size(used["peak_rss_bytes"]), f"peak of the runner; {planned}" if planned else "peak of the runner")
+    return Answer(planned.removeprefix("planned "), "planned") if planned else Answer("")
+
+
+def slowest(report: Json) -> Answer:
+    """The line of the user's code that takes longest, else the operator."""
+    if not report["operators"]:
+        return Answer("")
+    groups = views.group(report["operators"], "line")
+    unknown = (views.NOT_EXPLAINED, views.INSERTED, views.UNKNOWN)
+    lines = [one for one in groups if one.own_share and one.key not in unknown]
+    if lines and lines[0].own_share:
+        return Answer(units.percent(lines[0].own_share), f"{lines[0].key}\n{lines[0].detail}".strip())
+    # Kernels below the clock's resolution leave their delegate as the last thing that can be told.
+    tops = [row for row in report["operators"] if row["parent"] is None and row["kind"] != "REST" and row["share"]]
+    if not tops:
+        return Answer("")
+    row = max(tops, key=lambda one: one["share"])
+    code = str((row["source"] or {}).get("code") or "").strip()
+    return Answer(units.percent(row["share"]), "\n".join(filter(None, (place(row), code))) or row["name"])
+
+
+def slowest_rows(report: Json, count: int) -> list[Json]:
+    """The leaves that took longest, the longest first."""
+    rows = [row for row in views.leaves(report["operators"] or ()) if row["kind"] != "REST"]
+    return sorted(rows, key=lambda row: -(row["share"] or 0.0))[:count]
+
+
+def backend(row: Json) -> str:
+    """What people call a row's backend: XNNPACK, portable."""
+    if row["kind"] == "REST":
+        return ""
+    name = str(row["backend"] or "portable")
+    known = {"XnnpackBackend": "XNNPACK", "CoreMLBackend": "Core ML", "QnnBackend": "QNN", "EthosUBackend": "Ethos-U"}
+    return known.get(name, name.removesuffix("Backend"))
+
+
+def place(row: Json) -> str:
+    """Where a row comes from: `models/net.py:31`, else its module."""
+    return views.line_of(row) or (f"module {row['module']}" if row["module"] else "")
+
+
+def time_of(row: Json) -> str:
+    """A row's median; `< 1.00 µs` below the clock's resolution."""
+    if row["p50_ns"] is not None:
+        return units.time(row["p50_ns"])
+    return f"< {units.time(row['resolution_ns'])}" if row["resolution_ns"] else ""
+
+
+def undelegated(report: Json) -> list[tuple[str, str, int, Sequence[Json]]]:
+    """Operators outside of delegates: method, operator, how many nodes, and where they come from; the most first."""
+    found = []
+    for method, delegation in ((report["compile"] or {}).get("delegation") or {}).items():
+        for one in delegation["operators"] or ():
+            if one["non_delegated"] and one["op"] not in delegations.GLUE:
+                found.append((method, one["op"], one["non_delegated"], one["places"] or ()))
+    return sorted(found, key=lambda one: -one[2])
+
+
+def against(report: Json, reports: Sequence[Json]) -> str:
+    """Which program the interleaved ratio is against: what tells it from this one."""
+    paired = report["interleaved"]
+    base = next((one for one in reports if paired and one["cell"] == paired["base_cell"]), None)
+    if base is None:
+        return "the first program"
+    model, recipe = (base["model"] or {}).get("name"), base["recipe"]
+    if model != (report["model"] or {}).get("name"):
+        return str(model)
+    return str(recipe) if recipe != report["recipe"] else "the first program"

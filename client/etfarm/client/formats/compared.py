@@ -1,0 +1,352 @@
+"""Step 10, client: a comparison in words and as Markdown, for a pull request. Pure functions of etfarm.comparison/1."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from etfarm.client import units
+from etfarm.client.formats import sentences
+from etfarm.wire import changes
+from etfarm.wire.comparison import EXACT_DB, label, traits
+from etfarm.wire.delegation import GLUE
+
+Json = Mapping[str, Any]
+
+NOTEWORTHY: Final = 0.01
+"""Part of the traced time by which an operator must have changed to be named: less is any run's."""
+
+TOP: Final = 5
+"""Operators that are named."""
+
+_ONCE = ("first run", "load program", "load method")
+"""Times that were taken once, and differ from any run to the next."""
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~@!&$])")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing of both sides."""
+
+    name: str
+    base: str
+    candidate: str
+    change: str
+    """`+2.1 %`; empty where nothing changed or a side has none."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """An operator, or a module, that takes another part of the time."""
+
+    change: str
+    base: str
+    candidate: str
+    what: str
+    place: str
+    slower: bool
+
+
+def answer(pair: Json) -> str:
+    """`0.912x [0.905, 0.919]  9 % faster`; what is there instead where no latency was measured on both sides."""
+    found = pair["latency"]
+    failed = [pair[side] for side in ("base", "candidate") if pair[side]["state"] != "SUCCEEDED"]
+    if failed:
+        sides = [side for side in ("base", "candidate") if pair[side]["state"] != "SUCCEEDED"]
+        return ", ".join(
+            f"the {side} {(pair[side]['state'] or '?').lower()} ({pair[side]['error'] or 'no error'})" for side in sides
+        )
+    if found is None or found["ratio"] is None:
+        return "no latency on both sides"
+    ends = found["ratio_ci95"]
+    interval = f" [{_ratio(ends[0])}, {_ratio(ends[1])}]" if ends else ""
+    return f"{_ratio(found['ratio'])}x{interval}  {said(found)}"
+
+
+def said(latency: Json) -> str:
+    """`9 % faster`, `no difference found`, `too few samples to tell`."""
+    if latency["outcome"] == "too_few":
+        return f"too few {'rounds' if latency['method'] == 'paired' else 'samples'} to tell"
+    return sentences.ratio(latency["ratio"], latency["ratio_ci95"])
+
+
+def status(pair: Json) -> str | None:
+    """VALID where both are, else what the first is that is not; None where there is no verdict."""
+    found = [str(pair[side]["verdict"]["status"]) for side in ("base", "candidate") if pair[side]["verdict"]]
+    return next((one for one in found if one != "VALID"), "VALID" if found else None)
+
+
+def heading(pair: Json) -> str:
+    """What is compared; of what differs, both."""
+    if not pair["differs"]:
+        return label(pair["candidate"])
+    both = zip(traits(pair["base"]), traits(pair["candidate"]), strict=True)
+    return " · ".join(
+        str(one) if one == other else f"{one or 'none'} -> {other or 'none'}" for one, other in both if one or other
+    )
+
+
+def facts(pair: Json) -> Iterator[Fact]:
+    """All that is known of either side, times first."""
+    latency, size, memory = pair["latency"] or {}, pair["size"] or {}, pair["memory"] or {}
+    for name, key in (("p50", "p50_ns"), ("p90", "p90_ns"), ("p99", "p99_ns"), ("first run", "first_run_ns")):
+        yield from _number(name, latency.get(key), units.time)
+    yield from _number("load program", latency.get("load_ns"), units.time)
+    yield from _number("load method", latency.get("load_method_ns"), units.time)
+    yield from _number("program", size.get("total_bytes"), units.size)
+    for name, key in (("  operators", "program_bytes"), ("  constants", "constant_bytes"), ("  delegates", "delegate_bytes")):
+        if (size.get(key) or {}).get("change"):
+            yield from _number(name, size[key], units.size)
+    yield from _number("peak memory", memory.get("peak_rss_bytes"), units.size)
+    yield from _number("planned", memory.get("planned_bytes"), units.size)
+    for output in pair["accuracy"]:
+        yield _accuracy(output, alone=len(pair["accuracy"]) == 1)
+    for method, found in (pair["delegation"] or {}).items():
+        yield from _delegation(method, found, alone=len(pair["delegation"]) == 1)
+
+
+def moved(pair: Json, top: int = TOP) -> list[Moved]:
+    """The operators that changed most and by at least NOTEWORTHY of the time; `top` 0 is all of them."""
+    found = pair["operators"]
+    if not found:
+        return []
+    sums = [sum(row[side]["time_ns"] or 0.0 for row in found["rows"] if row[side]) for side in ("base", "candidate")]
+    least_ns = NOTEWORTHY * max(sums)
+    rows = [row for row in found["rows"] if row["change_ns"] is not None and abs(row["change_ns"]) >= max(least_ns, 1e-9)]
+    rows = rows[:top] if top else rows
+    return [_moved(row) for row in rows]
+
+
+def joined(pair: Json) -> Iterator[str]:
+    """Operators whose delegation changed, the first ones: `aten_mean_dim: 1 -> 0 delegated`."""
+    told = [one for one in _joined(pair) if not one.rpartition(": ")[0].endswith(GLUE)]
+    yield from told[:TOP]
+    if len(told) > TOP:
+        yield f"and {units.count(len(told) - TOP, 'more operator')}"
+
+
+def _joined(pair: Json) -> Iterator[str]:
+    for method, found in (pair["delegation"] or {}).items():
+        where = f"{method}: " if len(pair["delegation"]) > 1 else ""
+        for one in found["operators"]:
+            sides = [one[side] or {"delegated": 0, "non_delegated": 0} for side in ("base", "candidate")]
+            parts = [
+                f"{sides[0][key]} -> {sides[1][key]} {name}"
+                for key, name in (("delegated", "delegated"), ("non_delegated", "not delegated"))
+                if sides[0][key] != sides[1][key]
+            ]
+            yield f"{where}{one['op']}: {', '.join(parts)}"
+
+
+def changed(pair: Json) -> list[str]:
+    """What else differs: `executorch 1.5.0 -> 1.5.1`."""
+    return [changes.sentence(change) for change in pair["changes"]]
+
+
+def limits(gate: Json) -> str:
+    """`latency 3 %, size 1 %`."""
+    return ", ".join(f"{one['metric']} {one['limit']:g} {one['unit']}" for one in gate["limits"])
+
+
+def why(gate: Json) -> str:
+    """Why a gate is not passed, in one line."""
+    first, *more = gate["reasons"]
+    return f"{first['message']}{f'; and {len(more)} more' if more else ''}"
+
+
+def markdown(document: Json) -> str:
+    """The Markdown of a comparison: a row a pair, the gate's outcome, and what else changed, folded."""
+    return "\n".join(_markdown(document)) + "\n"
+
+
+def _markdown(document: Json) -> Iterator[str]:
+    gate = document["gate"]
+    if gate:
+        yield f"**{'✅ gate passed' if gate['passed'] else '❌ gate not passed'}** ({_text(limits(gate))})"
+        yield ""
+        for reason in gate["reasons"]:
+            yield f"- ❌ {_text(reason['message'])}"
+        for note in gate["notes"]:
+            yield f"- ⚠️ {_text(note['message'])}"
+        if gate["reasons"] or gate["notes"]:
+            yield ""
+    yield "| | p50 | candidate / base | | size | peak memory | SQNR |"
+    yield "| --- | ---: | ---: | --- | ---: | ---: | ---: |"
+    for pair in document["pairs"]:
+        yield _row(pair)
+    for one in document["unpaired"]:
+        yield f"| {_text(label(one['report']))} | | only in the {one['side'].lower()} | | | | |"
+    for pair in document["pairs"]:
+        yield from _details(pair, several=len(document["pairs"]) > 1)
+    yield ""
+    for note in document["notes"]:
+        yield f"<sub>{_text(note)}</sub>  "
+    names = [_source(document[side]) for side in ("base", "candidate")]
+    yield f"<sub>etfarm: {_text(names[0])} (base), {_text(names[1])} (candidate)</sub>"
+
+
+def _row(pair: Json) -> str:
+    known = {fact.name: fact for fact in facts(pair)}
+    latency = pair["latency"]
+    p50, ratio, outcome = known.get("p50"), "", ""
+    if latency and latency["ratio"] is not None:
+        ratio, _, outcome = answer(pair).partition("  ")
+        if (found := status(pair)) not in (None, "VALID"):
+            outcome += f" ({str(found).replace('_', ' ')})"
+    else:
+        outcome = answer(pair)
+    sqnr = next((_accuracy(one, alone=True) for one in sorted(pair["accuracy"], key=_least_exact)), None)
+    cells = [
+        f"**{_text(heading(pair))}**",
+        f"{p50.base} → {p50.candidate}" if p50 else "",
+        ratio,
+        f"**{_text(outcome)}**" if latency and latency["outcome"] in ("faster", "slower") else _text(outcome),
+        *(_cell(known.get(name)) for name in ("program", "peak memory")),
+        _cell(sqnr),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _details(pair: Json, *, several: bool) -> Iterator[str]:
+    rows = [fact for fact in facts(pair) if fact.change and fact.name not in _ONCE]
+    others, operators, joins = changed(pair), moved(pair), list(joined(pair))
+    if not (rows or others or operators or joins):
+        return
+    yield ""
+    yield f"<details><summary>What changed{f' in {_html(heading(pair))}' if several else ''}</summary>"
+    if others:
+        yield ""
+        yield from (f"- {_text(one)}" for one in others)
+    if rows:
+        yield ""
+        yield "| | base | candidate | change |"
+        yield "| --- | ---: | ---: | ---: |"
+        yield from (f"| {_text(fact.name.strip())} | {fact.base} | {fact.candidate} | {fact.change} |" for fact in rows)
+    if operators:
+        yield ""
+        yield f"| {'module' if pair['operators']['by'] == 'MODULE' else 'operator'} | | base | candidate | change |"
+        yield "| --- | --- | ---: | ---: | ---: |"
+        for one in operators:
+            yield f"| {_text(one.what)} | {_text(one.place)} | {one.base} | {one.candidate} | {one.change} |"
+    if joins:
+        yield ""
+        yield from (f"- {_text(one)}" for one in joins)
+    yield ""
+    yield "</details>"
+
+
+def _source(side: Json) -> str:
+    choice = f"#{side['choice']}" if side["choice"] else ""
+    return f"{side['file']}{choice}" if side["file"] else f"job {(side['job'] or {}).get('id', '?')}{choice}"
+
+
+def _cell(fact: Fact | None) -> str:
+    if fact is None:
+        return ""
+    return f"{fact.candidate} ({fact.change})" if fact.change else fact.candidate
+
+
+def _ratio(value: float) -> str:
+    """Three decimals of a ratio, and more of one that they would make nothing of."""
+    return f"{value:.3f}" if value >= 0.1 else units.significant(value)
+
+
+def _number(name: str, found: Json | None, shown: Callable[[Any], str]) -> Iterator[Fact]:
+    if found is None:
+        return
+    change = ""
+    if found["change"] and found["ratio"] is not None:
+        change = sentences.change(found["ratio"] - 1)
+        change = "" if change == "0.0 %" else change
+    yield Fact(name, shown(found["base"]), shown(found["candidate"]), change)
+
+
+def _accuracy(output: Json, *, alone: bool) -> Fact:
+    name = "SQNR" if alone or not output["output"] else f"SQNR {output['output']}"
+    change_db = _change_db(output)
+    change = f"{change_db:+.1f} dB" if abs(change_db) >= 0.05 else ""
+    if len({side["reference"] for side in (output["base"], output["candidate"]) if side}) > 1:
+        change = "another reference"
+    return Fact(name, _errors(output["base"]), _errors(output["candidate"]), change)
+
+
+def _change_db(output: Json) -> float:
+    """By how much an SQNR changed; 0 where that is not known, or where both are rounding alone."""
+    change_db: float | None = output["change_db"]
+    if change_db is None or min(output[side]["sqnr_db"] for side in ("base", "candidate")) >= EXACT_DB:
+        return 0.0
+    return change_db
+
+
+def _errors(errors: Json | None) -> str:
+    if errors is None:
+        return "-"
+    if errors["equal"]:
+        return "equal"
+    return "-" if errors["sqnr_db"] is None else f"{errors['sqnr_db']:.1f} dB"
+
+
+def _least_exact(output: Json) -> tuple[float, float]:
+    """Orders outputs by what they lost, then by how exact they are."""
+    exact = [output[side]["sqnr_db"] for side in ("candidate", "base") if output[side] and output[side]["sqnr_db"] is not None]
+    return _change_db(output), exact[0] if exact else 300.0
+
+
+def _delegation(method: str, found: Json, *, alone: bool) -> Iterator[Fact]:
+    def nodes(side: str) -> str:
+        inside, outside, parts = ((found[key] or {}).get(side) for key in ("delegated_nodes", "non_delegated_nodes", "subgraphs"))
+        if inside is None or outside is None or parts is None:
+            return "-"
+        within = f" in {units.count(parts, 'subgraph')}" if parts else ""
+        return f"{inside} of {inside + outside}{within}"
+
+    before, after = nodes("base"), nodes("candidate")
+    change = (found["delegated_nodes"] or {}).get("change")
+    yield Fact(
+        "delegated" if alone else f"delegated {method}",
+        before,
+        after,
+        f"{change:+d}" if change else "" if before == after else "*",
+    )
+
+
+def _moved(row: Json) -> Moved:
+    before, after = (units.time(row[side]["time_ns"]) if row[side] else "-" for side in ("base", "candidate"))
+    change = row["change_ns"]
+    sign = "+" if change > 0 else "-"
+    first, more = row["op_types"][:1], len(row["op_types"]) - 1
+    types = "".join(map(_short, first)) + (f" (+{more})" if more > 0 else "")
+    if row["kind"] == "REST":
+        what = "not explained by operators"
+    elif row["kind"] == "UNATTRIBUTED":
+        what = "kernels of no operator"
+    else:
+        what = ": ".join(filter(None, (row["module"], types))) or "?"
+    if row["base"] is None or row["candidate"] is None:
+        what += " (new)" if row["base"] is None else " (gone)"
+    source = row["source"]
+    place = f"{source['file']}:{source['line']}" if source else ""
+    return Moved(f"{sign}{units.time(abs(change))}", before, after, what, place, change > 0)
+
+
+def _short(name: str) -> str:
+    """`conv2d` of `aten.conv2d.default`."""
+    parts = name.split(".")
+    return parts[1] if len(parts) == 3 else name
+
+
+def _text(text: object) -> str:
+    """Text as it is, whatever of it means something to Markdown."""
+    return _SPECIAL.sub(r"\\\1", " ".join(str(text).split()))
+
+
+def _html(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[int]:
+    """How wide each column of texts is."""
+    return [max(map(len, column)) for column in zip(*rows, strict=True)] if rows else []

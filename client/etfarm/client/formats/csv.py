@@ -1,0 +1,60 @@
+"""Step 10, client: operators or samples as CSV (RFC 4180, UTF-8, a head, dots as decimal points).
+
+Null is empty, truths are true and false, lists are JSON; numbers are as exact as in the document.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from etfarm.client.formats import tables
+
+Json = Mapping[str, Any]
+
+
+def write(document: Json, what: str = "operators") -> bytes:
+    """One table of a document.
+
+    Args:
+        what: one of `tables.WHAT`.
+    """
+    table = tables.table(document, what)
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(table.columns)
+    writer.writerows([_cell(value) for value in row] for row in table.rows)
+    return text.getvalue().encode()
+
+
+def read(data: bytes, what: str = "operators") -> list[dict[str, Any]]:
+    """The rows that `write` wrote, with the document's values; an empty text comes back as null."""
+    columns = tables.table({"job": None, "reports": []}, what).columns
+    rows = csv.DictReader(io.StringIO(data.decode(), newline=""))
+    return [{name: _value(row[name], kind) for name, kind in columns.items()} for row in rows]
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return json.dumps(list(value), ensure_ascii=False)
+    return value
+
+
+def _value(text: str, kind: tables.Kind) -> Any:
+    if text == "":
+        return None
+    match kind:
+        case tables.Kind.INTEGER:
+            return int(text)
+        case tables.Kind.NUMBER:
+            return float(text)
+        case tables.Kind.TRUTH:
+            return text == "true"
+        case tables.Kind.TEXTS | tables.Kind.INTEGERS:
+            return json.loads(text)
+    return text

@@ -1,0 +1,63 @@
+"""Step 10, client: the rows of a numeric gap by the value that they are about.
+
+Takes the JSON of etfarm.report/1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+Json = Mapping[str, Any]
+
+EXACT_DB: Final = 300.0
+"""The SNR of what is equal."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One value, and what it was compared with."""
+
+    place: int
+    """Of its first row."""
+    rows: Mapping[str, Json]
+    """By reference."""
+
+    @property
+    def judged(self) -> Json:
+        """The row that the first bad operator is sought by: that against the quantized program where there is one."""
+        return self.rows.get("QUANTIZED") or next(iter(self.rows.values()))
+
+    @property
+    def level_db(self) -> float:
+        """For sorting: without an SNR it is exact, or as bad as can be."""
+        row = self.judged
+        if row["snr_db"] is not None:
+            return float(row["snr_db"])
+        nans = [side[key] for side in (row["expected"], row["actual"]) if side for key in ("nan_count", "infinite_count")]
+        return -EXACT_DB if any(nans) or row["max_abs_error"] else EXACT_DB
+
+
+def operators(rows: Sequence[Json]) -> Iterator[Operator]:
+    """The values of REPORT["numeric_gap"], in order; rows of one follow each other, that against the quantized program first."""
+    place = 0
+    while place < len(rows):
+        found = {rows[place]["reference"]: rows[place]}
+        if place + 1 < len(rows) and _is_of_the_same(rows[place], rows[place + 1]):
+            found["EAGER"] = rows[place + 1]
+        yield Operator(place, found)
+        place += len(found)
+
+
+def judged(operators: Sequence[Operator], numerics: Json) -> int:
+    """Of how many values it is known whether their operator is bad; a report of before that was told takes it for all."""
+    told = numerics.get("judged")
+    return len(operators) if told is None else int(told)
+
+
+def _is_of_the_same(row: Json, following: Json) -> bool:
+    references = (row["reference"], following["reference"])
+    same = all(row[key] == following[key] for key in ("debug_handles", "backend"))
+    shape, following_shape = ((one["actual"] or {}).get("shape") for one in (row, following))
+    return references == ("QUANTIZED", "EAGER") and same and shape == following_shape

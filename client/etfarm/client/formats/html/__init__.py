@@ -1,0 +1,173 @@
+"""Step 10, client: all reports of a job as one HTML file that needs no network, no server and no other file.
+
+The answers and facts are in the page itself, so that it can be read and printed without scripts; tables and charts are drawn
+from data that is embedded as JSON. A policy in the page's head lets no request out and runs the page's own scripts alone,
+whatever a model's names contain. Needs Jinja2, which etfarm[cli] has; charts are uPlot's (vendor/, MIT).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from etfarm.client import units
+from etfarm.client.formats import answers, compared, gaps, label, sentences
+from etfarm.client.formats.html import charts, facts
+from etfarm.wire import views
+
+Json = Mapping[str, Any]
+
+_HERE = Path(__file__).parent
+_LEFT_OUT = {"times_ns", "debug_handles", "instruction_id", "aligned", "start_ns", "duration_ns", "reconstructed"}
+"""Of an operator's row: the page shows percentiles, and other formats have the rest."""
+
+
+def write(document: Json, comparison: Json | None = None) -> bytes:
+    """The page of a document.
+
+    Args:
+        comparison: etfarm.comparison/1 with these reports as its candidates: the page then says whether they got worse.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup, escape
+
+    environment = Environment(
+        loader=FileSystemLoader(_HERE / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(units=units)
+    # Sentences have commands in backticks.
+    environment.filters["coded"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+    own = "\n".join((_HERE / "templates" / name).read_text() for name in ("charts.js", "flame.js", "tables.js", "page.js"))
+    script = f'{_uplot()}\n(() => {{\n"use strict";\n{own}}})();\n'
+    style = (_HERE / "vendor" / "uPlot.min.css").read_text() + (_HERE / "templates" / "page.css").read_text()
+    hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    reports = document["reports"]
+    pairs = _pairs(comparison, reports)
+    text = environment.get_template("page.html").render(
+        document=document,
+        job=document["job"] or {},
+        title=_title(document),
+        reports=[_shown(report, reports, pairs.get(report["id"])) for report in reports],
+        comparison=comparison,
+        pairs=list(pairs.values()),
+        compared=any(report["interleaved"] for report in reports),
+        data=[_data(report) for report in reports],
+        style=Markup(style),
+        script=Markup(script),
+        script_hash=hashed,
+    )
+    return text.encode()
+
+
+def _uplot() -> str:
+    """uPlot with its licence; the address in its first line goes, so that the page has none at all."""
+    code = (_HERE / "vendor" / "uPlot.iife.min.js").read_text().partition("\n")[2]
+    licence = (_HERE / "vendor" / "LICENSE").read_text().replace("*/", "* /")
+    return f"/* uPlot\n{licence}*/\n{code}"
+
+
+def _title(document: Json) -> str:
+    """Models and recipes, each once."""
+    models = dict.fromkeys(report["model"]["name"] for report in document["reports"] if report["model"])
+    recipes = dict.fromkeys(report["recipe"] for report in document["reports"] if report["recipe"])
+    return " · ".join(filter(None, (", ".join(models), ", ".join(recipes)))) or "No report"
+
+
+def _shown(report: Json, reports: list[Json], against: Json | None) -> dict[str, Any]:
+    """What the template writes of a report."""
+    paired = report["interleaved"] if report["interleaved"] and report["interleaved"]["ratio"] is not None else None
+    return {
+        "json": report,
+        "against": against,
+        "label": label(report),
+        "latency": answers.latency(report),
+        "verdict": answers.verdict(report),
+        "reasons": sentences.verdict(report),
+        "delegated": answers.delegated(report),
+        "accuracy": answers.accuracy(report),
+        "size": answers.size(report),
+        "memory": answers.memory(report),
+        "slowest": answers.slowest(report),
+        "paired": paired,
+        "paired_said": sentences.ratio(paired["ratio"], paired["ratio_ci95"]) if paired else "",
+        "paired_with": answers.against(report, reports),
+        "facts": [
+            (title, [fact for fact in found if fact[1]])
+            for title, found in (
+                ("Measurement", facts.measurement(report)),
+                ("The device around the run", facts.surroundings(report)),
+                ("Compilation", facts.compilation(report)),
+                ("Device and tools", facts.machine(report)),
+            )
+        ],
+        "warnings": facts.warnings(report),
+        "timeline": facts.timeline(report),
+        "modules": _modules(report),
+        "samples": len(report["latency"]["samples_ns"]) if report["latency"] else 0,
+    }
+
+
+def _pairs(comparison: Json | None, reports: list[Json]) -> dict[str, dict[str, Any]]:
+    """What the template writes of the pairs whose candidates are among the reports, by their ids."""
+    shown = {report["id"] for report in reports}
+    moods = {"faster": "good", "slower": "bad"}
+    return {
+        pair["candidate"]["id"]: {
+            "heading": compared.heading(pair),
+            "answer": compared.answer(pair),
+            "status": (compared.status(pair) or "").replace("_", " "),
+            "ratio": compared.answer(pair).partition(" ")[0] if (pair["latency"] or {}).get("ratio") is not None else "?",
+            "mood": moods.get(str((pair["latency"] or {}).get("outcome")), "") if compared.status(pair) == "VALID" else "",
+            "facts": [fact for fact in compared.facts(pair) if fact.change],
+            "moved": compared.moved(pair),
+            "changed": [*compared.changed(pair), *compared.joined(pair)],
+        }
+        for pair in (comparison["pairs"] if comparison else ())
+        if pair["candidate"]["id"] in shown
+    }
+
+
+def _modules(report: Json) -> list[Json]:
+    """The modules that hold most bytes, of the report's method."""
+    found = [one for one in (report["compile"] or {}).get("modules") or () if one["method"] == report["method"]]
+    return sorted(found, key=lambda one: -((one["constant_bytes"] or 0) + (one["planned_bytes"] or 0)))
+
+
+def _data(report: Json) -> dict[str, Any]:
+    """What scripts draw of a report."""
+    operators = report["operators"] or []
+    samples = report["latency"]["samples_ns"] if report["latency"] else []
+    latency = {key: value for key, value in (report["latency"] or {}).items() if key != "samples_ns"}
+    return {
+        "operators": [{key: value for key, value in row.items() if key not in _LEFT_OUT} for row in operators],
+        "views": {by: [_group(group) for group in views.group(operators, by)] for by in views.BY} if operators else {},
+        "flame": charts.flame(operators, report["method"] or "method") if operators else [],
+        "latency": latency,
+        "samples": {**charts.thinned(samples), "total": len(samples)} if samples else None,
+        "histogram": charts.histogram(samples) if samples else None,
+        "gap": report["numeric_gap"] or [],
+        "values": [_value(one) for one in gaps.operators(report["numeric_gap"] or ())],
+        "judged": gaps.judged(list(gaps.operators(report["numeric_gap"] or ())), report["numerics"] or {}),
+        "series": (report["telemetry"] or {}).get("series") or [],
+    }
+
+
+def _value(value: gaps.Operator) -> dict[str, int | None]:
+    """Where in "gap" a value's rows are: the first, which it is judged by, and that of each reference."""
+    places = {reference: value.place + number for number, reference in enumerate(value.rows)}
+    return {"place": value.place, "QUANTIZED": places.get("QUANTIZED"), "EAGER": places.get("EAGER")}
+
+
+def _group(group: views.Group) -> dict[str, Any]:
+    return {
+        "key": group.key, "detail": group.detail, "rows": group.rows, "own_ns": group.own_ns, "own_share": group.own_share,
+        "total_ns": group.total_ns, "total_share": group.total_share, "depth": group.depth,
+    }  # fmt: skip

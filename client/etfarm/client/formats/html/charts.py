@@ -1,0 +1,106 @@
+"""Step 10, client: what the page's charts are drawn from: as many points as a screen can show. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from etfarm.wire import views
+
+Json = Mapping[str, Any]
+
+POINTS = 4_000
+"""Samples that are drawn one by one."""
+
+STRETCHES = 1_000
+"""Of more samples, so many stretches are drawn: the lowest, the median and the highest of each."""
+
+BINS = 64
+"""Bars of a histogram."""
+
+TAIL = 0.005
+"""Part of the samples that may lie beyond the histogram's upper end: a few slow ones would press all others into one bar."""
+
+
+FENCE = 3
+"""A histogram ends so many widths of the middle half above it (Tukey's outer fence): the tail of a disturbed run is endless."""
+
+
+def thinned(samples: Sequence[int], points: int = POINTS, stretches: int = STRETCHES) -> dict[str, Any]:
+    """Latencies by iteration: {x, y, stretch: 1}; of more samples than `points` {x, low, middle, high, stretch} instead.
+
+    `stretch` is how many samples each point stands for, `x` where it begins: no outlier is lost.
+    """
+    if len(samples) <= points:
+        return {"x": list(range(len(samples))), "y": list(samples), "stretch": 1}
+    stretch = math.ceil(len(samples) / stretches)
+    starts = range(0, len(samples), stretch)
+    ordered = [sorted(samples[start : start + stretch]) for start in starts]
+    return {
+        "x": list(starts),
+        "low": [one[0] for one in ordered],
+        "middle": [one[len(one) // 2] for one in ordered],
+        "high": [one[-1] for one in ordered],
+        "stretch": stretch,
+    }
+
+
+def histogram(samples: Sequence[int], bins: int = BINS) -> dict[str, Any]:
+    """{low, width, counts, beyond, max}: equal bars from `low` nanoseconds on, and how many samples lie beyond the last one."""
+    ordered = sorted(samples)
+    low, high = ordered[0], ordered[min(len(ordered) - 1, math.ceil(len(ordered) * (1 - TAIL)))]
+    lower, upper = (ordered[min(len(ordered) - 1, int(len(ordered) * part))] for part in (0.25, 0.75))
+    high = min(high, upper + max(FENCE * (upper - lower), upper // 20))
+    # A bar is a whole number of nanoseconds: a clock's ticks would show as a comb.
+    width = max(1, math.ceil((high - low + 1) / bins))
+    counts = [0] * max(1, math.ceil((high - low + 1) / width))
+    beyond = 0
+    for sample in ordered:
+        place = (sample - low) // width
+        if place < len(counts):
+            counts[place] += 1
+        else:
+            beyond += 1
+    return {"low": low, "width": width, "counts": counts, "beyond": beyond, "max": ordered[-1]}
+
+
+def flame(operators: Sequence[Json], method: str) -> list[dict[str, Any]]:
+    """Boxes of the modules' icicle, parents before children: {x, w, d, name, path, own, total, rows, row}.
+
+    `x` and `w` are shares of the method's time, `d` the depth. Below a module are its own operators (`row` is their index)
+    and its submodules, as executed; what no operator explains is a box of its own.
+    """
+    groups = views.group(operators, "module", "order")
+    rows = {row["index"]: row for row in operators}
+    boxes: list[dict[str, Any]] = [_box(0.0, 1.0, 0, method, "", None, 1.0)]
+    ends = [0.0]
+    """Of each depth, where the next box begins."""
+    for group in groups:
+        share = group.total_share or 0.0
+        depth = group.depth + 1
+        # A group at a depth begins where the last one of its depth ended, or where its parent's own operators did.
+        del ends[depth:]
+        start = ends[depth - 1]
+        ends[depth - 1] = start + share
+        here = start
+        name = group.key.rpartition(".")[2]
+        if group.key == views.NOT_EXPLAINED:
+            boxes.append({**_box(start, share, depth, name, "", group.own_share, share), "rest": True})
+            continue
+        is_path = group.key not in (views.MODEL, views.INSERTED, views.UNKNOWN)
+        below = depth
+        if is_path:
+            boxes.append(_box(start, share, depth, name, group.key, group.own_share, share))
+            below = depth + 1
+        for index in group.indexes:
+            row, part = rows[index], rows[index]["share"] or 0.0
+            title = ", ".join(row["op_types"]) or views.operator_name(row)
+            boxes.append({**_box(here, part, below, title, group.key if is_path else "", part, part), "row": index})
+            here += part
+        ends.append(here)
+    return boxes
+
+
+def _box(x: float, width: float, depth: int, name: str, path: str, own: float | None, total: float) -> dict[str, Any]:
+    return {"x": x, "w": width, "d": depth, "name": name, "path": path, "own": own, "total": total}

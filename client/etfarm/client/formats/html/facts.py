@@ -1,0 +1,207 @@
+"""Step 10, client: a REPORT's facts as the page lists them: names and values, with their units. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from etfarm.client import units
+from etfarm.client.formats import answers, sentences
+
+Json = Mapping[str, Any]
+Fact = tuple[str, str]
+
+ACTORS = ("CLIENT", "SERVER", "DEVICE")
+
+
+def measurement(report: Json) -> Iterator[Fact]:
+    """How it was measured and how the samples spread."""
+    found, latency, load = report["measurement"], report["latency"], report["load"]
+    if found:
+        if found["iterations"] is not None:
+            took = f" in {units.time(found['duration_ns'])}" if found["duration_ns"] else ""
+            yield "timed", f"{units.count(found['iterations'], 'iteration')}{took}"
+        yield "warm-up", sentences.warmup(found)
+        if (repeated := found["repeatability"]) and repeated["outcome"]:
+            equal = repeated["outcome"] == "EQUAL"
+            yield "repeated", "all passes gave the same outputs" if equal else sentences.repeatability(repeated)
+    if latency:
+        names = ("min", "p10", "p50", "p90", "p99", "mean", "stddev")
+        told = [f"{name} {units.time(latency[f'{name}_ns'])}" for name in names if latency[f"{name}_ns"] is not None]
+        yield "spread", " · ".join(told)
+        if latency["drift"] is not None:
+            yield "drift", f"{sentences.change(latency['drift'])} from the first third to the last"
+        if latency["effective_samples"] is not None:
+            yield "worth", f"{latency['effective_samples']:,.0f} independent samples"
+    if load:
+        said = (("program", "load_ns"), ("method", "load_method_ns"), ("first run", "first_run_ns"))
+        yield "load", " · ".join(f"{name} {units.time(load[key])}" for name, key in said if load[key] is not None)
+    if report["profile"]:
+        traced = report["profile"]
+        yield (
+            "traced",
+            f"{units.count(traced['iterations'], 'iteration')}, p50 {units.time(traced['p50_ns'])}: not the timed ones",
+        )
+
+
+def surroundings(report: Json) -> Iterator[Fact]:
+    """The device around the run."""
+    telemetry = report["telemetry"]
+    if not telemetry:
+        return
+    if telemetry["cpu_time_ns"] is not None and telemetry["wall_time_ns"]:
+        threads = telemetry["cpu_time_ns"] / telemetry["wall_time_ns"]
+        yield "cpu time", f"{units.time(telemetry['cpu_time_ns'])} in {units.time(telemetry['wall_time_ns'])}: {threads:.2f} cpus"
+    switches = [(word, telemetry[f"{word}_switches"]) for word in ("involuntary", "voluntary")]
+    if any(value is not None for _, value in switches):
+        yield "switches", " · ".join(f"{value:,} {word}" for word, value in switches if value is not None)
+    if telemetry["major_faults"] is not None:
+        yield "page faults", f"{telemetry['major_faults']:,} major · {telemetry['minor_faults'] or 0:,} minor"
+    if telemetry["psi_cpu_some_us"] is not None:
+        yield "waited for a cpu", f"{units.time(telemetry['psi_cpu_some_us'] * 1e3)}, some task of the device"
+    if telemetry["affinity"]:
+        yield "allowed cpus", str(telemetry["affinity"])
+    before, after = telemetry["before"], telemetry["after"]
+    yield from _readings(before, after)
+    if said := sentences.waits(telemetry["waits"] or ()):
+        yield "waited", said
+    if said := sentences.settings(telemetry["settings"] or ()):
+        yield "settings", said
+
+
+def _readings(before: Json | None, after: Json | None) -> Iterator[Fact]:
+    """What the device read right before the timed pass and right after it, where it has it."""
+
+    def pair(name: str, form: str) -> str:
+        values = [format(one[name], form) for one in (before, after) if one and one[name] is not None]
+        return " → ".join(dict.fromkeys(values) if len(set(values)) == 1 else values)
+
+    if before or after:
+        if said := pair("load_1m", ".2f"):
+            yield "load average", said
+        if said := pair("runnable", "d"):
+            yield "runnable tasks", said
+        for number, cpu in enumerate((before or after or {})["cpus"] or ()):
+            later = after["cpus"][number] if after and number < len(after["cpus"]) else None
+            clocks = [one["frequency_hz"] for one in (cpu, later) if one and one["frequency_hz"]]
+            if clocks:
+                governor = f", {cpu['governor']}" if cpu["governor"] else ""
+                yield f"cpu {cpu['cpu']}", f"{' → '.join(f'{clock / 1e9:.2f}' for clock in clocks)} GHz{governor}"
+        for zone in (before or after or {})["zones"] or ():
+            later_c = next(
+                (one["temperature_c"] for one in (after or {}).get("zones") or () if one["name"] == zone["name"]), None
+            )
+            end = f" → {later_c:.1f}" if later_c is not None else ""
+            yield f"zone {zone['name']}", f"{zone['temperature_c']:.1f}{end} °C"
+        if said := pair("battery_share", ".0%"):
+            yield "battery", said
+    if before and after and before["cpu_stolen_ns"] is not None and after["cpu_stolen_ns"] is not None:
+        yield "stolen by the host", units.time(after["cpu_stolen_ns"] - before["cpu_stolen_ns"])
+
+
+def machine(report: Json) -> Iterator[Fact]:
+    """Where it ran, and with what it was made."""
+    device, runner, compiled = report["device"], report["runner"], report["compile"] or {}
+    if device:
+        cores = units.count(device["cores"], "core") if device["cores"] else ""
+        kind = [device["soc"], device["arch"], cores, units.size(device["memory_bytes"]) if device["memory_bytes"] else ""]
+        yield "device", " · ".join(str(part) for part in (device["name"], *kind) if part)
+        yield "system", str(device["os"] or "-")
+        yield "device id", str(device["id"])
+        if device["emulated"]:
+            yield "emulated", "yes"
+    if report["threads"]:
+        yield "threads", str(report["threads"])
+    if runner:
+        bundle = f", bundle {runner['bundle_digest'][:12]}" if runner["bundle_digest"] else ""
+        cores = f", on cpus {runner['cores']}" if runner["cores"] else ""
+        yield "runner", f"{runner['kind']}, ExecuTorch {runner['executorch']}{bundle}{cores}"
+    if tools := compiled.get("toolchain"):
+        yield "toolchain", " · ".join(f"{name} {version}" for name, version in tools.items() if version)
+    if report["model"] and report["model"]["digest"]:
+        yield "model", f"{report['model']['name']}, {report['model']['digest'][:16]}"
+    if report["recipe"]:
+        yield "recipe", f"{report['recipe']}{f', {digest[:16]}' if (digest := report['recipe_digest']) else ''}"
+    if compiled.get("program"):
+        yield "program", compiled["program"]["digest"][:16]
+    if compiled.get("etrecord"):
+        yield "ETRecord", f"{compiled['etrecord']['digest'][:16]}, {units.size(compiled['etrecord']['size_bytes'])}"
+    yield "cell", f"{report['cell']}, report {report['id']}"
+    if analysis := report["analysis"]:
+        yield "analysis", f"by etfarm {analysis['version']}{', from the cache' if analysis['cached'] else ''}"
+
+
+def compilation(report: Json) -> Iterator[Fact]:
+    """What the compiler made."""
+    compiled = report["compile"]
+    if not compiled:
+        return
+    if compiled["stages"]:
+        stages = [f"{stage['stage']} {units.milliseconds(stage['duration_ms'])}" for stage in compiled["stages"]]
+        yield "stages", f"{'cached; took ' if compiled['cached'] else ''}{' · '.join(stages)}"
+    if sizes := compiled["sizes"]:
+        names = (("program", "program_bytes"), ("constants", "constant_bytes"), ("delegates", "delegate_bytes"))
+        yield "size", " · ".join(f"{name} {units.size(sizes[key])}" for name, key in names if sizes[key])
+        for method, one in (sizes["methods"] or {}).items():
+            planned = f"planned {units.size(sum(one['planned_bytes']))}" if one["planned_bytes"] else ""
+            inside = f"delegates {units.size(one['delegate_bytes'])}" if one["delegate_bytes"] else ""
+            if planned or inside:
+                yield f"method {method}", " · ".join(filter(None, (planned, inside)))
+    for name, file in (compiled["data"] or {}).items():
+        yield f"data {name}", units.size(file["size_bytes"])
+    if said := answers.delegated_nodes(report):
+        yield "delegated", said
+    for method, op, count, places in answers.undelegated(report)[:12]:
+        of = f"{method}: " if len(compiled["delegation"] or {}) > 1 else ""
+        yield "not delegated", f"{of}{count} x {op}{_places(places)}"
+    for method, stayed in (compiled["stayed_fp32"] or {}).items():
+        of = f"{method}: " if len(compiled["stayed_fp32"]) > 1 else ""
+        for one in (stayed["operators"] or ())[:12]:
+            yield "stayed fp32", f"{of}{one['count']} x {one['op']}{_places(one['places'] or ())}"
+    for check in compiled["checks"] or ():
+        yield "host check", _check(check)
+
+
+def _places(places: Sequence[Json]) -> str:
+    if not places:
+        return ""
+    first = places[0]
+    where = f"{first['source']['file']}:{first['source']['line']}" if first["source"] else str(first["module"] or "")
+    code = f"  {first['source']['code'].strip()}" if first["source"] and first["source"]["code"] else ""
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    return f" · {where}{code}{more}" if where else ""
+
+
+def _check(check: Json) -> str:
+    which = f"{check['method']}, {str(check['inputs']).lower()} inputs: "
+    if not check["ran"]:
+        return f"{which}did not run: {check['why']}"
+    if all(output["equal"] for output in check["outputs"] or ()):
+        return f"{which}{'equal to eager PyTorch' if check['outputs'] else 'ran'}"
+    decibels = [output["sqnr_db"] for output in check["outputs"] if output["sqnr_db"] is not None]
+    return f"{which}SQNR {min(decibels):.1f} dB against eager PyTorch" if decibels else f"{which}not comparable"
+
+
+def warnings(report: Json) -> list[str]:
+    """What the compiler warned of."""
+    return [str(one["message"]) for one in (report["compile"] or {}).get("warnings") or ()]
+
+
+def timeline(report: Json) -> list[dict[str, Any]]:
+    """Bars of the cell's way: {actor, phase, left, width, start, took}; left and width in percent of the whole."""
+    phases = report["timeline"] or ()
+    if not phases:
+        return []
+    first = min(phase["start_ms"] for phase in phases)
+    whole = max(max(phase["start_ms"] + phase["duration_ms"] for phase in phases) - first, 1e-9)
+    return [
+        {
+            "actor": phase["actor"],
+            "phase": phase["phase"],
+            "left": round(100 * (phase["start_ms"] - first) / whole, 3),
+            "width": round(100 * phase["duration_ms"] / whole, 3),
+            "took": units.milliseconds(phase["duration_ms"]),
+            "start": f"{phase['start_ms'] / 1e3:+.2f} s",
+        }
+        for phase in sorted(phases, key=lambda one: one["start_ms"])
+    ]

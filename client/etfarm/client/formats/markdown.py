@@ -1,0 +1,199 @@
+"""Step 10, client: a job's reports as Markdown, for a pull request or an issue: a table first, details folded away."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from etfarm.client import units
+from etfarm.client.formats import answers, gaps, label, sentences
+
+Json = Mapping[str, Any]
+
+TOP = 8
+"""Operators of each report."""
+
+_SPECIAL = re.compile(r"([\\`*{}\[\]<>#|~@!&$]|(?<!\w)_|_(?!\w))")
+_SAID = {"VALID": "✅ valid", "INVALID": "❌ **invalid**", "NOT_BENCHMARKABLE": "⚪ not benchmarkable"}
+
+
+def write(document: Json) -> bytes:
+    """The Markdown of a document."""
+    return ("\n".join(_lines(document)) + "\n").encode()
+
+
+def _lines(document: Json) -> Iterator[str]:
+    reports = document["reports"]
+    if document["error"]:
+        yield f"> [!CAUTION]\n> {_error(document['error'])}"
+        yield ""
+    if reports:
+        yield from _overview(reports)
+    for report in reports:
+        yield ""
+        yield from _report(report)
+    job = document["job"]
+    if job:
+        yield ""
+        yield f"<sub>etfarm job {_text(job['id'])} · {_text(job['state'].lower())} · {_text(job['submitted_at'])}</sub>"
+
+
+def _overview(reports: Sequence[Json]) -> Iterator[str]:
+    compared = any(report["interleaved"] for report in reports)
+    heads = ["", "p50", "verdict", "delegated", "accuracy", "size", "peak memory", *(["in turns"] if compared else [])]
+    yield _row(heads)
+    yield _row(["---", "---:", "---", "---:", "---:", "---:", "---:", *(["---"] if compared else [])])
+    for report in reports:
+        cells = [f"**{_text(label(report))}**"]
+        if report["state"] != "SUCCEEDED":
+            reason = _text(report["error"]["reason"]) if report["error"] else ""
+            yield _row([*cells, f"❌ {_text(report['state'].lower())} {reason}", *[""] * (len(heads) - 2)])
+            continue
+        time, share = answers.latency(report), answers.delegated(report)
+        cells.append(" ".join(filter(None, (time.text, _text(time.detail)))))
+        cells.append(_SAID.get(str((report["verdict"] or {}).get("status")), ""))
+        cells += [share.text, _text(answers.accuracy(report).text), answers.size(report).text, answers.memory(report).text]
+        if compared:
+            cells.append(_text(_paired(report, reports)))
+        yield _row(cells)
+
+
+def _paired(report: Json, reports: Sequence[Json]) -> str:
+    paired = report["interleaved"]
+    if not paired or paired["ratio"] is None:
+        return ""
+    ends = paired["ratio_ci95"]
+    said = f" [{ends[0]:.3f}, {ends[1]:.3f}]" if ends else ""
+    return f"{paired['ratio']:.3f}x{said} of {answers.against(report, reports)}: {sentences.ratio(paired['ratio'], ends)}"
+
+
+def _report(report: Json) -> Iterator[str]:
+    if report["error"]:
+        yield f"**{_text(label(report))}**: {_error(report['error'])}"
+        return
+    if reasons := sentences.verdict(report):
+        yield f"> {_text(label(report))}: {_SAID.get(report['verdict']['status'], '')}"
+        yield from (f"> - {_text(str(reason))}" for reason in reasons)
+        yield ""
+    folded = [*_operators(report), *_accuracy(report), *_gap(report), *_compiled(report)]
+    if folded:
+        slow = answers.slowest(report)
+        said = f": {_text(slow.text)} of the time in {_code(slow.detail)}" if slow.text else ""
+        yield f"<details><summary>{_html(label(report))}</summary>"
+        yield ""
+        if said:
+            yield f"Slowest{said}"
+            yield ""
+        yield from folded
+        yield "</details>"
+
+
+def _operators(report: Json) -> Iterator[str]:
+    rows = answers.slowest_rows(report, TOP)
+    if not rows:
+        return
+    yield _row(["share", "time", "operator", "backend", "source"])
+    yield _row(["---:", "---:", "---", "---", "---"])
+    for row in rows:
+        where = answers.place(row)
+        code = row["source"]["code"].strip() if row["source"] and row["source"]["code"] else ""
+        source = " ".join(part for part in (_code(where) if where else "", _code(code) if code else "") if part)
+        told = [units.percent(row["share"]), _text(answers.time_of(row)), _text(row["name"]), _text(answers.backend(row)), source]
+        yield _row(told)
+    yield ""
+
+
+def _accuracy(report: Json) -> Iterator[str]:
+    outputs = report["accuracy"]
+    if not outputs:
+        return
+    yield _row(["output", "against", "SQNR", "max abs error", "mean abs error", "cosine", "top-1"])
+    yield _row(["---", "---", "---:", "---:", "---:", "---:", "---:"])
+    for one in outputs:
+        told = [_number(one[key], form) for key, form in (("max_abs_error", ".3g"), ("mean_abs_error", ".3g"), ("cosine", ".6f"))]
+        decibels = "equal" if one["equal"] else f"{one['sqnr_db']:.1f} dB" if one["sqnr_db"] is not None else ""
+        yield _row(
+            [
+                _text(one["output"] or "output"),
+                _text(one["reference"] or ""),
+                decibels,
+                *told,
+                units.percent(one["top1_agreement"]),
+            ]
+        )
+    yield ""
+
+
+def _gap(report: Json) -> Iterator[str]:
+    numerics, rows = report["numerics"], report["numeric_gap"] or ()
+    bad = [one for one in rows if one["first_bad"]]
+    if not numerics or not rows:
+        return
+    if not bad:
+        values = list(gaps.operators(rows))
+        judged = gaps.judged(values, numerics)
+        told = f", {judged} of them judged" if judged < len(values) else ""
+        answer = "none is bad" if judged else "so it is not known whether one is bad"
+        yield f"Numerics: {units.count(len(values), 'operator')} compared{told}, {answer}."
+    for one in bad:
+        decibels = f"{one['snr_db']:.1f} dB" if one["snr_db"] is not None else "no SNR"
+        where = answers.place(one)
+        what, at = _text(", ".join(one["ops"])), f", {_code(where)}" if where else ""
+        against = answers.REFERENCES.get(one["reference"], "reference")
+        yield f"Numerics: the first bad operator is {what} with {decibels} against the {against}{at}."
+    yield ""
+
+
+def _compiled(report: Json) -> Iterator[str]:
+    missed = answers.undelegated(report)
+    if missed and report["recipe"] != "portable":
+        named = ", ".join(f"{_text(op)} ({count} x)" for _, op, count, _ in missed[:TOP])
+        more = f" and {len(missed) - TOP} more" if len(missed) > TOP else ""
+        yield f"Not delegated: {named}{more}."
+        yield ""
+    compiled = report["compile"] or {}
+    tools = compiled.get("toolchain") or {}
+    device, runner = report["device"], report["runner"]
+    facts = [f"{name} {version}" for name, version in tools.items() if version]
+    if device:
+        facts.append(f"on {device['soc'] or device['arch']}, {device['os']}")
+    if runner:
+        facts.append(f"{runner['kind']} runner with ExecuTorch {runner['executorch']}")
+    if facts:
+        yield f"<sub>{_html(' · '.join(facts))}</sub>"
+        yield ""
+
+
+def _error(error: Json) -> str:
+    remedy = f" {_text(error['remedy'])}" if error["remedy"] else ""
+    return f"**{_text(error['reason'])}** {_text(error['message'])}{remedy}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _text(value: Any) -> str:
+    """Text that is shown as it is, in one line: no Markdown, no HTML, no mention of anybody."""
+    return _SPECIAL.sub(r"\\\1", " ".join(str(value).split())).replace("\\<", "&lt;").replace("\\@", "&#64;")
+
+
+def _html(value: Any) -> str:
+    """The same between HTML tags, where Markdown is not read."""
+    text = " ".join(str(value).split())
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("@", "&#64;")
+
+
+def _code(value: str) -> str:
+    """Code, in a cell of a table too."""
+    text = " ".join(value.split()).replace("|", "\\|")
+    # A run of backticks in it needs a longer one around.
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * (longest + 1)
+    space = " " if longest else ""
+    return f"{fence}{space}{text}{space}{fence}" if text else ""

@@ -1,0 +1,54 @@
+"""Step 10, client: operators or samples as Parquet, for pandas, Polars and DuckDB. Needs etfarm[parquet]."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from etfarm.client.formats import NeedsExtra, tables
+from etfarm.wire.report import SCHEMA
+
+Json = Mapping[str, Any]
+
+
+def write(document: Json, what: str = "operators") -> bytes:
+    """One table of a document; each column has its type, lists are lists, null is null. The metadata names the schema.
+
+    Args:
+        what: one of `tables.WHAT`.
+
+    Raises:
+        NeedsExtra: pyarrow is not installed.
+    """
+    must_be_there()
+    import pyarrow
+    import pyarrow.parquet
+
+    types = {
+        tables.Kind.TEXT: pyarrow.string(),
+        tables.Kind.INTEGER: pyarrow.int64(),
+        tables.Kind.NUMBER: pyarrow.float64(),
+        tables.Kind.TRUTH: pyarrow.bool_(),
+        tables.Kind.TEXTS: pyarrow.list_(pyarrow.string()),
+        tables.Kind.INTEGERS: pyarrow.list_(pyarrow.int64()),
+    }
+    table = tables.table(document, what)
+    schema = pyarrow.schema([(name, types[kind]) for name, kind in table.columns.items()], {"schema": f"{SCHEMA} {what}"})
+    columns = list(zip(*table.rows, strict=True)) or [()] * len(table.columns)
+    arrays = [pyarrow.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(arrays, schema=schema), file, compression="zstd")
+    return file.getvalue()
+
+
+def must_be_there() -> None:
+    """Whether Parquet can be written here.
+
+    Raises:
+        NeedsExtra: pyarrow is not installed.
+    """
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError:
+        raise NeedsExtra("Parquet", "parquet", "pyarrow") from None

@@ -1,0 +1,152 @@
+"""Step 10, client: what a REPORT says in words: can it be trusted, and if not, what to do. Pure functions.
+
+The command line, the HTML file and the Markdown of a pull request say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from etfarm.client import units
+
+Json = Mapping[str, Any]
+
+_STOP = "Stop what else runs on the device."
+_LONGER = "Warm up for longer: give --warmup more than the {warmup:,} of this run."
+_ADVICE = {
+    "EMULATED": "Numbers of an emulated device say nothing about a real one: use --device emulated=false.",
+    "MORE_THREADS_THAN_CPUS": "Give fewer --threads.",
+    "CPU_STARVED": "Stop what else runs on the device, or give fewer --threads.",
+    "INVOLUNTARY_SWITCHES": "Stop what else runs on the device, or keep to free cores with --cores.",
+    "CPU_PRESSURE": _STOP,
+    "BACKGROUND_LOAD": _STOP,
+    "CPU_STOLEN": "Use a device on another host, or a machine of its own.",
+    "THERMAL_THROTTLED": "Cool the device better, or let runs begin cooler: etfarm agent --cool-below.",
+    "FREQUENCY_MOVED": "Run the agent as root, which lets it set the governor, or set the governor to performance yourself.",
+    "DRIFT": _LONGER,
+    "NOT_STEADY": _LONGER,
+    "TOO_FEW_SAMPLES": "Give a larger --iterations or --min-time.",
+    "OUTPUTS_DIFFER": "Look for races, random numbers or uninitialised memory in the program's kernels.",
+}
+"""What to do about a verdict's reason, by code."""
+
+_DISTURBED = {
+    "CPU_STARVED", "INVOLUNTARY_SWITCHES", "CPU_PRESSURE", "BACKGROUND_LOAD", "CPU_STOLEN", "THERMAL_THROTTLED",
+    "FREQUENCY_MOVED", "MORE_THREADS_THAN_CPUS",
+}  # fmt: skip
+_CONSEQUENCES = {"DRIFT", "NOT_STEADY", "TOO_FEW_SAMPLES"}
+"""What a disturbance brings about: behind one, the disturbance is what to do something about."""
+
+_EXECUTIONS = {
+    "FIRST": "the first execution", "TIMED_LAST": "the last timed one", "TRACED_LAST": "the last traced one",
+    "REPEATED": "the same one after loading again",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why numbers cannot be trusted."""
+
+    message: str
+    remedy: str
+    """Empty where a reason below has the same, or a reason above brought this one about."""
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.remedy}".strip()
+
+
+def verdict(report: Json) -> list[Reason]:
+    """Why the numbers of a REPORT cannot be trusted, and what to do about it."""
+    warmup = (report["measurement"] or {}).get("warmup") or 0
+    reasons = (report["verdict"] or {}).get("reasons", ())
+    codes = [reason["code"] for reason in reasons]
+    advice = [
+        "" if code in _CONSEQUENCES and _DISTURBED.intersection(codes[:place]) else _ADVICE.get(code, "").format(warmup=warmup)
+        for place, code in enumerate(codes)
+    ]
+    # Reasons that have one remedy say it once, at the last of them.
+    return [
+        Reason(reason["message"], advice[place] if advice[place] not in advice[place + 1 :] else "")
+        for place, reason in enumerate(reasons)
+    ]
+
+
+def warmup(measurement: Json) -> str:
+    """`3,895 iterations in 251 ms, until steady`."""
+    count, warmup_ns = measurement["warmup"], measurement.get("warmup_ns")
+    if not count:
+        return "none"
+    took = f" in {units.time(warmup_ns)}" if warmup_ns else ""
+    steady = measurement.get("steady")
+    how = "" if steady is None else ", until steady" if steady else ", and not steady by then"
+    return f"{units.count(count, 'iteration')}{took}{how}"
+
+
+def repeatability(found: Json) -> str:
+    """`Keeps state: output 'y' ...`: the output that differs most, and between which executions."""
+    words = {
+        "KEEPS_STATE": "The program keeps state: the same executions after loading it again give the same.",
+        "NONDETERMINISTIC": "The program is nondeterministic: the same execution gives something else each time.",
+    }
+    text = words.get(found["outcome"], "Executions on the same inputs gave different outputs.")
+    differences = found["differences"] or ()
+    if not differences:
+        return text
+    worst = max(differences, key=lambda one: one["max_abs_difference"] or 0.0)
+    one, other = (_EXECUTIONS.get(worst[key], str(worst[key])) for key in ("one", "other"))
+    by = f" by up to {worst['max_abs_difference']:.3g}" if worst["max_abs_difference"] is not None else ""
+    others = f", and {units.count(len(differences) - 1, 'more output')}" if len(differences) > 1 else ""
+    return f"{text} Output {worst['output']!r} differs{by} between {one} and {other}{others}."
+
+
+def waits(found: Iterable[Json]) -> str:
+    """`12.0 s until it was below 60 °C`; the pause between any two measurements is routine. Empty where there is none."""
+    told = []
+    for wait in found:
+        limit = wait["threshold"]
+        wanted = {
+            "COOL": f"below {limit:g} °C" if limit is not None else "cool",
+            "IDLE": "idle",
+        }.get(wait["gate"])
+        if wanted is None:
+            continue
+        took = units.milliseconds(wait["waited_ms"])
+        last = wait["measured"]
+        seen = "" if last is None else f"{last:.1f} °C" if wait["gate"] == "COOL" else f"{last:.2f} tasks per cpu"
+        told.append(
+            f"{took} until the device was {wanted}"
+            if wait["passed"]
+            else f"{took} for the device to be {wanted}, in vain{f': {seen}' if seen else ''}"
+        )
+    return "; ".join(told)
+
+
+def settings(found: Iterable[Json]) -> str:
+    """Those that were wanted and not applied: `the governor of cpus 0-3 stayed powersave: the agent may not write it`."""
+    told = [
+        f"the {one['name']} of cpus {one['cpus']} stayed {one['found']} instead of {one['wanted']}"
+        f"{f': {why}' if (why := one['why']) else ''}"
+        for one in found
+        if not one["applied"]
+    ]
+    return "; ".join(told)
+
+
+def change(share: float) -> str:
+    """A change, 0.021 as `+2.1 %`; one that rounds to nothing has no sign."""
+    text = f"{share * 100:+.1f} %"
+    return "0.0 %" if text[1:] == "0.0 %" else text
+
+
+def ratio(value: float, interval: Sequence[float] | None) -> str:
+    """What a ratio of latencies says: `9 % faster`, `no difference found`, `too few rounds to tell`."""
+    if not interval:
+        return "too few rounds to tell"
+    if interval[0] <= 1 <= interval[1]:
+        return "no difference found"
+    if value <= 0.5 or value >= 2:
+        times = max(value, 1 / value) if value > 0 else float("inf")
+        return f"{units.significant(times)} times as {'fast' if value < 1 else 'slow'}"
+    return f"{units.significant(abs(1 - value) * 100, 2)} % {'faster' if value < 1 else 'slower'}"

@@ -1,0 +1,93 @@
+"""Step 10, client: a document's operators and samples as tables, for spreadsheets and data frames. Pure functions.
+
+Each row says which report it is of, so that the tables of a whole job, or of several, can be put below each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+Json = Mapping[str, Any]
+
+
+class Kind(Enum):
+    """What a column's values are, where they are not null."""
+
+    TEXT = "text"
+    INTEGER = "integer"
+    NUMBER = "number"
+    TRUTH = "truth"
+    TEXTS = "texts"
+    INTEGERS = "integers"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns in order, and one tuple a row."""
+
+    name: str
+    columns: Mapping[str, Kind]
+    rows: Iterator[tuple[Any, ...]]
+
+
+_OF: Final = {
+    "job": Kind.TEXT, "report": Kind.TEXT, "cell": Kind.TEXT, "model": Kind.TEXT, "recipe": Kind.TEXT, "method": Kind.TEXT,
+    "device": Kind.TEXT, "threads": Kind.INTEGER,
+}  # fmt: skip
+"""Which report a row is of."""
+
+_ROW: Final = {
+    "index": Kind.INTEGER, "kind": Kind.TEXT, "parent": Kind.INTEGER, "name": Kind.TEXT, "op_types": Kind.TEXTS,
+    "backend": Kind.TEXT, "delegated": Kind.TRUTH, "p50_ns": Kind.NUMBER, "mean_ns": Kind.NUMBER, "p10_ns": Kind.NUMBER,
+    "p90_ns": Kind.NUMBER, "resolution_ns": Kind.NUMBER, "share": Kind.NUMBER, "start_ns": Kind.NUMBER,
+    "duration_ns": Kind.NUMBER, "reconstructed": Kind.TRUTH, "module": Kind.TEXT,
+}  # fmt: skip
+_SOURCE: Final = {"file": Kind.TEXT, "line": Kind.INTEGER, "code": Kind.TEXT}
+_LAST: Final = {
+    "aligned": Kind.TRUTH, "unaligned_reason": Kind.TEXT, "instruction_id": Kind.INTEGER, "debug_handles": Kind.INTEGERS,
+    "times_ns": Kind.INTEGERS,
+}  # fmt: skip
+
+WHAT: Final = ("operators", "samples")
+"""The tables that there are."""
+
+
+def operators(document: Json) -> Table:
+    """A row an operator, as REPORT.operators has it; `source` is its file, line and code."""
+    return Table("operators", {**_OF, **_ROW, **_SOURCE, **_LAST}, _operators(document))
+
+
+def samples(document: Json) -> Table:
+    """A row a timed iteration, from 0 in the order measured: its latency in nanoseconds."""
+    return Table("samples", {**_OF, "iteration": Kind.INTEGER, "latency_ns": Kind.INTEGER}, _samples(document))
+
+
+def table(document: Json, what: str) -> Table:
+    """One of WHAT."""
+    return {"operators": operators, "samples": samples}[what](document)
+
+
+def _operators(document: Json) -> Iterator[tuple[Any, ...]]:
+    for report in document["reports"]:
+        of = _of(document, report)
+        for row in report["operators"] or ():
+            source = row["source"] or dict.fromkeys(_SOURCE)
+            yield (*of, *(row[key] for key in _ROW), *(source[key] for key in _SOURCE), *(row[key] for key in _LAST))
+
+
+def _samples(document: Json) -> Iterator[tuple[Any, ...]]:
+    for report in document["reports"]:
+        of = _of(document, report)
+        for iteration, latency_ns in enumerate(report["latency"]["samples_ns"] if report["latency"] else ()):
+            yield (*of, iteration, latency_ns)
+
+
+def _of(document: Json, report: Json) -> tuple[Any, ...]:
+    job, model, device = document["job"] or {}, report["model"] or {}, report["device"] or {}
+    return (
+        job.get("id"), report["id"], report["cell"], model.get("name"), report["recipe"], report["method"],
+        device.get("name") or device.get("id"), report["threads"],
+    )  # fmt: skip

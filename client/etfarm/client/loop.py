@@ -1,0 +1,65 @@
+"""Steps 1 and 10, client: an event loop in a thread of its own, for programs that do not know asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any, TypeVar
+
+Answer = TypeVar("Answer")
+
+CLEAN_UP_S = 2.0
+"""How long Ctrl-C waits for what it cancelled."""
+
+
+class Loop:
+    """An event loop in a daemon thread, for the life of one Farm or LocalSession."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="etfarm client", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
+        """The coroutine's answer. Ctrl-C here cancels it there, and gives it a moment to clean up."""
+        ended = threading.Event()
+
+        async def noted() -> Answer:
+            try:
+                return await coroutine
+            finally:
+                ended.set()
+
+        future = asyncio.run_coroutine_threadsafe(noted(), self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            ended.wait(CLEAN_UP_S)
+            raise
+
+    def each(self, items: AsyncIterator[Answer]) -> Iterator[Answer]:
+        """The items of an async generator, as they come."""
+
+        async def following() -> tuple[bool, Answer | None]:
+            try:
+                return True, await anext(items)
+            except StopAsyncIteration:
+                return False, None
+
+        try:
+            while True:
+                more, item = self.run(following())
+                if not more:
+                    return
+                yield item  # type: ignore[misc]
+        finally:
+            if (close := getattr(items, "aclose", None)) is not None:
+                self.run(close())
+
+    def stop(self) -> None:
+        """Ends the loop and its thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

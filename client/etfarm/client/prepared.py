@@ -1,0 +1,157 @@
+"""Step 1, client: models as bytes and files: what is left to do with them needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from etfarm.client.errors import UserError
+from etfarm.client.export.archive import InputType, read_archive
+from etfarm.client.export.errors import RecipeNeedsEagerModule
+from etfarm.client.export.transform import torchao_parts
+from etfarm.wire import digest
+
+if TYPE_CHECKING:
+    from etfarm.v1 import compile_pb2
+    from etfarm.wire.recipes import Recipe
+
+
+class NotPrepared(UserError):
+    """A model was prepared for other recipes than it is submitted with."""
+
+    reason = "NOT_PREPARED_FOR_RECIPE"
+
+
+@dataclass(frozen=True)
+class PreparedMethod:
+    """One exported method, ready to be sent."""
+
+    pt2: bytes | Path = field(repr=False)
+    calibration: tuple[bytes | Path, ...] = field(default=(), repr=False)
+    """Tensor files; the archive's own example inputs when empty."""
+    input_names: tuple[str, ...] = ()
+    """In flattened order; empty where they are not known."""
+    export_ms: float | None = None
+    """How long exporting took here; None where it was done before."""
+    input_types: tuple[InputType | None, ...] = ()
+    """Beside `input_names`."""
+    transformed: bool = False
+    """Modules were rewritten before the export."""
+    transform_ms: float | None = None
+    """How long that took here; None where it was done before, or not at all."""
+    quantized: bool = False
+    """PT2E's operators were in it when it came."""
+
+    @classmethod
+    def of_archive(cls, pt2: bytes | Path) -> PreparedMethod:
+        """A method that was exported before."""
+        facts = read_archive(pt2)
+        return cls(
+            pt2,
+            input_names=facts.input_names,
+            input_types=facts.input_types,
+            transformed=facts.transformed,
+            quantized=facts.quantized,
+        )
+
+
+@dataclass(frozen=True)
+class PreparedExport:
+    """A model's methods as they were exported together."""
+
+    methods: Mapping[str, PreparedMethod]
+    constants: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    """A tensor file by method that only returns a constant."""
+
+    def stages_done(self) -> list[compile_pb2.Stage]:
+        """What the client did, in order, with its times by method where it was done here."""
+        methods = self.methods
+        stages = []
+        if any(method.transformed for method in methods.values()):
+            times = {name: method.transform_ms for name, method in methods.items()}
+            stages.append(_stage("SOURCE_TRANSFORM", times))
+        if any(method.quantized for method in methods.values()):
+            stages.append(_stage("QUANTIZE", {}))
+        times = {name: method.export_ms for name, method in methods.items()}
+        if stages or any(time is not None for time in times.values()):
+            stages.append(_stage("TORCH_EXPORT", times))
+        return stages
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A model, ready to be sent with the recipes that it was prepared for."""
+
+    name: str
+    exports: Mapping[str, PreparedExport] = field(default_factory=dict)
+    """By `export_key` of the recipes; recipes share an export where they want the same of it."""
+    program: Path | None = None
+    """A ready .pte instead of exports."""
+    data: Mapping[str, Path] = field(default_factory=dict)
+    """Named data files (.ptd) of the ready program, by the name that it knows them under."""
+    eager: bool = False
+    """Exported here, of modules, so that another recipe could have had another export."""
+
+    @classmethod
+    def of(cls, name: str, methods: Mapping[str, PreparedMethod]) -> PreparedModel:
+        """A model whose methods were exported before."""
+        return cls(name, {"": PreparedExport(methods)})
+
+    @property
+    def methods(self) -> Mapping[str, PreparedMethod]:
+        """Of any of its exports: their methods have the same names and inputs. Empty for a ready program."""
+        return next(iter(self.exports.values())).methods if self.exports else {}
+
+    def export_for(self, recipe: Recipe) -> PreparedExport:
+        """What is sent to be compiled with `recipe`.
+
+        Raises:
+            RecipeNeedsEagerModule: the recipe rewrites modules, and these were exported before.
+            NotPrepared: the modules were exported for other recipes.
+        """
+        if not self.eager:
+            (export,) = self.exports.values()
+            transformed = any(method.transformed for method in export.methods.values())
+            if torchao_parts(recipe) and not transformed:
+                raise RecipeNeedsEagerModule(recipe.text, self.name)
+            return export
+        found = self.exports.get(export_key(recipe))
+        if found is None:
+            raise NotPrepared(
+                f"{self.name} was not prepared for {recipe.text}, which wants an export of its own.",
+                f"Give prepare(model, recipes=[{recipe.text!r}]).",
+                model=self.name,
+                recipe=recipe.text,
+            )
+        return found
+
+    def reference_for(self, recipe: Recipe) -> PreparedExport | None:
+        """The export before the recipe rewrote modules; None where it rewrites none, or where that is not known."""
+        return self.exports.get(reference_key(recipe)) if self.eager and torchao_parts(recipe) else None
+
+
+def reference_key(recipe: Recipe) -> str:
+    """The export of a recipe's modules as they are before the recipe rewrites them; what its outputs are compared with."""
+    return _key([], recipe.strict)
+
+
+def export_key(recipe: Recipe | None) -> str:
+    """What an export of eager modules depends on beside the modules; empty where the recipe wants nothing special."""
+    if recipe is None:
+        return ""
+    return _key([part.canonical() for part in torchao_parts(recipe)], recipe.strict)
+
+
+def _key(parts: list[dict[str, object]], strict: bool) -> str:
+    return digest.canonical_json({"source_transform": parts, "strict": strict}) if parts or strict else ""
+
+
+def _stage(name: str, times: Mapping[str, float | None]) -> compile_pb2.Stage:
+    from etfarm.v1 import compile_pb2
+
+    known = {method: time for method, time in times.items() if time is not None}
+    # Sums of times of 3 digits have more of them: 0.1 + 0.2.
+    total = round(sum(known.values()), 3) if known else None
+    return compile_pb2.Stage(stage=name, where="CLIENT", duration_ms=total, methods=known)

@@ -1,0 +1,41 @@
+"""Step 1, client: a recipe as users write it: a name with arguments, several joined by +, or the path of a TOML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from etfarm.client.errors import UserError
+from etfarm.wire import recipes
+from etfarm.wire.errors import error_of
+
+DEFAULT_RECIPE = "xnnpack_fp32"
+
+
+def read_recipe(text: str) -> recipes.Recipe:
+    """The recipe that `text` is: `name`, `name:key=value,...`, several of them joined by `+`, or a TOML file's path.
+
+    A name with a dot is a plug-in's of the server, which alone can tell whether there is one.
+
+    Raises:
+        UserError: there is none of that name, an argument or field is wrong, or the file cannot be read.
+    """
+    if not text.endswith(".toml"):
+        return recipes.parse(text)
+    try:
+        content = Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        raise recipes.BadRecipeText(f"The recipe file {text} cannot be read: {why}.", path=text) from None
+    try:
+        return recipes.from_toml(content, name=Path(text).stem)
+    except UserError as error:
+        # A job may have several recipe files.
+        metadata = {**error.metadata, "path": text}
+        raise error_of(error.fault, error.reason, f"{text}: {error.message}", error.remedy, metadata=metadata) from error
+
+
+def reads_values(recipe: recipes.Recipe) -> bool:
+    """Whether what the recipe does depends on calibration samples; of a plug-in nobody here can tell, so it may."""
+    if recipe.quantization is recipes.Quantization.PT2E_DYNAMIC:
+        return False
+    return "QUANTIZE" in recipe.stages or bool(recipe.plugins)
