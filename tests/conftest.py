@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+import pytest_asyncio
 
 from tests.support.farm import FarmProcess
 from tests.support.runner import runner_bundle  # noqa: F401 - a fixture
+
+if TYPE_CHECKING:
+    from etfarm.server.workers.pool import Workers
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Workers]:
+    """One warm forkserver for all tests that compile in its children, which find their tasks beside the tests. Tests that use
+    it share an event loop: `pytestmark = pytest.mark.asyncio(loop_scope="session")`."""
+    from tests.support.compiling import warm_workers
+
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+        async with warm_workers(tmp_path_factory.mktemp("workers")) as pool:
+            await pool.ready()
+            yield pool
 
 
 @pytest.fixture(scope="session")

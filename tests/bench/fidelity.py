@@ -16,6 +16,9 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Final
+
+import torch
 
 from etfarm.client import Farm
 from etfarm.device_agents.runners.bundle import Bundle, unpack
@@ -24,7 +27,17 @@ from etfarm.device_agents.runners.protocol import MeasurePlan
 from tests.support.farm import FarmProcess
 from tests.support.runner import runner_archive
 
-MODELS = ("demo:resnet8", "demo:mobilenet_v1_025")
+
+class Toy(torch.nn.Module):
+    """About five microseconds of small operators."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(64):
+            x = torch.sigmoid(x)
+        return x
+
+
+MODELS: Final = ("demo:resnet8", "demo:mobilenet_v1_025", "toy")
 LIMIT = 0.01
 """The farm's median ratio may differ from 1 by this much, or by the spread of equal measurements where that is larger."""
 
@@ -84,8 +97,12 @@ def main() -> int:
         try:
             with running.start().client() as farm:
                 for model in MODELS:
-                    program = folder / f"{model.partition(':')[2]}.pte"
-                    compiling = farm.compile(model)
+                    program = folder / f"{model.rpartition(':')[2]}.pte"
+                    compiling = (
+                        farm.compile(Toy().eval(), "portable", example_inputs=(torch.rand(8),))
+                        if model == "toy"
+                        else farm.compile(model)
+                    )
                     compiling.wait()
                     compiling.save_program(program)
                     results[model] = measure(farm, bundle, program, arguments.rounds, arguments.threads, folder)

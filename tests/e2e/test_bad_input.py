@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from etfarm.client.models import Progress
 from tests.support import factories, models
-from tests.support.farm import FarmProcess, etfarm
+from tests.support.farm import FarmProcess, descendants, etfarm
 from tests.support.programs import program
 
 FACTORIES = str(Path(factories.__file__))
@@ -27,6 +31,15 @@ class Bad:
     reason: str
     says: tuple[str, ...]
     make: Callable[[Path], Path] | None = None
+
+
+LARGE = """
+import torch
+
+def large():
+    return torch.nn.Linear(10_000, 10_000, bias=False).eval(), (torch.zeros(1, 10_000),)
+"""
+"""400 MB of weights."""
 
 
 def _text(name: str) -> Callable[[Path], Path]:
@@ -61,11 +74,59 @@ def _truncated(folder: Path) -> Path:
     return folder / "cut.pte"
 
 
+def _newer_pt2(folder: Path) -> Path:
+    """A whole .pt2 whose schema's major version is the next one, as a newer torch writes it."""
+    saved, newer = folder / "saved.pt2", folder / "newer.pt2"
+    torch.export.save(models.conv(), saved)
+    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(newer, "w") as new:
+        for member in old.infolist():
+            data = old.read(member)
+            if member.filename.endswith("models/model.json"):
+                program = json.loads(data)
+                program["schema_version"]["major"] += 1
+                data = json.dumps(program).encode()
+            new.writestr(member, data)
+    return newer
+
+
+def _recipe_with_a_typo(folder: Path) -> Path:
+    (folder / "mine.toml").write_text('recipe = "xnnpack_fp32"\n[executorch]\nmemory_planning = "gredy"\n')
+    return folder / "mine.toml"
+
+
+def _recipe_with_an_unknown_field(folder: Path) -> Path:
+    (folder / "mine.toml").write_text('recipe = "xnnpack_fp32"\n[executorch]\nmemory_planing = "greedy"\n')
+    return folder / "mine.toml"
+
+
+def _samples_of_another_dtype(folder: Path) -> Path:
+    """The third of three samples is float64."""
+    samples = folder / "samples"
+    samples.mkdir()
+    for index, dtype in enumerate((np.float32, np.float32, np.float64)):
+        np.savez(samples / f"{index}.npz", image=np.zeros((1, 3, 16, 16), dtype))
+    return samples
+
+
 CASES = {
     "no_pt2": Bad(("{0}",), 2, "NOT_A_PT2", ("no .pt2",), _text("model.pt2")),
     "truncated_pte": Bad(("{0}",), 2, "TRUNCATED_PROGRAM", ("cut off",), _truncated),
+    "pt2_of_a_newer_torch": Bad(("{0}",), 1, "NOT_A_PT2", (f"torch {torch.__version__}", "schema"), _newer_pt2),
     "missing_file": Bad(("nothing.pte",), 2, "MODEL_NOT_FOUND", ("nothing.pte",)),
     "unknown_recipe": Bad(("demo:ds_cnn", "--recipe", "xnnpack_fp23"), 2, "UNKNOWN_RECIPE", ("xnnpack_fp32",)),
+    "recipe_file_with_a_typo": Bad(
+        ("demo:ds_cnn", "--recipe", "{0}"), 2, "BAD_RECIPE_FIELD", ("[executorch] memory_planning", "gredy", "greedy", "naive"),
+        _recipe_with_a_typo,
+    ),
+    "recipe_file_with_an_unknown_field": Bad(
+        ("demo:ds_cnn", "--recipe", "{0}"), 2, "BAD_RECIPE_FIELD",
+        ("[executorch] memory_planing", "Did you mean memory_planning"),
+        _recipe_with_an_unknown_field,
+    ),
+    "calibration_of_another_dtype": Bad(
+        (f"{FACTORIES}:small", "--recipe", "xnnpack_pt2e_int8_static_per_channel", "--calibration", "{0}"), 1,
+        "CALIBRATION_MISMATCH", ("2.npz", "image", "float32", "float64"), _samples_of_another_dtype,
+    ),
     "unknown_demo": Bad(("demo:resnet9",), 2, "UNKNOWN_DEMO", ("resnet8",)),
     "unknown_selector_key": Bad(("demo:ds_cnn", "--device", "colour=red"), 2, "UNKNOWN_SELECTOR_KEY", ("colour", "arch")),
     "no_device_matches": Bad((f"{FACTORIES}:small", "--device", "name=nobody"), 2, "NO_SUCH_DEVICE", ("name=nobody", "board-0")),
@@ -87,9 +148,13 @@ CASES = {
         _npz(picture=np.zeros((1, 3, 16, 16), np.float32)),
     ),
     "four_bit_of_an_exported_program": Bad(
-        (f"{FACTORIES}:small", "--recipe", "xnnpack_torchao_int8da_int4w_per_channel"), 2, "RECIPE_NEEDS_EAGER_MODULE",
-        ("xnnpack_pt2e_int8_static_per_channel",),
+        ("{0}", "--recipe", "xnnpack_torchao_int8da_int4w_per_channel"), 2, "RECIPE_NEEDS_EAGER_MODULE",
+        ("xnnpack_pt2e_int8_static_per_channel",), lambda folder: models.save(models.conv, folder / "conv.pt2"),
     ),
+    "four_bit_of_narrow_layers": Bad(
+        (f"{FACTORIES}:small", "--recipe", "xnnpack_torchao_int8da_int4w_per_channel"), 1, "", ("'out' has 8 inputs", "32"),
+    ),
+    "missing_data": Bad(("{0}",), 1, "PROGRAM_DATA_MISSING", (".ptd",), lambda folder: program("external_xnnpack").path),
     "cannot_run": Bad((f"{FACTORIES}:fourier", "--recipe", "portable"), 1, "", ("fft",)),
     "hangs": Bad((f"{FACTORIES}:slow", "--recipe", "portable", "--timeout", "3"), 1, "PROGRAM_TIMED_OUT", ("3 s",)),
 }  # fmt: skip
@@ -167,9 +232,13 @@ def test_a_program_that_needs_a_kernel_the_device_lacks_is_never_sent(farm: Farm
 
 
 def test_a_program_that_crashes_is_the_users_fault_and_the_next_one_runs(farm: FarmProcess, tmp_path: Path) -> None:
-    """Its XNNPACK weights are in a data file that is not given: the runtime dereferences null."""
+    """The runtime refuses what is known to crash it, so the kernel's signal is sent by hand, in the middle of the timed pass."""
     with farm.client() as client:
-        error = client.bench(program("external_xnnpack").path).result().reports[0].error
+        job = client.bench(program("chain").path, min_time_s=60.0)
+        assert any(isinstance(event, Progress) and event.phase == "TIMED" for event in job.watch())
+        (runner,) = descendants(farm.agents[0].pid)
+        os.kill(runner, signal.SIGSEGV)
+        error = job.result().reports[0].error
         assert (error.fault, error.reason) == ("USER", "PROGRAM_CRASHED"), error
         assert "SIGSEGV" in error.message
         assert client.bench(_pte(tmp_path), min_time_s=0.0).result().report.state == "SUCCEEDED"
@@ -188,6 +257,22 @@ def test_a_program_that_eats_memory_is_the_users_fault_and_the_next_one_runs(far
     assert (error["fault"], error["reason"]) == ("USER", "PROGRAM_OUT_OF_MEMORY"), error
     with farm.client() as client:
         assert client.bench(_pte(tmp_path), min_time_s=0.0).result().report.state == "SUCCEEDED"
+
+
+def test_a_model_larger_than_the_compilers_memory_is_refused_with_the_limit(breakable: FarmProcess, tmp_path: Path) -> None:
+    """And what fits is compiled afterwards."""
+    (tmp_path / "large.py").write_text(LARGE)
+    limited = FarmProcess(breakable.folder, bundle=False, serve=("--memory-gib", "1")).start(agents=0)
+    try:
+        arguments = ("-o", "x.pte", "--server", limited.address, "--json", "r.json")
+        done = etfarm("compile", "large.py:large", *arguments, cwd=tmp_path)
+        assert done.returncode == 1, done.stderr
+        assert "1024 MiB" in done.stderr and "--memory-gib" in done.stderr and "Traceback" not in done.stderr
+        error = json.loads((tmp_path / "r.json").read_text())["reports"][0]["error"]
+        assert (error["fault"], error["reason"]) == ("USER", "CHILD_OUT_OF_MEMORY"), error
+        assert etfarm("compile", f"{FACTORIES}:small", *arguments, cwd=tmp_path).returncode == 0
+    finally:
+        limited.stop()
 
 
 def test_an_unreachable_server_is_exit_code_4(tmp_path: Path) -> None:

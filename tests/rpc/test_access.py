@@ -14,12 +14,16 @@ import pytest
 import trustme
 
 from etfarm.server.rpc.auth import ROLES
-from etfarm.v1 import common_pb2, farm_pb2
+from etfarm.v1 import agent_pb2_grpc, artifact_pb2_grpc, common_pb2, compile_pb2, device_pb2, farm_pb2, session_pb2
+from etfarm.wire import digest
 from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error
 from tests.rpc.test_contract import RPCS, WAIT_S, address_of, call
+from tests.rpc.test_session_calls import Agent, Caller, Serving
 from tests.support.farm import Daemon
+from tests.support.programs import program
 
 ROLES_OF_PEOPLE = ("admin", "user", "agent", "viewer")
 TOKENS = {role: f"token-of-the-{role}-0123456789" for role in ROLES_OF_PEOPLE}
@@ -202,3 +206,25 @@ async def test_what_a_killed_server_started_ends_with_it_and_its_socket_can_be_t
         assert info.version
     finally:
         assert second.stop() == 0
+
+
+async def test_a_session_is_served_by_the_agent_of_its_device_alone(guarded: Guarded) -> None:
+    data = program("add").bytes
+    pte = artifact_of(data)
+    made = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
+    runner = device_pb2.DeviceRunner(kind="python", executorch="1.5.1", backends=["XnnpackBackend"], operators=["aten::add.out"])
+    channels = [guarded.channel(TOKENS[role]) for role in ("user", "agent", "admin")]
+    async with channels[0] as users, channels[1] as agents, channels[2] as admins:
+        await upload(artifact_pb2_grpc.ArtifactServiceStub(users), pte, data)
+        agent = Agent(agents, "alone", own_runners=[runner])
+        assert (await agent.stream.read()).HasField("welcome")
+        caller = Caller(users, session_pb2.OpenSessionRequest(selector=f"id={agent.devices[0].id}", program=made))
+        start = await agent.started()
+        stranger = Serving(agent_pb2_grpc.AgentServiceStub(admins), start.attempt_id)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stranger.stream.read()
+        assert from_rpc_error(refused.value, server="here").reason == "NOT_YOURS"
+        agent.serve(start)
+        assert (await caller.event("ready")).ready.device.id == agent.devices[0].id
+        caller.events.cancel()
+        agent.stream.cancel()

@@ -112,3 +112,62 @@ def hungry() -> Any:
 
 def channels_last() -> Any:
     return Small().eval(), (torch.rand(1, 3, 16, 16).to(memory_format=torch.channels_last),)
+
+
+class Encoder(nn.Module):
+    """A picture to a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.out = nn.Linear(8, 64)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.conv(image))
+        return self.out(x.mean((2, 3)))
+
+
+class Decoder(nn.Module):
+    """Linears that torchao makes 4-bit, around an operator that nothing delegates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.out = nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        y = torch.cumsum(y, dim=-1)
+        return self.out(y)
+
+
+def decoder() -> Any:
+    return Decoder().eval(), (torch.rand(2, 64),)
+
+
+def several() -> Any:
+    """Two methods, one dynamic and calibrated from a generator, and a constant."""
+    from torch.export import Dim
+
+    from etfarm.client.export import ModelSource
+
+    return ModelSource(
+        methods={"encode": Encoder().eval(), "decode": Decoder().eval()},
+        example_inputs={"encode": (torch.rand(1, 3, 16, 16),), "decode": (torch.rand(2, 64),)},
+        calibration_inputs={"decode": lambda: ((torch.rand(2, 64),) for _ in range(20))},
+        dynamic_shapes={"decode": {"x": {0: Dim("n", max=8)}}},
+        constant_methods={"bos": 3},
+    )
+
+
+def without_bias() -> Any:
+    """A user's own source transform."""
+    from etfarm.client.export import ModelSource
+
+    def transform(method: str, module: nn.Module) -> nn.Module:
+        for part in module.modules():
+            if isinstance(part, nn.Linear):
+                part.bias = None
+        return module
+
+    return ModelSource.of(Decoder().eval(), (torch.rand(2, 64),), source_transforms=[transform])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,8 @@ from pathlib import Path
 from queue import Empty, Queue
 
 from etfarm.client import Farm
-from tests.support.runner import runner_archive
+from etfarm.device_agents.own_runners import REMEMBERED
+from tests.support.runner import know_own_runners, runner_archive
 
 START_S = 60.0
 """How long a process may take until it says the line that is waited for, on a busy machine."""
@@ -120,10 +122,17 @@ class FarmProcess:
         self.server.start()
         self.address = self.server.expect("listening on").rpartition(" ")[2]
 
-    def add_agent(self, *arguments: str, server: str | None = None) -> Daemon:
-        """A connected agent with a data folder of its own."""
+    def add_agent(self, *arguments: str, server: str | None = None, bare: bool = False) -> Daemon:
+        """A connected agent with a data folder of its own.
+
+        Args:
+            bare: as on a machine that has the agent alone, without torch.
+        """
         index = len(self.agents)
         data = self.folder / f"agent-{index}"
+        know_own_runners(data)
+        if bare and (known := data / REMEMBERED).exists():
+            known.write_text(json.dumps(json.loads(known.read_text()) | {"runners": []}))
         agent = Daemon(
             ["agent", "--server", server or self.address, "--data", str(data), "--name", f"board-{index}", "--exit-with-stdin",
              *arguments],

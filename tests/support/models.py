@@ -83,11 +83,30 @@ class Elementwise(nn.Module):
         return torch.sigmoid(x) * 2
 
 
+class Histogram(nn.Module):
+    """An operator that has a name of ExecuTorch's, and no kernel in its runtime."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.histc(x, 4, -1.0, 1.0)
+
+
 class Unknown(nn.Module):
     """An operator without an ExecuTorch kernel."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.linalg.svdvals(x)
+
+
+class Table(nn.Module):
+    """Rows of a table by their indices, through a linear; fails on an index outside of the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.table(index))
 
 
 class Unbounded(nn.Module):
@@ -128,6 +147,14 @@ def elementwise() -> Any:
 
 def unknown() -> Any:
     return _exported(Unknown(), (torch.randn(4, 4),))
+
+
+def histogram() -> Any:
+    return _exported(Histogram(), (torch.randn(4),))
+
+
+def table() -> Any:
+    return _exported(Table(), (torch.tensor([0, 1]),))
 
 
 def unbounded() -> Any:

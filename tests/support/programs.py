@@ -200,6 +200,17 @@ def _scalars(folder: Path) -> None:
     (folder / "expected.ett").write_bytes(tensors.encode([_value("out0", x * 2.5 * 3)]))
 
 
+def _random(folder: Path) -> None:
+    """x + noise: no two executions give the same."""
+    import torch
+
+    class Noisy(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.rand(2, 3)
+
+    _make(folder, Noisy(), (torch.zeros(2, 3),))
+
+
 def _external(folder: Path, *, xnnpack: bool) -> None:
     """A linear layer whose weights are in a .ptd file."""
     import torch
@@ -224,15 +235,193 @@ def _external(folder: Path, *, xnnpack: bool) -> None:
     (folder / "inputs.ett").write_bytes(tensors.encode([_value("x", x)]))
 
 
+def _methods(folder: Path) -> None:
+    """`double` and `shift` of float32 [3], in one program; the expected outputs are of `double`."""
+    import torch
+    from executorch.exir import to_edge_transform_and_lower
+
+    class Double(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2.0
+
+    class Shift(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 10.0
+
+    x = torch.arange(3.0)
+    exported = {name: torch.export.export(module.eval(), (x,)) for name, module in (("double", Double()), ("shift", Shift()))}
+    (folder / "program.pte").write_bytes(to_edge_transform_and_lower(exported).to_executorch().buffer)
+    (folder / "inputs.ett").write_bytes(tensors.encode([_value("x", x)]))
+    (folder / "expected.ett").write_bytes(tensors.encode([_value("out0", x * 2.0)]))
+
+
+def _dtypes(folder: Path) -> None:
+    """One value each as float16, bfloat16, bool, int64, a 0-d float32 and a float32 of no element; each comes back moved."""
+    import torch
+    from executorch.exir import to_edge_transform_and_lower
+
+    class Moved(torch.nn.Module):
+        def forward(
+            self,
+            half: torch.Tensor,
+            brain: torch.Tensor,
+            flag: torch.Tensor,
+            large: torch.Tensor,
+            one: torch.Tensor,
+            none: torch.Tensor,
+        ) -> tuple[torch.Tensor, ...]:
+            return half * 2, brain * 2, torch.logical_not(flag), large + 1, one * 2, none * 2
+
+    inputs = (
+        torch.tensor([1.5, -2.0], dtype=torch.float16),
+        torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.tensor([2**40, -1]),
+        torch.tensor(0.25),
+        torch.empty(0, 3),
+    )
+    exported = torch.export.export(Moved().eval(), inputs)
+    (folder / "program.pte").write_bytes(to_edge_transform_and_lower(exported).to_executorch().buffer)
+
+    def value(name: str, tensor: torch.Tensor) -> Tensor:
+        # numpy has no bfloat16: its bits are carried.
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        return Tensor(name, dtype, tuple(tensor.shape), data, tuple(range(tensor.dim())))
+
+    names = ("half", "brain", "flag", "large", "one", "none")
+    given = [value(name, tensor) for name, tensor in zip(names, inputs, strict=True)]
+    (folder / "inputs.ett").write_bytes(tensors.encode(given))
+    expected = [value(f"out{i}", tensor) for i, tensor in enumerate(Moved()(*inputs))]
+    (folder / "expected.ett").write_bytes(tensors.encode(expected))
+
+
+def _counters(folder: Path) -> None:
+    """`ones` and `tens`: each adds to x what it has counted, by one and by ten; their buffers are their own."""
+    import torch
+    from executorch.exir import to_edge_transform_and_lower
+
+    class Counter(torch.nn.Module):
+        def __init__(self, step: float) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1))
+            self.step = step
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(self.step)
+            return x + self.count
+
+    x = torch.zeros(1)
+    exported = {name: torch.export.export(Counter(step).eval(), (x,)) for name, step in (("ones", 1.0), ("tens", 10.0))}
+    (folder / "program.pte").write_bytes(to_edge_transform_and_lower(exported).to_executorch().buffer)
+    (folder / "inputs.ett").write_bytes(tensors.encode([_value("x", x)]))
+    (folder / "expected.ett").write_bytes(tensors.encode([_value("out0", x + 1.0)]))
+
+
+def _wide(folder: Path) -> None:
+    """x + 1 for float32 [1024, 512]: 2 MiB in and out."""
+    import torch
+
+    class Next(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1.0
+
+    _make(folder, Next(), (torch.rand(1024, 512),))
+
+
+def _rows(folder: Path) -> None:
+    """x * 2 and, as an int, the rows of x; float32 [n, 3] with n up to 8."""
+    import torch
+    from executorch.exir import to_edge_transform_and_lower
+
+    class Rows(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+            return x * 2.0, x.shape[0]
+
+    x = torch.rand(4, 3)
+    dynamic = {"x": {0: torch.export.Dim("n", min=1, max=8)}}
+    exported = torch.export.export(Rows().eval(), (x,), dynamic_shapes=dynamic)
+    (folder / "program.pte").write_bytes(to_edge_transform_and_lower(exported).to_executorch().buffer)
+    (folder / "inputs.ett").write_bytes(tensors.encode([_value("x", x)]))
+    (folder / "expected.ett").write_bytes(tensors.encode([_value("out0", x * 2.0), tensors.Scalar("out1", 4)]))
+
+
+def _int8(folder: Path) -> None:
+    """A quantized linear layer without a delegate: the runtime's own quantized kernels around a portable one."""
+    import executorch.kernels.quantized  # noqa: F401 - its out variants
+    import torch
+    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
+    from executorch.exir import to_edge_transform_and_lower
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    torch.manual_seed(5)
+    x = torch.rand(2, 8)
+    quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=False))
+    prepared = prepare_pt2e(torch.export.export(torch.nn.Linear(8, 4).eval(), (x,)).module(), quantizer)
+    prepared(x)
+    converted = convert_pt2e(prepared)
+    exported = torch.export.export(converted, (x,))
+    (folder / "program.pte").write_bytes(to_edge_transform_and_lower(exported).to_executorch().buffer)
+    (folder / "inputs.ett").write_bytes(tensors.encode([_value("x", x)]))
+    with torch.no_grad():
+        (folder / "expected.ett").write_bytes(tensors.encode([_value("out0", converted(x))]))
+
+
+def _split(folder: Path) -> None:
+    """A linear layer whose weight and whose bias are in a .ptd file each."""
+    import torch
+    from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+
+    torch.manual_seed(3)
+    layer = torch.nn.Linear(4, 3).eval()
+    x = torch.rand(2, 4)
+    edge = to_edge_transform_and_lower(torch.export.export(layer, (x,)))
+    config = ExecutorchBackendConfig(external_constants=lambda node: "bias" if "bias" in node.name else "weight")
+    made = edge.to_executorch(config)
+    (folder / "program.pte").write_bytes(made.buffer)
+    made.write_tensor_data_to_file(str(folder))
+    with torch.no_grad():
+        (folder / "expected.ett").write_bytes(tensors.encode([_value("out0", layer(x))]))
+    (folder / "inputs.ett").write_bytes(tensors.encode([_value("x", x)]))
+
+
+def _unplanned(folder: Path) -> None:
+    """x * 2 for float32 [n, 3] with n up to 8, whose input and output have no place in the memory plan."""
+    import torch
+    from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+    from executorch.exir.passes import MemoryPlanningPass
+
+    class Chain(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sin(x) * 2.0
+
+    x = torch.rand(4, 3)
+    dynamic = {"x": {0: torch.export.Dim("n", min=1, max=8)}}
+    edge = to_edge_transform_and_lower(torch.export.export(Chain().eval(), (x,), dynamic_shapes=dynamic))
+    planning = MemoryPlanningPass(alloc_graph_input=False, alloc_graph_output=False)
+    (folder / "program.pte").write_bytes(edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=planning)).buffer)
+    (folder / "inputs.ett").write_bytes(tensors.encode([_value("x", x)]))
+    (folder / "expected.ett").write_bytes(tensors.encode([_value("out0", torch.sin(x) * 2.0)]))
+
+
 _MAKERS: dict[str, Callable[[Path], None]] = {
     "add": _add,
     "batch": _batch,
     "conv": _conv,
     "counter": _counter,
+    "dtypes": _dtypes,
+    "counters": _counters,
+    "wide": _wide,
     "chain": _chain,
     "channels_last": _channels_last,
     "large": _large,
     "scalars": _scalars,
+    "methods": _methods,
+    "rows": _rows,
+    "int8": _int8,
+    "split": _split,
+    "unplanned": _unplanned,
+    "random": _random,
     "external": partial(_external, xnnpack=False),
     "external_xnnpack": partial(_external, xnnpack=True),
 }

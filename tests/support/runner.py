@@ -1,18 +1,33 @@
-"""The real C++ runner for tests: built once for its sources, unpacked outside of the checkout."""
+"""The real runners for tests. The C++ one is built once for its sources, unpacked outside of the checkout."""
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from etfarm.device_agents.native.build import build_bundle, source_digest
+from etfarm.device_agents.own_runners import REMEMBERED, own_runners
 from etfarm.device_agents.runners.bundle import Bundle, unpack
-from tests.support.programs import cache_folder
+from etfarm.device_agents.runners.native import NativeRunner
+from etfarm.device_agents.runners.protocol import MeasurePlan
+from etfarm.device_agents.runners.python import PythonRunner
+from etfarm.device_agents.runners.remote import RemoteRunner
+from etfarm.wire import tensors
+from etfarm.wire.tensors import Tensor, Value
+from tests.support.programs import Program, cache_folder
+
+Start = Callable[..., AbstractAsyncContextManager[RemoteRunner]]
+QUICK = MeasurePlan(warmup=2, iterations=20, min_time_ns=0, max_time_ns=5_000_000_000, max_samples=1000)
+ENDLESS = MeasurePlan(warmup=0, iterations=1_000_000_000, min_time_ns=10**12, max_time_ns=10**12, max_samples=100_000_000)
 
 
 def runner_archive() -> Path:
@@ -27,7 +42,79 @@ def runner_archive() -> Path:
     return archive
 
 
+def know_own_runners(data: Path) -> None:
+    """An agent of the data folder need not ask what is installed here, as if it had been started before."""
+    with (cache_folder() / "own-runners.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Of an event loop of its own: the caller may be on one.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(lambda: asyncio.run(own_runners(cache_folder()))).result()
+        data.mkdir(parents=True, exist_ok=True)
+        if (known := cache_folder() / REMEMBERED).exists():
+            shutil.copy(known, data)
+
+
 @pytest.fixture(scope="session")
 def runner_bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
     """The runner, unpacked and verified."""
     yield unpack(runner_archive(), tmp_path_factory.mktemp("runner") / "bundle")
+
+
+@pytest.fixture
+def start_native(runner_bundle: Bundle, tmp_path: Path) -> Start:
+    """Starts the C++ runner in a folder of the test."""
+
+    def starter(**options: object) -> AbstractAsyncContextManager[RemoteRunner]:
+        return NativeRunner.start(runner_bundle.command(), tmp_path, **options)  # type: ignore[arg-type]
+
+    return starter
+
+
+@pytest.fixture(params=["native", "python"])
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
+    """Starts a runner in a folder of the test: each promise is one of both kinds."""
+    if request.param == "native":
+        native: Start = request.getfixturevalue("start_native")
+        return native
+    if not PythonRunner.available():
+        pytest.skip("needs torch and executorch")
+
+    def starter(**options: object) -> AbstractAsyncContextManager[RemoteRunner]:
+        return PythonRunner.start(tmp_path, **options)  # type: ignore[arg-type]
+
+    return starter
+
+
+@pytest.fixture
+async def native_runner(start_native: Start) -> AsyncIterator[RemoteRunner]:
+    """The C++ runner with nothing loaded."""
+    async with start_native() as started:
+        yield started
+
+
+@pytest.fixture
+async def runner(start: Start) -> AsyncIterator[RemoteRunner]:
+    """A runner with nothing loaded, of each kind."""
+    async with start() as started:
+        yield started
+
+
+async def loaded(runner: RemoteRunner, program: Program, **options: bool) -> Program:
+    """`program` loaded with its inputs set."""
+    await runner.load(program.path, program.data)
+    await runner.load_method("forward", **options)
+    await runner.set_inputs(program.inputs)
+    return program
+
+
+def arrays(values: Sequence[Value]) -> list[np.ndarray]:
+    """Those that are tensors."""
+    return [tensors.to_array(value) for value in values if isinstance(value, Tensor)]
+
+
+def close(actual: Sequence[Value], expected: Sequence[Value]) -> bool:
+    """Equal but for the last bits; fails with what is not."""
+    assert len(actual) == len(expected)
+    for one, other in zip(arrays(actual), arrays(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    return True

@@ -9,6 +9,7 @@ import fcntl
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -45,6 +46,11 @@ class Traced:
     def etdump(self) -> Path:
         """Of ITERATIONS executions, the first of them cold."""
         return self.folder / "trace.etdp"
+
+    @property
+    def traced_ns(self) -> tuple[int, ...]:
+        """By a clock of the caller's around each execution."""
+        return tuple(json.loads((self.folder / "traced_ns.json").read_text()))
 
     @property
     def model(self) -> Path:
@@ -150,8 +156,8 @@ def _gated() -> torch.nn.Module:
     class Gated(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up = torch.nn.Linear(32, 16)
-            self.down = torch.nn.Linear(16, 8)
+            self.up = torch.nn.Linear(32, 32)
+            self.down = torch.nn.Linear(32, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = self.up(x)
@@ -191,14 +197,14 @@ def _single(folder: Path, network: torch.nn.Module | None = None, *, xnnpack: bo
     return "forward"
 
 
-def _int8(folder: Path, network: torch.nn.Module | None = None, kind: str = "STATIC") -> str:
+def _quantized(folder: Path, network: torch.nn.Module | None = None, kind: str = "PT2E_INT8_STATIC_PER_CHANNEL") -> str:
     import torch
     from executorch.backends.xnnpack.recipes.xnnpack_recipe_types import XNNPackRecipeType
     from executorch.export import ExportRecipe, ExportSession
 
     network, inputs = network or _network(), _images(CALIBRATION)
     torch.export.save(torch.export.export(network, inputs[0]), folder / "model.pt2")
-    recipe = ExportRecipe.get_recipe(XNNPackRecipeType[f"PT2E_INT8_{kind}_PER_CHANNEL"])
+    recipe = ExportRecipe.get_recipe(XNNPackRecipeType[kind])
     session = ExportSession(network, example_inputs=inputs, export_recipe=recipe, generate_etrecord=True)
     session.export()
     _save(folder, session.get_executorch_program_manager())
@@ -237,12 +243,13 @@ def _renamed(folder: Path) -> str:
 _MAKERS: dict[str, Callable[[Path], str]] = {
     "xnnpack": lambda folder: _single(folder, xnnpack=True),
     "portable": lambda folder: _single(folder, xnnpack=False),
-    "int8": _int8,
+    "int8": _quantized,
     "methods": _methods,
     "renamed": _renamed,
     "residual": lambda folder: _single(folder, _residual(), xnnpack=True),
-    "residual_int8": lambda folder: _int8(folder, _residual()),
-    "gated_dynamic": lambda folder: _int8(folder, _gated(), "DYNAMIC"),
+    "residual_int8": lambda folder: _quantized(folder, _residual()),
+    "gated_dynamic": lambda folder: _quantized(folder, _gated(), "PT2E_INT8_DYNAMIC_PER_CHANNEL"),
+    "gated_int4": lambda folder: _quantized(folder, _gated(), "TORCHAO_INT8_DYNAMIC_ACT_INT4_WEIGHT_PER_CHANNEL"),
 }
 
 
@@ -254,8 +261,12 @@ def _run(folder: Path, method: str) -> None:
 
     (inputs,) = _images(1)
     module = _load_for_executorch(str(folder / "program.pte"), enable_etdump=True)
+    traced_ns = []
     for _ in range(ITERATIONS):
+        began_ns = time.perf_counter_ns()
         outputs = module.run_method(method, inputs)
+        traced_ns.append(time.perf_counter_ns() - began_ns)
+    (folder / "traced_ns.json").write_text(json.dumps(traced_ns))
     module.write_etdump_result_to_file(str(folder / "trace.etdp"))
     for file, leaves in (("inputs.ett", inputs), ("outputs.ett", outputs)):
         (folder / file).write_bytes(tensors.encode(reference.from_torch(str(at), leaf) for at, leaf in enumerate(leaves)))

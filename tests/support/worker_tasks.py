@@ -34,6 +34,15 @@ def refuse(request: object, folder: Path, emit: Emit) -> bytes:
     raise TooTall(f"It is 3 m tall, says {folder}/x.", "Cut it.", stage="MEASURE", height_m=3)
 
 
+def fill(request: object, folder: Path, emit: Emit) -> bytes:
+    Path("/dev/full").write_bytes(b"x")
+    return b""
+
+
+def refuse_at_length(request: object, folder: Path, emit: Emit) -> bytes:
+    raise UserError("No." * 10_000, **{f"{number}{'key' * 100}": "v" * 10_000 for number in range(1000)})
+
+
 def stumble(request: object, folder: Path, emit: Emit) -> bytes:
     raise KeyError("an unforeseen key")
 
@@ -109,3 +118,21 @@ def flood(request: object, folder: Path, emit: Emit) -> bytes:
     os.write(1, b"x" * 1_000_000 + b"\n")
     os.write(2, b"\xff\xfe\n")
     return b"done"
+
+
+def hang_in_the_second_stage(request: object, folder: Path, emit: Emit) -> bytes:
+    emit(b'{"stage": "FIRST", "phase": "START"}')
+    emit(b'{"stage": "FIRST", "phase": "END"}')
+    emit(b'{"stage": "SECOND", "phase": "START"}')
+    signal.pause()
+    return b""
+
+
+def many_stages(request: object, folder: Path, emit: Emit) -> bytes:
+    """So many stages, each of 0.05 s of CPU time."""
+    for number in range(int(str(request))):
+        emit(json.dumps({"stage": f"S{number}", "phase": "START"}).encode())
+        until = time.process_time() + 0.05
+        while time.process_time() < until:
+            pass
+    return b""

@@ -37,9 +37,10 @@ def test_the_numbers_are_those_of_their_definitions(pairs: list[tuple[float, flo
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int64", "bool"])
 def test_an_exact_match_has_the_cap(dtype: str) -> None:
-    value = _tensor([[1, 0], [1, 1]], dtype)
+    value = _tensor([[1, 0, 1], [1, 1, 0]], dtype)
     found = accuracy.compare("out", value, value)
-    assert found == accuracy.Difference(True, 0.0, 0.0, pytest.approx(1.0), 300.0)
+    agreement = 1.0 if "float" in dtype else None
+    assert found == accuracy.Difference(True, 0.0, 0.0, pytest.approx(1.0), 300.0, 0.0, agreement, 0, 0)
 
 
 def test_a_known_ratio_is_in_decibels() -> None:
@@ -53,9 +54,35 @@ def test_a_difference_below_float64_is_capped() -> None:
 
 
 def test_nan_has_no_error_but_equals_nan() -> None:
-    found = accuracy.compare("out", _tensor([1.0, math.nan]), _tensor([1.0, math.nan]))
-    assert found == accuracy.Difference(True, None, None, None, None)
-    assert not accuracy.compare("out", _tensor([1.0, 2.0]), _tensor([1.0, math.nan])).equal
+    found = accuracy.compare("out", _tensor([1.0, math.nan, 0.0]), _tensor([1.0, math.nan, 0.0]))
+    assert found == accuracy.Difference(True, None, None, None, None, None, 1.0, 1, 1)
+    appeared = accuracy.compare("out", _tensor([1.0, 2.0]), _tensor([1.0, math.nan]))
+    assert (appeared.equal, appeared.nan_count, appeared.reference_nan_count) == (False, 1, 0)
+
+
+def test_the_relative_error_is_that_of_the_norms() -> None:
+    found = accuracy.compare("out", _tensor([3.0, 4.0]), _tensor([3.0, 3.5]))
+    assert found.relative_error == pytest.approx(0.1)
+    assert found.sqnr_db == pytest.approx(-20 * math.log10(found.relative_error))
+
+
+@pytest.mark.parametrize(
+    ("scores", "others", "agreement"),
+    [
+        ([1.0, 5.0, 2.0], [0.0, 9.0, 8.0], 1.0),
+        ([1.0, 5.0, 2.0], [9.0, 5.0, 2.0], 0.0),
+        ([[1.0, 2.0], [2.0, 1.0]], [[1.0, 2.0], [1.0, 2.0]], None),  # a pair of numbers
+        (
+            [[1.0, 2.0, 0.0], [2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [5.0, 4.0, 1.0]],
+            [[1.0, 2.0, 0.0], [1.0, 2.0, 0.0], [0.0, 3.0, 1.0], [5.0, 4.0, 1.0]],
+            0.75,
+        ),
+        ([[1.0], [2.0]], [[1.0], [2.0]], None),
+        ([[[1.0, 2.0]]], [[[1.0, 2.0]]], None),
+    ],
+)
+def test_top_1_agreement_is_of_rows_of_scores(scores: Any, others: Any, agreement: float | None) -> None:
+    assert accuracy.compare("out", _tensor(scores), _tensor(others)).top1_agreement == agreement
 
 
 def test_an_infinite_output_has_no_numbers() -> None:
@@ -76,7 +103,9 @@ def test_large_integers_that_float64_cannot_tell_apart_are_not_equal() -> None:
 
 def test_an_empty_output_is_equal_and_has_no_numbers() -> None:
     value = _tensor(np.zeros((0, 3)))
-    assert accuracy.compare("out", value, value) == accuracy.Difference(True, None, None, None, None)
+    assert accuracy.compare("out", value, value) == accuracy.Difference(
+        True, None, None, None, None, nan_count=0, reference_nan_count=0
+    )
 
 
 def test_the_physical_order_does_not_matter() -> None:

@@ -46,6 +46,7 @@ def compilation() -> compile_pb2.Compilation:
 
 def result() -> agent_pb2.CandidateResult:
     made = agent_pb2.CandidateResult(cell_id="c", threads=4, warmup=10, iterations=100, duration_ns=9, stop_reason="ENOUGH")
+    made.steady, made.repeatability.outcome = False, "EQUAL"
     made.runner.kind = "native"
     made.load.load_ns = 0
     made.memory.peak_rss_bytes = 1000
@@ -59,6 +60,7 @@ def analysis() -> report_pb2.Report:
     made = report_pb2.Report()
     made.latency.p50_ns = 5.0
     made.latency.samples_ns.extend([5] * 100)
+    made.interleaved.ratio = 0.9
     made.compile.warnings.add(code="ANALYSIS", message="second")
     return made
 
@@ -89,12 +91,48 @@ def test_a_measured_cell_has_everything() -> None:
     assert (report.device.id, report.device.soc, report.device.emulated) == ("pi", "BCM", False)
     assert report.runner.kind == "native"
     assert (report.measurement.iterations, report.measurement.stop_reason) == (100, "ENOUGH")
+    assert report.measurement.HasField("steady") and not report.measurement.steady
+    assert report.measurement.repeatability.outcome == "EQUAL" and not report.measurement.HasField("warmup_ns")
     assert report.load.HasField("load_ns") and report.load.load_ns == 0
     assert (report.memory.peak_rss_bytes, list(report.memory.planned_bytes)) == (1000, [64, 128])
-    assert report.latency.p50_ns == 5.0
+    assert (report.latency.p50_ns, report.interleaved.ratio) == (5.0, 0.9)
     assert report.verdict.status != report_pb2.VERDICT_STATUS_UNSPECIFIED
     assert report.samples == artifact_of(b"samples")
     assert [phase.phase for phase in report.timeline] == ["COMPILE"]
+
+
+def test_a_compilation_tells_all_that_it_found_out() -> None:
+    submitted, made = job(), compilation()
+    submitted.spec.candidates[0].stages_done.add(stage="TORCH_EXPORT", where="CLIENT", duration_ms=3)
+    made.stages[0].cached = True
+    made.stages[0].methods["forward"] = 4.0
+    made.sizes.delegate_bytes = 7
+    made.checks.add(method="forward", inputs="EXAMPLE", ran=True)
+    made.stayed_fp32["forward"].operators.add(op="aten.sin", count=2)
+    made.exported_programs["forward"].CopyFrom(artifact_of(b"quantized"))
+    found = assemble("r", submitted, cell(), at=AT, compilation=made).compile
+    assert [(stage.stage, stage.where, stage.cached) for stage in found.stages] == [
+        ("TORCH_EXPORT", "CLIENT", False),
+        ("TO_EXECUTORCH", "SERVER", True),
+    ]
+    assert found.stages[1].methods["forward"] == 4.0
+    assert (found.sizes, found.checks[0], found.stayed_fp32["forward"]) == (
+        made.sizes,
+        made.checks[0],
+        made.stayed_fp32["forward"],
+    )
+    assert found.data["w"].size_bytes == len(b"weights")
+    assert found.exported_programs["forward"].size_bytes == len(b"quantized")
+    assert not found.HasField("stopped_after") and not found.stage_files
+
+
+def test_a_compilation_that_stopped_has_its_stage_s_files_and_no_program() -> None:
+    stopped = compile_pb2.Compilation(key="k", stopped_after="TORCH_EXPORT")
+    stopped.stage_files["forward.txt"].CopyFrom(artifact_of(b"printed"))
+    found = assemble("r", job(), cell(), at=AT, compilation=stopped).compile
+    assert (found.stopped_after, found.stage_files["forward.txt"].size_bytes) == ("TORCH_EXPORT", len(b"printed"))
+    for name in ("program", "etrecord", "sizes"):
+        assert not found.HasField(name)
 
 
 def test_it_is_a_function_of_its_arguments_and_leaves_them_as_they_are() -> None:

@@ -124,6 +124,14 @@ async def test_what_is_no_bundle_is_refused(world: World, data: bytes) -> None:
     assert world.bundles.list() == []
 
 
+async def test_what_a_killed_servers_build_left_is_deleted_at_the_next_start(world: World) -> None:
+    killed = world.bundles._builds / "tmp123" / "objects"
+    killed.mkdir(parents=True)
+    (killed / "a.o").write_bytes(b"x")
+    await world.bundles.load()
+    assert not world.bundles._builds.exists()
+
+
 async def test_a_demand_for_another_architecture_says_how_to_make_one(world: World) -> None:
     with pytest.raises(BundleMissing, match="bundle build --arch riscv64"):
         await world.bundles.demand("riscv64")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zipfile
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,18 @@ from typing import Any
 import pytest
 import typer
 
-from etfarm.client.cli import bench, compile, devices, jobs, options, report, run, units
+from etfarm.client import units
+from etfarm.client.cli import bench, compile, devices, jobs, options, report, run
 from etfarm.client.cli.app import Outcome, Usage, execute, in_thread, run_async, write_whole
 from etfarm.client.errors import EmbeddedFarmFailed, Interrupted, NotAvailable, exit_code
 from etfarm.client.export import spec
+from etfarm.wire import recipes
 from etfarm.wire.errors import EtfarmError, Fault, Kind, error_of
 
 NOBODY = "127.0.0.1:1"
+INT8 = "xnnpack_pt2e_int8_static_per_channel"
+FOUR_BIT = "xnnpack_torchao_int8da_int4w_per_channel"
+STATIC = ("demo:resnet8", "--recipe", INT8)
 
 
 @pytest.mark.parametrize(
@@ -65,17 +71,41 @@ def test_each_error_has_its_exit_code(error: EtfarmError, code: int) -> None:
         (bench.main, ["demo:resnet8", "--priority", "9999999999"], "--priority"),
         (jobs.main, ["retry", "latest"], "etfarm: `etfarm jobs retry` is not available in this version.\n"),
         (devices.main, ["drain", "--now"], "etfarm: `etfarm devices drain` is not available in this version.\n"),
-        (report.main, ["tag", "latest", "x"], "etfarm: `etfarm report tag` is not available in this version.\n"),
+        (report.main, ["export", "x.json"], "--format is missing. Give one of json, csv, parquet, html, markdown, perfetto"),
+        (report.main, ["export", "x.json", "--format", "xml"], "--format 'xml' is no format. Give one of json, csv"),
+        (report.main, ["export", "x.json", "--format", "html", "-o", "no/x.html"], "There is no folder no for no/x.html."),
+        (report.main, ["export", "x.json", "--format", "html"], "There is no file x.json."),
+        (report.main, ["export", "x.json", "--format", "html", "--what", "samples"], "--what is about csv and parquet, not html"),
+        (report.main, ["export", "x.json", "--format", "csv", "--what", "rows"], "--what 'rows' is no table."),
+        (report.main, ["export", "x.json", "--format", "executorch"], "ExecuTorch's files lie in a farm's store"),
+        (report.main, ["export", "latest", "--format", "executorch", "-o", "here.ptd"], "here.ptd is no folder."),
         (bench.main, ["demo:resnet8", "--inputs", "nothere.npz"], "There is no file nothere.npz."),
-        (bench.main, ["demo:resnet8", "--html", "x.html"], "--html is not available in this version."),
-        (bench.main, ["demo:resnet8", "--interleave"], "--interleave is not available in this version."),
-        (bench.main, ["demo:resnet8", "--numerics"], "--numerics is not available in this version."),
-        (bench.main, ["demo:resnet8", "--data", "x.ptd"], "--data is not available in this version."),
+        (bench.main, ["demo:resnet8", "--html", "no/x.html"], "There is no folder no for no/x.html."),
+        (bench.main, ["demo:resnet8", "--interleave"], "--interleave compares candidates, and there is one. Give a second MODEL"),
+        (
+            bench.main,
+            ["plain.pte", "--numerics"],
+            "plain.pte is compiled: --numerics has no graph to compare its operators with.",
+        ),
+        (bench.main, ["demo:resnet8", "--data", "x.ptd"], "There is no file x.ptd."),
+        (bench.main, ["demo:resnet8", "--data", "here.ptd"], "--data is of one .pte, and there is none."),
+        (bench.main, ["demo:resnet8", "--batched"], "--batched is about --calibration, which is not given."),
+        (bench.main, ["demo:resnet8", "--recipe", INT8, "--calibration", "none"], "There is no file or folder none."),
+        (bench.main, ["demo:resnet8", "--calibration", "."], "nothing would read --calibration. Leave it out, or use a static"),
+        (bench.main, ["plain.pt2", "--recipe", FOUR_BIT], "works on an eager module, before the export, and plain is exported"),
+        (run.main, ["plain.pt2", "--recipe", FOUR_BIT], "works on an eager module, before the export, and plain is exported"),
+        (compile.main, ["plain.pt2", "--recipe", FOUR_BIT, "-o", "x.pte"], "and plain is exported already"),
         (bench.main, ["demo:resnet8", "--iterations", "0"], "--iterations"),
         (compile.main, ["demo:resnet8"], "There is nowhere to put the program. Give -o FILE.pte."),
         (compile.main, ["demo:resnet8", "-o", "no/x.pte"], "There is no folder no for no/x.pte."),
-        (compile.main, ["demo:resnet8", "-o", "x.pte", "--stop-after", "QUANTISE"], "is no stage. The stages are"),
-        (compile.main, ["demo:resnet8", "-o", "x.pte", "--stop-after", "QUANTIZE"], "not available in this version"),
+        (compile.main, ["demo:resnet8", "-o", "x.pte", "--stop-after", "QUANTISE"], "QUANTISE"),
+        (compile.main, ["demo:resnet8", "-o", "x.pt2", "--stop-after", "QUANTIZE"], "has no stage QUANTIZE"),
+        (compile.main, [*STATIC, "-o", "x.pte", "--stop-after", "quantize"], "A .pte cannot come of QUANTIZE"),
+        (compile.main, [*STATIC, "-o", "x.csv", "--stop-after", "QUANTIZE"], "What is delegated is not known after QUANTIZE."),
+        (compile.main, [*STATIC, "-o", "x.pt2"], "A .pt2 comes of a stage, and all stages give a .pte."),
+        (compile.main, [*STATIC, "-o", "x.pt2", "--stop-after", "QUANTIZE", "--etrecord", "x"], "There is no ETRecord after"),
+        (compile.main, [*STATIC, "-o", "plain.pt2/x", "--stop-after", "QUANTIZE"], "There is no folder plain.pt2"),
+        (compile.main, [*STATIC, "-o", "here.ptd", "--stop-after", "QUANTIZE"], "here.ptd is a file, and a stage's files"),
         (run.main, ["nothere.pte"], "There is no file nothere.pte."),
         (jobs.main, ["shw"], "Did you mean 'show'?"),
         (jobs.main, ["list", "--server", "nowhere"], "'nowhere' is no address."),
@@ -85,6 +115,10 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(
     command: Any, argv: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.ptd").write_bytes(b"")
+    (tmp_path / "plain.pte").write_bytes(b"\0\0\0\0ET12")
+    with zipfile.ZipFile(tmp_path / "plain.pt2", "w") as archive:
+        archive.writestr("plain/models/model.json", "{}")
     assert command(argv) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -211,6 +245,73 @@ def test_the_document_is_written_with_what_is_known_when_a_command_fails(tmp_pat
     assert json.loads(target.read_text()) == {"job": "known", "error": "INTERNAL"}
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_what_lies_behind_an_error_is_shown_where_it_is_asked_for(verbose: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    def command(context: typer.Context) -> None:
+        context.obj.takes_verbose(verbose)
+        try:
+            raise ValueError("torch's own words")
+        except ValueError as error:
+            raise error_of(Fault.USER, "EXPORT_FAILED", "It failed.", stage="TORCH_EXPORT") from error
+
+    assert execute(command, [], "test") == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "etfarm: It failed."
+    if verbose:
+        assert said[1].startswith("Traceback") and said[-1] == "ValueError: torch's own words"
+    else:
+        assert said[1:] == ["The original error: the same command with --verbose."]
+
+
+def test_a_job_that_failed_names_its_log_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def command(context: typer.Context) -> int:
+        context.obj.takes_verbose(False)
+        context.obj.failed_job = "j1"
+        return 1
+
+    assert execute(command, [], "test") == 1
+    assert capsys.readouterr().err == "What was printed meanwhile: `etfarm jobs logs j1`.\n"
+
+
+def test_a_stages_files_go_where_their_kind_says(tmp_path: Path) -> None:
+    class Stopped:
+        asked: dict[str, Path] | None = None
+
+        async def stage_files(self) -> list[str]:
+            return ["a.pt2", "a.txt", "b.pt2", "b.txt", "delegation.csv"]
+
+        async def save_stage_files(self, folder: Path, *, to: dict[str, Path] | None = None) -> list[Path]:
+            self.asked = to
+            return [folder] if to is None else list(to.values())
+
+    job: Any = Stopped()
+    saved = [asyncio.run(compile._save_stage(job, tmp_path / name)) for name in ("x.pt2", "t.csv", "all")]
+    assert saved == [[tmp_path / "x.a.pt2", tmp_path / "x.b.pt2"], [tmp_path / "t.csv"], [tmp_path / "all"]]
+
+
+@pytest.mark.parametrize(
+    ("stage", "recipe", "note"),
+    [
+        ("TO_EDGE_TRANSFORM_AND_LOWER", "xnnpack_fp32", "Load a.pt2, b.pt2 with executorch.exir.serde.serialize.load: "),
+        ("TORCH_EXPORT", "xnnpack_fp32", ""),
+        ("QUANTIZE", "xnnpack_pt2e_int8_static_per_channel", "Import torchao before torch.export.load reads a.pt2, b.pt2: "),
+        ("SOURCE_TRANSFORM", "xnnpack_torchao_int8da_int4w_per_channel", "Import torchao before "),
+        ("", "xnnpack_pt2e_int8_static_per_channel", ""),
+    ],
+)
+def test_how_a_stages_program_is_loaded_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str, recipe: str, note: str
+) -> None:
+    files = [tmp_path / "a.pt2", tmp_path / "b.pt2", tmp_path / "a.txt"]
+    for path in files:
+        path.write_bytes(b"x")
+    said = compile._how_to_load(stage, recipes.parse(recipe), files)
+    assert said.startswith(note) and bool(said) == bool(note)
+    compile._print_written(files, to_stderr=False, note=said)
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("wrote ") == 3 and told.endswith(said)
+
+
 def test_a_defect_of_ours_is_written_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "x.json"
 
@@ -319,9 +420,9 @@ def test_absent_numbers_are_not_zero() -> None:
     assert units.size(0) == "0 B"
 
 
-def test_a_column_has_one_unit() -> None:
+def test_a_column_has_one_unit_but_for_what_would_be_0_in_it() -> None:
     assert units.column([760_000, 3_000, None]) == ["760.0 µs", "3.0 µs", ""]
-    assert units.column([76_000_000, 3_000]) == ["76.00 ms", "0.00 ms"]
+    assert units.column([76_000_000, 3_000]) == ["76.00 ms", "3.00 µs"]
 
 
 def test_long_texts_keep_the_end_that_says_more() -> None:

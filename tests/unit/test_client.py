@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -12,20 +13,26 @@ import grpc
 import numpy as np
 import pytest
 
-from etfarm.client import decode, retry, submission
-from etfarm.client.aio import AsyncFarm, NotConnected
+from etfarm.client import decode, retry, transfers
+from etfarm.client.aio import AsyncFarm
 from etfarm.client.client import Farm
-from etfarm.client.errors import JobFailed, NotAvailable, SeveralReports, exit_code
-from etfarm.client.jobs import AsyncJob
+from etfarm.client.connection import NotConnected
+from etfarm.client.errors import JobFailed, SeveralReports, exit_code
+from etfarm.client.inputs import InputsDiffer
+from etfarm.client.jobs import AsyncJob, data_file_name, method_file
 from etfarm.client.models import CellChanged, JobChanged, JobResult, LogLine, Progress, Record
 from etfarm.client.npz import UnknownInput
-from etfarm.client.submission import InputsDiffer, PreparedMethod, PreparedModel, Submission
-from etfarm.v1 import common_pb2, job_pb2, report_pb2
+from etfarm.client.preparation import BadModel, prepare
+from etfarm.client.prepared import PreparedExport, PreparedMethod, PreparedModel
+from etfarm.client.recipes import read_recipe
+from etfarm.client.submission import Submission
+from etfarm.v1 import artifact_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.wire import digest, recipes, report, tensors
 from etfarm.wire.errors import EtfarmError, Fault, error_of
 from etfarm.wire.status import to_status
 
-TWO = PreparedModel("two", {"forward": PreparedMethod(b"pt2", (b"sample",), ("x", "y"), 12.0)})
+TWO = PreparedModel.of("two", {"forward": PreparedMethod(b"pt2", (b"sample",), ("x", "y"), 12.0)})
+INT8 = "xnnpack_pt2e_int8_static_per_channel"
 
 
 def _submission(models: list[PreparedModel], *names: str) -> Submission:
@@ -35,11 +42,19 @@ def _submission(models: list[PreparedModel], *names: str) -> Submission:
 
 
 def test_each_model_with_each_recipe_is_a_candidate_and_bytes_are_sent_once() -> None:
-    other = PreparedModel("other", {"forward": PreparedMethod(b"pt2")})
-    made = _submission([TWO, other], "xnnpack_fp32", "portable")
+    other = PreparedModel.of("other", {"forward": PreparedMethod(b"pt2")})
+    made = _submission([TWO, other], INT8, "portable")
     named = [(candidate.name, recipes.from_json(candidate.recipe).name) for candidate in made.spec.candidates]
-    assert named == [("two", "xnnpack_fp32"), ("two", "portable"), ("other", "xnnpack_fp32"), ("other", "portable")]
+    assert named == [("two", INT8), ("two", "portable"), ("other", INT8), ("other", "portable")]
     assert set(made.blobs) == {digest.of_bytes(b"pt2"), digest.of_bytes(b"sample")}
+
+
+def test_a_recipe_file_is_called_by_its_stem(tmp_path: Path) -> None:
+    file = tmp_path / "int8_ptd.toml"
+    file.write_text('recipe = "portable"\n[executorch]\nexternal_constants = true\n')
+    made = Submission(job_pb2.JobSpec())
+    made.add_candidates([TWO], [read_recipe(str(file)), recipes.parse("portable")])
+    assert [candidate.recipe_label for candidate in made.spec.candidates] == ["int8_ptd", ""]
 
 
 def test_the_time_of_the_export_goes_along() -> None:
@@ -122,17 +137,17 @@ def test_a_job_knows_whose_inputs_are_made_up() -> None:
 
 
 def test_example_inputs_are_refused_where_the_model_has_its_own() -> None:
-    with pytest.raises(submission.BadModel, match="'demo:resnet8' brings its own example inputs"):
-        submission.prepare("demo:resnet8", example_inputs=(1,))
+    with pytest.raises(BadModel, match="'demo:resnet8' brings its own example inputs"):
+        prepare("demo:resnet8", example_inputs=(1,))
 
 
 def test_what_is_no_model_is_told_what_is_one() -> None:
-    with pytest.raises(submission.BadModel, match=r"^3 is no model: it is of the type int. Give the path of a .pt2"):
-        submission.prepare(3)  # type: ignore[arg-type]
+    with pytest.raises(BadModel, match=r"^3 is no model: it is of the type int. Give the path of a .pt2"):
+        prepare(3)  # type: ignore[arg-type]
 
 
 def test_one_file_cannot_serve_models_that_order_it_otherwise() -> None:
-    turned = PreparedModel("turned", {"forward": PreparedMethod(b"", input_names=("y", "x"))})
+    turned = PreparedModel.of("turned", {"forward": PreparedMethod(b"", input_names=("y", "x"))})
     with pytest.raises(InputsDiffer):
         Submission(job_pb2.JobSpec()).add_inputs({"x": np.ones(1), "y": np.ones(1)}, [TWO, turned], [])
 
@@ -140,16 +155,87 @@ def test_one_file_cannot_serve_models_that_order_it_otherwise() -> None:
 def test_a_recipe_file_is_the_recipe_that_it_names(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('recipe = "xnnpack_fp32"\n')
-    assert submission.read_recipe(str(path)).digest == recipes.parse("xnnpack_fp32").digest
+    assert read_recipe(str(path)).digest == recipes.parse("xnnpack_fp32").digest
     with pytest.raises(recipes.BadRecipeText, match="cannot be read"):
-        submission.read_recipe(str(tmp_path / "none.toml"))
+        read_recipe(str(tmp_path / "none.toml"))
+    path.write_text('recipe = "xnnpack_fp32"\nstrikt = true\n')
+    with pytest.raises(EtfarmError, match=f"{path.name}: .*strikt"):
+        read_recipe(str(path))
 
 
-def test_a_model_with_constant_methods_is_refused() -> None:
-    from etfarm.client.export.eager import ExportedModel
+def test_samples_go_along_only_where_something_reads_them() -> None:
+    made = _submission([TWO], "xnnpack_fp32", "xnnpack_pt2e_int8_dynamic_per_channel", INT8, "acme.fast")
+    counts = [len(candidate.model.methods["forward"].calibration) for candidate in made.spec.candidates]
+    assert counts == [0, 0, 1, 1]  # what a plug-in of the server reads, nobody here knows
+    assert digest.of_bytes(b"sample") not in _submission([TWO], "portable").blobs
 
-    with pytest.raises(NotAvailable, match="constant methods"):
-        submission._exported(ExportedModel("x", {}, {"bos": b""}))
+
+def test_every_method_and_constant_goes_along_with_its_times() -> None:
+    methods = {
+        "encode": PreparedMethod(b"e", export_ms=5.0, transformed=True, transform_ms=1.5),
+        "decode": PreparedMethod(b"d", export_ms=7.0, quantized=True),
+    }
+    export = PreparedExport(methods, {"bos": b"constant"})
+    (candidate,) = _submission([PreparedModel("m", {"": export}, eager=True)], "portable").spec.candidates
+    assert {name: method.exported_program.digest for name, method in candidate.model.methods.items()} == {
+        "encode": digest.of_bytes(b"e"),
+        "decode": digest.of_bytes(b"d"),
+    }
+    assert candidate.model.constant_methods["bos"].digest == digest.of_bytes(b"constant")
+    told = [(stage.stage, stage.where, stage.duration_ms, dict(stage.methods)) for stage in candidate.stages_done]
+    assert told == [
+        ("SOURCE_TRANSFORM", "CLIENT", 1.5, {"encode": 1.5}),
+        ("QUANTIZE", "CLIENT", 0.0, {}),
+        ("TORCH_EXPORT", "CLIENT", 12.0, {"encode": 5.0, "decode": 7.0}),
+    ]
+    assert not candidate.stages_done[1].HasField("duration_ms")
+
+
+def test_the_times_of_methods_are_summed_without_digits_of_rounding() -> None:
+    methods = {name: PreparedMethod(b"m", export_ms=time) for name, time in (("encode", 0.1), ("decode", 0.2))}
+    (stage,) = PreparedExport(methods).stages_done()
+    assert stage.duration_ms == 0.3
+
+
+def test_a_programs_data_files_are_part_of_its_digest(tmp_path: Path) -> None:
+    pte, ptd = tmp_path / "x.pte", tmp_path / "weights.ptd"
+    pte.write_bytes(b"program")
+    ptd.write_bytes(b"\0" * 8 + b"FH01")
+    made = Submission(job_pb2.JobSpec())
+    made.add_candidates([prepare(PreparedModel("x", program=pte), data=[ptd])], [])
+    (candidate,) = made.spec.candidates
+    weights = digest.of_file(ptd)
+    assert candidate.program.data["weights"].digest == weights
+    assert candidate.program.digest == digest.of_program(digest.of_bytes(b"program"), {"weights": weights})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [("none.ptd", None, "cannot be read: No such file"), ("x.ptd", b"PK", "is no .ptd file of ExecuTorch")],
+)
+def test_what_is_no_data_file_is_refused(tmp_path: Path, name: str, content: bytes | None, says: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(EtfarmError, match=says):
+        prepare(PreparedModel("x", program=tmp_path / "x.pte"), data=[tmp_path / name])
+    with pytest.raises(EtfarmError, match="is compiled here"):
+        prepare(TWO, data=[tmp_path / name])
+
+
+def test_a_recipe_that_rewrites_modules_is_refused_for_what_is_exported_already() -> None:
+    four_bit = "xnnpack_torchao_int8da_int4w_per_channel"
+    with pytest.raises(EtfarmError, match="works on an eager module") as caught:
+        prepare(TWO, recipes=["xnnpack_fp32", four_bit])
+    assert (caught.value.reason, exit_code(caught.value)) == ("RECIPE_NEEDS_EAGER_MODULE", 2)
+    done = PreparedModel.of("done", {"forward": PreparedMethod(b"", transformed=True)})
+    assert prepare(done, recipes=[four_bit]) == done
+
+
+def test_methods_of_two_kinds_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadModel, match="'a' is a path, 'b' is a int"):
+        prepare({"a": "x.pt2", "b": 3})  # type: ignore[dict-item]
+    with pytest.raises(BadModel, match="needs method names as keys"):
+        prepare({})
 
 
 def _result(*states: str, errors: bool = True) -> JobResult:
@@ -309,3 +395,70 @@ def test_every_public_name_is_there() -> None:
         assert getattr(etfarm.client, name).__name__ == name
     with pytest.raises(AttributeError):
         etfarm.client.nothing  # noqa: B018
+
+
+class _Store:
+    """An artifact store in memory that notes how many uploads there are at one time."""
+
+    def __init__(self, known: set[str]) -> None:
+        self.known = known
+        self.asked: list[int] = []
+        self.live = self.most = 0
+
+    async def FindMissing(self, request: artifact_pb2.FindMissingRequest) -> artifact_pb2.FindMissingResponse:
+        self.asked.append(len(request.digests))
+        return artifact_pb2.FindMissingResponse(missing=[one for one in request.digests if one not in self.known])
+
+    async def GetUploadStatus(self, request: artifact_pb2.GetUploadStatusRequest) -> artifact_pb2.UploadStatus:
+        return artifact_pb2.UploadStatus(digest=request.digest, complete=request.digest in self.known)
+
+    async def Upload(self, requests: Any) -> artifact_pb2.UploadStatus:
+        self.live += 1
+        self.most = max(self.most, self.live)
+        digest = ""
+        async for request in requests:
+            digest = digest or request.header.artifact.digest
+            await asyncio.sleep(0)
+        self.live -= 1
+        self.known.add(digest)
+        return artifact_pb2.UploadStatus(digest=digest, complete=True)
+
+
+async def test_thousands_of_samples_are_asked_for_in_batches_and_sent_a_few_at_a_time() -> None:
+    made = Submission(job_pb2.JobSpec())
+    for number in range(6000):
+        made.add(number.to_bytes(4, "big"))
+    store = _Store(set(list(made.blobs)[:5900]))
+    moved: list[tuple[int, int]] = []
+    sent = await transfers.upload_missing(
+        cast(Any, store), made.blobs, server="s", on_progress=lambda done, total: moved.append((done, total))
+    )
+    assert store.asked == [5000, 1000]
+    assert 1 < store.most <= transfers.PARALLEL_SMALL
+    assert sent == 400 and moved[-1] == (400, 400) and moved == sorted(moved)
+    assert store.known == set(made.blobs)
+
+
+async def test_an_upload_that_is_refused_ends_the_others(tmp_path: Path) -> None:
+    class Full(_Store):
+        async def Upload(self, requests: Any) -> Any:
+            refusal = to_status(error_of(Fault.FARM, "STORE_FULL", "The store is full."))
+            raise grpc.aio.AioRpcError(refusal.code, grpc.aio.Metadata(), grpc.aio.Metadata(*refusal.trailing_metadata))
+
+    made = Submission(job_pb2.JobSpec())
+    for number in range(40):
+        made.add(number.to_bytes(4, "big"))
+    with pytest.raises(EtfarmError, match="The store is full"):
+        await transfers.upload_missing(cast(Any, Full(set())), made.blobs, server="s")
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("weights", "weights.ptd"), ("weights.ptd", "weights.ptd"), ("../../etc/x", "_.._etc_x.ptd"), ("", "_.ptd")],
+)
+def test_a_data_file_stays_in_its_folder_whatever_the_program_calls_it(name: str, file: str) -> None:
+    assert data_file_name(name) == file
+
+
+def test_files_of_several_methods_are_called_by_them() -> None:
+    assert method_file(Path("out/x.pt2"), "decode") == Path("out/x.decode.pt2")

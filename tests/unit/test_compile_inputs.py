@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from etfarm.server.compile.inputs import check_inputs
-from etfarm.server.compile.refusals import InputMismatch
+from etfarm.server.compile.inputs import InputMismatch, check_inputs
 from etfarm.server.compile.result import MethodFacts
 from etfarm.wire.tensors import Scalar, Tensor, Value
 
@@ -27,11 +26,11 @@ def tensor(*shape: int, dtype: str = "float32", item: int = 4, order: tuple[int,
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_what_fits_passes(batch: int) -> None:
-    check_inputs("forward", FACTS, [tensor(batch, 2), Scalar("", 3)])
+    assert check_inputs("forward", FACTS, [tensor(batch, 2), Scalar("", 3)]) is None  # type: ignore[func-returns-value]
 
 
 def test_orders_that_lay_the_same_bytes_are_one() -> None:
-    check_inputs("forward", FACTS, [tensor(1, 2, order=(1, 0)), Scalar("", 3)])
+    assert check_inputs("forward", FACTS, [tensor(1, 2, order=(1, 0)), Scalar("", 3)]) is None  # type: ignore[func-returns-value]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -12,41 +11,108 @@ import pytest
 pytest.importorskip("torch")
 
 from etfarm.server.compile import smoke
-from etfarm.server.compile.explain import first_line, stage_failed
+from etfarm.server.compile.smoke import Outcome, Run, SmokeRunner
+from etfarm.wire import tensors
+from etfarm.wire.tensors import Scalar
 
 
-def outcome_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, behaviour: object, timeout_s: float = 20) -> smoke.Outcome:
+def run_of(folder: Path, method: str = "forward") -> Run:
+    return Run(method, folder / "in.ett", folder / f"{method}.out.ett")
+
+
+def outcomes_of(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    behaviour: object,
+    methods: tuple[str, ...] = ("forward",),
+    timeout_s: float = 20,
+) -> list[Outcome]:
     monkeypatch.setattr(smoke, "_run", behaviour)
-    runner = smoke.SmokeRunner(tmp_path / "log")
+    runner = SmokeRunner(folder / "log")
     try:
-        return runner.run(tmp_path / "model.pte", {"forward": tmp_path / "in.ett"}, timeout_s)
+        return runner.run(folder / "model.pte", None, [run_of(folder, method) for method in methods], timeout_s)
     finally:
         runner.close()
 
 
 def test_a_crash_names_its_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    outcome = outcome_of(monkeypatch, tmp_path, lambda order: os.kill(os.getpid(), signal.SIGSEGV))
+    [outcome] = outcomes_of(monkeypatch, tmp_path, lambda order: os.kill(os.getpid(), signal.SIGSEGV))
     assert (outcome.ran, outcome.why) == (False, "it crashed with SIGSEGV")
 
 
 def test_an_exit_is_no_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    outcome = outcome_of(monkeypatch, tmp_path, lambda order: os._exit(3))
+    [outcome] = outcomes_of(monkeypatch, tmp_path, lambda order: os._exit(3))
     assert (outcome.ran, outcome.why) == (False, "it ended with exit code 3")
 
 
-def test_a_hang_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    outcome = outcome_of(monkeypatch, tmp_path, lambda order: time.sleep(60), timeout_s=0.2)
-    assert outcome.timed_out
+def test_a_silent_exit_is_no_success_either(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    [outcome] = outcomes_of(monkeypatch, tmp_path, lambda order: os._exit(0))
     assert not outcome.ran
+
+
+def test_a_crash_ends_its_own_run_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def behaviour(order: dict[str, str]) -> dict[str, object]:
+        if order["method"] == "second":
+            os.abort()
+        os.write(1, f"this is {order['method']}".encode())
+        return {"ran": True}
+
+    found = outcomes_of(monkeypatch, tmp_path, behaviour, ("first", "second", "third"))
+    assert [(o.method, o.ran) for o in found] == [("first", True), ("second", False), ("third", True)]
+    assert found[1].why == "it crashed with SIGABRT"
+    assert [o.log.strip() for o in (found[0], found[2])] == ["this is first", "this is third"]
+
+
+def test_a_hang_is_ended_and_the_next_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def behaviour(order: dict[str, str]) -> dict[str, object]:
+        if order["method"] == "hangs":
+            (tmp_path / "pid").write_text(str(os.getpid()))
+            signal.pause()
+        return {"ran": True}
+
+    hung, fine = outcomes_of(monkeypatch, tmp_path, behaviour, ("hangs", "runs"), timeout_s=2)
+    assert hung.timed_out
+    assert not hung.ran
+    assert fine.ran
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+
+
+def test_memory_that_is_used_up_says_nothing_against_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def behaviour(order: dict[str, str]) -> dict[str, object]:
+        os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'")
+        os.abort()
+
+    [outcome] = outcomes_of(monkeypatch, tmp_path, behaviour)
+    assert outcome.out_of_memory
+    assert not outcome.ran
+
+
+def test_closing_leaves_no_process(tmp_path: Path) -> None:
+    runner = SmokeRunner(tmp_path / "log")
+    pid = runner._pid
+    runner.close()
+    runner.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_forking_process_that_is_gone_is_told(tmp_path: Path) -> None:
+    runner = SmokeRunner(tmp_path / "log")
+    os.kill(runner._pid, signal.SIGKILL)
+    [outcome] = runner.run(tmp_path / "model.pte", None, [run_of(tmp_path)], 20)
+    runner.close()
+    assert not outcome.ran
+    assert "is gone" in outcome.why
 
 
 def test_a_program_that_is_none_is_told(tmp_path: Path) -> None:
     (tmp_path / "model.pte").write_bytes(b"no program")
-    (tmp_path / "in.ett").write_bytes(b"")
-    runner = smoke.SmokeRunner(tmp_path / "log")
-    outcome = runner.run(tmp_path / "model.pte", {"forward": tmp_path / "in.ett"}, 60)
+    (tmp_path / "in.ett").write_bytes(tensors.encode([Scalar("", 1)]))
+    runner = SmokeRunner(tmp_path / "log")
+    [outcome] = runner.run(tmp_path / "model.pte", None, [run_of(tmp_path)], 60)
+    runner.close()
     assert not outcome.ran
     assert outcome.why
+    assert not (tmp_path / "forward.out.ett").exists()
 
 
 @pytest.mark.parametrize(
@@ -61,16 +127,3 @@ def test_a_program_that_is_none_is_told(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_the_runtimes_reason_is_put_in_words(error: str, log: str, words: str) -> None:
     assert smoke.explain(error, log) == words
-
-
-def test_a_wrapped_error_is_told_by_its_cause_and_without_paths() -> None:
-    cause = ValueError("\n\nCannot lower /srv/etfarm/jobs/job-1/model.pt2 today\nsecond line")
-    wrapper = RuntimeError("An error occurred when running the 'X' pass after the following passes: []")
-    wrapper.__cause__ = cause
-    assert first_line(wrapper) == "Cannot lower model.pt2 today"
-    error = stage_failed("TO_EXECUTORCH", wrapper)
-    assert (error.reason, error.stage) == ("STAGE_FAILED", "TO_EXECUTORCH")
-
-
-def test_an_error_without_words_is_told_by_its_type() -> None:
-    assert first_line(KeyError()) == "KeyError"

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 
 from etfarm.server.artifacts.store import Store
+from etfarm.server.compile.cache import FOUND_EARLIER, Outcome
+from etfarm.server.compile.flights import Listener
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
 from etfarm.server.jobs import model
-from etfarm.server.jobs.conductor import MAX_ATTEMPTS, Conductor
+from etfarm.server.jobs.attempts import MAX_ATTEMPTS
+from etfarm.server.jobs.conductor import Conductor
 from etfarm.server.jobs.execution import Execution
 from etfarm.server.jobs.journal import Journal
 from etfarm.server.jobs.log import JobLog
@@ -27,7 +30,7 @@ from etfarm.server.reports.verdict import Thresholds
 from etfarm.server.state.engine import Database, DatabaseFull
 from etfarm.server.workers.quiet import Quiet
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
-from etfarm.v1.device_pb2 import Device
+from etfarm.v1.device_pb2 import Device, DeviceRunner
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import UserError
 
@@ -39,6 +42,8 @@ FORWARD = compile_pb2.MethodFacts(operators=["aten::add.out"], backends=["Xnnpac
 def compiled() -> compile_pb2.Compilation:
     made = compile_pb2.Compilation(key="key", facts=compile_pb2.ProgramFacts(methods={"forward": FORWARD}))
     made.program.pte.CopyFrom(artifact_of(b"pte"))
+    made.program.data["weights"].CopyFrom(artifact_of(b"weights"))
+    made.program.digest = "of the manifest"
     return made
 
 
@@ -48,11 +53,15 @@ class Compiles:
     def __init__(self) -> None:
         self.gate: asyncio.Event | None = None
         self.error: Exception | None = None
+        self.outcome = Outcome(compiled())
+        self.stop_after = ""
         self.calls = 0
         self.stopped = 0
 
-    async def compile(self, candidate: object, **_: object) -> tuple[compile_pb2.Compilation, bool]:
+    async def compile(self, candidate: object, *, listener: Listener, stop_after: str, **_: object) -> Outcome:
         self.calls += 1
+        self.stop_after = stop_after
+        listener.on_stage("QUANTIZE", 2.0, cached=True)
         if self.gate is not None:
             try:
                 await self.gate.wait()
@@ -61,7 +70,7 @@ class Compiles:
                 raise
         if self.error is not None:
             raise self.error
-        return compiled(), False
+        return self.outcome
 
     async def get(self, key: str) -> compile_pb2.Compilation:
         assert key == "key"
@@ -75,7 +84,7 @@ class Analyzes:
         self.seen: list[agent_pb2.CandidateResult] = []
         self.gate: asyncio.Event | None = None
 
-    async def analyze(self, *arguments: Any) -> report_pb2.Report:
+    async def analyze(self, *arguments: Any, **_: Any) -> report_pb2.Report:
         self.seen.append(arguments[4])
         if self.gate is not None:
             await self.gate.wait()
@@ -131,7 +140,7 @@ class World:
         self.announcer = Announcer()
         self.journal = Journal(database, self.announcer, self.now)
         self.log = JobLog(database, self.announcer, self.now)
-        bundles = Bundles(store, database, folder)
+        self.bundles = bundles = Bundles(store, database, folder)
         bundles._use(agent_pb2.RunnerBundle(arch="x86_64", backends=["XnnpackBackend"], operators=["aten::add.out"]))
         bundles.settled.set()
         self.runs = Runs(3600)
@@ -155,8 +164,9 @@ class World:
     async def agent(self, name: str = "pi") -> Agent:
         return await Agent(self, name).connect()
 
-    async def submit(self, cells: int = 1, *, on_device: bool = True) -> job_pb2.Job:
+    async def submit(self, cells: int = 1, *, on_device: bool = True, stop_after: str = "") -> job_pb2.Job:
         job = job_pb2.Job(id=f"job-{self.ids()}", owner="ann")
+        job.spec.stop_after = stop_after
         job.submitted_at.FromDatetime(AT)
         job.spec.candidates.add(name="net").program.pte.CopyFrom(artifact_of(b"pte"))
         for index in range(cells):
@@ -208,7 +218,7 @@ async def test_a_cell_goes_its_way_and_its_agent_may_forget_it_once_the_result_i
     job = await world.submit()
     run = await agent.started()
     assert (run.device_id, run.deadline_s, run.candidates[0].method) == ("pi", 600.0, "forward")
-    assert run.candidates[0].program.pte == artifact_of(b"pte")
+    assert run.candidates[0].program == compiled().program, "its data files too"
     assert world.conductor.live == 1
     assert agent.answer(run, threads=4)
     await agent.is_told("ack", run.attempt_id)
@@ -216,7 +226,7 @@ async def test_a_cell_goes_its_way_and_its_agent_may_forget_it_once_the_result_i
     assert states == WAY
     assert (report.state, report.attempt, report.threads, report.latency.p50_ns) == ("SUCCEEDED", run.attempt_id, 4, 5.0)
     assert world.runs.busy() == {}
-    assert (await world.journal.result_of(run.attempt_id)).threads == 4
+    assert (await world.journal.results_of(run.attempt_id))[job.cells[0].id].threads == 4
 
 
 async def test_a_compile_only_cell_ends_with_its_compilation(world: World) -> None:
@@ -234,6 +244,43 @@ async def test_a_cell_that_does_not_compile_fails_with_the_reason_and_a_report(w
     (cell,) = (await world.journal.get(job.id)).cells
     assert cell.error == report.error
     assert cell.report_id == report.id
+
+
+@pytest.mark.parametrize("cached", [False, True])
+async def test_a_compilation_that_failed_leaves_its_stages_in_the_report_and_says_when_it_was_known(
+    world: World, cached: bool
+) -> None:
+    failed = compile_pb2.Compilation(key="key", stages=[compile_pb2.Stage(stage="TORCH_EXPORT", duration_ms=5, where="SERVER")])
+    failed.error.MergeFrom(common_pb2.Error(fault=common_pb2.FAULT_USER, reason="STAGE_FAILED", message="No.", remedy="Change."))
+    world.compiler.outcome = Outcome(failed, cached=cached)
+    job = await world.submit(on_device=False)
+    states, (report,) = await world.end(job)
+    assert states == ["COMPILING", "FAILED"]
+    assert (report.error.reason, FOUND_EARLIER in report.error.remedy) == ("STAGE_FAILED", cached)
+    assert (report.compile.cached, [stage.stage for stage in report.compile.stages]) == (cached, ["TORCH_EXPORT"])
+    assert not report.compile.HasField("program")
+    assert [phase.phase for phase in report.timeline] == ["COMPILE"]
+    (cell,) = (await world.journal.get(job.id)).cells
+    assert (cell.compilation_key, cell.compile_cached) == ("key", cached)
+    assert not cell.HasField("program")
+
+
+async def test_a_compilation_that_stops_ends_without_a_program(world: World) -> None:
+    world.compiler.outcome = Outcome(compile_pb2.Compilation(key="key", stopped_after="TORCH_EXPORT"))
+    job = await world.submit(on_device=False, stop_after="TORCH_EXPORT")
+    states, (report,) = await world.end(job)
+    assert states == ["COMPILING", "SUCCEEDED"]
+    assert world.compiler.stop_after == report.compile.stopped_after == "TORCH_EXPORT"
+
+
+async def test_a_stage_of_an_earlier_compilation_is_told_as_such(world: World) -> None:
+    world.compiler.gate = asyncio.Event()
+    job = await world.submit(on_device=False)
+    async with asyncio.timeout(WAIT_S):
+        said = await anext(event.progress async for event in world.journal.watch(job.id, 0) if event.HasField("progress"))
+    assert (said.phase, said.duration_ms, said.message) == ("QUANTIZE", 2.0, "from an earlier compilation")
+    world.compiler.gate.set()
+    await world.end(job)
 
 
 async def test_a_bug_fails_the_cell_by_the_farms_fault(world: World) -> None:
@@ -276,7 +323,7 @@ async def test_a_device_fault_places_the_cell_again_elsewhere_and_nothing_of_the
     assert not cell.HasField("outputs")
     assert [attempt.device_id for attempt in cell.attempts] == ["pi", "xl", "pi"]
     assert [attempt.error.reason for attempt in cell.attempts] == ["X", "ATTEMPT_LOST", ""]
-    assert not (await world.journal.result_of(second.attempt_id)).threads, "a lost attempt has no result"
+    assert not (await world.journal.results_of(second.attempt_id))[job.cells[0].id].threads, "a lost attempt has no result"
 
 
 async def _next_start(agent: Agent) -> agent_pb2.StartRun:
@@ -304,6 +351,67 @@ async def test_a_program_that_the_device_cannot_run_is_refused_without_being_sen
     assert (report.error.reason, report.error.metadata["missing"]) == ("BACKEND_MISSING", "XnnpackBackend")
     assert world.registry.get("pi").attempt_id == ""
     assert agent.session._outgoing.empty(), "nothing was said to the agent"
+
+
+PYTHON = DeviceRunner(kind="python", backends=["XnnpackBackend"], operators=["aten::add.out"])
+
+
+async def test_without_a_bundle_a_run_is_sent_for_the_devices_own_runner(world: World) -> None:
+    world.bundles._by_arch.clear()
+    agent = Agent(world, "pi")
+    agent.device.own_runners.append(PYTHON)
+    await agent.connect()
+    job = await world.submit()
+    run = await agent.started()
+    assert not run.candidates[0].HasField("bundle")
+    agent.answer(run)
+    states, _ = await world.end(job)
+    assert states[-1] == "SUCCEEDED"
+
+
+async def test_without_a_bundle_a_program_that_the_own_runner_lacks_a_backend_for_is_refused(world: World) -> None:
+    world.bundles._by_arch.clear()
+    agent = Agent(world, "pi")
+    agent.device.own_runners.add(kind="python", backends=["Other"])
+    await agent.connect()
+    states, (report,) = await world.end(await world.submit())
+    assert (states[-1], report.error.reason) == ("FAILED", "BACKEND_MISSING")
+    assert agent.session._outgoing.empty(), "nothing was said to the agent"
+
+
+async def test_without_a_bundle_a_device_with_a_runner_of_its_own_is_preferred(world: World) -> None:
+    world.bundles._by_arch.clear()
+    bare = await world.agent("a")
+    agent = Agent(world, "pi")
+    agent.device.own_runners.append(PYTHON)
+    await agent.connect()
+    await world.submit()
+    assert (await agent.started()).device_id == "pi"
+    assert bare.session._outgoing.empty()
+
+
+async def test_without_a_bundle_a_device_without_a_runner_of_its_own_is_refused(world: World) -> None:
+    world.bundles._by_arch.clear()
+    agent = Agent(world, "pi")
+    agent.device.own_runners.add(kind="of a later version", backends=["XnnpackBackend"])
+    await agent.connect()
+    states, (report,) = await world.end(await world.submit())
+    assert (states[-1], report.error.reason) == ("FAILED", "BUNDLE_MISSING")
+
+
+async def test_a_bundle_that_is_being_built_is_waited_for_though_the_device_has_a_runner(world: World) -> None:
+    bundle = world.bundles._by_arch.pop("x86_64")
+    world.bundles._own_arch = "x86_64"
+    world.bundles.settled.clear()
+    agent = Agent(world, "pi")
+    agent.device.own_runners.append(PYTHON)
+    await agent.connect()
+    job = await world.submit()
+    await world.until(job, model.RUNNING)
+    assert agent.session._outgoing.empty()
+    world.bundles._use(bundle)
+    world.bundles.settled.set()
+    assert (await agent.started()).candidates[0].HasField("bundle")
 
 
 @pytest.mark.parametrize("state", ["COMPILING", "WAITING_FOR_DEVICE", "RUNNING", "ANALYZING"])

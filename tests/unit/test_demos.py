@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from etfarm.client.export import DEMOS, Demo, ModelSource, export_source, load_source
+from etfarm.client.export.eager import ExportedMethod
 from etfarm.wire import digest
 
 
@@ -20,12 +21,12 @@ def demos() -> dict[str, ModelSource]:
     return {name: load_source(Demo(name)) for name in DEMOS}
 
 
-def digests(sources: dict[str, ModelSource]) -> list[str]:
-    methods = [export_source(source, name=name).methods["forward"] for name, source in sources.items()]
-    return [digest.of_bytes(data) for method in methods for data in (method.pt2, *method.calibration)]
+@pytest.fixture(scope="module")
+def exported(demos: dict[str, ModelSource]) -> dict[str, ExportedMethod]:
+    return {name: export_source(source, name=name).methods["forward"] for name, source in demos.items()}
 
 
-def test_two_processes_give_the_same_bytes_whatever_their_folder_and_threads(demos: dict[str, ModelSource]) -> None:
+def test_two_processes_give_the_same_bytes_whatever_their_folder_and_threads(exported: dict[str, ExportedMethod]) -> None:
     code = (
         "import torch; torch.set_num_threads(2); torch.manual_seed(99)\n"
         "from etfarm.client.export import *; from etfarm.wire import digest\n"
@@ -35,7 +36,8 @@ def test_two_processes_give_the_same_bytes_whatever_their_folder_and_threads(dem
     )
     run = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == digests(demos)
+    here = [digest.of_bytes(data) for method in exported.values() for data in (method.pt2, *method.calibration)]
+    assert run.stdout.split() == here
 
 
 @pytest.mark.parametrize("name", DEMOS)
@@ -68,9 +70,8 @@ def test_int8_keeps_what_a_demo_says(demos: dict[str, ModelSource], name: str) -
 
 
 @pytest.mark.parametrize("name", DEMOS)
-def test_every_operator_names_a_line_of_the_demo(demos: dict[str, ModelSource], name: str) -> None:
-    pt2 = export_source(demos[name], name=name).methods["forward"].pt2
-    operators = [node for node in torch.export.load(io.BytesIO(pt2)).graph.nodes if node.op == "call_function"]
+def test_every_operator_names_a_line_of_the_demo(exported: dict[str, ExportedMethod], name: str) -> None:
+    operators = [node for node in torch.export.load(io.BytesIO(exported[name].pt2)).graph.nodes if node.op == "call_function"]
     assert operators
     for node in operators:
         files = re.findall(r'File "([^"]+)"', node.meta["stack_trace"])

@@ -8,13 +8,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from alembic import command
+from alembic.config import Config
 from sqlalchemy import Connection, create_engine, func, inspect, select, text
 from sqlalchemy.exc import OperationalError
 
+from etfarm.server.state import engine as engine_module
 from etfarm.server.state import schema
 from etfarm.server.state.engine import HEAD, Database, DatabaseTooNew
+from etfarm.v1 import report_pb2
 
 NOW = "2025-01-02 03:04:05"
+MIGRATIONS = Path(engine_module.__file__).parent / "migrations"
 
 
 @pytest.fixture
@@ -98,6 +103,74 @@ async def test_a_database_of_a_newer_etfarm_is_refused(database: Database, tmp_p
         await again.open()
     assert refused.value.remedy
     again.close()
+
+
+def revisions() -> list[str]:
+    return sorted(path.name.partition("_")[0] for path in MIGRATIONS.glob("versions/[0-9]*.py"))
+
+
+@pytest.mark.parametrize("revision", revisions()[:-1])
+async def test_a_database_of_an_older_etfarm_is_brought_up_with_all_that_it_has(tmp_path: Path, revision: str) -> None:
+    path = tmp_path / "farm.sqlite"
+    engine = create_engine(f"sqlite:///{path}")
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
+        add(connection)
+        connection.execute(text(f"INSERT INTO compilations VALUES ('key', x'01', '{NOW}')"))
+    engine.dispose()
+    database = Database(path)
+    await database.open()
+
+    def kept(connection: Connection) -> tuple[object, ...]:
+        version = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+        return count(connection), version, connection.execute(select(schema.compilations.c.body)).scalar()
+
+    assert await database.read(kept) == (1, HEAD, b"\x01")
+    tables = await database.read(lambda connection: set(inspect(connection).get_table_names()))
+    assert set(schema.metadata.tables) <= tables
+    database.close()
+
+
+async def test_reports_of_an_older_etfarm_are_found_by_what_they_are_of(tmp_path: Path) -> None:
+    path = tmp_path / "farm.sqlite"
+    engine = create_engine(f"sqlite:///{path}")
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    whole = report_pb2.Report(id="r1", recipe="xnnpack_fp32", method="forward", threads=4)
+    whole.model.CopyFrom(report_pb2.ReportModel(name="net", digest="a" * 64))
+    slim = report_pb2.Report.FromString(whole.SerializeToString())
+    for report in (whole, slim):
+        report.latency.p50_ns = 1000
+    whole.latency.samples_ns.extend([1000] * 9)
+    whole.operators.add(name="add")
+    bare = report_pb2.Report(id="r2")
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0003")
+        connection.execute(text(f"INSERT INTO jobs VALUES ('j', 1, '', 'ann', 'r', 0, x'', '{NOW}', '{NOW}', 0)"))
+        for report in (whole, bare):
+            connection.execute(text(f"INSERT INTO cells VALUES ('c-{report.id}', 'j', 0, 'SUCCEEDED', 1, x'')"))
+            connection.execute(
+                text(f"INSERT INTO reports VALUES (:id, 'j', :cell, 'net', '', 'board', NULL, '{NOW}', :body)"),
+                {"id": report.id, "cell": f"c-{report.id}", "body": report.SerializeToString()},
+            )
+    engine.dispose()
+    database = Database(path)
+    await database.open()
+    table = schema.reports.c
+    found = select(table.id, table.model_digest, table.recipe, table.method, table.threads, table.body).order_by(table.id)
+    assert await database.read(lambda connection: [tuple(row) for row in connection.execute(found)]) == [
+        ("r1", "a" * 64, "xnnpack_fp32", "forward", 4, whole.SerializeToString()),
+        ("r2", "", None, None, None, bare.SerializeToString()),
+    ]
+    slim_ones = select(table.slim).order_by(table.id)
+    assert await database.read(lambda connection: list(connection.execute(slim_ones).scalars())) == [
+        slim.SerializeToString(), bare.SerializeToString(),
+    ]  # fmt: skip
+    database.close()
 
 
 async def test_a_migration_that_is_cut_off_leaves_nothing_half_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

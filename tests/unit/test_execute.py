@@ -17,7 +17,10 @@ from etfarm.device_agents.agent import DataFolder, Results, device_id
 from etfarm.device_agents.cache import Cache
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.errors import FolderInUse
-from etfarm.device_agents.execute import Attempt, plan_of, traced_iterations
+from etfarm.device_agents.execute import Attempt
+from etfarm.device_agents.gates import GateLimits
+from etfarm.device_agents.passes import plan_of, traced_iterations
+from etfarm.device_agents.runners.python import PythonRunner
 from etfarm.v1 import agent_pb2, artifact_pb2, artifact_pb2_grpc, common_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
@@ -81,6 +84,69 @@ async def test_a_program_that_needs_too_much_memory_is_the_users_fault(blobs: Bl
     assert not (tmp_path / "run").exists()
 
 
+async def test_a_device_that_never_idles_leaves_the_program_its_time(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    # A device that is never idle enough.
+    config = AgentConfig(Access(address), "board", tmp_path, gates=GateLimits(idle_below=0, idle_wait_s=1000))
+    pte = blobs.put(program("add").bytes)
+    candidate = agent_pb2.RunCandidate(
+        cell_id="cell",
+        program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})),
+        bundle=agent_pb2.RunnerBundle(artifact=blobs.put(runner_archive().read_bytes())),
+    )
+    start = agent_pb2.StartRun(
+        attempt_id="a",
+        candidates=[candidate],
+        deadline_s=9,
+        measurement=job_pb2.Measurement(warmup=0, iterations=1, min_time_s=0),
+    )
+    cache = Cache(tmp_path / "cache", 1 << 30)
+    device = inventory.parse(inventory.collect())
+    told: list[agent_pb2.RunProgress] = []
+    result = await Attempt(config, device, cache, tmp_path / "run", start, told.append).run()
+    (candidate_result,) = result.candidates
+    (wait,) = candidate_result.telemetry.waits
+    assert (candidate_result.error.reason, wait.gate, wait.passed) == ("", "IDLE", False)
+    assert wait.waited_ms <= 4_500
+    assert any("to be below 0" in progress.message for progress in told)
+
+
+async def test_without_a_bundle_the_python_binding_runs_it_where_it_is_installed(
+    blobs: Blobs, address: str, tmp_path: Path
+) -> None:
+    if not PythonRunner.available():
+        pytest.skip("needs torch and executorch")
+    made = program("conv")
+    pte = blobs.put(made.bytes)
+    candidate = agent_pb2.RunCandidate(
+        cell_id="cell",
+        program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})),
+        inputs=blobs.put(tensors.encode(made.inputs)),
+        threads=1,
+    )
+    start = agent_pb2.StartRun(attempt_id="a", device_id="d", candidates=[candidate], deadline_s=120)
+    device = inventory.parse(inventory.collect())
+    cache = Cache(tmp_path / "cache", 1 << 30)
+    config = AgentConfig(Access(address), "board", tmp_path)
+    (result,) = (await Attempt(config, device, cache, tmp_path / "run", start, lambda progress: None).run()).candidates
+    assert not result.HasField("error"), result.error
+    assert (result.runner.kind, result.runner.bundle_digest, result.threads) == ("python", "", 1)
+    assert result.load.first_run_ns > 0
+    assert not (tmp_path / "run").exists()
+
+
+async def test_without_any_runner_the_server_is_told_so(
+    blobs: Blobs, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PythonRunner, "available", lambda: False)  # as on a board that has the agent alone
+    pte = blobs.put(program("conv").bytes)
+    given_program = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
+    start = agent_pb2.StartRun(attempt_id="a", candidates=[agent_pb2.RunCandidate(cell_id="c", program=given_program)])
+    cache = Cache(tmp_path / "cache", 1 << 30)
+    device = inventory.parse(inventory.collect())
+    attempt = Attempt(AgentConfig(Access(address), "board", tmp_path), device, cache, tmp_path / "run", start, lambda said: None)
+    assert (await attempt.run()).candidates[0].error.reason == "NO_RUNNER"
+
+
 async def test_a_program_of_other_files_is_not_run(blobs: Blobs, address: str, tmp_path: Path) -> None:
     given_program = compile_pb2.Program(pte=blobs.put(b"no program"), digest=digest.of_program("0" * 64, {}))
     start = agent_pb2.StartRun(attempt_id="a", candidates=[agent_pb2.RunCandidate(cell_id="c", program=given_program)])
@@ -90,6 +156,15 @@ async def test_a_program_of_other_files_is_not_run(blobs: Blobs, address: str, t
     result = await Attempt(config, device, cache, tmp_path / "run", start, lambda progress: None).run()
     assert result.candidates[0].error.reason == "DIGEST_MISMATCH"
     assert list((tmp_path / "cache" / "blobs").iterdir()) == []
+
+
+def test_a_warm_up_goes_on_until_it_is_steady_and_a_number_is_exact() -> None:
+    plan = plan_of(job_pb2.Measurement())
+    assert (plan.steady, plan.warmup, plan.max_warmup_ns) == (True, 10, 10_000_000_000)
+    plan = plan_of(job_pb2.Measurement(warmup=1000))
+    assert (plan.steady, plan.warmup) == (False, 1000) and (plan.max_warmup_ns or 0) > 10**14
+    plan = plan_of(job_pb2.Measurement(warmup=1000, max_warmup_s=0.5))
+    assert plan.max_warmup_ns == 500_000_000
 
 
 def test_what_a_measurement_leaves_open_has_the_documented_defaults() -> None:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from etfarm.client.export import ExportedMethod, FileFactory, ModelSource, export_source, load_source, needs_eager
+from etfarm.client.export import ExportedMethod, FileFactory, ModelSource, export_source, load_source
 from etfarm.client.export import errors as e
+from etfarm.client.export.eager import archive_of
 from etfarm.client.export.traces import place_in, relative
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.tensors import Scalar, decode, to_array
@@ -183,8 +184,35 @@ def test_every_method_is_exported_and_constants_come_along() -> None:
     assert decode(model.constant_methods["vocabulary_size"]) == [Scalar("0", 32)]
     assert decode(model.constant_methods["range"]) == [Scalar("0", 0.5), Scalar("1", 2)]
     assert all(method.duration_ms > 0 for method in model.methods.values())
-    with pytest.raises(e.BadModelSource, match="'name' holds what is a str"):
-        export_source(ModelSource.of(Add().eval(), (torch.ones(1), torch.ones(1)), constant_methods={"name": "x"}), name="m")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("x", "a str"), (None, "None"), ({"a": 1}, "a dict"), (2**63, "9223372036854775808"), ([1, None], "None")],
+)
+def test_a_constant_that_no_program_can_hold_is_refused(value: object, words: str) -> None:
+    source = ModelSource.of(Add().eval(), (torch.ones(1), torch.ones(1)), constant_methods={"name": value})
+    with pytest.raises(e.BadModelSource, match=f"'name' holds a value that is {words}.*64 bits"):
+        export_source(source, name="m")
+
+
+def test_attributes_that_torch_leaves_on_inputs_stay_out_of_archives() -> None:
+    x, marked = torch.rand(2, 4), torch.rand(2, 4)
+    torch._dynamo.maybe_mark_dynamic(marked, 0)
+    left = torch.export.export(nn.Linear(4, 4).eval(), (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC(max=8)},))
+    assert vars(x) and vars(marked), "else this test shows nothing"
+    for given in (left, torch.export.export(nn.Linear(4, 4).eval(), (marked,))):
+        assert_plain(archive_of(given))
+        assert given.example_inputs is not None and vars(given.example_inputs[0][0])
+
+
+def assert_plain(archive: bytes) -> None:
+    """Example inputs are tensors and nothing else."""
+    with zipfile.ZipFile(io.BytesIO(archive)) as opened:
+        (samples,) = (name for name in opened.namelist() if "sample_inputs" in name and name.endswith(".pt"))
+        inputs = torch.load(io.BytesIO(opened.read(samples)), weights_only=True)
+        assert b"_rebuild_from_type_v2" not in opened.read(samples)
+    assert not vars(inputs[0][0])
 
 
 def test_train_mode_is_refused_wherever_it_hides() -> None:
@@ -251,7 +279,45 @@ def test_dynamic_shapes_in_another_form_are_refused(shapes: object) -> None:
 def test_dims_that_must_be_equal_are_told_so() -> None:
     shapes = {"x": {0: Dim("a", max=9)}, "y": {0: Dim("b", max=9)}}
     error = refused(ModelSource.of(Add().eval(), (torch.ones(4, 2), torch.ones(4, 2)), dynamic_shapes=shapes))
-    assert "must always be equal" in error.message
+    assert error.reason == "DIM_SPECIALIZED" and "must always be equal" in error.message
+    assert "b = a" in error.remedy
+
+
+class Fixed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(4, -1, 2)[:, 0] + torch.ones(4, 2)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("dim", "shown"), [(Dim("n", max=9), "Dim n"), (Dim.DYNAMIC(max=9), "dim 0 of 'x'")])
+def test_an_example_size_of_1_of_a_dynamic_dim_is_told_with_what_to_do(dim: object, shown: str, strict: bool) -> None:
+    source = ModelSource.of(nn.ReLU().eval(), (torch.ones(1, 2),), dynamic_shapes=({0: dim},))
+    with pytest.raises(e.DimSpecialized) as caught:
+        export_source(source, name="m", strict=strict)
+    shown = shown.replace("'x'", "'input'")
+    assert f"{shown} cannot be dynamic" in caught.value.message and "example inputs is 1" in caught.value.message
+    assert "size 2 or more" in caught.value.remedy and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("dim", "shown"), [(Dim("n", max=9), "Dim n"), (Dim.DYNAMIC(max=9), "dim 0 of 'x'")])
+def test_a_dim_that_the_model_fixes_is_told_with_its_size(dim: object, shown: str, strict: bool) -> None:
+    source = ModelSource.of(Fixed().eval(), (torch.ones(4, 2),), dynamic_shapes={"x": {0: dim}})
+    with pytest.raises(e.DimSpecialized) as caught:
+        export_source(source, name="m", strict=strict)
+    assert shown in caught.value.message and "the size 4 only" in caught.value.message
+    assert "mark_dynamic" not in str(caught.value) and "leave the dim out of dynamic_shapes" in caught.value.remedy
+
+
+def test_a_dim_whose_range_is_too_wide_is_told_with_the_range_that_fits() -> None:
+    class Bounded(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if x.shape[0] > 3 else x
+
+    error = refused(ModelSource.of(Bounded().eval(), (torch.ones(4, 2),), dynamic_shapes={"x": {0: Dim("n", max=16)}}))
+    assert error.reason == "DIM_SPECIALIZED" and "Write n = Dim('n', min=4, max=16)" in error.remedy
+    narrow = refused(ModelSource.of(Bounded().eval(), (torch.ones(4, 2),), dynamic_shapes={"x": {0: Dim.DYNAMIC(max=3)}}))
+    assert narrow.reason == "DIM_SPECIALIZED" and "range of [4, int_oo]" in narrow.message
 
 
 Pair = namedtuple("Pair", "a b")
@@ -296,7 +362,3 @@ def test_the_place_in_a_message_is_the_users_innermost_line() -> None:
     place = place_in(text, Path("/w"))
     assert place is not None and (str(place), place.code) == ("net.py:3", "y = f(x)")
     assert place_in("no frames here", Path("/w")) is None
-
-
-def test_only_torchaos_transforms_need_the_eager_module() -> None:
-    assert needs_eager("torchao") and not needs_eager("pt2e") and not needs_eager("")

@@ -75,6 +75,7 @@ def test_what_no_fact_tells_is_unset() -> None:
 
 
 @example({"/proc/cpuinfo": "processor: ²\ncpu part: ²", "/proc/meminfo": "MemTotal: ² kB", "getconf PAGESIZE": "²"})
+@example({"getconf PAGESIZE": str(2**63), "/proc/meminfo": f"MemTotal: {2**63} kB"})
 @given(st.dictionaries(st.sampled_from(sorted(collect())), st.text(max_size=200)))
 def test_odd_facts_never_break_the_parser(facts: dict[str, str]) -> None:
     # Cpus_allowed_list is the kernel's own and always well-formed.

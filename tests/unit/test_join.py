@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
+import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +18,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.server.reports import etdump, graph
+from etfarm.server.reports import etdump, graph, provenance
 from etfarm.server.reports.etdump import Call, Kernel, Trace
 from etfarm.server.reports.graph import Instruction, Record
 from etfarm.server.reports.join import Joined, join
 from etfarm.v1 import report_pb2
+from etfarm.wire import digest
+from tests.bench import join as bench
 from tests.support import traces
+from tests.support.programs import cache_folder
 from tests.support.traces import ITERATIONS, Traced, line_of, traced
 
 OPERATOR = report_pb2.OPERATOR_KIND_OPERATOR
@@ -171,41 +181,6 @@ def test_without_a_record_and_a_program_rows_still_come() -> None:
     assert {row.resolution_ns for row in joined.operators if row.kind == KERNEL} == {1000}
 
 
-@pytest.mark.parametrize("data", [b"", b"no etdump at all", bytes(200)])
-def test_bytes_that_are_no_trace_are_refused(data: bytes) -> None:
-    with pytest.raises(etdump.BadTrace):
-        etdump.read(data)
-
-
-def test_iterations_that_executed_something_else_are_left_out() -> None:
-    def run(*events: tuple[int, str]) -> dict[str, Any]:
-        named = [
-            {"profile_event": {"name": name, "instruction_id": at, "start_time": 5, "end_time": 5 + 10 * (at + 1)}}
-            for at, name in events
-        ]
-        return {"events": named}
-
-    yes = run((0, "native_call_sin.out"), (0, "Method::execute"))
-    no = run((1, "native_call_cos.out"), (0, "Method::execute"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(etdump, "_runs", lambda data: [run((0, "Method::init")), yes, no, yes])
-        trace = etdump.read(b"")
-    assert (trace.left_out, trace.method_ns.tolist()) == (1, [10, 10])
-    assert [(call.instruction, call.event, call.times_ns.tolist()) for call in trace.calls] == [(0, "sin.out", [10, 10])]
-
-
-def test_a_kernel_without_its_own_event_takes_the_time_of_its_call() -> None:
-    """Views of the interpreter say only OPERATOR_CALL; kernels that call kernels say two events that overlap."""
-    table = {
-        (0, 0, "OPERATOR_CALL", ""): _times(7),
-        (0, 1, "native_call_b.out", ""): _times(5),
-        (0, 1, "native_call_a.out", ""): _times(6),
-        (0, 1, "OPERATOR_CALL", ""): _times(8),
-    }
-    calls = etdump._calls(table)
-    assert [(call.event, call.times_ns.tolist()) for call in calls] == [(None, [7]), ("b.out", [8])]
-
-
 NS = st.integers(0, 3_000_000)
 
 
@@ -277,3 +252,45 @@ def test_a_backend_that_tells_its_map_has_aligned_kernels_with_lines() -> None:
     assert (unknown.aligned, unknown.op_types, unknown.HasField("module")) == (False, [], False)
     assert rows[0].op_types == ["aten.mul.Tensor", "aten.add.Tensor"]
     assert not rows[0].HasField("module")
+
+
+@pytest.fixture(scope="module")
+def chain() -> Path:
+    """A thousand portable kernels in a row, three times by the native runner; kept in a cache."""
+    key = digest.of_value([digest.of_file(Path(bench.__file__)), version("torch"), version("executorch")])[:16]
+    folder = cache_folder() / f"chain-{key}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            command = [sys.executable, "-m", bench.__name__, "--make", str(folder), "--operators", "1000"]
+            subprocess.run(command, check=True, capture_output=True)
+            asyncio.run(bench.trace(folder, 3))
+            (folder / "done").touch()
+    return folder
+
+
+def test_a_thousand_operators_join_in_order_with_their_lines_and_nothing_twice(chain: Path) -> None:
+    trace, program = etdump.read((chain / "trace.etdp").read_bytes()), graph.read_program(chain / "program.pte", "forward")
+    record = graph.read_record(chain / "program.etrecord", "forward")
+    joined = join(trace, record, program, "forward")
+    *rows, rest = joined.operators
+    assert [row.instruction_id for row in rows] == list(range(1000))
+    assert [row.name for row in rows] == ["aten.sin.out", "aten.add.out"] * 500
+    assert [row.source.code for row in rows] == ["turned = torch.sin(x)", "return turned + 0.5"] * 500
+    assert [row.module for row in rows] == [f"blocks.{at // 2}" for at in range(1000)]
+    assert rest.kind == REST
+    assert sum(row.share for row in joined.operators) == pytest.approx(1)
+    times = np.array([row.times_ns for row in joined.operators])
+    assert times.shape == (1001, 3)
+    assert (times.sum(axis=0) == joined.profile.times_ns).all(), (
+        "the runtime's own part is the rest, and nothing is counted twice"
+    )
+    assert provenance.misfit_of_run(trace, json.loads((chain / "traced_ns.json").read_text())) is None
+
+
+def test_what_inspector_finds_is_found(chain: Path) -> None:
+    """The comparison that tests/bench times."""
+    ours = bench.join_here(chain)
+    assert (ours["warnings"], ours["lines"], len(ours["rows"])) == ([], 1000, 1000)
+    assert ours["rows"] == bench.join_by_inspector(chain)["rows"]

@@ -232,12 +232,26 @@ async def test_an_attempt_keeps_its_result(world: World) -> None:
     cell = job.cells[0]
     cell.attempts.add(id="a1", device_id="pi").started_at.FromDatetime(START)
     cell = await world.journal.change(model.amend(cell, at=START))
-    assert await world.journal.result_of("a1") == CandidateResult()
+    assert await world.journal.results_of("a1") == {cell.id: CandidateResult()}
     cell.attempts[0].finished_at.FromDatetime(START)
     cell = await world.journal.change(model.amend(cell, at=START), result=CandidateResult(cell_id=cell.id, iterations=7))
-    assert (await world.journal.result_of("a1")).iterations == 7
+    assert (await world.journal.results_of("a1"))[cell.id].iterations == 7
     await world.journal.change(model.amend(cell, at=START))
-    assert (await world.journal.result_of("a1")).iterations == 7, "a later change keeps it"
+    assert (await world.journal.results_of("a1"))[cell.id].iterations == 7, "a later change keeps it"
+
+
+async def test_cells_that_share_an_attempt_change_together_or_not_at_all_and_each_keeps_its_result(world: World) -> None:
+    job = await world.submit(cells=2)
+    for cell in job.cells:
+        cell.attempts.add(id="a1", device_id="pi").started_at.FromDatetime(START)
+    changed = [model.amend(cell, at=START) for cell in job.cells]
+    results = [CandidateResult(cell_id=cell.id, iterations=cell.index + 1) for cell in changed]
+    with pytest.raises(StaleVersion):
+        await world.journal.change_together([(changed[0], results[0]), (job.cells[1], results[1])])
+    assert await world.journal.results_of("a1") == {}
+    await world.journal.change_together(list(zip(changed, results, strict=True)))
+    assert [each.iterations for each in (await world.journal.results_of("a1")).values()] == [1, 2]
+    assert [cell.version for cell in (await world.journal.get(job.id)).cells] == [changed[0].version] * 2
 
 
 @pytest.mark.parametrize("key", ["abcdef01", "abcd", "abcde", "latest"])

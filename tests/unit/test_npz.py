@@ -150,10 +150,20 @@ def test_samples_are_a_folders_files_or_axis_0(tmp_path: Path) -> None:
     batched = saved(
         tmp_path, **{"x": np.arange(6, dtype=np.int32).reshape(3, 2), "k": np.asarray(7), "k.dtype": np.asarray("scalar")}
     )
-    samples = npz.read_samples(batched, batched=True)
+    samples = list(npz.read_samples(batched, batched=True))
     assert [to_array(tensor(s[""]["x"])).tolist() for s in samples] == [[0, 1], [2, 3], [4, 5]]
     assert [s[""]["k"] for s in samples] == [Scalar("k", 7)] * 3
     with pytest.raises(npz.UnsupportedInputArray, match="several lengths"):
-        npz.read_samples(saved(tmp_path, x=np.zeros((2, 1)), y=np.zeros((3, 1))), batched=True)
+        list(npz.read_samples(saved(tmp_path, x=np.zeros((2, 1)), y=np.zeros((3, 1))), batched=True))
     with pytest.raises(npz.InputFileUnreadable):
-        npz.read_samples(tmp_path / "samples" / "none")
+        list(npz.read_samples(tmp_path / "samples" / "none"))
+
+
+def test_the_samples_of_a_batch_keep_the_dim_order_that_the_file_says(tmp_path: Path) -> None:
+    images = np.arange(2 * 3 * 4 * 5, dtype=np.float32).reshape(2, 3, 4, 5)
+    np.savez(tmp_path / "batch.npz", x=images, **{"x.dim_order": np.array([0, 2, 3, 1])})
+    for image, sample in zip(images, npz.read_samples(tmp_path / "batch.npz", batched=True), strict=True):
+        value = sample[npz.UNSAID]["x"]
+        assert isinstance(value, Tensor)
+        assert value.dim_order == (1, 2, 0)
+        np.testing.assert_array_equal(to_array(value), image)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from etfarm.wire import recipes
 from etfarm.wire.errors import Fault, UserError
-from etfarm.wire.recipes import RECIPES, Argument, Plain, Quantization, Recipe
+from etfarm.wire.recipes import RECIPES, Argument, Plain, Quantization, Recipe, Specification
+from etfarm.wire.stages import BadStages
 
 
 def values(argument: Argument) -> st.SearchStrategy[Plain]:
@@ -54,7 +55,7 @@ def test_any_text_is_a_recipe_or_a_users_error_with_a_remedy(text: str) -> None:
         assert error.fault is Fault.USER
         assert error.reason.isupper()
     else:
-        assert recipe.name == text.strip().partition(":")[0]
+        assert recipes.parse(recipe.text) == recipe
 
 
 def test_a_default_that_is_written_out_changes_nothing() -> None:
@@ -85,8 +86,9 @@ def test_an_unknown_argument_is_answered_with_the_known_ones(text: str, sentence
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("xnnpack_torchao_int8da_int4w_per_tensor:group_size=7", "Allowed: 16, 32, 64, 128, 256."),
-        ("xnnpack_torchao_int8da_int4w_per_tensor:group_size=true", "Allowed: 16, 32"),
+        ("xnnpack_torchao_int8da_int4w_per_tensor:group_size=16", "Allowed: 32, 64, 128, 256."),
+        ("xnnpack_torchao_int8da_int4w_per_tensor:group_size=true", "Allowed: 32, 64"),
+        ("coreml_torchao_int4_weight_only_per_group:group_size=7", "Allowed: 16, 32, 64, 128, 256."),
         ("coreml_fp16:lower_full_graph=1", "Allowed: true, false."),
         ("coreml_fp16:lower_full_graph=", "Allowed: true, false."),
         ("arm_ethos_u55_int8:macs=512", "Allowed: 32, 64, 128, 256."),
@@ -102,13 +104,15 @@ def test_a_bad_value_is_answered_with_the_allowed_ones(text: str, sentence: str)
     assert sentence in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["x:", "xnnpack_fp32:", "xnnpack_fp32:a", "xnnpack_fp32:=1", "coreml_fp16:a=1,a=2"])
+@pytest.mark.parametrize(
+    "text", ["x:", "xnnpack_fp32+", "+", "xnnpack_fp32:", "xnnpack_fp32:a", "xnnpack_fp32:=1", "coreml_fp16:a=1,a=2"]
+)
 def test_a_text_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(recipes.BadRecipeText):
         recipes.parse(text)
 
 
-@pytest.mark.parametrize("text", ["", "recipe = 1", "name = 'x'", "recipe = 'portable'\narguments = 3", "= =", "[["])
+@pytest.mark.parametrize("text", ["", "name = 'x'", "arguments = {a = 1}", "= =", "[["])
 def test_a_toml_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(recipes.BadRecipeText):
         recipes.from_toml(text)
@@ -126,3 +130,86 @@ def test_the_table_has_every_recipe_of_executorch() -> None:
     types = pytest.importorskip("executorch.backends.xnnpack.recipes.xnnpack_recipe_types")
     known = {recipe.value for recipe in types.XNNPackRecipeType}
     assert known == {name for name, s in RECIPES.items() if s.backend == "xnnpack"}
+
+
+def test_named_recipes_keep_their_json_and_so_their_digests() -> None:
+    assert recipes.parse("xnnpack_fp32").json == '{"arguments":{},"recipe":"xnnpack_fp32"}'
+    grouped = recipes.parse("xnnpack_torchao_int8da_int4w_per_tensor:group_size=64")
+    assert grouped.json == '{"arguments":{"group_size":64},"recipe":"xnnpack_torchao_int8da_int4w_per_tensor"}'
+
+
+def test_recipes_combine_in_their_order_each_with_its_arguments() -> None:
+    text = "coreml_fp16:minimum_deployment_target=iOS17+xnnpack_fp32"
+    recipe = recipes.parse(f" {text.replace('+', ' + ')} ")
+    assert recipe.text == text
+    assert recipe.name == "coreml_fp16+xnnpack_fp32"
+    assert [dict(part.arguments) for part in recipe.parts] == [{"minimum_deployment_target": "iOS17"}, {}]
+    assert recipes.parse("xnnpack_fp32+coreml_fp16") != recipes.parse("coreml_fp16+xnnpack_fp32")
+    assert recipes.parse("xnnpack_fp32+xnnpack_fp32") == recipes.parse("xnnpack_fp32")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "xnnpack_torchao_int8da_int4w_per_channel+xnnpack_pt2e_int8_static_per_channel",
+            "xnnpack_torchao_int8da_int4w_per_channel and xnnpack_pt2e_int8_static_per_channel cannot be combined",
+        ),
+        ("xnnpack_fp32+portable", "portable cannot be combined"),
+        (
+            "xnnpack_pt2e_int8_static_per_channel+xnnpack_pt2e_int8_dynamic_per_channel",
+            "xnnpack_pt2e_int8_dynamic_per_channel would only get what xnnpack_pt2e_int8_static_per_channel leaves. Keep one",
+        ),
+        ("coreml_pt2e_int8_static+coreml_pt2e_int8_weight_only", "both quantize the whole model for coreml"),
+    ],
+)
+def test_recipes_that_do_not_go_together_are_named(text: str, sentence: str) -> None:
+    with pytest.raises(recipes.BadCombination) as caught:
+        recipes.parse(text)
+    assert sentence in str(caught.value)
+
+
+def test_quantizers_of_different_backends_go_together() -> None:
+    recipe = recipes.parse("coreml_pt2e_int8_static+xnnpack_pt2e_int8_static_per_channel")
+    assert recipe.quantization is Quantization.PT2E_STATIC
+
+
+def test_a_source_transform_goes_with_recipes_that_only_lower() -> None:
+    recipe = recipes.parse("coreml_fp16+xnnpack_torchao_int8da_int4w_per_channel")
+    assert recipe.quantization is Quantization.TORCHAO_SOURCE
+    assert recipe.stages[0] == "SOURCE_TRANSFORM"
+
+
+def test_a_plugins_recipe_takes_any_arguments_and_keeps_their_types() -> None:
+    recipe = recipes.parse("acme.fast:level=3,exact=true,ratio=0.5,mode=quick")
+    assert dict(recipe.parts[0].arguments) == {"level": 3, "exact": True, "ratio": 0.5, "mode": "quick"}
+    assert recipe.plugins == ("acme.fast",)
+    assert not recipe.resolved
+    assert recipes.parse(recipe.text) == recipe
+
+
+def test_a_plugins_arguments_that_text_cannot_say_are_told_by_the_digest() -> None:
+    recipe = recipes.resolve("acme.fast", {"level": "3"})
+    assert recipe != recipes.parse("acme.fast:level=3")
+    assert recipe.text == f"acme.fast [{recipe.digest[:8]}]"
+
+
+def test_what_a_plugin_tells_of_itself_is_checked_and_changes_no_digest() -> None:
+    level = Argument("level", "how much", int, bounds=(0, 3), required=True)
+    known = {"acme.fast": Specification("acme.fast", "acme", Quantization.PT2E_STATIC, "fast", arguments=(level,))}
+    asked = recipes.parse("acme.fast:level=2+xnnpack_fp32")
+    resolved = recipes.with_plugins(asked, known)
+    assert resolved.digest == asked.digest
+    assert resolved.resolved
+    assert resolved.stages[0] == "QUANTIZE"
+    assert recipes.with_plugins(asked, {}) == asked
+    with pytest.raises(recipes.BadRecipeArgument, match="from 0 to 3"):
+        recipes.with_plugins(recipes.parse("acme.fast:level=4"), known)
+    with pytest.raises(recipes.BadRecipeArgument, match="needs the argument 'level'"):
+        recipes.with_plugins(recipes.parse("acme.fast"), known)
+    with pytest.raises(recipes.UnknownRecipeArgument, match=r"It takes level\. Did you mean level"):
+        recipes.with_plugins(recipes.parse("acme.fast:levl=1"), known)
+    stages = 'stages = ["TORCH_EXPORT", "TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"]'
+    silent = recipes.from_toml(f'recipe = "acme.fast"\narguments = {{level = 1}}\n{stages}')
+    with pytest.raises(BadStages, match="silently be fp32"):
+        recipes.with_plugins(silent, known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 import threading
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
@@ -17,7 +18,7 @@ from etfarm.server.devices.runs import AttemptLost, Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
 from etfarm.server.state.engine import Database
 from etfarm.v1.agent_pb2 import Heartbeat, Hello, RunnerBundle
-from etfarm.v1.device_pb2 import Device, DeviceState, DeviceTelemetry
+from etfarm.v1.device_pb2 import Device, DeviceRunner, DeviceState, DeviceTelemetry
 from etfarm.wire.errors import Kind
 
 IDLE, BUSY, OFFLINE = DeviceState.DEVICE_STATE_IDLE, DeviceState.DEVICE_STATE_BUSY, DeviceState.DEVICE_STATE_OFFLINE
@@ -197,6 +198,23 @@ async def test_a_device_has_the_backends_of_the_bundle_for_its_architecture(worl
     world.bundles._by_arch["aarch64"] = RunnerBundle(arch="aarch64", backends=["XnnpackBackend"], operators=["a", "b"])
     device = world.registry.get("pi")
     assert (list(device.backends), device.operator_count) == (["XnnpackBackend"], 2)
+
+
+async def test_a_device_has_its_own_runners_backends_where_the_farm_has_no_bundle_for_it(world: World) -> None:
+    session = world.session()
+    own = DeviceRunner(kind="python", backends=["XnnpackBackend"], operators=["a"])
+    for arch, settled in (("aarch64", False), (platform.machine(), False), (platform.machine(), True)):
+        if settled:
+            world.bundles.settled.set()
+        hello = Hello(agent_id="agent", devices=[Device(id=arch, arch=arch, own_runners=[own])])
+        await world.registry.disconnect(session)
+        await world.registry.connect(session, hello)
+        device = world.registry.get(arch)
+        is_coming = arch == platform.machine() and not settled
+        assert (device.runner, list(device.backends)) == (("", []) if is_coming else ("python", ["XnnpackBackend"]))
+    world.bundles._by_arch[arch] = RunnerBundle(arch=arch, backends=["Other"], operators=["a", "b"])
+    device = world.registry.get(arch)
+    assert (device.runner, list(device.backends), device.operator_count) == ("native", ["Other"], 2), "the farm's is better"
 
 
 async def test_a_device_of_a_live_agent_is_not_given_to_another(world: World) -> None:

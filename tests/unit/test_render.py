@@ -9,6 +9,7 @@ import pytest
 from google.protobuf import json_format
 from rich.console import Console
 
+from etfarm.client import units
 from etfarm.client.cli import jobs, output, render
 from etfarm.client.cli.display import LiveDisplay, PlainDisplay
 from etfarm.client.models import Cell, CellChanged, CellState, JobInfo, JobState, Progress
@@ -76,6 +77,24 @@ def test_operators_come_by_share_with_kernels_under_their_delegate() -> None:
     assert "portable" in lines[4] and "models/resnet.py:44  y = y.mean((2, 3))" in lines[4]
 
 
+@pytest.mark.parametrize(
+    ("values_ns", "shown"),
+    [
+        ([50.0, 34.2, None], ["50.0 ns", "34.2 ns", ""]),
+        ([999_000.0, 34.0], ["999.0 µs", "34.0 ns"]),
+        ([2_000_000.0, 600.0, 450.0], ["2000 µs", "1 µs", "450 ns"]),
+        ([12_000_000.0, 4_000.0], ["12.00 ms", "4.00 µs"]),
+        ([0.4], ["0.4 ns"]),
+        ([0.0], ["0 ns"]),
+        ([None], [""]),
+    ],
+)
+def test_a_columns_times_have_one_unit_and_are_never_0_where_something_took_time(
+    values_ns: list[float | None], shown: list[str]
+) -> None:
+    assert units.column(values_ns) == shown
+
+
 def test_only_the_largest_are_shown_and_the_rest_is_counted() -> None:
     text = _text(_document(), top=1, job="j1")
     assert "aten.mean.dim" not in text
@@ -117,6 +136,92 @@ def test_a_verdict_says_what_to_do() -> None:
     assert "Some task waited. Stop what else runs on the device." in text
 
 
+def _measured(**changes: Any) -> dict[str, Any]:
+    latency = {
+        "samples_ns": [1_840_000] * 543, "p50_ns": 1_840_000, "p50_ci95_ns": [1_820_000, 1_860_000],
+        "p10_ns": 1_800_000, "p90_ns": 1_900_000, "p99_ns": 2_500_000, "drift": -0.021, "effective_samples": 41.7,
+    }  # fmt: skip
+    measurement = {"warmup": 3895, "iterations": 543, "duration_ns": 10**9, "steady": True, "warmup_ns": 251_000_000}
+    return _document(latency=latency, measurement=measurement, **changes)
+
+
+def test_the_spread_tells_percentiles_drift_and_what_the_samples_are_worth() -> None:
+    text = _text(_measured())
+    assert "p10 1.80 ms · p90 1.90 ms · p99 2.50 ms · drift -2.1 % · worth 42 independent samples" in text
+    assert "3,895 iterations in 251 ms, until steady" in text
+
+
+def test_a_timed_pass_that_went_on_until_its_times_settled_says_so() -> None:
+    measurement = {"warmup": 10, "iterations": 2000, "duration_ns": 4 * 10**9, "stop_reason": "SETTLED"}
+    assert "timed     for 4.00 s, longer than asked for, until the times settled" in _text(_document(measurement=measurement))
+    assert "settled" not in _text(_document(measurement=measurement | {"stop_reason": "ENOUGH"}))
+
+
+def test_what_was_not_measured_of_the_spread_is_left_out() -> None:
+    few = {"samples_ns": [10, 11], "p50_ns": 10, "drift": 0.00001, "effective_samples": 2}
+    text = _text(_document(latency=few, measurement={"warmup": 10, "iterations": 2}))
+    assert "spread    drift 0.0 %" in text and "worth" not in text
+    assert "warm-up   10 iterations" in text and "steady" not in text
+    assert "spread" not in _text(_document(latency={"samples_ns": [10], "p50_ns": 10}))
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_state_that_a_program_keeps_is_told_in_a_sentence(width: int) -> None:
+    difference = {
+        "output": "count", "one": "FIRST", "other": "TIMED_LAST", "differing": 1, "elements": 1, "max_abs_difference": 553.0
+    }  # fmt: skip
+    measurement = {"warmup": 10, "repeatability": {"outcome": "KEEPS_STATE", "differences": [difference]}}
+    text = _text(_document(measurement=measurement), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "The program keeps state" in " ".join(text.split())
+    assert "Output 'count' differs by up to 553 between the first execution and the last timed one." in " ".join(text.split())
+
+
+def test_what_the_verdict_says_of_outputs_is_not_said_again() -> None:
+    reason = {"code": "OUTPUTS_DIFFER", "message": "Passes over the same inputs gave different outputs."}
+    measurement = {"warmup": 10, "repeatability": {"outcome": "NONDETERMINISTIC"}}
+    verdict = {"status": "VERDICT_STATUS_INVALID", "reasons": [reason]}
+    assert "repeated" not in _text(_document(measurement=measurement, verdict=verdict))
+    assert "nondeterministic" in _text(_document(measurement=measurement))
+
+
+def test_waits_and_settings_that_were_not_applied_have_a_line_each() -> None:
+    waits = [
+        {"gate": "COOL_DOWN", "waited_ms": 1000.0, "passed": True},
+        {"gate": "COOL", "waited_ms": 12_000.0, "passed": True, "measured": 59.5, "threshold": 60.0},
+        {"gate": "IDLE", "waited_ms": 10_000.0, "passed": False, "measured": 0.5, "threshold": 0.15},
+    ]
+    setting = {"name": "governor", "cpus": "0-3", "found": "powersave", "wanted": "performance"}
+    settings = [{**setting, "applied": False, "why": "the agent may not write it"}, {**setting, "cpus": "4-7", "applied": True}]
+    text = _text(_document(telemetry={"waits": waits, "settings": settings}), 160)
+    told = "12.0 s until the device was below 60 °C; 10.0 s for the device to be idle, in vain: 0.50 tasks per cpu"
+    assert f"waited    {told}" in text
+    assert "settings  the governor of cpus 0-3 stayed powersave instead of performance: the agent may not write it" in text
+
+
+def test_reasons_with_one_remedy_say_it_once() -> None:
+    reasons = [{"code": code, "message": f"{code}."} for code in ("CPU_PRESSURE", "BACKGROUND_LOAD", "CPU_STOLEN")]
+    text = _text(_measured(verdict={"status": "VERDICT_STATUS_INVALID", "reasons": reasons}))
+    assert text.count("Stop what else runs on the device.") == 1
+    assert "CPU_STOLEN. Use a device on another host" in text
+
+
+def test_what_a_disturbance_brings_about_has_no_remedy_of_its_own() -> None:
+    few, load, late = ({"code": code, "message": f"{code}."} for code in ("TOO_FEW_SAMPLES", "BACKGROUND_LOAD", "NOT_STEADY"))
+    text = _text(_measured(verdict={"status": "VERDICT_STATUS_INVALID", "reasons": [few, load, late]}))
+    assert "--iterations" in text and "Stop what else" in text and "--warmup" not in text
+    text = _text(_measured(verdict={"status": "VERDICT_STATUS_INVALID", "reasons": [late]}))
+    assert "NOT_STEADY. Warm up for longer: give --warmup more than the 3,895 of this run." in text
+
+
+@pytest.mark.parametrize(
+    "code", ["BACKGROUND_LOAD", "FREQUENCY_MOVED", "THERMAL_THROTTLED", "DRIFT", "NOT_STEADY", "CPU_STOLEN", "TOO_FEW_SAMPLES"]
+)
+def test_every_reason_of_a_verdict_has_a_remedy(code: str) -> None:
+    verdict = {"status": "VERDICT_STATUS_INVALID", "reasons": [{"code": code, "message": "It was so."}]}
+    assert len(" ".join(_text(_document(verdict=verdict)).split("It was so.")[1].splitlines()[0].split())) > 20
+
+
 def test_a_failed_cell_is_its_error_with_the_remedy() -> None:
     empty: dict[str, Any] = dict.fromkeys(("latency", "profile", "verdict", "operators", "compile", "accuracy", "memory"))
     error = {
@@ -128,6 +233,133 @@ def test_a_failed_cell_is_its_error_with_the_remedy() -> None:
     text = _text(_document(state="FAILED", error=error, **empty))
     assert text.splitlines()[0].endswith("FAILED")
     assert "PROGRAM_CRASHED The program was killed. Look at the log." in text
+
+
+def _place(file: str = "net.py", line: int = 7, count: int = 1, **more: Any) -> dict[str, Any]:
+    return {"source": {"file": file, "line": line, "code": f"y = line_{line}(x)"}, "count": count, **more}
+
+
+def _operator(op: str, outside: int, *places: dict[str, Any]) -> dict[str, Any]:
+    return {"op": op, "delegated": 0, "non_delegated": outside, "places": places}
+
+
+def _compiled(**changes: Any) -> dict[str, Any]:
+    operators = [
+        _operator("aten_cumsum_default", 2, _place(line=9), _place(line=12)),
+        _operator("aten_sin_default", 1, {"module": "head", "count": 1}),
+        _operator("getitem", 3),
+    ]
+    return {
+        "stages": [
+            {"stage": "TORCH_EXPORT", "duration_ms": 30.0, "where": "CLIENT", "methods": {"encode": 10.0, "decode": 20.0}},
+            {"stage": "QUANTIZE", "duration_ms": 1500.0, "where": "SERVER", "cached": True},
+            {"stage": "TO_EXECUTORCH", "duration_ms": 195.0, "where": "SERVER"},
+        ],
+        "program": {"digest": "1" * 64, "size_bytes": 320_512},
+        "sizes": {
+            "program_bytes": 4096, "constant_bytes": 0, "delegate_bytes": 300_000,
+            "methods": {"encode": {"delegate_bytes": 100_000, "planned_bytes": [1024, 1024]},
+                        "decode": {"delegate_bytes": 200_000, "planned_bytes": [4096]}},
+        },
+        "data": {"weights": {"digest": "2" * 64, "size_bytes": 3 << 20}},
+        "delegation": {
+            "encode": {"subgraphs": 1, "delegated_nodes": 36, "non_delegated_nodes": 1},
+            "decode": {"subgraphs": 2, "delegated_nodes": 6, "non_delegated_nodes": 6, "operators": operators},
+        },
+        "stayed_fp32": {"decode": {"operators": [{"op": "aten_softmax", "count": 4, "places": [_place(line=21)]}]}},
+        "checks": [
+            {"method": "encode", "inputs": "EXAMPLE", "shapes": ["1x3x8x8"], "ran": True,
+             "outputs": [{"output": "a", "sqnr_db": 50.0, "max_abs_error": 0.01},
+                         {"output": "b", "sqnr_db": 38.25, "max_abs_error": 0.2}]},
+            {"method": "decode", "inputs": "MAX", "ran": False, "why": "the kernel is missing."},
+            {"method": "decode", "inputs": "MIN", "ran": True, "outputs": [{"output": "a", "equal": True}]},
+        ],
+        "warnings": [{"code": "ONE_SAMPLE", "message": "decode was calibrated with one input."}],
+        **changes,
+    }  # fmt: skip
+
+
+def _compilation(width: int = 120, **changes: Any) -> list[str]:
+    nothing = dict.fromkeys(("latency", "profile", "verdict", "operators", "accuracy", "memory", "device", "threads"))
+    given = {key: value for key, value in nothing.items() if value is not None}
+    document = _document(compile=_compiled(**changes), **given)
+    return _text({**document, **nothing, "operators": []}, width).splitlines()
+
+
+def test_a_compilation_answers_a_persons_questions() -> None:
+    lines = [" ".join(line.split()) for line in _compilation(140)]
+    assert lines[0] == "resnet8 · xnnpack_fp32 compiled"
+    assert lines[1:] == [
+        "stages TORCH_EXPORT 30.0 ms client decode 20.0 ms · encode 10.0 ms",
+        "QUANTIZE 1.50 s server, cached",
+        "TO_EXECUTORCH 195 ms server",
+        "size 313 KiB: program 4.00 KiB · delegates 293 KiB (decode 195 KiB, encode 97.7 KiB); data weights 3.00 MiB",
+        "memory planned decode 4.00 KiB, encode 2.00 KiB",
+        "delegated decode: 6 of 9 nodes delegated in 2 subgraphs",
+        "encode: 36 of 37 nodes delegated in 1 subgraph",
+        "undelegated 2 x decode: aten_cumsum_default net.py:9 (+1) y = line_9(x)",
+        "1 x decode: aten_sin_default head",
+        "stayed fp32 4 x aten_softmax net.py:21 y = line_21(x)",
+        "host check encode, example inputs [1x3x8x8]: SQNR 38.2 dB, max abs error 0.2 against eager PyTorch, the "
+        "worst of 2 outputs",
+        "decode, max inputs: did not run: the kernel is missing.",
+        "decode, min inputs: equal to eager PyTorch",
+        "warning decode was calibrated with one input.",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 100, 130])
+def test_a_compilation_fits_the_terminal(width: int) -> None:
+    lines = _compilation(width)
+    assert max(map(len, lines)) <= width
+    assert sum("aten_cumsum" in line for line in lines) == 1
+
+
+def test_only_the_most_frequent_operators_are_named() -> None:
+    many = [_operator(f"aten_{index}", index, _place(line=index)) for index in range(1, 10)]
+    delegation = {"forward": {"subgraphs": 1, "delegated_nodes": 5, "non_delegated_nodes": 45, "operators": many}}
+    text = "\n".join(_compilation(delegation=delegation))
+    assert "aten_9" in text and "aten_5" in text and "aten_4" not in text
+    assert "and 10 nodes of 4 more" in text
+
+
+@pytest.mark.parametrize(("count", "rest"), [(1, "and 1 node more"), (3, "and 3 nodes more")])
+def test_one_operator_that_is_not_named_is_not_counted(count: int, rest: str) -> None:
+    many = [_operator(f"aten_{index}", 9, _place(line=index)) for index in range(1, 6)]
+    delegation = {"forward": {"subgraphs": 1, "delegated_nodes": 5, "operators": [*many, _operator("aten_last", count)]}}
+    lines = [line.strip() for line in _compilation(delegation=delegation)]
+    assert rest in lines
+
+
+def test_a_method_without_a_delegate_names_its_operators() -> None:
+    delegation = {
+        "embed": {"subgraphs": 0, "non_delegated_nodes": 2, "operators": [
+            _operator("aten_embedding_default", 1, _place(line=36)), _operator("getitem", 1)]},
+        "decode": {"subgraphs": 1, "delegated_nodes": 7},
+    }  # fmt: skip
+    lines = [" ".join(line.split()) for line in _compilation(delegation=delegation, stayed_fp32={})]
+    assert "embed: nothing delegated" in lines and "delegated decode: 7 of 7 nodes delegated in 1 subgraph" in lines
+    assert "undelegated 1 x embed: aten_embedding_default net.py:36 y = line_36(x)" in lines
+
+
+def test_a_recipe_without_delegates_names_no_operators() -> None:
+    delegation = {"forward": {"subgraphs": 0, "non_delegated_nodes": 1, "operators": [_operator("aten_add_tensor", 1)]}}
+    text = _text(_document(recipe="portable", compile=_compiled(delegation=delegation)))
+    assert "nothing delegated" in text and "aten_add_tensor" not in text
+
+
+def test_beside_a_measurement_only_what_matters_is_told_of_a_compilation() -> None:
+    text = _text(_document(compile=_compiled()))
+    assert "host check" not in text and "QUANTIZE 1.50 s" in text
+    assert "aten_cumsum_default" in text and "aten_softmax" in text and "calibrated with one input" in text
+
+
+def test_a_stage_says_what_it_gave() -> None:
+    files = {"forward.pt2": {"digest": "3" * 64, "size_bytes": 2048}, "delegation.csv": {"digest": "4" * 64, "size_bytes": 100}}
+    document = _document(compile={"stopped_after": "QUANTIZE", "stage_files": files})
+    text = _text({**document, "device": None, "latency": None, "operators": []})
+    assert text.splitlines()[0].endswith("stopped after QUANTIZE")
+    assert "after QUANTIZE: delegation.csv 100 B, forward.pt2 2.00 KiB" in text
 
 
 def test_pipes_get_no_trailing_blanks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,6 +427,20 @@ def test_lines_come_as_phases_end() -> None:
     assert lines == ["Submitting.", f"{what}: COMPILING", f"{what}: QUANTIZE 1.23 s (SERVER)"]
 
 
+def test_what_a_device_waits_for_is_said_once_with_its_reading() -> None:
+    lines: list[str] = []
+    with PlainDisplay(lines.append) as display:
+        display.cells([_cell(CellState.RUNNING)])
+        for degrees in (80, 75):
+            display.event(Progress(_now(), "c1", "pi5-a", "WAIT_FOR_COOL", None, None, None, f"{degrees} °C, to be below 60 °C"))
+        display.event(Progress(_now(), "c1", "pi5-a", "WAIT_FOR_IDLE", None, None, None, "1.00 tasks per cpu run"))
+    what = "resnet8 · xnnpack_fp32 · 4 threads"
+    assert lines == [
+        f"{what}: WAIT_FOR_COOL: 80 °C, to be below 60 °C (pi5-a)",
+        f"{what}: WAIT_FOR_IDLE: 1.00 tasks per cpu run (pi5-a)",
+    ]
+
+
 def test_a_failed_cell_says_why_on_stderr_however_it_is_shown() -> None:
     failed = _cell(CellState.FAILED, error=error_of(Fault.USER, "PROGRAM_CRASHED", "It was killed.", "Look at the log."))
     event = CellChanged(1, _now(), failed, JobState.FAILED)
@@ -235,6 +481,57 @@ def test_a_narrow_live_table_shortens_names_and_says_once_what_they_share(width:
     assert all("waiting for device" in line and line.endswith("0.0 s") for line in lines[1:3])
 
 
+def test_a_cell_that_is_only_compiled_is_about_all_methods() -> None:
+    compiled = replace(_cell(CellState.COMPILING), method="text_decoder", threads=None, on_device=False)
+    assert compiled.label == "resnet8 · xnnpack_fp32"
+    assert replace(compiled, on_device=True).label == "resnet8 · xnnpack_fp32 · text_decoder"
+
+
 def test_a_job_is_called_by_its_models_and_recipes() -> None:
     cells = tuple(replace(_cell(CellState.QUEUED), model=model, recipe=recipe) for model in "ab" for recipe in ("x", None))
     assert jobs._what(JobInfo("j", "", {}, "me", JobState.QUEUED, _now(), None, cells)) == "a, b · x"
+
+
+def _compared(ratio: float, ends: list[float], *, base: dict[str, Any] | None = None, **changes: Any) -> str:
+    interleaved = {
+        "base_cell": "c0",
+        "ratio": ratio,
+        "ratio_ci95": ends,
+        "rounds": 24,
+        "process_pairs": 8,
+        "ratios": [ratio] * 24,
+    }
+    documents = [_document(cell="c0", **(base or {})), _document(cell="c1", interleaved=interleaved, **changes)]
+    console = Console(width=140, color_system=None, highlight=False)
+    with console.capture() as capture:
+        console.print(render.reports(documents, width=140))
+    (line,) = [line.strip() for line in capture.get().splitlines() if "process pairs" in line]
+    return line
+
+
+OTHER = {"model": {"name": "tiny", "digest": "2" * 64}}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "ends", "said"),
+    [
+        (0.912, [0.905, 0.919], "tiny / resnet8  0.912x [0.905, 0.919]  8.8 % faster  24 rounds, 8 process pairs  (VALID)"),
+        (1.5, [1.4, 1.6], "tiny / resnet8  1.500x [1.400, 1.600]  50 % slower  24 rounds, 8 process pairs  (VALID)"),
+        (1.01, [0.99, 1.02], "tiny / resnet8  1.010x [0.990, 1.020]  no difference found  24 rounds, 8 process pairs  (VALID)"),
+        (1.01, [], "tiny / resnet8  1.010x  too few rounds to tell  24 rounds, 8 process pairs  (VALID)"),
+    ],
+)
+def test_programs_that_took_turns_are_compared_in_one_line(ratio: float, ends: list[float], said: str) -> None:
+    assert _compared(ratio, ends, **OTHER) == said
+
+
+def test_what_is_compared_is_told_apart_by_model_recipe_or_place() -> None:
+    assert _compared(1, [], recipe="portable").startswith("portable / xnnpack_fp32  ")
+    assert _compared(1, []).startswith("resnet8 #1 / resnet8 #0  ")
+
+
+def test_a_comparison_is_as_valid_as_both_of_its_measurements() -> None:
+    invalid = {"verdict": {"status": "VERDICT_STATUS_INVALID"}}
+    assert _compared(1, [], base=invalid).endswith("(INVALID)")
+    assert _compared(1, [], **invalid).endswith("(INVALID)")
+    assert _compared(1, [], verdict={"status": "VERDICT_STATUS_NOT_BENCHMARKABLE"}).endswith("(NOT BENCHMARKABLE)")

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from etfarm.server.reports.analyze import analyze, prewarm
+from etfarm.server.reports.paired import Block
 from etfarm.server.reports.request import AnalyzeRequest
-from etfarm.server.workers.pool import _stage
+from etfarm.server.workers.hearing import stage_of
 from etfarm.v1 import report_pb2
 from etfarm.wire import tensors
 from etfarm.wire.tensors import Scalar, Tensor
@@ -29,7 +30,7 @@ def _request(run: Traced, tmp_path: Path) -> AnalyzeRequest:
     stored.write_bytes(run.model.read_bytes())
     return AnalyzeRequest(
         pte=run.pte, etdump=run.etdump, etrecord=run.etrecord, model=stored, inputs=run.inputs, outputs=run.outputs,
-        samples=samples, method=run.method, output_names=("scores", "label"), traced_ns=(5, 6, 7),
+        samples=samples, method=run.method, output_names=("scores", "label"), traced_ns=run.traced_ns,
     )  # fmt: skip
 
 
@@ -47,7 +48,10 @@ def test_a_report_holds_latency_accuracy_profile_and_operators(tmp_path: Path) -
     report, events = _analyze(_request(traced("xnnpack"), tmp_path), tmp_path)
     assert _codes(report) == []
     assert (report.latency.min_ns, report.latency.p50_ns, len(report.latency.samples_ns)) == (1000, 1049.5, 100)
-    assert list(report.latency.p50_ci95_ns) == [1039, 1060]
+    low, high = report.latency.p50_ci95_ns
+    assert 1000 <= low < 1039 and 1060 < high <= 1099, "samples that only grow tell less than independent ones"
+    assert report.latency.p10_ns == pytest.approx(1009.9) and report.latency.drift == pytest.approx(67 / 1016, rel=0.01)
+    assert 1 <= report.latency.effective_samples < 10
     scores, label = report.accuracy
     assert (scores.output, scores.dtype, list(scores.shape)) == ("scores", "float32", [1, 10])
     assert scores.reference == "program before quantization"
@@ -57,7 +61,7 @@ def test_a_report_holds_latency_accuracy_profile_and_operators(tmp_path: Path) -
     assert report.profile.iterations == 12
     assert report.operators
     assert [(event["stage"], event["phase"]) for event in events] == [
-        (stage, phase) for stage in ("STATISTICS", "ACCURACY", "JOIN") for phase in ("START", "END")
+        (stage, phase) for stage in ("INPUTS", "STATISTICS", "ACCURACY", "JOIN") for phase in ("START", "END")
     ]
     assert all((event["duration_ms"] is None) == (event["phase"] == "START") for event in events)
     assert all(event["duration_ms"] >= 0 for event in events if event["phase"] == "END")
@@ -81,7 +85,7 @@ def test_a_run_without_measurement_has_nothing_but_accuracy(tmp_path: Path) -> N
     request = replace(_request(traced("xnnpack"), tmp_path), etdump=None, samples=None, traced_ns=())
     report, events = _analyze(request, tmp_path)
     assert [field.name for field, _ in report.ListFields()] == ["accuracy"]
-    assert [event["stage"] for event in events] == ["ACCURACY", "ACCURACY"]
+    assert [event["stage"] for event in events] == ["INPUTS", "INPUTS", "ACCURACY", "ACCURACY"]
 
 
 def test_a_broken_trace_costs_the_operators_only(tmp_path: Path) -> None:
@@ -91,7 +95,8 @@ def test_a_broken_trace_costs_the_operators_only(tmp_path: Path) -> None:
     report, _ = _analyze(replace(request, etdump=broken), tmp_path)
     assert _codes(report) == ["ANALYSIS_JOIN_FAILED"]
     assert not report.operators
-    assert (report.profile.iterations, report.profile.p50_ns) == (3, 6)
+    assert (report.profile.iterations, list(report.profile.times_ns)) == (12, list(request.traced_ns))
+    assert "is cut short: 100 of its" in report.compile.warnings[0].message
     assert len(report.accuracy) == 2
     assert report.latency.HasField("p50_ns")
 
@@ -157,9 +162,35 @@ def test_one_output_of_another_shape_keeps_the_others_numbers(tmp_path: Path) ->
 
 
 def test_the_pool_reads_from_the_events_in_which_stage_a_child_died(tmp_path: Path) -> None:
-    heard = [""]
-    analyze(_request(traced("xnnpack"), tmp_path), tmp_path, lambda event: heard.append(_stage(event, heard[-1])))
-    assert heard[1::2] == heard[2::2] == ["STATISTICS", "ACCURACY", "JOIN"]
+    heard: list[tuple[str, str] | None] = []
+    analyze(_request(traced("xnnpack"), tmp_path), tmp_path, lambda event: heard.append(stage_of(event)))
+    stages = ["INPUTS", "STATISTICS", "ACCURACY", "JOIN"]
+    assert heard == [(stage, phase) for stage in stages for phase in ("START", "END")]
+
+
+def _in_turns(tmp_path: Path, *blocks: Block) -> AnalyzeRequest:
+    """Samples 1, 2, ... beside a base whose samples are twice as long, in blocks of two."""
+    for name, factor in (("own", 1), ("base", 2)):
+        (tmp_path / name).write_bytes((factor * np.arange(1, 21, dtype="<i8")).tobytes())
+    base = tuple(Block(number, number // 2, 2) for number in range(10))
+    return AnalyzeRequest(
+        pte=None, etdump=None, etrecord=None, model=None, inputs=None, outputs=None, samples=tmp_path / "own", method="forward",
+        output_names=(), traced_ns=(), blocks=blocks or base, base_samples=tmp_path / "base", base_blocks=base,
+    )  # fmt: skip
+
+
+def test_programs_that_took_turns_are_compared_round_by_round(tmp_path: Path) -> None:
+    report, events = _analyze(_in_turns(tmp_path), tmp_path)
+    found = report.interleaved
+    assert (found.ratio, list(found.ratio_ci95), found.rounds, found.process_pairs) == (0.5, [0.5, 0.5], 10, 5)
+    assert list(found.ratios) == [0.5] * 10
+    assert [event["stage"] for event in events if event["phase"] == "START"] == ["STATISTICS", "COMPARISON"]
+
+
+def test_blocks_that_do_not_fit_cost_the_comparison_only(tmp_path: Path) -> None:
+    report, _ = _analyze(_in_turns(tmp_path, Block(0, 0, 21)), tmp_path)
+    assert _codes(report) == ["ANALYSIS_COMPARISON_FAILED"]
+    assert not report.HasField("interleaved") and report.latency.p50_ns == 10.5
 
 
 def test_cut_samples_cost_the_latency_only(tmp_path: Path) -> None:
@@ -206,6 +237,24 @@ def test_the_reference_takes_channels_last_and_scalars_and_gives_bfloat16(tmp_pa
     assert [(row.output, row.dtype, row.equal, row.sqnr_db) for row in report.accuracy] == [
         ("scaled", "bfloat16", True, 300), ("large", "bool", True, 300), ("total", "float64", True, 300),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("widths", "agreements"), [((4, 2), [True, False]), ((4, 10), [False, False])])
+def test_top_1_is_told_where_one_output_alone_can_be_scores(
+    widths: tuple[int, int], agreements: list[bool], tmp_path: Path
+) -> None:
+    import torch
+
+    class Split(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x[:, : widths[0]] * 2, x[:, widths[0] :] * 2
+
+    array = np.arange(3 * sum(widths), dtype=np.float32).reshape(3, -1)
+    parts = np.split(array * 2, [widths[0]], axis=1)
+    outputs: list[tensors.Value] = [tensors.from_array(name, part) for name, part in zip("ab", parts, strict=True)]
+    report = _accuracy_of(tmp_path, Split(), [tensors.from_array("x", array)], outputs)
+    assert [row.HasField("top1_agreement") for row in report.accuracy] == agreements
+    assert all(row.equal for row in report.accuracy)
 
 
 def test_a_warm_analysis_is_quick(tmp_path: Path) -> None:

@@ -288,3 +288,37 @@ async def test_putting_and_adopting_the_same_bytes_twice_is_one_artifact(store: 
     assert one == two == artifact_of(DATA)
     assert not (tmp_path / "file").exists()
     assert list((tmp_path / "artifacts" / "uploads").iterdir()) == []
+
+
+async def test_an_upload_that_nobody_else_was_told_of_can_be_discarded(store: Store, database: Database) -> None:
+    artifact = artifact_of(DATA)
+    await send(store)
+    assert store.has_for_now(artifact.digest)
+    await store.discard([artifact.digest, "a" * 64])
+    assert not store.has_for_now(artifact.digest)
+    assert await database.read(lambda connection: connection.execute(select(schema.artifacts)).all()) == []
+    await send(store)
+    assert await read(store, artifact.digest) == DATA, "it can come again"
+
+
+@pytest.mark.parametrize("how", ["has", "missing", "upload_status", "upload", "adopt", "restart"])
+async def test_what_somebody_else_may_refer_to_is_not_discarded(
+    store: Store, database: Database, tmp_path: Path, how: str
+) -> None:
+    wanted = artifact_of(DATA).digest
+    await send(store)
+    match how:
+        case "has":
+            assert store.has(wanted)
+        case "missing":
+            assert store.missing([wanted]) == []
+        case "upload_status":
+            assert store.upload_status(wanted).complete
+        case "upload":
+            await send(store)
+        case "adopt":
+            await store.put(DATA, "ann")
+        case "restart":
+            store = Store(tmp_path / "artifacts", database)
+    await store.discard([wanted])
+    assert await read(store, wanted) == DATA

@@ -9,15 +9,17 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import Connection
 
 from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.devices.schedule import NoSuchDevice
-from etfarm.server.jobs import model, submission
+from etfarm.server.jobs import groups, model, submission
+from etfarm.server.jobs.execution import MethodMissing
 from etfarm.server.jobs.journal import Journal
-from etfarm.server.jobs.submission import MAX_CELLS, BadJob, NotYet, RecipeNeedsEagerModule, Submission
+from etfarm.server.jobs.submission import MAX_CELLS, MAX_SAMPLES, BadJob, RecipeNeedsEagerModule, Submission
 from etfarm.server.jobs.watch import Announcer
 from etfarm.server.rpc import auth
 from etfarm.server.rpc.jobs import JobService
@@ -28,8 +30,9 @@ from etfarm.v1.job_pb2 import Candidate, DeviceChoice, Job, JobSpec, JobState, M
 from etfarm.wire import digest, recipes
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import Kind, UserError
-from etfarm.wire.recipes import BadRecipeText, UnknownRecipe
+from etfarm.wire.recipes import BadRecipeField, BadRecipeText, Recipe, UnknownRecipe
 from etfarm.wire.selectors import UnknownSelectorKey
+from etfarm.wire.stages import BadStages
 
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 FP32 = recipes.parse("xnnpack_fp32").json
@@ -46,8 +49,12 @@ class World:
         self.screened: list[Path] = []
         numbers = itertools.count()
         self.asked: list[str] = []
-        self.submission = Submission(store, lambda: self.devices, self.asked.append, lambda: f"id{next(numbers)}")
+        self.submission = Submission(store, lambda: self.devices, self.check, lambda: f"id{next(numbers)}")
         self.artifacts: dict[bytes, Artifact] = {}
+
+    async def check(self, recipe: Recipe) -> Recipe:
+        self.asked.append(recipe.name)
+        return recipe
 
     async def stored(self, data: bytes) -> Artifact:
         return await self.store.put(data, "ann")
@@ -100,6 +107,8 @@ async def test_the_matrix_is_candidate_then_device_then_method_then_threads(worl
         devices=[DeviceChoice(selector="id=pi"), DeviceChoice(selector="arch=aarch64", all=True)],
         methods=["forward", "other"], threads=[1, 4],
     )  # fmt: skip
+    for candidate in spec.candidates:
+        candidate.model.methods["other"].CopyFrom(candidate.model.methods["forward"])
     job = await world.make(spec)
     expected = list(itertools.product(["a", "b"], [(0, "id=pi"), (1, "id=off"), (1, "id=pi")], ["forward", "other"], [1, 4]))
     assert [(c.candidate_name, (c.device_index, c.selector), c.method, c.threads) for c in job.cells] == expected
@@ -107,15 +116,138 @@ async def test_the_matrix_is_candidate_then_device_then_method_then_threads(worl
     assert len({cell.id for cell in job.cells}) == len(expected)
 
 
-async def test_a_job_without_devices_is_compile_only(world: World) -> None:
-    (cell,) = (await world.make(JobSpec(candidates=[await world.model()]))).cells
-    assert not cell.HasField("device_index")
-    assert cell.selector == ""
+async def test_a_job_without_devices_has_one_cell_for_each_candidate(world: World) -> None:
+    several = await world.model("several", encode=b"e", decode=b"d")
+    job = await world.make(JobSpec(candidates=[await world.model(), several], threads=[1, 4]))
+    assert [(cell.candidate_name, cell.method) for cell in job.cells] == [("net", "forward"), ("several", "decode")]
+    for cell in job.cells:
+        assert not cell.HasField("device_index") and not cell.HasField("threads")
+        assert cell.selector == ""
 
 
-async def test_a_models_own_method_is_taken_when_none_is_named(world: World) -> None:
-    (cell,) = (await world.make(JobSpec(candidates=[await world.model("m", encode=b"x")]))).cells
-    assert cell.method == "encode"
+@pytest.mark.parametrize(
+    ("methods", "asked", "run"),
+    [
+        (["forward", "encode"], [], ["forward"]),
+        (["encode", "decode"], [], ["decode", "encode"]),
+        (["encode", "decode"], ["encode"], ["encode"]),
+        (["encode", "decode"], ["eos"], ["eos"]),
+    ],
+)
+async def test_a_device_runs_the_methods_that_are_named_else_forward_else_all_but_constants(
+    world: World, methods: list[str], asked: list[str], run: list[str]
+) -> None:
+    candidate = await world.model("net", **{name: name.encode() for name in methods})
+    candidate.model.constant_methods["eos"].CopyFrom(await world.stored(b"constant"))
+    job = await world.make(JobSpec(candidates=[candidate], devices=[DeviceChoice()], methods=asked))
+    assert [cell.method for cell in job.cells] == run
+
+
+@pytest.mark.parametrize("where", ["methods", "inputs"])
+async def test_a_method_that_the_model_does_not_have_is_refused_with_those_it_has(world: World, where: str) -> None:
+    spec = JobSpec(candidates=[await world.model("net", encode=b"e")], devices=[DeviceChoice()])
+    if where == "methods":
+        spec.methods.append("decode")
+    else:
+        spec.inputs["decode"].CopyFrom(await world.stored(b"inputs"))
+    with pytest.raises(MethodMissing, match=r"no method 'decode'\. It has: encode\."):
+        await world.make(spec)
+
+
+async def test_methods_of_a_ready_program_are_not_known_yet(world: World) -> None:
+    candidate = Candidate(name="x.pte")
+    candidate.program.pte.CopyFrom(await world.stored(b"pte"))
+    (cell,) = (await world.make(JobSpec(candidates=[candidate], methods=["anything"], devices=[DeviceChoice()]))).cells
+    assert cell.method == "anything"
+
+
+async def test_the_client_s_stages_say_that_they_ran_there(world: World) -> None:
+    candidate = await world.model("net", recipes.parse("xnnpack_torchao_int8da_int4w_per_channel").json)
+    candidate.stages_done.add(stage="SOURCE_TRANSFORM", where="SERVER", cached=True, duration_ms=1)
+    candidate.stages_done.add(stage="TORCH_EXPORT")
+    job = await world.make(JobSpec(candidates=[candidate]))
+    assert [(stage.where, stage.cached) for stage in job.spec.candidates[0].stages_done] == [("CLIENT", False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("done", "says"),
+    [
+        (["TO_EGDE"], "no stage"),
+        (["TORCH_EXPORT", "QUANTIZE"], "QUANTIZE cannot follow TORCH_EXPORT"),
+        (["TORCH_EXPORT", "TO_EDGE"], "TO_EDGE of net cannot have been done"),
+        (["QUANTIZE"], "end with QUANTIZE"),
+    ],
+)
+async def test_stages_that_cannot_have_been_done_are_refused(world: World, done: list[str], says: str) -> None:
+    candidate = await world.model()
+    for stage in done:
+        candidate.stages_done.add(stage=stage)
+    with pytest.raises(BadStages, match=says):
+        await world.make(JobSpec(candidates=[candidate]))
+
+
+@pytest.mark.parametrize("duration_ms", [-1.0, float("nan"), float("inf")])
+async def test_a_stage_that_took_no_time_that_there_is_is_refused(world: World, duration_ms: float) -> None:
+    candidate = await world.model()
+    candidate.stages_done.add(stage="TORCH_EXPORT", duration_ms=duration_ms)
+    with pytest.raises(BadJob, match="cannot have taken"):
+        await world.make(JobSpec(candidates=[candidate]))
+
+
+@pytest.mark.parametrize("stage", ["TORCH_EXPORT", "TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"])
+async def test_a_compilation_may_stop_after_a_stage_of_its_recipe(world: World, stage: str) -> None:
+    job = await world.make(JobSpec(candidates=[await world.model()], stop_after=stage))
+    assert job.spec.stop_after == stage
+
+
+async def test_a_compilation_cannot_stop_after_a_stage_that_its_recipe_does_not_have(world: World) -> None:
+    with pytest.raises(BadStages, match=r"xnnpack_fp32 has no stage QUANTIZE.*TORCH_EXPORT"):
+        await world.make(JobSpec(candidates=[await world.model()], stop_after="QUANTIZE"))
+
+
+async def test_what_stops_before_there_is_a_program_cannot_run(world: World) -> None:
+    spec = JobSpec(candidates=[await world.model()], stop_after="TO_EDGE_TRANSFORM_AND_LOWER", devices=[DeviceChoice()])
+    with pytest.raises(BadJob, match="nothing can run"):
+        await world.make(spec)
+
+
+async def test_a_ready_program_has_no_stages_to_stop_after(world: World) -> None:
+    candidate = Candidate(name="x.pte")
+    candidate.program.pte.CopyFrom(await world.stored(b"pte"))
+    with pytest.raises(BadJob, match="no stages to stop after"):
+        await world.make(JobSpec(candidates=[candidate], stop_after="TORCH_EXPORT"))
+
+
+@pytest.mark.parametrize("more", [0, 1])
+async def test_a_method_has_a_most_of_calibration_samples(world: World, more: int) -> None:
+    candidate = await world.model()
+    sample = await world.stored(b"sample")
+    candidate.model.methods["forward"].calibration.extend([sample] * (MAX_SAMPLES + more))
+    if not more:
+        await world.make(JobSpec(candidates=[candidate]))
+        return
+    with pytest.raises(BadJob, match="10001 calibration samples"):
+        await world.make(JobSpec(candidates=[candidate]))
+
+
+async def test_a_recipe_s_options_for_a_method_that_the_model_does_not_have_are_refused(world: World) -> None:
+    recipe = recipes.from_toml('recipe = "xnnpack_fp32"\n[methods.decodr]\npartitioners = []\n', "mine").json
+    candidate = await world.model("net", recipe, encode=b"e", decoder=b"d")
+    with pytest.raises(BadRecipeField, match=r"\[methods\.decodr\].* Did you mean decoder"):
+        await world.make(JobSpec(candidates=[candidate]))
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "x" * 101, "\N{CJK UNIFIED IDEOGRAPH-6587}" * 50])
+async def test_a_method_s_name_is_an_identifier(world: World, name: str) -> None:
+    with pytest.raises(BadJob, match="no name of a method"):
+        await world.make(JobSpec(candidates=[await world.model("net", **{name: b"x"})]))
+
+
+async def test_a_constant_method_cannot_have_a_method_s_name(world: World) -> None:
+    candidate = await world.model()
+    candidate.model.constant_methods["forward"].CopyFrom(await world.stored(b"constant"))
+    with pytest.raises(BadJob, match="a method and a constant method"):
+        await world.make(JobSpec(candidates=[candidate]))
 
 
 async def test_all_takes_emulated_and_offline_devices_and_emulated_ones_last(world: World) -> None:
@@ -142,6 +274,19 @@ async def test_equal_bytes_are_screened_once(world: World) -> None:
     assert len(world.screened) == 1
 
 
+async def test_bytes_that_passed_as_a_program_are_screened_again_as_a_model(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+    monkeypatch.setattr(submission, "screen_pte", lambda path: looked.append("pte"))
+    monkeypatch.setattr(submission, "screen_upload", lambda path: looked.append("pt2"))
+    program = Candidate(name="x.pte")
+    program.program.pte.CopyFrom(await world.stored(b"both"))
+    await world.make(JobSpec(candidates=[program]))
+    await world.make(JobSpec(candidates=[await world.model(forward=b"both")]))
+    assert looked == ["pte", "pt2"]
+
+
 Change = Callable[[JobSpec], object]
 
 
@@ -157,11 +302,11 @@ Change = Callable[[JobSpec], object]
         (lambda s: s.devices.add(selector="arch=riscv"), NoSuchDevice, "NO_SUCH_DEVICE", r"board \(id=pi.*old \(id=off"),
         (lambda s: s.ClearField("devices"), BadJob, "BAD_JOB", "measurement needs a device"),
         (lambda s: s.threads.append(0), BadJob, "BAD_JOB", "thread count"),
+        (lambda s: setattr(s.candidates[0], "recipe_label", "a\nb"), BadJob, "BAD_JOB", "no label for people"),
+        (lambda s: setattr(s.candidates[0], "recipe_label", "a" * 101), BadJob, "BAD_JOB", "no label for people"),
         (lambda s: setattr(s, "timeout_s", 0), BadJob, "BAD_JOB", "timeout of 0 s"),
         (lambda s: setattr(s, "timeout_s", float("nan")), BadJob, "BAD_JOB", "timeout of nan s"),
-        (lambda s: setattr(s, "stop_after", "TORCH_EXPORT"), NotYet, "NOT_IMPLEMENTED", "TORCH_EXPORT"),
-        (lambda s: setattr(s.measurement, "interleave", True), NotYet, "NOT_IMPLEMENTED", "interleave"),
-        (lambda s: setattr(s.measurement, "numerics", True), NotYet, "NOT_IMPLEMENTED", "numerically"),
+        (lambda s: setattr(s.measurement, "interleave", True), BadJob, "BAD_JOB", "compares candidates, and there is one"),
         (lambda s: setattr(s.measurement, "iterations", 0), BadJob, "BAD_JOB", "iterations cannot be 0"),
         (lambda s: setattr(s.measurement, "warmup", -1), BadJob, "BAD_JOB", "warmup cannot be -1"),
         (lambda s: setattr(s.measurement, "max_time_s", float("inf")), BadJob, "BAD_JOB", "max_time_s cannot be inf"),
@@ -187,6 +332,16 @@ async def test_a_recipe_that_needs_modules_is_refused_before_it_compiles_to_fp32
     assert refused.value.kind is Kind.INVALID_ARGUMENT
 
 
+async def test_a_recipe_without_a_name_is_called_by_its_label(world: World) -> None:
+    named = await world.model()
+    unnamed = await world.model("net", recipes.from_toml('recipe = "xnnpack_fp32"\nstrict = true').json)
+    for candidate in (named, unnamed):
+        candidate.recipe_label = "mine"
+    job = await world.make(JobSpec(candidates=[named, unnamed]))
+    digest = recipes.from_json(unnamed.recipe).digest
+    assert [cell.recipe_name for cell in job.cells] == ["xnnpack_fp32", f"mine [{digest[:8]}]"]
+
+
 async def test_a_recipe_is_asked_for_by_name_and_a_ready_program_has_none(world: World) -> None:
     program = Candidate(name="x.pte")
     program.program.pte.CopyFrom(await world.stored(b"pte"))
@@ -201,12 +356,23 @@ async def test_a_recipe_for_a_ready_program_is_refused(world: World) -> None:
         await world.make(JobSpec(candidates=[candidate]))
 
 
+async def test_numerics_of_a_ready_program_are_refused_since_nothing_is_known_to_compare_them_with(world: World) -> None:
+    program = Candidate(name="x.pte")
+    program.program.pte.CopyFrom(await world.stored(b"pte"))
+    spec = JobSpec(candidates=[program], devices=[DeviceChoice()], measurement=Measurement(numerics=True))
+    with pytest.raises(BadJob, match=r"x\.pte is a compiled program: no graph is known of it") as refused:
+        await world.make(spec)
+    assert refused.value.remedy.startswith("Give the .pt2 or the model itself")
+    spec.candidates[0].CopyFrom(await world.model())
+    assert (await world.make(spec)).spec.measurement.numerics
+
+
 async def test_an_unknown_recipe_says_what_there_is(world: World) -> None:
     with pytest.raises(UnknownRecipe):
         await world.make(JobSpec(candidates=[await world.model("net", '{"recipe":"nothing"}')]))
 
 
-@pytest.mark.parametrize("where", ["model", "calibration", "inputs", "pte", "data"])
+@pytest.mark.parametrize("where", ["model", "calibration", "constant", "inputs", "pte", "data"])
 async def test_every_artifact_that_a_spec_names_must_be_stored(world: World, where: str) -> None:
     absent = artifact_of(b"never sent")
     spec = JobSpec(candidates=[await world.model()])
@@ -215,6 +381,8 @@ async def test_every_artifact_that_a_spec_names_must_be_stored(world: World, whe
         method.exported_program.CopyFrom(absent)
     elif where == "calibration":
         method.calibration.append(absent)
+    elif where == "constant":
+        spec.candidates[0].model.constant_methods["eos"].CopyFrom(absent)
     elif where == "inputs":
         spec.inputs["forward"].CopyFrom(absent)
     else:
@@ -230,7 +398,7 @@ async def test_every_artifact_that_a_spec_names_must_be_stored(world: World, whe
 
 @pytest.mark.parametrize("more", [0, 1])
 async def test_a_job_has_a_most_of_cells(world: World, more: int) -> None:
-    spec = JobSpec(candidates=[await world.model()], threads=range(1, MAX_CELLS + 1 + more))
+    spec = JobSpec(candidates=[await world.model()], devices=[DeviceChoice()], threads=range(1, MAX_CELLS + 1 + more))
     if not more:
         assert len((await world.make(spec)).cells) == MAX_CELLS
         return
@@ -302,3 +470,31 @@ async def test_a_caller_that_goes_away_while_its_job_is_written_down_leaves_a_jo
         await asyncio.gather(*serving.service._accepting, return_exceptions=True)
     job = await serving.submit(spec)
     assert serving.conductor.started == [job.id]
+
+
+async def test_candidates_are_interleaved_where_each_has_one_to_be_compared_with(world: World) -> None:
+    def spec(*candidates: Candidate, **more: Any) -> JobSpec:
+        return JobSpec(
+            candidates=candidates, devices=[DeviceChoice(selector="id=pi")], measurement=Measurement(interleave=True), **more
+        )
+
+    one, other = await world.model("one"), await world.model("other", encode=b"encode")
+    job = await world.make(spec(one, one, threads=[1, 4]))
+    assert [[cell.index for cell in cells] for cells in groups.together(job, job.cells)] == [[0, 2], [1, 3]]
+    job.spec.measurement.interleave = False
+    assert [[cell.index for cell in cells] for cells in groups.together(job, job.cells)] == [[0], [1], [2], [3]]
+    with pytest.raises(BadJob, match="Only one has the method 'forward'") as refused:
+        await world.make(spec(one, other))
+    assert "--method" in refused.value.remedy
+    with pytest.raises(BadJob, match=f"{groups.MAX_TOGETHER + 1} candidates cannot be interleaved"):
+        await world.make(spec(*[one] * (groups.MAX_TOGETHER + 1)))
+
+
+async def test_ready_programs_are_interleaved_whatever_their_methods_are_called(world: World) -> None:
+    programs = [Candidate(name=name) for name in ("a", "b")]
+    for program in programs:
+        program.program.pte.CopyFrom(await world.stored(program.name.encode()))
+    spec = JobSpec(candidates=programs, devices=[DeviceChoice(selector="id=pi")], measurement=Measurement(interleave=True))
+    job = await world.make(spec)
+    job.cells[1].method = "run"  # as its inspection tells later
+    assert len(groups.together(job, job.cells)) == 1

@@ -111,6 +111,163 @@ def test_thresholds_are_configuration() -> None:
     assert judge(result, latency, emulated=False, thresholds=Thresholds(min_samples=10)).status == report_pb2.VERDICT_STATUS_VALID
 
 
+def _measured(**telemetry: Any) -> agent_pb2.CandidateResult:
+    counted = report_pb2.RunTelemetry(cpu_time_ns=SECOND, wall_time_ns=SECOND, **telemetry)
+    return agent_pb2.CandidateResult(threads=1, duration_ns=SECOND, telemetry=counted)
+
+
+def _codes(
+    result: agent_pb2.CandidateResult, latency: dict[str, Any] | None = None, **more: Any
+) -> dict[str, report_pb2.VerdictReason]:
+    told = report_pb2.Latency(samples_ns=[5_000_000] * 200, p50_ns=5e6, **latency or {})
+    verdict = judge(result, told, emulated=False, thresholds=THRESHOLDS, **more)
+    assert (verdict.status == report_pb2.VERDICT_STATUS_INVALID) is bool(verdict.reasons)
+    return {reason.code: reason for reason in verdict.reasons}
+
+
+def _reading(at_ms: float, **fields: Any) -> report_pb2.SystemReading:
+    return report_pb2.SystemReading(elapsed_ms=at_ms, **fields)
+
+
+def _series(*clocks: list[int]) -> list[report_pb2.TelemetryPoint]:
+    return [report_pb2.TelemetryPoint(elapsed_ms=index, frequency_hz=each) for index, each in enumerate(clocks)]
+
+
+@pytest.mark.parametrize(("drift", "steady", "code"), [
+    (0.11, None, "DRIFT"), (-0.11, True, "DRIFT"), (0.1, True, None), (0.06, False, "NOT_STEADY"), (0.05, False, None),
+    (0.2, False, "NOT_STEADY"),
+])  # fmt: skip
+def test_a_run_that_gets_slower_or_faster_has_no_one_median(drift: float, steady: bool | None, code: str | None) -> None:
+    result = _measured()
+    if steady is not None:
+        result.steady = steady
+    found = _codes(result, {"drift": drift})
+    assert list(found) == ([code] if code else [])
+    if code:
+        assert ("slower" if drift > 0 else "faster") in found[code].message
+        assert found[code].measured == pytest.approx(drift)
+
+
+def test_a_run_that_was_made_longer_in_vain_says_so() -> None:
+    result = _measured()
+    result.stop_reason, result.duration_ns = "DRIFTING", 8 * SECOND
+    assert (
+        "than the first, though it was made longer, to 8.0 s, for the times to settle;"
+        in _codes(result, {"drift": 0.2})["DRIFT"].message
+    )
+
+
+def test_samples_that_resemble_each_other_may_be_too_few() -> None:
+    found = _codes(_measured(), {"p50_ci95_ns": [4.7e6, 5.3e6], "effective_samples": 4.0})
+    assert "200 samples are worth 4 independent ones" in found["TOO_FEW_SAMPLES"].message
+    assert found["TOO_FEW_SAMPLES"].measured == pytest.approx(0.12)
+    assert not _codes(_measured(), {"p50_ci95_ns": [4.8e6, 5.2e6], "effective_samples": 4.0})
+
+
+@pytest.mark.parametrize(("busy_ns", "cores", "heard"), [
+    (SECOND * 12 // 10, 2, False), (SECOND * 14 // 10, 2, True), (SECOND * 2, 64, False), (SECOND * 5, 64, True),
+])  # fmt: skip
+def test_work_of_others_is_interference_though_the_runner_had_its_cpu(busy_ns: int, cores: int, heard: bool) -> None:
+    # A process on the second cpu: nobody waits for a cpu, and no other check sees it.
+    result = _measured(before=_reading(0, cpu_busy_ns=7 * SECOND), after=_reading(1000, cpu_busy_ns=7 * SECOND + busy_ns))
+    found = _codes(result, cores=cores)
+    assert list(found) == (["BACKGROUND_LOAD"] if heard else [])
+    if heard:
+        assert found["BACKGROUND_LOAD"].measured == pytest.approx(busy_ns / SECOND - 1)
+
+
+def test_programs_that_took_turns_are_no_interference_for_each_other() -> None:
+    # This one computed for a tenth of the time, with one cpu; the others had two for the rest.
+    readings = {"before": _reading(0, cpu_busy_ns=0), "after": _reading(10_000, cpu_busy_ns=19 * SECOND)}
+    assert list(_codes(_measured(**readings), cores=2)) == ["BACKGROUND_LOAD"]
+    assert not _codes(_measured(**readings, runners_cpu_ns=19 * SECOND), cores=2)
+    assert list(_codes(_measured(**readings, runners_cpu_ns=9 * SECOND), cores=2)) == ["BACKGROUND_LOAD"]
+
+
+def test_a_device_that_did_not_become_idle_is_told_only_where_the_load_stayed() -> None:
+    wait = report_pb2.GateWait(gate="IDLE", waited_ms=10_000, passed=False, measured=0.5, threshold=0.15)
+    stayed = _measured(waits=[wait], before=_reading(0, cpu_busy_ns=0), after=_reading(1000, cpu_busy_ns=2 * SECOND))
+    message = _codes(stayed)["BACKGROUND_LOAD"].message
+    assert "1.0 cpus" in message and "after 10 s of waiting" in message
+    assert not _codes(_measured(waits=[wait], before=_reading(0, cpu_busy_ns=0), after=_reading(1000, cpu_busy_ns=SECOND)))
+    unknown = _codes(_measured(waits=[wait]))["BACKGROUND_LOAD"]
+    assert (unknown.measured, unknown.threshold) == pytest.approx((0.5, 0.15))
+
+
+def test_a_pass_too_short_for_the_kernels_clock_ticks_is_not_judged_by_them() -> None:
+    assert not _codes(_measured(before=_reading(0, cpu_busy_ns=0), after=_reading(100, cpu_busy_ns=SECOND)))
+
+
+def test_time_that_the_hypervisor_took_is_interference() -> None:
+    result = _measured(before=_reading(0, cpu_stolen_ns=0), after=_reading(1000, cpu_stolen_ns=SECOND * 12 // 100))
+    assert _codes(result, cores=2)["CPU_STOLEN"].measured == pytest.approx(0.06)
+    assert not _codes(result, cores=4)
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ({"throttle_count": 3}, {"throttle_count": 5}),
+    ({}, {"cooling": [report_pb2.CoolingDevice(name="cpufreq-cpu4", state=2)]}),
+    ({"cooling": [report_pb2.CoolingDevice(name="cpufreq-cpu4", state=1)]}, {}),
+    ({"cpus": [report_pb2.CpuReading(cpu=4, limit_hz=2 * SECOND)]}, {"cpus": [report_pb2.CpuReading(cpu=4, limit_hz=SECOND)]}),
+])  # fmt: skip
+def test_a_device_that_was_slowed_down_against_heat_says_so(before: dict[str, Any], after: dict[str, Any]) -> None:
+    found = _codes(_measured(before=_reading(0, **before), after=_reading(1000, **after)))
+    assert list(found) == ["THERMAL_THROTTLED"]
+    assert re.search(r"\d", found["THERMAL_THROTTLED"].message)
+
+
+def test_what_throttled_earlier_and_what_only_cools_is_not_held_against_a_run() -> None:
+    calm = {"throttle_count": 7, "cooling": [report_pb2.CoolingDevice(name="cpufreq-cpu0", state=0)]}
+    limits = [report_pb2.CpuReading(cpu=0, limit_hz=2_400_000_000)]
+    assert not _codes(_measured(before=_reading(0, cpus=limits, **calm), after=_reading(1000, cpus=limits, **calm)))
+
+
+def test_a_heat_that_was_there_at_the_start_is_part_of_the_sentence() -> None:
+    wait = report_pb2.GateWait(gate="COOL", waited_ms=60_000, passed=False, measured=71, threshold=60)
+    result = _measured(waits=[wait], before=_reading(0, throttle_count=0), after=_reading(1000, throttle_count=1))
+    assert "It began at 71 °C instead of below 60 °C, after 60 s of waiting." in _codes(result)["THERMAL_THROTTLED"].message
+    assert not _codes(_measured(waits=[wait])), "warm alone is no reason: the clock held"
+
+
+def test_a_clock_that_moves_is_told_with_its_governor() -> None:
+    series = _series(*([[1_500_000_000]] * 5 + [[2_400_000_000]] * 5))
+    setting = report_pb2.DeviceSetting(
+        name="governor", cpus="0-3", found="ondemand", wanted="performance", why="the agent may not write it"
+    )  # fmt: skip
+    reason = _codes(_measured(series=series, settings=[setting]))["FREQUENCY_MOVED"]
+    assert reason.measured == pytest.approx(0.375)
+    assert "1.50 and 2.40 GHz" in reason.message and "Its governor is ondemand, and the agent may not write it." in reason.message
+    assert not _codes(_measured(series=_series(*[[hz] for hz in range(2_300_000_000, 2_400_000_000, 10_000_000)])))
+    assert not _codes(_measured(series=series[4:7])), "three points are no movement"
+
+
+def test_the_clock_that_counts_is_the_one_of_the_cores_that_were_used() -> None:
+    big, little = 2_400_000_000, [600_000_000, 1_800_000_000]
+    series = _series(*[[big, little[index % 2]] for index in range(10)])
+    clusters = [[4, 5, 6, 7], [0, 1, 2, 3]]
+    assert not _codes(_measured(series=series, affinity="0-7"), clusters=clusters)
+    assert not _codes(_measured(series=series, affinity="4-7"), clusters=clusters)
+    assert "FREQUENCY_MOVED" in _codes(_measured(series=series, affinity="0-1,3"), clusters=clusters)
+
+
+def test_a_nondeterministic_program_is_named_with_its_output_and_a_stateful_one_is_valid() -> None:
+    result = _measured()
+    result.repeatability.outcome = "NONDETERMINISTIC"
+    result.repeatability.differences.add(output="aux", one="FIRST", other="REPEATED", differing=1, elements=1)
+    result.repeatability.differences.add(
+        output="logits", one="FIRST", other="REPEATED", differing=3, elements=10, max_abs_difference=0.25, at=[0, 7]
+    )  # fmt: skip
+    result.outputs_equal = False
+    reason = _codes(result)["OUTPUTS_DIFFER"]
+    assert "output 'logits' in 3 of 10 elements, by up to 0.25 at [0, 7], and 1 more output." in reason.message
+    assert "nondeterministic" in reason.message and (reason.measured, reason.threshold) == (0.25, 0)
+    result.repeatability.outcome, result.outputs_equal = "KEEPS_STATE", True
+    assert not _codes(result)
+    result.repeatability.outcome = "DIFFERENT"
+    result.ClearField("outputs_equal")
+    assert "may keep state or be nondeterministic" in _codes(result)["OUTPUTS_DIFFER"].message
+
+
 def test_more_threads_than_cpus_measure_the_scheduler() -> None:
     crowded = _judge(threads=3, cores=2, cpu_time_ns=2 * SECOND)
     assert [(reason.code, reason.measured, reason.threshold) for reason in crowded.reasons] == [("MORE_THREADS_THAN_CPUS", 3, 2)]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.workers.faults import ChildDied, ChildOutOfMemory, ChildTimedOut
+from etfarm.server.workers.faults import MAX_METADATA, MAX_TEXT, ChildDied, ChildOutOfMemory, ChildTimedOut
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers, WorkersDown
 from etfarm.wire.errors import EtfarmError, FarmError, Fault
@@ -44,8 +44,8 @@ def folders(tmp_path: Path) -> list[str]:
     return [p.name for p in (tmp_path / "jobs").iterdir() if p.name.startswith("job-")]
 
 
-async def gone(pids: Sequence[int], within_s: float) -> None:
-    """Waits until none of `pids` runs any more, by their pidfds."""
+async def gone(pids: Sequence[int], within_s: float) -> bool:
+    """Waits until none of `pids` runs any more, by their pidfds; fails where one does."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(within_s):
         for pid in pids:
@@ -60,6 +60,7 @@ async def gone(pids: Sequence[int], within_s: float) -> None:
             finally:
                 loop.remove_reader(handle)
                 os.close(handle)
+    return True
 
 
 def daemon_like(folder: Path, preload: str) -> subprocess.Popen[bytes]:
@@ -85,6 +86,20 @@ async def test_a_domain_error_keeps_its_fault_reason_words_stage_and_metadata(wo
     assert (error.fault, error.reason, error.stage) == (Fault.USER, "TOO_TALL", "MEASURE")
     assert (error.message, error.remedy, error.metadata) == ("It is 3 m tall, says x.", "Cut it.", {"height_m": "3"})
     assert not folders(tmp_path)
+
+
+async def test_a_full_disk_is_the_farms_and_says_so(workers: Workers) -> None:
+    with pytest.raises(FarmError, match="No space left on device") as raised:
+        await workers.run(f"{TASKS}:fill", None, deadline_s=30)
+    assert (raised.value.reason, raised.value.fault) == ("DISK_FULL", Fault.FARM)
+
+
+async def test_an_error_of_a_child_is_cut_to_a_size_that_can_be_kept(workers: Workers) -> None:
+    with pytest.raises(EtfarmError) as raised:
+        await workers.run(f"{TASKS}:refuse_at_length", None, deadline_s=30)
+    assert len(raised.value.message) <= MAX_TEXT + len(".")
+    assert 0 < len(raised.value.metadata) <= MAX_METADATA
+    assert all(len(key) <= 100 and len(value) <= MAX_TEXT for key, value in raised.value.metadata.items())
 
 
 async def test_an_unforeseen_error_is_the_farms_with_its_traceback_in_the_log(workers: Workers) -> None:
@@ -123,6 +138,29 @@ async def test_the_deadline_ends_a_child(workers: Workers, tmp_path: Path) -> No
     assert not folders(tmp_path)
 
 
+async def test_a_stage_s_own_clock_ends_a_child_that_hangs_in_it_and_names_it(workers: Workers, tmp_path: Path) -> None:
+    with pytest.raises(ChildTimedOut, match=r"SECOND was not done after 0\.3 s") as caught:
+        await workers.run(f"{TASKS}:hang_in_the_second_stage", None, deadline_s=20, stage_deadline_s=0.3)
+    assert (caught.value.stage, caught.value.metadata["clock"]) == ("SECOND", "stage")
+    assert not folders(tmp_path)
+
+
+async def test_a_child_that_never_begins_a_stage_is_ended_by_the_stage_s_clock_too(workers: Workers) -> None:
+    with pytest.raises(ChildTimedOut, match="before the first stage"):
+        await workers.run(f"{TASKS}:spin", None, deadline_s=20, stage_deadline_s=0.3)
+
+
+async def test_stages_may_take_longer_together_than_one_may(workers: Workers) -> None:
+    async with await workers.run(f"{TASKS}:many_stages", 8, deadline_s=20, stage_deadline_s=0.4) as finished:
+        assert finished.cpu_s >= 0.4
+
+
+async def test_the_whole_deadline_holds_however_many_stages_there_are(workers: Workers) -> None:
+    with pytest.raises(ChildTimedOut) as caught:
+        await workers.run(f"{TASKS}:many_stages", 10_000, deadline_s=0.5, stage_deadline_s=20)
+    assert caught.value.metadata["clock"] == "wall"
+
+
 async def test_cpu_time_ends_a_child(tmp_path: Path) -> None:
     pool = Workers(preload=[TASKS], limits=Limits(cpu_s=1), folder=tmp_path / "jobs", concurrency=1)
     pool.start()
@@ -149,7 +187,7 @@ async def test_cancelling_kills_the_child_and_its_grandchild_within_100_ms(worke
 
 async def test_what_a_finished_child_left_running_is_ended(workers: Workers) -> None:
     async with await workers.run(f"{TASKS}:leave_behind", None, deadline_s=20) as finished:
-        await gone([int(finished.result)], 0.5)
+        assert await gone([int(finished.result)], 0.5)
 
 
 async def test_cancelling_while_the_forkserver_warms_up_leaves_nothing(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.support import traces
 from tests.support.traces import line_of, traced
 
 KERNEL = report_pb2.OPERATOR_KIND_KERNEL
-PROGRAMS = ["residual", "residual_int8", "gated_dynamic", "xnnpack", "int8", "renamed"]
+PROGRAMS = ["residual", "residual_int8", "gated_dynamic", "gated_int4", "xnnpack", "int8", "renamed"]
 
 
 @cache
@@ -59,7 +59,7 @@ def test_all_kernels_of_real_programs_are_aligned(name: str) -> None:
     trace, program, record = read(name)
     found = attribute(trace, program, record)
     assert found.delegates >= 1
-    assert found.unaligned == ()
+    assert found.unaligned == {}
     kernels = [row for row in rows(name, found) if row.kind == KERNEL]
     assert kernels
     for row in kernels:
@@ -122,10 +122,11 @@ def test_a_linear_that_quantizes_its_own_input_says_so() -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_times_and_shares_do_not_depend_on_it(name: str) -> None:
     measured = []
-    for found in (None, Attribution({}, 0, ())):
+    for found in (None, Attribution({}, 0, {})):
         plain = rows(name, found)
         for row in plain:
-            for field in ("op_types", "debug_handles", "module", "source", "aligned"):
+            row.ClearField("unaligned_reason")
+            for field in ("op_types", "debug_handles", "module", "source", "sources", "aligned"):
                 if row.kind == KERNEL:
                     row.ClearField(field)
         measured.append(plain)
@@ -139,17 +140,18 @@ def test_a_delegate_that_does_not_come_out_has_no_lines_at_all() -> None:
         changed = replace(trace, calls=tuple(replace(one, kernels=kernels) if one is call else one for one in trace.calls))
         found = attribute(changed, program, record)
         assert (found.kernels, found.delegates, len(found.unaligned)) == ({}, 1, 1)
-        assert f"{len(kernels)} kernels ran for 16 nodes" in found.unaligned[0]
+        assert f"{len(kernels)} kernels ran for 16 nodes" in found.unaligned[call.chain, call.instruction]
         unaligned = [row for row in join(changed, record, program, "forward", found.kernels).operators if row.kind == KERNEL]
         assert not any(row.aligned or row.op_types or row.HasField("source") or row.HasField("module") for row in unaligned)
 
 
 def test_nothing_is_claimed_without_a_record_or_a_graph() -> None:
     trace, program, record = read("residual")
-    assert attribute(trace, program, Record()) == Attribution({}, 0, ())
-    assert attribute(trace, {}, record) == Attribution({}, 0, ())
+    assert attribute(trace, program, Record()) == Attribution({}, 0, {})
+    assert attribute(trace, {}, record) == Attribution({}, 0, {})
     without = {place: replace(known, data=None) for place, known in program.items()}
-    assert len(attribute(trace, without, record).unaligned) == 1
+    (reason,) = attribute(trace, without, record).unaligned.values()
+    assert reason == "The delegate's graph is not in the program's own file."
 
 
 def test_kernels_that_do_not_come_out_are_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,3 +170,6 @@ def test_kernels_that_do_not_come_out_are_one_warning(tmp_path: Path, monkeypatc
     (warning,) = report.compile.warnings
     assert warning.code == "ANALYSIS_KERNELS_UNALIGNED"
     assert warning.message.startswith("The kernels of 2 of 2 XNNPACK delegates have no source lines. Instruction 0: ")
+    assert warning.message.endswith("None of them fits, so the trace may be of another program.")
+    reasons = [row.unaligned_reason for row in report.operators if row.kind == report_pb2.OPERATOR_KIND_DELEGATE]
+    assert len(reasons) == 2 and all("kernels ran for" in reason for reason in reasons)

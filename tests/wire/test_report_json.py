@@ -18,6 +18,19 @@ from etfarm.wire.errors import Fault, error_of
 ERROR = ["fault", "reason", "message", "remedy", "stage", "metadata"]
 SOURCE = ["file", "line", "code"]
 ARTIFACT = ["digest", "size_bytes"]
+VALUES = ["dtype", "shape", "min", "max", "mean", "stddev", "nan_count", "infinite_count"]
+PLACE: dict[str, Any] = {"source": dict.fromkeys(SOURCE), **dict.fromkeys(["module", "count"])}
+READING: dict[str, Any] = {
+    "cpus": [dict.fromkeys(["cpu", "frequency_hz", "limit_hz", "governor"])],
+    "zones": [dict.fromkeys(["name", "temperature_c"])],
+    "cooling": [dict.fromkeys(["name", "state"])],
+    **dict.fromkeys(
+        [
+            "throttle_count", "battery_share", "charging", "load_1m", "runnable", "psi_cpu_avg10", "psi_memory_avg10",
+            "psi_io_avg10", "memory_available_bytes", "cpu_busy_ns", "cpu_stolen_ns", "elapsed_ms",
+        ]
+    ),
+}  # fmt: skip
 
 # What `etfarm.report/1` promises: dicts are objects, a list is a list of such objects, None is a leaf.
 KEYS: dict[str, Any] = {
@@ -35,7 +48,7 @@ KEYS: dict[str, Any] = {
     "runner": dict.fromkeys(["kind", "executorch", "bundle_digest", "cores"]),
     "compile": {
         "cached": None,
-        "stages": [dict.fromkeys(["stage", "duration_ms", "where"])],
+        "stages": [dict.fromkeys(["stage", "duration_ms", "where", "cached", "methods"])],
         "program": dict.fromkeys(ARTIFACT),
         "etrecord": dict.fromkeys(ARTIFACT),
         "delegation": {
@@ -43,24 +56,55 @@ KEYS: dict[str, Any] = {
                 "subgraphs": None,
                 "delegated_nodes": None,
                 "non_delegated_nodes": None,
-                "operators": [dict.fromkeys(["op", "delegated", "non_delegated"])],
+                "operators": [{**dict.fromkeys(["op", "delegated", "non_delegated"]), "places": [PLACE]}],
             }
         },
         "toolchain": dict.fromkeys(["torch", "executorch", "torchao", "etfarm"]),
         "warnings": [dict.fromkeys(["code", "message"])],
+        "sizes": {
+            **dict.fromkeys(["program_bytes", "constant_bytes", "delegate_bytes"]),
+            "methods": {"METHOD": dict.fromkeys(["delegate_bytes", "planned_bytes"])},
+            "data_bytes": {"METHOD": None},
+        },
+        "checks": [
+            {
+                **dict.fromkeys(["method", "inputs", "shapes", "ran", "why"]),
+                "outputs": [dict.fromkeys(["output", "equal", "max_abs_error", "sqnr_db"])],
+            }
+        ],
+        "stayed_fp32": {"METHOD": {"operators": [{**dict.fromkeys(["op", "count"]), "places": [PLACE]}]}},
+        "data": {"METHOD": dict.fromkeys(ARTIFACT)},
+        "exported_programs": {"METHOD": dict.fromkeys(ARTIFACT)},
+        "stopped_after": None,
+        "stage_files": {"METHOD": dict.fromkeys(ARTIFACT)},
+        "modules": [dict.fromkeys(["method", "module", "constant_bytes", "planned_bytes", "planned_tensors"])],
     },
-    "measurement": dict.fromkeys(["warmup", "iterations", "duration_ns", "stop_reason"]),
+    "measurement": {
+        **dict.fromkeys(["warmup", "iterations", "duration_ns", "stop_reason", "steady", "warmup_ns"]),
+        "repeatability": {
+            "outcome": None,
+            "differences": [
+                dict.fromkeys(["output", "one", "other", "differing", "elements", "max_abs_difference", "at"])
+            ],
+        },
+    },
     "latency": dict.fromkeys(
-        ["samples_ns", "min_ns", "p50_ns", "p90_ns", "p99_ns", "mean_ns", "stddev_ns", "p50_ci95_ns"]
+        [
+            "samples_ns", "min_ns", "p50_ns", "p90_ns", "p99_ns", "mean_ns", "stddev_ns", "p50_ci95_ns", "p10_ns", "drift",
+            "effective_samples",
+        ]
     ),
     "load": dict.fromkeys(["load_ns", "load_method_ns", "first_run_ns"]),
     "memory": dict.fromkeys(["peak_rss_bytes", "planned_bytes"]),
     "accuracy": [
         dict.fromkeys(
-            ["output", "dtype", "shape", "reference", "equal", "max_abs_error", "mean_abs_error", "cosine", "sqnr_db"]
+            [
+                "output", "dtype", "shape", "reference", "equal", "max_abs_error", "mean_abs_error", "cosine", "sqnr_db",
+                "relative_error", "top1_agreement", "nan_count", "reference_nan_count",
+            ]
         )
     ],
-    "profile": dict.fromkeys(["iterations", "p50_ns"]),
+    "profile": dict.fromkeys(["iterations", "p50_ns", "times_ns", "shown"]),
     "operators": [
         {
             **dict.fromkeys(
@@ -68,20 +112,45 @@ KEYS: dict[str, Any] = {
             ),
             **dict.fromkeys(["share", "module"]),
             "source": dict.fromkeys(SOURCE),
-            **dict.fromkeys(["aligned", "instruction_id", "debug_handles"]),
+            **dict.fromkeys(["aligned", "instruction_id", "debug_handles", "times_ns", "p10_ns", "p90_ns"]),
+            **dict.fromkeys(["start_ns", "duration_ns", "reconstructed"]),
+            "sources": [dict.fromkeys(SOURCE)],
+            "unaligned_reason": None,
         }
     ],
     "numeric_gap": [
-        {**dict.fromkeys(["ops", "snr_db", "mse", "l1", "max_abs_error"]), "source": dict.fromkeys(SOURCE)}
+        {
+            **dict.fromkeys(["ops", "snr_db", "mse", "l1", "max_abs_error"]),
+            "source": dict.fromkeys(SOURCE),
+            **dict.fromkeys(["reference", "module"]),
+            "sources": [dict.fromkeys(SOURCE)],
+            **dict.fromkeys(["debug_handles", "backend"]),
+            "expected": dict.fromkeys(VALUES),
+            "actual": dict.fromkeys(VALUES),
+            "histogram": dict.fromkeys(["low", "high", "expected", "actual"]),
+            "first_bad": None,
+        }
     ],
     "verdict": {"status": None, "reasons": [dict.fromkeys(["code", "message", "measured", "threshold"])]},
-    "telemetry": dict.fromkeys(
-        [
-            "cpu_time_ns", "wall_time_ns", "voluntary_switches", "involuntary_switches", "minor_faults", "major_faults",
-            "psi_cpu_some_us",
-        ]
-    ),
+    "telemetry": {
+        **dict.fromkeys(
+            [
+                "cpu_time_ns", "wall_time_ns", "voluntary_switches", "involuntary_switches", "minor_faults", "major_faults",
+                "psi_cpu_some_us", "affinity",
+            ]
+        ),
+        "before": READING,
+        "after": READING,
+        "series": [dict.fromkeys(["elapsed_ms", "frequency_hz", "temperature_c", "load_1m", "psi_cpu", "busy_cpus"])],
+        "sampler_cpu_ns": None,
+        "settings": [dict.fromkeys(["name", "cpus", "found", "wanted", "applied", "why"])],
+        "waits": [dict.fromkeys(["gate", "waited_ms", "passed", "measured", "threshold"])],
+        "runners_cpu_ns": None,
+    },
     "timeline": [dict.fromkeys(["actor", "phase", "start_ms", "duration_ms"])],
+    "interleaved": dict.fromkeys(["base_cell", "ratio", "ratio_ci95", "rounds", "process_pairs", "ratios"]),
+    "numerics": {"program": dict.fromkeys(ARTIFACT), **dict.fromkeys(["is_timed_program", "threshold_db", "first_bad", "judged"])},
+    "analysis": dict.fromkeys(["version", "key", "cached", "at"]),
 }  # fmt: skip
 
 
@@ -90,8 +159,9 @@ def filled(message: Message, number: float = 3.0) -> Message:
     for field in message.DESCRIPTOR.fields:
         target = getattr(message, field.name)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            if field.message_type.fields_by_name["value"].message_type is None:
-                target["METHOD"] = "text"
+            of = field.message_type.fields_by_name["value"]
+            if of.message_type is None:
+                target["METHOD"] = "text" if _type(of) == "string" else 3
             else:
                 filled(target["METHOD"], number)
         elif field.message_type is not None:
@@ -125,6 +195,7 @@ def test_a_full_report_has_every_key_and_no_other() -> None:
     report = projection.report_json(filled(report_pb2.Report()))  # type: ignore[arg-type]
     # The free-form objects: their keys are the user's.
     report["error"]["metadata"] = None
+    assert list(report) == list(KEYS)
     assert_keys(report, KEYS)
 
 
@@ -150,7 +221,8 @@ def test_what_is_absent_within_is_null_and_never_zero_or_empty() -> None:
     assert report["latency"] == {**dict.fromkeys(KEYS["latency"]), "samples_ns": []}
     assert report["load"] == dict.fromkeys(KEYS["load"])
     assert report["memory"] == dict.fromkeys(KEYS["memory"])
-    assert report["telemetry"] == dict.fromkeys(KEYS["telemetry"])
+    lists: dict[str, Any] = {"series": [], "settings": [], "waits": []}
+    assert report["telemetry"] == dict.fromkeys(KEYS["telemetry"]) | lists
     assert report["verdict"] == {"status": None, "reasons": []}
     assert report["device"]["soc"] is None
     assert report["runner"] == dict.fromkeys(KEYS["runner"])

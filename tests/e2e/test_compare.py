@@ -1,0 +1,160 @@
+"""Comparing real measurements: in turns and apart, by the command, the library and the contract."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from etfarm.client import Comparison, EtfarmError, JobResult
+from etfarm.client.comparing import Side
+from etfarm.wire import comparison
+from tests.support.farm import FarmProcess, etfarm
+from tests.support.programs import program
+
+CONVOLUTIONS, SLOWER = 10, 13
+"""A chain, and one that takes 30 % longer."""
+INPUT = (torch.rand(1, 16, 16, 16),)
+
+
+class Chain(torch.nn.Module):
+    """Convolutions, one behind the other; of equal length equal."""
+
+    def __init__(self, convolutions: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Conv2d(16, 16, 3, padding=1) for _ in range(convolutions))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+@pytest.fixture(scope="module")
+def in_turns(farm: FarmProcess) -> JobResult:
+    """A chain, a longer one, and the first again, which took turns; in cells 0, 1 and 2."""
+    chain, longer = Chain(CONVOLUTIONS).eval(), Chain(SLOWER).eval()
+    with farm.client() as client:
+        job = client.bench([chain, longer, chain], example_inputs=INPUT, threads=[1], interleave=True, min_time_s=0.2)
+        return job.result()
+
+
+@pytest.fixture(scope="module")
+def alone(farm: FarmProcess) -> JobResult:
+    """The longer chain by itself."""
+    with farm.client() as client:
+        return client.bench(Chain(SLOWER).eval(), example_inputs=INPUT, threads=[1], min_time_s=0.2).result()
+
+
+@pytest.fixture(scope="module")
+def lost(farm: FarmProcess) -> str:
+    """The id of a job whose only cell failed: its program lacks its data file."""
+    with farm.client() as client:
+        job = client.bench(program("external_xnnpack").path, profile=False, min_time_s=0.0)
+        assert job.wait() == "FAILED"
+        return job.id
+
+
+@pytest.fixture
+def command(farm: FarmProcess, tmp_path: Path) -> Iterator[Any]:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        done = etfarm("compare", *arguments, "--server", farm.address, cwd=tmp_path)
+        return done.returncode, done.stdout, done.stderr
+
+    yield run
+
+
+def test_a_program_that_is_thirty_percent_slower_fails_a_gate_of_ten(in_turns: JobResult, command: Any, tmp_path: Path) -> None:
+    job = in_turns.job.id
+    code, out, err = command(
+        f"{job}#0", f"{job}#1", "--gate", "10%", "--accept-invalid", "--json", "c.json", "--markdown", "c.md"
+    )
+    assert code == 3, out + err
+    assert err.startswith("etfarm: The gate is not passed: at least ") and err.count("\n") == 1
+    (pair,) = json.loads((tmp_path / "c.json").read_text(), parse_constant=pytest.fail)["pairs"]
+    assert (pair["latency"]["method"], pair["latency"]["outcome"]) == ("paired", "slower")
+    assert 1.1 < pair["latency"]["ratio_ci95"][0] < pair["latency"]["ratio"] < 1.7
+    assert pair["latency"]["ratio"] == in_turns.reports[1].interleaved.ratio
+    assert "% slower" in out.splitlines()[0] and "Measured apart" not in out
+    assert "❌ gate not passed" in (tmp_path / "c.md").read_text()
+
+
+def test_equal_programs_pass_where_they_took_turns(in_turns: JobResult, command: Any) -> None:
+    job = in_turns.job.id
+    code, out, err = command(f"{job}#0", f"{job}#2", "--gate", "10%", "--accept-invalid")
+    assert (code, err) == (0, ""), out
+    assert "gate passed  latency 10 %" in out
+    code, _, err = command(f"{job}#2", f"{job}#1", "--gate", "5%", "--accept-invalid")
+    assert code == 3, "two later candidates are compared through the first"
+
+
+def test_layers_that_were_added_are_named_and_the_others_found_again(farm: FarmProcess, in_turns: JobResult) -> None:
+    job = in_turns.job.id
+    with farm.client() as client:
+        (pair,) = client.compare(f"{job}#0", f"{job}#1").pairs
+        (same,) = client.compare(f"{job}#0", f"{job}#2").pairs
+    rows = [row for row in pair.operators.rows if row.kind == "OPERATOR"]
+    assert {row.module for row in rows if row.base is None} == {f"layers.{at}" for at in range(CONVOLUTIONS, SLOWER)}
+    assert {row.module for row in rows if row.base is not None} == {f"layers.{at}" for at in range(CONVOLUTIONS)}
+    assert not [row for row in rows if row.candidate is None]
+    assert not [row for row in same.operators.rows if row.base is None or row.candidate is None]
+    assert pair.size.total_bytes.change > 0 and same.size.total_bytes.change == 0
+    assert [change.what for change in pair.changes] == ["model"] and same.changes == []
+
+
+def test_runs_at_different_times_are_compared_apart_and_say_so(
+    farm: FarmProcess, in_turns: JobResult, alone: JobResult, command: Any
+) -> None:
+    code, out, _ = command(f"{in_turns.job.id}#1", alone.job.id)
+    assert code == 0 and "Measured apart: runs at different times differ" in out
+    with farm.client() as client:
+        found = client.compare(f"{in_turns.job.id}#1", alone.job.id)
+    assert found.pairs[0].latency.method == "separate"
+    assert found.pairs[0].changes == [] and found.passed
+
+
+def test_jobs_files_and_results_give_the_same(
+    farm: FarmProcess, in_turns: JobResult, alone: JobResult, tmp_path: Path, command: Any
+) -> None:
+    file = tmp_path / "base.json"
+    file.write_text(json.dumps(in_turns.json()))
+    with farm.client() as client:
+        client.tag(alone.job.id, "compared")
+        on_farm = client.compare(f"{in_turns.job.id}#0", "compared", "1000%", accept_invalid=True)
+        mixed = client.compare(f"{file}#0", "compared", ["latency=1000%"], accept_invalid=True)
+        at_hand = client.compare(f"{file}#0", alone)
+    here = comparison.compare(
+        Side(in_turns.json()["reports"], in_turns.json()["job"], None, "0"), Side(alone.json()["reports"], alone.json()["job"])
+    )
+    assert isinstance(on_farm, Comparison) and on_farm.passed and on_farm.gate.limits[0].limit == 1000
+    assert on_farm.json()["pairs"] == mixed.json()["pairs"] == at_hand.json()["pairs"] == here["pairs"]
+    assert {**on_farm.json(), "gate": None} == here
+    assert (mixed.base.file, mixed.candidate.job.id) == (str(file), alone.job.id)
+    assert command(f"{file}#0", "compared")[0] == 0
+
+
+def test_what_cannot_be_compared_is_one_sentence(
+    farm: FarmProcess, in_turns: JobResult, alone: JobResult, lost: str, command: Any
+) -> None:
+    code, _, err = command("nosuchjob", alone.job.id)
+    assert code == 2 and err.startswith("etfarm: There is no job 'nosuchjob'") and err.count("\n") == 1
+    code, _, err = command(f"{in_turns.job.id}#7", alone.job.id)
+    assert code == 2 and "has no report '7': it has 0 Chain" in err
+    says = r"No report of job .* has a counterpart in job .*: there is 0 Chain .*0 program"
+    with farm.client() as client, pytest.raises(EtfarmError, match=says) as raised:
+        client.compare(in_turns.job.id, lost)
+    assert raised.value.reason == "NOTHING_TO_COMPARE"
+    code, _, err = command(in_turns.job.id, lost)
+    assert code == 1 and "Choose one of each" in err
+
+
+def test_a_candidate_that_fails_shuts_the_gate(alone: JobResult, lost: str, command: Any) -> None:
+    code, out, _ = command(alone.job.id, lost)
+    assert code == 1 and out.startswith("candidate / base  the candidate failed (")
+    code, _, err = command(alone.job.id, lost, "--gate", "size=50%")
+    assert code == 3 and "the candidate's cell failed" in err

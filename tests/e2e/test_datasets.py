@@ -1,0 +1,365 @@
+"""Data sets through a whole farm of two devices: order, failures, throughput, metrics, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from etfarm.client import AsyncFarm
+from etfarm.client.dataset import WINDOW, Result
+from etfarm.client.models import DeviceState
+from etfarm.wire.errors import EtfarmError
+from tests.support.farm import FarmProcess, descendants, etfarm, wait_until
+from tests.support.programs import program
+
+ONES = np.ones((2, 3), np.float32)
+COUNT = 60
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
+    """A farm with two equal devices."""
+    running = FarmProcess(tmp_path_factory.mktemp("pair"))
+    try:
+        yield running.start(agents=2)
+    finally:
+        running.stop()
+
+
+def sums(count: int = COUNT) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Inputs of `add`: sample i gives i + 1 everywhere."""
+    return [(ONES * i, ONES) for i in range(count)]
+
+
+def is_idle(farm: FarmProcess) -> bool:
+    with farm.client() as client:
+        return all(device.state is DeviceState.IDLE for device in client.devices())
+
+
+def write(folder: Path, count: int = 6, wrong: int | None = None, **more: Any) -> Path:
+    """A folder of inputs for `add`, `0.npz` and so on; one of a wrong shape."""
+    folder.mkdir()
+    for index in range(count):
+        x = np.zeros(5, np.float32) if index == wrong else ONES * index
+        np.savez(folder / f"{index}.npz", **{"0": x, "1": ONES}, **{key: value[index] for key, value in more.items()})  # type: ignore[arg-type]
+    return folder
+
+
+def test_results_come_in_the_order_of_inputs_from_both_devices(pair: FarmProcess) -> None:
+    seen: list[Result] = []
+    with pair.client() as client:
+        got = list(client.run_dataset(program("add").path, sums(), devices=2, on_result=seen.append))
+    assert [index for index, _ in got] == list(range(COUNT))
+    assert all((outputs[0] == index + 1).all() for index, outputs in got)
+    assert all(outputs.run_ns for _, outputs in got)
+    assert {result.device.name for result in seen if result.device} == {"board-0", "board-1"}
+    assert wait_until(lambda: is_idle(pair))
+
+
+async def test_who_leaves_in_the_middle_gives_the_devices_back(pair: FarmProcess) -> None:
+    async with AsyncFarm(pair.address) as client:
+        results = client.run_dataset(program("add").path, sums(10_000), devices=2)
+        async for index, _ in results:
+            if index == 5:
+                break
+        await results.aclose()
+        assert wait_until(lambda: is_idle(pair))
+
+
+async def test_inputs_are_taken_as_they_are_needed(pair: FarmProcess) -> None:
+    taken = 0
+    ahead = 0
+
+    def inputs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        nonlocal taken
+        for given in sums(200):
+            taken += 1
+            yield given
+
+    async with AsyncFarm(pair.address) as client:
+        async for index, _ in client.run_dataset(program("add").path, inputs(), devices=2):
+            ahead = max(ahead, taken - index)
+    assert taken == 200
+    assert ahead <= 2 * WINDOW + 1
+
+
+def test_inputs_may_be_named_and_are_each_checked(pair: FarmProcess) -> None:
+    with pair.client() as client:
+        named = [{"1": ONES, "0": ONES * i} for i in range(3)]
+        assert [outputs[0][0, 0] for _, outputs in client.run_dataset(program("add").path, named)] == [1, 2, 3]
+        with pytest.raises(EtfarmError, match="sample 1: forward: there is no input 'mask'") as refused:
+            list(client.run_dataset(program("add").path, [named[0], {**named[1], "mask": ONES}]))
+        assert refused.value.metadata["sample"] == "1"
+
+
+def test_a_program_that_keeps_state_sees_the_samples_of_one_device_in_their_order(pair: FarmProcess) -> None:
+    with pair.client() as client:
+        got = list(client.run_dataset(program("counter").path, [np.zeros(1, np.float32)] * 40))
+    assert [outputs[0].item() for _, outputs in got] == [float(n) for n in range(1, 41)]
+
+
+def test_with_reset_every_sample_finds_the_program_as_it_was_loaded(pair: FarmProcess) -> None:
+    with pair.client() as client:
+        got = list(client.run_dataset(program("counter").path, [np.zeros(1, np.float32)] * 5, devices=2, reset=True))
+    assert [outputs[0].item() for _, outputs in got] == [1.0] * 5
+
+
+def test_large_samples_keep_their_order_too(pair: FarmProcess) -> None:
+    made = program("wide")
+    from etfarm.wire.tensors import Tensor, to_array
+
+    (x,) = [to_array(value) for value in made.inputs if isinstance(value, Tensor)]
+    with pair.client() as client:
+        for index, outputs in client.run_dataset(made.path, (x + i for i in range(4))):
+            assert np.array_equal(outputs[0], x + index + 1)
+
+
+def test_devices_may_give_the_same_large_outputs_at_once(pair: FarmProcess) -> None:
+    ones = np.ones((1 << 19,), np.float32).reshape(program("wide").inputs[0].shape)  # type: ignore[union-attr]
+    with pair.client() as client:
+        for step in range(3):
+            # Each output is the next input: both ends and both devices send the same bytes.
+            got = list(client.run_dataset(program("wide").path, (ones * (100 * step + i // 2) for i in range(40)), devices=2))
+            assert [outputs[0].flat[0] for _, outputs in got] == [100 * step + i // 2 + 1 for i in range(40)]
+
+
+def test_a_sample_that_fails_is_the_last_and_the_ones_before_it_are_done(pair: FarmProcess) -> None:
+    inputs = sums(30)
+    inputs[20] = (np.zeros(5, np.float32), ONES)
+    with pair.client() as client:
+        done = []
+        with pytest.raises(EtfarmError, match="sample 20: The inputs do not fit") as refused:
+            for index, _ in client.run_dataset(program("add").path, inputs, devices=2):
+                done.append(index)
+        assert (done, refused.value.reason) == (list(range(20)), "INPUT_MISMATCH")
+        rest = client.run_dataset(program("add").path, inputs, devices=2, keep_going=True)
+        assert [index for index, _ in rest] == [index for index in range(30) if index != 20]
+
+
+def test_more_devices_than_there_are_is_refused(pair: FarmProcess) -> None:
+    with pair.client() as client, pytest.raises(EtfarmError, match="match 'cores>=1': 2, and 3 are wanted") as refused:
+        list(client.run_dataset(program("add").path, sums(1), "cores>=1", devices=3))
+    assert refused.value.reason == "TOO_FEW_DEVICES"
+
+
+def test_what_the_source_raises_is_raised_after_what_is_done(pair: FarmProcess) -> None:
+    def inputs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        yield from sums(5)
+        raise OSError("the disk is gone")
+
+    with pair.client() as client:
+        done = []
+        with pytest.raises(OSError, match="the disk is gone"):
+            for index, _ in client.run_dataset(program("add").path, inputs(), devices=2):
+                done.append(index)
+    assert done == list(range(5))
+
+
+def test_a_busy_device_joins_when_it_is_free(pair: FarmProcess) -> None:
+    waits: list[str] = []
+    with pair.client() as client, client.session(program("counter").path, "name=board-0") as session:
+        seen: list[Result] = []
+        for index, _ in client.run_dataset(program("add").path, sums(), devices=2, on_result=seen.append, on_wait=waits.append):
+            if index == 3:
+                session.close()
+        assert len(seen) == COUNT
+    assert any("board-0 is busy" in wait for wait in waits)
+
+
+def test_a_device_that_is_killed_leaves_its_samples_to_the_other(breakable: FarmProcess) -> None:
+    breakable.start(agents=2)
+    lost: list[str] = []
+    seen: list[Result] = []
+
+    def inputs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for index, given in enumerate(sums()):
+            if index == 30:
+                # Not before it has a part in it: the other may have begun alone.
+                assert wait_until(lambda: any(result.device and result.device.name == "board-0" for result in seen))
+                breakable.agents[0].kill9()
+            yield given
+
+    with breakable.client() as client:
+        got = list(client.run_dataset(program("add").path, inputs(), devices=2, on_result=seen.append, on_wait=lost.append))
+    assert [index for index, _ in got] == list(range(COUNT))
+    assert all((outputs[0] == index + 1).all() for index, outputs in got)
+    assert {result.device.name for result in seen[-10:] if result.device} == {"board-1"}
+    assert any("board-0 is lost" in line for line in lost)
+
+
+def test_the_last_device_s_loss_ends_it_with_what_was_done(breakable: FarmProcess) -> None:
+    breakable.start()
+    done: list[int] = []
+
+    def inputs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for index, given in enumerate(sums()):
+            if index == 30:
+                breakable.agents[0].kill9()
+            yield given
+
+    with breakable.client() as client, pytest.raises(EtfarmError) as lost:
+        for index, _ in client.run_dataset(program("add").path, inputs()):
+            done.append(index)
+    assert lost.value.reason == "SESSION_LOST"
+    assert done == list(range(len(done)))
+    assert done
+
+
+def test_a_program_that_crashes_fails_one_sample_and_is_loaded_again(pair: FarmProcess) -> None:
+    seen: list[Result] = []
+
+    def inputs() -> Iterator[np.ndarray]:
+        for index in range(30):
+            if index == 10:
+                (agent,) = [agent for agent in pair.agents if descendants(agent.pid)]
+                for runner in descendants(agent.pid):
+                    os.kill(runner, signal.SIGSEGV)
+            yield np.zeros(1, np.float32)
+
+    with pair.client() as client:
+        got = list(client.run_dataset(program("counter").path, inputs(), keep_going=True, on_result=seen.append))
+    (failed,) = [result for result in seen if result.failed]
+    assert failed.error is not None
+    assert failed.error.reason == "PROGRAM_CRASHED"
+    after = [outputs[0].item() for index, outputs in got if index > failed.index]
+    assert after == [float(n) for n in range(1, len(after) + 1)], "its state began anew"
+
+
+def test_a_folder_gives_a_folder_of_the_same_names(pair: FarmProcess, tmp_path: Path) -> None:
+    write(tmp_path / "in")
+    done = etfarm(
+        "run", str(program("add").path), "--inputs", "in", "-o", "out", "--devices", "2", "--server", pair.address,
+        "--json", "d.json", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [f"{i}.npz" for i in range(6)]
+    for index in range(6):
+        with np.load(tmp_path / "out" / f"{index}.npz") as outputs:
+            np.testing.assert_array_equal(next(iter(outputs.values())), ONES * index + 1)
+    assert "6 samples" in done.stdout
+    assert "samples/s" in done.stdout
+    document = json.loads((tmp_path / "d.json").read_text())
+    assert (document["schema"], document["job"], document["reports"], document["error"]) == ("etfarm.report/1", None, [], None)
+    dataset = document["dataset"]
+    assert (dataset["total"], dataset["samples"], dataset["failed"], dataset["metrics"]) == (6, 6, [], {})
+    assert sum(device["samples"] for device in dataset["devices"]) == 6
+    assert dataset["samples_per_s"] == pytest.approx(6 / dataset["wall_s"])
+    assert dataset["run_p50_ns"] > 0
+    assert 0 < dataset["busy_share"] < 1
+
+
+def test_a_wrong_file_is_named_and_what_was_done_before_it_is_kept(pair: FarmProcess, tmp_path: Path) -> None:
+    write(tmp_path / "in", wrong=3)
+    (tmp_path / "in" / "4.npz").write_bytes(b"PK nothing")
+    command = ("run", str(program("add").path), "--inputs", "in", "-o", "out", "--server", pair.address, "--json", "d.json")
+    done = etfarm(*command, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "etfarm: 3.npz: The inputs do not fit the program" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["0.npz", "1.npz", "2.npz"]
+    assert json.loads((tmp_path / "d.json").read_text())["error"]["reason"] == "INPUT_MISMATCH"
+    done = etfarm(*command, "--keep-going", cwd=tmp_path)
+    assert done.returncode == 1
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["0.npz", "1.npz", "2.npz", "5.npz"]
+    document = json.loads((tmp_path / "d.json").read_text())
+    assert document["error"]["reason"] == "SAMPLES_FAILED"
+    failed = [(one["index"], one["name"], one["error"]["reason"]) for one in document["dataset"]["failed"]]
+    assert failed == [(3, "3.npz", "INPUT_MISMATCH"), (4, "4.npz", "INPUT_FILE_UNREADABLE")]
+
+
+def test_ctrl_c_keeps_what_was_done_and_gives_the_devices_back(pair: FarmProcess, tmp_path: Path) -> None:
+    np.savez(tmp_path / "many.npz", **{"0": np.zeros((200_000, 2, 3), np.float32), "1": np.zeros((200_000, 2, 3), np.float32)})  # type: ignore[arg-type]
+    (tmp_path / "mine.py").write_text(
+        "def f(inputs, outputs, index, labels):\n    if index == 20:\n        print('twenty', flush=True)\n    return 0\n"
+    )
+    command = ["run", str(program("add").path), "--inputs", "many.npz", "--batched", "-o", "out.npz", "--metric", "mine.py:f"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "etfarm.wire.command", *command, "--devices", "2", "--server", pair.address, "--json", "d.json"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert "twenty\n" in process.stderr
+    process.send_signal(signal.SIGINT)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Interrupted after" in errors
+    assert "out.npz: " in said
+    document = json.loads((tmp_path / "d.json").read_text())
+    assert document["error"]["reason"] == "INTERRUPTED"
+    with np.load(tmp_path / "out.npz") as outputs:
+        (key,) = outputs.files
+        assert len(outputs[key]) == document["dataset"]["samples"] > 20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.json", "many.npz", "mine.py", "out.npz"]
+    assert wait_until(lambda: is_idle(pair))
+
+
+def test_a_batch_gives_a_stack_and_labels_go_to_the_metric(pair: FarmProcess, tmp_path: Path) -> None:
+    x = np.zeros((8, 2, 3), np.float32)
+    x[:, 0, 1] = x[:, 1, 2] = 1.0
+    labels = np.tile(np.array([1, 2]), (8, 1))
+    labels[:2] = 0
+    np.savez(tmp_path / "many.npz", **{"0": x, "1": np.zeros_like(x)}, label=labels)  # type: ignore[arg-type]
+    command = ("run", str(program("add").path), "--inputs", "many.npz", "--batched", "--server", pair.address)
+    refused = etfarm(*command, cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "many.npz[0]: forward: there is no input 'label'" in refused.stderr
+    np.savez(tmp_path / "wrong.npz", y=x, **{"0": x})  # type: ignore[arg-type]
+    missing = etfarm(*command[:3], "wrong.npz", *command[4:], "--metric", "top1", cwd=tmp_path)
+    assert "the input '1' is missing. The inputs are 0, 1. Beside them there is y." in missing.stderr
+    done = etfarm(*command, "-o", "out.npz", "--metric", "top1", "--json", "-", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["dataset"]["metrics"] == {"top1": {"mean": 0.75, "count": 8}}
+    with np.load(tmp_path / "out.npz") as outputs:
+        (key,) = outputs.files
+        np.testing.assert_array_equal(outputs[key], x)
+
+
+def test_a_metric_of_one_s_own_and_an_installed_one_are_told(pair: FarmProcess, tmp_path: Path) -> None:
+    write(tmp_path / "in", wanted=[ONES * 2] * 6)
+    own = "def far(inputs, outputs, index, labels):\n"
+    own += "    y = next(iter(outputs.values()))\n    return {'far': abs(y - labels['wanted']).mean(), 'x': inputs['0'].mean()}\n"
+    own += "print('imported')\ndef bad(inputs, outputs, index, labels):\n    print('called')\n    return 1 / (index - 2)\n"
+    (tmp_path / "mine.py").write_text(own)
+    site = tmp_path / "site"
+    (site / "acme-1.0.dist-info").mkdir(parents=True)
+    (site / "acme_metrics.py").write_text("def index(inputs, outputs, index, labels):\n    return index\n")
+    (site / "acme-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (site / "acme-1.0.dist-info" / "entry_points.txt").write_text("[etfarm.metrics]\nacme.index = acme_metrics:index\n")
+    command = ("run", str(program("add").path), "--inputs", "in", "--server", pair.address, "--json", "-")
+
+    def told(metric: str, *more: str) -> tuple[int, dict[str, Any], str]:
+        done = etfarm(*command, "--metric", metric, *more, cwd=tmp_path, environment={"PYTHONPATH": str(site)})
+        return done.returncode, json.loads(done.stdout)["dataset"], done.stderr
+
+    for metric in ("mine.py:far", "mine:far"):
+        code, dataset, _ = told(metric)
+        assert (code, dataset["metrics"]) == (0, {"far": {"mean": 11 / 6, "count": 6}, "x": {"mean": 2.5, "count": 6}})
+    code, dataset, _ = told("acme.index")
+    assert (code, dataset["metrics"]) == (0, {"acme.index": {"mean": 2.5, "count": 6}})
+    code, dataset, said = told("mine.py:bad", "--keep-going")
+    assert (code, [one["name"] for one in dataset["failed"]]) == (1, ["2.npz"])
+    assert "2.npz: The metric bad failed with ZeroDivisionError" in said
+
+
+def test_a_model_that_is_compiled_first_takes_its_inputs_by_name(pair: FarmProcess, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "import torch\nclass Less(torch.nn.Module):\n    def forward(self, left, right):\n        return left - right\n"
+        "def make():\n    return Less().eval(), (torch.rand(3), torch.rand(3))\n"
+    )
+    left, right = np.random.default_rng(0).random((2, 5, 3), np.float32)
+    np.savez(tmp_path / "many.npz", right=right, left=left)
+    done = etfarm(
+        "run", "model.py:make", "--recipe", "portable", "--inputs", "many.npz", "--batched", "-o", "out.npz", "--all-devices",
+        "--server", pair.address, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with np.load(tmp_path / "out.npz") as outputs:
+        np.testing.assert_allclose(next(iter(outputs.values())), left - right)

@@ -1,0 +1,110 @@
+"""Emulated Arm devices through a real farm: outputs and lines of x86, no times, and a processor whose kernels are wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("executorch")
+
+from etfarm.wire import tensors
+from tests.support.emulation import aarch64_archive, need_emulator
+from tests.support.farm import FarmProcess, etfarm
+from tests.support.programs import program
+
+pytestmark = pytest.mark.boards
+
+FP32, INT8 = "xnnpack_fp32", "xnnpack_pt2e_int8_static_per_channel"
+QUICK = ("--warmup", "1", "--iterations", "3", "--min-time", "0", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
+    """A farm of this machine and two emulated ones."""
+    archive = aarch64_archive()
+    running = FarmProcess(tmp_path_factory.mktemp("mixed"))
+    try:
+        running.start(agents=0)
+        running.add_agent("--idle-wait", "0", "--cool-down", "0")
+        with running.client() as client:
+            client.add_bundle(archive)
+        running.add_agent("--emulate", "aarch64")
+        running.add_agent("--emulate", "aarch64", "--cpu", "max")
+        yield running
+    finally:
+        running.stop()
+
+
+def bench(farm: FarmProcess, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """The document of a job on resnet8, and what was printed."""
+    done = etfarm("bench", "demo:resnet8", *arguments, *QUICK, "--json", "r.json", "--server", farm.address, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads((folder / "r.json").read_text(), parse_constant=pytest.fail)
+    return document, done.stdout
+
+
+def test_an_emulated_board_gives_the_outputs_and_the_lines_of_x86(mixed: FarmProcess, tmp_path: Path) -> None:
+    where = ("--device", "soc=qemu cortex-a76", "--device", "emulated=false")
+    document, printed = bench(mixed, tmp_path, "--recipe", FP32, "--recipe", INT8, *where)
+    with mixed.client() as client:
+        job = client.job(document["job"]["id"])
+        outputs = [[tensors.to_array(value) for value in job.outputs(cell)] for cell in range(4)]
+    cells = {
+        (report["recipe"], report["device"]["arch"]): (report, *values)
+        for report, values in zip(document["reports"], outputs, strict=True)
+    }
+    assert len(cells) == 4
+    for recipe, most in ((FP32, 1e-5), (INT8, 0.1)):
+        emulated, here = cells[recipe, "aarch64"], cells[recipe, "x86_64"]
+        np.testing.assert_allclose(emulated[1], here[1], rtol=0, atol=most)
+        assert [row["source"] for row in emulated[0]["operators"]] == [row["source"] for row in here[0]["operators"]]
+        assert [row["kind"] for row in emulated[0]["operators"]] == [row["kind"] for row in here[0]["operators"]]
+        codes = [row["source"]["code"] for row in emulated[0]["operators"] if row["source"]]
+        assert {"y = self.conv(image)", "y = self.conv2(y)"} <= set(codes)
+        report = emulated[0]
+        assert report["verdict"]["status"] == "NOT_BENCHMARKABLE" and report["device"]["emulated"]
+        assert (report["device"]["soc"], report["memory"]["peak_rss_bytes"]) == ("qemu cortex-a76", None)
+    assert printed.count("NOT BENCHMARKABLE") == 2
+
+
+def test_the_numeric_gap_names_the_operators_that_a_processor_computes_wrongly(mixed: FarmProcess, tmp_path: Path) -> None:
+    document, printed = bench(mixed, tmp_path, "--recipe", INT8, "--device", "arch=aarch64,feature=sme", "--numerics")
+    (report,) = document["reports"]
+    assert report["device"]["soc"] == "qemu max"
+    first = report["numeric_gap"][report["numerics"]["first_bad"]]
+    assert first["reference"] == "QUANTIZED" and first["snr_db"] < 10
+    assert any("convolution" in op for op in first["ops"])
+    assert first["source"]["code"] == "y = self.conv(image)"
+    assert report["accuracy"][0]["sqnr_db"] < 10
+    assert "first bad operator: convolution" in printed
+
+
+def test_an_emulated_device_keeps_its_id_and_has_the_features_of_its_processor(mixed: FarmProcess) -> None:
+    with mixed.client() as client:
+        known = {device.soc: device for device in client.devices("emulated=true,arch=aarch64")}
+    assert set(known) == {"qemu cortex-a76", "qemu max"}
+    board = known["qemu cortex-a76"]
+    assert set(board.features) == {"dotprod", "fp16"} and [cluster.part for cluster in board.clusters] == ["Cortex-A76"]
+    assert {"dotprod", "i8mm", "sve2", "sme"} <= set(known["qemu max"].features)
+    agent = mixed.agents[1]
+    agent.stop()
+    agent.start()
+    assert agent.expect("connected to").endswith(f"({board.id})")
+    log = mixed.agents[2].log.read_text()
+    assert "with which qemu computes XNNPACK's int8 kernels wrongly" in log and "max,sme=off" in log
+
+
+def test_a_farm_without_its_runner_says_how_to_make_one(breakable: FarmProcess, tmp_path: Path) -> None:
+    # Not the farm that others share: it would know the device from now on.
+    need_emulator()
+    made = program("add").path
+    breakable.start(agents=0)
+    breakable.add_agent("--emulate", "aarch64", "--name", "bare")
+    done = etfarm("bench", str(made), "--device", "name=bare", "--server", breakable.address, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "no runner bundle for aarch64" in done.stdout and "etfarm bundle build --arch aarch64 -o FILE" in done.stdout

@@ -1,0 +1,75 @@
+"""Candidates that take turns on one device, from the command line to the line that compares them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.farm import FarmProcess, etfarm
+from tests.support.programs import program
+
+QUICK = ("--min-time", "0.1", "--no-profile")
+
+
+def bench(farm: FarmProcess, folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
+    """The reports, and what was printed."""
+    done = etfarm("bench", *arguments, *QUICK, "--interleave", "--json", "r.json", "--server", farm.address, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "r.json").read_text(), parse_constant=pytest.fail)["reports"], done.stdout
+
+
+def test_a_slower_program_is_found_in_one_attempt_of_many_rounds(farm: FarmProcess, tmp_path: Path) -> None:
+    (base, other), printed = bench(farm, tmp_path, str(program("add").path), str(program("conv").path), "--threads", "1")
+    assert base["attempt"] == other["attempt"]
+    assert base["interleaved"] is None
+    found = other["interleaved"]
+    assert found["base_cell"] == base["cell"]
+    assert found["rounds"] == len(found["ratios"]) >= 20 and found["process_pairs"] >= 5
+    assert found["ratio"] == pytest.approx(np.median(found["ratios"]))
+    low, high = found["ratio_ci95"]
+    assert 1 < low <= found["ratio"] <= high, "a convolution takes longer than an addition"
+    for report in (base, other):
+        assert len(report["latency"]["samples_ns"]) == report["measurement"]["iterations"]
+        assert report["verdict"]["status"] in ("VALID", "INVALID")
+    told = r"#1 / \S+ #0  [\d.]+x \[[\d.]+, [\d.]+\]  [\d.]+ (% slower|times as slow)  \d+ rounds, \d+ process pairs"
+    assert re.search(told, printed), printed
+
+
+def test_a_program_is_compared_with_itself(farm: FarmProcess, tmp_path: Path) -> None:
+    conv = str(program("conv").path)
+    (base, other), printed = bench(farm, tmp_path, conv, conv)
+    found = other["interleaved"]
+    assert found["base_cell"] == base["cell"]
+    assert found["ratio_ci95"][0] <= found["ratio"] <= found["ratio_ci95"][1]
+    assert 0.5 < found["ratio"] < 2, "which of them is faster is chance"
+    assert "process pairs" in printed
+
+
+def test_each_choice_has_a_comparison_of_its_own(farm: FarmProcess, tmp_path: Path) -> None:
+    add, conv = (str(program(name).path) for name in ("add", "conv"))
+    reports, _ = bench(farm, tmp_path, add, conv, conv, "--threads", "1,2")
+    assert [report["threads"] for report in reports] == [1, 2] * 3
+    by_threads = [{report["attempt"] for report in reports if report["threads"] == count} for count in (1, 2)]
+    assert all(len(attempts) == 1 for attempts in by_threads) and by_threads[0] != by_threads[1]
+    bases = [report["interleaved"] and report["interleaved"]["base_cell"] for report in reports]
+    assert bases == [None, None, *[reports[0]["cell"], reports[1]["cell"]] * 2]
+
+
+def test_recipes_of_one_model_are_compared(farm: FarmProcess, tmp_path: Path) -> None:
+    recipes = ("--recipe", "portable", "--recipe", "xnnpack_fp32")
+    (_, other), printed = bench(farm, tmp_path, "demo:ds_cnn", *recipes)
+    assert other["interleaved"]["ratio_ci95"][1] < 1
+    assert "xnnpack_fp32 / portable" in printed and "times as fast" in printed
+
+
+def test_who_cannot_run_leaves_the_other_to_be_measured_alone(farm: FarmProcess) -> None:
+    with farm.client() as client:
+        pair = [program("external_xnnpack").path, program("conv").path]
+        result = client.bench(pair, min_time_s=0.0, profile=False, interleave=True).result()
+    assert [report.state for report in result.reports] == ["FAILED", "SUCCEEDED"]
+    assert result.reports[1].interleaved is None and result.reports[1].latency.p50_ns

@@ -1,0 +1,305 @@
+"""What a farm keeps: tags that stand for jobs, a history over jobs, operators by view, and reports worked out again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from etfarm.client.models import JobResult
+from etfarm.v1 import job_pb2, job_pb2_grpc, report_pb2, report_pb2_grpc
+from etfarm.wire import views
+from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.status import from_rpc_error
+from tests.support.farm import FarmProcess, descendants, etfarm, wait_until
+from tests.support.programs import program
+
+QUICK: dict[str, Any] = {"iterations": 20, "warmup": 2, "min_time_s": 0.01}
+
+
+class Kept:
+    """A farm with jobs in it: of `conv` twice, then of `add` with two thread counts."""
+
+    def __init__(self, farm: FarmProcess) -> None:
+        self.farm = farm
+        with farm.client() as client:
+            self.conv = [client.bench(program("conv").path, threads=[1], **QUICK).result() for _ in range(2)]
+            self.add = client.bench(program("add").path, threads=[1, 2], name="adding", **QUICK).result()
+
+    def blob(self, digest: str) -> Path:
+        """A stored file."""
+        return self.farm.folder / "server" / "artifacts" / "blobs" / digest[:2] / digest
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    farm = FarmProcess(tmp_path_factory.mktemp("kept"), serve=["--analysis-timeout", "3"])
+    try:
+        farm.start(agents=0).add_agent("--idle-wait", "0")  # nothing here is about how true the numbers are
+        yield Kept(farm)
+    finally:
+        farm.stop()
+
+
+def ask(farm: FarmProcess, rpc: str, request: Any, service: Any = report_pb2_grpc.ReportServiceStub) -> Any:
+    """The answer of an rpc, one of ReportService unless another is named."""
+
+    async def call() -> Any:
+        async with open_channel(Access(farm.address)) as channel:
+            try:
+                return await getattr(service(channel), rpc)(request)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error, server=farm.address) from None
+
+    return asyncio.run(call())
+
+
+def raw(farm: FarmProcess, result: JobResult) -> Any:
+    """A job's reports with what the JSON does not have."""
+    return ask(farm, "Get", report_pb2.GetReportsRequest(job_id=result.job.id)).reports
+
+
+def model_of(result: JobResult) -> str:
+    return str(result.reports[0].model.digest)
+
+
+def test_a_tag_stands_for_its_job_wherever_an_id_does_and_moves(kept: Kept, tmp_path: Path) -> None:
+    first, second = (result.job.id for result in kept.conv)
+    with kept.farm.client() as client:
+        assert client.tag(first[:6], "baseline") is None
+        assert client.job("baseline").id == first
+        assert [job.tags for job in client.jobs() if job.id == first] == [("baseline",)]
+        assert client.tag(second, "baseline") == first
+        assert client.job("baseline").info.tags == ("baseline",)
+        assert client.tag("latest", "v1.0_adding-2") is None
+        assert client.job("v1.0_adding-2").id == kept.add.job.id
+    listed = etfarm("jobs", "list", "--server", kept.farm.address, cwd=tmp_path).stdout
+    assert any(second in line and "baseline" in line for line in listed.splitlines())
+    shown = etfarm("report", "show", "baseline", "--json", "r.json", "--server", kept.farm.address, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads((tmp_path / "r.json").read_text())["job"]["id"] == second
+    with kept.farm.client() as client:
+        assert client.untag("baseline") == second
+        with pytest.raises(EtfarmError, match="no job 'baseline'"):
+            client.job("baseline")
+
+
+def test_a_tag_wins_over_the_beginning_of_an_id_and_an_id_over_a_tag(kept: Kept) -> None:
+    first, second = (result.job.id for result in kept.conv)
+    with kept.farm.client() as client:
+        client.tag(second, first[:6])
+        assert client.job(first[:6]).id == second
+        assert client.job(first).id == first
+        client.untag(first[:6])
+        assert client.job(first[:6]).id == first
+
+
+@pytest.mark.parametrize("tag", ["", "a b", "-x", "x" * 65, "latest", "0123456789abcdef", "größe", "a/b"])
+def test_what_is_no_name_for_a_job_is_refused(kept: Kept, tag: str) -> None:
+    with kept.farm.client() as client, pytest.raises(EtfarmError) as refused:
+        client.tag("latest", tag)
+    assert refused.value.reason == "BAD_TAG" and refused.value.remedy
+
+
+def test_a_tag_is_given_and_taken_on_the_command_line(kept: Kept, tmp_path: Path) -> None:
+    def tag(*arguments: str) -> tuple[int, str]:
+        done = etfarm("report", "tag", *arguments, "--server", kept.farm.address, cwd=tmp_path)
+        return done.returncode, done.stdout + done.stderr
+
+    first, second = (result.job.id for result in kept.conv)
+    assert tag(first, "spoken") == (0, f"Job {first} is spoken.\n")
+    assert tag(second, "spoken") == (0, f"Job {second} is spoken; before it was job {first}.\n")
+    assert tag("spoken", "--remove") == (0, f"Job {second} is no longer spoken.\n")
+    code, said = tag("spoken", "--remove")
+    assert code == 2 and "No job has the tag 'spoken'" in said
+    assert tag(first)[0] == 2
+
+
+def test_a_models_reports_are_found_newest_first_and_slim(kept: Kept) -> None:
+    with kept.farm.client() as client:
+        client.tag(kept.conv[0].job.id, "old")
+        found = client.history(model_of(kept.conv[0])[:12])
+        client.untag("old")
+    assert [entry.job for entry in found] == [result.job.id for result in reversed(kept.conv)]
+    assert [entry.tags for entry in found] == [(), ("old",)]
+    assert found[0].at > found[1].at
+    for entry, result in zip(found, reversed(kept.conv), strict=True):
+        whole = result.reports[0].json()
+        slim = entry.report.json()
+        assert slim["latency"] == {**whole["latency"], "samples_ns": []}
+        assert whole["operators"] and slim["operators"] is None
+        assert slim["telemetry"] == {**whole["telemetry"], "series": []}
+        assert {**slim, "latency": 0, "operators": 0, "telemetry": 0, "profile": 0} == {
+            **whole, "latency": 0, "operators": 0, "telemetry": 0, "profile": 0,
+        }  # fmt: skip
+
+
+def test_a_history_is_narrowed_by_device_recipe_method_and_threads(kept: Kept) -> None:
+    name = kept.add.reports[0].model.name
+    with kept.farm.client() as client:
+
+        def count(**narrowed: Any) -> int:
+            return len(client.history(name, **narrowed))
+
+        everything = count()
+        assert everything == 4
+        assert count(threads=2) == 1 and count(threads=7) == 0
+        assert count(device="name=board-0") == everything and count(device="name=another") == 0
+        assert count(device="emulated=true") == 0
+        assert count(recipe="portable") == 0, "a ready program has no recipe"
+        assert count(method="forward") == everything and count(method="encode") == 0
+        assert count(limit=3) == 3
+        with pytest.raises(EtfarmError, match="'core'"):
+            client.history(name, device="core=1")
+        with pytest.raises(EtfarmError, match=f"There are reports of: .*{name}") as unknown:
+            client.history("nobody's")
+    assert unknown.value.reason == "NO_HISTORY"
+
+
+def test_pages_of_a_history_are_together_all_of_it(kept: Kept) -> None:
+    request = report_pb2.ListHistoryRequest(model=kept.add.reports[0].model.name, page_size=1)
+    ids = []
+    while True:
+        page = ask(kept.farm, "ListHistory", request)
+        assert len(page.entries) == 1
+        ids.append(page.entries[0].report.id)
+        if not page.next_page_token:
+            break
+        request.page_token = page.next_page_token
+    whole = ask(kept.farm, "ListHistory", report_pb2.ListHistoryRequest(model=request.model))
+    assert ids == [entry.report.id for entry in whole.entries] and len(set(ids)) == 4
+
+
+def test_a_history_is_read_on_the_command_line_and_as_json(kept: Kept, tmp_path: Path) -> None:
+    name = kept.add.reports[0].model.name
+    done = etfarm("history", name, "--threads", "1", "--json", "h.json", "--server", kept.farm.address, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    series = json.loads((tmp_path / "h.json").read_text(), parse_constant=pytest.fail)["series"]
+    assert {one["threads"] for one in series} == {1}
+    points = [point for one in series for point in one["points"]]
+    assert points and all(point["report"]["threads"] == 1 and point["p50_ns"] > 0 for point in points)
+    for point in points:
+        assert point["job"][:8] in done.stdout and point["verdict"] in done.stdout
+    nobody = etfarm("history", "nobody", "--json", "n.json", "--server", kept.farm.address, cwd=tmp_path)
+    assert nobody.returncode == 2 and name in nobody.stderr
+    assert json.loads((tmp_path / "n.json").read_text())["error"]["reason"] == "NO_HISTORY"
+    none = etfarm("history", name, "--recipe", "portable", "--server", kept.farm.address, cwd=tmp_path)
+    assert none.returncode == 0 and "none of them fits --recipe portable" in none.stdout
+
+
+@pytest.mark.parametrize("by", ["", *views.BY])
+def test_operators_come_in_pages_as_the_view_has_them(kept: Kept, by: str) -> None:
+    report = kept.conv[0].reports[0].json()
+    request = report_pb2.ListOperatorsRequest(report_id=report["id"], by=by, sort="total", page_size=2)
+    found: list[Any] = []
+    while True:
+        page = ask(kept.farm, "ListOperators", request)
+        part = page.groups if by else page.operators
+        assert 1 <= len(part) <= 2
+        found += part
+        if not page.next_page_token:
+            break
+        request.page_token = page.next_page_token
+    if by:
+        expected = views.group(report["operators"], by, "total")
+        assert [(group.key, list(group.indexes)) for group in found] == [(one.key, list(one.indexes)) for one in expected]
+    else:
+        assert sorted(row.index for row in found) == [row["index"] for row in report["operators"]]
+        shares = [row.share for row in found]
+        assert shares == sorted(shares, reverse=True)
+
+
+def test_a_report_worked_out_again_is_the_same_and_keeps_its_id(kept: Kept, tmp_path: Path) -> None:
+    before = raw(kept.farm, kept.conv[0])
+    done = etfarm(
+        "report", "analyze", kept.conv[0].job.id, "--json", "a.json", "--server", kept.farm.address, cwd=tmp_path
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    after = raw(kept.farm, kept.conv[0])
+    assert [report.analysis.cached for report in (*before, *after)] == [False, True]
+    for report in after:
+        report.analysis.cached = False
+    assert list(after) == list(before)
+    (told,) = json.loads((tmp_path / "a.json").read_text())["reports"]
+    assert told["analysis"]["key"] == before[0].analysis.key
+
+
+def test_a_job_that_is_live_is_not_worked_out_again(kept: Kept) -> None:
+    with kept.farm.client() as client:
+        job = client.bench(program("conv").path, min_time_s=60)
+        with pytest.raises(EtfarmError) as refused:
+            client.analyze(job.id)
+        job.cancel()
+    assert refused.value.reason == "JOB_LIVE" and refused.value.remedy
+
+
+def test_a_report_whose_compilation_is_gone_stays_and_says_so(kept: Kept) -> None:
+    with kept.farm.client() as client:
+        result = client.bench(program("chain").path, **QUICK).result()
+        (before,) = raw(kept.farm, result)
+        forget_compilation(kept.farm, result)
+        for _ in range(2):
+            told = client.analyze(result.job.id).reports[0]
+            assert [warning.code for warning in told.compile.warnings] == ["ANALYSIS_FILE_MISSING"], "once, however often"
+    (after,) = raw(kept.farm, result)
+    after.compile.ClearField("warnings")
+    assert after == before
+
+
+def forget_compilation(farm: FarmProcess, result: JobResult) -> None:
+    """Takes what a job's first cell was compiled to out of the server's database."""
+    request = job_pb2.GetJobRequest(job_id=result.job.id)
+    key = ask(farm, "Get", request, job_pb2_grpc.JobServiceStub).cells[0].compilation_key
+    with contextlib.closing(sqlite3.connect(farm.folder / "server" / "farm.sqlite", timeout=30)) as database, database:
+        assert database.execute("DELETE FROM compilations WHERE key = ?", (key,)).rowcount == 1
+
+
+def test_what_hangs_its_reader_or_is_gone_costs_what_it_is_for_and_a_killed_server_loses_nothing(kept: Kept) -> None:
+    with kept.farm.client() as client:
+        result = client.bench(program("conv").path, no_cache=True, **QUICK).result()
+        (before,) = raw(kept.farm, result)
+        trap = kept.blob(before.etdump.digest)
+        trap.unlink()
+        os.mkfifo(trap)
+        again = client.analyze(result.job.id).reports[0]
+    assert "ANALYSIS_CUT_SHORT" in [warning.code for warning in again.compile.warnings]
+    (known,) = raw(kept.farm, result)
+    assert_as_before(before, known)
+
+    def ask_in_vain() -> None:
+        with contextlib.suppress(EtfarmError):
+            ask(kept.farm, "Analyze", report_pb2.AnalyzeJobRequest(job_id=result.job.id))
+
+    asking = threading.Thread(target=ask_in_vain)
+    asking.start()
+    with trap.open("wb"):  # opens when the child reads
+        assert kept.farm.server is not None and kept.farm.server.pid is not None
+        children = descendants(kept.farm.server.pid)
+        kept.farm.kill9()
+    asking.join()
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
+    trap.unlink()
+    kept.farm.restart()
+    assert list(raw(kept.farm, result)) == [known]
+    with kept.farm.client() as client:
+        again = client.analyze(result.job.id).reports[0]
+    assert "ANALYSIS_FILE_MISSING" in [warning.code for warning in again.compile.warnings]
+    (after,) = raw(kept.farm, result)
+    assert_as_before(before, after)
+
+
+def assert_as_before(before: Any, after: Any) -> None:
+    """What could not be worked out again, and who the report is, are as they were."""
+    assert (after.id, after.created_at, after.analysis.cached) == (before.id, before.created_at, False)
+    assert list(after.operators) == list(before.operators) and after.operators
+    assert (after.profile, after.latency, after.verdict) == (before.profile, before.latency, before.verdict)

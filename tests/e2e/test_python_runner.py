@@ -1,0 +1,95 @@
+"""A farm without a compiler: no runner bundle anywhere, and devices that have torch and ExecuTorch themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from etfarm.client import Farm
+from etfarm.device_agents.runners.python import PythonRunner
+from etfarm.wire.errors import EtfarmError
+from tests.support.farm import FarmProcess, etfarm
+from tests.support.programs import program
+from tests.support.runner import arrays, close, runner_archive
+
+pytestmark = pytest.mark.skipif(not PythonRunner.available(), reason="torch and executorch are not installed")
+
+
+@pytest.fixture(scope="module")
+def bundleless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
+    running = FarmProcess(tmp_path_factory.mktemp("bundleless"), bundle=False)
+    try:
+        yield running.start()
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def client(bundleless: FarmProcess) -> Iterator[Farm]:
+    with bundleless.client() as client:
+        yield client
+
+
+def test_a_measurement_runs_on_the_devices_own_binding_and_says_so(client: Farm) -> None:
+    report = client.bench(program("conv").path, iterations=20, min_time_s=0.0).result().report
+    assert report["runner"]["kind"] == "python"
+    assert report["runner"]["bundle_digest"] is None
+    assert report["runner"]["executorch"] == "1.5.1"
+    assert len(report["latency"]["samples_ns"]) >= 20
+    assert report["operators"]
+
+
+def test_a_run_gives_what_torch_gave(client: Farm) -> None:
+    made = program("conv")
+    given = {str(index): array for index, array in enumerate(arrays(made.inputs))}
+    job = client.run(made.path, inputs=given)
+    assert job.result().report["runner"]["kind"] == "python"
+    assert close(job.outputs(), made.expected)
+
+
+def test_a_session_is_served_by_the_devices_own_binding(client: Farm) -> None:
+    made = program("conv")
+    with client.session(made.path) as session:
+        assert session._session._ready.runner.kind == "python"
+        np.testing.assert_allclose(
+            session.run("forward", *arrays(made.inputs))[0], arrays(made.expected)[0], rtol=1e-4, atol=1e-5
+        )
+
+
+def test_devices_show_tells_of_it(bundleless: FarmProcess, tmp_path: Path) -> None:
+    shown = etfarm("devices", "show", "board-0", "--server", bundleless.address, cwd=tmp_path)
+    assert "python, its own" in shown.stdout, shown.stdout + shown.stderr
+
+
+@pytest.fixture
+def own_farm(tmp_path: Path) -> Iterator[FarmProcess]:
+    """A farm of the test's own without a bundle, not yet started."""
+    running = FarmProcess(tmp_path, bundle=False)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+def test_a_bundle_that_is_added_is_used_from_then_on(own_farm: FarmProcess) -> None:
+    own_farm.start()
+    with own_farm.client() as client:
+        assert client.device("board-0").runner == "python"
+        client.add_bundle(runner_archive())
+        assert client.device("board-0").runner == "native"
+        assert client.run(program("add").path).result().report["runner"]["kind"] == "native"
+
+
+def test_a_device_with_neither_is_refused_with_the_remedy(own_farm: FarmProcess) -> None:
+    own_farm.start(agents=0)
+    own_farm.add_agent(bare=True)
+    with own_farm.client() as client:
+        (report,) = client.run(program("add").path).result().reports
+        assert report["error"]["reason"] == "BUNDLE_MISSING"
+        assert "etfarm bundle build" in report["error"]["remedy"]
+        with pytest.raises(EtfarmError, match="no runner bundle") as refused, client.session(program("add").path):
+            pass
+        assert refused.value.reason == "BUNDLE_MISSING"

@@ -1,0 +1,367 @@
+"""Sessions through a whole farm, and the same ones on this machine's own runner."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from etfarm.client import AsyncFarm, LocalSession, Session
+from etfarm.client.models import DeviceState
+from etfarm.wire import tensors
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.sessions import INLINE_BYTES
+from tests.support import models
+from tests.support.farm import FarmProcess, wait_until
+from tests.support.programs import Program, program
+
+FREE_S = 1.0
+"""Within which a device is free again."""
+
+Open = Callable[..., AbstractContextManager[Session]]
+"""Makes a session of a program, on the farm or locally."""
+
+ZERO = np.zeros(1, np.float32)
+
+
+@pytest.fixture(params=["farm", "local"])
+def open_session(request: pytest.FixtureRequest) -> Iterator[Open]:
+    if request.param == "local":
+        yield LocalSession
+        return
+    farm: FarmProcess = request.getfixturevalue("farm")
+    with farm.client() as client:
+        yield client.session
+
+
+@pytest.fixture(scope="session", autouse=True)
+def local_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Local runners are built once, outside of the user's own folder."""
+    from tests.support.programs import cache_folder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ETFARM_DATA", str(cache_folder() / "data"))
+        yield
+
+
+def arrays(made: Program) -> list[np.ndarray]:
+    """The program's own inputs."""
+    return [tensors.to_array(value) for value in made.inputs if isinstance(value, tensors.Tensor)]
+
+
+def expected(made: Program) -> list[np.ndarray]:
+    """What torch gave for them."""
+    return [tensors.to_array(value) for value in made.expected if isinstance(value, tensors.Tensor)]
+
+
+def is_idle(farm: FarmProcess) -> bool:
+    """Whether all devices of the farm are free."""
+    with farm.client() as client:
+        return all(device.state is DeviceState.IDLE for device in client.devices())
+
+
+@pytest.mark.parametrize("name", ["add", "conv", "channels_last", "batch", "scalars"])
+def test_a_call_gives_what_torch_gave(open_session: Open, name: str) -> None:
+    made = program(name)
+    values = [tensors.to_array(value) if isinstance(value, tensors.Tensor) else value.value for value in made.inputs]
+    with open_session(made.path) as session:
+        outputs = session.run("forward", *values)
+    for output, reference in zip(outputs, expected(made), strict=True):
+        assert np.allclose(output, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_state_stays_between_calls_and_is_gone_with_the_session(open_session: Open) -> None:
+    for _ in range(2):
+        with open_session(program("counter").path) as session:
+            assert [session.run("forward", ZERO)[0].item() for _ in range(3)] == [1.0, 2.0, 3.0]
+
+
+def test_every_method_keeps_a_state_of_its_own(open_session: Open) -> None:
+    with open_session(program("counters").path) as session:
+        assert session.methods == ("ones", "tens")
+        got = [session.run(method, ZERO)[0].item() for method in ("ones", "tens", "ones", "tens", "ones")]
+    assert got == [1.0, 10.0, 2.0, 20.0, 3.0]
+
+
+def test_dynamic_shapes_may_change_from_call_to_call(open_session: Open) -> None:
+    with open_session(program("batch").path) as session:
+        for rows in (4, 1, 8, 3):
+            x = np.random.default_rng(rows).random((rows, 3), np.float32)
+            assert np.allclose(session.run("forward", x)[0], x * 2)
+
+
+def test_tensors_above_the_inline_limit_travel_as_artifacts(open_session: Open) -> None:
+    made = program("wide")
+    (x,) = arrays(made)
+    assert x.nbytes > INLINE_BYTES
+    with open_session(made.path) as session:
+        np.testing.assert_array_equal(session.run("forward", x), x + 1)
+        np.testing.assert_array_equal(session.run("forward", x * 2), x * 2 + 1)
+
+
+def test_what_a_session_brought_into_the_store_goes_with_it_unless_a_job_has_it_too(farm: FarmProcess) -> None:
+    blobs = farm.folder / "server" / "artifacts" / "blobs"
+
+    def stored() -> set[str]:
+        return {path.name for path in blobs.glob("*/*")}
+
+    made = program("wide")
+    (x,) = arrays(made)
+    with farm.client() as client:
+        client.run(made.path, inputs={"0": x - 2}).result()
+        before = stored()
+        with client.session(made.path) as session:
+            session.run("forward", x * 3)
+            session.run("forward", x * 7)
+            session.run("forward", x - 2)
+            assert len(stored() - before) == 4
+            # It waits for the device, and names what the session brought.
+            job = client.run(made.path, inputs={"0": x * 3})
+        assert job.result().report["state"] == "SUCCEEDED"
+        np.testing.assert_array_equal(tensors.to_array(job.outputs()[0]), x * 3 + 1)  # type: ignore[arg-type]
+        assert wait_until(lambda: len(stored() - before) == 2), "what the job was given, and what it gave"
+        assert before <= stored()
+
+
+def test_torch_tensors_lists_of_numbers_and_other_layouts_are_taken(open_session: Open) -> None:
+    (x,) = arrays(program("channels_last"))
+    contiguous = np.ascontiguousarray(x)
+    with open_session(program("channels_last").path) as session:
+        for given in (
+            contiguous,
+            torch.from_numpy(contiguous),
+            torch.from_numpy(contiguous).to(memory_format=torch.channels_last),
+        ):
+            assert np.array_equal(session.run("forward", given)[0], -contiguous)
+
+
+def test_outputs_are_the_callers_to_change(open_session: Open) -> None:
+    with open_session(program("add").path) as session:
+        outputs = session.run("forward", *arrays(program("add")))
+        outputs[0] += 1.0
+        assert outputs.as_dict().keys() == set(outputs.names)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reason", "words"),
+    [
+        ((np.zeros(2, np.float32),), "INPUT_MISMATCH", "shape [1]"),
+        ((np.zeros(1, np.int64),), "INPUT_MISMATCH", "float32"),
+        ((), "INPUT_MISMATCH", "takes 1"),
+        ((ZERO, ZERO), "INPUT_MISMATCH", "takes 1"),
+        (("text",), "UNSUPPORTED_INPUT", "str"),
+    ],
+    ids=["shape", "dtype", "none", "too many", "no array"],
+)
+def test_wrong_inputs_are_refused_and_change_nothing(
+    open_session: Open, inputs: tuple[object, ...], reason: str, words: str
+) -> None:
+    with open_session(program("counter").path) as session:
+        assert session.run("forward", ZERO)[0].item() == 1.0
+        with pytest.raises(EtfarmError, match=words.replace("[", r"\[")) as refused:
+            session.run("forward", *inputs)
+        assert refused.value.reason == reason
+        assert session.run("forward", ZERO)[0].item() == 2.0
+
+
+def test_a_method_that_is_not_there_is_refused_with_those_that_are(open_session: Open) -> None:
+    with open_session(program("counters").path) as session:
+        with pytest.raises(EtfarmError, match="ones, tens") as refused:
+            session.run("forward", ZERO)
+        assert refused.value.reason == "METHOD_MISSING"
+        assert session.run("ones", ZERO)[0].item() == 1.0
+    with pytest.raises(EtfarmError, match="ones, tens"), open_session(program("counters").path, methods=["forward"]):
+        pass
+
+
+def test_a_loop_measures_on_the_device(open_session: Open) -> None:
+    with open_session(program("counter").path) as session:
+        session.run("forward", ZERO)
+        loop = session.loop(200, warmup=5)
+        assert (loop.iterations, loop.samples_ns.size, loop.warmup, loop.stop_reason) == (200, 200, 5, "ENOUGH")
+        assert 0 < loop.min_ns <= loop.p50_ns <= (loop.p99_ns or 0)
+        assert loop.duration_ns >= loop.samples_ns.sum()
+        assert loop.outputs[0].item() == 206.0, "it runs as often as it says, on the inputs of the call before"
+        assert session.run("forward", ZERO)[0].item() == 207.0
+
+
+def test_a_loop_without_inputs_makes_its_own(open_session: Open) -> None:
+    with open_session(program("add").path) as session:
+        assert session.loop(3, warmup=0).iterations == 3
+        x, y = arrays(program("add"))
+        np.testing.assert_allclose(session.loop(1, "forward", [x, y]).outputs, x + y)
+
+
+@pytest.mark.parametrize("iterations", [0, -1, 10_000_000])
+def test_a_loop_of_no_or_too_many_iterations_is_refused(open_session: Open, iterations: int) -> None:
+    with open_session(program("add").path) as session:
+        with pytest.raises(EtfarmError, match="1 to 1,000,000") as refused:
+            session.loop(iterations)
+        assert refused.value.reason == "BAD_CALL"
+
+
+def test_a_closed_session_says_so(open_session: Open) -> None:
+    session = open_session(program("add").path)
+    with session as opened:
+        pass
+    with pytest.raises(EtfarmError) as refused:
+        opened.run("forward")
+    assert refused.value.reason == "SESSION_CLOSED"
+
+
+def test_a_program_that_is_none_is_refused(open_session: Open, tmp_path: Path) -> None:
+    path = tmp_path / "no.pte"
+    path.write_bytes(b"\0\0\0\0ET12" + b"nonsense" * 100)
+    with pytest.raises(EtfarmError), open_session(path):
+        pass
+
+
+def test_a_local_session_needs_a_compiled_program(tmp_path: Path) -> None:
+    path = models.save(models.conv, tmp_path / "conv.pt2")
+    with pytest.raises(EtfarmError, match="is not compiled") as refused, LocalSession(path):
+        pass
+    assert refused.value.reason == "LOCAL_NEEDS_PROGRAM"
+
+
+def test_without_a_compiler_the_python_binding_serves_a_local_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETFARM_DATA", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    lines: list[str] = []
+    with LocalSession(program("counters").path, on_log=lines.append) as session:
+        got = [session.run(method, ZERO)[0].item() for method in ("ones", "tens", "ones")]
+        assert session.loop(20, "tens", [ZERO], warmup=0).outputs[0].item() == 210.0
+    assert got == [1.0, 10.0, 2.0]
+    assert any("Python binding" in line for line in lines)
+
+
+def test_a_model_is_compiled_first_and_its_inputs_have_names(farm: FarmProcess) -> None:
+    class Subtract(torch.nn.Module):
+        def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            return left - right
+
+    a, b = torch.rand(3), torch.rand(3)
+    with farm.client() as client, client.session(Subtract().eval(), recipe="portable", example_inputs=(a, b)) as session:
+        for outputs in (session.run("forward", right=b, left=a), session.run("forward", a, right=b)):
+            np.testing.assert_allclose(outputs, (a - b).numpy())
+        with pytest.raises(EtfarmError, match="left, right"):
+            session.run("forward", a, rite=b)
+
+
+def test_a_device_with_a_session_is_busy_for_jobs_until_it_ends(farm: FarmProcess) -> None:
+    with farm.client() as client:
+        with client.session(program("counter").path) as session:
+            (device,) = client.devices()
+            assert device.state is DeviceState.BUSY
+            job = client.run(program("add").path)
+            waited = next(event for event in job.watch() if "is busy" in getattr(event, "message", ""))
+            assert device.name in waited.message  # type: ignore[union-attr]
+            session.run("forward", ZERO)
+        assert job.result().report.state == "SUCCEEDED"
+    assert wait_until(lambda: is_idle(farm), FREE_S)
+
+
+def test_two_callers_queue_for_one_device(farm: FarmProcess) -> None:
+    reasons: list[str] = []
+    got: list[float] = []
+
+    def second() -> None:
+        with farm.client() as client, client.session(program("counter").path, on_wait=reasons.append) as session:
+            got.append(session.run("forward", ZERO)[0].item())
+
+    thread = threading.Thread(target=second)
+    with farm.client() as client, client.session(program("counter").path) as session:
+        session.run("forward", ZERO)
+        thread.start()
+        assert wait_until(lambda: any("is busy" in reason for reason in reasons))
+        assert session.run("forward", ZERO)[0].item() == 2.0
+        assert not got
+    thread.join()
+    assert got == [1.0], "its state is its own"
+
+
+def test_a_session_nobody_calls_ends_and_frees_its_device(farm: FarmProcess) -> None:
+    with farm.client() as client, client.session(program("counter").path, idle_timeout_s=0.3) as session:
+        assert session.run("forward", ZERO)[0].item() == 1.0
+        assert wait_until(lambda: is_idle(farm))
+        with pytest.raises(EtfarmError, match=r"0\.3 s") as ended:
+            session.run("forward", ZERO)
+        assert ended.value.reason == "SESSION_IDLE"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"device": "arch=pdp11"}, "NO_SUCH_DEVICE"),
+        ({"threads": 0}, "BAD_SESSION"),
+        ({"threads": 5000}, "BAD_SESSION"),
+        ({"idle_timeout_s": -1.0}, "BAD_SESSION"),
+        ({"cores": "enormous"}, "CORES_UNKNOWN"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_session_that_cannot_be_is_refused_and_holds_no_device(
+    farm: FarmProcess, arguments: dict[str, object], reason: str
+) -> None:
+    with farm.client() as client:
+        with pytest.raises(EtfarmError) as refused, client.session(program("add").path, **arguments):  # type: ignore[arg-type]
+            pass
+        assert refused.value.reason == reason
+    assert wait_until(lambda: is_idle(farm), FREE_S)
+
+
+async def test_who_gives_up_waiting_leaves_the_queue(farm: FarmProcess) -> None:
+    busy = asyncio.Event()
+
+    def on_wait(why: str) -> None:
+        if "is busy" in why:
+            busy.set()
+
+    async with AsyncFarm(farm.address) as client:
+        async with client.session(program("counter").path) as first:
+            waiting = asyncio.create_task(client.session(program("counter").path, on_wait=on_wait).__aenter__())
+            await busy.wait()
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert (await first.run("forward", ZERO))[0].item() == 1.0
+        assert await asyncio.to_thread(wait_until, lambda: is_idle(farm), FREE_S)
+
+
+def test_what_a_listener_raises_is_raised_where_the_session_is_opened() -> None:
+    def listener(why: str) -> None:
+        raise ValueError(why)
+
+    with pytest.raises(ValueError), LocalSession(program("counter").path, on_wait=listener):
+        pass
+
+
+async def test_a_session_may_be_opened_again(farm: FarmProcess) -> None:
+    async with AsyncFarm(farm.address) as client:
+        session = client.session(program("counter").path)
+        for _ in range(2):
+            async with session:
+                assert (await session.run("forward", ZERO))[0].item() == 1.0
+
+
+async def test_calls_made_at_once_are_served_in_their_order(farm: FarmProcess) -> None:
+    async with AsyncFarm(farm.address) as client, client.session(program("counter").path) as session:
+        outputs = await asyncio.gather(*(session.run("forward", ZERO) for _ in range(20)))
+    assert [output[0].item() for output in outputs] == [float(n) for n in range(1, 21)]
+
+
+async def test_a_call_that_is_taken_back_leaves_the_session_in_step(farm: FarmProcess) -> None:
+    async with AsyncFarm(farm.address) as client, client.session(program("counter").path) as session:
+        looping = asyncio.create_task(session.loop(1, "forward", [ZERO], warmup=0, min_time_s=1.0))
+        await asyncio.sleep(0.1)
+        waiting = asyncio.create_task(session.run("forward", ZERO))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        count = (await looping).outputs[0].item()
+        # What was taken back before its turn never ran.
+        assert (await session.run("forward", ZERO))[0].item() == count + 1.0

@@ -1,0 +1,70 @@
+"""What ends an attempt that several cells share, at any end of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etfarm.client import Job
+from etfarm.client.models import JobState, Progress
+from tests.support.farm import FarmProcess, descendants, wait_until
+from tests.support.programs import program
+
+
+@pytest.fixture(scope="module")
+def pair() -> list[Path]:
+    return [program("conv").path, program("channels_last").path]
+
+
+def measured(job: Job) -> None:
+    """Returns when rounds are under way."""
+    for event in job.watch():
+        if isinstance(event, Progress) and event.phase == "TIMED" and event.done:
+            return
+    raise AssertionError("the job ended before")
+
+
+def test_cells_that_share_an_attempt_are_placed_again_together_when_their_agent_dies(
+    breakable: FarmProcess, pair: list[Path]
+) -> None:
+    breakable.start()
+    dying = breakable.agents[0]
+    with breakable.client() as farm:
+        job = farm.bench(pair, min_time_s=2.0, interleave=True, profile=False)
+        measured(job)
+        runners = descendants(dying.pid)
+        assert len(runners) >= 2, "one of each candidate"
+        dying.kill9()
+        assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in runners)), "a runner outlived its agent"
+        dying.start()
+        dying.expect("connected to")
+        first, second = job.result().reports
+        assert (first.state, second.state) == ("SUCCEEDED", "SUCCEEDED")
+        assert first.attempt == second.attempt
+        assert [cell.attempts for cell in farm.job(job.id).info.cells] == [2, 2]
+        assert second.interleaved.rounds >= 20
+
+
+def test_a_server_that_comes_back_hears_an_attempt_that_cells_share(breakable: FarmProcess, pair: list[Path]) -> None:
+    breakable.start()
+    with breakable.client() as farm:
+        job = farm.bench(pair, min_time_s=2.0, interleave=True, profile=False)
+        measured(job)
+        breakable.kill9()
+        breakable.restart()
+        first, second = farm.job(job.id).result().reports
+        assert (first.state, second.state) == ("SUCCEEDED", "SUCCEEDED")
+        assert [cell.attempts for cell in farm.job(job.id).info.cells] == [1, 1]
+        assert second.interleaved.base_cell == first.cell
+
+
+def test_cancelling_ends_all_runners_of_an_attempt(breakable: FarmProcess, pair: list[Path]) -> None:
+    breakable.start()
+    with breakable.client() as farm:
+        job = farm.bench(pair, min_time_s=20.0, interleave=True, profile=False)
+        measured(job)
+        assert job.cancel() is JobState.CANCELLED
+        assert wait_until(lambda: not descendants(breakable.agents[0].pid), 1.0), "a runner lives"
+        assert [report.state for report in farm.job(job.id).result().reports] == ["CANCELLED", "CANCELLED"]
+        assert wait_until(lambda: farm.devices()[0].state.name == "IDLE")

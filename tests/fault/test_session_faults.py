@@ -1,0 +1,304 @@
+"""What ends a session ends it for all who have a part in it: the caller hears why, the device is free, the runner is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from etfarm.client import LocalSession, Session
+from etfarm.client.models import DeviceState
+from etfarm.wire.errors import EtfarmError
+from tests.support.farm import Daemon, FarmProcess, descendants, wait_until
+from tests.support.programs import cache_folder, program
+from tests.support.proxy import link_to
+
+FREE_S = 1.0
+"""Within which a device is free again."""
+
+ZERO = np.zeros(1, np.float32)
+LONG = {"warmup": 0, "min_time_s": 30.0, "max_time_s": 30.0}
+"""A loop that a fault can hit in the middle; the slow program's iterations are few enough."""
+
+HOLDER = """
+import sys, numpy as np
+from etfarm.client import Farm
+with Farm(sys.argv[1]) as farm, farm.session(program=sys.argv[2]) as session:
+    session.run("forward", np.zeros(1, np.float32))
+    print("holding", flush=True)
+    sys.stdin.read()
+"""
+"""A process that has a session and keeps it."""
+
+
+@pytest.fixture
+def holder(farm: FarmProcess) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, farm.address, str(program("counter").path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "holding"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def runners(agent: Daemon) -> set[int]:
+    """The processes that the agent has started."""
+    return descendants(agent.pid)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs; one that was killed may wait to be reaped by a slow init."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def state(farm: FarmProcess) -> DeviceState:
+    """Of the farm's only device."""
+    with farm.client() as client:
+        (device,) = client.devices()
+        return device.state
+
+
+def works_again(farm: FarmProcess) -> bool:
+    """Whether a new session gives a new state."""
+    with farm.client() as client, client.session(program("counter").path) as session:
+        return bool(session.run("forward", ZERO)[0].item() == 1.0)
+
+
+def loop_in_thread(session: Session) -> tuple[threading.Thread, list[EtfarmError]]:
+    """A loop under way, and what it raised once it has ended."""
+    errors: list[EtfarmError] = []
+
+    def run() -> None:
+        try:
+            session.loop(1, **LONG)  # type: ignore[arg-type]
+        except EtfarmError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, errors
+
+
+def test_a_caller_that_is_killed_gives_the_device_back(farm: FarmProcess, holder: subprocess.Popen[str]) -> None:
+    assert state(farm) is DeviceState.BUSY
+    held = runners(farm.agents[0])
+    assert held
+    holder.kill()
+    assert wait_until(lambda: state(farm) is DeviceState.IDLE, FREE_S)
+    assert wait_until(lambda: not any(lives(pid) for pid in held), FREE_S)
+    assert works_again(farm)
+
+
+def test_a_caller_that_is_interrupted_gives_the_device_back(farm: FarmProcess, holder: subprocess.Popen[str]) -> None:
+    holder.send_signal(signal.SIGINT)
+    assert wait_until(lambda: state(farm) is DeviceState.IDLE, FREE_S)
+    assert works_again(farm)
+
+
+def test_a_program_that_crashes_in_a_call_ends_the_session_with_the_same_error(farm: FarmProcess) -> None:
+    with farm.client() as client, client.session(program("chain").path) as session:
+        thread, errors = loop_in_thread(session)
+        (runner,) = runners(farm.agents[0])
+        assert wait_until(lambda: psutil.Process(runner).cpu_times().user > 0.05)
+        os.kill(runner, signal.SIGSEGV)
+        thread.join()
+        (error,) = errors
+        assert (error.fault.value, error.reason, error.metadata["signal"]) == ("USER", "PROGRAM_CRASHED", "SIGSEGV")
+        assert error.metadata["self_test"] == "passed"
+        assert wait_until(lambda: state(farm) is DeviceState.IDLE, FREE_S)
+        with pytest.raises(EtfarmError) as again:
+            session.run("forward", *[np.zeros(64, np.float32)])
+        assert again.value.reason == "PROGRAM_CRASHED"
+    assert works_again(farm)
+
+
+def test_a_program_that_hangs_is_killed_when_its_call_s_time_is_up(farm: FarmProcess) -> None:
+    with farm.client() as client, client.session(program("chain").path) as session:
+        session.run("forward", np.zeros(64, np.float32))
+        (runner,) = runners(farm.agents[0])
+        os.kill(runner, signal.SIGSTOP)
+        with pytest.raises(EtfarmError, match=r"0\.5 s") as hung:
+            session.run("forward", np.zeros(64, np.float32), timeout_s=0.5)
+        assert hung.value.reason == "PROGRAM_TIMED_OUT"
+        assert wait_until(lambda: state(farm) is DeviceState.IDLE, FREE_S)
+        assert not lives(runner)
+    assert works_again(farm)
+
+
+def test_a_hung_call_s_caller_may_leave_and_the_runner_is_killed(farm: FarmProcess) -> None:
+    with farm.client() as client, client.session(program("chain").path) as session:
+        (runner,) = runners(farm.agents[0])
+        os.kill(runner, signal.SIGSTOP)
+        thread, errors = loop_in_thread(session)
+        assert wait_until(lambda: thread.is_alive())
+    assert wait_until(lambda: not lives(runner), FREE_S)
+    thread.join()
+    assert [error.reason for error in errors] == ["SESSION_CLOSED"]
+    assert works_again(farm)
+
+
+def test_an_agent_that_is_killed_ends_the_session_and_a_new_agent_serves_the_next(breakable: FarmProcess) -> None:
+    breakable.start()
+    with breakable.client() as client, client.session(program("counter").path) as session:
+        session.run("forward", ZERO)
+        held = runners(breakable.agents[0])
+        breakable.agents[0].kill9()
+        assert wait_until(lambda: not any(lives(pid) for pid in held), FREE_S), "the runner outlived its agent"
+        with pytest.raises(EtfarmError) as lost:
+            session.run("forward", ZERO)
+        assert (lost.value.fault.value, lost.value.reason) == ("DEVICE", "SESSION_LOST")
+    breakable.agents[0].start()
+    breakable.agents[0].expect("connected to")
+    assert works_again(breakable)
+
+
+def test_a_cut_link_of_the_agent_ends_the_session_on_both_sides(breakable: FarmProcess) -> None:
+    breakable.start(agents=0)
+    with link_to(breakable.address) as link:
+        agent = breakable.add_agent(server=link.address)
+        with breakable.client() as client, client.session(program("counter").path) as session:
+            session.run("forward", ZERO)
+            assert runners(agent)
+            link.cut()
+            assert wait_until(lambda: not runners(agent), FREE_S), "a runner without a session"
+            with pytest.raises(EtfarmError) as lost:
+                session.run("forward", ZERO)
+            assert lost.value.reason == "SESSION_LOST"
+        link.heal()
+        agent.expect("connected to")
+        assert works_again(breakable)
+
+
+def test_a_server_that_is_killed_ends_the_session_and_serves_new_ones_when_it_is_back(breakable: FarmProcess) -> None:
+    breakable.start()
+    with breakable.client() as client, client.session(program("counter").path) as session:
+        session.run("forward", ZERO)
+        breakable.kill9()
+        with pytest.raises(EtfarmError) as lost:
+            session.run("forward", ZERO)
+        assert lost.value.reason == "SERVER_UNREACHABLE"
+    assert wait_until(lambda: not runners(breakable.agents[0]), FREE_S), "a runner without a session"
+    breakable.restart()
+    breakable.agents[0].expect("connected to")
+    assert works_again(breakable)
+
+
+def test_a_server_that_stops_says_so_to_its_sessions(breakable: FarmProcess) -> None:
+    breakable.start()
+    assert breakable.server is not None
+    with breakable.client() as client, client.session(program("counter").path) as session:
+        session.run("forward", ZERO)
+        breakable.server.signal(signal.SIGTERM)
+        assert wait_until(lambda: not runners(breakable.agents[0]))
+        with pytest.raises(EtfarmError) as stopped:
+            session.run("forward", ZERO)
+        assert stopped.value.reason == "SERVER_STOPPED"
+
+
+def test_a_session_belongs_to_its_owner(breakable: FarmProcess, tmp_path: Path) -> None:
+    from etfarm.client import Farm
+    from tests.support.runner import runner_archive
+
+    tokens = tmp_path / "tokens"
+    tokens.write_text("".join(f"{name} {role} {name * 16}\n" for name, role in (("a", "user"), ("b", "user"), ("c", "admin"))))
+    tokens.chmod(0o600)
+    server = Daemon(
+        ["serve", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "server"), "--exit-with-stdin", "--no-bundle",
+         "--tokens", str(tokens)],
+        tmp_path / "serve.log",
+    )  # fmt: skip
+    agent = Daemon([], tmp_path / "agent.log")
+    server.start()
+    try:
+        address = server.expect("listening on").rpartition(" ")[2]
+        agent = Daemon(
+            ["agent", "--server", address, "--data", str(tmp_path / "agent"), "--exit-with-stdin"], tmp_path / "agent.log",
+            {"ETFARM_TOKEN": "c" * 16},
+        )  # fmt: skip
+        agent.start()
+        agent.expect("connected to")
+        owner, other, admin = (Farm(address, token=name * 16) for name in "abc")
+        with owner, other, admin:
+            admin.add_bundle(runner_archive())
+            with owner.session(program("counter").path) as session:
+                assert session.run("forward", ZERO)[0].item() == 1.0
+                for farm, allowed in ((other, False), (admin, True)):
+                    outcome = _call_as(farm, session)
+                    assert outcome == ("" if allowed else "NOT_YOURS")
+                assert session.run("forward", ZERO)[0].item() == 3.0, "the admin's call counted, the stranger's did not"
+    finally:
+        agent.stop()
+        server.stop()
+
+
+def _call_as(farm: object, session: Session) -> str:
+    """The reason for which a call by somebody else is refused; empty where it is not."""
+    from etfarm.client.session import AsyncSession
+
+    stranger = AsyncSession.__new__(AsyncSession)
+    stranger.__dict__.update(session._session.__dict__, _ended=None, _calls=100)
+    line = session._session._line
+    assert line is not None
+    stubs = farm._farm._open  # type: ignore[attr-defined]
+    stranger._line = type(line)(line.server, stubs.sessions, stubs.artifacts, line.request)
+    try:
+        farm._open.run(stranger.run("forward", ZERO))  # type: ignore[attr-defined]
+    except EtfarmError as error:
+        return error.reason
+    return ""
+
+
+def test_a_local_session_s_processes_and_files_end_with_their_caller(tmp_path: Path) -> None:
+    source = HOLDER.replace("from etfarm.client import Farm", "from etfarm.client import LocalSession").replace(
+        "Farm(sys.argv[1]) as farm, farm.session(program=sys.argv[2])", "LocalSession(sys.argv[2])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", source, "", str(program("counter").path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "ETFARM_DATA": str(cache_folder() / "data"),
+        "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "holding"
+        below = descendants(process.pid)
+        assert len(below) == 2  # the server of sessions and the runner
+    finally:
+        process.kill()
+        process.communicate()
+    assert wait_until(lambda: not any(lives(pid) for pid in below), 5.0)
+    assert not list(tmp_path.glob("etfarm-local-*")), "nobody else is left to delete its folder"
+
+
+def test_a_crash_in_a_local_session_ends_it_with_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETFARM_DATA", str(cache_folder() / "data"))
+    with LocalSession(program("chain").path) as session:
+        thread, errors = loop_in_thread(session)
+        found: list[int] = []
+
+        def runner_is_busy() -> bool:
+            found[:] = [pid for pid in descendants(os.getpid()) if "etfarm-runner" in " ".join(psutil.Process(pid).cmdline())]
+            return len(found) == 1 and psutil.Process(found[0]).cpu_times().user > 0.05
+
+        assert wait_until(runner_is_busy)
+        os.kill(found[0], signal.SIGSEGV)
+        thread.join()
+        assert [error.reason for error in errors] == ["PROGRAM_CRASHED"]
+        with pytest.raises(EtfarmError) as again:
+            session.run("forward", np.zeros(64, np.float32))
+        assert again.value.reason == "PROGRAM_CRASHED"

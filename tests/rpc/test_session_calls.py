@@ -1,0 +1,397 @@
+"""SessionService and AgentService.ServeSession of a real server, with an agent that the test holds in its hands."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from etfarm.client import Farm
+from etfarm.server.jobs.lease import MAX_CALLS
+from etfarm.v1 import (
+    agent_pb2,
+    agent_pb2_grpc,
+    common_pb2,
+    compile_pb2,
+    device_pb2,
+    job_pb2,
+    job_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+)
+from etfarm.wire import digest
+from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.chunks import artifact_of, upload
+from etfarm.wire.names import boot_id
+from etfarm.wire.status import from_rpc_error
+from tests.support.farm import Daemon
+from tests.support.programs import program
+from tests.support.runner import runner_archive
+
+WAIT_S = 60.0
+SOON_S = 0.3
+"""After which what has not come is not on its way."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("sessions")
+    daemon = Daemon(
+        ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--exit-with-stdin"],
+        folder / "serve.log",
+    )
+    daemon.start()
+    try:
+        address = daemon.expect("listening on").rpartition(" ")[2]
+        with Farm(address) as farm:
+            farm.add_bundle(runner_archive())
+        yield address
+    finally:
+        daemon.stop()
+
+
+@pytest.fixture
+async def channel(server: str) -> AsyncIterator[grpc.aio.Channel]:
+    async with open_channel(Access(server)) as channel:
+        yield channel
+
+
+class Agent:
+    """An agent of two devices that does only what the test says."""
+
+    def __init__(self, channel: grpc.aio.Channel, name: str, *, own_runners: Sequence[device_pb2.DeviceRunner] = ()) -> None:
+        self.stub = agent_pb2_grpc.AgentServiceStub(channel)
+        self.devices = [
+            device_pb2.Device(
+                id=f"{name}{index}" * 8, name=f"{name}{index}", arch=platform.machine(), cores=2, own_runners=own_runners
+            )
+            for index in range(2)
+        ]
+        hello = agent_pb2.Hello(agent_id=name, protocol_version=1, devices=self.devices, boot_id=boot_id())
+        self.outgoing: asyncio.Queue[agent_pb2.AgentMessage | None] = asyncio.Queue()
+        self.outgoing.put_nowait(agent_pb2.AgentMessage(hello=hello))
+        self.stream = self.stub.Connect(_each(self.outgoing))
+
+    async def started(self) -> agent_pb2.StartRun:
+        """The next run that it is asked for."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                message = await self.stream.read()
+                if message.WhichOneof("message") == "start_run":
+                    start: agent_pb2.StartRun = message.start_run
+                    return start
+
+    def ended(self, start: agent_pb2.StartRun, reason: str, fault: common_pb2.Fault.ValueType) -> None:
+        """Tells how a run ended."""
+        error = common_pb2.Error(fault=fault, reason=reason, message=f"{reason}.")
+        result = agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id, error=error)
+        self.outgoing.put_nowait(agent_pb2.AgentMessage(run_result=result))
+
+    def serve(self, start: agent_pb2.StartRun) -> Serving:
+        """A session's stream, ready."""
+        return Serving(self.stub, start.attempt_id)
+
+
+class Serving:
+    """The stream of a session, seen from the agent."""
+
+    def __init__(self, stub: agent_pb2_grpc.AgentServiceAsyncStub, attempt_id: str, *, ready: bool = True) -> None:
+        self._attempt_id = attempt_id
+        self._outgoing: asyncio.Queue[agent_pb2.SessionReply | None] = asyncio.Queue()
+        self.stream = stub.ServeSession(_each(self._outgoing))
+        if ready:
+            self._send(agent_pb2.SessionReply(ready=session_pb2.SessionReady(threads=2)))
+
+    def _send(self, reply: agent_pb2.SessionReply) -> None:
+        reply.attempt_id = self._attempt_id
+        self._outgoing.put_nowait(reply)
+
+    async def call(self) -> agent_pb2.SessionCall:
+        """The next call."""
+        async with asyncio.timeout(WAIT_S):
+            return await self.stream.read()
+
+    def answer(self, call_id: str, run_ns: int, outputs: session_pb2.SessionTensors | None = None) -> None:
+        """Answers a call."""
+        answer = session_pb2.SessionAnswer(run_ns=run_ns, outputs=outputs)
+        self._send(agent_pb2.SessionReply(answered=agent_pb2.SessionAnswered(call_id=call_id, answer=answer)))
+
+    def line(self, text: str) -> None:
+        """Says what the runner printed."""
+        self._send(agent_pb2.SessionReply(log_line=text))
+
+    def end(self) -> None:
+        """Closes its side."""
+        self._outgoing.put_nowait(None)
+
+
+async def _each(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:
+    while (item := await queue.get()) is not None:
+        yield item
+
+
+class Caller:
+    """A session, seen from its owner."""
+
+    def __init__(self, channel: grpc.aio.Channel, request: session_pb2.OpenSessionRequest) -> None:
+        self.stub = session_pb2_grpc.SessionServiceStub(channel)
+        self.events = self.stub.Open(request)
+        self.id = ""
+
+    async def event(self, kind: str) -> session_pb2.SessionEvent:
+        """The next event of this kind."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                event = await self.events.read()
+                assert event is not grpc.aio.EOF, f"the stream ended before {kind}"
+                self.id = event.session_id
+                if event.WhichOneof("event") == kind:
+                    return event
+
+    def call(self, call_id: str, **task: object) -> asyncio.Task[session_pb2.CallResponse]:
+        """A call under way."""
+        asked = session_pb2.SessionTask(method="forward", **task)  # type: ignore[arg-type]
+        request = session_pb2.CallRequest(session_id=self.id, call_id=call_id, task=asked)
+
+        async def calling() -> session_pb2.CallResponse:
+            return await self.stub.Call(request)
+
+        return asyncio.create_task(calling())
+
+
+@pytest.fixture
+async def agent(channel: grpc.aio.Channel, request: pytest.FixtureRequest) -> AsyncIterator[Agent]:
+    agent = Agent(channel, f"a{abs(hash(request.node.name)) % 10**6}")
+    welcome = await agent.stream.read()
+    assert welcome.WhichOneof("message") == "welcome"
+    yield agent
+    agent.stream.cancel()
+
+
+@pytest.fixture
+async def wanted(channel: grpc.aio.Channel, agent: Agent) -> session_pb2.OpenSessionRequest:
+    """A session on the agent's first device."""
+    from etfarm.v1 import artifact_pb2_grpc
+
+    data = program("add").bytes
+    pte = artifact_of(data)
+    await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), pte, data)
+    made = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
+    return session_pb2.OpenSessionRequest(selector=f"id={agent.devices[0].id}", program=made)
+
+
+async def refusal(awaited: object) -> str:
+    """The reason that a call or a stream's first message is refused for."""
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        async with asyncio.timeout(WAIT_S):
+            await awaited  # type: ignore[misc]
+    return from_rpc_error(refused.value, server="").reason
+
+
+async def test_calls_go_to_the_device_one_at_a_time_and_come_back_by_their_ids(
+    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
+) -> None:
+    caller = Caller(channel, wanted)
+    start = await agent.started()
+    assert (start.device_id, start.HasField("session"), len(start.candidates)) == (agent.devices[0].id, True, 1)
+    serving = agent.serve(start)
+    ready = (await caller.event("ready")).ready
+    assert (ready.threads, ready.device.name) == (2, agent.devices[0].name)
+    first, second = caller.call("x"), caller.call("y")
+    sent = await serving.call()
+    serving.line("said by the runner")
+    assert (await caller.event("log_line")).log_line == "said by the runner"
+    serving.answer("of nobody", 1)
+    serving.answer(sent.call_id, 10)
+    other = await serving.call()
+    assert {sent.call_id, other.call_id} == {"x", "y"}
+    serving.answer(other.call_id, 20)
+    answers = {answer.call_id: answer.answer.run_ns for answer in (await first, await second)}
+    assert answers == {sent.call_id: 10, other.call_id: 20}
+    caller.events.cancel()
+
+
+async def test_what_may_not_be_called_is_refused_by_name(
+    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
+) -> None:
+    caller = Caller(channel, wanted)
+    start = await agent.started()
+    await caller.event("waiting")
+    assert await refusal(caller.call("x")) == "SESSION_NOT_READY"
+    serving = agent.serve(start)
+    await caller.event("ready")
+    under_way = caller.call("x")
+    await serving.call()
+    assert await refusal(caller.call("x")) == "CALL_KNOWN"
+    large = session_pb2.SessionTensors(inline=b"\0" * ((1 << 20) + 1))
+    assert await refusal(caller.call("y", inputs=large)) == "BAD_CALL"
+    absent = session_pb2.SessionTensors(artifact=artifact_of(b"nobody has sent this"))
+    assert await refusal(caller.call("y", inputs=absent)) == "ARTIFACT_MISSING"
+    caller.id = "somebody else's"
+    assert await refusal(caller.call("y")) == "SESSION_NOT_FOUND"
+    serving.answer("x", 1)
+    await under_way
+    caller.events.cancel()
+
+
+async def test_calls_beyond_what_a_session_keeps_are_refused_and_the_others_answered(
+    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
+) -> None:
+    caller = Caller(channel, wanted)
+    serving = agent.serve(await agent.started())
+    await caller.event("ready")
+    calls = [caller.call(str(number)) for number in range(MAX_CALLS + 1)]
+    done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED, timeout=WAIT_S)
+    (refused,) = done
+    assert await refusal(refused) == "TOO_MANY_CALLS"
+    for number in range(MAX_CALLS):
+        serving.answer((await serving.call()).call_id, number)
+    assert sorted([(await call).answer.run_ns for call in waiting]) == list(range(MAX_CALLS))
+    caller.events.cancel()
+
+
+async def test_an_answer_with_too_much_inline_does_not_reach_the_owner(
+    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
+) -> None:
+    caller = Caller(channel, wanted)
+    serving = agent.serve(await agent.started())
+    await caller.event("ready")
+    for size, reason in (((1 << 20) + 1, "BAD_ANSWER"), (1 << 20, "")):
+        under_way = caller.call("x")
+        await serving.call()
+        serving.answer("x", 1, session_pb2.SessionTensors(inline=b"\0" * size))
+        answer = (await under_way).answer
+        assert (answer.error.reason, len(answer.outputs.inline)) == (reason, 0 if reason else size)
+    caller.events.cancel()
+
+
+async def test_a_session_that_cannot_be_is_refused_before_its_first_event(
+    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
+) -> None:
+    def other(**fields: object) -> session_pb2.OpenSessionRequest:
+        request = session_pb2.OpenSessionRequest()
+        request.CopyFrom(wanted)
+        request.MergeFrom(session_pb2.OpenSessionRequest(**fields))  # type: ignore[arg-type]
+        return request
+
+    absent = artifact_of(b"nobody has sent this")
+    reasons = {
+        "METHOD_MISSING": other(methods=["backward"]),
+        "UNKNOWN_SELECTOR_KEY": other(selector="colour=red"),
+        "NO_SUCH_DEVICE": other(selector="id=none"),
+        "BAD_SESSION": other(program=compile_pb2.Program(digest="0" * 64)),
+        "ARTIFACT_MISSING": session_pb2.OpenSessionRequest(
+            program=compile_pb2.Program(pte=absent, digest=digest.of_program(absent.digest, {}))
+        ),
+    }
+    got = {reason: await refusal(Caller(channel, request).events.read()) for reason, request in reasons.items()}
+    assert got == {reason: reason for reason in reasons}
+
+
+async def test_a_device_fault_before_ready_places_the_session_again_twice_at_most(
+    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
+) -> None:
+    caller = Caller(channel, wanted)
+    attempts = set()
+    for _ in range(3):
+        start = await agent.started()
+        attempts.add(start.attempt_id)
+        agent.ended(start, "DEVICE_DISK_FULL", common_pb2.FAULT_DEVICE)
+    assert (await caller.event("ended")).ended.reason == "DEVICE_DISK_FULL"
+    assert len(attempts) == 3
+    assert await caller.events.read() is grpc.aio.EOF
+
+
+async def test_a_program_s_own_fault_ends_the_session_at_once(
+    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
+) -> None:
+    caller = Caller(channel, wanted)
+    agent.ended(await agent.started(), "PROGRAM_FAILED", common_pb2.FAULT_USER)
+    assert (await caller.event("ended")).ended.reason == "PROGRAM_FAILED"
+
+
+async def test_a_device_that_stops_serving_gives_its_reason_to_the_call_that_waits(
+    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
+) -> None:
+    caller = Caller(channel, wanted)
+    start = await agent.started()
+    serving = agent.serve(start)
+    await caller.event("ready")
+    waiting = caller.call("x")
+    await serving.call()
+    serving.end()
+    agent.ended(start, "PROGRAM_OUT_OF_MEMORY", common_pb2.FAULT_USER)
+    assert (await waiting).answer.error.reason == "PROGRAM_OUT_OF_MEMORY"
+    assert (await caller.event("ended")).ended.reason == "PROGRAM_OUT_OF_MEMORY"
+
+
+async def test_a_device_that_stops_serving_without_a_word_has_lost_the_session(
+    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
+) -> None:
+    caller = Caller(channel, wanted)
+    serving = agent.serve(await agent.started())
+    await caller.event("ready")
+    serving.stream.cancel()
+    ended = (await caller.event("ended")).ended
+    assert (ended.fault, ended.reason) == (common_pb2.FAULT_DEVICE, "SESSION_LOST")
+
+
+async def test_a_stream_that_serves_nobody_is_refused(
+    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
+) -> None:
+    unready = Serving(agent.stub, "x", ready=False)
+    unready.line("first")
+    assert await refusal(unready.stream.read()) == "NO_READY"
+    assert await refusal(Serving(agent.stub, "nobody's").stream.read()) == "SESSION_NOT_FOUND"
+    caller = Caller(channel, wanted)
+    start = await agent.started()
+    serving = agent.serve(start)
+    await caller.event("ready")
+    assert await refusal(agent.serve(start).stream.read()) == "SESSION_SERVED"
+    waiting = caller.call("x")
+    serving.answer((await serving.call()).call_id, 1)
+    assert (await waiting).answer.run_ns == 1, "the first one serves on"
+    caller.events.cancel()
+
+
+async def test_a_loop_waits_until_the_server_s_own_machine_is_quiet(
+    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
+) -> None:
+    caller = Caller(channel, wanted)
+    serving = agent.serve(await agent.started())
+    await caller.event("ready")
+    candidate = job_pb2.Candidate(name="add", program=wanted.program)
+    elsewhere = job_pb2.DeviceChoice(selector=f"id={agent.devices[1].id}")
+    spec = job_pb2.JobSpec(candidates=[candidate], devices=[elsewhere], measurement=job_pb2.Measurement())
+    jobs = job_pb2_grpc.JobServiceStub(channel)
+    await jobs.Submit(job_pb2.SubmitRequest(request_id=caller.id, spec=spec))
+    measuring = await agent.started()
+    assert measuring.HasField("measurement")
+    looping = caller.call("loop", loop=session_pb2.SessionLoop(iterations=1))
+    coming = asyncio.create_task(serving.call())
+    done, _ = await asyncio.wait({coming}, timeout=SOON_S)
+    assert not done, "two measure at one time"
+    agent.ended(measuring, "PROGRAM_FAILED", common_pb2.FAULT_USER)
+    serving.answer((await coming).call_id, 5)
+    assert (await looping).answer.run_ns == 5
+    caller.events.cancel()
+
+
+async def test_an_agent_that_leaves_ends_the_session(
+    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
+) -> None:
+    caller = Caller(channel, wanted)
+    serving = agent.serve(await agent.started())
+    await caller.event("ready")
+    agent.outgoing.put_nowait(agent_pb2.AgentMessage(goodbye=agent_pb2.Goodbye(reason="a test")))
+    assert (await caller.event("ended")).ended.reason == "SESSION_LOST"
+    assert await serving.stream.read() is grpc.aio.EOF
+
+
+def test_the_sessions_of_this_module_left_no_device_busy(server: str) -> None:
+    with Farm(server) as farm:
+        assert {device.state.name for device in farm.devices()} == {"OFFLINE"}

@@ -1,0 +1,177 @@
+"""Programs lowered in a child and checked there, as the pipeline does; with models that each show one thing to the checks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+
+from tests.support import models
+
+
+@dataclass(frozen=True)
+class CheckRequest:
+    """What to lower and how to check it; models by their names here or in `tests.support.models`."""
+
+    original: str
+    lowered: str = ""
+    """Another model than the original, for outputs that differ."""
+    portable: bool = False
+    quantized: bool = False
+    external: bool = False
+    """Constants in a data file."""
+    data_files: int = 1
+    """How many data files the program is said to have, where it has one."""
+    backends: tuple[str, ...] = ()
+    """Instead of the program's own."""
+    max_input_bytes: int = 0
+
+
+def check(request: CheckRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
+    """Task: lowers and checks. Answers {"checks", "warnings", "sizes", "methods", "inputs", "left"} as JSON."""
+    from etfarm.server.compile import checks, facts, sizes, trials
+    from etfarm.server.compile.smoke import SmokeRunner
+
+    smoke = SmokeRunner(folder / "smoke.log")
+    try:
+        torch.set_num_threads(2)
+        if request.max_input_bytes:
+            trials.MAX_INPUT_BYTES = request.max_input_bytes  # type: ignore[misc]
+        original = make(request.original)
+        data = lower(make(request.lowered) if request.lowered else original, request, folder / "model.pte")
+        described = sizes.read(folder / "model.pte")
+        methods = facts.of_program(described.program)["methods"]
+        files = {f"{name}-{n}": path for name, path in data.items() for n in range(request.data_files)}
+        before = {name: buffer.clone() for name, buffer in original.state_dict.items()}
+        inputs = checks.example_files({"forward": original}, folder)
+        checked = checks.check_program(
+            smoke, originals={"forward": original}, pte=folder / "model.pte", data=files,
+            backends={"forward": request.backends or methods["forward"]["backends"]}, folder=folder, quantized=request.quantized,
+        )  # fmt: skip
+    finally:
+        smoke.close()
+    for name, buffer in original.state_dict.items():
+        assert torch.equal(buffer, before[name]), f"{name} was changed"
+    left = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    return json.dumps(
+        {
+            "checks": checked.checks, "warnings": checked.warnings, "sizes": sizes.of_program(described, data),
+            "methods": methods, "inputs": inputs, "left": left,
+        }
+    ).encode()  # fmt: skip
+
+
+def lower(program: Any, request: CheckRequest, pte: Path) -> dict[str, Path]:
+    """Writes the .pte; gives its data files."""
+    from executorch.backends.xnnpack.recipes import XNNPackRecipeType
+    from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig
+    from executorch.export import ExportRecipe, ExportSession, LoweringRecipe
+
+    recipe = ExportRecipe.get_recipe(XNNPackRecipeType.FP32)
+    if request.portable:
+        recipe = ExportRecipe(
+            lowering_recipe=LoweringRecipe(edge_compile_config=EdgeCompileConfig(_check_ir_validity=False)),
+            executorch_backend_config=ExecutorchBackendConfig(external_constants=request.external),
+        )
+    session = ExportSession({"forward": program}, export_recipe=recipe)
+    session.export()
+    manager = session.get_executorch_program_manager()
+    with pte.open("wb") as file:
+        manager.write_to_file(file)
+    manager.write_tensor_data_to_file(str(pte.parent))
+    return {path.name: path for path in pte.parent.glob("*.ptd")}
+
+
+def make(name: str) -> Any:
+    """A model by its name."""
+    found = globals().get(name) or getattr(models, name)
+    return found()
+
+
+class Derived(nn.Module):
+    """Two inputs whose dims hang together, with indices into a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+
+    def forward(self, tokens: torch.Tensor, pairs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        found = self.table(tokens) + pairs.reshape(-1, 2, 3).sum(1)
+        return torch.where(mask[:, None], found, -found)
+
+
+class Stepped(nn.Module):
+    """Sizes that go in steps of two."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(2, -1) * 2
+
+
+class Unplanned(nn.Module):
+    """Sizes that ExecuTorch 1.5's memory planning takes for smaller ones than they are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1, 4) * 2
+
+
+class Random(nn.Module):
+    """Other outputs each time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(4)
+
+
+class Picks(nn.Module):
+    """Indices into an input: the smallest input has none of them."""
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, index) * 2
+
+
+def derived() -> Any:
+    batch = Dim("batch", max=6)
+    inputs = (torch.tensor([4, 1, 3]), torch.randn(6, 3), torch.tensor([True, False, True]))
+    shapes = {"tokens": {0: batch}, "pairs": {0: 2 * batch}, "mask": {0: batch}}
+    return torch.export.export(Derived().eval(), inputs, dynamic_shapes=shapes)
+
+
+def stepped() -> Any:
+    return torch.export.export(Stepped(), (torch.randn(8, 2),), dynamic_shapes={"x": {0: Dim.AUTO(min=3, max=63)}})
+
+
+def unplanned() -> Any:
+    return torch.export.export(Unplanned(), (torch.randn(8, 2),), dynamic_shapes={"x": {0: Dim.AUTO(min=3, max=63)}})
+
+
+def random() -> Any:
+    return torch.export.export(Random(), (torch.zeros(4),))
+
+
+def picks() -> Any:
+    shapes = {"x": {0: Dim("rows", min=1, max=8)}, "index": None}
+    return torch.export.export(Picks(), (torch.randn(4, 3), torch.tensor([3, 0])), dynamic_shapes=shapes)
+
+
+def wider() -> Any:
+    """`dynamic`, and more of it."""
+    return models.dynamic(16)
+
+
+def other_conv() -> Any:
+    """`conv` with other weights."""
+    torch.manual_seed(7)
+    module = models.ConvRelu().eval()
+    return torch.export.export(module, (torch.randn(1, 3, 8, 8),))
+
+
+def without_inputs() -> Any:
+    """`conv` as an exporter without example inputs leaves it."""
+    program = models.conv()
+    program._example_inputs = None
+    return program

@@ -1,0 +1,139 @@
+"""Tasks with the contract of the compiling children and none of torch: cheap, real processes.
+
+A model's bytes are its orders, a line each, to the task that they name first:
+`TASK refuse`, `TASK die`, `TASK hang`, `TASK wait FILE` (while somebody holds its lock), `TASK escape`, `TASK flood` (it
+tells of each stage again and again), `TASK move` (its folder is a link to another), `TASK say KEY JSON` (in place of what
+it would answer).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from etfarm.server.compile.request import InspectRequest, LowerRequest, QuantizeRequest
+from etfarm.wire.errors import UserError
+
+Emit = Callable[[bytes], None]
+PLACES = [{"source": {"file": "net.py", "line": 3, "code": "y = x + 1"}, "module": "add", "count": 2}]
+FEW = {"code": "FEW", "message": "One."}
+FACTS = {"inputs": [], "outputs": [], "operators": ["aten::add.out"], "backends": ["XnnpackBackend"], "planned_bytes": [64]}
+
+
+class Refused(UserError):
+    """What a stage refuses."""
+
+    reason = "STAGE_FAILED"
+
+
+def quantize(request: QuantizeRequest, folder: Path, emit: Emit) -> bytes:
+    stages = []
+    for stage in ("QUANTIZE", "TORCH_EXPORT"):
+        stages.append(_stage("quantize", stage, request.models, emit))
+    programs = {}
+    for method, path in request.models.items():
+        samples = b"".join(sample.read_bytes() for sample in request.calibration[method])
+        programs[method] = f"{method}.pt2"
+        (folder / f"{method}.pt2").write_bytes(b"quantized " + samples + b"\n" + path.read_bytes())
+    stayed = {method: [{"op": "aten.sin", "count": 2, "places": PLACES}] for method in programs}
+    said = _said("quantize", request.models)
+    return _json(**{"stages": stages, "programs": programs, "warnings": [FEW], "stayed_fp32": stayed} | said)
+
+
+def lower(request: LowerRequest, folder: Path, emit: Emit) -> bytes:
+    stages = [_stage("lower", "TO_EDGE_TRANSFORM_AND_LOWER", request.models, emit)]
+    result: dict[str, Any] = {
+        "stages": stages, "program": None, "etrecord": None, "stage_files": {}, "inputs": {}, "delegation": {},
+        "toolchain": {}, "warnings": [], "facts": None, "sizes": None, "modules": [], "checks": [],
+        "stayed_fp32": {},
+    }  # fmt: skip
+    if request.stop_after is not None:
+        (folder / "delegation.csv").write_text(request.stop_after)
+        return _json(**result | {"stage_files": {"delegation.csv": "delegation.csv"}})
+    stages.append(_stage("lower", "TO_EXECUTORCH", request.models, emit))
+    models = sorted(request.models.items())
+    constants = [path.read_bytes() for _, path in sorted(request.constant_methods.items())]
+    (folder / "model.pte").write_bytes(b"pte " + b"|".join([path.read_bytes() for _, path in models] + constants))
+    (folder / "weights.ptd").write_bytes(b"ptd")
+    (folder / "model.etrecord").write_bytes(b"etrecord")
+    (folder / "forward.ett").write_bytes(b"inputs")
+    if _told("lower", "move", request.models):
+        folder.rename(folder.with_name("elsewhere"))
+        folder.symlink_to("elsewhere")
+    pte = "../model.pte" if _told("lower", "escape", request.models) else "model.pte"
+    outputs = [{"output": "0", "equal": False, "max_abs_error": 0.5, "sqnr_db": None}]
+    return _json(
+        **result
+        | {
+            "program": {"pte": pte, "data": {"weights": "weights.ptd"}},
+            "etrecord": "model.etrecord",
+            "inputs": {"forward": "forward.ett"},
+            "delegation": {
+                method: {
+                    "subgraphs": 1, "delegated_nodes": 2, "non_delegated_nodes": 3,
+                    "operators": [{"op": "aten.sin", "delegated": 0, "non_delegated": 2, "places": PLACES}],
+                }
+                for method, _ in models
+            },
+            "facts": {"methods": dict.fromkeys((*request.models, *request.constant_methods), FACTS)},
+            "sizes": {
+                "program_bytes": 1, "constant_bytes": 2, "delegate_bytes": 3, "data_bytes": {"weights": 3},
+                "methods": {method: {"delegate_bytes": 3, "planned_bytes": [64]} for method, _ in models},
+            },
+            "checks": [
+                {"method": method, "inputs": "EXAMPLE", "shapes": ["1x3"], "ran": True, "why": "", "outputs": outputs}
+                for method, _ in models
+            ],
+        }
+        | _said("lower", request.models)
+    )  # fmt: skip
+
+
+def inspect(request: InspectRequest, folder: Path, emit: Emit) -> bytes:
+    return _json(warnings=[], facts={"methods": {"forward": FACTS}}, sizes=None)
+
+
+def list_recipes(request: object, folder: Path, emit: Emit) -> bytes:
+    row = {"summary": "", "backend": "", "missing": "", "arguments": [], "available": True}
+    known = {"xnnpack_fp32": "none", "acme.static": "pt2e-static", "acme.plain": "none"}
+    rows = [row | {"name": name, "quantization": how} for name, how in known.items()]
+    return _json(
+        recipes=[*rows, row | {"name": "coreml_fp16", "quantization": "none", "available": False, "missing": "coremltools"}]
+    )
+
+
+def _stage(task: str, stage: str, models: Mapping[str, Path], emit: Emit) -> dict[str, Any]:
+    emit(_json(stage=stage, phase="START", duration_ms=None))
+    print(f"{task} {stage}", flush=True)
+    if _told(task, "refuse", models) and stage in ("TORCH_EXPORT", "TO_EXECUTORCH"):
+        raise Refused("No.", "Change it.", stage=stage)
+    if _told(task, "die", models):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if _told(task, "hang", models):
+        signal.pause()
+    for held in _told(task, "wait", models):
+        with Path(held).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+    emit(_json(stage=stage, phase="END", duration_ms=1.5))
+    while _told(task, "flood", models):
+        emit(_json(stage=stage, phase="END", duration_ms=1.5))
+    return {"stage": stage, "duration_ms": 1.5, "where": "SERVER", "methods": dict.fromkeys(models, 1.0)}
+
+
+def _told(task: str, order: str, models: Mapping[str, Path]) -> list[str]:
+    """What comes after the order in each line that gives it; empty where none does."""
+    lines = [line.split() for path in models.values() for line in path.read_text().splitlines()]
+    return [" ".join(words[2:]) for words in lines if words[:2] == [task, order]]
+
+
+def _said(task: str, models: Mapping[str, Path]) -> dict[str, Any]:
+    return {key: json.loads(value) for key, _, value in (said.partition(" ") for said in _told(task, "say", models))}
+
+
+def _json(**values: object) -> bytes:
+    return json.dumps(values).encode()

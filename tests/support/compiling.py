@@ -1,0 +1,197 @@
+"""The daemon's part in compiling, for tests: real, jailed children of a warm forkserver, one after the other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from etfarm.server.compile import values
+from etfarm.server.compile.prewarm import PRELOAD
+from etfarm.server.compile.request import LowerRequest, QuantizeRequest
+from etfarm.server.compile.result import LowerResult, QuantizeResult
+from etfarm.server.workers.limits import Limits
+from etfarm.server.workers.pool import Workers
+from etfarm.wire import recipes, tensors
+from etfarm.wire.recipes import Recipe
+from tests.support import models
+
+Make = Callable[[], Any]
+STATIC = "xnnpack_pt2e_int8_static_per_channel"
+DYNAMIC = "xnnpack_pt2e_int8_dynamic_per_channel"
+WIDTH, LENGTH = 32, 24
+FOUR_BIT = "xnnpack_torchao_int8da_int4w_per_channel"
+
+
+@asynccontextmanager
+async def warm_workers(folder: Path) -> AsyncIterator[Workers]:
+    """A warm forkserver; it ends with the block."""
+    pool = Workers(preload=PRELOAD, limits=Limits(memory_bytes=4 << 30, threads=2), folder=folder / "jobs", concurrency=2)
+    pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.stop()
+
+
+@dataclass
+class Compiled:
+    """What the children answered, and the files that were beside it."""
+
+    result: LowerResult
+    quantized: QuantizeResult | None = None
+    files: dict[str, bytes] = field(default_factory=dict)
+    quantized_files: dict[str, bytes] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def pte(self) -> bytes:
+        return self.files["model.pte"]
+
+    @property
+    def codes(self) -> list[str]:
+        """The warnings' codes, in order."""
+        return [w["code"] for w in (self.quantized["warnings"] if self.quantized else []) + self.result["warnings"]]
+
+    @property
+    def stages(self) -> list[str]:
+        """The stages that were run."""
+        return [s["stage"] for s in (self.quantized["stages"] if self.quantized else []) + self.result["stages"]]
+
+
+async def compiled(
+    workers: Workers,
+    folder: Path,
+    make: Make | Mapping[str, Make],
+    recipe: str | Recipe = "xnnpack_fp32",
+    *,
+    calibration: Mapping[str, Sequence[Path]] | None = None,
+    constants: Mapping[str, Path] | None = None,
+    done: Sequence[str] = ("TORCH_EXPORT",),
+    stop_after: str | None = None,
+) -> Compiled:
+    """Quantizes if the recipe does and nobody has, and lowers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = dict(make) if isinstance(make, Mapping) else {"forward": make}
+    # The store's names are digests, so no name ends in .pt2.
+    originals = {m: models.save(one, folder / f"3a7bd3e2360a3d29eea436fcfb7e44c7{i}") for i, (m, one) in enumerate(made.items())}
+    known = recipes.parse(recipe) if isinstance(recipe, str) else recipe
+    answer = Compiled({})  # type: ignore[typeddict-item]
+    lowered: dict[str, Path] = dict(originals)
+    quantizes = known.quantization in (recipes.Quantization.PT2E_STATIC, recipes.Quantization.PT2E_DYNAMIC)
+    if (quantizes or "QUANTIZE" in known.stages) and "QUANTIZE" not in done:
+        ask = QuantizeRequest(originals, "tiny", known.json, calibration or {}, threads=2)
+        answer.quantized, answer.quantized_files = await _ran(workers, "quantize_model", ask, answer)
+        kept = folder / "quantized"
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir()
+        for index, (method, name) in enumerate(answer.quantized["programs"].items()):
+            lowered[method] = kept / f"{index}"
+            lowered[method].write_bytes(answer.quantized_files[name])
+    request = LowerRequest(
+        lowered, originals, "tiny", known.json, answer.quantized is not None, constants or {},
+        stop_after=stop_after, threads=2,
+    )  # fmt: skip
+    answer.result, answer.files = await _ran(workers, "lower_model", request, answer)
+    return answer
+
+
+async def _ran(workers: Workers, task: str, request: object, answer: Compiled) -> tuple[Any, dict[str, bytes]]:
+    async with await workers.run(
+        f"etfarm.server.compile.pipeline:{task}", request, deadline_s=180,
+        on_event=lambda event: answer.events.append(json.loads(event)), on_log=answer.log.append,
+    ) as finished:  # fmt: skip
+        files = {p.name: p.read_bytes() for p in finished.folder.iterdir() if p.is_file() and not p.is_symlink()}
+        return json.loads(finished.result), files
+
+
+def run(pte: bytes, leaves: Sequence[Any], method: str = "forward", times: int = 1, data: Path | None = None) -> list[Any]:
+    """What the program gives on this host, after `times` calls."""
+    from executorch.runtime import Runtime
+
+    loaded = Runtime.get().load_program(pte, data_path=data).load_method(method)
+    assert loaded is not None
+    for _ in range(times - 1):
+        loaded.execute(leaves)
+    return [o.clone() if isinstance(o, torch.Tensor) else o for o in loaded.execute(leaves)]
+
+
+def sample(path: Path, *leaves: Any) -> Path:
+    """A tensor file."""
+    path.write_bytes(tensors.encode([values.to_value("", leaf) for leaf in leaves]))
+    return path
+
+
+def sqnr_db(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """Signal to noise in dB."""
+    return float(10 * torch.log10(expected.square().sum() / (expected - actual).square().sum()))
+
+
+class VisionEncoder(torch.nn.Module):
+    """An image to a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = torch.nn.Conv2d(3, WIDTH, 8, stride=8)
+        self.out = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.relu(self.patches(image)).mean((2, 3)))
+
+
+class TokenEmbedding(torch.nn.Module):
+    """Tokens to vectors; nothing in it can be quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(100, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table(tokens)
+
+
+class TextDecoder(torch.nn.Module):
+    """Vectors to logits; counts its calls from 7 on, and adds the count."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = torch.nn.Linear(4 * WIDTH, 100)
+        self.register_buffer("calls", torch.full((1,), 7.0))
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1.0)
+        return self.down(torch.relu(self.up(vectors))) + self.calls
+
+
+def vision_encoder() -> Any:
+    return torch.export.export(VisionEncoder().eval(), (torch.rand(1, 3, 32, 32),))
+
+
+def token_embedding() -> Any:
+    return torch.export.export(TokenEmbedding().eval(), (torch.arange(8),), dynamic_shapes={"tokens": {0: _length()}})
+
+
+def text_decoder() -> Any:
+    return torch.export.export(TextDecoder().eval(), (torch.randn(8, WIDTH),), dynamic_shapes={"vectors": {0: _length()}})
+
+
+def _length() -> Any:
+    return torch.export.Dim("length", min=2, max=LENGTH)
+
+
+ASSISTANT: Mapping[str, Make] = {
+    "vision_encoder": vision_encoder,
+    "token_embedding": token_embedding,
+    "text_decoder": text_decoder,
+}
+"""A vision encoder, a token embedding, and a text decoder of any length that counts its calls from 7 on."""

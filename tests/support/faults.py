@@ -1,0 +1,66 @@
+"""Programs that misbehave on the real runner: its bundle with kernels of `faults.cpp` beside its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import gzip
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from etfarm.device_agents.native.build import pack
+from etfarm.device_agents.native.toolchain import Compiler, ExecutorchPackage
+from etfarm.device_agents.runners.bundle import BundledFile, unpack
+from etfarm.wire import digest
+from tests.support.programs import cache_folder, program
+from tests.support.runner import runner_archive
+
+SOURCE: Final = Path(__file__).with_suffix(".cpp")
+_REPLACED: Final = "libexecutorch_kernels_quantized.so"
+_MOVED: Final = "libquantized.so"
+
+
+def faulty_program(fault: str) -> bytes:
+    """The program `add` with the kernel `evil::FAULT`, of three letters: see faults.cpp."""
+    return program("add").bytes.replace(b"aten::add", f"evil::{fault}".encode())
+
+
+def faulty_archive() -> Path:
+    """The runner's bundle with the kernels; several test runs at once build it one time."""
+    made_of = digest.of_value([digest.of_file(path) for path in (runner_archive(), SOURCE, Path(__file__))])
+    archive = cache_folder() / f"faulty-{made_of[:16]}.tar.gz"
+    with (cache_folder() / "faulty.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not archive.exists():
+            with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+                _build(Path(folder), archive)
+    return archive
+
+
+def _build(folder: Path, archive: Path) -> None:
+    bundle = unpack(runner_archive(), folder / "bundle")
+    compiler = Compiler.find(platform.machine())
+    package = ExecutorchPackage.find(platform.machine(), None, folder)
+    include = package.folder / "include"
+    # Something to link with that has the name which the quantized kernels get.
+    shared = ["-shared", "-fPIC", "-s", f"-Wl,-soname,{_MOVED}", "-x", "c++", "/dev/null", "-o", _MOVED]
+    compiler.run(shared, "the name", folder)
+    compiler.run(
+        ["-std=c++17", "-O1", "-shared", "-fPIC", "-s", "-DC10_USING_CUSTOM_GENERATED_MACROS", "-DET_EVENT_TRACER_ENABLED",
+         "-isystem", str(include), "-isystem", str(include / "executorch/runtime/core/portable_type/c10"),
+         str(SOURCE), "-o", _REPLACED, f"-Wl,-soname,{_REPLACED}", "-Wl,--no-as-needed", f"-L{package.folder / 'lib'}",
+         "-lexecutorch", str(folder / _MOVED)],
+        SOURCE.name, folder,
+    )  # fmt: skip
+    shutil.move(bundle.folder / _REPLACED, bundle.folder / _MOVED)
+    shutil.move(folder / _REPLACED, bundle.folder / _REPLACED)
+    (bundle.folder / "bundle.json").unlink()
+    members = sorted(bundle.folder.iterdir())
+    files = {path.name: BundledFile(digest.of_file(path), path.stat().st_size) for path in members}
+    manifest = dataclasses.replace(bundle.manifest, files=files)
+    partial = archive.with_name(f".{archive.name}")
+    partial.write_bytes(gzip.compress(pack(bundle.folder, manifest), 1, mtime=0))
+    partial.replace(archive)

@@ -1,0 +1,250 @@
+"""What came out is run and compared, in real children: sizes, contents, state, and what is no fault of the program."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+np = pytest.importorskip("numpy")
+pytest.importorskip("executorch")
+
+from etfarm.server.compile import checks, reference, trials  # noqa: E402 - needs torch
+from etfarm.server.workers.pool import Workers  # noqa: E402
+from etfarm.wire import tensors  # noqa: E402
+from etfarm.wire.errors import UserError  # noqa: E402
+from etfarm.wire.tensors import Scalar, Tensor  # noqa: E402
+from tests.support import checking, models  # noqa: E402
+from tests.support.checking import CheckRequest  # noqa: E402
+
+in_children = pytest.mark.asyncio(loop_scope="session")
+
+
+async def checked(workers: Workers, original: str, **more: Any) -> dict[str, Any]:
+    request = CheckRequest(original, **more)
+    async with await workers.run("tests.support.checking:check", request, deadline_s=120) as finished:
+        found: dict[str, Any] = json.loads(finished.result)
+    assert found["left"] == [], "temporary files"
+    return found
+
+
+def codes(found: dict[str, Any]) -> list[str]:
+    return [warning["code"] for warning in found["warnings"]]
+
+
+def ran_at(found: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    assert all(check["ran"] and not check["why"] for check in found["checks"])
+    return [(check["inputs"], check["shapes"]) for check in found["checks"]]
+
+
+@in_children
+async def test_a_static_method_is_compared_at_its_example(workers: Workers) -> None:
+    found = await checked(workers, "conv")
+    assert ran_at(found) == [("EXAMPLE", ["1x3x8x8"])]
+    [output] = found["checks"][0]["outputs"]
+    assert output["output"] == "linear"
+    assert output["sqnr_db"] > 100
+    assert output["max_abs_error"] < 1e-5
+    assert found["warnings"] == []
+
+
+@in_children
+async def test_dynamic_dims_are_tried_at_both_ends(workers: Workers) -> None:
+    found = await checked(workers, "dynamic")
+    assert ran_at(found) == [("EXAMPLE", ["4x16"]), ("MIN", ["1x16"]), ("MAX", ["8x16"])]
+    assert found["warnings"] == []
+
+
+@in_children
+async def test_derived_dims_follow_and_indices_stay_valid(workers: Workers) -> None:
+    found = await checked(workers, "derived")
+    assert ran_at(found) == [
+        ("EXAMPLE", ["3", "6x3", "3"]), ("MIN", ["2", "4x3", "2"]), ("MAX", ["6", "12x3", "6"]),
+    ]  # fmt: skip
+    assert found["warnings"] == []
+
+
+@in_children
+async def test_sizes_that_a_guard_refuses_are_stepped_over(workers: Workers) -> None:
+    found = await checked(workers, "stepped", portable=True)
+    assert ran_at(found) == [("EXAMPLE", ["8x2"]), ("MIN", ["4x2"]), ("MAX", ["62x2"])]
+    assert found["warnings"] == []
+
+
+@in_children
+async def test_numbers_keywords_and_several_outputs_are_compared(workers: Workers) -> None:
+    found = await checked(workers, "dict_inputs")
+    assert [(o["output"], o["equal"]) for o in found["checks"][0]["outputs"]] == [("add_1", True), ("1", True)]
+    assert found["inputs"] == {"forward": "inputs-0.ett"}
+
+
+@in_children
+async def test_a_lost_initial_value_is_found(workers: Workers) -> None:
+    found = await checked(workers, "counter")  # lowered without the pass that keeps it
+    assert codes(found) == ["OUTPUTS_DIFFER"]
+    assert "add has 0.2 dB" in found["warnings"][0]["message"]
+    assert "portable" in found["warnings"][0]["message"]
+    assert found["checks"][0]["outputs"][0]["max_abs_error"] == 41
+
+
+@in_children
+@pytest.mark.parametrize(
+    ("original", "why", "remedy"),
+    [
+        ("fft", "an operator refused its arguments (0x12)", "complex numbers"),
+        ("histogram", "kernel 'aten::histc.out' not found, of aten::histc at ", "Core ATen"),
+        ("unknown", "an operator has no kernel (0x14): kernel 'aten::_linalg_svd.U' not found", "Core ATen"),
+        ("unplanned", "out of planned memory (0x21)", "narrower dynamic dims"),
+    ],
+)
+async def test_what_compiles_and_cannot_run_is_refused(workers: Workers, original: str, why: str, remedy: str) -> None:
+    with pytest.raises(UserError) as caught:
+        await checked(workers, original, portable=True)
+    assert caught.value.reason == "PROGRAM_CANNOT_RUN"
+    assert why in caught.value.message
+    assert remedy in caught.value.remedy
+
+
+@in_children
+async def test_what_runs_at_the_example_only_is_refused_with_the_shapes(workers: Workers) -> None:
+    with pytest.raises(UserError) as caught:
+        await checked(workers, "wider", lowered="dynamic")
+    assert caught.value.reason == "PROGRAM_CANNOT_RUN"
+    assert "at its largest inputs (x: 16x16)" in caught.value.message
+    assert "narrow the dynamic dims" in caught.value.remedy
+
+
+@in_children
+async def test_inputs_beyond_the_budget_are_not_made(workers: Workers) -> None:
+    found = await checked(workers, "dynamic", max_input_bytes=300)
+    assert ran_at(found) == [("EXAMPLE", ["4x16"]), ("MIN", ["1x16"])]
+    assert codes(found) == ["NOT_RUN_AT_MAXIMUM"]
+
+
+@in_children
+async def test_inputs_that_eager_refuses_say_nothing_against_the_program(workers: Workers) -> None:
+    found = await checked(workers, "picks", portable=True)
+    assert [(c["inputs"], c["ran"]) for c in found["checks"]] == [("EXAMPLE", True), ("MIN", False), ("MAX", True)]
+    assert codes(found) == ["NOT_RUN_AT_MINIMUM"]
+    assert "index out of range" in found["warnings"][0]["message"]
+
+
+@in_children
+@pytest.mark.parametrize(("quantized", "code"), [(False, "OUTPUTS_DIFFER"), (True, "LOW_ACCURACY")])
+async def test_another_models_outputs_are_told(workers: Workers, quantized: bool, code: str) -> None:
+    found = await checked(workers, "other_conv", lowered="conv", quantized=quantized)
+    assert codes(found) == [code]
+    assert "linear" in found["warnings"][0]["message"]
+    assert " dB" in found["warnings"][0]["message"]
+
+
+@in_children
+async def test_a_random_model_is_not_blamed(workers: Workers) -> None:
+    found = await checked(workers, "random", portable=True)
+    assert codes(found) == ["NOT_COMPARED"]
+
+
+@in_children
+async def test_constants_in_a_data_file_are_run_with(workers: Workers) -> None:
+    found = await checked(workers, "conv", portable=True, external=True)
+    assert ran_at(found) == [("EXAMPLE", ["1x3x8x8"])]
+    assert found["warnings"] == []
+    [(name, size)] = found["sizes"]["data_bytes"].items()
+    assert name.endswith(".ptd")
+    assert size >= 4 * (3 * 8 * 9 + 8 + 8 * 4 + 4)
+
+
+@in_children
+@pytest.mark.parametrize(
+    ("original", "more", "why"),
+    [
+        ("conv", {"backends": ("CoreMLBackend",)}, "CoreMLBackend"),
+        ("without_inputs", {"lowered": "conv"}, "no example inputs"),
+        ("conv", {"portable": True, "external": True, "data_files": 2}, "2 data files"),
+    ],
+)
+async def test_what_this_host_cannot_try_is_a_warning(workers: Workers, original: str, more: dict[str, Any], why: str) -> None:
+    found = await checked(workers, original, **more)
+    assert codes(found) == ["NOT_RUN_ON_HOST"]
+    assert why in found["warnings"][0]["message"]
+    assert found["checks"] == []
+
+
+@in_children
+async def test_where_a_programs_bytes_are(workers: Workers) -> None:
+    found = (await checked(workers, "conv"))["sizes"]
+    method = found["methods"]["forward"]
+    assert found["delegate_bytes"] == method["delegate_bytes"] > 0
+    assert found["constant_bytes"] >= 4 * (3 * 8 * 9 + 8 + 8 * 4 + 4), "weights that the delegate keeps as named data"
+    assert found["program_bytes"] > 0
+    assert sum(method["planned_bytes"]) > 0
+    portable = (await checked(workers, "conv", portable=True))["sizes"]
+    assert portable["delegate_bytes"] == portable["methods"]["forward"]["delegate_bytes"] == 0
+    assert portable["constant_bytes"] >= 4 * (3 * 8 * 9 + 8 + 8 * 4 + 4)
+
+
+def test_the_reference_leaves_state_as_it_was() -> None:
+    program = models.counter()
+    assert reference.changed_buffers(program) == {"count"}
+    example = trials.example(program)
+    assert example is not None
+    first, second = (reference.run_program(program, example.values) for _ in range(2))
+    assert first == second
+    assert float(program.state_dict["count"]) == 41
+
+
+def test_contents_are_tiled_and_cropped_in_their_memory_order() -> None:
+    data = bytes(range(6))  # [2, 3] stored column by column: [[0, 2, 4], [1, 3, 5]]
+    found = trials._resized(Tensor("x", "uint8", (2, 3), data, (1, 0)), (3, 2))
+    assert isinstance(found, Tensor)
+    assert found.dim_order == (1, 0)
+    assert tensors.to_array(found).tolist() == [[0, 2], [1, 3], [0, 2]]
+
+
+def test_the_largest_of_a_derived_dim_is_within_its_range() -> None:
+    program = checking.derived()
+    example = trials.example(program)
+    assert example is not None
+    largest = next(iter(trials.extremes(program, example, "MAX")))
+    assert isinstance(largest, trials.Trial)
+    assert largest.words == "at its largest inputs (tokens: 6, pairs: 12x3, mask: 6)"
+    assert tensors.to_array(largest.values[0]).tolist() == [4, 1, 3, 4, 1, 3]
+
+
+def floats(*values: float, dtype: str = "float32") -> Tensor:
+    return Tensor("y", dtype, (len(values),), np.array(values, dtype).tobytes())
+
+
+def test_a_bias_does_not_pass_for_accuracy() -> None:
+    found = checks.difference("y", floats(100, 101, 102), floats(101, 102, 103))
+    assert found.told["sqnr_db"] == pytest.approx(40.09, abs=0.01)
+    assert found.judged_db == pytest.approx(-1.76, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "equal", "db", "wrong"),
+    [
+        (floats(1, 2), floats(1, 2), True, 300.0, ""),
+        (floats(float("nan"), 2), floats(float("nan"), 2), True, None, ""),
+        (floats(1, 2), floats(1, float("nan")), False, None, "NaN"),
+        (floats(1, 2), floats(1, 2, 3), False, None, "shape [3]"),
+        (floats(0, 0), floats(0, 1), False, None, ""),
+        (floats(), floats(), True, None, ""),
+        (Scalar("n", 3), Scalar("n", 3), True, 300.0, ""),
+        (Scalar("n", None), Scalar("n", None), True, None, ""),
+        (Scalar("n", None), Scalar("n", 1), False, None, "None"),
+    ],
+)
+def test_outputs_of_every_kind_are_compared(expected: Any, actual: Any, equal: bool, db: float | None, wrong: str) -> None:
+    found = checks.difference("y", expected, actual)
+    assert found.told["equal"] is equal
+    assert found.told["sqnr_db"] == db
+    assert wrong in found.wrong
+    assert bool(wrong) == bool(found.wrong)
+
+
+def test_large_integers_are_equal_only_if_they_are() -> None:
+    one, other = (Tensor("y", "int64", (1,), n.to_bytes(8, "little")) for n in (1 << 60, (1 << 60) + 1))
+    assert not checks.difference("y", one, other).told["equal"]

@@ -1,0 +1,284 @@
+"""Common failures of an export, each provoked for real: one sentence that says what to change, and where."""
+
+from __future__ import annotations
+
+import errno
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+from executorch.backends.xnnpack.recipes import XNNPackRecipeType  # noqa: E402
+from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig  # noqa: E402
+from executorch.export import ExportRecipe, ExportSession, LoweringRecipe, StageType  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.export import Dim  # noqa: E402
+
+from etfarm.server.compile.explain import first_line, stage_failed  # noqa: E402
+from etfarm.server.compile.lowering import Stages  # noqa: E402
+from etfarm.server.compile.refusals import StageFailed  # noqa: E402
+from etfarm.wire.errors import EtfarmError, Fault  # noqa: E402
+from tests.support import models  # noqa: E402
+
+
+class Function(nn.Module):
+    """A model that is one function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x)
+
+
+def exported(function: Callable[..., Any], x: torch.Tensor, **more: Any) -> Any:
+    return torch.export.export(Function(function), (x,), **more)
+
+
+def branch(x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+def size_of_a_value(x: torch.Tensor) -> torch.Tensor:
+    n = x.max().item()
+    return torch.zeros(3) if n > 3 else torch.ones(4)
+
+
+def grouped(x: torch.Tensor) -> torch.Tensor:
+    scales, zeros = torch.ones(4, 2), torch.zeros(4, 2)
+    q = torch.ops.quantized_decomposed.quantize_per_channel_group(x, scales, zeros, -8, 7, torch.int8, 4)
+    return torch.ops.quantized_decomposed.dequantize_per_channel_group(q, scales, zeros, -8, 7, torch.int8, 4, torch.float32)
+
+
+def complex_product(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(torch.view_as_complex(x) * torch.view_as_complex(x))
+
+
+def portable(*, checked: bool) -> Any:
+    return ExportRecipe(
+        lowering_recipe=LoweringRecipe(edge_compile_config=EdgeCompileConfig(_check_ir_validity=checked)),
+        executorch_backend_config=ExecutorchBackendConfig(),
+    )
+
+
+def failure(make: Callable[[], Any]) -> BaseException:
+    """What torch raises while exporting."""
+    with pytest.raises(Exception) as caught:
+        make()
+    return caught.value
+
+
+def lowered(program: Any, recipe: Any) -> EtfarmError:
+    """The sentence for what ExecuTorch raises while lowering."""
+    session = ExportSession({"forward": program}, export_recipe=recipe)
+    error = failure(session.export)
+    return stage_failed("TO_EXECUTORCH", error, {"forward": program})
+
+
+def promised(error: EtfarmError, reason: str, *words: str) -> bool:
+    """What holds of every sentence; fails with what does not."""
+    assert error.reason == reason
+    assert error.fault is Fault.USER
+    assert error.remedy
+    assert error.stage
+    assert "\n" not in error.message
+    assert len(error.message) < 600
+    for word in words:
+        assert word in str(error)
+    return True
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_branch_on_a_value_is_named_with_its_line(strict: bool) -> None:
+    error = stage_failed("TORCH_EXPORT", failure(lambda: exported(branch, torch.ones(3), strict=strict)))
+    assert promised(error, "DATA_DEPENDENT_BRANCH", "test_compile_explain.py:", "if x.sum() > 0", "torch.where")
+    assert "if x.sum() > 0" in error.metadata["source"]
+
+
+def test_a_branch_on_an_item_is_named_with_its_condition() -> None:
+    error = stage_failed("TORCH_EXPORT", failure(lambda: exported(size_of_a_value, torch.tensor([1, 2]))))
+    assert promised(error, "DATA_DEPENDENT_BRANCH", "u0 > 3", "test_compile_explain.py:")
+
+
+def test_a_dim_that_the_model_fixes_is_named() -> None:
+    shapes = {"x": {0: Dim("batch", max=8)}}
+    error = stage_failed(
+        "TORCH_EXPORT",
+        failure(lambda: exported(lambda x: x.reshape(4, -1) + torch.ones(4, 3), torch.ones(4, 3), dynamic_shapes=shapes)),
+    )
+    assert promised(error, "DIM_SPECIALIZED", "batch", "constant (4)")
+
+
+def test_operators_without_a_kernel_are_named_with_their_line() -> None:
+    with torch.library._scoped_library("etfarm_test", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        library.impl("twice", lambda x: torch.empty_like(x), "Meta")
+        program = exported(lambda x: torch.ops.etfarm_test.twice(x), torch.ones(4))
+        error = lowered(program, portable(checked=False))
+    assert promised(error, "MISSING_OUT_VARIANTS", "etfarm_test::twice at ", "test_compile_explain.py:", "backend")
+
+
+def test_quantized_operators_that_nobody_takes_are_named() -> None:
+    import executorch.kernels.quantized  # noqa: F401 - as the pipeline has it
+
+    program = exported(grouped, torch.ones(4, 8))
+    error = lowered(program, ExportRecipe.get_recipe(XNNPackRecipeType.FP32))
+    assert promised(error, "UNSUPPORTED_QUANTIZED_OP", "quantize_per_channel_group at ", "fp32")
+
+
+def test_an_operator_outside_of_core_aten_is_named_with_its_line() -> None:
+    error = lowered(models.unbounded(), portable(checked=True))
+    assert promised(
+        error, "OPERATOR_NOT_CORE_ATEN", "aten::bincount at ", "models.py:", "torch.bincount(x)", "core_aten_exceptions"
+    )
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_batch_norm_in_training_is_told_by_its_remedy(checked: bool) -> None:
+    error = lowered(models.train_mode(), portable(checked=checked))
+    assert promised(error, "TRAINING_MODE", "forward", "batch_norm", ".eval()")
+
+
+def test_a_size_without_a_bound_is_told_with_who_makes_it() -> None:
+    error = lowered(models.unbounded(), portable(checked=False))
+    assert promised(error, "UNBOUNDED_SIZE", "aten::bincount at ", "torch.bincount(x)", "torch._check")
+
+
+def test_complex_numbers_are_told_as_such() -> None:
+    error = lowered(exported(complex_product, torch.ones(3, 2)), portable(checked=True))
+    assert promised(error, "UNSUPPORTED_DTYPES", "complex64", "aten::mul", "test_compile_explain.py:", "real and imaginary")
+
+
+def test_checks_of_values_are_told_as_side_effects() -> None:
+    error = lowered(exported(torch.linalg.inv, torch.eye(4)), portable(checked=False))
+    assert promised(error, "OPERATOR_WITH_EFFECTS", "linalg_inv", "torch.linalg")
+
+
+class Counting(nn.Module):
+    """Its buffer's new value is an output too."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.add_(1)
+        return x + self.calls, self.calls.clone()
+
+
+class Patches(nn.Module):
+    """A linear over a transposed input of three dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.flatten(2).transpose(1, 2))
+
+
+def test_a_value_that_leaves_a_delegate_twice_is_told() -> None:
+    program = torch.export.export(Counting(), (torch.ones(2),))
+    error = lowered(program, ExportRecipe.get_recipe(XNNPackRecipeType.FP32))
+    assert promised(error, "STAGE_FAILED", "aten_add_tensor", "a buffer's new value", "self.count * 1")
+
+
+def test_a_linear_that_was_decomposed_is_told_by_the_stage_that_keeps_it() -> None:
+    program = torch.export.export(Patches(), (torch.ones(1, 4, 3, 3),))
+    recipe = ExportRecipe.get_recipe(XNNPackRecipeType.FP32)
+    recipe.pipeline_stages = [StageType.TO_EDGE, StageType.TO_BACKEND, StageType.TO_EXECUTORCH]
+    assert promised(lowered(program, recipe), "STAGE_FAILED", "more than two dims", "TO_EDGE_TRANSFORM_AND_LOWER")
+
+
+def test_a_method_that_gives_nothing_out_is_told() -> None:
+    program = exported(lambda x: None, torch.ones(2))
+    assert promised(lowered(program, portable(checked=False)), "STAGE_FAILED", "forward gives nothing out", "Return a tensor")
+
+
+def test_groups_of_weights_that_xnnpack_does_not_take_are_told() -> None:
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup, quantize_
+    from torchao.utils import unwrap_tensor_subclass
+
+    module = nn.Sequential(nn.Linear(48, 8)).eval()
+    quantize_(module, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(16)))
+    unwrap_tensor_subclass(module)
+    program = torch.export.export(module, (torch.ones(1, 48),))
+    error = lowered(program, ExportRecipe.get_recipe(XNNPackRecipeType.FP32))
+    assert promised(error, "STAGE_FAILED", "groups of 16", "inputs that 32 divides")
+
+
+def test_a_maximum_that_no_program_can_hold_is_told() -> None:
+    program = torch.export.export(nn.Linear(4, 4), (torch.ones(2, 4),), dynamic_shapes=({0: Dim("n", max=1 << 40)},))
+    error = lowered(program, ExportRecipe.get_recipe(XNNPackRecipeType.FP32))
+    assert promised(error, "STAGE_FAILED", "32 bits", "maximums")
+
+
+def test_stack_traces_that_executorch_cannot_write_are_told() -> None:
+    recipe = portable(checked=False)
+    recipe.executorch_backend_config.emit_stacktrace = True
+    program = torch.export.export(nn.Linear(4, 4), (torch.ones(1, 2, 4),), dynamic_shapes=({1: Dim("n", min=2, max=8)},))
+    assert promised(lowered(program, recipe), "STAGE_FAILED", "stack traces", "emit_stacktrace", "ETRecord")
+
+
+def test_recipes_that_contradict_each_other_are_told() -> None:
+    one, other = (ExportRecipe.get_recipe(XNNPackRecipeType.FP32) for _ in range(2))
+    other.strict = not one.strict
+    error = stage_failed("SOURCE_TRANSFORM", failure(lambda: ExportRecipe.combine([one, other])))
+    assert promised(error, "BAD_RECIPE_COMBINATION", "strict", "combined")
+
+
+def test_a_missing_sdk_is_the_servers_lack() -> None:
+    def needs() -> None:
+        import etfarm_has_no_such_sdk  # type: ignore[import-not-found]  # noqa: F401
+
+    error = stage_failed("TO_EDGE_TRANSFORM_AND_LOWER", failure(needs))
+    assert error.reason == "RECIPE_NOT_AVAILABLE"
+    assert error.fault is Fault.FARM
+    assert "etfarm_has_no_such_sdk" in str(error)
+
+
+def test_what_nobody_knows_keeps_its_own_words() -> None:
+    error = stage_failed("TO_EXECUTORCH", ValueError("a new one\nwith more"))
+    assert promised(error, "STAGE_FAILED", "a new one", "log")
+
+
+def test_the_original_is_the_cause_for_the_log() -> None:
+    original = failure(lambda: exported(branch, torch.ones(3)))
+    try:
+        raise stage_failed("TORCH_EXPORT", original) from original
+    except EtfarmError as error:
+        told = "".join(traceback.format_exception(error))
+    assert "GuardOnDataDependentSymNode" in told
+
+
+def test_a_wrapped_error_is_told_by_its_cause_and_without_paths() -> None:
+    cause = ValueError("\n\nCannot lower /srv/etfarm/jobs/job-1/model.pt2 today\nsecond line")
+    wrapper = RuntimeError("An error occurred when running the 'X' pass after the following passes: []")
+    wrapper.__cause__ = cause
+    assert first_line(wrapper) == "Cannot lower model.pt2 today"
+    error = stage_failed("TO_EXECUTORCH", wrapper)
+    assert (error.reason, error.stage) == ("STAGE_FAILED", "TO_EXECUTORCH")
+
+
+def test_an_error_without_words_is_told_by_its_type() -> None:
+    assert first_line(KeyError()) == "KeyError"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_no_failure_of_the_model(number: int) -> None:
+    with pytest.raises(OSError) as raised, Stages(lambda event: None, {}).stage("TO_EXECUTORCH"):
+        raise OSError(number, os.strerror(number))
+    assert raised.value.errno == number
+    with pytest.raises(StageFailed), Stages(lambda event: None, {}).stage("TO_EXECUTORCH"):
+        raise FileNotFoundError(errno.ENOENT, "no such file")

@@ -1,0 +1,211 @@
+"""What each module takes of a program: its constants as they are stored add up to the file's, its tensors to the plan's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+from executorch.export import ExportSession  # noqa: E402
+from torch import nn  # noqa: E402
+
+from etfarm.server.compile import build, footprint, sizes  # noqa: E402
+from etfarm.wire import recipes  # noqa: E402
+from tests.support.compiling import FOUR_BIT, STATIC  # noqa: E402
+
+ALIGNMENT = 16
+"""Constants outside of delegates begin at a multiple of it, so that up to 15 bytes behind each belong to nobody."""
+
+
+class Block(nn.Module):
+    """A convolution with a norm that is folded into it, and a sum of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + self.norm(self.conv(x)))
+
+
+class Net(nn.Module):
+    """Two blocks, a parameter of the model's own, and a linear that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.scale = nn.Parameter(torch.randn(64))
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.blocks(x).mean((2,)).flatten(1) * self.scale
+        return self.head(self.head(y))
+
+
+class Counter(nn.Module):
+    """Changes a buffer, which the plan has room for."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(4))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1.0)
+        return self.linear(x) + self.calls
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:This API and all of its related functionality")
+
+IMAGE = (torch.randn(1, 8, 8, 8),)
+
+
+class Made:
+    """A program with its modules."""
+
+    def __init__(self, recipe: str, modules: Mapping[str, Any], inputs: tuple[Any, ...], folder: Path, **more: Any) -> None:
+        import executorch.kernels.quantized  # noqa: F401 - out variants
+
+        built = build.export_recipe(build.resolved(recipes.parse(recipe)), sorted(modules))
+        if recipe == "portable":
+            modules = {method: torch.export.export(module, inputs) for method, module in modules.items()}
+        session = ExportSession(modules, {method: [inputs] for method in modules}, built)
+        with footprint.kept_graphs() as graphs:
+            session.export()
+        self.manager = session.get_executorch_program_manager()
+        pte = folder / "model.pte"
+        pte.write_bytes(self.manager.buffer)
+        self.sizes = sizes.of_program(sizes.read(pte))
+        self.graphs = graphs
+        self.rows = footprint.of_program(self.manager, graphs)
+
+    def of(self, module: str, method: str = "forward") -> Any:
+        (row,) = [row for row in self.rows if (row["module"], row["method"]) == (module, method)]
+        return row
+
+    @property
+    def constant_bytes(self) -> int:
+        return sum(row["constant_bytes"] for row in self.rows)
+
+
+def net() -> Any:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
+    """By recipe."""
+    known: dict[str, Made] = {}
+    for recipe in ("xnnpack_fp32", STATIC, FOUR_BIT, "portable"):
+        known[recipe] = Made(recipe, {"forward": net()}, IMAGE, tmp_path_factory.mktemp("made"))
+    return known
+
+
+@pytest.mark.parametrize("recipe", ["xnnpack_fp32", STATIC, FOUR_BIT])
+def test_what_xnnpack_keeps_adds_up_to_the_program_s_constants_byte_by_byte(made: dict[str, Made], recipe: str) -> None:
+    one = made[recipe]
+    assert one.graphs
+    assert one.sizes["constant_bytes"] - _padding(one) <= one.constant_bytes <= one.sizes["constant_bytes"]
+
+
+def test_what_no_delegate_takes_adds_up_to_the_program_s_constants(made: dict[str, Made]) -> None:
+    one = made["portable"]
+    assert not one.graphs
+    assert one.sizes["constant_bytes"] - _padding(one) <= one.constant_bytes <= one.sizes["constant_bytes"]
+
+
+def test_a_weight_has_the_size_that_its_recipe_stores_it_in(made: dict[str, Made]) -> None:
+    weight, bias = 64 * 64, 64 * 4
+    assert made["xnnpack_fp32"].of("head")["constant_bytes"] == 4 * weight + bias
+    assert made["portable"].of("head")["constant_bytes"] == 4 * weight + bias
+    # A scale a channel, and the bias for each of the two calls: its scale is also their inputs'.
+    assert made[STATIC].of("head")["constant_bytes"] == weight + 64 * 4 + 2 * bias
+    groups = made[FOUR_BIT].of("head")["constant_bytes"] - weight // 2 - bias
+    assert 64 * 2 <= groups <= 64 * 4 * 2  # two of them to a byte, and scales
+
+
+def test_a_norm_that_is_folded_leaves_its_convolution_a_bias(made: dict[str, Made]) -> None:
+    conv = 8 * 8 * 9 * 4
+    assert made["xnnpack_fp32"].of("blocks.0.conv")["constant_bytes"] == conv + 8 * 4
+    portable = made["portable"]
+    assert portable.of("blocks.0.conv")["constant_bytes"] == conv
+    assert portable.of("blocks.0.norm")["constant_bytes"] >= 8 * 4
+
+
+def test_a_parameter_of_the_model_itself_is_the_model_s(made: dict[str, Made]) -> None:
+    for recipe in ("xnnpack_fp32", "portable"):
+        assert made[recipe].of("")["constant_bytes"] >= 64 * 4
+
+
+def test_modules_have_the_tensors_that_their_operators_write(made: dict[str, Made]) -> None:
+    one = made["portable"]
+    conv = one.of("blocks.0.conv")
+    assert (conv["planned_bytes"], conv["planned_tensors"]) == (8 * 8 * 8 * 4, 1)
+    # Only what lives at one time is added: the sum and its relu do, for one operator.
+    assert one.of("blocks.0")["planned_bytes"] == 2 * 8 * 8 * 8 * 4
+    (planned,) = one.sizes["methods"]["forward"]["planned_bytes"]
+    assert max(row["planned_bytes"] for row in one.rows) <= planned <= sum(row["planned_bytes"] for row in one.rows)
+
+
+def test_inside_a_delegate_nothing_is_planned_and_its_outputs_are_those_of_the_module_that_holds_it(
+    made: dict[str, Made],
+) -> None:
+    one = made["xnnpack_fp32"]
+    planned = {row["module"]: row["planned_tensors"] for row in one.rows if row["planned_tensors"]}
+    assert planned == {"": 3, "blocks": 1}  # input, mean and output; both blocks are one delegate
+
+
+def test_of_a_backend_that_tells_nothing_the_graph_s_own_tensors_count(made: dict[str, Made]) -> None:
+    rows = footprint.of_program(made["xnnpack_fp32"].manager, {})
+    found = {row["module"]: row["constant_bytes"] for row in rows}
+    assert found["head"] == 64 * 64 * 4 + 64 * 4
+    assert found["blocks.0.norm"] == 4 * 8 * 4 - _equal_bytes([net().blocks[0].norm])
+
+
+def test_methods_that_share_weights_pay_for_them_once(tmp_path: Path) -> None:
+    shared = net()
+    one = Made("xnnpack_fp32", {"decode": shared, "encode": shared}, IMAGE, tmp_path)
+    assert one.sizes["constant_bytes"] - _padding(one) <= one.constant_bytes <= one.sizes["constant_bytes"]
+    by_method: dict[str, int] = defaultdict(int)
+    for row in one.rows:
+        by_method[row["method"]] += row["constant_bytes"]
+    assert by_method["decode"] > 0 == by_method["encode"]
+    assert one.of("", "encode")["planned_tensors"] >= 1
+
+
+def test_a_buffer_that_changes_is_planned_and_not_stored(tmp_path: Path) -> None:
+    one = Made("portable", {"forward": Counter().eval()}, (torch.randn(1, 4),), tmp_path)
+    assert one.of("")["planned_bytes"] >= 2 * 4 * 4
+    assert one.sizes["constant_bytes"] - _padding(one) <= one.constant_bytes <= one.sizes["constant_bytes"]
+
+
+def _padding(one: Made) -> int:
+    """At most so much: behind each constant outside of delegates."""
+    placeholders = [
+        node
+        for method in one.manager.methods
+        for node in one.manager.exported_program(method).graph.nodes
+        if node.op == "placeholder"
+    ]
+    return (ALIGNMENT - 1) * len(placeholders)
+
+
+def _equal_bytes(modules: Iterable[Any]) -> int:
+    """Bytes of tensors that equal another one before them: ExecuTorch keeps one of them."""
+    seen, equal = set(), 0
+    for module in modules:
+        for value in module.state_dict().values():
+            key = (value.dtype, value.numpy().tobytes())
+            equal += value.nbytes if key in seen and value.ndim else 0
+            seen.add(key)
+    return equal

@@ -1,0 +1,314 @@
+"""PT2E quantization of exported programs in a child of its own: int8, close, traceable, the same each time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+from etfarm.server.reports.graph import read_record  # noqa: E402 - needs torch
+from etfarm.server.workers.pool import Workers  # noqa: E402
+from etfarm.wire import recipes, tensors  # noqa: E402
+from etfarm.wire.errors import EtfarmError, Fault  # noqa: E402
+from tests.support import models  # noqa: E402
+from tests.support.compiling import (  # noqa: E402
+    DYNAMIC,
+    FOUR_BIT,
+    STATIC,
+    WIDTH,
+    compiled,
+    run,
+    sample,
+    sqnr_db,
+    text_decoder,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+def images(folder: Path, count: int = 8) -> list[Path]:
+    found = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        found.append(sample(folder / f"{seed}.ett", torch.randn(1, 3, 8, 8)))
+    return found
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("recipe", [STATIC, "xnnpack_pt2e_int8_static_per_tensor"])
+async def test_a_sample_that_is_not_finite_is_named(workers: Workers, tmp_path: Path, recipe: str, value: float) -> None:
+    samples = images(tmp_path, 2)
+    samples.append(sample(tmp_path / "bad.ett", torch.full((1, 3, 8, 8), value)))
+    with pytest.raises(EtfarmError) as caught:
+        await compiled(workers, tmp_path / "c", models.conv, recipe, calibration={"forward": samples})
+    assert (caught.value.reason, caught.value.fault, caught.value.stage) == ("CALIBRATION_NOT_FINITE", Fault.USER, "QUANTIZE")
+    assert caught.value.message.startswith("Calibration sample 2 of forward has NaN or infinity in 'image'")
+
+
+async def test_int8_of_a_pt2_is_int8_and_close(workers: Workers, tmp_path: Path) -> None:
+    one = await compiled(workers, tmp_path, models.conv, STATIC, calibration={"forward": images(tmp_path)})
+    assert one.stages == ["QUANTIZE", "TORCH_EXPORT", "TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"]
+    assert [(e["stage"], e["phase"]) for e in one.events[:4]] == [
+        ("QUANTIZE", "START"), ("QUANTIZE", "END"), ("TORCH_EXPORT", "START"), ("TORCH_EXPORT", "END"),
+    ]  # fmt: skip
+    assert any("dequantize" in o["op"] for o in one.result["delegation"]["forward"]["operators"])
+    assert not one.codes
+    assert one.result["facts"] is not None
+    assert one.result["facts"]["methods"]["forward"]["outputs"][0]["name"] == "linear"
+    torch.manual_seed(0)
+    program = models.conv().module()
+    torch.manual_seed(99)
+    inputs = torch.randn(1, 3, 8, 8)
+    actual, expected = run(one.pte, [inputs])[0], program(inputs)
+    assert not torch.equal(actual, expected)
+    assert sqnr_db(expected, actual) > 20
+
+
+async def test_one_calibration_input_is_told(workers: Workers, tmp_path: Path) -> None:
+    assert "FEW_CALIBRATION_INPUTS" in (await compiled(workers, tmp_path, models.conv, STATIC)).codes
+
+
+async def test_a_quantized_program_has_the_same_bytes_in_every_child(workers: Workers, tmp_path: Path) -> None:
+    files = images(tmp_path)
+    one = await compiled(workers, tmp_path / "a", models.conv, STATIC, calibration={"forward": files})
+    other = await compiled(workers, tmp_path / "b", models.conv, STATIC, calibration={"forward": files})
+    assert one.quantized_files["forward.pt2"] == other.quantized_files["forward.pt2"]
+    assert one.pte == other.pte
+
+
+async def test_what_calibration_left_in_a_buffer_is_not_the_programs_beginning(workers: Workers, tmp_path: Path) -> None:
+    vectors = [sample(tmp_path / f"{n}.ett", torch.randn(n, WIDTH)) for n in (2, 5, 24)]
+    one = await compiled(workers, tmp_path, {"text_decoder": text_decoder}, STATIC, calibration={"text_decoder": vectors})
+    assert "INITIALIZED_MUTABLE_BUFFERS" in one.codes
+    torch.manual_seed(0)
+    program = text_decoder().module()
+    inputs = torch.randn(9, WIDTH)
+    expected, actual = program(inputs), run(one.pte, [inputs], "text_decoder")[0]
+    assert abs(float((expected - actual).mean())) < 0.1
+
+
+@pytest.mark.filterwarnings("ignore:This API and all of its related functionality")
+async def test_source_lines_and_debug_handles_are_those_without_the_file_between(workers: Workers, tmp_path: Path) -> None:
+    """A quantized program goes through a .pt2 to the next child; ExportSession has it in memory."""
+    one = await compiled(workers, tmp_path, models.conv, STATIC, calibration={"forward": images(tmp_path)})
+    ours = tmp_path / "ours.etrecord"
+    ours.write_bytes(one.files["model.etrecord"])
+    theirs = in_one_process(images(tmp_path), tmp_path)
+    record, expected = read_record(ours, "forward"), read_record(theirs, "forward")
+    assert record.nodes == expected.nodes
+    assert record.handles == expected.handles
+    assert any(node.source for nodes in record.nodes.values() for node in nodes)
+
+
+def in_one_process(calibration: list[Path], folder: Path) -> Path:
+    """The same without files between quantization, export and lowering."""
+    from etfarm.server.compile import build, etrecord, lowering, places, quantize
+
+    torch.manual_seed(0)
+    program = models.conv()
+    recipe = recipes.parse(STATIC)
+    how = build.quantization(recipe, "forward")
+    module = quantize.quantize(program, how, recipe.name, "forward", calibration)
+    again = {"forward": quantize.export_again(module, program, False)}
+    pipeline = lowering.Pipeline(("TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"), etrecord=True)
+    stages = lowering.Stages(lambda event: None, again)
+    lowered = lowering.lower(again, build.export_recipe(recipe, ["forward"]), pipeline, "tiny", stages, places.undelegated)
+    etrecord.save(lowered.manager.get_etrecord(), again, {}, folder / "theirs.etrecord")
+    return folder / "theirs.etrecord"
+
+
+async def test_what_stays_fp32_is_told_with_its_line(workers: Workers, tmp_path: Path) -> None:
+    one = await compiled(workers, tmp_path, models.conv, DYNAMIC)
+    assert one.codes == ["STAYED_FP32"]
+    assert one.quantized is not None
+    assert "1 x conv2d" in one.quantized["warnings"][0]["message"]
+    (row,) = one.quantized["stayed_fp32"]["forward"]
+    assert (row["op"], row["count"]) == ("conv2d", 1)
+    assert row["places"][0]["source"] is not None
+    assert row["places"][0]["source"]["code"] == "x = torch.relu(self.conv(image))"
+
+
+@pytest.mark.parametrize(
+    "leaves",
+    [(torch.zeros(1, 3, 9, 9),), (torch.zeros(1, 3, 8),), (torch.zeros(1, 3, 8, 8, dtype=torch.int32),),
+     (torch.zeros(1, 3, 8, 8), torch.zeros(1)), (3,)],
+    ids=["size", "rank", "dtype", "count", "number"],
+)  # fmt: skip
+async def test_a_calibration_sample_that_does_not_fit_is_refused(
+    workers: Workers, tmp_path: Path, leaves: tuple[Any, ...]
+) -> None:
+    files = [*images(tmp_path, 1), sample(tmp_path / "bad.ett", *leaves)]
+    with pytest.raises(EtfarmError, match="Calibration sample 1 does not fit forward") as caught:
+        await compiled(workers, tmp_path, models.conv, STATIC, calibration={"forward": files})
+    assert caught.value.reason == "BAD_CALIBRATION_INPUT"
+    assert caught.value.fault is Fault.USER
+
+
+async def test_modules_that_a_file_names_stay_in_fp32(workers: Workers, tmp_path: Path) -> None:
+    recipe = recipes.from_toml(
+        'recipe = "xnnpack_fp32"\n[[quantizers]]\nname = "xnnpack"\nper_channel = true\nskip_modules = ["conv"]\n'
+    )
+    one = await compiled(workers, tmp_path, models.conv, recipe, calibration={"forward": images(tmp_path)})
+    assert one.quantized is not None
+    assert [row["op"] for row in one.quantized["stayed_fp32"]["forward"]] == ["conv2d"]
+
+
+async def test_a_module_that_the_client_quantized_is_lowered_and_not_quantized_again(workers: Workers, tmp_path: Path) -> None:
+    one = await compiled(workers, tmp_path, models.quantized, STATIC, done=("QUANTIZE", "TORCH_EXPORT"))
+    assert one.stages == ["TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"]
+    assert any("dequantize" in o["op"] for o in one.result["delegation"]["forward"]["operators"])
+
+
+async def test_a_program_that_is_not_quantized_is_not_lowered_as_if_it_were(workers: Workers, tmp_path: Path) -> None:
+    with pytest.raises(EtfarmError, match="plain fp32") as caught:
+        await compiled(workers, tmp_path, models.conv, STATIC, done=("QUANTIZE", "TORCH_EXPORT"))
+    assert caught.value.reason == "QUANTIZED_NOTHING"
+
+
+async def test_int8_by_tensor_is_int8(workers: Workers, tmp_path: Path) -> None:
+    recipe = "xnnpack_pt2e_int8_static_per_tensor"
+    one = await compiled(workers, tmp_path, models.conv, recipe, calibration={"forward": images(tmp_path)})
+    assert one.codes == []
+    assert not any("per_channel" in o["op"] for o in one.result["delegation"]["forward"]["operators"])
+
+
+@pytest.mark.parametrize("recipe", [FOUR_BIT, "xnnpack_torchao_int8da_int4w_per_tensor"])
+async def test_a_4_bit_program_of_the_client_is_lowered(workers: Workers, tmp_path: Path, recipe: str) -> None:
+    one = await compiled(workers, tmp_path, models.four_bit, recipe, done=("SOURCE_TRANSFORM", "TORCH_EXPORT"))
+    assert one.result["delegation"]["forward"]["subgraphs"] >= 1
+    assert one.stages == ["TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"]
+
+
+async def test_int8_and_fp32_recipes_combine(workers: Workers, tmp_path: Path) -> None:
+    one = await compiled(workers, tmp_path, models.conv, f"{STATIC}+xnnpack_fp32", calibration={"forward": images(tmp_path)})
+    assert one.stages[0] == "QUANTIZE"
+    assert one.result["facts"] is not None
+    assert one.result["facts"]["methods"]["forward"]["backends"] == ["XnnpackBackend"]
+    torch.manual_seed(0)
+    program = models.conv().module()
+    inputs = torch.randn(1, 3, 8, 8)
+    assert sqnr_db(program(inputs), run(one.pte, [inputs])[0]) > 20
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (f'name = "mine"\nrecipe = "{DYNAMIC}"', DYNAMIC),
+        (f'combine = ["xnnpack_fp32", "{DYNAMIC}"]', DYNAMIC),
+        ('name = "mine"\npartitioners = ["xnnpack"]\n[[quantizers]]\nname = "xnnpack"\ndynamic = true', "xnnpack"),
+    ],
+)
+async def test_a_shared_quantization_names_no_recipe_that_is_another_s(
+    workers: Workers, tmp_path: Path, text: str, name: str
+) -> None:
+    with pytest.raises(EtfarmError, match="found nothing to quantize") as refused:
+        await compiled(workers, tmp_path, models.elementwise, recipes.from_toml(text))
+    assert (refused.value.reason, refused.value.metadata["recipe"]) == ("QUANTIZED_NOTHING", name)
+
+
+async def test_int8_that_no_delegate_takes_runs_on_executorchs_quantized_kernels(workers: Workers, tmp_path: Path) -> None:
+    recipe = recipes.from_toml(f'recipe = "{STATIC}"\npartitioners = []\n')
+    one = await compiled(workers, tmp_path, models.conv, recipe, calibration={"forward": images(tmp_path)})
+    assert one.result["facts"] is not None
+    facts = one.result["facts"]["methods"]["forward"]
+    assert facts["backends"] == []
+    assert any(operator.startswith("quantized_decomposed::") for operator in facts["operators"])
+    assert [check["ran"] for check in one.result["checks"]] == [True]
+
+
+class Keywords(torch.nn.Module):  # type: ignore[misc]
+    """Two products; inputs are nested, one is a keyword, and a number is baked in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor], times: int, *, extra: torch.Tensor) -> torch.Tensor:
+        return self.one(pair[0]) * times + self.other(pair[1] + extra)
+
+
+def keywords() -> Any:
+    batch = torch.export.Dim("batch", min=1, max=16)
+    tensors = [torch.randn(4, 8) for _ in range(3)]
+    shapes = {"pair": ({0: batch}, {0: batch}), "times": None, "extra": {0: batch}}
+    return torch.export.export(
+        Keywords().eval(), ((tensors[0], tensors[1]), 3), {"extra": tensors[2]}, dynamic_shapes=shapes
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("strict", ["true", "false"])
+async def test_int8_keeps_keywords_nested_inputs_numbers_and_dynamic_dims(workers: Workers, tmp_path: Path, strict: str) -> None:
+    samples = [sample(tmp_path / f"{n}.ett", torch.randn(n, 8), torch.randn(n, 8), 3, torch.randn(n, 8)) for n in (1, 7, 16)]
+    recipe = recipes.from_toml(f'recipe = "{STATIC}"\nstrict = {strict}\n')
+    one = await compiled(workers, tmp_path / "c", keywords, recipe, calibration={"forward": samples})
+    torch.manual_seed(0)
+    program = keywords().module()
+    a, b, c = (torch.randn(11, 8) for _ in range(3))
+    assert sqnr_db(program((a, b), 3, extra=c), run(one.pte, [a, b, 3, c])[0]) > 20
+
+
+class Doubled(torch.nn.Module):  # type: ignore[misc]
+    """A dim that is twice another: each row of a product, two times, plus a row of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).repeat_interleave(2, 0) + y
+
+
+def doubled() -> Any:
+    rows = torch.export.Dim("rows", min=1, max=16)
+    shapes = {"x": {0: rows}, "y": {0: 2 * rows}}
+    return torch.export.export(Doubled().eval(), (torch.randn(3, 8), torch.randn(6, 8)), dynamic_shapes=shapes)
+
+
+@pytest.mark.parametrize(("recipe", "db"), [("xnnpack_fp32", 100), ("portable", 100), (STATIC, 20)])
+async def test_a_dim_that_is_twice_another_stays_dynamic(workers: Workers, tmp_path: Path, recipe: str, db: float) -> None:
+    samples = [sample(tmp_path / f"{n}.ett", torch.randn(n, 8), torch.randn(2 * n, 8)) for n in (1, 7, 16)]
+    calibration = {"forward": samples} if recipe == STATIC else None
+    one = await compiled(workers, tmp_path / "c", doubled, recipe, calibration=calibration)
+    torch.manual_seed(0)
+    program = doubled().module()
+    x, y = torch.randn(11, 8), torch.randn(22, 8)
+    assert sqnr_db(program(x, y), run(one.pte, [x, y])[0]) > db
+
+
+async def test_a_sample_that_the_model_itself_fails_on_is_named(workers: Workers, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.write_bytes(tensors.encode([tensors.from_array("index", np.array([1, 2]))]))
+    bad.write_bytes(tensors.encode([tensors.from_array("index", np.array([1, 99]))]))
+    with pytest.raises(EtfarmError, match=r"forward fails on calibration sample 1: .* indices within their tables") as caught:
+        await compiled(workers, tmp_path, models.table, STATIC, calibration={"forward": [good, bad]})
+    assert caught.value.reason == "CALIBRATION_FAILED"
+
+
+class Halved(torch.nn.Module):  # type: ignore[misc]
+    """Every second row, of a dim that is one more than another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x[:, ::2]))
+
+
+def one_more() -> Any:
+    shapes = {"x": {1: torch.export.Dim("rows", max=16) + 1}}
+    return torch.export.export(Halved().eval(), (torch.randn(3, 6, 8),), dynamic_shapes=shapes)
+
+
+@pytest.mark.parametrize(("recipe", "db"), [("xnnpack_fp32", 100), (STATIC, 20)])
+async def test_a_dim_that_is_one_more_than_another_is_no_value(workers: Workers, tmp_path: Path, recipe: str, db: float) -> None:
+    one = await compiled(workers, tmp_path / "c", one_more, recipe)
+    torch.manual_seed(0)
+    program = one_more().module()
+    x = torch.randn(3, 10, 8)  # torch guards that the rows are even
+    assert sqnr_db(program(x), run(one.pte, [x])[0]) > db

@@ -1,0 +1,203 @@
+"""The emulated processor and the aarch64 runner: what a program sees of it, its limits, and bundles that are not for a device."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import platform
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from etfarm.device_agents import main
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.emulator import CpuUnknown, Emulator, EmulatorMissing
+from etfarm.device_agents.errors import RunnerDoesNotWork
+from etfarm.device_agents.native import build
+from etfarm.device_agents.native.toolchain import Compiler
+from etfarm.device_agents.provisions import start_runner, try_out
+from etfarm.device_agents.runners.bundle import MANIFEST_NAME, BadBundle, Bundle, BundledFile, open_folder, unpack
+from etfarm.device_agents.runners.errors import ProgramOutOfMemory
+from etfarm.server.artifacts.store import Store
+from etfarm.server.devices.bundles import Bundles, WrongArch
+from etfarm.server.state.engine import Database
+from etfarm.wire import digest
+from etfarm.wire.channel import Access
+from tests.support.emulation import ARCH, aarch64_archive, aarch64_wheel, need_compiler, need_emulator
+from tests.support.programs import program
+from tests.support.runner import close, runner_bundle  # noqa: F401 - a fixture
+
+boards = pytest.mark.boards
+
+
+@pytest.fixture(scope="module")
+def arm_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return unpack(aarch64_archive(), tmp_path_factory.mktemp("arm") / "bundle")
+
+
+def config(folder: Path, *, cpu: str | None = None, memory_share: float = 0.8, emulated: bool = True) -> AgentConfig:
+    emulator = Emulator.find(ARCH, cpu) if emulated else None
+    return AgentConfig(Access("127.0.0.1:1"), "board", folder, memory_share=memory_share, emulator=emulator)
+
+
+@boards
+@pytest.mark.parametrize(
+    ("cpu", "part", "features"),
+    [
+        ("cortex-a53", "Cortex-A53", set()),
+        ("neoverse-n1", "Neoverse-N1", {"dotprod", "fp16"}),
+        ("max,sme=off", "implementer 0x0 part 0x51", {"dotprod", "fp16", "i8mm", "bf16", "sve", "sve2"}),
+    ],
+)
+def test_a_processor_is_what_a_program_sees_of_it(cpu: str, part: str, features: set[str]) -> None:
+    need_emulator()
+    device = Emulator.find(ARCH, cpu).device(frozenset({0}))
+    assert (device.arch, device.soc, device.emulated, device.cores) == (ARCH, f"qemu {cpu}", True, 1)
+    assert set(device.features) == features and [cluster.part for cluster in device.clusters] == [part]
+    assert device.page_size_bytes == 4096 and device.memory_bytes > 0
+    assert not device.clusters[0].HasField("max_frequency_hz")
+
+
+@boards
+def test_an_unknown_processor_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    need_emulator()
+    arguments = ["--emulate", ARCH, "--server", "127.0.0.1:1", "--data", str(tmp_path / "data")]
+    with pytest.raises(CpuUnknown, match=r"cannot be a 'cortex-a99': unable to find CPU model") as refused:
+        main.main([*arguments, "--cpu", "cortex-a99"])
+    assert "cortex-a76, max" in refused.value.remedy
+    assert not (tmp_path / "data").exists()
+    with pytest.raises(CpuUnknown, match="nosuch"):
+        main.main([*arguments, "--cpu", "cortex-a76,nosuch=off"])
+
+
+def test_without_an_emulator_its_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(EmulatorMissing, match="needs qemu-aarch64-static, which is not on PATH") as refused:
+        main.main(["--emulate", ARCH, "--server", "127.0.0.1:1", "--data", str(tmp_path / "data")])
+    assert "`apt-get install qemu-user-static`" in str(refused.value)
+
+
+def test_a_processor_without_emulation_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["--cpu", "cortex-a76", "--server", "127.0.0.1:1"])
+    assert ended.value.code == 2 and "give --emulate ARCH too" in capsys.readouterr().err
+
+
+@boards
+async def test_the_emulated_runner_computes_and_its_memory_is_limited(arm_bundle: Bundle, tmp_path: Path) -> None:
+    made = program("add")
+    emulated = config(tmp_path)
+    async with start_runner(arm_bundle, tmp_path, emulated, None) as runner:
+        assert (await runner.hello()).arch == ARCH
+        assert "XnnpackBackend" in await runner.self_test()
+        await runner.load(made.path, made.data)
+        await runner.load_method("forward")
+        await runner.set_inputs(made.inputs)
+        await runner.run()
+        assert close(await runner.outputs(), made.expected)
+    large, share = program("large"), (100 << 20) / psutil.virtual_memory().available
+    async with start_runner(arm_bundle, tmp_path, config(tmp_path, memory_share=share), None) as runner:
+        await runner.load(large.path, large.data)
+        with pytest.raises(ProgramOutOfMemory):
+            await runner.load_method("forward")
+
+
+@boards
+def test_building_twice_gives_the_same_bundle(tmp_path: Path) -> None:
+    first = aarch64_archive()
+    manifest = build.build_bundle(ARCH, tmp_path / "again.tar.gz", executorch=aarch64_wheel())
+    assert digest.of_file(tmp_path / "again.tar.gz") == digest.of_file(first)
+    assert (manifest.arch, manifest.note, manifest.backends) == (ARCH, "", ("XnnpackBackend",))
+    assert len(manifest.operators) > 200
+    assert 10_000_000 < sum(file.size for file in manifest.files.values()) < 25_000_000
+
+
+def _with(bundle: Bundle, folder: Path, arch: str, **replaced: bytes) -> Bundle:
+    """`bundle` again in `folder`, as one for `arch`, with another loader or entry."""
+    shutil.copytree(bundle.folder, folder)
+    old = bundle.manifest
+    for which, data in replaced.items():
+        (folder / getattr(old, which)).write_bytes(data)
+    files = {name: BundledFile(digest.of_file(folder / name), (folder / name).stat().st_size) for name in old.files}
+    manifest = replace(old, arch=arch, files=files)
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest.to_json()))
+    return Bundle(folder, manifest)
+
+
+def _compiled(source: str, folder: Path) -> bytes:
+    (folder / "made.cpp").write_text(source)
+    Compiler.find(platform.machine()).run(["made.cpp", "-o", "made"], "a program", folder)
+    return (folder / "made").read_bytes()
+
+
+async def test_a_runner_that_a_signal_ends_at_its_first_use_is_told_with_it(
+    runner_bundle: Bundle,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    killed = _compiled("#include <csignal>\nint main() { std::raise(SIGILL); }", tmp_path)
+    bundle = _with(runner_bundle, tmp_path / "bundle", runner_bundle.manifest.arch, entry=killed)
+    with pytest.raises(
+        RunnerDoesNotWork, match=r"^The runner bundle abc for \w+ does not work on this device: .* by SIGILL"
+    ) as told:
+        await try_out(bundle, "abc", config(tmp_path, emulated=False))
+    assert "etfarm bundle build" in told.value.remedy
+
+
+async def test_a_runner_that_the_kernel_refuses_is_told_with_its_errno(
+    runner_bundle: Bundle,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    bundle = _with(runner_bundle, tmp_path / "bundle", runner_bundle.manifest.arch, loader=b"\x7fELF nonsense")
+    with pytest.raises(RunnerDoesNotWork, match=r"cannot be started: Exec format error \(ENOEXEC\)"):
+        await try_out(bundle, "abc", config(tmp_path, emulated=False))
+
+
+async def test_a_runner_that_works_is_tried_without_a_word(runner_bundle: Bundle, tmp_path: Path) -> None:  # noqa: F811
+    await try_out(runner_bundle, "abc", config(tmp_path, emulated=False))
+    assert list(tmp_path.iterdir()) == []
+
+
+@boards
+async def test_a_bundle_that_says_another_architecture_than_its_programs_is_refused_at_both_ends(
+    arm_bundle: Bundle, tmp_path: Path
+) -> None:
+    false = _with(arm_bundle, tmp_path / "false", "x86_64")
+    with pytest.raises(
+        BadBundle, match=r"it says that it is for x86_64, and its ld-linux-aarch64\.so\.1 is a program for aarch64"
+    ):
+        open_folder(false.folder)
+    database = Database(tmp_path / "farm.sqlite")
+    await database.open()
+    try:
+        store = Store(tmp_path, database)
+        artifact = await store.put(gzip.compress(build.pack(false.folder, false.manifest), 1), "ann")
+        bundles = Bundles(store, database, tmp_path)
+        with pytest.raises(WrongArch, match=r"says that it is for x86_64, and its \S+ is a program for aarch64"):
+            await bundles.add(artifact.digest)
+        assert bundles.list() == []
+    finally:
+        database.close()
+
+
+@boards
+def test_a_wheel_that_cannot_be_fetched_is_one_sentence_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need_compiler()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    assert build.main(["--arch", ARCH, "-o", str(tmp_path / "b.tar.gz")]) == 1
+    progress, refusal = capsys.readouterr().err.splitlines()
+    assert progress.startswith("fetching executorch 1.5.1 for aarch64 with pip")
+    assert "needs ExecuTorch's wheel: pip cannot fetch it (NewConnectionError)" in refusal and "--executorch" in refusal
+    assert list((tmp_path / "etfarm" / "wheels").iterdir()) == []
+    (tmp_path / "etfarm" / "wheels" / "executorch-1.5.1-cp311-cp311-manylinux_2_28_aarch64.whl").write_bytes(b"PK no")
+    assert build.main(["--arch", ARCH, "-o", str(tmp_path / "b.tar.gz")]) == 1
+    (refusal,) = capsys.readouterr().err.splitlines()
+    assert "cannot be read" in refusal and not (tmp_path / "b.tar.gz").exists()

@@ -1,0 +1,190 @@
+"""What analyses found: known again by what it hangs on, and what is left when a child hangs over a file, dies or is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from sqlalchemy import func, select
+
+from etfarm.server.reports.findings import CUT_SHORT, FILE_MISSING, Findings, key_of
+from etfarm.server.reports.paired import Block
+from etfarm.server.reports.request import AnalyzeRequest, Numerics
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+from etfarm.server.workers.faults import ChildTimedOut
+from etfarm.server.workers.limits import Limits
+from etfarm.server.workers.pool import Workers
+from etfarm.wire import digest
+
+NOW = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
+DEADLINE_S = 3.0
+
+
+@pytest.fixture
+async def workers(tmp_path: Path) -> AsyncIterator[Workers]:
+    limits = Limits(memory_bytes=1 << 30, cpu_s=60, threads=1)
+    pool = Workers(preload=["etfarm.server.reports.analyze"], limits=limits, folder=tmp_path / "jobs", concurrency=2)
+    pool.start()
+    yield pool
+    await pool.stop()
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    made = Database(tmp_path / "farm.sqlite")
+    await made.open()
+    yield made
+    made.close()
+
+
+class Clock:
+    """Instants, a second apart."""
+
+    def __init__(self) -> None:
+        self.seconds = 0
+
+    def __call__(self) -> datetime:
+        self.seconds += 1
+        return NOW + timedelta(seconds=self.seconds)
+
+
+def stored(folder: Path, data: bytes) -> Path:
+    """A file as the store has it, named by its digest."""
+    path = folder / digest.of_bytes(data)
+    path.write_bytes(data)
+    return path
+
+
+def hanging(folder: Path, name: str) -> Path:
+    """A file that whoever reads it waits for, for ever."""
+    path = folder / digest.of_bytes(name.encode())
+    os.mkfifo(path)
+    return path
+
+
+def request(folder: Path, first_ns: int = 1000) -> AnalyzeRequest:
+    samples = np.arange(first_ns, first_ns + 200, dtype="<i8").tobytes()
+    return AnalyzeRequest(
+        pte=None, etdump=None, etrecord=None, model=None, inputs=None, outputs=None, samples=stored(folder, samples),
+        method="forward", output_names=("logits",), traced_ns=(),
+    )  # fmt: skip
+
+
+def quiet(_: str) -> None:
+    """Nobody reads the log."""
+
+
+async def test_the_same_files_are_analyzed_once(workers: Workers, database: Database, tmp_path: Path) -> None:
+    findings = Findings(workers, database, Clock(), deadline_s=60)
+    first = await findings.of(request(tmp_path), quiet)
+    assert (first.latency.min_ns, first.analysis.cached) == (1000, False)
+    assert first.analysis.key == key_of(request(tmp_path)) and first.analysis.version
+    await workers.stop()  # from here on there are no children to be had
+    again = await findings.of(request(tmp_path), quiet)
+    assert again.analysis.cached
+    again.analysis.cached = False
+    assert again == first
+
+
+async def test_what_is_asked_for_anew_is_found_anew(workers: Workers, database: Database, tmp_path: Path) -> None:
+    findings = Findings(workers, database, Clock(), deadline_s=60)
+    first = await findings.of(request(tmp_path), quiet)
+    again = await findings.of(request(tmp_path), quiet, fresh=True)
+    assert not again.analysis.cached and again.analysis.at.seconds > first.analysis.at.seconds
+    known = await findings.of(request(tmp_path), quiet)
+    assert known.analysis.at == again.analysis.at
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda asked, folder: replace(asked, samples=stored(folder, b"12345678")),
+        lambda asked, folder: replace(asked, etdump=stored(folder, b"dump")),
+        lambda asked, folder: replace(asked, method="encode"),
+        lambda asked, folder: replace(asked, output_names=("scores",)),
+        lambda asked, folder: replace(asked, traced_ns=(5, 6)),
+        lambda asked, folder: replace(asked, blocks=(Block(0, 0, 200),)),
+        lambda asked, folder: replace(asked, numerics=Numerics(*[stored(folder, b"n")] * 4, None, None, True)),
+        lambda asked, folder: replace(asked, numerics=Numerics(*[stored(folder, b"n")] * 4, None, None, False)),
+    ],
+)
+def test_whatever_it_hangs_on_is_in_the_key(other: Callable[[AnalyzeRequest, Path], AnalyzeRequest], tmp_path: Path) -> None:
+    asked = request(tmp_path)
+    assert key_of(other(asked, tmp_path)) != key_of(asked)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert key_of(request(elsewhere)) == key_of(asked), "where the store lies says nothing"
+
+
+async def test_the_oldest_findings_make_room(workers: Workers, database: Database, tmp_path: Path) -> None:
+    findings = Findings(workers, database, Clock(), deadline_s=60, kept_bytes=1300)
+    keys = [(await findings.of(request(tmp_path, first), quiet)).analysis.key for first in (1000, 2000, 3000)]
+    table = schema.analyses.c
+    rows = await database.read(
+        lambda connection: connection.execute(select(table.key, func.length(table.body)).order_by(table.made_at)).all()
+    )
+    assert 0 < sum(size for _, size in rows) <= 1300
+    kept = [key for key, _ in rows]
+    assert 0 < len(kept) < 3 and kept == keys[-len(kept) :]
+
+
+async def test_a_child_that_hangs_over_its_files_costs_what_they_are_for(
+    workers: Workers, database: Database, tmp_path: Path
+) -> None:
+    await workers.ready()
+    findings = Findings(workers, database, Clock(), deadline_s=DEADLINE_S)
+    asked = replace(request(tmp_path), etdump=hanging(tmp_path, "etdump"), traced_ns=(7000, 8000, 9000))
+    found = await findings.of(asked, quiet)
+    assert found.latency.min_ns == 1000 and found.profile.p50_ns == 8000
+    (warning,) = [warning for warning in found.compile.warnings if warning.code == CUT_SHORT]
+    assert "not done after 3 s of wall time in JOIN" in warning.message
+    assert "without the profile by operator" in warning.message
+    again = await findings.of(asked, quiet)
+    assert not again.analysis.cached, "it may have been the machine: nothing of it is kept"
+
+
+async def test_a_child_that_hangs_over_the_samples_is_an_error(workers: Workers, database: Database, tmp_path: Path) -> None:
+    await workers.ready()
+    findings = Findings(workers, database, Clock(), deadline_s=DEADLINE_S)
+    with pytest.raises(ChildTimedOut) as failed:
+        await findings.of(replace(request(tmp_path), samples=hanging(tmp_path, "samples")), quiet)
+    assert failed.value.stage == "STATISTICS"
+
+
+async def test_an_analysis_that_nobody_wants_any_more_leaves_no_process(
+    workers: Workers, database: Database, tmp_path: Path
+) -> None:
+    await workers.ready()
+    assert workers.forkserver_pid is not None
+    forkserver = psutil.Process(workers.forkserver_pid)
+    findings = Findings(workers, database, Clock(), deadline_s=60)
+    asked = replace(request(tmp_path), etdump=hanging(tmp_path, "etdump"))
+    writing = asyncio.create_task(asyncio.to_thread(asked.etdump.open, "wb"))  # type: ignore[union-attr]
+    analysis = asyncio.create_task(findings.of(asked, quiet))
+    opened = await writing  # the child reads by now
+    assert forkserver.children(recursive=True)
+    analysis.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await analysis
+    assert [child for child in forkserver.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE] == []
+    opened.close()
+
+
+async def test_a_file_that_is_not_stored_any_more_costs_what_it_is_for(
+    workers: Workers, database: Database, tmp_path: Path
+) -> None:
+    findings = Findings(workers, database, Clock(), deadline_s=60)
+    asked = replace(request(tmp_path), etdump=tmp_path / ("e" * 64), etrecord=stored(tmp_path, b"record"))
+    found = await findings.of(asked, quiet)
+    assert found.latency.min_ns == 1000 and not found.operators
+    (warning,) = found.compile.warnings
+    assert warning.code == FILE_MISSING
+    assert "profile by operator" in warning.message and "eeeeeeeeeeee" in warning.message

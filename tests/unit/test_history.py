@@ -1,0 +1,145 @@
+"""A history's trends: what is compared with what, what is said to have changed, and how it looks."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from etfarm.client.cli import history as cli
+from etfarm.client.history import HistoryEntry, Series, document, trends
+from etfarm.client.models import Report
+from etfarm.v1 import report_pb2
+from etfarm.wire.report import dumps, report_json
+
+START = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def report(p50_ns: float | None = 1000.0, verdict: str = "VALID", **changed: Any) -> dict[str, Any]:
+    """A REPORT of a network on a board, as the contract's projection has it."""
+    made = report_pb2.Report(id="r", cell="c", recipe="xnnpack_fp32", method="forward", threads=4, state="SUCCEEDED")
+    made.model.CopyFrom(report_pb2.ReportModel(name="net", digest="a" * 64))
+    made.device.CopyFrom(report_pb2.ReportDevice(id="board", name="pi5-a"))
+    made.runner.kind = "native"
+    made.compile.program.CopyFrom(report_pb2.ProgramSize(digest="d" * 64, size_bytes=2048))
+    made.compile.toolchain.torch = "2.13.0"
+    made.accuracy.add(output="logits", sqnr_db=300, reference="program before quantization")
+    made.accuracy.add(output="logits", sqnr_db=20, reference="quantized program")
+    made.verdict.status = report_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{verdict}")
+    if verdict == "INVALID":
+        made.verdict.reasons.add(code="CPU_STARVED", message="It had no cpu.")
+    if p50_ns is not None:
+        made.latency.p50_ns = p50_ns
+        made.latency.p50_ci95_ns.extend([0.99 * p50_ns, 1.01 * p50_ns])
+    found = report_json(made)
+    for path, value in changed.items():
+        *way, key = path.split("__")
+        target = found
+        for name in way:
+            target = target[name]
+        target[key] = value
+    return found
+
+
+def entries(*reports: dict[str, Any]) -> list[HistoryEntry]:
+    """Newest first, as a farm gives them; the reports are given oldest first."""
+    made = [
+        HistoryEntry(f"job{place}", ("baseline",) if place == 0 else (), START + timedelta(hours=place), Report(each))
+        for place, each in enumerate(reports)
+    ]
+    return made[::-1]
+
+
+def only(*reports: dict[str, Any]) -> Series:
+    (series,) = trends(entries(*reports))
+    return series
+
+
+def test_points_go_from_the_oldest_to_the_newest_and_each_is_compared_with_the_one_before() -> None:
+    points = only(report(1000), report(1005), report(1200), report(600)).points
+    assert [point.entry.job for point in points] == ["job0", "job1", "job2", "job3"]
+    assert [point.ratio for point in points] == [None, 1.005, pytest.approx(1200 / 1005), 0.5]
+    assert [point.overlaps for point in points] == [None, True, False, False]
+    assert [cli.change(point)[0] for point in points] == ["", "≈ +0.5 %", "19.4 % slower", "50.0 % faster"]
+
+
+@pytest.mark.parametrize("verdict", ["INVALID", "NOT_BENCHMARKABLE"])
+def test_what_is_no_evidence_is_not_compared_and_nothing_with_it(verdict: str) -> None:
+    points = only(report(1000), report(5000, verdict), report(1100)).points
+    assert [point.ratio for point in points] == [None, None, 1.1]
+    assert [point.is_comparable for point in points] == [True, False, True]
+    assert cli.sparkline(points) == "▁·█"
+
+
+def test_a_report_without_numbers_has_its_state_for_a_verdict() -> None:
+    failed = report(None, state="FAILED", latency=None, compile=None, accuracy=None)
+    failed |= {"verdict": None, "error": {"reason": "PROGRAM_CRASHED"}}
+    point = only(report(1000), failed).points[1]
+    assert (point.verdict, point.ratio, point.p50_ns, point.size_bytes, point.sqnr_db) == ("FAILED", None, None, None, None)
+
+
+def test_an_accuracy_is_against_the_program_before_quantization_or_not_told() -> None:
+    rows = report()["accuracy"]
+    assert [point.sqnr_db for point in only(report(), report(accuracy=rows[::-1]), report(accuracy=rows[1:])).points] == [
+        300,
+        300,
+        None,
+    ]
+
+
+def test_what_changed_is_told_against_what_the_ratio_is_of() -> None:
+    other = report(1500, compile__toolchain__torch="2.14.0")
+    points = only(report(1000), report(1000, "INVALID", compile__toolchain__torch="2.14.0"), other).points
+    assert [[change["what"] for change in point.changes] for point in points] == [[], ["torch"], ["torch"]]
+    assert points[2].changes[0] == {"what": "torch", "base": "2.13.0", "candidate": "2.14.0"}
+
+
+def test_recipes_devices_methods_and_threads_are_series_of_their_own() -> None:
+    on_another = report()
+    on_another["device"]["id"] = "other"
+    made = trends(
+        entries(report(), report(recipe="portable"), on_another, report(method="encode"), report(threads=1), report(1001))
+    )
+    assert [len(series.points) for series in made] == [2, 1, 1, 1, 1]
+    assert [series.threads for series in made] == [4, 1, 4, 4, 4], "that with the newest report first"
+
+
+def test_a_models_own_change_is_told_within_its_series() -> None:
+    points = only(report(), report(model__digest="b" * 64)).points
+    assert [change["what"] for change in points[1].changes] == ["model"]
+
+
+def test_small_differences_are_not_blown_up() -> None:
+    assert cli.sparkline(only(report(1000), report(1001), report(1000)).points) == "▁▂▁"
+    assert cli.sparkline(only(report(1000), report(2000), report(1500)).points) == "▁█▅"
+    assert cli.sparkline(only(report(1000), report(1000)).points) == "▁▁"
+
+
+def test_the_document_has_every_point_with_its_report_and_is_strict_json() -> None:
+    made = document("net", entries(report(1000), report(1200)), None)
+    assert json.loads(dumps(made), parse_constant=pytest.fail) == made
+    assert (made["schema"], made["error"]) == ("etfarm.history/1", None)
+    (series,) = made["series"]
+    assert series["device"] == {"id": "board", "name": "pi5-a"}
+    assert [(point["job"], point["tags"], point["ratio"]) for point in series["points"]] == [
+        ("job0", ["baseline"], None),
+        ("job1", [], 1.2),
+    ]
+    assert series["points"][0]["report"] == report(1000)
+
+
+def test_the_table_says_what_became_of_it_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    slower = report(1500, compile__toolchain__torch="2.14.0")
+    series = only(report(1000), report(1010), report(9000, "INVALID"), slower)
+    cli._show(series, blank=False, to_stderr=False)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "net · xnnpack_fp32 · pi5-a · 4 threads   ▁▁·█   p50 1.00 µs to 1.50 µs"
+    assert printed[1].split() == ["WHEN", "JOB", "P50", "CHANGE", "VERDICT", "SIZE", "SQNR"]
+    assert "job0 baseline" in printed[2] and printed[2].endswith("2.00 KiB  exact")
+    assert "≈ +1.0 %" in printed[3]
+    assert "INVALID" in printed[4] and printed[5].strip() == "cpu starved"
+    assert "48.5 % slower" in printed[6]
+    assert printed[7].strip() == "changed: torch 2.13.0 -> 2.14.0"
+    assert printed[8].startswith("≈: ") and len(printed) == 9

@@ -1,0 +1,81 @@
+"""A user's metric: found by its name, given one sample, asked for numbers; and top1."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from etfarm.client.errors import EtfarmError
+from etfarm.client.metrics import Mean, find
+
+LOGITS = {"y": np.array([[0.1, 0.9], [0.8, 0.2]])}
+
+
+@pytest.mark.parametrize(("label", "share"), [([1, 0], 1.0), ([[1], [1]], 0.5), ([0, 1], 0.0)], ids=range(3))
+def test_top1_is_the_share_of_right_classes(label: Any, share: float) -> None:
+    assert find("top1")({}, LOGITS, 0, {"label": np.array(label)}) == {"top1": share}
+
+
+def test_top1_says_what_it_lacks() -> None:
+    with pytest.raises(EtfarmError, match=r"needs a key label in the sample's \.npz\. Beside the inputs there is class\."):
+        find("top1")({}, LOGITS, 0, {"class": 1})
+    with pytest.raises(EtfarmError, match=r"top1 has 2 classifications, of an output of the shape .*, and 3 labels"):
+        find("top1")({}, LOGITS, 0, {"label": np.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "says"),
+    [
+        ("top5", "METRIC_NOT_FOUND", "There is no metric 'top5'. There is top1"),
+        ("none.py:f", "METRIC_NOT_FOUND", "There is no file none.py."),
+        ("no.such.module:f", "METRIC_NOT_FOUND", "there is no module 'no'"),
+        ("mine.py:g", "METRIC_NOT_FOUND", "mine.py has no g"),
+        ("mine.py:x", "METRIC_NOT_FOUND", "mine.py:x is int and no function"),
+        ("bad.py:f", "METRIC_FAILED", "Importing bad.py failed with ValueError: no"),
+    ],
+)
+def test_a_metric_that_is_none_is_refused(
+    text: str, reason: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("x = 1\ndef f(**_): return 1\n")
+    (tmp_path / "bad.py").write_text("raise ValueError('no')\n")
+    with pytest.raises(EtfarmError) as refused:
+        find(text)
+    assert refused.value.reason == reason
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "given"),
+    [
+        ("return 2", {"f": 2.0}),
+        ("return True", {"f": 1.0}),
+        ("import numpy; return numpy.float32(0.5)", {"f": 0.5}),
+        ("import torch; return {'a': torch.tensor(3.0), 'b': 1}", {"a": 3.0, "b": 1.0}),
+        ("return [1, 2]", "The metric f gave list for f."),
+        ("return None", "The metric f gave NoneType for f."),
+        ("return inputs['x']", "The metric f failed with KeyError: 'x'"),
+    ],
+    ids=range(7),
+)
+def test_a_metric_gives_numbers(body: str, given: object, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(f"def f(inputs, outputs, index, labels):\n    {body}\n")
+    metric = find(f"{tmp_path}/own.py:f")
+    if isinstance(given, dict):
+        assert metric({}, {}, 0, {}) == given
+    else:
+        with pytest.raises(EtfarmError, match=str(given)):
+            metric({}, {}, 0, {})
+
+
+def test_a_mean_of_nothing_is_not_a_number() -> None:
+    mean = Mean()
+    assert math.isnan(mean.value)
+    for value in (1.0, 2.0):
+        mean.add(value)
+    assert (mean.value, mean.count) == (1.5, 2)

@@ -1,0 +1,71 @@
+"""Report files that somebody edited or another tool wrote: each is shown, or refused in one sentence, and never a traceback."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from etfarm.wire import report as projection
+from tests.support.documents import document, numerics, report
+from tests.support.mutations import mutated, read_everywhere
+
+PAIRED = {"base_cell": "c1", "ratio": 0.5, "ratio_ci95": [0.49, 0.51], "rounds": 24, "process_pairs": 8, "ratios": [0.5, 0.5]}
+ERROR = {"fault": "FAULT_USER", "reason": "PROGRAM_CRASHED", "message": "It was killed.", "metadata": {"a": "b"}}
+
+SEEDS = [
+    document(report(**numerics()), report(id="r2", cell="c2", recipe="portable", interleaved=PAIRED)),
+    document(report(state="FAILED", error=ERROR, operators=[], latency=None), error=report(error=ERROR)["error"]),
+]
+
+
+@pytest.mark.parametrize("made", SEEDS, ids=["measured", "failed"])
+def test_a_document_with_one_value_exchanged_is_shown_or_refused(made: dict[str, Any]) -> None:
+    good = projection.loads(json.dumps(made))
+    assert read_everywhere(json.dumps(made), good) is None
+    refused = shown = 0
+    for text, what in mutated(made, seed=20261121, number=400):
+        try:
+            sentence = read_everywhere(text, good)
+        except Exception as error:
+            raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+        refused, shown = refused + (sentence is not None), shown + (sentence is None)
+    assert refused > 100 and shown > 50
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("reports", 0, "memory", "planned_bytes"), [None], r"planned_bytes\[0\] is null, no whole number"),
+        (("reports", 0, "latency", "p50_ci95_ns"), [1, None], r"p50_ci95_ns\[1\] is null, no number"),
+        (("reports", 0, "latency", "p50_ci95_ns"), [1], "p50_ci95_ns is no lower and upper bound"),
+        (("reports", 0, "operators", 1, "op_types"), [None], r"op_types\[0\] is null, no text"),
+        (("reports", 0, "device"), {}, r"reports\[0\].device has no id"),
+        (("reports", 0, "model"), {}, r"reports\[0\].model has no name"),
+        (("reports", 0, "model", "name"), "\ud800", "surrogates not allowed"),
+        (("reports", 0, "compile", "stages", 0, "methods"), {"f": "x"}, r"methods.f is \"x\", no number"),
+        (("reports", 0), {}, r"reports\[0\] has no id"),
+        (("error",), {"message": 3}, "error.message is 3, no text"),
+        (("job",), {}, "job has no id"),
+        (("job", "labels"), {"a": 1}, "job.labels.a is 1, no text"),
+        (("job", "submitted_at"), 5, "job.submitted_at is 5, no text"),
+    ],
+)
+def test_what_the_contract_does_not_have_is_named(path: tuple[str | int, ...], value: Any, said: str) -> None:
+    made = copy.deepcopy(SEEDS[0])
+    inside: Any = made
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = value
+    with pytest.raises(projection.BadDocument, match=said):
+        projection.loads(json.dumps(made))
+
+
+def test_labels_that_are_not_there_are_none_at_all() -> None:
+    made = copy.deepcopy(SEEDS[0])
+    made["job"]["labels"] = None
+    found = projection.loads(json.dumps(made))
+    assert found["job"]["labels"] == {}
+    assert read_everywhere(json.dumps(made), found) is None

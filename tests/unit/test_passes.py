@@ -1,0 +1,177 @@
+"""The passes of a measurement on the real runner: what they record, and why their outputs differ where they do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etfarm.device_agents import differences
+from etfarm.device_agents.passes import Passes, plan_of
+from etfarm.device_agents.runners.bundle import Bundle
+from etfarm.device_agents.runners.native import NativeRunner
+from etfarm.device_agents.sampler import Sampler
+from etfarm.v1 import agent_pb2, job_pb2
+from etfarm.wire import tensors
+from etfarm.wire.tensors import Scalar, Tensor, Value
+from tests.support.programs import program
+from tests.support.runner import runner_bundle
+
+__all__ = ["runner_bundle"]
+
+
+class Heard:
+    """What was told, in order."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.now = ""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.switch(name)
+        yield
+        self.ended(name, 0, 0)
+
+    def switch(self, name: str) -> None:
+        self.now = name
+
+    def ended(self, name: str, began_s: float, ended_s: float) -> None:
+        assert began_s <= ended_s
+        self.phases.append(name)
+
+    def progress(self, done: int, total: int) -> None:
+        assert done >= 0 and total >= 0
+
+
+@asynccontextmanager
+async def loaded(name: str, bundle: Bundle, folder: Path) -> AsyncIterator[tuple[Passes, agent_pb2.CandidateResult, Heard]]:
+    made, result, heard = program(name), agent_pb2.CandidateResult(), Heard()
+    folder.mkdir(exist_ok=True)
+    async with NativeRunner.start(bundle.command(), folder) as runner:
+        await runner.hello()
+        await runner.threads(1)
+        await runner.load(made.path, made.data)
+        await runner.load_method("forward")
+        await runner.set_inputs(made.inputs)
+        yield Passes(runner, "forward", result, heard), result, heard
+
+
+SHORT = job_pb2.Measurement(warmup=3, iterations=20, min_time_s=0)
+
+
+async def test_a_measurement_records_itself_and_its_surroundings(runner_bundle: Bundle, tmp_path: Path) -> None:
+    async with loaded("conv", runner_bundle, tmp_path) as (passes, result, heard):
+        plan = plan_of(job_pb2.Measurement(iterations=20, min_time_s=0.3, max_warmup_s=20))
+        samples = await passes.measure(plan, lambda: Sampler([[0]], interval_s=0.02))
+        outputs = await passes.first_outputs(tmp_path / "trace.etdp", 10)
+    assert heard.phases == ["WARMUP", "TIMED", "TRACED"]
+    assert len(samples) == result.iterations >= 20 and result.stop_reason == "ENOUGH"
+    assert result.HasField("steady") and result.warmup >= 10 and result.warmup_ns > 0
+    assert result.repeatability.outcome == "EQUAL" and result.outputs_equal and not result.repeatability.differences
+    np.testing.assert_allclose(tensors.to_array(outputs[0]), tensors.to_array(program("conv").expected[0]), rtol=1e-5, atol=1e-6)
+    telemetry = result.telemetry
+    assert telemetry.cpu_time_ns > 0 and telemetry.series and telemetry.sampler_cpu_ns > 0
+    assert telemetry.before.elapsed_ms < telemetry.series[0].elapsed_ms <= telemetry.after.elapsed_ms
+    assert telemetry.after.cpu_busy_ns > telemetry.before.cpu_busy_ns
+    assert len(result.traced_ns) == 10
+
+
+async def test_a_number_of_warm_ups_is_exact_and_says_nothing_of_steadiness(runner_bundle: Bundle, tmp_path: Path) -> None:
+    async with loaded("add", runner_bundle, tmp_path) as (passes, result, _):
+        await passes.measure(plan_of(SHORT), lambda: Sampler([]))
+    assert (result.warmup, result.iterations) == (3, 20) and not result.HasField("steady")
+
+
+@pytest.mark.parametrize("traced", [True, False])
+async def test_a_program_that_keeps_state_is_told_from_a_nondeterministic_one(
+    runner_bundle: Bundle, tmp_path: Path, traced: bool
+) -> None:
+    for name, outcome in (("counter", "KEEPS_STATE"), ("random", "NONDETERMINISTIC"), ("add", "EQUAL")):
+        async with loaded(name, runner_bundle, tmp_path / name) as (passes, result, _):
+            await passes.measure(plan_of(SHORT), lambda: Sampler([]))
+            outputs = await passes.first_outputs(tmp_path / "trace.etdp" if traced else None, 10)
+        assert result.repeatability.outcome == outcome
+        assert result.outputs_equal is (outcome != "NONDETERMINISTIC")
+        if outcome != "NONDETERMINISTIC":
+            expected = program(name).expected[0]
+            assert isinstance(expected, Tensor) and isinstance(outputs[0], Tensor)
+            assert outputs[0].data == expected.data, "outputs are those of the first execution"
+        if outcome == "KEEPS_STATE":
+            (found,) = result.repeatability.differences
+            # The counter is 1 after the first execution, 11 after ten traced ones more, 23 after the timed pass.
+            other, gap = ("TRACED_LAST", 10) if traced else ("TIMED_LAST", 22)
+            assert (found.one, found.other, found.max_abs_difference, list(found.at)) == ("FIRST", other, gap, [0])
+            assert (found.differing, found.elements) == (1, 1)
+        if outcome == "NONDETERMINISTIC":
+            (found,) = result.repeatability.differences
+            assert (found.one, found.other, found.elements) == ("FIRST", "REPEATED", 6)
+            assert 0 < found.max_abs_difference < 1
+
+
+def _tensor(array: np.ndarray, order: tuple[int, ...] = ()) -> Tensor:
+    return tensors.from_array("y", array, order or tuple(range(array.ndim)))
+
+
+FLOATS = st.lists(st.floats(width=32), min_size=1, max_size=24)
+
+
+@given(FLOATS, st.data())
+def test_differences_are_numpys(values: list[float], data: st.DataObject) -> None:
+    one = np.array(values, dtype=np.float32)
+    other = one.copy()
+    for index in data.draw(st.lists(st.integers(0, len(values) - 1))):
+        other[index] = data.draw(st.floats(width=32))
+    found = differences.compare([_tensor(one)], [_tensor(other)], ("A", "B"))
+    different = one.view(np.uint32) != other.view(np.uint32)
+    assert bool(found) == different.any() == (not differences.equal([_tensor(one)], [_tensor(other)]))
+    if found:
+        (told,) = found
+        assert (told.output, told.one, told.other) == ("y", "A", "B")
+        assert (told.differing, told.elements) == (different.sum(), len(values))
+        gaps = np.abs(one.astype(np.float64) - other.astype(np.float64))
+        if np.isfinite(gaps[different]).any():
+            largest = np.max(gaps[different & np.isfinite(gaps)])
+            assert told.max_abs_difference == largest
+            assert gaps[told.at[0]] == largest and different[told.at[0]]
+        else:
+            assert not told.HasField("max_abs_difference") and different[told.at[0]]
+
+
+def test_a_place_is_told_in_the_order_of_the_dims_whatever_lies_in_memory() -> None:
+    one = np.zeros((1, 2, 3, 4), dtype=np.float32)
+    other = one.copy()
+    other[0, 1, 2, 3] = 5
+    for order in ((0, 1, 2, 3), (0, 2, 3, 1)):
+        (told,) = differences.compare([_tensor(one, order)], [_tensor(other, order)])
+        assert list(told.at) == [0, 1, 2, 3] and told.max_abs_difference == 5
+
+
+@pytest.mark.parametrize("dtype", sorted(tensors.ITEM_BYTES))
+def test_every_dtype_is_compared(dtype: str) -> None:
+    one = np.array([0, 1, 1], dtype=tensors.dtype_of(dtype))
+    other = np.array([0, 1, 0], dtype=tensors.dtype_of(dtype))
+    (told,) = differences.compare([_tensor(one)], [_tensor(other)])
+    assert (told.differing, told.elements) == (1, 3)
+    assert told.HasField("max_abs_difference") is not dtype.startswith("float8")
+    if told.HasField("max_abs_difference"):
+        assert (told.max_abs_difference, list(told.at)) == (1, [2])
+
+
+def test_scalars_shapes_and_nan() -> None:
+    nan, x = Scalar("s", math.nan), _tensor(np.zeros(2, np.float32))
+    assert differences.equal([nan, x], [nan, x])
+    assert not differences.equal([x], [x, x])
+    scalars: list[Value] = [Scalar("s", 3), Scalar("n", None)]
+    told = differences.compare(scalars, [Scalar("s", 5), Scalar("n", True)])
+    assert [(each.output, each.max_abs_difference) for each in told] == [("s", 2), ("n", 0)]
+    (shape,) = differences.compare([x], [_tensor(np.zeros(3, np.float32))])
+    assert not shape.HasField("elements"), "other shapes are not compared element by element"
+    empty = _tensor(np.zeros((0, 4), np.float32))
+    assert differences.compare([empty], [empty]) == []

@@ -1,0 +1,19 @@
+"""What the forkserver pays once for all children: one-off costs, and nothing on a second thread, or its children could hang."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+from etfarm.server.workers.pool import Workers
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_patterns_are_traced_before_a_child_is_forked_and_no_thread_is_left(workers: Workers) -> None:
+    async with await workers.run("tests.support.warm_tasks:look", None, deadline_s=60) as finished:
+        assert json.loads(finished.result) == {"forkserver_threads": 1, "torch_threads": 2, "patterns": [1, 1]}

@@ -1,0 +1,96 @@
+"""A program's instructions from its bytes: as ExecuTorch reads them, and refused where they are damaged."""
+
+from __future__ import annotations
+
+import importlib.resources
+import random
+import re
+from pathlib import Path
+
+import pytest
+from executorch import exir
+
+from etfarm.server.reports import graph
+from etfarm.server.reports.graph import BadProgram, Instruction, read_program
+from tests.support.traces import traced
+
+NAMES = ["residual_int8", "xnnpack", "portable", "methods", "renamed"]
+
+
+def test_fields_are_those_of_the_schema() -> None:
+    schema = importlib.resources.files(exir).joinpath("_serialize", "program.fbs").read_text()
+    bodies = dict(re.findall(r"^table (\w+) \{(.*?)^\}", schema, re.DOTALL | re.MULTILINE))
+    fields: dict[str, list[str]] = {}
+    for table, body in bodies.items():
+        fields[table] = []
+        for name, kind in re.findall(r"^ *(\w+) *: *([\[\]\w]+)", body, re.MULTILINE):
+            fields[table] += [f"{name}_type", name] if kind in ("InstructionArguments", "KernelTypes") else [name]
+    wanted = {
+        "Program": {graph._PLANS: "execution_plan", graph._DELEGATE_DATA: "backend_delegate_data", graph._SEGMENTS: "segments"},
+        "ExecutionPlan": {
+            graph._PLAN_NAME: "name", graph._PLAN_CHAINS: "chains", graph._PLAN_OPERATORS: "operators",
+            graph._PLAN_DELEGATES: "delegates",
+        },
+        "Chain": {graph._CHAIN_INSTRUCTIONS: "instructions"},
+        "Instruction": {0: "instr_args_type", 1: "instr_args"},
+        "KernelCall": {0: "op_index"},
+        "DelegateCall": {0: "delegate_index"},
+        "Operator": {0: "name", 1: "overload"},
+        "BackendDelegate": {0: "id", 1: "processed"},
+        "BackendDelegateDataReference": {0: "location", 1: "index"},
+        "BackendDelegateInlineData": {0: "data"},
+        "DataSegment": {0: "offset", 1: "size"},
+    }  # fmt: skip
+    for table, slots in wanted.items():
+        assert {slot: fields[table][slot] for slot in slots} == slots
+    union = re.search(r"union InstructionArguments \{(.*?)\}", schema, re.DOTALL)
+    assert union
+    members = [name.strip() for name in union[1].split(",") if name.strip()]
+    assert (members[graph._KERNEL_CALL - 1], members[graph._DELEGATE_CALL - 1]) == ("KernelCall", "DelegateCall")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_instructions_and_delegates_are_those_that_executorch_reads(name: str) -> None:
+    from executorch.exir._serialize._program import deserialize_pte_binary
+
+    run = traced(name)
+    program = deserialize_pte_binary(run.pte.read_bytes()).program
+    (plan,) = [plan for plan in program.execution_plan if plan.name == run.method]
+    wanted = {}
+    for at, instruction in enumerate(plan.chains[0].instructions):
+        call = instruction.instr_args
+        if type(call).__name__ == "KernelCall":
+            operator = plan.operators[call.op_index]
+            wanted[0, at] = Instruction(f"{operator.name.replace('::', '.')}.{operator.overload}", False)
+        elif type(call).__name__ == "DelegateCall":
+            delegate = plan.delegates[call.delegate_index]
+            data = memoryview(program.backend_delegate_data[delegate.processed.index].data)
+            wanted[0, at] = Instruction(delegate.id, True, data)
+    assert wanted
+    assert read_program(run.pte, run.method) == wanted
+
+
+def test_a_program_without_the_method_is_refused() -> None:
+    with pytest.raises(BadProgram, match="has no method 'backward'"):
+        read_program(traced("xnnpack").pte, "backward")
+
+
+@pytest.mark.parametrize("name", ["xnnpack", "methods"])
+def test_damaged_bytes_are_read_or_refused_and_nothing_else(name: str, tmp_path: Path) -> None:
+    run = traced(name)
+    whole, damaged = run.pte.read_bytes(), tmp_path / "damaged.pte"
+    size = min(len(whole), 3000)
+    outcomes = set()
+    for seed in range(500):
+        dice = random.Random(seed)
+        data = bytearray(whole)
+        for _ in range(dice.choice([1, 5, 50])):
+            at = dice.randrange(8, size - 4)
+            data[at : at + 4] = dice.choice([bytes(4), b"\xff" * 4, dice.randbytes(4), dice.randbytes(1) + data[at + 1 : at + 4]])
+        damaged.write_bytes(data[: dice.choice([len(data), dice.randrange(len(data))])])
+        try:
+            read_program(damaged, run.method)
+            outcomes.add("read")
+        except BadProgram:
+            outcomes.add("refused")
+    assert outcomes == {"read", "refused"}

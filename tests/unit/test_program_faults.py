@@ -1,0 +1,150 @@
+"""Programs whose kernels misbehave on the real runner: named rightly, the device free within a second, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import psutil
+import pytest
+
+from etfarm.device_agents import inventory
+from etfarm.device_agents.cache import Cache
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.execute import Attempt
+from etfarm.device_agents.gates import GateLimits
+from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2
+from etfarm.wire import digest, tensors
+from etfarm.wire.channel import Access
+from tests.support.farm import descendants
+from tests.support.faults import faulty_archive, faulty_program
+from tests.support.programs import program
+from tests.unit.test_execute import Blobs, address, blobs  # noqa: F401 - fixtures
+
+FREE_S = 1.0
+"""Within which the device is free again: its runner gone, and whose fault it was found out."""
+WAIT_S = 30.0
+BUDGET_BYTES = 200 << 20
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    """The runner is fetched and unpacked once."""
+    return Cache(tmp_path_factory.mktemp("cache"), 1 << 30)
+
+
+class Struck:
+    """An attempt over a program whose kernel misbehaves in the timed pass."""
+
+    def __init__(
+        self,
+        blobs: Blobs,  # noqa: F811
+        address: str,  # noqa: F811
+        cache: Cache,
+        folder: Path,
+        fault: str,
+        deadline_s: float,
+    ) -> None:
+        self.folder = folder / "run"
+        self.told: list[agent_pb2.RunProgress] = []
+        self.timed = asyncio.Event()
+        pte = blobs.put(faulty_program(fault))
+        start = agent_pb2.StartRun(
+            attempt_id="a", device_id="d", deadline_s=deadline_s,
+            measurement=job_pb2.Measurement(warmup=1, iterations=100, min_time_s=0),
+        )  # fmt: skip
+        start.candidates.add(
+            cell_id="cell", threads=1, inputs=blobs.put(tensors.encode(program("add").inputs)),
+            program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})),
+            bundle=agent_pb2.RunnerBundle(artifact=blobs.put(faulty_archive().read_bytes())),
+        )  # fmt: skip
+        config = AgentConfig(
+            Access(address), "board", folder, gates=GateLimits(idle_wait_s=0, cool_wait_s=0),
+            memory_share=BUDGET_BYTES / psutil.virtual_memory().available,
+        )  # fmt: skip
+        device = inventory.parse(inventory.collect())
+        self._attempt = Attempt(config, device, cache, self.folder, start, self._hear)
+
+    def _hear(self, said: agent_pb2.RunProgress) -> None:
+        self.told.append(said)
+        if said.phase == "TIMED":
+            self.timed.set()
+
+    async def result(self, within_s: float = FREE_S) -> agent_pb2.CandidateResult:
+        """What came of it, so soon after the timed pass began, and that nothing is left."""
+        before = descendants(psutil.Process().pid)
+        running = asyncio.create_task(self._attempt.run())
+        async with asyncio.timeout(WAIT_S):
+            await self.timed.wait()
+        async with asyncio.timeout(within_s):
+            (result,) = (await running).candidates
+        assert not self.folder.exists()
+        assert descendants(psutil.Process().pid) <= before
+        return result
+
+
+@pytest.mark.parametrize(("fault", "reason", "ended"), [
+    ("abt", "PROGRAM_CRASHED", {"signal": "SIGABRT"}),
+    ("fpe", "PROGRAM_CRASHED", {"signal": "SIGFPE"}),
+    ("seg", "PROGRAM_CRASHED", {"signal": "SIGSEGV"}),
+    ("bye", "PROGRAM_CRASHED", {"signal": "", "exit_code": "3"}),
+    ("kil", "PROGRAM_OUT_OF_MEMORY", {"signal": "SIGKILL"}),
+    ("mem", "PROGRAM_OUT_OF_MEMORY", {}),
+])  # fmt: skip
+async def test_what_ends_the_runner_is_named_as_what_it_was(
+    blobs: Blobs,  # noqa: F811
+    address: str,  # noqa: F811
+    cache: Cache,
+    tmp_path: Path,
+    fault: str,
+    reason: str,
+    ended: dict[str, str],
+) -> None:
+    error = (await Struck(blobs, address, cache, tmp_path, fault, deadline_s=60).result()).error
+    assert (error.fault, error.reason, error.stage) == (common_pb2.FAULT_USER, reason, "TIMED")
+    assert error.metadata["self_test"] == "passed"
+    assert {key: error.metadata[key] for key in ended} == ended
+
+
+async def test_a_kernel_that_never_returns_ends_with_the_attempts_time(
+    blobs: Blobs,  # noqa: F811
+    address: str,  # noqa: F811
+    cache: Cache,
+    tmp_path: Path,
+) -> None:
+    deadline_s = 2.0
+    error = (await Struck(blobs, address, cache, tmp_path, "hng", deadline_s).result(deadline_s + FREE_S)).error
+    assert (error.fault, error.reason, error.stage) == (common_pb2.FAULT_USER, "PROGRAM_TIMED_OUT", "TIMED")
+    assert error.metadata["self_test"] == "passed"
+
+
+async def test_garbage_on_stdout_is_no_answer_and_changes_none(
+    blobs: Blobs,  # noqa: F811
+    address: str,  # noqa: F811
+    cache: Cache,
+    tmp_path: Path,
+) -> None:
+    struck = Struck(blobs, address, cache, tmp_path, "prt", deadline_s=60)
+    result = await struck.result(WAIT_S)
+    assert not result.HasField("error"), result.error
+    assert (result.iterations, result.stop_reason, result.repeatability.outcome) == (100, "ENOUGH", "EQUAL")
+    lines = [line for said in struck.told for line in said.log_lines]
+    assert any(line.startswith("garbage") for line in lines), "it is in the log, where people look for it"
+
+
+async def test_who_crashes_leaves_the_device_to_the_next(
+    blobs: Blobs,  # noqa: F811
+    address: str,  # noqa: F811
+    cache: Cache,
+    tmp_path: Path,
+) -> None:
+    struck = Struck(blobs, address, cache, tmp_path, "abt", deadline_s=60)
+    start = struck._attempt.start
+    pte = blobs.put(program("add").bytes)
+    start.candidates.add().CopyFrom(start.candidates[0])
+    start.candidates[1].cell_id = "second"
+    start.candidates[1].program.CopyFrom(compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})))
+    crashed, fine = (await struck._attempt.run()).candidates
+    assert crashed.error.metadata["signal"] == "SIGABRT"
+    assert not fine.HasField("error") and fine.iterations == 100
+    assert not struck.folder.exists()

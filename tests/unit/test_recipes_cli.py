@@ -1,0 +1,58 @@
+"""`etfarm recipes show`: what a file says is told in full, and what is wrong with it before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etfarm.client.cli import recipes as command
+from etfarm.client.models import RecipeInfo
+from etfarm.wire import recipes
+
+FILE = """
+recipe = "xnnpack_fp32"
+[[quantizers]]
+name = "xnnpack"
+skip_modules = ["head"]
+[methods.decoder]
+partitioners = []
+[replace]
+TO_EXECUTORCH = "acme.write"
+"""
+
+
+def test_all_that_a_file_says_is_told() -> None:
+    recipe = recipes.from_toml(FILE, "mine")
+    told = dict(command._whole(recipe))
+    assert told["name"] == "mine"
+    assert told["quantizers"] == 'xnnpack (dynamic=false, per_channel=false, skip_modules=["head"])'
+    assert told["method decoder"] == "partitioners none"
+    assert told["replace"] == 'TO_EXECUTORCH="acme.write"'
+    assert told["quantizes"] == "PT2E_STATIC"
+    assert told["stages"] == "QUANTIZE TORCH_EXPORT TO_EDGE_TRANSFORM_AND_LOWER TO_EXECUTORCH"
+    assert told["canonical"] == recipe.json
+    assert told["digest"] == recipe.digest
+
+
+def test_a_plugins_recipe_is_what_the_server_tells_of_it() -> None:
+    here = RecipeInfo(
+        "acme.fast", "acme's fast path", "acme", "pt2e-static", True, "", ("level=an integer from 0 to 3: how much",)
+    )
+    told = dict(command._part("acme.fast", here))
+    assert (told["what"], told["backend"], told["quantization"]) == ("acme's fast path", "acme", "pt2e-static")
+    assert told["argument"] == "level=an integer from 0 to 3: how much"
+    assert dict(command._part("acme.fast", None))["here"] == "not available: this farm has no plug-in of that name"
+    assert dict(command._whole(recipes.parse("acme.fast")))["stages"].endswith("unless its plug-in quantizes")
+
+
+def test_a_file_with_a_typo_is_refused_before_a_farm_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ETFARM_DATA", str(tmp_path / "data"))
+    file = tmp_path / "x.toml"
+    file.write_text('recipe = "xnnpack_fp32"\n[executorch]\nmemory_planning = "gredy"\n')
+    assert command.main(["show", str(file)]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert '[executorch] memory_planning cannot be "gredy". Allowed: greedy, naive. Did you mean greedy?' in error
+    assert not (tmp_path / "data").exists()

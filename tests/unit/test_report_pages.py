@@ -1,0 +1,113 @@
+"""Reports of a job that do not fit into one message: the client has them all, from pages that a real server fills by size."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from etfarm.client.jobs import AsyncJob
+from etfarm.client.stubs import Stubs
+from etfarm.server.jobs import model
+from etfarm.server.jobs.history import History
+from etfarm.server.jobs.journal import Journal
+from etfarm.server.jobs.tags import Tags
+from etfarm.server.jobs.watch import Announcer
+from etfarm.server.rpc.reports import ReportService
+from etfarm.server.state.engine import Database
+from etfarm.v1.job_pb2 import Job
+from etfarm.v1.report_pb2 import GetReportsRequest, ListHistoryRequest, Report
+from etfarm.v1.report_pb2_grpc import add_ReportServiceServicer_to_server
+from etfarm.wire.channel import Access, open_channel
+
+AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
+SAMPLES = (10, 3000, 10, 10, 10)
+"""Of the cells' reports: the second alone exceeds a page, and two of the others fit into one."""
+PAGE_BYTES = 200
+
+
+class Finished:
+    """A farm's reports of one job, and a client of it."""
+
+    def __init__(self, job: Job, stubs: Stubs) -> None:
+        self.job = job
+        self.stubs = stubs
+        self.client = AsyncJob(stubs, job)
+
+    async def page(self, token: str = "", cell: str = "") -> tuple[list[str], str]:
+        answer = await self.stubs.reports.Get(GetReportsRequest(job_id=self.job.id, page_token=token, cell=cell))
+        return [report.id for report in answer.reports], answer.next_page_token
+
+
+@pytest.fixture
+async def finished(tmp_path: Path) -> AsyncIterator[Finished]:
+    database = Database(tmp_path / "farm.sqlite")
+    await database.open()
+    journal = Journal(database, Announcer(), lambda: AT)
+    job = Job(id="job00000", owner="ann")
+    job.submitted_at.FromDatetime(AT)
+    for index in range(len(SAMPLES)):
+        job.cells.add(id=f"c{index}", job_id=job.id, index=index, state=model.QUEUED, version=1)
+    job, _ = await journal.submit(job, "once")
+    for cell, samples in zip(job.cells, SAMPLES, strict=True):
+        report = Report(id=f"r{cell.index}", cell=cell.id)
+        report.model.name = "net"
+        report.created_at.FromDatetime(AT)
+        report.latency.p50_ns = 1000
+        report.latency.samples_ns.extend(range(samples))
+        report.compile.stage_files["forward.txt"].digest = f"d{cell.index}"
+        await journal.change(model.advance(cell, model.CANCELLED, at=AT), report=report)
+    history, tags = History(database, lambda: (), page_bytes=PAGE_BYTES), Tags(database, lambda: AT)
+    revision: Any = None  # nothing here is worked out again
+    server = grpc.aio.server()
+    add_ReportServiceServicer_to_server(
+        ReportService(journal, history, tags, revision, version="1", page_bytes=PAGE_BYTES), server
+    )
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with open_channel(Access(address)) as channel:
+        yield Finished(await journal.get(job.id), Stubs.of(channel, address))
+    await server.stop(None)
+    database.close()
+
+
+async def test_a_page_has_what_fits_and_one_report_at_least(finished: Finished) -> None:
+    pages, token = [], ""
+    while True:
+        ids, token = await finished.page(token)
+        pages.append(ids)
+        if not token:
+            break
+    assert pages[:2] == [["r0"], ["r1"]]
+    assert [one for page in pages for one in page] == ["r0", "r1", "r2", "r3", "r4"]
+    assert any(len(page) > 1 for page in pages)
+
+
+async def test_a_history_is_slim_and_its_pages_have_what_fits(finished: Finished) -> None:
+    request, pages = ListHistoryRequest(model="net"), []
+    while not pages or request.page_token:
+        answer = await finished.stubs.reports.ListHistory(request)
+        pages.append([entry.report for entry in answer.entries])
+        request.page_token = answer.next_page_token
+    found = [report for page in pages for report in page]
+    assert [report.id for report in found] == ["r4", "r3", "r2", "r1", "r0"]
+    assert 1 < len(pages) < len(found), "the report of many samples is no larger than the others"
+    assert all(report.latency.p50_ns == 1000 and not report.latency.samples_ns for report in found)
+
+
+async def test_a_cell_s_report_comes_alone(finished: Finished) -> None:
+    assert await finished.page(cell="c3") == (["r3"], "")
+    assert await finished.page(cell="nobody") == ([], "")
+
+
+async def test_the_client_has_all_reports_of_all_pages(finished: Finished) -> None:
+    document = await finished.client.document()
+    assert [len(report["latency"]["samples_ns"]) for report in document["reports"]] == list(SAMPLES)
+
+
+async def test_the_client_asks_for_one_cell_s_files(finished: Finished) -> None:
+    assert await finished.client.stage_files(4) == ["forward.txt"]

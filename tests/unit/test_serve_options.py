@@ -1,0 +1,57 @@
+"""`etfarm serve`: what its options become, and that values which mean nothing are refused."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.config import Config
+from etfarm.server.main import config_of, parser
+from etfarm.server.reports.thresholds import BadThresholds, Thresholds
+
+
+def config(*arguments: str) -> Config:
+    return config_of(parser().parse_args(list(arguments)))
+
+
+def test_limits_of_compilations_are_options() -> None:
+    made = config(
+        "--workers", "3", "--threads", "2", "--memory-gib", "4", "--cpu-limit", "90", "--compile-timeout", "100",
+        "--stage-timeout", "50.5", "--analysis-timeout", "20",
+    )  # fmt: skip
+    assert (made.workers, made.threads, made.memory_bytes, made.cpu_s) == (3, 2, 4 << 30, 90)
+    assert (made.compile_deadline_s, made.stage_deadline_s, made.analysis_deadline_s) == (100.0, 50.5, 20.0)
+
+
+def test_an_option_that_is_left_out_is_what_the_configuration_says() -> None:
+    made = config()
+    defaults = {field.name: field.default for field in fields(Config)}
+    for name in (
+        "workers",
+        "memory_bytes",
+        "cpu_s",
+        "compile_deadline_s",
+        "stage_deadline_s",
+        "analysis_deadline_s",
+        "patience_s",
+    ):
+        assert getattr(made, name) == defaults[name]
+
+
+@pytest.mark.parametrize("option", ["--compile-timeout", "--stage-timeout", "--analysis-timeout", "--cpu-limit", "--workers"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "soon"])
+def test_a_limit_that_is_none_is_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        config(option, value)
+    assert ended.value.code == 2
+    assert option in capsys.readouterr().err
+
+
+def test_thresholds_of_a_verdict_come_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("max_drift = 0.25\n")
+    assert config("--thresholds", str(tmp_path / "mine.toml")).thresholds == Thresholds(max_drift=0.25)
+    assert config().thresholds == Thresholds()
+    with pytest.raises(BadThresholds, match="cannot be read"):
+        config("--thresholds", str(tmp_path / "none.toml"))

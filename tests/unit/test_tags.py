@@ -1,0 +1,64 @@
+"""Whose a tag is: who gave it first, whichever job it moves to."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.jobs.tags import TagNotFound, TagNotYours, Tags, tags_of
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+
+NOW = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    made = Database(tmp_path / "farm.sqlite")
+    await made.open()
+    rows = [
+        {"id": job, "number": number, "name": "", "owner": "ann", "request_id": job, "priority": 0, "spec": b"",
+         "submitted_at": NOW, "last_sequence": 0}
+        for number, job in enumerate(("one", "two"), 1)
+    ]  # fmt: skip
+    await made.write(lambda connection: connection.execute(schema.jobs.insert(), rows))
+    yield made
+    made.close()
+
+
+async def of(database: Database, job_id: str) -> list[str]:
+    return list(await database.read(lambda connection: tags_of(connection, job_id)))
+
+
+async def test_a_tag_moves_only_by_its_owner_or_an_admin_and_stays_its_owners(database: Database) -> None:
+    tags = Tags(database, lambda: NOW)
+    assert await tags.put("baseline", "one", caller="ann", is_admin=False) == ""
+    with pytest.raises(TagNotYours, match="belongs to ann"):
+        await tags.put("baseline", "two", caller="bob", is_admin=False)
+    assert await of(database, "one") == ["baseline"]
+    assert await tags.put("baseline", "two", caller="root", is_admin=True) == "one"
+    assert (await of(database, "one"), await of(database, "two")) == ([], ["baseline"])
+    assert await tags.put("baseline", "one", caller="ann", is_admin=False) == "two"
+
+
+async def test_a_tag_is_taken_away_only_by_its_owner_or_an_admin(database: Database) -> None:
+    tags = Tags(database, lambda: NOW)
+    await tags.put("baseline", "one", caller="ann", is_admin=False)
+    with pytest.raises(TagNotYours):
+        await tags.remove("baseline", "", caller="bob", is_admin=False)
+    with pytest.raises(TagNotFound, match="Job one has the tag"):
+        await tags.remove("baseline", "two", caller="ann", is_admin=False)
+    assert await tags.remove("baseline", "", caller="root", is_admin=True) == "one"
+    with pytest.raises(TagNotFound, match="No job has"):
+        await tags.remove("baseline", "", caller="ann", is_admin=False)
+    assert await tags.put("baseline", "two", caller="bob", is_admin=False) == ""
+
+
+async def test_a_job_may_have_several_tags(database: Database) -> None:
+    tags = Tags(database, lambda: NOW)
+    for tag in ("v2", "baseline"):
+        await tags.put(tag, "one", caller="ann", is_admin=False)
+    assert await of(database, "one") == ["baseline", "v2"]

@@ -1,0 +1,102 @@
+"""Names of others on a terminal: none of them moves the cursor, clears the screen, or turns the direction of writing."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.table import Table
+from rich.text import Text
+
+from etfarm.client.cli import output, render, terminal
+from etfarm.client.cli.display import PlainDisplay
+from etfarm.wire import report as projection
+from tests.support.documents import document, report, row
+
+STEERING = "\x1b[2J\x1b[31m\x1b]0;owned\x07\x9b31m\x85\r\x08\x7f\u202e\u2066\u200f\u2028\ud800"
+NAMES = st.text(st.sampled_from([*STEERING, *"[2Jab ü漢\n\t"]), max_size=12) | st.text(max_size=12)
+
+
+def assert_harmless(text: str) -> None:
+    kept = [one for one in text if unicodedata.category(one) in ("Cc", "Cs", "Zl", "Zp") and one not in "\n\t"]
+    turned = [
+        one for one in text if unicodedata.bidirectional(one) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+    ]
+    assert not kept and not turned, text
+
+
+@given(NAMES)
+def test_what_steers_is_a_mark_and_all_else_stays(name: str) -> None:
+    shown = terminal.printable(name)
+    assert_harmless(shown)
+    assert len(shown) == len(name)
+    assert all(after in (before, terminal.MARK) for before, after in zip(name, shown, strict=True))
+    assert terminal.printable(shown) == shown
+    assert not set(terminal.in_a_line(name)) & set("\n\t")
+
+
+@given(NAMES, st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_nothing_that_a_console_is_given_steers_the_terminal(name: str, is_terminal: bool) -> None:
+    console = output.PlainConsole(
+        file=io.StringIO(),
+        width=80,
+        markup=False,
+        highlight=False,
+        force_terminal=is_terminal,
+        color_system=None,
+        legacy_windows=False,
+    )
+    grid = Table.grid()
+    grid.add_row(name, Text(name))
+    console.print(name, Text(name), output.facts([(name, grid)]))
+    assert_harmless(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_a_reports_names_lines_and_code_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    source = {"file": STEERING[:-1], "line": 1, "code": STEERING[:-1]}
+    rows = [row(0, "OPERATOR", STEERING[:-1], 1.0, 10.0, op_types=[STEERING[:-1]], module=STEERING[:-1], source=source)]
+    made = document(report(model={"name": f"net{STEERING[:-1]}", "digest": "0" * 64}, operators=rows))
+    output.show(render.reports(projection.loads(projection.dumps(made))["reports"], width=160, job="j"))
+    output.show_table(("NAME", "WHAT"), [(f"net{STEERING}", Text(f"a\nb{STEERING}", style="red"))], shrink=("WHAT",))
+    said = capsys.readouterr().out
+    assert_harmless(said)
+    assert f"net{terminal.MARK}[2J" in said and f"a{terminal.MARK}b" in said
+    assert len(said.splitlines()[-1].split(terminal.MARK)) > 10, "a newline in a name begins no line of its own"
+
+
+def test_progress_errors_and_logs_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    from etfarm.client.cli.app import execute
+    from etfarm.client.cli.display import open_display
+    from etfarm.wire.errors import Fault, error_of
+
+    def failing() -> None:
+        raise error_of(Fault.USER, "NO", f"The model {STEERING} is none.")
+
+    with open_display() as display:
+        assert isinstance(display, PlainDisplay), "stderr is no terminal here"
+        display.status(f"Waiting for {STEERING}.")
+        display.log(STEERING, "cell")
+    assert execute(failing, [], "failing") == 2
+    said = capsys.readouterr().err
+    assert_harmless(said)
+    assert said.count("\n") == 3 and "The model" in said
+
+
+def test_a_file_of_others_is_shown_and_a_pipe_gets_its_json_as_it_is(tmp_path: Path) -> None:
+    name = "net\x9b31m\u202e"
+    made = projection.dumps(document(report(model={"name": name, "digest": "0" * 64})))
+    (tmp_path / "r.json").write_text(made)
+    command = [sys.executable, "-m", "etfarm.wire.command", "report"]
+    shown = subprocess.run([*command, "show", "r.json"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert_harmless(shown.stdout + shown.stderr)
+    assert f"net{terminal.MARK}31m{terminal.MARK}" in shown.stdout
+    exported = [*command, "export", "r.json", "--format", "json"]
+    piped = subprocess.run(exported, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert name in piped.stdout

@@ -1,0 +1,54 @@
+"""A farm's own thresholds: what is said is taken, what is not said stays, and what is wrong is named."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.reports import thresholds
+from etfarm.server.reports.thresholds import BadThresholds, Thresholds
+
+
+def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
+    file = tmp_path / "thresholds.toml"
+    file.write_text("max_drift = 0.2\nmin_samples = 30\nmax_background_cpus = 1\n")
+    assert thresholds.read(file) == Thresholds(max_drift=0.2, min_samples=30, max_background_cpus=1)
+    file.write_text("")
+    assert thresholds.read(file) == Thresholds()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max_drfit = 0.2", "Did you mean max_drift?"),
+        ("qqq = 1", "There are min_samples, "),
+        ("max_drift = -1", "max_drift = -1"),
+        ("max_drift = inf", "max_drift = inf"),
+        ("max_drift = nan", "max_drift = nan"),
+        ("max_drift = true", "max_drift = True"),
+        ('max_drift = "0.1"', "max_drift = '0.1'"),
+        ("min_samples = 1.5", "no whole number"),
+        ("[max_drift]", "max_drift = {}"),
+        ("max_drift", "no TOML"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "thresholds.toml"
+    file.write_text(text)
+    with pytest.raises(BadThresholds) as raised:
+        thresholds.read(file)
+    assert said in f"{raised.value} {raised.value.remedy}"
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadThresholds, match="cannot be read"):
+        thresholds.read(tmp_path / "none.toml")
+
+
+def test_every_threshold_has_its_reason() -> None:
+    source = Path(thresholds.__file__).read_text()
+    for field in fields(Thresholds):
+        line = source.index(f"    {field.name}: ")
+        assert source[line:].splitlines()[1].strip().startswith('"""'), field.name

@@ -1,0 +1,137 @@
+"""Where rows lie in time: within their parents, one behind the other, and marked where that is made up."""
+
+from __future__ import annotations
+
+import statistics
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etfarm.server.reports import timeline
+from etfarm.server.reports.analyze import analyze
+from etfarm.server.reports.etdump import Call, Kernel, Spans, Trace
+from etfarm.server.reports.graph import Instruction, Record
+from etfarm.server.reports.join import join
+from etfarm.server.reports.request import AnalyzeRequest
+from etfarm.server.reports.timeline import Place, lay
+from etfarm.v1 import report_pb2
+from tests.support.traces import traced
+
+NAMES = ["residual", "residual_int8", "gated_dynamic", "portable", "methods", "xnnpack"]
+OPERATOR = report_pb2.OPERATOR_KIND_OPERATOR
+DELEGATE = report_pb2.OPERATOR_KIND_DELEGATE
+KERNEL = report_pb2.OPERATOR_KIND_KERNEL
+REST = report_pb2.OPERATOR_KIND_REST
+
+NS = st.integers(0, 10**9).map(float)
+PLACES = st.lists(st.tuples(NS, NS), max_size=8)
+
+
+def _report(name: str, folder: Path) -> report_pb2.Report:
+    run = traced(name)
+    request = AnalyzeRequest(
+        pte=run.pte, etdump=run.etdump, etrecord=run.etrecord, model=None, inputs=None, outputs=None, samples=None,
+        method=run.method, output_names=(), traced_ns=run.traced_ns,
+    )  # fmt: skip
+    report = report_pb2.Report.FromString(analyze(request, folder, lambda event: None))
+    assert not report.compile.warnings
+    return report
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_nest_in_the_execution_of_the_median_time(name: str, tmp_path: Path) -> None:
+    report = _report(name, tmp_path)
+    profile = report.profile
+    assert profile.times_ns[profile.shown] == statistics.median_low(profile.times_ns)
+    placed: dict[int | None, list[Place]] = {None: []}
+    for row in report.operators:
+        if row.kind == REST:
+            assert not row.HasField("start_ns") and not row.HasField("duration_ns")
+            continue
+        assert row.HasField("start_ns")
+        assert row.HasField("duration_ns") == (row.times_ns[profile.shown] > 0)
+        parent = row.parent if row.HasField("parent") else None
+        placed.setdefault(parent, []).append((row.start_ns, row.duration_ns))
+    for index, places in placed.items():
+        whole = report.operators[index] if index is not None else None
+        outer = (whole.start_ns, whole.duration_ns) if whole else (0.0, float(profile.times_ns[profile.shown]))
+        assert all(timeline.within(place, outer) for place in places)
+        assert all(one[0] + one[1] <= other[0] for one, other in pairwise(places))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_have_their_time_in_each_execution(name: str, tmp_path: Path) -> None:
+    report = _report(name, tmp_path)
+    count = len(report.profile.times_ns)
+    assert (report.profile.iterations, report.profile.p50_ns) == (count, statistics.median(report.profile.times_ns))
+    tops = np.zeros(count)
+    for row in report.operators:
+        assert len(row.times_ns) == count
+        low, middle, high = np.percentile(row.times_ns, (10, 50, 90))
+        for field, value in (("p10_ns", low), ("p50_ns", middle), ("p90_ns", high)):
+            assert getattr(row, field) == (pytest.approx(value) if row.HasField(field) else 0)
+            assert row.HasField(field) or value < row.resolution_ns or value <= min(report.profile.times_ns)
+        if row.kind == KERNEL:
+            assert not np.array(row.times_ns) @ np.ones(count) % 1000, "XNNPACK tells whole microseconds"
+        if not row.HasField("parent"):
+            tops += np.array(row.times_ns)
+    assert (tops >= np.array(report.profile.times_ns)).all()
+
+
+def test_kernels_of_xnnpack_are_marked_as_made_up(tmp_path: Path) -> None:
+    for row in _report("residual", tmp_path).operators:
+        assert row.reconstructed == (row.kind == KERNEL)
+
+
+def test_a_kernel_of_several_lines_names_them_all_and_its_own_first(tmp_path: Path) -> None:
+    report = _report("residual", tmp_path)
+    several = {row.name.split(" (")[0]: row for row in report.operators if row.kind == KERNEL and row.sources}
+    fused = several["Convolution"]
+    assert fused.sources[0].code == fused.source.code
+    assert {"stemmed = self.stem(x)", "normal = self.norm(stemmed)", "active = F.relu(normal)"} in [
+        {line.code for line in row.sources} for row in report.operators
+    ]
+    (delegate,) = [row for row in report.operators if row.kind == DELEGATE]
+    assert len(delegate.sources) >= 12 and not delegate.HasField("source")
+    assert not delegate.HasField("unaligned_reason")
+    assert all(len(row.sources) != 1 for row in report.operators)
+
+
+def test_starts_that_a_backend_told_are_kept() -> None:
+    def kernel(number: int, start: float, took: float) -> Kernel:
+        return Kernel(number, np.array([took]), Spans(np.array([start]), np.array([took])))
+
+    program = {(0, 0): Instruction("OtherBackend", True)}
+
+    def rows(*kernels: Kernel) -> list[tuple[float, float, bool]]:
+        call = Call(0, 0, None, True, np.array([50.0]), kernels, Spans(np.array([20.0]), np.array([50.0])))
+        found = join(Trace(np.array([100.0]), (call,), 0), Record(), program, "forward").operators
+        return [(row.start_ns, row.duration_ns, row.reconstructed) for row in found if row.kind == KERNEL]
+
+    assert rows(kernel(1, 25, 10), kernel(2, 40, 30)) == [(25, 10, False), (40, 30, False)]
+    assert rows(kernel(1, 25, 10), kernel(2, 30, 30)) == [(20, 10, True), (30, 30, True)], "one within another"
+    assert rows(kernel(1, 5, 10), kernel(2, 40, 30)) == [(20, 10, True), (30, 30, True)], "before its delegate"
+    assert rows(kernel(1, 5, 60), kernel(2, 40, 40)) == [(20, 30, True), (50, 20, True)], "longer than the delegate together"
+
+
+def test_without_starts_there_are_no_places() -> None:
+    assert lay([None, (1.0, 2.0)], (0.0, 10.0), told=True) == ([None, None], False)
+    assert lay([(1.0, 2.0)], None, told=True) == ([None], False)
+    assert lay([], (0.0, 10.0), told=True) == ([], False)
+
+
+@given(PLACES, st.tuples(NS, NS), st.booleans())
+def test_kernels_lie_within_their_delegate_whatever_they_say(kernels: list[Place], delegate: Place, told: bool) -> None:
+    places, made_up = lay(kernels, delegate, told=told)
+    assert len(places) == len(kernels)
+    found = [place for place in places if place is not None]
+    assert len(found) == len(kernels)
+    end = delegate[0] + delegate[1]
+    for at, took in found:
+        assert delegate[0] <= at and took >= 0 and at + took <= end
+    assert all(one[0] + one[1] <= other[0] for one, other in pairwise(found))
+    assert made_up or found == kernels

@@ -1,0 +1,210 @@
+"""SOURCE_TRANSFORM on the client: what recipes and users rewrite, how often a model is exported, what is refused and why."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from etfarm.client.export import ModelSource
+from etfarm.client.export.archive import ArchiveFacts, read_archive
+from etfarm.client.preparation import BadModel, prepare
+from etfarm.client.prepared import NotPrepared, PreparedExport
+from etfarm.wire import recipes
+from etfarm.wire.errors import EtfarmError
+
+FOUR_BIT = "xnnpack_torchao_int8da_int4w_per_channel"
+GROUPS = "xnnpack_torchao_int8da_int4w_per_tensor:group_size=32"
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
+
+
+X = (torch.linspace(-1, 1, 64).reshape(1, 64),)
+
+
+def export_of(model: Any, recipe: str, **more: Any) -> PreparedExport:
+    return prepare(model, recipes=[recipe], **more).export_for(recipes.parse(recipe))
+
+
+def program_of(export: PreparedExport, method: str = "forward") -> Any:
+    pt2 = export.methods[method].pt2
+    assert isinstance(pt2, bytes)
+    return torch.export.load(io.BytesIO(pt2))
+
+
+def targets(program: Any) -> set[str]:
+    return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+
+
+def stages(export: PreparedExport) -> list[str]:
+    return [stage.stage for stage in export.stages_done()]
+
+
+def refusal(model: Any, recipe: str, **more: Any) -> EtfarmError:
+    with pytest.raises(EtfarmError) as caught:
+        export_of(model, recipe, **more)
+    return caught.value
+
+
+def test_a_4_bit_recipe_is_applied_here_to_a_copy() -> None:
+    module = mlp()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    expected = module(*X)
+    export = export_of(module, FOUR_BIT, example_inputs=X)
+    assert any(target.startswith("torchao.") for target in targets(program_of(export)))
+    assert stages(export) == ["SOURCE_TRANSFORM", "TORCH_EXPORT"]
+    assert all(stage.duration_ms > 0 and stage.where == "CLIENT" for stage in export.stages_done())
+    given = program_of(export).module()(*X)
+    assert not torch.equal(given, expected) and torch.allclose(given, expected, atol=0.1)
+    assert module.state_dict().keys() == before.keys() and type(module[0]) is nn.Linear
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_recipes_that_want_the_same_share_an_export() -> None:
+    made = prepare(mlp(), recipes=["xnnpack_fp32", "portable", FOUR_BIT, GROUPS, f"{FOUR_BIT}"], example_inputs=X)
+    assert len(made.exports) == 3
+    plain = made.export_for(recipes.parse("xnnpack_fp32"))
+    assert plain is made.export_for(recipes.parse("portable")) and stages(plain) == ["TORCH_EXPORT"]
+    assert made.export_for(recipes.parse(GROUPS)) is not made.export_for(recipes.parse(FOUR_BIT))
+    with pytest.raises(NotPrepared, match=r"Give prepare\(model, recipes="):
+        made.export_for(recipes.parse("xnnpack_torchao_int8da_int4w_per_tensor:group_size=128"))
+
+
+def test_the_seeds_of_the_caller_are_left_alone() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    prepare(mlp_unseeded := nn.Sequential(nn.Linear(64, 8)).eval(), recipes=[FOUR_BIT], example_inputs=X)
+    assert type(mlp_unseeded[0]) is nn.Linear
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_a_module_without_a_linear_is_refused_before_it_is_exported() -> None:
+    convolutions = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)).eval()
+    error = refusal(convolutions, FOUR_BIT, example_inputs=(torch.zeros(1, 3, 8, 8),))
+    assert (error.reason, error.stage) == ("NOTHING_TO_TRANSFORM", "SOURCE_TRANSFORM")
+    assert "has no nn.Linear" in str(error) and "it has 2 Conv2d, 1 BatchNorm2d" in str(error)
+
+
+def test_a_group_size_that_does_not_divide_is_told_with_the_layer_and_what_fits() -> None:
+    module = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 8)).eval()
+    error = refusal(module, GROUPS.replace("32", "64"), example_inputs=X)
+    assert "'1' has 96 inputs, which the group_size 64" in str(error)
+    assert "Use xnnpack_torchao_int8da_int4w_per_tensor:group_size=32" in str(error)
+    assert error.reason == "SOURCE_TRANSFORM_FAILED" and isinstance(error.__cause__, AssertionError)
+
+
+@pytest.mark.parametrize("recipe", [FOUR_BIT, GROUPS])
+def test_a_layer_that_xnnpack_would_refuse_is_named_before_it_is_exported(recipe: str) -> None:
+    module = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 8)).eval()
+    error = refusal(module, recipe, example_inputs=X)
+    assert "'1' has 48 inputs, and XNNPACK takes" in str(error) and "use a pt2e recipe" in str(error)
+    assert (error.reason, error.metadata["layer"]) == ("SOURCE_TRANSFORM_FAILED", "1")
+
+
+def test_users_own_transforms_work_on_a_copy_and_are_told() -> None:
+    def without_bias(method: str, module: nn.Module) -> nn.Module:
+        assert method == "forward"
+        for part in module.modules():
+            if isinstance(part, nn.Linear):
+                part.bias = None
+        return module
+
+    module = mlp()
+    export = export_of(ModelSource.of(module, X, source_transforms=[without_bias]), "portable")
+    assert stages(export) == ["SOURCE_TRANSFORM", "TORCH_EXPORT"]
+    assert not [name for name in program_of(export).state_dict if "bias" in name]
+    assert module[0].bias is not None
+
+
+def test_a_transform_that_fails_is_told_with_its_line() -> None:
+    def breaks(method: str, module: nn.Module) -> nn.Module:
+        raise RuntimeError("no such layer")
+
+    def forgets(method: str, module: nn.Module) -> Any:
+        return None
+
+    error = refusal(ModelSource.of(mlp(), X, source_transforms=[breaks]), "portable")
+    assert "the source transform breaks raised RuntimeError: no such layer, at " in str(error)
+    assert "test_transform.py:" in str(error)
+    error = refusal(ModelSource.of(mlp(), X, source_transforms=[forgets]), "portable")
+    assert "the source transform forgets returned a NoneType, not a module. Return the module." in str(error)
+
+
+def test_a_quantized_graph_module_is_told_to_be_quantized() -> None:
+    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config())
+    plain = torch.export.export(mlp(), X).module()
+    prepared = prepare_pt2e(plain, quantizer)
+    prepared(*X)
+    quantized = export_of(convert_pt2e(prepared), "xnnpack_pt2e_int8_static_per_channel", example_inputs=X)
+    assert stages(quantized) == ["QUANTIZE", "TORCH_EXPORT"]
+    assert not quantized.stages_done()[0].HasField("duration_ms")
+    again = export_of(torch.export.export(mlp(), X).module(), "xnnpack_fp32", example_inputs=X)
+    assert stages(again) == ["TORCH_EXPORT"]
+
+
+class Encoder(nn.Module):
+    def forward(self, image: Tensor) -> Tensor:
+        return image * 2
+
+
+def test_a_dict_of_modules_is_a_model_of_several_methods() -> None:
+    inputs = {"encode": (torch.ones(2),), "decode": X}
+    export = export_of({"encode": Encoder().eval(), "decode": mlp()}, FOUR_BIT, example_inputs=inputs)
+    assert {name: method.input_names for name, method in export.methods.items()} == {"encode": ("image",), "decode": ("input",)}
+    assert set(export.stages_done()[1].methods) == {"encode", "decode"}
+    with pytest.raises(BadModel, match="without example inputs by method"):
+        prepare({"encode": Encoder()}, example_inputs=(torch.ones(2),))
+
+
+def test_a_dict_of_programs_and_one_of_paths_are_models_too(tmp_path: Path) -> None:
+    programs = {"a": torch.export.export(Encoder().eval(), (torch.ones(2),)), "b": torch.export.export(mlp(), X)}
+    made = prepare(programs)
+    assert set(made.methods) == {"a", "b"} and made.methods["a"].input_names == ("image",)
+    for name, program in programs.items():
+        torch.export.save(program, tmp_path / f"{name}.pt2")
+    paths = prepare({name: tmp_path / f"{name}.pt2" for name in programs})
+    assert paths.name == "a+b" and paths.methods["b"].pt2 == tmp_path / "b.pt2"
+    with pytest.raises(BadModel, match="'a' is an exported program, 'b' is a module"):
+        prepare({"a": programs["a"], "b": mlp()})
+
+
+def test_constant_methods_are_kept() -> None:
+    export = export_of(ModelSource.of(mlp(), X, constant_methods={"bos": 3}), "portable")
+    assert set(export.constants) == {"bos"}
+
+
+def test_exports_are_files_where_a_folder_is_given(tmp_path: Path) -> None:
+    export = export_of(ModelSource.of(mlp(), X), "portable", folder=tmp_path)
+    pt2 = export.methods["forward"].pt2
+    assert isinstance(pt2, Path) and pt2.parent == tmp_path and torch.export.load(io.BytesIO(pt2.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    "recipe", ["coreml_torchao_int4_weight_only_per_channel", "coreml_codebook_weight_only:bits=4,block_size=-1x16"]
+)
+def test_core_mls_transforms_are_its_providers_own(recipe: str) -> None:
+    pytest.importorskip("coremltools")
+    export = export_of(mlp(), recipe, example_inputs=X)
+    assert stages(export) == ["SOURCE_TRANSFORM", "TORCH_EXPORT"]
+    pt2 = export.methods["forward"].pt2
+    assert isinstance(pt2, bytes) and read_archive(pt2).transformed
+
+
+def test_what_an_archive_says_of_itself_needs_no_torch(tmp_path: Path) -> None:
+    assert read_archive(b"no zip") == read_archive(tmp_path / "none.pt2") == ArchiveFacts()
+    with zipfile.ZipFile(tmp_path / "odd.pt2", "w") as archive:
+        archive.writestr("odd/models/model.json", '{"graph_module": []}')
+    assert read_archive(tmp_path / "odd.pt2") == ArchiveFacts()

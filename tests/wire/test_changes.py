@@ -1,0 +1,91 @@
+"""What is another between two reports: everything that could be why, and nothing that is the same or not known."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from etfarm.wire.changes import WHATS, changes, sentence
+
+READING = {
+    "cpus": [{"cpu": 0, "frequency_hz": 1_000_000_000, "limit_hz": 2_400_000_000, "governor": "performance"}],
+    "zones": [{"name": "soc", "temperature_c": 41.0}],
+    "cooling": [{"name": "fan", "state": 0}],
+    "charging": None,
+}
+REPORT: dict[str, Any] = {
+    "recipe_digest": "a" * 64,
+    "method": "forward",
+    "threads": 4,
+    "model": {"name": "net", "digest": "b" * 64},
+    "device": {"id": "pi", "os": "Linux 6.1", "memory_bytes": 8 << 30},
+    "runner": {"kind": "native", "executorch": "1.5.1", "bundle_digest": "c" * 64, "cores": None},
+    "compile": {
+        "program": {"digest": "d" * 64, "size_bytes": 10},
+        "toolchain": {"torch": "2.13.0", "executorch": "1.5.1", "torchao": "0.14", "etfarm": "0.1.0"},
+    },
+    "telemetry": {"before": READING},
+    "analysis": {"version": "0.1.0"},
+}
+
+
+def with_(path: str, value: Any) -> dict[str, Any]:
+    """The report with one value another."""
+    made = copy.deepcopy(REPORT)
+    *way, key = path.split(".")
+    target: Any = made
+    for name in way:
+        target = target[int(name)] if name.isdigit() else target[name]
+    target[key] = value
+    return made
+
+
+def test_equal_reports_have_no_changes() -> None:
+    assert changes(REPORT, copy.deepcopy(REPORT)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "what", "said"),
+    [
+        ("model.digest", "e" * 64, "model", "model bbbbbbbb -> eeeeeeee"),
+        ("recipe_digest", None, "recipe", "recipe aaaaaaaa -> none"),
+        ("compile.toolchain.torch", "2.14.0", "torch", "torch 2.13.0 -> 2.14.0"),
+        ("compile.program.digest", "f" * 64, "program", "program dddddddd -> ffffffff"),
+        ("threads", 2, "threads", "threads 4 -> 2"),
+        ("runner.bundle_digest", "1" * 64, "runner bundle", "runner bundle cccccccc -> 11111111"),
+        ("device.memory_bytes", 4 << 30, "memory of the device", "memory of the device 8.0 -> 4.0 GiB"),
+        ("telemetry.before.cpus.0.governor", "powersave", "governor", "governor performance -> powersave"),
+        ("telemetry.before.cpus.0.limit_hz", 1_500_000_000, "frequency limit", "frequency limit 2.40 -> 1.50 GHz"),
+        ("telemetry.before.zones.0.temperature_c", 62.0, "temperature", "temperature 41 -> 62 °C"),
+        ("telemetry.before.cooling.0.state", 2, "throttled", "throttled no -> yes"),
+        ("analysis.version", "0.2.0", "analyzing etfarm", "analyzing etfarm 0.1.0 -> 0.2.0"),
+    ],
+)
+def test_what_is_another_is_named_with_both_values(path: str, value: Any, what: str, said: str) -> None:
+    (found,) = changes(REPORT, with_(path, value))
+    assert found["what"] == what and what in WHATS
+    assert sentence(found) == said
+    (back,) = changes(with_(path, value), REPORT)
+    assert (back["base"], back["candidate"]) == (found["candidate"], found["base"])
+
+
+def test_a_programs_digest_is_told_only_where_nothing_else_says_why() -> None:
+    other = with_("compile.program.digest", "f" * 64)
+    other["compile"]["toolchain"]["torch"] = "2.14.0"
+    assert [found["what"] for found in changes(REPORT, other)] == ["torch"]
+
+
+@pytest.mark.parametrize("section", ["device", "runner", "compile", "telemetry", "analysis"])
+def test_a_part_that_one_report_does_not_have_is_not_compared(section: str) -> None:
+    assert changes(REPORT, with_(section, None)) == changes(with_(section, None), REPORT) == []
+
+
+def test_a_few_degrees_are_no_change() -> None:
+    assert changes(REPORT, with_("telemetry.before.zones.0.temperature_c", 44.0)) == []
+
+
+def test_what_a_device_does_not_tell_is_no_change() -> None:
+    silent = {"cpus": [{"cpu": 0, "frequency_hz": None, "limit_hz": None, "governor": None}], "zones": [], "cooling": []}
+    assert changes(REPORT, with_("telemetry.before", silent)) == []

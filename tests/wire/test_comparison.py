@@ -1,0 +1,443 @@
+"""Two sides against each other, as pure functions of their JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from google.protobuf import json_format
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etfarm.v1 import report_pb2
+from etfarm.wire import report as projection
+from etfarm.wire.comparison import Gate, NoSuchReport, NothingToCompare, Side, compare, failed, split_choice
+
+PAIR = [
+    "base", "candidate", "differs", "latency", "operators", "size", "memory", "accuracy", "delegation", "changes",
+]  # fmt: skip
+
+
+def report(cell: str = "c1", **changes: Any) -> dict[str, Any]:
+    """A REPORT with what a measured fp32 model has; `changes` are the contract's fields."""
+    message: dict[str, Any] = {
+        "id": f"r-{cell}", "cell": cell, "attempt": f"a-{cell}", "recipe": "xnnpack_fp32", "recipe_digest": "r" * 64,
+        "method": "forward", "threads": 2, "state": "SUCCEEDED",
+        "model": {"name": "resnet8", "digest": "0" * 64},
+        "device": {"id": "d1", "name": "pi5-a", "arch": "aarch64", "soc": "cortex-a76", "os": "Linux", "cores": 4},
+        "latency": {"samples_ns": [1000] * 9, "p50_ns": 1000.0, "p50_ci95_ns": [990.0, 1020.0]},
+        "profile": {"iterations": 10, "p50_ns": 1100.0},
+        "verdict": {"status": "VERDICT_STATUS_VALID"},
+        "compile": {"program": {"digest": "1" * 64, "size_bytes": 1000}, "toolchain": {"torch": "2.13.0"}},
+        "memory": {"peak_rss_bytes": 1000, "planned_bytes": [100, 50]},
+        "accuracy": [{"output": "y", "sqnr_db": 40.0, "max_abs_error": 0.1}],
+    }  # fmt: skip
+    message.update(changes)
+    message = {key: value for key, value in message.items() if value is not None}
+    return projection.report_json(json_format.ParseDict(message, report_pb2.Report()))
+
+
+def timed(cell: str, p50_ns: float, ci95: Sequence[float] = (), **changes: Any) -> dict[str, Any]:
+    latency = {"samples_ns": [1], "p50_ns": p50_ns, "p50_ci95_ns": list(ci95)}
+    return report(cell, latency=latency, **changes)
+
+
+def against(base: Any, candidate: Any, *gates: str, **options: bool) -> dict[str, Any]:
+    sides = [one if isinstance(one, list) else [one] for one in (base, candidate)]
+    document = compare(Side(sides[0]), Side(sides[1]), Gate.parse(gates, **options))
+    json.dumps(document, allow_nan=False)
+    return document
+
+
+def only(document: dict[str, Any]) -> dict[str, Any]:
+    (pair,) = document["pairs"]
+    assert list(pair) == PAIR
+    return pair  # type: ignore[no-any-return]
+
+
+NUMBERS = st.floats(0, 1e12, allow_subnormal=False)
+POSITIVE = st.floats(1e-3, 1e12)
+
+
+@st.composite
+def row(draw: st.DrawFn, index: int) -> dict[str, Any]:
+    source = {"file": "m.py", "line": draw(st.integers(1, 3)), "code": draw(st.sampled_from(["a(x)", "b(x)"]))}
+    return {
+        "index": index, "kind": f"OPERATOR_KIND_{draw(st.sampled_from(['OPERATOR', 'REST']))}", "name": f"kernel {index}",
+        "op_types": draw(st.lists(st.sampled_from(["aten.add.Tensor", "aten.relu.default"]), max_size=2)),
+        "debug_handles": draw(st.lists(st.integers(1, 4), max_size=2)),
+        **({"module": draw(st.sampled_from(["", "layer1", "layer2.conv"]))} if draw(st.booleans()) else {}),
+        **({"source": source} if draw(st.booleans()) else {}),
+        **({"share": draw(st.floats(0, 1)), "mean_ns": draw(NUMBERS)} if draw(st.booleans()) else {}),
+    }  # fmt: skip
+
+
+@st.composite
+def reports(draw: st.DrawFn, cell: str = "c1") -> dict[str, Any]:
+    """A REPORT of which any part may be missing, with numbers down to 0."""
+    p50 = draw(POSITIVE)
+    ends = [p50 * draw(st.floats(0.5, 1)), p50 * draw(st.floats(1, 2))]
+    parts: dict[str, Any] = {
+        "latency": {
+            "samples_ns": [1], "p50_ns": draw(st.sampled_from([p50, 0.0])), "p90_ns": draw(NUMBERS),
+            "p50_ci95_ns": draw(st.sampled_from([ends, []])),
+        },
+        "load": {"load_ns": draw(st.integers(0, 10**15))},
+        "memory": {"peak_rss_bytes": draw(st.integers(0, 2**62)), "planned_bytes": draw(st.lists(st.integers(0, 2**40)))},
+        "accuracy": [{"output": "y", "sqnr_db": draw(st.floats(-300, 300)), "equal": draw(st.booleans())}],
+        "operators": [draw(row(index)) for index in range(draw(st.integers(0, 6)))],
+        "compile": {
+            "program": {"size_bytes": draw(st.integers(0, 2**50))}, "data": {"w": {"size_bytes": draw(st.integers(0, 2**50))}},
+            "sizes": {"program_bytes": 1},
+            "delegation": {"forward": {"subgraphs": 1, "operators": [{"op": "add", "delegated": 2}]}},
+        },
+        "verdict": {"status": draw(st.sampled_from(["VERDICT_STATUS_VALID", "VERDICT_STATUS_INVALID"]))},
+        "profile": {"p50_ns": draw(NUMBERS)},
+        "device": {"id": draw(st.sampled_from(["d1", "d2"])), "soc": "x"},
+    }  # fmt: skip
+    absent = draw(st.sets(st.sampled_from(sorted(parts))))
+    return report(cell, **{key: None if key in absent else value for key, value in parts.items()})
+
+
+@given(reports())
+@settings(max_examples=60, deadline=None)
+def test_a_report_against_itself_differs_in_nothing(one: dict[str, Any]) -> None:
+    pair = only(against(one, one))
+    assert pair["differs"] == pair["changes"] == []
+    if pair["latency"]:
+        assert pair["latency"]["ratio"] in (1, None)
+        assert pair["latency"]["outcome"] in ("no_difference", "too_few", None)
+    for operator in pair["operators"]["rows"] if pair["operators"] else ():
+        assert operator["base"] is not None and operator["candidate"] is not None
+        assert operator["change_ns"] in (0, None)
+    for part in ("size", "memory"):
+        assert all(number is None or number["change"] in (0, None) for number in (pair[part] or {}).values())
+    assert all(method["operators"] == [] for method in (pair["delegation"] or {}).values())
+
+
+@given(reports())
+@settings(max_examples=60, deadline=None)
+def test_a_report_against_itself_passes_every_gate_that_can_be_judged(one: dict[str, Any]) -> None:
+    gate = against(one, one, "0%", "size=0%", "memory=0%", "accuracy=0dB", accept_invalid=True)["gate"]
+    assert {reason["code"] for reason in gate["reasons"]} <= {"NOT_MEASURED", "NO_VALID_EVIDENCE"}
+    measured = one["latency"] and one["latency"]["p50_ns"] and one["compile"] and one["memory"] and one["accuracy"]
+    assert gate["passed"] or not measured
+
+
+@given(reports("c1"), reports("c2"))
+@settings(max_examples=60, deadline=None)
+def test_turning_the_sides_round_turns_the_ratio_round(one: dict[str, Any], other: dict[str, Any]) -> None:
+    pair, turned = only(against(one, other)), only(against(other, one))
+    if pair["latency"] and pair["latency"]["ratio"]:
+        found, back = pair["latency"], turned["latency"]
+        assert found["ratio"] * back["ratio"] == pytest.approx(1)
+        assert (found["ratio_ci95"] is None) == (back["ratio_ci95"] is None)
+        if found["ratio_ci95"]:
+            assert found["ratio_ci95"] == pytest.approx([1 / end for end in reversed(back["ratio_ci95"])])
+            assert found["ratio_ci95"][0] <= found["ratio"] <= found["ratio_ci95"][1]
+    if pair["operators"]:
+        whole = [sum(operator["change_ns"] or 0 for operator in one["operators"]["rows"]) for one in (pair, turned)]
+        assert whole[0] == pytest.approx(-whole[1], abs=1e-3)
+        indexes = sorted(at for operator in pair["operators"]["rows"] if operator["base"] for at in operator["base"]["indexes"])
+        assert indexes == [operator["index"] for operator in one["operators"]], "each row is told once"
+
+
+@given(reports("c1"), reports("c2"))
+@settings(max_examples=40, deadline=None)
+def test_what_passes_a_gate_passes_a_wider_one(one: dict[str, Any], other: dict[str, Any]) -> None:
+    outcomes = [
+        against(one, other, f"{limit}%", f"size={limit}%", f"memory={limit}%", f"accuracy={limit}dB")["gate"]["passed"]
+        for limit in (0, 1, 30, 900000)
+    ]
+    assert outcomes == sorted(outcomes)
+
+
+def test_two_intervals_are_taken_as_independent() -> None:
+    pair = only(against(timed("c1", 1000, (990, 1020)), timed("c2", 1200, (1180, 1230))))
+    found = pair["latency"]
+    assert (found["ratio"], found["method"], found["outcome"]) == (pytest.approx(1.2), "separate", "slower")
+    low = 1.2 * math.exp(-math.hypot(math.log(1200 / 1180), math.log(1020 / 1000)))
+    high = 1.2 * math.exp(math.hypot(math.log(1230 / 1200), math.log(1000 / 990)))
+    assert found["ratio_ci95"] == pytest.approx([low, high])
+    assert found["p50_ns"] == {"base": 1000, "candidate": 1200, "change": 200, "ratio": pytest.approx(1.2)}
+
+
+def test_without_an_interval_there_are_too_few_samples_to_tell() -> None:
+    document = against(timed("c1", 1000), timed("c2", 1200, (1180, 1230)))
+    found = only(document)["latency"]
+    assert (found["ratio_ci95"], found["outcome"]) == (None, "too_few")
+    assert "Measured apart" in document["notes"][0] and "--interleave" in document["notes"][0]
+
+
+def in_turns(base: Sequence[float], other: Sequence[float] = ()) -> list[dict[str, Any]]:
+    """Three cells of one attempt; the second and the third have their ratio to the first."""
+
+    def of(ratio: Sequence[float]) -> dict[str, Any]:
+        rounds = {"base_cell": "c0", "rounds": 24, "process_pairs": 8}
+        return {**rounds, "ratio": ratio[0], "ratio_ci95": ratio[1:], "ratios": [ratio[0]] * 24}
+
+    cells = [timed(f"c{place}", 1000, (999, 1001), attempt="a", recipe=f"r{place}") for place in range(3)]
+    plain = [report_pb2.Report(), report_pb2.Report(), report_pb2.Report()]
+    for place, ratio in ((1, base), (2, other)):
+        if ratio:
+            json_format.ParseDict({"interleaved": of(ratio)}, plain[place])
+            cells[place]["interleaved"] = projection.report_json(plain[place])["interleaved"]
+    return cells
+
+
+def test_reports_of_one_interleaved_attempt_are_compared_by_their_rounds() -> None:
+    first, second, _ = in_turns((0.9, 0.88, 0.92))
+    found = only(against(first, second))["latency"]
+    assert (found["ratio"], found["ratio_ci95"], found["method"], found["rounds"]) == (0.9, [0.88, 0.92], "paired", 24)
+    turned = only(against(second, first))["latency"]
+    assert (turned["ratio"], turned["method"]) == (pytest.approx(1 / 0.9), "paired")
+    assert turned["ratio_ci95"] == pytest.approx([1 / 0.92, 1 / 0.88])
+    assert against(first, second)["notes"] == []
+
+
+def test_two_later_candidates_are_compared_through_the_first() -> None:
+    _, second, third = in_turns((0.5, 0.49, 0.51), (0.6, 0.59, 0.61))
+    found = only(against(second, third))["latency"]
+    assert (found["ratio"], found["method"], found["outcome"]) == (pytest.approx(1.2), "paired", "slower")
+    assert found["ratio_ci95"][0] < 0.59 / 0.5 < 1.2 < 0.61 / 0.5 < found["ratio_ci95"][1]
+
+
+def test_an_attempt_of_another_time_is_not_paired() -> None:
+    first, second, _ = in_turns((0.9, 0.88, 0.92))
+    assert only(against({**first, "attempt": "b"}, second))["latency"]["method"] == "separate"
+
+
+def test_reports_are_paired_by_what_they_measured() -> None:
+    base = [report("b1"), report("b2", recipe="portable"), report("b3", threads=4), report("b4", method="encode")]
+    other_board = {"id": "d2", "name": "pi5-b", "arch": "aarch64", "soc": "cortex-a76"}
+    other_chip = {"id": "d3", "name": "pi4", "arch": "aarch64", "soc": "cortex-a72"}
+    candidate = [
+        report("k3", threads=4, device=other_board), report("k2", recipe="portable"),
+        report("k4", method="encode", device=other_chip), report("k5", device=other_board), report("k1"),
+    ]  # fmt: skip
+    document = against(base, candidate)
+    cells = [(pair["base"]["cell"], pair["candidate"]["cell"]) for pair in document["pairs"]]
+    assert cells == [("b1", "k1"), ("b2", "k2"), ("b3", "k3")]
+    unpaired = [(one["side"], one["report"]["cell"]) for one in document["unpaired"]]
+    assert unpaired == [("BASE", "b4"), ("CANDIDATE", "k4"), ("CANDIDATE", "k5")]
+
+
+def test_two_single_reports_are_paired_whatever_they_are() -> None:
+    device = {"id": "d9", "arch": "x86_64", "soc": "EPYC"}
+    pair = only(
+        against(report("b", threads=1), report("k", recipe="portable", threads=2, device=device, model={"name": "b.pte"}))
+    )
+    assert pair["differs"] == ["model", "recipe", "threads", "device"]
+    assert {"threads", "device"} <= {change["what"] for change in pair["changes"]}
+
+
+def test_a_cell_that_was_never_placed_is_the_counterpart_of_one_that_was() -> None:
+    error = {"fault": "FAULT_USER", "reason": "PROGRAM_TOO_LARGE", "message": "No."}
+    lost = report("k", state="FAILED", error=error, device=None, threads=None, latency=None, verdict=None)
+    document = against([report("b"), report("b2", recipe="portable")], [report("k2", recipe="portable"), lost], "3%")
+    assert [(pair["base"]["cell"], pair["candidate"]["cell"]) for pair in document["pairs"]] == [("b", "k"), ("b2", "k2")]
+    (reason,) = document["gate"]["reasons"]
+    assert (reason["pair"], reason["code"]) == (0, "FAILED") and "PROGRAM_TOO_LARGE" in reason["message"]
+
+
+def test_reports_without_counterparts_are_nothing_to_compare() -> None:
+    base = [report("b1"), report("b2", recipe="portable")]
+    with pytest.raises(
+        NothingToCompare, match=r"0 resnet8 · xnnpack_fp32 .*1 resnet8 · portable .* 0 other .* Choose one of each"
+    ):
+        against(base, [report("k1", model={"name": "other"}), report("k2", model={"name": "more"})])
+    with pytest.raises(NothingToCompare, match=r"There are no reports in a.json: it is RUNNING\."):
+        compare(Side([], {"id": "j", "state": "RUNNING"}, "a.json"), Side(base))
+
+
+@pytest.mark.parametrize(
+    ("choice", "cells"),
+    [(None, ["abcd1", "abcd2", "xyz"]), ("0", ["abcd1"]), ("2", ["xyz"]), ("portable", ["abcd2", "xyz"]),
+     ("abcd", ["abcd1", "abcd2"]), ("ds_cnn", ["xyz"])],
+)  # fmt: skip
+def test_some_of_a_sides_reports_can_be_chosen(choice: str | None, cells: list[str]) -> None:
+    three = [report("abcd1"), report("abcd2", recipe="portable"), report("xyz", recipe="portable", model={"name": "ds_cnn"})]
+    assert [one["cell"] for one in Side(three, choice=choice).chosen] == cells
+
+
+@pytest.mark.parametrize("choice", ["3", "99999999999999999999", "xnnpack", "abc", "-1"])
+def test_what_cannot_be_chosen_is_answered_with_what_can(choice: str) -> None:
+    with pytest.raises(
+        NoSuchReport, match=r"a.json has no report '.*': it has 0 resnet8 · xnnpack_fp32 .*, 1 resnet8 · portable"
+    ):
+        _ = Side([report("abcd1"), report("abcd2", recipe="portable")], file="a.json", choice=choice).chosen
+
+
+def test_a_choice_stands_behind_the_last_mark() -> None:
+    assert split_choice("latest#1") == ("latest", "1")
+    assert split_choice("a#b.json#xnnpack_fp32") == ("a#b.json", "xnnpack_fp32")
+    assert split_choice("latest") == ("latest", None)
+    assert split_choice("latest#") == ("latest#", None)
+
+
+def operator(index: int, share: float, **more: Any) -> dict[str, Any]:
+    kind = f"OPERATOR_KIND_{more.pop('kind', 'OPERATOR')}"
+    return {"index": index, "kind": kind, "name": f"kernel {index}", "share": share, **more}
+
+
+def line(number: int, code: str) -> dict[str, Any]:
+    return {"file": "m.py", "line": number, "code": code}
+
+
+def test_an_output_with_two_references_is_compared_by_the_first() -> None:
+    def quantized(cell: str, eager_db: float, quantized_db: float) -> dict[str, Any]:
+        pairs = (("program before quantization", eager_db), ("quantized program", quantized_db))
+        rows = [{"output": "y", "sqnr_db": value, "reference": reference} for reference, value in pairs]
+        return report(cell, accuracy=rows)
+
+    (found,) = only(against(quantized("b", 36.0, 50.0), quantized("k", 35.0, 60.0)))["accuracy"]
+    assert (found["base"]["sqnr_db"], found["candidate"]["sqnr_db"], found["change_db"]) == (36.0, 35.0, -1.0)
+
+
+def test_two_sides_are_compared_by_a_reference_that_both_have() -> None:
+    def told(cell: str, **sqnr_db: float) -> dict[str, Any]:
+        names = {"eager": "program before quantization", "quantized": "quantized program"}
+        return report(
+            cell, accuracy=[{"output": "y", "sqnr_db": value, "reference": names[one]} for one, value in sqnr_db.items()]
+        )
+
+    both, lost = told("b", eager=35.0, quantized=60.0), told("k", quantized=58.0)
+    (found,) = only(against(both, lost))["accuracy"]
+    assert (found["base"]["sqnr_db"], found["candidate"]["sqnr_db"], found["change_db"]) == (60.0, 58.0, -2.0)
+    (found,) = only(against(told("b", eager=35.0), lost))["accuracy"]
+    assert (found["base"]["sqnr_db"], found["candidate"]["sqnr_db"], found["change_db"]) == (35.0, 58.0, None)
+    assert found["candidate"]["reference"] == "quantized program"
+
+
+def test_operators_are_matched_by_debug_handle_and_never_by_name() -> None:
+    base = [
+        operator(0, 0.5, op_types=["conv"], debug_handles=[1], module="a"),
+        operator(1, 0.5, op_types=["conv"], debug_handles=[2], module="a"),
+    ]
+    other = [
+        operator(0, 0.75, op_types=["conv"], debug_handles=[2], module="a"),
+        operator(1, 0.25, op_types=["conv"], debug_handles=[1], module="a"),
+    ]
+    found = only(against(report("b", operators=base), report("k", operators=other)))["operators"]
+    assert found["by"] == "OPERATOR"
+    by_base = {row["base"]["indexes"][0]: row for row in found["rows"]}
+    assert by_base[0]["candidate"]["indexes"] == [1] and by_base[1]["candidate"]["indexes"] == [0]
+    assert by_base[0]["change_ns"] == pytest.approx(-275) and by_base[1]["change_share"] == pytest.approx(0.25)
+
+
+def test_handles_of_another_export_say_nothing_and_lines_may_move() -> None:
+    base = [
+        operator(0, 0.5, op_types=["conv"], debug_handles=[1], module="a", source=line(3, "self.a(x)")),
+        operator(1, 0.5, op_types=["conv"], debug_handles=[2], module="b", source=line(4, "self.b(x)")),
+    ]
+    other = [
+        operator(0, 0.5, op_types=["conv"], debug_handles=[1], module="b", source=line(14, "self.b(x)")),
+        operator(1, 0.4, op_types=["conv"], debug_handles=[2], module="a", source=line(13, "self.a(x)")),
+        operator(2, 0.1, op_types=["relu"], debug_handles=[3], module="c", source=line(15, "self.c(x)")),
+    ]
+    changed = {"name": "resnet8", "digest": "9" * 64}
+    rows = only(against(report("b", operators=base), report("k", operators=other, model=changed)))["operators"]["rows"]
+    assert {row["module"]: (row["base"] and row["base"]["indexes"], row["candidate"]["indexes"]) for row in rows} == {
+        "a": ([0], [1]), "b": ([1], [0]), "c": (None, [2]),
+    }  # fmt: skip
+    assert next(row["source"]["line"] for row in rows if row["module"] == "a") == 13
+
+
+def test_operators_of_one_module_are_told_apart_by_the_code_of_their_lines() -> None:
+    def traced(first_line: int, handles: Sequence[int], *codes: str) -> list[dict[str, Any]]:
+        return [
+            operator(at, 0.5, op_types=["conv"], debug_handles=[handles[at]], module="m", source=line(first_line + at, code))
+            for at, code in enumerate(codes)
+        ]
+
+    changed = {"name": "resnet8", "digest": "9" * 64}
+    base, other = traced(3, (1, 2), "self.a(x)", "self.b(x)"), traced(2, (1, 2, 3), "self.c(x)", "self.b(x)", "self.a(x)")
+    rows = only(against(report("b", operators=base), report("k", operators=other, model=changed)))["operators"]["rows"]
+    matched = {tuple(row["base"]["indexes"] if row["base"] else ()): row["candidate"]["indexes"] for row in rows}
+    assert matched == {(0,): [2], (1,): [1], (): [0]}
+
+
+def test_the_same_line_run_more_often_is_one_row() -> None:
+    base = [operator(at, 0.25, op_types=["lstm"], module="a", source=line(3, "f(x)")) for at in range(2)]
+    other = [operator(at, 0.25, op_types=["lstm"], module="a", source=line(3, "f(x)")) for at in range(3)]
+    (row,) = only(against(report("b", operators=base), report("k", operators=other, model={"name": "resnet8"})))["operators"][
+        "rows"
+    ]
+    assert (row["base"]["indexes"], row["candidate"]["indexes"]) == ([0, 1], [0, 1, 2])
+    assert (row["base"]["share"], row["candidate"]["share"]) == (0.5, 0.75)
+
+
+def test_modules_are_compared_where_recipes_differ() -> None:
+    base = [
+        operator(0, 0.5, op_types=["conv"], module="a"),
+        operator(1, 0.3, op_types=["relu"], module="a"),
+        operator(2, 0.2, op_types=["linear"], module="b"),
+    ]
+    other = [
+        operator(0, 0.6, op_types=["quantize", "conv", "relu"], module="a"),
+        operator(1, 0.4, op_types=["linear"], module="b"),
+    ]
+    found = only(against(report("b", operators=base), report("k", operators=other, recipe="int8", recipe_digest="8" * 64)))[
+        "operators"
+    ]
+    assert found["by"] == "MODULE"
+    assert {row["module"]: (row["base"]["indexes"], row["candidate"]["indexes"]) for row in found["rows"]} == {
+        "a": ([0, 1], [0]),
+        "b": ([2], [1]),
+    }
+
+
+def test_kernels_stand_for_their_delegate_unless_a_side_could_not_tell_them_apart() -> None:
+    def traced(aligned: bool) -> list[dict[str, Any]]:
+        known = {"op_types": ["conv"], "module": "a"} if aligned else {}
+        return [
+            operator(0, 1.0, kind="DELEGATE", op_types=["conv"], debug_handles=[1]),
+            operator(1, 0.9, kind="KERNEL", parent=0, aligned=aligned, **known),
+            operator(2, 0.1, kind="REST", parent=0),
+        ]
+
+    rows = only(against(report("b", operators=traced(True)), report("k", operators=traced(True))))["operators"]["rows"]
+    assert {(row["kind"], row["module"]) for row in rows} == {("OPERATOR", "a"), ("REST", None)}
+    rows = only(against(report("b", operators=traced(True)), report("k", operators=traced(False))))["operators"]["rows"]
+    assert [(row["kind"], row["base"]["indexes"], row["candidate"]["indexes"]) for row in rows] == [("DELEGATE", [0], [0])]
+
+
+def test_size_counts_the_data_files_and_delegation_names_who_left() -> None:
+    def compiled(size: int, data: int, delegated: int) -> dict[str, Any]:
+        operators = [
+            {"op": "aten_mean_dim", "delegated": delegated, "non_delegated": 1 - delegated},
+            {"op": "aten_add", "delegated": 3},
+        ]
+        return {
+            "program": {"size_bytes": size}, "data": {"w": {"size_bytes": data}},
+            "delegation": {"forward": {"subgraphs": 1, "delegated_nodes": 3 + delegated, "operators": operators}},
+        }  # fmt: skip
+
+    pair = only(against(report("b", compile=compiled(100, 900, 1)), report("k", compile=compiled(50, 1000, 0))))
+    assert pair["size"]["total_bytes"] == {"base": 1000, "candidate": 1050, "change": 50, "ratio": 1.05}
+    assert pair["size"]["program_bytes"] is None
+    assert pair["delegation"]["forward"]["operators"] == [
+        {"op": "aten_mean_dim", "base": {"delegated": 1, "non_delegated": 0}, "candidate": {"delegated": 0, "non_delegated": 1}}
+    ]
+    assert pair["delegation"]["forward"]["delegated_nodes"]["change"] == -1
+
+
+def test_what_else_changed_is_told() -> None:
+    tools = {"program": {"size_bytes": 1000}, "toolchain": {"torch": "2.14.0"}}
+    (change,) = only(against(report("b"), report("k", compile=tools)))["changes"]
+    assert change == {"what": "torch", "base": "2.13.0", "candidate": "2.14.0"}
+
+
+def test_the_same_cells_on_both_sides_are_said_to_be_the_same() -> None:
+    both = [report("b1"), report("b2", recipe="portable")]
+    assert "JOB#0 JOB#1" in against(both, both)["notes"][0]
+    assert against(both[0], both[0])["notes"] == ["Both sides are the same."]
+
+
+def test_a_document_of_a_failure_has_every_key() -> None:
+    document = failed(NothingToCompare("No.", "Yes."))
+    assert list(document) == list(against(report(), report()))
+    assert (document["error"]["reason"], document["pairs"], document["gate"]) == ("NOTHING_TO_COMPARE", [], None)
