@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 from pathlib import Path
@@ -35,8 +36,14 @@ def outcomes_of(
         runner.close()
 
 
+def crash(number: signal.Signals) -> None:
+    """Ends this process by a signal, without the traceback that pytest's own fault handler would print into the test run."""
+    faulthandler.disable()
+    os.kill(os.getpid(), number)
+
+
 def test_a_crash_names_its_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    [outcome] = outcomes_of(monkeypatch, tmp_path, lambda order: os.kill(os.getpid(), signal.SIGSEGV))
+    [outcome] = outcomes_of(monkeypatch, tmp_path, lambda order: crash(signal.SIGSEGV))
     assert (outcome.ran, outcome.why) == (False, "it crashed with SIGSEGV")
 
 
@@ -53,7 +60,7 @@ def test_a_silent_exit_is_no_success_either(monkeypatch: pytest.MonkeyPatch, tmp
 def test_a_crash_ends_its_own_run_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def behaviour(order: dict[str, str]) -> dict[str, object]:
         if order["method"] == "second":
-            os.abort()
+            crash(signal.SIGABRT)
         os.write(1, f"this is {order['method']}".encode())
         return {"ran": True}
 
@@ -80,7 +87,7 @@ def test_a_hang_is_ended_and_the_next_run_goes_on(monkeypatch: pytest.MonkeyPatc
 def test_memory_that_is_used_up_says_nothing_against_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def behaviour(order: dict[str, str]) -> dict[str, object]:
         os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'")
-        os.abort()
+        crash(signal.SIGABRT)
 
     [outcome] = outcomes_of(monkeypatch, tmp_path, behaviour)
     assert outcome.out_of_memory
