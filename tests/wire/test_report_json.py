@@ -28,6 +28,7 @@ READING: dict[str, Any] = {
         [
             "throttle_count", "battery_share", "charging", "load_1m", "runnable", "psi_cpu_avg10", "psi_memory_avg10",
             "psi_io_avg10", "memory_available_bytes", "cpu_busy_ns", "cpu_stolen_ns", "elapsed_ms",
+            "screen_on", "thermal_status",
         ]
     ),
 }  # fmt: skip

@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from etfarm.v1 import common_pb2 as etfarm_dot_v1_dot_common__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x65tfarm/v1/device.proto\x12\tetfarm.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x95\x01\n\x07\x43luster\x12\x0c\n\x04part\x18\x01 \x01(\t\x12\x0c\n\x04\x63pus\x18\x02 \x03(\x05\x12\x1d\n\x10max_frequency_hz\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x10\n\x08governor\x18\x04 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x05 \x03(\t\x12\x16\n\x0ephysical_cores\x18\x06 \x01(\x05\x42\x13\n\x11_max_frequency_hz\"U\n\x0c\x44\x65viceRunner\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x12\n\nexecutorch\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61\x63kends\x18\x03 \x03(\t\x12\x11\n\toperators\x18\x04 \x03(\t\"\xf6\x04\n\x06\x44\x65vice\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08\x61gent_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0c\n\x04\x61rch\x18\x04 \x01(\t\x12\x0b\n\x03soc\x18\x05 \x01(\t\x12\n\n\x02os\x18\x06 \x01(\t\x12\r\n\x05\x63ores\x18\x07 \x01(\x05\x12\x14\n\x0cmemory_bytes\x18\x08 \x01(\x03\x12\x10\n\x08\x65mulated\x18\t \x01(\x08\x12\x10\n\x08\x66\x65\x61tures\x18\n \x03(\t\x12$\n\x08\x63lusters\x18\x0b \x03(\x0b\x32\x12.etfarm.v1.Cluster\x12-\n\x06labels\x18\x0c \x03(\x0b\x32\x1d.etfarm.v1.Device.LabelsEntry\x12\x10\n\x08\x62\x61\x63kends\x18\r \x03(\t\x12\x1c\n\x0fpage_size_bytes\x18\x0e \x01(\x03H\x00\x88\x01\x01\x12,\n\x0bown_runners\x18\x0f \x03(\x0b\x32\x17.etfarm.v1.DeviceRunner\x12%\n\x05state\x18\x14 \x01(\x0e\x32\x16.etfarm.v1.DeviceState\x12\x30\n\x0clast_seen_at\x18\x15 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nattempt_id\x18\x16 \x01(\t\x12-\n\ttelemetry\x18\x17 \x01(\x0b\x32\x1a.etfarm.v1.DeviceTelemetry\x12\x1b\n\x0eoperator_count\x18\x18 \x01(\x05H\x01\x88\x01\x01\x12\x0e\n\x06runner\x18\x19 \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x12\n\x10_page_size_bytesB\x11\n\x0f_operator_count\"\xd1\x03\n\x0f\x44\x65viceTelemetry\x12&\n\x02\x61t\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\tcpu_share\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07load_1m\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12#\n\x16memory_available_bytes\x18\x04 \x01(\x03H\x02\x88\x01\x01\x12\x1c\n\x0f\x64isk_free_bytes\x18\x05 \x01(\x03H\x03\x88\x01\x01\x12\x1a\n\rtemperature_c\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x19\n\x0c\x66requency_hz\x18\x07 \x01(\x03H\x05\x88\x01\x01\x12\x1a\n\rbattery_share\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x15\n\x08\x63harging\x18\t \x01(\x08H\x07\x88\x01\x01\x12\x1c\n\x0f\x61gent_rss_bytes\x18\n \x01(\x03H\x08\x88\x01\x01\x42\x0c\n\n_cpu_shareB\n\n\x08_load_1mB\x19\n\x17_memory_available_bytesB\x12\n\x10_disk_free_bytesB\x10\n\x0e_temperature_cB\x0f\n\r_frequency_hzB\x10\n\x0e_battery_shareB\x0b\n\t_chargingB\x12\n\x10_agent_rss_bytes\"&\n\x12ListDevicesRequest\x12\x10\n\x08selector\x18\x01 \x01(\t\"9\n\x13ListDevicesResponse\x12\"\n\x07\x64\x65vices\x18\x01 \x03(\x0b\x32\x11.etfarm.v1.Device\"%\n\x10GetDeviceRequest\x12\x11\n\tdevice_id\x18\x01 \x01(\t\"\'\n\x13WatchDevicesRequest\x12\x10\n\x08selector\x18\x01 \x01(\t\"0\n\x0b\x44\x65viceEvent\x12!\n\x06\x64\x65vice\x18\x01 \x01(\x0b\x32\x11.etfarm.v1.Device\"6\n\x0eReserveRequest\x12\x10\n\x08selector\x18\x01 \x01(\t\x12\x12\n\nduration_s\x18\x02 \x01(\x01\"k\n\x0bReservation\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\tdevice_id\x18\x02 \x01(\t\x12\r\n\x05owner\x18\x03 \x01(\t\x12.\n\nexpires_at\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"&\n\x0cRenewRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\"(\n\x0eReleaseRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\"\x11\n\x0fReleaseResponse\"\x8c\x01\n\x0cLabelRequest\x12\x11\n\tdevice_id\x18\x01 \x01(\t\x12-\n\x03set\x18\x02 \x03(\x0b\x32 .etfarm.v1.LabelRequest.SetEntry\x12\x0e\n\x06remove\x18\x03 \x03(\t\x1a*\n\x08SetEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"2\n\x0c\x44rainRequest\x12\x11\n\tdevice_id\x18\x01 \x01(\t\x12\x0f\n\x07undrain\x18\x02 \x01(\x08*\x8e\x01\n\x0b\x44\x65viceState\x12\x1c\n\x18\x44\x45VICE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x45VICE_STATE_IDLE\x10\x01\x12\x15\n\x11\x44\x45VICE_STATE_BUSY\x10\x02\x12\x18\n\x14\x44\x45VICE_STATE_OFFLINE\x10\x03\x12\x19\n\x15\x44\x45VICE_STATE_DRAINING\x10\x04\x32\xf4\x03\n\rDeviceService\x12\x45\n\x04List\x12\x1d.etfarm.v1.ListDevicesRequest\x1a\x1e.etfarm.v1.ListDevicesResponse\x12\x35\n\x03Get\x12\x1b.etfarm.v1.GetDeviceRequest\x1a\x11.etfarm.v1.Device\x12\x41\n\x05Watch\x12\x1e.etfarm.v1.WatchDevicesRequest\x1a\x16.etfarm.v1.DeviceEvent0\x01\x12<\n\x07Reserve\x12\x19.etfarm.v1.ReserveRequest\x1a\x16.etfarm.v1.Reservation\x12\x38\n\x05Renew\x12\x17.etfarm.v1.RenewRequest\x1a\x16.etfarm.v1.Reservation\x12@\n\x07Release\x12\x19.etfarm.v1.ReleaseRequest\x1a\x1a.etfarm.v1.ReleaseResponse\x12\x33\n\x05Label\x12\x17.etfarm.v1.LabelRequest\x1a\x11.etfarm.v1.Device\x12\x33\n\x05\x44rain\x12\x17.etfarm.v1.DrainRequest\x1a\x11.etfarm.v1.Deviceb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x65tfarm/v1/device.proto\x12\tetfarm.v1\x1a\x16\x65tfarm/v1/common.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x95\x01\n\x07\x43luster\x12\x0c\n\x04part\x18\x01 \x01(\t\x12\x0c\n\x04\x63pus\x18\x02 \x03(\x05\x12\x1d\n\x10max_frequency_hz\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x10\n\x08governor\x18\x04 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x05 \x03(\t\x12\x16\n\x0ephysical_cores\x18\x06 \x01(\x05\x42\x13\n\x11_max_frequency_hz\"U\n\x0c\x44\x65viceRunner\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x12\n\nexecutorch\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61\x63kends\x18\x03 \x03(\t\x12\x11\n\toperators\x18\x04 \x03(\t\"\xe9\x05\n\x06\x44\x65vice\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08\x61gent_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0c\n\x04\x61rch\x18\x04 \x01(\t\x12\x0b\n\x03soc\x18\x05 \x01(\t\x12\n\n\x02os\x18\x06 \x01(\t\x12\r\n\x05\x63ores\x18\x07 \x01(\x05\x12\x14\n\x0cmemory_bytes\x18\x08 \x01(\x03\x12\x10\n\x08\x65mulated\x18\t \x01(\x08\x12\x10\n\x08\x66\x65\x61tures\x18\n \x03(\t\x12$\n\x08\x63lusters\x18\x0b \x03(\x0b\x32\x12.etfarm.v1.Cluster\x12-\n\x06labels\x18\x0c \x03(\x0b\x32\x1d.etfarm.v1.Device.LabelsEntry\x12\x10\n\x08\x62\x61\x63kends\x18\r \x03(\t\x12\x1c\n\x0fpage_size_bytes\x18\x0e \x01(\x03H\x00\x88\x01\x01\x12,\n\x0bown_runners\x18\x0f \x03(\x0b\x32\x17.etfarm.v1.DeviceRunner\x12\x15\n\rthermal_zones\x18\x10 \x03(\t\x12\x18\n\x0bhas_battery\x18\x11 \x01(\x08H\x01\x88\x01\x01\x12!\n\x07problem\x18\x12 \x01(\x0b\x32\x10.etfarm.v1.Error\x12\r\n\x05model\x18\x13 \x01(\t\x12%\n\x05state\x18\x14 \x01(\x0e\x32\x16.etfarm.v1.DeviceState\x12\x30\n\x0clast_seen_at\x18\x15 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nattempt_id\x18\x16 \x01(\t\x12-\n\ttelemetry\x18\x17 \x01(\x0b\x32\x1a.etfarm.v1.DeviceTelemetry\x12\x1b\n\x0eoperator_count\x18\x18 \x01(\x05H\x02\x88\x01\x01\x12\x0e\n\x06runner\x18\x19 \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x12\n\x10_page_size_bytesB\x0e\n\x0c_has_batteryB\x11\n\x0f_operator_count\"\xd1\x03\n\x0f\x44\x65viceTelemetry\x12&\n\x02\x61t\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\tcpu_share\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07load_1m\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12#\n\x16memory_available_bytes\x18\x04 \x01(\x03H\x02\x88\x01\x01\x12\x1c\n\x0f\x64isk_free_bytes\x18\x05 \x01(\x03H\x03\x88\x01\x01\x12\x1a\n\rtemperature_c\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x19\n\x0c\x66requency_hz\x18\x07 \x01(\x03H\x05\x88\x01\x01\x12\x1a\n\rbattery_share\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x15\n\x08\x63harging\x18\t \x01(\x08H\x07\x88\x01\x01\x12\x1c\n\x0f\x61gent_rss_bytes\x18\n \x01(\x03H\x08\x88\x01\x01\x42\x0c\n\n_cpu_shareB\n\n\x08_load_1mB\x19\n\x17_memory_available_bytesB\x12\n\x10_disk_free_bytesB\x10\n\x0e_temperature_cB\x0f\n\r_frequency_hzB\x10\n\x0e_battery_shareB\x0b\n\t_chargingB\x12\n\x10_agent_rss_bytes\"&\n\x12ListDevicesRequest\x12\x10\n\x08selector\x18\x01 \x01(\t\"9\n\x13ListDevicesResponse\x12\"\n\x07\x64\x65vices\x18\x01 \x03(\x0b\x32\x11.etfarm.v1.Device\"%\n\x10GetDeviceRequest\x12\x11\n\tdevice_id\x18\x01 \x01(\t\"\'\n\x13WatchDevicesRequest\x12\x10\n\x08selector\x18\x01 \x01(\t\"0\n\x0b\x44\x65viceEvent\x12!\n\x06\x64\x65vice\x18\x01 \x01(\x0b\x32\x11.etfarm.v1.Device\"6\n\x0eReserveRequest\x12\x10\n\x08selector\x18\x01 \x01(\t\x12\x12\n\nduration_s\x18\x02 \x01(\x01\"k\n\x0bReservation\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\tdevice_id\x18\x02 \x01(\t\x12\r\n\x05owner\x18\x03 \x01(\t\x12.\n\nexpires_at\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"&\n\x0cRenewRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\"(\n\x0eReleaseRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\"\x11\n\x0fReleaseResponse\"\x8c\x01\n\x0cLabelRequest\x12\x11\n\tdevice_id\x18\x01 \x01(\t\x12-\n\x03set\x18\x02 \x03(\x0b\x32 .etfarm.v1.LabelRequest.SetEntry\x12\x0e\n\x06remove\x18\x03 \x03(\t\x1a*\n\x08SetEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"2\n\x0c\x44rainRequest\x12\x11\n\tdevice_id\x18\x01 \x01(\t\x12\x0f\n\x07undrain\x18\x02 \x01(\x08*\xa9\x01\n\x0b\x44\x65viceState\x12\x1c\n\x18\x44\x45VICE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x45VICE_STATE_IDLE\x10\x01\x12\x15\n\x11\x44\x45VICE_STATE_BUSY\x10\x02\x12\x18\n\x14\x44\x45VICE_STATE_OFFLINE\x10\x03\x12\x19\n\x15\x44\x45VICE_STATE_DRAINING\x10\x04\x12\x19\n\x15\x44\x45VICE_STATE_UNUSABLE\x10\x05\x32\xf4\x03\n\rDeviceService\x12\x45\n\x04List\x12\x1d.etfarm.v1.ListDevicesRequest\x1a\x1e.etfarm.v1.ListDevicesResponse\x12\x35\n\x03Get\x12\x1b.etfarm.v1.GetDeviceRequest\x1a\x11.etfarm.v1.Device\x12\x41\n\x05Watch\x12\x1e.etfarm.v1.WatchDevicesRequest\x1a\x16.etfarm.v1.DeviceEvent0\x01\x12<\n\x07Reserve\x12\x19.etfarm.v1.ReserveRequest\x1a\x16.etfarm.v1.Reservation\x12\x38\n\x05Renew\x12\x17.etfarm.v1.RenewRequest\x1a\x16.etfarm.v1.Reservation\x12@\n\x07Release\x12\x19.etfarm.v1.ReleaseRequest\x1a\x1a.etfarm.v1.ReleaseResponse\x12\x33\n\x05Label\x12\x17.etfarm.v1.LabelRequest\x1a\x11.etfarm.v1.Device\x12\x33\n\x05\x44rain\x12\x17.etfarm.v1.DrainRequest\x1a\x11.etfarm.v1.Deviceb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,44 +37,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DEVICE_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_LABELREQUEST_SETENTRY']._loaded_options = None
   _globals['_LABELREQUEST_SETENTRY']._serialized_options = b'8\001'
-  _globals['_DEVICESTATE']._serialized_start=2101
-  _globals['_DEVICESTATE']._serialized_end=2243
-  _globals['_CLUSTER']._serialized_start=71
-  _globals['_CLUSTER']._serialized_end=220
-  _globals['_DEVICERUNNER']._serialized_start=222
-  _globals['_DEVICERUNNER']._serialized_end=307
-  _globals['_DEVICE']._serialized_start=310
-  _globals['_DEVICE']._serialized_end=940
-  _globals['_DEVICE_LABELSENTRY']._serialized_start=856
-  _globals['_DEVICE_LABELSENTRY']._serialized_end=901
-  _globals['_DEVICETELEMETRY']._serialized_start=943
-  _globals['_DEVICETELEMETRY']._serialized_end=1408
-  _globals['_LISTDEVICESREQUEST']._serialized_start=1410
-  _globals['_LISTDEVICESREQUEST']._serialized_end=1448
-  _globals['_LISTDEVICESRESPONSE']._serialized_start=1450
-  _globals['_LISTDEVICESRESPONSE']._serialized_end=1507
-  _globals['_GETDEVICEREQUEST']._serialized_start=1509
-  _globals['_GETDEVICEREQUEST']._serialized_end=1546
-  _globals['_WATCHDEVICESREQUEST']._serialized_start=1548
-  _globals['_WATCHDEVICESREQUEST']._serialized_end=1587
-  _globals['_DEVICEEVENT']._serialized_start=1589
-  _globals['_DEVICEEVENT']._serialized_end=1637
-  _globals['_RESERVEREQUEST']._serialized_start=1639
-  _globals['_RESERVEREQUEST']._serialized_end=1693
-  _globals['_RESERVATION']._serialized_start=1695
-  _globals['_RESERVATION']._serialized_end=1802
-  _globals['_RENEWREQUEST']._serialized_start=1804
-  _globals['_RENEWREQUEST']._serialized_end=1842
-  _globals['_RELEASEREQUEST']._serialized_start=1844
-  _globals['_RELEASEREQUEST']._serialized_end=1884
-  _globals['_RELEASERESPONSE']._serialized_start=1886
-  _globals['_RELEASERESPONSE']._serialized_end=1903
-  _globals['_LABELREQUEST']._serialized_start=1906
-  _globals['_LABELREQUEST']._serialized_end=2046
-  _globals['_LABELREQUEST_SETENTRY']._serialized_start=2004
-  _globals['_LABELREQUEST_SETENTRY']._serialized_end=2046
-  _globals['_DRAINREQUEST']._serialized_start=2048
-  _globals['_DRAINREQUEST']._serialized_end=2098
-  _globals['_DEVICESERVICE']._serialized_start=2246
-  _globals['_DEVICESERVICE']._serialized_end=2746
+  _globals['_DEVICESTATE']._serialized_start=2240
+  _globals['_DEVICESTATE']._serialized_end=2409
+  _globals['_CLUSTER']._serialized_start=95
+  _globals['_CLUSTER']._serialized_end=244
+  _globals['_DEVICERUNNER']._serialized_start=246
+  _globals['_DEVICERUNNER']._serialized_end=331
+  _globals['_DEVICE']._serialized_start=334
+  _globals['_DEVICE']._serialized_end=1079
+  _globals['_DEVICE_LABELSENTRY']._serialized_start=979
+  _globals['_DEVICE_LABELSENTRY']._serialized_end=1024
+  _globals['_DEVICETELEMETRY']._serialized_start=1082
+  _globals['_DEVICETELEMETRY']._serialized_end=1547
+  _globals['_LISTDEVICESREQUEST']._serialized_start=1549
+  _globals['_LISTDEVICESREQUEST']._serialized_end=1587
+  _globals['_LISTDEVICESRESPONSE']._serialized_start=1589
+  _globals['_LISTDEVICESRESPONSE']._serialized_end=1646
+  _globals['_GETDEVICEREQUEST']._serialized_start=1648
+  _globals['_GETDEVICEREQUEST']._serialized_end=1685
+  _globals['_WATCHDEVICESREQUEST']._serialized_start=1687
+  _globals['_WATCHDEVICESREQUEST']._serialized_end=1726
+  _globals['_DEVICEEVENT']._serialized_start=1728
+  _globals['_DEVICEEVENT']._serialized_end=1776
+  _globals['_RESERVEREQUEST']._serialized_start=1778
+  _globals['_RESERVEREQUEST']._serialized_end=1832
+  _globals['_RESERVATION']._serialized_start=1834
+  _globals['_RESERVATION']._serialized_end=1941
+  _globals['_RENEWREQUEST']._serialized_start=1943
+  _globals['_RENEWREQUEST']._serialized_end=1981
+  _globals['_RELEASEREQUEST']._serialized_start=1983
+  _globals['_RELEASEREQUEST']._serialized_end=2023
+  _globals['_RELEASERESPONSE']._serialized_start=2025
+  _globals['_RELEASERESPONSE']._serialized_end=2042
+  _globals['_LABELREQUEST']._serialized_start=2045
+  _globals['_LABELREQUEST']._serialized_end=2185
+  _globals['_LABELREQUEST_SETENTRY']._serialized_start=2143
+  _globals['_LABELREQUEST_SETENTRY']._serialized_end=2185
+  _globals['_DRAINREQUEST']._serialized_start=2187
+  _globals['_DRAINREQUEST']._serialized_end=2237
+  _globals['_DEVICESERVICE']._serialized_start=2412
+  _globals['_DEVICESERVICE']._serialized_end=2912
 # @@protoc_insertion_point(module_scope)

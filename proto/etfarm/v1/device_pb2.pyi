@@ -4,6 +4,7 @@ isort:skip_file
 """
 
 from collections import abc as _abc
+from etfarm.v1 import common_pb2 as _common_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
@@ -31,6 +32,8 @@ class _DeviceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeviceSta
     DEVICE_STATE_BUSY: _DeviceState.ValueType  # 2
     DEVICE_STATE_OFFLINE: _DeviceState.ValueType  # 3
     DEVICE_STATE_DRAINING: _DeviceState.ValueType  # 4
+    DEVICE_STATE_UNUSABLE: _DeviceState.ValueType  # 5
+    """Connected, and can be given no runs now: Device.problem says why and what to do."""
 
 class DeviceState(_DeviceState, metaclass=_DeviceStateEnumTypeWrapper): ...
 
@@ -39,6 +42,8 @@ DEVICE_STATE_IDLE: DeviceState.ValueType  # 1
 DEVICE_STATE_BUSY: DeviceState.ValueType  # 2
 DEVICE_STATE_OFFLINE: DeviceState.ValueType  # 3
 DEVICE_STATE_DRAINING: DeviceState.ValueType  # 4
+DEVICE_STATE_UNUSABLE: DeviceState.ValueType  # 5
+"""Connected, and can be given no runs now: Device.problem says why and what to do."""
 Global___DeviceState: _TypeAlias = DeviceState  # noqa: Y015
 
 @_typing.final
@@ -160,6 +165,10 @@ class Device(_message.Message):
     BACKENDS_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_BYTES_FIELD_NUMBER: _builtins.int
     OWN_RUNNERS_FIELD_NUMBER: _builtins.int
+    THERMAL_ZONES_FIELD_NUMBER: _builtins.int
+    HAS_BATTERY_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     LAST_SEEN_AT_FIELD_NUMBER: _builtins.int
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
@@ -172,14 +181,21 @@ class Device(_message.Message):
     name: _builtins.str
     """A label for people; need not be unique."""
     arch: _builtins.str
-    """aarch64 or x86_64."""
+    """What programs have to be built for: aarch64 or x86_64. What the farm has no runner for is told as well: a phone whose
+    kernel has 64 bits and whose programs may have 32 only is an armv7l.
+    """
     soc: _builtins.str
+    """A phone's system on a chip, "Google Tensor G3"; elsewhere the board, else what the cpu calls itself."""
     os: _builtins.str
     cores: _builtins.int
     """Logical cpus that programs may use."""
     memory_bytes: _builtins.int
     emulated: _builtins.bool
     page_size_bytes: _builtins.int
+    has_battery: _builtins.bool
+    """Absent where nothing tells."""
+    model: _builtins.str
+    """The product, where `soc` does not say it: "Google Pixel 8"."""
     state: Global___DeviceState.ValueType
     """Below: what the server adds. An agent leaves them unset."""
     attempt_id: _builtins.str
@@ -205,6 +221,16 @@ class Device(_message.Message):
         """Used where the farm has no runner bundle for the device."""
 
     @_builtins.property
+    def thermal_zones(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of its temperature sensors, each once; empty where none may be read."""
+
+    @_builtins.property
+    def problem(self) -> _common_pb2.Error:
+        """Why it can be given no runs now, with the remedy: a phone that has not allowed its host to debug it. Unset where it can.
+        Jobs that match no other device wait until it is gone.
+        """
+
+    @_builtins.property
     def last_seen_at(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def telemetry(self) -> Global___DeviceTelemetry: ...
@@ -226,6 +252,10 @@ class Device(_message.Message):
         backends: _abc.Iterable[_builtins.str] | None = ...,
         page_size_bytes: _builtins.int | None = ...,
         own_runners: _abc.Iterable[Global___DeviceRunner] | None = ...,
+        thermal_zones: _abc.Iterable[_builtins.str] | None = ...,
+        has_battery: _builtins.bool | None = ...,
+        problem: _common_pb2.Error | None = ...,
+        model: _builtins.str = ...,
         state: Global___DeviceState.ValueType = ...,
         last_seen_at: _timestamp_pb2.Timestamp | None = ...,
         attempt_id: _builtins.str = ...,
@@ -233,14 +263,18 @@ class Device(_message.Message):
         operator_count: _builtins.int | None = ...,
         runner: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "last_seen_at", b"last_seen_at", "operator_count", b"operator_count", "page_size_bytes", b"page_size_bytes", "telemetry", b"telemetry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "has_battery", b"has_battery", "last_seen_at", b"last_seen_at", "operator_count", b"operator_count", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "agent_id", b"agent_id", "arch", b"arch", "attempt_id", b"attempt_id", "backends", b"backends", "clusters", b"clusters", "cores", b"cores", "emulated", b"emulated", "features", b"features", "id", b"id", "labels", b"labels", "last_seen_at", b"last_seen_at", "memory_bytes", b"memory_bytes", "name", b"name", "operator_count", b"operator_count", "os", b"os", "own_runners", b"own_runners", "page_size_bytes", b"page_size_bytes", "runner", b"runner", "soc", b"soc", "state", b"state", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "agent_id", b"agent_id", "arch", b"arch", "attempt_id", b"attempt_id", "backends", b"backends", "clusters", b"clusters", "cores", b"cores", "emulated", b"emulated", "features", b"features", "has_battery", b"has_battery", "id", b"id", "labels", b"labels", "last_seen_at", b"last_seen_at", "memory_bytes", b"memory_bytes", "model", b"model", "name", b"name", "operator_count", b"operator_count", "os", b"os", "own_runners", b"own_runners", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "runner", b"runner", "soc", b"soc", "state", b"state", "telemetry", b"telemetry", "thermal_zones", b"thermal_zones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__has_battery: _TypeAlias = _typing.Literal["has_battery"]  # noqa: Y015
+    _WhichOneofArgType__has_battery: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery"]  # noqa: Y015
     _WhichOneofReturnType__operator_count: _TypeAlias = _typing.Literal["operator_count"]  # noqa: Y015
     _WhichOneofArgType__operator_count: _TypeAlias = _typing.Literal["_operator_count", b"_operator_count"]  # noqa: Y015
     _WhichOneofReturnType__page_size_bytes: _TypeAlias = _typing.Literal["page_size_bytes"]  # noqa: Y015
     _WhichOneofArgType__page_size_bytes: _TypeAlias = _typing.Literal["_page_size_bytes", b"_page_size_bytes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__has_battery) -> _WhichOneofReturnType__has_battery | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__operator_count) -> _WhichOneofReturnType__operator_count | None: ...
     @_typing.overload

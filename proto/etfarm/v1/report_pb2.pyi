@@ -1736,6 +1736,8 @@ class SystemReading(_message.Message):
     CPU_BUSY_NS_FIELD_NUMBER: _builtins.int
     CPU_STOLEN_NS_FIELD_NUMBER: _builtins.int
     ELAPSED_MS_FIELD_NUMBER: _builtins.int
+    SCREEN_ON_FIELD_NUMBER: _builtins.int
+    THERMAL_STATUS_FIELD_NUMBER: _builtins.int
     throttle_count: _builtins.int
     """How often the cpus were throttled since the start of the system, all of them together (x86)."""
     battery_share: _builtins.float
@@ -1753,6 +1755,12 @@ class SystemReading(_message.Message):
     cpu_stolen_ns: _builtins.int
     elapsed_ms: _builtins.float
     """As in TelemetryPoint."""
+    screen_on: _builtins.bool
+    """Of a phone: whether its screen was lit."""
+    thermal_status: _builtins.int
+    """Of a phone: how severely the system slows down against heat, as Android numbers it: 0 none, 1 light, 2 moderate, 3 severe,
+    4 critical, 5 emergency, 6 shutdown.
+    """
     @_builtins.property
     def cpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___CpuReading]: ...
     @_builtins.property
@@ -1779,10 +1787,12 @@ class SystemReading(_message.Message):
         cpu_busy_ns: _builtins.int | None = ...,
         cpu_stolen_ns: _builtins.int | None = ...,
         elapsed_ms: _builtins.float = ...,
+        screen_on: _builtins.bool | None = ...,
+        thermal_status: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_battery_share", b"_battery_share", "_charging", b"_charging", "_cpu_busy_ns", b"_cpu_busy_ns", "_cpu_stolen_ns", b"_cpu_stolen_ns", "_load_1m", b"_load_1m", "_memory_available_bytes", b"_memory_available_bytes", "_psi_cpu_avg10", b"_psi_cpu_avg10", "_psi_io_avg10", b"_psi_io_avg10", "_psi_memory_avg10", b"_psi_memory_avg10", "_runnable", b"_runnable", "_throttle_count", b"_throttle_count", "battery_share", b"battery_share", "charging", b"charging", "cpu_busy_ns", b"cpu_busy_ns", "cpu_stolen_ns", b"cpu_stolen_ns", "load_1m", b"load_1m", "memory_available_bytes", b"memory_available_bytes", "psi_cpu_avg10", b"psi_cpu_avg10", "psi_io_avg10", b"psi_io_avg10", "psi_memory_avg10", b"psi_memory_avg10", "runnable", b"runnable", "throttle_count", b"throttle_count"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_battery_share", b"_battery_share", "_charging", b"_charging", "_cpu_busy_ns", b"_cpu_busy_ns", "_cpu_stolen_ns", b"_cpu_stolen_ns", "_load_1m", b"_load_1m", "_memory_available_bytes", b"_memory_available_bytes", "_psi_cpu_avg10", b"_psi_cpu_avg10", "_psi_io_avg10", b"_psi_io_avg10", "_psi_memory_avg10", b"_psi_memory_avg10", "_runnable", b"_runnable", "_screen_on", b"_screen_on", "_thermal_status", b"_thermal_status", "_throttle_count", b"_throttle_count", "battery_share", b"battery_share", "charging", b"charging", "cpu_busy_ns", b"cpu_busy_ns", "cpu_stolen_ns", b"cpu_stolen_ns", "load_1m", b"load_1m", "memory_available_bytes", b"memory_available_bytes", "psi_cpu_avg10", b"psi_cpu_avg10", "psi_io_avg10", b"psi_io_avg10", "psi_memory_avg10", b"psi_memory_avg10", "runnable", b"runnable", "screen_on", b"screen_on", "thermal_status", b"thermal_status", "throttle_count", b"throttle_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_battery_share", b"_battery_share", "_charging", b"_charging", "_cpu_busy_ns", b"_cpu_busy_ns", "_cpu_stolen_ns", b"_cpu_stolen_ns", "_load_1m", b"_load_1m", "_memory_available_bytes", b"_memory_available_bytes", "_psi_cpu_avg10", b"_psi_cpu_avg10", "_psi_io_avg10", b"_psi_io_avg10", "_psi_memory_avg10", b"_psi_memory_avg10", "_runnable", b"_runnable", "_throttle_count", b"_throttle_count", "battery_share", b"battery_share", "charging", b"charging", "cooling", b"cooling", "cpu_busy_ns", b"cpu_busy_ns", "cpu_stolen_ns", b"cpu_stolen_ns", "cpus", b"cpus", "elapsed_ms", b"elapsed_ms", "load_1m", b"load_1m", "memory_available_bytes", b"memory_available_bytes", "psi_cpu_avg10", b"psi_cpu_avg10", "psi_io_avg10", b"psi_io_avg10", "psi_memory_avg10", b"psi_memory_avg10", "runnable", b"runnable", "throttle_count", b"throttle_count", "zones", b"zones"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_battery_share", b"_battery_share", "_charging", b"_charging", "_cpu_busy_ns", b"_cpu_busy_ns", "_cpu_stolen_ns", b"_cpu_stolen_ns", "_load_1m", b"_load_1m", "_memory_available_bytes", b"_memory_available_bytes", "_psi_cpu_avg10", b"_psi_cpu_avg10", "_psi_io_avg10", b"_psi_io_avg10", "_psi_memory_avg10", b"_psi_memory_avg10", "_runnable", b"_runnable", "_screen_on", b"_screen_on", "_thermal_status", b"_thermal_status", "_throttle_count", b"_throttle_count", "battery_share", b"battery_share", "charging", b"charging", "cooling", b"cooling", "cpu_busy_ns", b"cpu_busy_ns", "cpu_stolen_ns", b"cpu_stolen_ns", "cpus", b"cpus", "elapsed_ms", b"elapsed_ms", "load_1m", b"load_1m", "memory_available_bytes", b"memory_available_bytes", "psi_cpu_avg10", b"psi_cpu_avg10", "psi_io_avg10", b"psi_io_avg10", "psi_memory_avg10", b"psi_memory_avg10", "runnable", b"runnable", "screen_on", b"screen_on", "thermal_status", b"thermal_status", "throttle_count", b"throttle_count", "zones", b"zones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__battery_share: _TypeAlias = _typing.Literal["battery_share"]  # noqa: Y015
     _WhichOneofArgType__battery_share: _TypeAlias = _typing.Literal["_battery_share", b"_battery_share"]  # noqa: Y015
@@ -1804,6 +1814,10 @@ class SystemReading(_message.Message):
     _WhichOneofArgType__psi_memory_avg10: _TypeAlias = _typing.Literal["_psi_memory_avg10", b"_psi_memory_avg10"]  # noqa: Y015
     _WhichOneofReturnType__runnable: _TypeAlias = _typing.Literal["runnable"]  # noqa: Y015
     _WhichOneofArgType__runnable: _TypeAlias = _typing.Literal["_runnable", b"_runnable"]  # noqa: Y015
+    _WhichOneofReturnType__screen_on: _TypeAlias = _typing.Literal["screen_on"]  # noqa: Y015
+    _WhichOneofArgType__screen_on: _TypeAlias = _typing.Literal["_screen_on", b"_screen_on"]  # noqa: Y015
+    _WhichOneofReturnType__thermal_status: _TypeAlias = _typing.Literal["thermal_status"]  # noqa: Y015
+    _WhichOneofArgType__thermal_status: _TypeAlias = _typing.Literal["_thermal_status", b"_thermal_status"]  # noqa: Y015
     _WhichOneofReturnType__throttle_count: _TypeAlias = _typing.Literal["throttle_count"]  # noqa: Y015
     _WhichOneofArgType__throttle_count: _TypeAlias = _typing.Literal["_throttle_count", b"_throttle_count"]  # noqa: Y015
     @_typing.overload
@@ -1826,6 +1840,10 @@ class SystemReading(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__psi_memory_avg10) -> _WhichOneofReturnType__psi_memory_avg10 | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__runnable) -> _WhichOneofReturnType__runnable | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__screen_on) -> _WhichOneofReturnType__screen_on | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thermal_status) -> _WhichOneofReturnType__thermal_status | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__throttle_count) -> _WhichOneofReturnType__throttle_count | None: ...
 
