@@ -18,10 +18,12 @@ from etfarm.server.devices.runs import AttemptLost, Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
 from etfarm.server.state.engine import Database
 from etfarm.v1.agent_pb2 import Heartbeat, Hello, RunnerBundle
+from etfarm.v1.common_pb2 import Error
 from etfarm.v1.device_pb2 import Device, DeviceRunner, DeviceState, DeviceTelemetry
 from etfarm.wire.errors import Kind
 
 IDLE, BUSY, OFFLINE = DeviceState.DEVICE_STATE_IDLE, DeviceState.DEVICE_STATE_BUSY, DeviceState.DEVICE_STATE_OFFLINE
+UNUSABLE = DeviceState.DEVICE_STATE_UNUSABLE
 
 
 class World:
@@ -72,6 +74,34 @@ async def test_a_device_is_idle_busy_and_offline(world: World) -> None:
     assert world.states() == {"pi": OFFLINE, "xl": OFFLINE}
     with pytest.raises(DeviceOffline):
         world.registry.session_of("pi")
+
+
+async def test_a_device_with_a_problem_is_unusable_until_its_agent_says_that_it_is_gone(world: World) -> None:
+    session = await world.connect("phone")
+    problem = Error(reason="PHONE_UNAUTHORIZED", message="The phone does not trust its host.", remedy="Allow it.")
+    await world.registry.update(session, Device(id="phone", name="board-phone", arch="aarch64", problem=problem))
+    assert world.states() == {"phone": UNUSABLE}
+    assert world.registry.get("phone").problem == problem
+    await world.registry.update(session, Device(id="phone", name="board-phone", arch="aarch64"))
+    assert world.states() == {"phone": IDLE}
+    assert not world.registry.get("phone").HasField("problem")
+
+
+async def test_what_runs_on_a_device_goes_on_when_a_problem_comes(world: World) -> None:
+    session = await world.connect("phone")
+    world.runs.begin("a1", "phone", lambda _: None)
+    await world.registry.update(session, Device(id="phone", name="board-phone", problem=Error(reason="PHONE_FULL")))
+    assert world.states() == {"phone": BUSY}
+    world.runs.end("a1")
+    assert world.states() == {"phone": UNUSABLE}
+
+
+async def test_the_problem_of_a_device_that_went_is_forgotten(world: World) -> None:
+    session = await world.connect("phone")
+    await world.registry.update(session, Device(id="phone", name="board-phone", problem=Error(reason="PHONE_FULL")))
+    world.registry.gone(session, "phone")
+    assert world.states() == {"phone": OFFLINE}
+    assert not world.registry.get("phone").HasField("problem")
 
 
 async def test_listeners_hear_of_coming_and_going(world: World) -> None:

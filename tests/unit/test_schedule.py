@@ -8,23 +8,26 @@ from hypothesis import strategies as st
 
 from etfarm.server.devices import schedule
 from etfarm.server.devices.schedule import Assignment, NoSuchDevice, Waiting
+from etfarm.v1.common_pb2 import Error
 from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.wire import selectors
 from etfarm.wire.errors import Kind
 
-IDLE, BUSY, OFFLINE, DRAINING = (
+IDLE, BUSY, OFFLINE, DRAINING, UNUSABLE = (
     DeviceState.DEVICE_STATE_IDLE,
     DeviceState.DEVICE_STATE_BUSY,
     DeviceState.DEVICE_STATE_OFFLINE,
     DeviceState.DEVICE_STATE_DRAINING,
+    DeviceState.DEVICE_STATE_UNUSABLE,
 )
+FULL = Error(reason="DEVICE_FULL", message="Its storage is full.", remedy="Make room on it.")
 IDS = ["d0", "d1", "d2", "d3"]
 
 devices = st.lists(
     st.builds(
         Device,
         id=st.sampled_from(IDS), arch=st.sampled_from(["aarch64", "x86_64"]), emulated=st.booleans(),
-        state=st.sampled_from([IDLE, IDLE, BUSY, OFFLINE, DRAINING]),
+        state=st.sampled_from([IDLE, IDLE, BUSY, OFFLINE, DRAINING, UNUSABLE]),
     ),
     max_size=4, unique_by=lambda device: device.id,
 )  # fmt: skip
@@ -117,6 +120,12 @@ def test_matching_takes_offline_devices_too_and_puts_emulated_ones_last() -> Non
     assert [one.id for one in schedule.matching(selectors.parse(""), "", known)] == ["b", "c", "a"]
 
 
+def test_a_device_that_cannot_be_used_matches_and_gets_nothing() -> None:
+    known = [device("phone", UNUSABLE, problem=FULL)]
+    assert [one.id for one in schedule.matching(selectors.parse("id=phone"), "id=phone", known)] == ["phone"]
+    assert schedule.schedule([cell(text="id=phone")], known) == []
+
+
 def test_no_match_is_refused_with_what_there_is() -> None:
     known = [device("pi", OFFLINE, arch="aarch64", soc="BCM", cores=4), device("emu", emulated=True)]
     with pytest.raises(
@@ -138,6 +147,14 @@ def test_no_match_is_refused_with_what_there_is() -> None:
         ([device("b", OFFLINE), device("a", BUSY)], {"a": "x"}, "a is busy"),
         ([device("b", BUSY), device("a", BUSY)], {"a": "x", "b": "y"}, "a, b are busy"),
         ([device("a")], {}, ""),
+        ([device("c", UNUSABLE, problem=FULL)], {}, "c cannot be used: Its storage is full. Make room on it"),
+        (
+            [device("c", UNUSABLE, problem=FULL), device("b", OFFLINE)],
+            {},
+            "b is known but offline; c cannot be used: Its storage is full. Make room on it",
+        ),
+        ([device("c", UNUSABLE, problem=FULL), device("a", BUSY)], {"a": "x"}, "a is busy"),
+        ([device("c", UNUSABLE, problem=FULL), device("a")], {}, ""),
     ],
 )
 def test_why_a_cell_waits_is_said(known: list[Device], busy: dict[str, str], says: str) -> None:

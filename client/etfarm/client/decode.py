@@ -132,6 +132,11 @@ def device(message: device_pb2.Device) -> Device:
         runner=message.runner,
         own_runners=tuple(runner.kind for runner in message.own_runners),
         telemetry={field.name: value for field, value in message.telemetry.ListFields() if field.name != "at"},
+        model=message.model,
+        page_size_bytes=message.page_size_bytes if message.HasField("page_size_bytes") else None,
+        thermal_zones=tuple(message.thermal_zones),
+        has_battery=message.has_battery if message.HasField("has_battery") else None,
+        problem=status.from_proto(message.problem) if message.HasField("problem") else None,
     )
 
 

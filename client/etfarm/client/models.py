@@ -53,6 +53,8 @@ class DeviceState(StrEnum):
     BUSY = "BUSY"
     OFFLINE = "OFFLINE"
     DRAINING = "DRAINING"
+    UNUSABLE = "UNUSABLE"
+    """Connected, and can be given no runs now: `Device.problem` says why."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,15 @@ class Device:
     """Kinds of the runners that are installed on it, such as `python`; used where the farm has no bundle for it."""
     telemetry: Mapping[str, float | bool] = field(default_factory=dict)
     """What the last heartbeat told; keys with their unit, as `temperature_c`. Only what the device has."""
+    model: str = ""
+    """The product, where `soc` does not say it: `Google Pixel 8`."""
+    page_size_bytes: int | None = None
+    thermal_zones: tuple[str, ...] = ()
+    """Names of its temperature sensors."""
+    has_battery: bool | None = None
+    """None where nothing tells."""
+    problem: EtfarmError | None = None
+    """Why it can be given no runs now, with the remedy; None where it can."""
 
 
 @dataclass(frozen=True)

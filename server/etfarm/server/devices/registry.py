@@ -98,8 +98,10 @@ class Registry:
         seen.attempt_id = attempt or ""
         if device.id not in self._serving:
             seen.state = DeviceState.DEVICE_STATE_OFFLINE
+            # What its agent said last may not be so any more.
+            seen.ClearField("problem")
         else:
-            seen.state = DeviceState.DEVICE_STATE_BUSY if attempt else DeviceState.DEVICE_STATE_IDLE
+            seen.state = _state(seen)
             if (telemetry := self._telemetry.get(device.id)) is not None:
                 seen.telemetry.CopyFrom(telemetry)
         if (runner := known_runner(self._bundles, device)) is not None:
@@ -228,3 +230,10 @@ class Registry:
                 connection.execute(insert(schema.devices).values(row).on_conflict_do_update(index_elements=["id"], set_=again))
 
         await self._database.write(write)
+
+
+def _state(device: Device) -> DeviceState.ValueType:
+    """Of a connected device. What runs on it goes on, whatever its agent says meanwhile: the run's own end tells."""
+    if device.attempt_id:
+        return DeviceState.DEVICE_STATE_BUSY
+    return DeviceState.DEVICE_STATE_UNUSABLE if device.HasField("problem") else DeviceState.DEVICE_STATE_IDLE

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from etfarm.v1.common_pb2 import Error
 from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.selectors import Selector
 
 IDLE: Final = DeviceState.DEVICE_STATE_IDLE
 OFFLINE: Final = DeviceState.DEVICE_STATE_OFFLINE
+UNUSABLE: Final = DeviceState.DEVICE_STATE_UNUSABLE
 
 
 class NoSuchDevice(UserError):
@@ -100,8 +102,16 @@ def why_waiting(cell: Waiting, devices: Sequence[Device], runs: Mapping[str, str
     fitting = [device for device in devices if cell.fits(device)]
     if not fitting:
         return "no known device matches any more"
-    if all(device.state == OFFLINE for device in fitting):
-        names = ", ".join(sorted(device.name for device in fitting))
-        return f"{names} {'is' if len(fitting) == 1 else 'are'} known but offline"
+    if all(device.state in (OFFLINE, UNUSABLE) for device in fitting):
+        offline = sorted(device.name for device in fitting if device.state == OFFLINE)
+        reasons = [f"{', '.join(offline)} {'is' if len(offline) == 1 else 'are'} known but offline"] if offline else []
+        unusable = sorted((device for device in fitting if device.state == UNUSABLE), key=lambda device: device.name)
+        reasons += [f"{device.name} cannot be used: {_sentence(device.problem)}" for device in unusable]
+        return "; ".join(reasons)
     busy = sorted(device.name for device in fitting if device.id in runs)
     return f"{', '.join(busy)} {'is' if len(busy) == 1 else 'are'} busy" if busy else ""
+
+
+def _sentence(problem: Error) -> str:
+    """Why, and what to do about it, without the last full stop."""
+    return f"{problem.message} {problem.remedy}".strip().removesuffix(".")
