@@ -17,7 +17,7 @@ from typing import IO
 
 from etfarm.device_agents.cache import Cache
 from etfarm.device_agents.config import AgentConfig
-from etfarm.device_agents.errors import AgentFailed, Cancelled, DeviceBusy, FolderInUse, WrongDevice
+from etfarm.device_agents.errors import AgentFailed, Cancelled, DeviceBusy, FolderInUse, FolderUnusable, WrongDevice
 from etfarm.device_agents.execute import Attempt
 from etfarm.device_agents.interleave import InterleavedAttempt
 from etfarm.device_agents.runners.errors import DeviceStorageFailed
@@ -49,12 +49,16 @@ class DataFolder:
 
     Raises:
         FolderInUse: another process holds it.
+        FolderUnusable: nothing can be written there.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
-        self._lock: IO[str] = (path / "lock").open("a+")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock: IO[str] = (path / "lock").open("a+")
+        except OSError as error:
+            raise FolderUnusable(path, error.strerror or str(error)) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -79,7 +83,10 @@ class DataFolder:
             except ValueError:
                 log.warning("%s holds no UUID; this agent gets a new id", path)
         agent_id = str(uuid.uuid4())
-        write_whole(path, f"{agent_id}\n".encode())
+        try:
+            write_whole(path, f"{agent_id}\n".encode())
+        except OSError as error:
+            raise FolderUnusable(self.path, error.strerror or str(error)) from None
         return agent_id
 
     def close(self) -> None:
@@ -88,19 +95,20 @@ class DataFolder:
 
 
 class Results:
-    """Results that the server has not acknowledged: in memory, and as files that outlive the agent.
+    """Results that the server has not acknowledged: in memory, and as files that outlive the agent and a power cut.
 
     Args:
-        folder: one serialized RunResult a file.
+        folder: a file for each: the sha256 of a serialized RunResult, and it. What does not fit is deleted at the start.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._waiting: dict[str, agent_pb2.RunResult] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        for path in sorted(folder.glob("*.pb"), key=lambda path: path.stat().st_mtime):
-            result = agent_pb2.RunResult.FromString(path.read_bytes())
-            self._waiting[result.attempt_id] = result
+        for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime):
+            result = _result_in(path)
+            if result is not None:
+                self._waiting[result.attempt_id] = result
 
     def __contains__(self, attempt_id: object) -> bool:
         return attempt_id in self._waiting
@@ -114,7 +122,8 @@ class Results:
         """Keeps a result. A disk that takes no file is logged: the result then lives as long as this process."""
         self._waiting[result.attempt_id] = result
         try:
-            await asyncio.to_thread(write_whole, self._path(result.attempt_id), result.SerializeToString())
+            told = result.SerializeToString()
+            await asyncio.to_thread(write_whole, self._path(result.attempt_id), hashlib.sha256(told).digest() + told)
         except OSError as error:
             log.error("the result of attempt %s cannot be written: %s", result.attempt_id, error)
 
@@ -125,17 +134,39 @@ class Results:
 
     def _path(self, attempt_id: str) -> Path:
         # The id is the server's word and no file name.
-        return self._folder / f"{hashlib.sha256(attempt_id.encode()).hexdigest()[:32]}.pb"
+        return self._folder / f"{hashlib.sha256(attempt_id.encode()).hexdigest()[:32]}.result"
+
+
+def _result_in(path: Path) -> agent_pb2.RunResult | None:
+    """The result that an earlier process kept there; None, and the file deleted, where it is not whole.
+
+    A message that is cut may well be a message, and an empty file is one: the digest tells.
+    """
+    try:
+        kept = path.read_bytes()
+        if path.suffix == ".result" and hashlib.sha256(kept[32:]).digest() == kept[:32]:
+            return agent_pb2.RunResult.FromString(kept[32:])
+        log.warning("%s is no whole result and is deleted", path)
+        path.unlink()
+    except OSError as error:
+        log.warning("%s cannot be read: %s", path, error)
+    return None
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Puts a file in place, durably and whole or not at all."""
+    """Puts a file in place, whole or not at all; it is there after a power cut once this has returned."""
     partial = path.with_name(path.name + ".part")
     with partial.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+    # The file's name as well, which is the folder's.
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def device_id(machine_id: str, agent_id: str, *, is_default_folder: bool) -> str:

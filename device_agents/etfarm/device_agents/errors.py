@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Kind, UserError
 
 
@@ -16,6 +18,20 @@ class FolderInUse(UserError):
 
     reason = "DATA_FOLDER_IN_USE"
     kind = Kind.FAILED_PRECONDITION
+
+
+class FolderUnusable(UserError):
+    """The agent cannot write into its data folder."""
+
+    reason = "DATA_FOLDER_UNUSABLE"
+
+    def __init__(self, folder: Path, why: str) -> None:
+        super().__init__(
+            f"The agent cannot work in its data folder {folder}: {why}.",
+            "Make it writable with some space left, or give another one with --data.",
+            folder=folder,
+            why=why,
+        )
 
 
 class DeviceBusy(DeviceError):
