@@ -1,0 +1,48 @@
+"""Phones that an adb server knows, by the server's own protocol: lists, shells with separate streams, files to and fro.
+
+`AdbServer` is what an agent needs of adb. The adb program itself only starts the server. Every wait has a limit, since adb
+goes on saying `device` of a phone whose link is dead, and every error names the phone.
+
+Source: the protocol is told by AOSP's packages/modules/adb: OVERVIEW.TXT, SERVICES.TXT, SYNC.TXT and shell_protocol.h.
+"""
+
+from etfarm.device_agents.adb.address import DEFAULT_ADDRESS, server_address
+from etfarm.device_agents.adb.errors import (
+    AdbAddressMalformed,
+    AdbMissing,
+    AdbRefused,
+    AdbServerMissing,
+    PhoneAnswerTooLong,
+    PhoneFileMissing,
+    PhoneFileRefused,
+    PhoneFull,
+    PhoneGone,
+    PhoneSilent,
+)
+from etfarm.device_agents.adb.phones import Phone, State
+from etfarm.device_agents.adb.server import AdbServer, Completed
+from etfarm.device_agents.adb.shell import ShellInput, ShellProcess
+from etfarm.device_agents.adb.sync import OnProgress, RemoteFile
+
+__all__ = [
+    "DEFAULT_ADDRESS",
+    "AdbAddressMalformed",
+    "AdbMissing",
+    "AdbRefused",
+    "AdbServer",
+    "AdbServerMissing",
+    "Completed",
+    "OnProgress",
+    "Phone",
+    "PhoneAnswerTooLong",
+    "PhoneFileMissing",
+    "PhoneFileRefused",
+    "PhoneFull",
+    "PhoneGone",
+    "PhoneSilent",
+    "RemoteFile",
+    "ShellInput",
+    "ShellProcess",
+    "State",
+    "server_address",
+]

@@ -1,0 +1,47 @@
+"""Where the adb server listens, as adb's own environment variables say it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from etfarm.device_agents.adb.errors import AdbAddressMalformed
+
+DEFAULT_ADDRESS: Final = "tcp:127.0.0.1:5037"
+
+
+def server_address(environment: Mapping[str, str] = os.environ) -> str:
+    """The address that adb itself would use: of ADB_SERVER_SOCKET, else of ANDROID_ADB_SERVER_ADDRESS and _PORT."""
+    if named := environment.get("ADB_SERVER_SOCKET"):
+        return named
+    _, host, port = DEFAULT_ADDRESS.split(":")
+    return f"tcp:{environment.get('ANDROID_ADB_SERVER_ADDRESS') or host}:{environment.get('ANDROID_ADB_SERVER_PORT') or port}"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """What a connection is opened to: a path, or a host and its port."""
+
+    path: str = ""
+    """Of a unix domain socket; one of the abstract namespace begins with a NUL. Empty for TCP."""
+    host: str = ""
+    port: int = 0
+
+
+def parse(address: str) -> Endpoint:
+    """The endpoint of `tcp:HOST:PORT`, `tcp:PORT` (of this machine), `localfilesystem:PATH` or `localabstract:NAME`.
+
+    Raises:
+        AdbAddressMalformed: it is none of them.
+    """
+    kind, _, rest = address.partition(":")
+    if kind == "localfilesystem" and rest:
+        return Endpoint(path=rest)
+    if kind == "localabstract" and rest:
+        return Endpoint(path=f"\0{rest}")
+    host, _, port = rest.rpartition(":")
+    if kind == "tcp" and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16:
+        return Endpoint(host=host.removeprefix("[").removesuffix("]") or "127.0.0.1", port=int(port))
+    raise AdbAddressMalformed(address)

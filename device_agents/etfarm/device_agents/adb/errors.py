@@ -1,0 +1,174 @@
+"""What can go wrong between an agent and a phone: no adb server, a phone that is gone, silent, full, or refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from etfarm.device_agents.errors import DiskFull
+from etfarm.wire.errors import DeviceError, Kind, UserError
+
+_START: Final = "Start it with `adb start-server`; where adb is not installed: `apt-get install adb` on Debian."
+_REPLUG: Final = (
+    "Look at the cable or the network, the phone's power and its USB debugging; `adb devices -l` tells what adb sees."
+)
+_RULES: Final = "Install Debian's android-sdk-platform-tools-common for its udev rules, then plug the phone in again."
+_ALLOW: Final = "Unlock the phone and allow USB debugging for this machine in the dialog that it shows."
+_REFUSALS: Final = (
+    ("unauthorized", _ALLOW),
+    ("failed to authenticate", _ALLOW),
+    ("authorizing", _ALLOW),
+    ("no permissions", _RULES),
+    ("insufficient permissions", _RULES),
+    ("offline", "Plug the phone in again, or `adb reconnect offline`."),
+    ("connecting", "Wait a moment; then plug the phone in again."),
+    ("more than one", "Disconnect one of the two: `adb devices -l` shows them."),
+    ("failed to connect", "Look whether the phone is on, in the same network, and listens: `adb tcpip 5555` over USB makes it."),
+)
+
+
+def remedy_of(text: str) -> str:
+    """What to do about a refusal of the adb server or a state that it tells; empty where nobody knows."""
+    return next((remedy for word, remedy in _REFUSALS if word in text.lower()), "")
+
+
+class AdbAddressMalformed(UserError):
+    """ADB_SERVER_SOCKET, or what stands for it, is no address."""
+
+    reason = "ADB_ADDRESS_MALFORMED"
+
+    def __init__(self, address: str) -> None:
+        super().__init__(
+            f"{address!r} is no address of an adb server.",
+            "Give tcp:HOST:PORT, tcp:PORT or localfilesystem:PATH in ADB_SERVER_SOCKET, or unset it.",
+            address=address,
+        )
+
+
+class AdbMissing(UserError):
+    """The adb program is not installed, or cannot start its server."""
+
+    reason = "ADB_MISSING"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"adb cannot be started: {why}.", "Install it, on Debian with `apt-get install adb`.", why=why)
+
+
+class AdbServerMissing(UserError):
+    """No adb server answers at the address: nobody listens, it was stopped, or something else listens there."""
+
+    reason = "ADB_SERVER_MISSING"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, address: str, why: str) -> None:
+        super().__init__(f"No adb server answers at {address}: {why}.", _START, address=address, why=why)
+
+
+class AdbRefused(DeviceError):
+    """The adb server's FAIL. text: its words, such as `device unauthorized`; serial: of the phone asked for, or empty."""
+
+    reason = "ADB_REFUSED"
+
+    def __init__(self, serial: str, text: str) -> None:
+        self.serial = serial
+        self.text = text.strip()
+        sentence = next(iter(self.text.splitlines()), "no reason was given")
+        about = f"the phone {serial}" if serial else "the adb server"
+        super().__init__(f"adb refuses {about}: {sentence}.", remedy_of(self.text), serial=serial, text=self.text)
+
+
+class PhoneGone(DeviceError):
+    """The phone is not there, or vanished in the middle; the adb server that was stopped looks the same from a shell."""
+
+    reason = "PHONE_GONE"
+
+    def __init__(self, serial: str, during: str) -> None:
+        self.serial = serial
+        super().__init__(f"The phone {serial} is gone ({during}).", _REPLUG, serial=serial, during=during)
+
+
+class PhoneSilent(DeviceError):
+    """The phone said nothing for too long, whatever adb says of its state: a dead link looks like this."""
+
+    reason = "PHONE_SILENT"
+    kind = Kind.DEADLINE_EXCEEDED
+
+    def __init__(self, serial: str, during: str, seconds: float) -> None:
+        self.serial = serial
+        super().__init__(
+            f"The phone {serial} did not answer within {seconds:g} s ({during}).",
+            _REPLUG,
+            serial=serial,
+            during=during,
+            seconds=f"{seconds:g}",
+        )
+
+
+class PhoneAnswerTooLong(DeviceError):
+    """A command wrote, or a file had, more than the caller takes."""
+
+    reason = "PHONE_ANSWER_TOO_LONG"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+    def __init__(self, serial: str, during: str, max_bytes: int) -> None:
+        self.serial = serial
+        super().__init__(
+            f"The phone {serial} sent more than {max_bytes} bytes ({during}).", serial=serial, during=during, max_bytes=max_bytes
+        )
+
+
+class PhoneFileRefused(DeviceError):
+    """The phone does not read or write a file. text: its words."""
+
+    reason = "PHONE_FILE_REFUSED"
+
+    def __init__(self, serial: str, remote: str, text: str, remedy: str = "") -> None:
+        self.serial = serial
+        self.text = text.strip()
+        super().__init__(
+            f"The phone {serial} refuses {remote}: {self.text}.", remedy, serial=serial, remote=remote, text=self.text
+        )
+
+
+class PhoneFileMissing(PhoneFileRefused):
+    """The file is not on the phone."""
+
+    reason = "PHONE_FILE_MISSING"
+    kind = Kind.NOT_FOUND
+
+
+class PhoneFull(DiskFull):
+    """The phone has no room for a file. text: its words."""
+
+    def __init__(self, serial: str, remote: str, text: str) -> None:
+        self.serial = serial
+        self.text = text.strip()
+        super().__init__(
+            f"The phone {serial} has no room for {remote}: {self.text}.",
+            f"Free some storage on the phone; `adb -s {serial} shell df -h /data` shows it.",
+            serial=serial,
+            remote=remote,
+            text=self.text,
+        )
+
+
+_FILE_REMEDIES: Final = (
+    ("Read-only file system", "Choose a folder that can be written to, such as one in /data/local/tmp."),
+    ("Permission denied", "Choose a folder of the shell user, such as one in /data/local/tmp."),
+    ("Not a directory", "Remove the file that stands where a folder is needed."),
+)
+_FULL: Final = ("No space left on device", "Disk quota exceeded", "Quota exceeded")
+
+
+def file_refusal(serial: str, remote: str, text: str) -> PhoneFull | PhoneFileRefused:
+    """The error for the words with which the phone ends a transfer; they end in those of strerror(3)."""
+    if _has(text, _FULL):
+        return PhoneFull(serial, remote, text)
+    if _has(text, ["No such file or directory"]):
+        return PhoneFileMissing(serial, remote, text)
+    return PhoneFileRefused(serial, remote, text, next((remedy for words, remedy in _FILE_REMEDIES if words in text), ""))
+
+
+def _has(text: str, words: Iterable[str]) -> bool:
+    return any(word in text for word in words)
