@@ -26,7 +26,7 @@ import numpy as np
 from etfarm.device_agents.passes import Passes, plan_of
 from etfarm.device_agents.runners.bundle import Bundle, unpack
 from etfarm.device_agents.runners.native import NativeRunner
-from etfarm.device_agents.sampler import Sampler
+from etfarm.device_agents.sampler import Sampler, watched
 from etfarm.server.reports import statistics as summaries
 from etfarm.server.reports.verdict import Thresholds, judge
 from etfarm.v1 import agent_pb2, job_pb2, report_pb2
@@ -80,7 +80,7 @@ async def measured(
         await runner.load_method("forward")
         await runner.set_inputs(made.inputs)
         passes = Passes(runner, "forward", result, Told(on_timed))
-        samples = await passes.measure(plan_of(job_pb2.Measurement()), sampler)
+        samples = await passes.measure(plan_of(job_pb2.Measurement()), watched(sampler))
     summary = summaries.summarize(np.frombuffer(samples.tobytes(), dtype="<i8"))
     assert summary is not None
     return result, summary

@@ -17,7 +17,7 @@ from etfarm.device_agents.passes import Passes
 from etfarm.device_agents.runners.bundle import Bundle
 from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan, OnProgress, Progress
-from etfarm.device_agents.sampler import Sampler
+from etfarm.device_agents.sampler import Sampler, watched
 from etfarm.server.reports import statistics
 from etfarm.v1 import agent_pb2
 from tests.support.programs import program
@@ -122,7 +122,7 @@ async def test_a_real_pass_that_goes_on_is_one_pass_for_all_who_hear_of_it(
         await runner.load_method("forward")
         await runner.set_inputs(made.inputs)
         passes = Passes(runner, "forward", result, heard)
-        samples = await passes.measure(replace(PLAN, steady=False, min_time_ns=20_000_000), lambda: Sampler([]))
+        samples = await passes.measure(replace(PLAN, steady=False, min_time_ns=20_000_000), watched(lambda: Sampler([])))
         await passes.first_outputs(None, 1)
     assert result.stop_reason == "DRIFTING" and result.duration_ns >= 160_000_000
     assert len(samples) == result.iterations and done == sorted(done)

@@ -8,17 +8,19 @@ import platform
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from etfarm.device_agents import main
+from etfarm.device_agents import inventory, main
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.emulator import CpuUnknown, Emulator, EmulatorMissing
 from etfarm.device_agents.errors import RunnerDoesNotWork
+from etfarm.device_agents.machine import Machine
 from etfarm.device_agents.native import build
 from etfarm.device_agents.native.toolchain import Compiler
-from etfarm.device_agents.provisions import start_runner, try_out
+from etfarm.device_agents.provisions import try_out
 from etfarm.device_agents.runners.bundle import MANIFEST_NAME, BadBundle, Bundle, BundledFile, open_folder, unpack
 from etfarm.device_agents.runners.errors import ProgramOutOfMemory
 from etfarm.server.artifacts.store import Store
@@ -41,6 +43,11 @@ def arm_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def config(folder: Path, *, cpu: str | None = None, memory_share: float = 0.8, emulated: bool = True) -> AgentConfig:
     emulator = Emulator.find(ARCH, cpu) if emulated else None
     return AgentConfig(Access("127.0.0.1:1"), "board", folder, memory_share=memory_share, emulator=emulator)
+
+
+def machine(folder: Path, **options: Any) -> Machine:
+    settings = config(folder, **options)
+    return Machine(settings, settings.emulator.device() if settings.emulator else inventory.parse(inventory.collect()))
 
 
 @boards
@@ -89,8 +96,7 @@ def test_a_processor_without_emulation_is_a_usage_error(capsys: pytest.CaptureFi
 @boards
 async def test_the_emulated_runner_computes_and_its_memory_is_limited(arm_bundle: Bundle, tmp_path: Path) -> None:
     made = program("add")
-    emulated = config(tmp_path)
-    async with start_runner(arm_bundle, tmp_path, emulated, None) as runner:
+    async with machine(tmp_path).start_runner(arm_bundle, tmp_path, None) as runner:
         assert (await runner.hello()).arch == ARCH
         assert "XnnpackBackend" in await runner.self_test()
         await runner.load(made.path, made.data)
@@ -99,7 +105,7 @@ async def test_the_emulated_runner_computes_and_its_memory_is_limited(arm_bundle
         await runner.run()
         assert close(await runner.outputs(), made.expected)
     large, share = program("large"), (100 << 20) / psutil.virtual_memory().available
-    async with start_runner(arm_bundle, tmp_path, config(tmp_path, memory_share=share), None) as runner:
+    async with machine(tmp_path, memory_share=share).start_runner(arm_bundle, tmp_path, None) as runner:
         await runner.load(large.path, large.data)
         with pytest.raises(ProgramOutOfMemory):
             await runner.load_method("forward")
@@ -142,7 +148,7 @@ async def test_a_runner_that_a_signal_ends_at_its_first_use_is_told_with_it(
     with pytest.raises(
         RunnerDoesNotWork, match=r"^The runner bundle abc for \w+ does not work on this device: .* by SIGILL"
     ) as told:
-        await try_out(bundle, "abc", config(tmp_path, emulated=False))
+        await try_out(bundle, "abc", machine(tmp_path, emulated=False), tmp_path)
     assert "etfarm bundle build" in told.value.remedy
 
 
@@ -152,11 +158,11 @@ async def test_a_runner_that_the_kernel_refuses_is_told_with_its_errno(
 ) -> None:
     bundle = _with(runner_bundle, tmp_path / "bundle", runner_bundle.manifest.arch, loader=b"\x7fELF nonsense")
     with pytest.raises(RunnerDoesNotWork, match=r"cannot be started: Exec format error \(ENOEXEC\)"):
-        await try_out(bundle, "abc", config(tmp_path, emulated=False))
+        await try_out(bundle, "abc", machine(tmp_path, emulated=False), tmp_path)
 
 
 async def test_a_runner_that_works_is_tried_without_a_word(runner_bundle: Bundle, tmp_path: Path) -> None:  # noqa: F811
-    await try_out(runner_bundle, "abc", config(tmp_path, emulated=False))
+    assert "XnnpackBackend" in await try_out(runner_bundle, "abc", machine(tmp_path, emulated=False), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,6 +19,7 @@ from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.errors import FolderInUse
 from etfarm.device_agents.execute import Attempt
 from etfarm.device_agents.gates import GateLimits
+from etfarm.device_agents.machine import Machine
 from etfarm.device_agents.passes import plan_of, traced_iterations
 from etfarm.device_agents.runners.python import PythonRunner
 from etfarm.v1 import agent_pb2, artifact_pb2, artifact_pb2_grpc, common_pb2, compile_pb2, job_pb2
@@ -75,9 +76,9 @@ async def test_a_program_that_needs_too_much_memory_is_the_users_fault(blobs: Bl
         bundle=agent_pb2.RunnerBundle(artifact=blobs.put(runner_archive().read_bytes())),
     )
     start = agent_pb2.StartRun(attempt_id="a", device_id="d", candidates=[candidate], deadline_s=60)
-    device = inventory.parse(inventory.collect())
+    machine = Machine(config, inventory.parse(inventory.collect()))
     cache = Cache(tmp_path / "cache", 1 << 30)
-    result = await Attempt(config, device, cache, tmp_path / "run", start, lambda progress: None).run()
+    result = await Attempt(config, machine, cache, tmp_path / "run", start, lambda progress: None).run()
     error = result.candidates[0].error
     assert (error.fault, error.reason) == (common_pb2.FAULT_USER, "PROGRAM_OUT_OF_MEMORY")
     assert error.metadata["self_test"] == "passed"
@@ -100,9 +101,9 @@ async def test_a_device_that_never_idles_leaves_the_program_its_time(blobs: Blob
         measurement=job_pb2.Measurement(warmup=0, iterations=1, min_time_s=0),
     )
     cache = Cache(tmp_path / "cache", 1 << 30)
-    device = inventory.parse(inventory.collect())
+    machine = Machine(config, inventory.parse(inventory.collect()))
     told: list[agent_pb2.RunProgress] = []
-    result = await Attempt(config, device, cache, tmp_path / "run", start, told.append).run()
+    result = await Attempt(config, machine, cache, tmp_path / "run", start, told.append).run()
     (candidate_result,) = result.candidates
     (wait,) = candidate_result.telemetry.waits
     assert (candidate_result.error.reason, wait.gate, wait.passed) == ("", "IDLE", False)
@@ -124,10 +125,10 @@ async def test_without_a_bundle_the_python_binding_runs_it_where_it_is_installed
         threads=1,
     )
     start = agent_pb2.StartRun(attempt_id="a", device_id="d", candidates=[candidate], deadline_s=120)
-    device = inventory.parse(inventory.collect())
     cache = Cache(tmp_path / "cache", 1 << 30)
     config = AgentConfig(Access(address), "board", tmp_path)
-    (result,) = (await Attempt(config, device, cache, tmp_path / "run", start, lambda progress: None).run()).candidates
+    machine = Machine(config, inventory.parse(inventory.collect()))
+    (result,) = (await Attempt(config, machine, cache, tmp_path / "run", start, lambda progress: None).run()).candidates
     assert not result.HasField("error"), result.error
     assert (result.runner.kind, result.runner.bundle_digest, result.threads) == ("python", "", 1)
     assert result.load.first_run_ns > 0
@@ -142,8 +143,9 @@ async def test_without_any_runner_the_server_is_told_so(
     given_program = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
     start = agent_pb2.StartRun(attempt_id="a", candidates=[agent_pb2.RunCandidate(cell_id="c", program=given_program)])
     cache = Cache(tmp_path / "cache", 1 << 30)
-    device = inventory.parse(inventory.collect())
-    attempt = Attempt(AgentConfig(Access(address), "board", tmp_path), device, cache, tmp_path / "run", start, lambda said: None)
+    config = AgentConfig(Access(address), "board", tmp_path)
+    machine = Machine(config, inventory.parse(inventory.collect()))
+    attempt = Attempt(config, machine, cache, tmp_path / "run", start, lambda said: None)
     assert (await attempt.run()).candidates[0].error.reason == "NO_RUNNER"
 
 
@@ -152,8 +154,8 @@ async def test_a_program_of_other_files_is_not_run(blobs: Blobs, address: str, t
     start = agent_pb2.StartRun(attempt_id="a", candidates=[agent_pb2.RunCandidate(cell_id="c", program=given_program)])
     config = AgentConfig(Access(address), "board", tmp_path)
     cache = Cache(tmp_path / "cache", 1 << 30)
-    device = inventory.parse(inventory.collect())
-    result = await Attempt(config, device, cache, tmp_path / "run", start, lambda progress: None).run()
+    machine = Machine(config, inventory.parse(inventory.collect()))
+    result = await Attempt(config, machine, cache, tmp_path / "run", start, lambda progress: None).run()
     assert result.candidates[0].error.reason == "DIGEST_MISMATCH"
     assert list((tmp_path / "cache" / "blobs").iterdir()) == []
 

@@ -29,9 +29,15 @@ class World:
         assert pause_s > 0
         self.now_s += pause_s
 
+    async def _hottest_c(self) -> float | None:
+        return self.heat(self.now_s)
+
+    async def _runnable(self) -> int | None:
+        return self.tasks(self.now_s)
+
     def gates(self, folder: Path, limits: GateLimits = LIMITS) -> Gates:
         around = Surroundings(
-            lambda: self.heat(self.now_s), lambda: self.tasks(self.now_s), self.cpus, lambda: self.now_s,
+            self._hottest_c, self._runnable, self.cpus, lambda: self.now_s,
             lambda: 1e9 + self.now_s, self._sleep,
         )  # fmt: skip
         return Gates(limits, around, folder / "measured")
@@ -135,8 +141,8 @@ async def test_the_waiting_always_ends(
 
 async def test_this_machine_is_looked_at() -> None:
     around = Surroundings.of_machine()
-    assert around.cpus >= 1 and (around.runnable() or 0) >= 0
-    hottest = around.hottest_c()
+    assert around.cpus >= 1 and (await around.runnable() or 0) >= 0
+    hottest = await around.hottest_c()
     assert hottest is None or -40 <= hottest <= 150
 
 

@@ -21,6 +21,7 @@ from etfarm.device_agents.cache import Cache
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.gates import GateLimits
 from etfarm.device_agents.interleave import ROUNDS, STARTS, InterleavedAttempt, Turns, layout
+from etfarm.device_agents.machine import Machine
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest, tensors
@@ -55,9 +56,9 @@ async def attempt(
         )  # fmt: skip
     gates = GateLimits(idle_wait_s=0, cool_wait_s=0)
     config = AgentConfig(Access(address), "board", folder, gates=gates, memory_share=memory_share)
-    device = inventory.parse(inventory.collect())
+    machine = Machine(config, inventory.parse(inventory.collect()))
     hears = hear or ((lambda progress: None) if told is None else told.append)
-    result = await InterleavedAttempt(config, device, Cache(folder / "cache", 1 << 30), folder / "run", start, hears).run()
+    result = await InterleavedAttempt(config, machine, Cache(folder / "cache", 1 << 30), folder / "run", start, hears).run()
     assert not (folder / "run").exists()
     assert not [child for child in psutil.Process().children(recursive=True) if "runner" in child.name()]
     return result

@@ -16,7 +16,7 @@ from etfarm.device_agents import differences
 from etfarm.device_agents.passes import Passes, plan_of
 from etfarm.device_agents.runners.bundle import Bundle
 from etfarm.device_agents.runners.native import NativeRunner
-from etfarm.device_agents.sampler import Sampler
+from etfarm.device_agents.sampler import Sampler, watched
 from etfarm.v1 import agent_pb2, job_pb2
 from etfarm.wire import tensors
 from etfarm.wire.tensors import Scalar, Tensor, Value
@@ -69,7 +69,7 @@ SHORT = job_pb2.Measurement(warmup=3, iterations=20, min_time_s=0)
 async def test_a_measurement_records_itself_and_its_surroundings(runner_bundle: Bundle, tmp_path: Path) -> None:
     async with loaded("conv", runner_bundle, tmp_path) as (passes, result, heard):
         plan = plan_of(job_pb2.Measurement(iterations=20, min_time_s=0.3, max_warmup_s=20))
-        samples = await passes.measure(plan, lambda: Sampler([[0]], interval_s=0.02))
+        samples = await passes.measure(plan, watched(lambda: Sampler([[0]], interval_s=0.02)))
         outputs = await passes.first_outputs(tmp_path / "trace.etdp", 10)
     assert heard.phases == ["WARMUP", "TIMED", "TRACED"]
     assert len(samples) == result.iterations >= 20 and result.stop_reason == "ENOUGH"
@@ -85,7 +85,7 @@ async def test_a_measurement_records_itself_and_its_surroundings(runner_bundle: 
 
 async def test_a_number_of_warm_ups_is_exact_and_says_nothing_of_steadiness(runner_bundle: Bundle, tmp_path: Path) -> None:
     async with loaded("add", runner_bundle, tmp_path) as (passes, result, _):
-        await passes.measure(plan_of(SHORT), lambda: Sampler([]))
+        await passes.measure(plan_of(SHORT), watched(lambda: Sampler([])))
     assert (result.warmup, result.iterations) == (3, 20) and not result.HasField("steady")
 
 
@@ -95,7 +95,7 @@ async def test_a_program_that_keeps_state_is_told_from_a_nondeterministic_one(
 ) -> None:
     for name, outcome in (("counter", "KEEPS_STATE"), ("random", "NONDETERMINISTIC"), ("add", "EQUAL")):
         async with loaded(name, runner_bundle, tmp_path / name) as (passes, result, _):
-            await passes.measure(plan_of(SHORT), lambda: Sampler([]))
+            await passes.measure(plan_of(SHORT), watched(lambda: Sampler([])))
             outputs = await passes.first_outputs(tmp_path / "trace.etdp" if traced else None, 10)
         assert result.repeatability.outcome == outcome
         assert result.outputs_equal is (outcome != "NONDETERMINISTIC")

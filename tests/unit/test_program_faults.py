@@ -13,6 +13,7 @@ from etfarm.device_agents.cache import Cache
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.execute import Attempt
 from etfarm.device_agents.gates import GateLimits
+from etfarm.device_agents.machine import Machine
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
@@ -62,8 +63,8 @@ class Struck:
             Access(address), "board", folder, gates=GateLimits(idle_wait_s=0, cool_wait_s=0),
             memory_share=BUDGET_BYTES / psutil.virtual_memory().available,
         )  # fmt: skip
-        device = inventory.parse(inventory.collect())
-        self._attempt = Attempt(config, device, cache, self.folder, start, self._hear)
+        machine = Machine(config, inventory.parse(inventory.collect()))
+        self._attempt = Attempt(config, machine, cache, self.folder, start, self._hear)
 
     def _hear(self, said: agent_pb2.RunProgress) -> None:
         self.told.append(said)

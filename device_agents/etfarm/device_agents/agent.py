@@ -17,11 +17,12 @@ from typing import IO
 
 from etfarm.device_agents.cache import Cache
 from etfarm.device_agents.config import AgentConfig
-from etfarm.device_agents.errors import AgentFailed, Cancelled, DeviceBusy, FolderInUse, FolderUnusable, WrongDevice
+from etfarm.device_agents.errors import AgentFailed, Cancelled, DeviceBusy, DeviceGone, FolderInUse, FolderUnusable, WrongDevice
 from etfarm.device_agents.execute import Attempt
 from etfarm.device_agents.interleave import InterleavedAttempt
 from etfarm.device_agents.runners.errors import DeviceStorageFailed
 from etfarm.device_agents.serve import ServedSession
+from etfarm.device_agents.target import Target
 from etfarm.v1 import agent_pb2, device_pb2
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import to_proto
@@ -188,38 +189,66 @@ def emulated_id(agent_id: str, arch: str, cpu: str) -> str:
 
 
 class Agent:
-    """Runs what the server asks for, one attempt at a time, whether or not there is a connection meanwhile.
+    """Runs what the server asks for, one attempt at a time on each device, whether or not there is a connection meanwhile.
 
     Args:
         config: the agent's.
-        device: the one device of this agent.
         folder: the data folder.
         cache: of artifacts.
         tell: takes messages for the server.
     """
 
-    def __init__(self, config: AgentConfig, device: device_pb2.Device, folder: DataFolder, cache: Cache, tell: Tell) -> None:
-        self.device = device
+    def __init__(self, config: AgentConfig, folder: DataFolder, cache: Cache, tell: Tell) -> None:
         self.results = Results(folder.path / "results")
         self._config = config
         self._runs = folder.runs
         self._cache = cache
         self._tell = tell
-        self._attempt: Attempt | ServedSession | None = None
+        self._targets: dict[str, Target] = {}
+        self._problems: dict[str, device_pb2.Device] = {}
+        """Devices that can be given nothing, by id."""
+        self._attempts: dict[str, Attempt | ServedSession] = {}
+        """What runs, by device."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._cancelled: dict[str, str] = {}
+        self._cancelled: dict[str, EtfarmError] = {}
+        """What attempts that are being ended end with."""
         self._done: deque[str] = deque(maxlen=1000)
         self._closing = False
+
+    @property
+    def devices(self) -> list[device_pb2.Device]:
+        """The agent's devices as they are now, by id; those that can be given nothing have a `problem`."""
+        known = self._problems | {device_id: target.device for device_id, target in self._targets.items()}
+        return [known[device_id] for device_id in sorted(known)]
+
+    def attach(self, target: Target) -> None:
+        """A device came, or can be given runs again, or is known better."""
+        device = target.device
+        self._targets[device.id] = target
+        self._problems.pop(device.id, None)
+        self._tell(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=device)))
+
+    async def trouble(self, device: device_pb2.Device) -> None:
+        """A device is there and can be given nothing: it has a `problem`. What runs on it has ended afterwards."""
+        await self._end_runs(device.id, device.problem.message)
+        self._problems[device.id] = device
+        self._tell(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=device)))
+
+    async def detach(self, device_id: str, reason: str) -> None:
+        """A device went; what runs on it has ended afterwards, and fails by the device."""
+        await self._end_runs(device_id, reason)
+        self._problems.pop(device_id, None)
+        self._tell(agent_pb2.AgentMessage(device_gone=agent_pb2.DeviceGone(device_id=device_id, reason=reason)))
+
+    def telemetry(self) -> dict[str, device_pb2.DeviceTelemetry]:
+        """For a heartbeat, by device. While anything is timed here, only what costs little."""
+        light = any(attempt.timing for attempt in self._attempts.values())
+        return {device_id: target.telemetry(light=light) for device_id, target in self._targets.items()}
 
     @property
     def active(self) -> list[str]:
         """Attempts that run now, those included whose result is being written down."""
         return list(self._tasks)
-
-    @property
-    def timing(self) -> bool:
-        """Whether a pass is under way that nothing should disturb."""
-        return self._attempt is not None and self._attempt.timing
 
     def start(self, start: agent_pb2.StartRun) -> None:
         """Begins an attempt, or answers why not. One that is known already stays as it is."""
@@ -227,27 +256,29 @@ class Agent:
         if attempt_id in self._tasks or attempt_id in self.results or attempt_id in self._done:
             log.info("attempt %s is known already", attempt_id)
             return
-        refusal: EtfarmError | None = None
-        if start.device_id != self.device.id:
-            refusal = WrongDevice(f"This agent has no device {start.device_id}.", device_id=start.device_id)
-        elif self._attempt is not None and (busy_with := self._attempt.start.attempt_id) not in self._cancelled:
-            refusal = DeviceBusy(f"{self.device.name} is busy with attempt {busy_with}.", busy_with=busy_with)
-        if refusal is not None:
+        target, former = self._targets.get(start.device_id), self._attempts.get(start.device_id)
+        if target is None:
+            refusal: EtfarmError = WrongDevice(f"This agent has no device {start.device_id}.", device_id=start.device_id)
+            self._spawn(attempt_id, self._finish(failed(start, refusal)))
+            return
+        if former is not None and (busy_with := former.start.attempt_id) not in self._cancelled:
+            refusal = DeviceBusy(f"{target.device.name} is busy with attempt {busy_with}.", busy_with=busy_with)
             self._spawn(attempt_id, self._finish(failed(start, refusal)))
             return
         log.info("attempt %s begins", attempt_id)
         folder = self._runs / hashlib.sha256(attempt_id.encode()).hexdigest()[:32]
         # One that was cancelled just now needs a moment to end; the server need not know.
-        ending = None if self._attempt is None else self._tasks.get(self._attempt.start.attempt_id)
-        self._attempt = _kind_of(start)(self._config, self.device, self._cache, folder, start, self._progress)
-        self._spawn(attempt_id, self._run(self._attempt, ending))
+        ending = None if former is None else self._tasks.get(former.start.attempt_id)
+        attempt = _kind_of(start)(self._config, target, self._cache, folder, start, self._progress)
+        self._attempts[start.device_id] = attempt
+        self._spawn(attempt_id, self._run(attempt, ending))
 
     def cancel(self, attempt_id: str, reason: str) -> None:
         """Ends an attempt; its runner is killed at once. A result that waits is of no use any more."""
         if attempt_id in self.results:
             self.acknowledge(attempt_id)
         elif (task := self._tasks.get(attempt_id)) is not None and attempt_id not in self._cancelled:
-            self._cancelled[attempt_id] = reason
+            self._cancelled[attempt_id] = Cancelled(f"The attempt was cancelled: {reason or 'no reason was given'}.", why=reason)
             task.cancel()
 
     def acknowledge(self, attempt_id: str) -> None:
@@ -263,6 +294,20 @@ class Agent:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _end_runs(self, device_id: str, reason: str) -> None:
+        """No new attempt on the device; those that run fail by it."""
+        target = self._targets.pop(device_id, None)
+        attempt = self._attempts.get(device_id)
+        if target is None or attempt is None:
+            return
+        attempt_id = attempt.start.attempt_id
+        task = self._tasks.get(attempt_id)
+        if task is not None:
+            if attempt_id not in self._cancelled:
+                self._cancelled[attempt_id] = DeviceGone(target.device.name, reason)
+                task.cancel()
+            await asyncio.wait({task})
+
     def _spawn(self, attempt_id: str, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work, name=f"attempt {attempt_id}")
         self._tasks[attempt_id] = task
@@ -276,24 +321,24 @@ class Agent:
                 await asyncio.wait({ending})
             result = await attempt.run()
         except asyncio.CancelledError:
-            reason = self._cancelled.pop(start.attempt_id, None)
-            if reason is None or self._closing:
+            error = self._cancelled.pop(start.attempt_id, None)
+            if error is None or self._closing:
                 raise
             task = asyncio.current_task()
             assert task is not None  # this is one
             task.uncancel()
-            result = failed(start, Cancelled(f"The attempt was cancelled: {reason or 'no reason was given'}.", why=reason))
-        except EtfarmError as error:
             result = failed(start, error)
-        except OSError as error:
-            log.error("attempt %s: %s", start.attempt_id, error)
-            result = failed(start, DeviceStorageFailed(attempt.phase, str(error)))
-        except Exception as error:
+        except EtfarmError as raised:
+            result = failed(start, raised)
+        except OSError as raised:
+            log.error("attempt %s: %s", start.attempt_id, raised)
+            result = failed(start, DeviceStorageFailed(attempt.phase, str(raised)))
+        except Exception as raised:
             log.exception("attempt %s failed by a bug", start.attempt_id)
-            result = failed(start, AgentFailed(f"The agent failed: {type(error).__name__}: {error}."))
+            result = failed(start, AgentFailed(f"The agent failed: {type(raised).__name__}: {raised}."))
         finally:
-            if self._attempt is attempt:
-                self._attempt = None
+            if self._attempts.get(start.device_id) is attempt:
+                del self._attempts[start.device_id]
         await self._finish(result)
 
     async def _finish(self, result: agent_pb2.RunResult) -> None:

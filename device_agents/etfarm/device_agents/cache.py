@@ -116,8 +116,6 @@ class Cache:
         self._blobs = folder / "blobs"
         self._bundles = folder / "bundles"
         self._limit_bytes = limit_bytes
-        self.tried: set[str] = set()
-        """See `Lease.tried`."""
         self._verified: set[str] = set()
         self._locks: dict[str, asyncio.Lock] = {}
         self._leases: list[Lease] = []
@@ -219,11 +217,6 @@ class Lease:
         self._transfers = transfers
         self.digests: set[str] = set()
         """What may not be deleted now."""
-
-    @property
-    def tried(self) -> set[str]:
-        """Bundles whose runner has worked here since this process began. For the caller to fill."""
-        return self._cache.tried
 
     async def fetch(self, artifact: common_pb2.Artifact, on_progress: Progressed | None = None) -> Path:
         """The artifact's file, whole and verified. Bytes that an earlier try left are not asked for again.

@@ -46,6 +46,21 @@ class WrongDevice(DeviceError):
     reason = "DEVICE_UNKNOWN"
 
 
+class DeviceGone(DeviceError):
+    """The device was detached from its agent, or cannot be reached any more."""
+
+    reason = "DEVICE_GONE"
+    kind = Kind.UNAVAILABLE
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(
+            f"{name} is gone: {why.rstrip('.')}.",
+            "Look at its cable, its power and its network; it is served again once it is back.",
+            device=name,
+            why=why,
+        )
+
+
 class Cancelled(UserError):
     """The server took the attempt back."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 import time
 from array import array
@@ -21,8 +20,6 @@ from etfarm.device_agents import numerics
 from etfarm.device_agents.cache import Cache, Lease, Transfers
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.errors import NotReached, SelfTestFailed, TransferTimedOut
-from etfarm.device_agents.gates import Gates, Surroundings
-from etfarm.device_agents.governor import KEPT_GOVERNORS, Governors
 from etfarm.device_agents.inventory import choose_cpus, choose_threads, format_cpu_list
 from etfarm.device_agents.judgement import BAD_ENDS, judged, self_test_limit_s
 from etfarm.device_agents.passes import Passes, plan_of, traced_iterations
@@ -30,16 +27,14 @@ from etfarm.device_agents.provisions import (
     DEFAULT_INPUTS_SEED,
     KEPT_LOG_LINES,
     ProgressTold,
-    Provisions,
     fetch_program,
     limit_s,
-    start_runner,
 )
 from etfarm.device_agents.runners import errors
 from etfarm.device_agents.runners.process import LogLine
 from etfarm.device_agents.runners.remote import RemoteRunner
-from etfarm.device_agents.sampler import Sampler
-from etfarm.v1 import agent_pb2, device_pb2, job_pb2, report_pb2
+from etfarm.device_agents.target import Provisions, Target
+from etfarm.v1 import agent_pb2, job_pb2, report_pb2
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.wire import tensors
 from etfarm.wire.channel import open_channel
@@ -58,7 +53,7 @@ class Attempt:
 
     Args:
         config: the agent's.
-        device: this one.
+        target: what it runs on.
         cache: of artifacts.
         folder: for the runners to work in; made, and deleted at the end.
         start: what the server asks for. Its receipt is now.
@@ -68,20 +63,18 @@ class Attempt:
     def __init__(
         self,
         config: AgentConfig,
-        device: device_pb2.Device,
+        target: Target,
         cache: Cache,
         folder: Path,
         start: agent_pb2.StartRun,
         on_progress: ProgressTold,
     ) -> None:
         self.config = config
-        self.device = device
+        self.target = target
         self.folder = folder
         self.start = start
         self._cache = cache
         self._on_progress = on_progress
-        self.gates = Gates(config.gates, Surroundings.of_machine(), config.data / "measured")
-        self.governors = Governors(config.data / KEPT_GOVERNORS, config.governor)
         self.received_s = time.monotonic()
         self.phase = ""
         """What is under way."""
@@ -99,7 +92,7 @@ class Attempt:
                 transfers = Transfers(ArtifactServiceStub(channel), self.config.pauses)
                 with self._cache.lease(transfers) as lease:
                     results = await self._carry_out(transfers, lease)
-                    if self.config.emulator is not None:
+                    if not self.target.tells_memory:
                         for result in results:
                             # Mostly the emulator's own.
                             result.memory.ClearField("peak_rss_bytes")
@@ -187,7 +180,7 @@ class Execution:
             return None
         except BAD_ENDS as error:
             assert self._provisions is not None  # a program ran
-            limit_s = self_test_limit_s(self._attempt.config, self._provisions)
+            limit_s = self_test_limit_s(self._attempt.target, self._provisions)
             failure = await judged(error, self.start_runner(), limit_s)
         except grpc.aio.AioRpcError as error:
             failure = from_rpc_error(error, server=self._attempt.config.access.server)
@@ -221,15 +214,15 @@ class Execution:
             raise errors.ProgramHung(stage, deadline_s, list(self._recent)) from None
 
     async def _run(self) -> None:
-        attempt, result = self._attempt, self.result
+        attempt, target, result = self._attempt, self._attempt.target, self.result
         measurement = attempt.start.measurement if attempt.start.HasField("measurement") else None
-        cpus = choose_cpus(attempt.device, measurement.cores if measurement else "", attempt.config.cores is not None)
+        cpus = choose_cpus(target.device, measurement.cores if measurement else "", target.restricted)
         await self.fetch()
-        if measurement is not None and not attempt.device.emulated:
+        if measurement is not None and not target.device.emulated:
             # What is timed on an emulated device means nothing: there is nothing to wait for, nor to set.
             result.telemetry.waits.extend(await self.wait())
-            result.telemetry.affinity = format_cpu_list(cpus or os.sched_getaffinity(0))
-            with attempt.governors.held(cpus) as settings:
+            result.telemetry.affinity = format_cpu_list(cpus or target.usable_cpus())
+            with target.settings(cpus) as settings:
                 result.telemetry.settings.extend(settings)
                 files = await self._execute(measurement, cpus)
         else:
@@ -238,13 +231,13 @@ class Execution:
 
     async def _run_numerics(self) -> None:
         """FETCH, NUMERICS in a runner of its own, and UPLOAD."""
-        attempt, given = self._attempt, self.result.numerics
-        cpus = choose_cpus(attempt.device, attempt.start.measurement.cores, attempt.config.cores is not None)
+        attempt, target, given = self._attempt, self._attempt.target, self.result.numerics
+        cpus = choose_cpus(target.device, attempt.start.measurement.cores, target.restricted)
         candidate = agent_pb2.RunCandidate()
         candidate.CopyFrom(self._candidate)
         candidate.program.CopyFrom(self._candidate.numerics_program)
         with self.phase("FETCH"):
-            fetched = await fetch_program(candidate, attempt.device.arch, attempt.config, self._lease, self._tell)
+            fetched = await fetch_program(candidate, target, attempt.config.data, self._lease, self._tell)
         with self.phase("NUMERICS"):
             async with self.start_runner() as runner:
                 await self.load(runner, cpus, again=True, instead=fetched, debug=True)
@@ -257,7 +250,7 @@ class Execution:
 
     async def _execute(self, measurement: job_pb2.Measurement | None, cpus: frozenset[int] | None) -> Files:
         """LOAD to the last pass, in a runner of its own."""
-        attempt, result = self._attempt, self.result
+        attempt, target, result = self._attempt, self._attempt.target, self.result
         async with self.start_runner() as runner:
             method = await self.load(runner, cpus)
             if measurement is None:
@@ -265,11 +258,10 @@ class Execution:
                     result.load.first_run_ns = (await runner.run()).run_ns
                     return Files(await runner.outputs())
             passes = Passes(runner, method, result, self)
-            clusters = [list(cluster.cpus) for cluster in attempt.device.clusters]
             # Nor is there a pace to wait for on an emulated device.
-            left_s = (lambda: 0.0) if attempt.device.emulated else attempt.remaining_s
-            samples = await passes.measure(plan_of(measurement), lambda: Sampler(clusters, cpus), left_s)
-            attempt.gates.measured()
+            left_s = (lambda: 0.0) if target.device.emulated else attempt.remaining_s
+            samples = await passes.measure(plan_of(measurement), target.watch(cpus), left_s)
+            target.gates.measured()
             return await self.trace(passes, samples)
 
     async def fetch(self) -> None:
@@ -280,8 +272,8 @@ class Execution:
             As `fetch_program`.
         """
         with self.phase("FETCH"):
-            device, config = self._attempt.device, self._attempt.config
-            self._provisions = await fetch_program(self._candidate, device.arch, config, self._lease, self._tell)
+            attempt = self._attempt
+            self._provisions = await fetch_program(self._candidate, attempt.target, attempt.config.data, self._lease, self._tell)
             if self._candidate.HasField("inputs"):
                 path = await self._lease.fetch(self._candidate.inputs, self._tell)
                 self._inputs = await asyncio.to_thread(lambda: tensors.decode(path.read_bytes()))
@@ -309,7 +301,7 @@ class Execution:
         phase = nullcontext if again else self.phase
         threads = self._candidate.threads
         if not self._candidate.HasField("threads"):
-            threads = choose_threads(self._attempt.device, cpus)
+            threads = choose_threads(self._attempt.target.device, cpus)
         with phase("LOAD"):
             hello = await runner.hello()
             result.runner.kind, result.runner.executorch = runner.kind, hello.executorch
@@ -348,7 +340,7 @@ class Execution:
     def start_runner(self) -> AbstractAsyncContextManager[RemoteRunner]:
         """A fresh runner for the program, which was fetched."""
         assert self._provisions is not None  # it was fetched
-        return start_runner(self._provisions.bundle, self.folder, self._attempt.config, self._take_log)
+        return self._attempt.target.start_runner(self._provisions.bundle, self.folder, self._take_log)
 
     async def wait(self) -> list[report_pb2.GateWait]:
         """WAIT_FOR_COOL and WAIT_FOR_IDLE, where the device has to; phases of the result then."""
@@ -364,7 +356,7 @@ class Execution:
             heard = attempt.phase = phase
             self._tell(message=message, force=is_new)
 
-        waits = await attempt.gates.wait(tell, attempt.remaining_s())
+        waits = await attempt.target.gates.wait(tell, attempt.remaining_s())
         if heard:
             self.ended(heard, began_s, time.monotonic())
         return waits

@@ -56,8 +56,8 @@ _COOL_AGAIN_S: Final = 0.5
 class Surroundings:
     """What gates look at; a device lacks what gives None."""
 
-    hottest_c: Callable[[], float | None]
-    runnable: Callable[[], int | None]
+    hottest_c: Callable[[], Awaitable[float | None]]
+    runnable: Callable[[], Awaitable[int | None]]
     cpus: int
     now_s: Callable[[], float] = time.monotonic
     wall_s: Callable[[], float] = time.time
@@ -68,10 +68,13 @@ class Surroundings:
         """This machine's."""
         heat = [path for path in readings.find(root) if "/thermal_zone" in path]
 
-        def runnable() -> int | None:
+        async def hottest_c() -> float | None:
+            return readings.hottest_c(readings.collect(heat, root))
+
+        async def runnable() -> int | None:
             return readings.runnable(readings.collect([readings.LOAD], root).get(readings.LOAD, ""))
 
-        return cls(lambda: readings.hottest_c(readings.collect(heat, root)), runnable, os.cpu_count() or 1)
+        return cls(hottest_c, runnable, os.cpu_count() or 1)
 
 
 Tell = Callable[[str, str], None]
@@ -120,7 +123,7 @@ class Gates:
 
     async def _cool_down(self, tell: Tell) -> report_pb2.GateWait | None:
         around, pause_s = self._around, self._limits.cool_down_s
-        if not self._last.exists() or around.hottest_c() is None:
+        if not self._last.exists() or await around.hottest_c() is None:
             return None
         # A clock that was set back must not make the pause longer than it is.
         left_s = min(pause_s, self._last.stat().st_mtime + pause_s - around.wall_s())
@@ -134,7 +137,7 @@ class Gates:
         around, most = self._around, self._limits.cool_below_c
         began_s = around.now_s()
         seen: deque[tuple[float, float]] = deque()
-        while (hottest := around.hottest_c()) is not None and hottest >= most:
+        while (hottest := await around.hottest_c()) is not None and hottest >= most:
             waited_s = around.now_s() - began_s
             seen.append((waited_s, hottest))
             while waited_s - seen[0][0] > COOLING_WINDOW_S:
@@ -164,7 +167,7 @@ class Gates:
         for index in range(LOOKS):
             if index:
                 await self._around.sleep(LOOK_S)
-            if (seen := self._around.runnable()) is None:
+            if (seen := await self._around.runnable()) is None:
                 return None
             looks.append(seen)
         return statistics.fmean(looks) / self._around.cpus

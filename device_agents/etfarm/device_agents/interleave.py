@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import random
-import resource
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,8 +17,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
-
-import psutil
 
 from etfarm.device_agents.cache import Lease, Transfers
 from etfarm.device_agents.errors import SelfTestFailed
@@ -30,7 +26,7 @@ from etfarm.device_agents.passes import Passes, plan_of
 from etfarm.device_agents.runners.errors import ProgramOutOfMemory
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan
 from etfarm.device_agents.runners.remote import RemoteRunner
-from etfarm.device_agents.sampler import Sampler
+from etfarm.device_agents.sampler import Watch
 from etfarm.device_agents.telemetry import run_telemetry
 from etfarm.v1 import agent_pb2
 
@@ -145,15 +141,10 @@ class Turns:
         passes.executed(self._executed, self._executed_ns)
         return await self.execution.trace(passes, self.measured.samples_ns)
 
-    def cpu_ns(self) -> int:
-        """CPU time of its runner so far; 0 without one."""
-        if self._runner is None:
-            return 0
-        try:
-            times = psutil.Process(self._runner.pid).cpu_times()
-        except psutil.Error:
-            return 0  # it has just ended
-        return round((times.user + times.system) * 1e9)
+    @property
+    def pids(self) -> list[int]:
+        """Of its runner, if there is one."""
+        return [] if self._runner is None else [self._runner.pid]
 
     async def stop(self) -> None:
         """Ends its runner, if there is one."""
@@ -181,8 +172,8 @@ class _Begin:
     """The moment before the first block."""
 
     at_s: float
-    cpu_ns: int
-    """As `_cpu_ns`."""
+    cpu_ns: int | None
+    """As `Target.runners_cpu_ns`."""
 
 
 class InterleavedAttempt(Attempt):
@@ -190,7 +181,8 @@ class InterleavedAttempt(Attempt):
 
     async def _carry_out(self, transfers: Transfers, lease: Lease) -> list[agent_pb2.CandidateResult]:
         measurement = self.start.measurement
-        cpus = choose_cpus(self.device, measurement.cores, self.config.cores is not None)
+        target = self.target
+        cpus = choose_cpus(target.device, measurement.cores, target.restricted)
         plan = plan_of(measurement)
         executions = [
             Execution(self, candidate, transfers, lease, self.folder / str(index))
@@ -201,13 +193,13 @@ class InterleavedAttempt(Attempt):
         try:
             for execution in executions:
                 await execution.guarded(execution.fetch)
-            if self.device.emulated:
+            if target.device.emulated:
                 files = await self._measure(turns, plan, cpus)
             else:
                 await self._wait(executions)
-                with self.governors.held(cpus) as settings:
+                with target.settings(cpus) as settings:
                     for execution in executions:
-                        execution.result.telemetry.affinity = format_cpu_list(cpus or os.sched_getaffinity(0))
+                        execution.result.telemetry.affinity = format_cpu_list(cpus or target.usable_cpus())
                         execution.result.telemetry.settings.extend(settings)
                     files = await self._measure(turns, plan, cpus)
         finally:
@@ -243,19 +235,19 @@ class InterleavedAttempt(Attempt):
     async def _measure(self, turns: Sequence[Turns], plan: MeasurePlan, cpus: frozenset[int] | None) -> dict[str, Files]:
         """LOAD to the last pass; what to upload, by cell."""
         files: dict[str, Files] = {}
-        clusters = [list(cluster.cpus) for cluster in self.device.clusters]
-        with await asyncio.to_thread(Sampler, clusters, cpus) as watching:
+        async with self.target.watch(cpus) as watching:
             begin = await self._take_turns(turns, plan, watching)
-            ended_s, used_ns = time.monotonic(), _cpu_ns(turns)
-            sampled = await asyncio.to_thread(watching.end)
-        self.gates.measured()
+            ended_s, used_ns = time.monotonic(), self._cpu_ns(turns)
+            sampled = await watching.seen()
+        self.target.gates.measured()
         for each in self._live(turns):
             if each.measured is None:
                 continue
             each.conclude(begin.at_s, ended_s)
             telemetry = each.execution.result.telemetry
             telemetry.MergeFrom(run_telemetry(each.measured, sampled))
-            telemetry.runners_cpu_ns = used_ns - begin.cpu_ns
+            if used_ns is not None and begin.cpu_ns is not None:
+                telemetry.runners_cpu_ns = used_ns - begin.cpu_ns
         for each in self._live(turns):
 
             async def trace(each: Turns = each) -> None:
@@ -265,7 +257,7 @@ class InterleavedAttempt(Attempt):
             await each.stop()
         return files
 
-    async def _take_turns(self, turns: Sequence[Turns], plan: MeasurePlan, watching: Sampler) -> _Begin:
+    async def _take_turns(self, turns: Sequence[Turns], plan: MeasurePlan, watching: Watch) -> _Begin:
         """All rounds; the runners of the last start are left. Gives the moment before the first block."""
         order, begin, number = random.Random(self.start.attempt_id), _Begin(0.0, 0), 0
         rounds: Rounds | None = None
@@ -281,7 +273,7 @@ class InterleavedAttempt(Attempt):
                 rounds = layout(plan, [each.median_ns for each in live])
                 for each, iterations in zip(live, rounds.iterations, strict=True):
                     each.iterations = iterations
-                self.phase, begin = "TIMED", _Begin(time.monotonic(), _cpu_ns(turns))
+                self.phase, begin = "TIMED", _Begin(time.monotonic(), self._cpu_ns(turns))
                 watching.begin()
             of_start, is_last = 0, start == STARTS - 1
             while self._live(turns) and (of_start < rounds.of_start or (is_last and self._wants_more(turns, plan, of_start))):
@@ -321,18 +313,15 @@ class InterleavedAttempt(Attempt):
                 together = f"The {len(turns)} candidates are in memory at once: without --interleave each has the device alone."
                 error.remedy = f"{error.remedy} {together}".strip()
 
+    def _cpu_ns(self, turns: Sequence[Turns]) -> int | None:
+        return self.target.runners_cpu_ns([pid for each in turns for pid in each.pids])
+
     def _live(self, turns: Sequence[Turns]) -> list[Turns]:
         """Those that go on; none where the device itself failed."""
         return [] if self._broken(turns) is not None else [each for each in turns if each.live]
 
     def _broken(self, turns: Sequence[Turns]) -> Turns | None:
         return next((each for each in turns if each.execution.result.error.reason == SelfTestFailed.reason), None)
-
-
-def _cpu_ns(turns: Sequence[Turns]) -> int:
-    """CPU time of all runners that ended since this process began, and of those that live."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return round((ended.ru_utime + ended.ru_stime) * 1e9) + sum(each.cpu_ns() for each in turns)
 
 
 def _has_room(each: Turns, plan: MeasurePlan) -> bool:

@@ -7,11 +7,10 @@ import logging
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
-from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.errors import SelfTestFailed
-from etfarm.device_agents.provisions import Provisions
 from etfarm.device_agents.runners import errors
 from etfarm.device_agents.runners.remote import RemoteRunner
+from etfarm.device_agents.target import Provisions, Target
 from etfarm.wire.errors import EtfarmError
 
 log = logging.getLogger(__name__)
@@ -20,9 +19,9 @@ BAD_ENDS: Final = (errors.ProgramCrashed, errors.ProgramHung, errors.ProgramOutO
 """Ends that the device may be to blame for."""
 
 
-def self_test_limit_s(config: AgentConfig, provisions: Provisions) -> float:
+def self_test_limit_s(target: Target, provisions: Provisions) -> float:
     """How long a self-test may take. Importing torch alone takes seconds on a board."""
-    return config.self_test_s * (1 if provisions.bundle else 3)
+    return target.self_test_s * (1 if provisions.bundle else 3)
 
 
 async def judged(error: EtfarmError, starting: AbstractAsyncContextManager[RemoteRunner], limit_s: float) -> EtfarmError:

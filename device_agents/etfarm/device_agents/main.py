@@ -22,9 +22,9 @@ from etfarm.device_agents.emulator import DEFAULT_CPUS, SME_WARNING, Emulator
 from etfarm.device_agents.errors import NoCores
 from etfarm.device_agents.gates import GateLimits
 from etfarm.device_agents.governor import KEPT_GOVERNORS, Governors
+from etfarm.device_agents.machine import Machine
 from etfarm.device_agents.own_runners import own_runners
 from etfarm.device_agents.session import Outgoing, Session
-from etfarm.device_agents.telemetry import Telemetry
 from etfarm.v1 import device_pb2
 from etfarm.wire.channel import Access, parse_address
 from etfarm.wire.names import DATA_VARIABLE, SERVER_VARIABLE
@@ -71,13 +71,12 @@ async def _serve(config: AgentConfig, device: device_pb2.Device, folder: DataFol
     Governors(config.data / KEPT_GOVERNORS, None).restore()
     cache = Cache(config.data / "cache", config.cache_limit_bytes)
     device.id, device.agent_id = _device_id(config, agent_id), agent_id
-    agent = Agent(config, device, folder, cache, outgoing)
-    session = Session(
-        config, agent, agent_id, outgoing, Telemetry(config.data), _say, version=version("etfarm"), host=socket.gethostname()
-    )
+    agent = Agent(config, folder, cache, outgoing)
+    session = Session(config, agent, agent_id, outgoing, _say, version=version("etfarm"), host=socket.gethostname())
     _say(f"etfarm agent: connecting to {config.access.server}")
     # Before the farm can send anything, which this would disturb.
     device.own_runners.extend(await _own_runners(config, stop))
+    agent.attach(Machine(config, device))
     try:
         await session.run(stop)
     finally:

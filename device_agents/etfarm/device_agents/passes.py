@@ -11,13 +11,13 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 from typing import Final, Protocol
 
 from etfarm.device_agents import differences, drift
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan, Progress, Runner
-from etfarm.device_agents.sampler import Sampler
+from etfarm.device_agents.sampler import Watch
 from etfarm.device_agents.telemetry import run_telemetry
 from etfarm.v1 import agent_pb2, job_pb2, report_pb2
 from etfarm.wire.tensors import Value
@@ -100,15 +100,16 @@ class Passes:
         """For executing them again."""
 
     async def measure(
-        self, plan: MeasurePlan, sampler: Callable[[], Sampler], left_s: Callable[[], float] = lambda: math.inf
+        self, plan: MeasurePlan, watch: AbstractAsyncContextManager[Watch], left_s: Callable[[], float] = lambda: math.inf
     ) -> array[int]:
         """WARMUP and TIMED, which goes on where its times drift: the samples; everything else about them goes into the result.
 
         Args:
+            watch: is beside it.
             left_s: of the attempt's time.
         """
         told, began_s, timed_s = self._told, time.monotonic(), 0.0
-        with await asyncio.to_thread(sampler) as watching:
+        async with watch as watching:
 
             def on_progress(progress: Progress) -> None:
                 nonlocal timed_s
@@ -122,7 +123,7 @@ class Passes:
             told.switch("WARMUP")
             measured = await drift.measure(self._runner, plan, on_progress, left_s)
             ended_s = time.monotonic()
-            sampled = await asyncio.to_thread(watching.end)
+            sampled = await watching.seen()
         told.ended("TIMED", timed_s or began_s, ended_s)
         self._take(measured)
         self._result.telemetry.MergeFrom(run_telemetry(measured, sampled))

@@ -9,14 +9,16 @@ five points a second; a file under /sys costs 10 to 20 us more, and a sensor beh
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Final, Protocol
 
 from etfarm.device_agents import readings
 from etfarm.v1 import report_pb2
@@ -40,6 +42,16 @@ class Sampled:
     series: list[report_pb2.TelemetryPoint]
     cpu_ns: int
     """CPU time of the thread."""
+
+
+class Watch(Protocol):
+    """Sees what the device does beside one pass."""
+
+    def begin(self) -> None:
+        """The pass begins now. Returns at once."""
+
+    async def seen(self) -> Sampled | None:
+        """The pass is over: everything about it; None where nothing was seen."""
 
 
 @dataclass
@@ -110,6 +122,10 @@ class Sampler:
         self._thread.join(wait_s)
         return self._sampled
 
+    async def seen(self) -> Sampled | None:
+        """See `Watch.seen`."""
+        return await asyncio.to_thread(self.end)
+
     def _watch(self) -> None:
         _keep_off(self._busy)
         began_s = time.monotonic()
@@ -126,6 +142,13 @@ class Sampler:
             last, last_ms = facts, now_ms
         after = readings.parse(readings.collect(self._paths, self._root), elapsed_ms())
         self._sampled = Sampled(before, after, self._points.taken, time.thread_time_ns())
+
+
+@asynccontextmanager
+async def watched(make: Callable[[], Sampler]) -> AsyncIterator[Sampler]:
+    """A sampler as a `Watch`. Made in a thread, since it needs some milliseconds to find the machine's sensors."""
+    with await asyncio.to_thread(make) as sampler:
+        yield sampler
 
 
 def point(

@@ -21,10 +21,11 @@ from etfarm.device_agents.errors import TransferTimedOut
 from etfarm.device_agents.inventory import choose_cpus, choose_threads
 from etfarm.device_agents.judgement import BAD_ENDS, judged, self_test_limit_s
 from etfarm.device_agents.program import Exchange, ServedProgram
-from etfarm.device_agents.provisions import KEPT_LOG_LINES, ProgressTold, Provisions, fetch_program, limit_s, start_runner
+from etfarm.device_agents.provisions import KEPT_LOG_LINES, ProgressTold, fetch_program, limit_s
 from etfarm.device_agents.runners import errors
 from etfarm.device_agents.runners.process import LogLine
-from etfarm.v1 import agent_pb2, common_pb2, device_pb2, session_pb2
+from etfarm.device_agents.target import Provisions, Target
+from etfarm.v1 import agent_pb2, common_pb2, session_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.wire.channel import open_channel
@@ -42,7 +43,7 @@ class ServedSession:
 
     Args:
         config: the agent's.
-        device: this one.
+        target: what it runs on.
         cache: of artifacts.
         folder: for the runner to work in; made, and deleted at the end.
         start: what the server asks for. Its receipt is now.
@@ -52,14 +53,14 @@ class ServedSession:
     def __init__(
         self,
         config: AgentConfig,
-        device: device_pb2.Device,
+        target: Target,
         cache: Cache,
         folder: Path,
         start: agent_pb2.StartRun,
         on_progress: ProgressTold,
     ) -> None:
         self.config = config
-        self.device = device
+        self.target = target
         self.folder = folder
         self.start = start
         self.phase = ""
@@ -100,14 +101,15 @@ class ServedSession:
         session = self.start.session
         deadline_s = limit_s(self.start)
         deadline = asyncio.timeout(deadline_s - (time.monotonic() - self._received_s))
-        cpus = choose_cpus(self.device, session.cores, self.config.cores is not None)
-        threads = candidate.threads if candidate.HasField("threads") else choose_threads(self.device, cpus)
+        cpus = choose_cpus(self.target.device, session.cores, self.target.restricted)
+        threads = candidate.threads if candidate.HasField("threads") else choose_threads(self.target.device, cpus)
         try:
             async with deadline:
                 self._enter("FETCH")
-                fetched = self._provisions = await fetch_program(candidate, self.device.arch, self.config, lease, self._tell)
+                fetched = await fetch_program(candidate, self.target, self.config.data, lease, self._tell)
+                self._provisions = fetched
             self.folder.mkdir(parents=True)
-            async with start_runner(fetched.bundle, self.folder, self.config, self._take_log) as runner:
+            async with self.target.start_runner(fetched.bundle, self.folder, self._take_log) as runner:
                 served = ServedProgram(runner, self._exchange(transfers))
                 async with asyncio.timeout_at(deadline.when()) as deadline:
                     self._enter("LOAD")
@@ -182,8 +184,8 @@ class ServedSession:
         """Whose fault it is, where that is not known yet."""
         if not isinstance(error, BAD_ENDS) or "self_test" in error.metadata or self._provisions is None:
             return error
-        again = start_runner(self._provisions.bundle, self.folder, self.config, None)
-        return await judged(error, again, self_test_limit_s(self.config, self._provisions))
+        again = self.target.start_runner(self._provisions.bundle, self.folder, None)
+        return await judged(error, again, self_test_limit_s(self.target, self._provisions))
 
     def _exchange(self, transfers: Transfers) -> Exchange:
         async def fetch(artifact: common_pb2.Artifact) -> bytes:

@@ -23,9 +23,9 @@ import grpc
 
 from etfarm.device_agents import inventory
 from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.machine import Machine
 from etfarm.device_agents.native.build import source_digest
 from etfarm.device_agents.program import Exchange, ServedProgram
-from etfarm.device_agents.provisions import start_runner
 from etfarm.device_agents.runners.bundle import Bundle, unpack
 from etfarm.device_agents.runners.python import PythonRunner
 from etfarm.v1 import (
@@ -152,7 +152,7 @@ class LocalSessions(session_pb2_grpc.SessionServiceServicer):
     def __init__(self, config: AgentConfig, artifacts: LocalArtifacts) -> None:
         self._config = config
         self._artifacts = artifacts
-        self._device = _device()
+        self._machine = Machine(config, _device())
         self._live: dict[str, _LocalSession] = {}
 
     async def Open(self, request: session_pb2.OpenSessionRequest, context: Any) -> AsyncIterator[session_pb2.SessionEvent]:
@@ -204,13 +204,13 @@ class LocalSessions(session_pb2_grpc.SessionServiceServicer):
         files = [request.program.pte, *request.program.data.values()]
         self._artifacts.held.update(file.digest for file in files)
         program, *data = (self._artifacts.path(file) for file in files)
-        cpus = inventory.choose_cpus(self._device, request.cores, self._config.cores is not None)
-        threads = request.threads if request.HasField("threads") else inventory.choose_threads(self._device, cpus)
-        async with start_runner(bundle, folder, self._config, on_log) as runner:
+        cpus = inventory.choose_cpus(self._machine.device, request.cores, self._machine.restricted)
+        threads = request.threads if request.HasField("threads") else inventory.choose_threads(self._machine.device, cpus)
+        async with self._machine.start_runner(bundle, folder, on_log) as runner:
             served = ServedProgram(runner, Exchange(self._artifacts.fetch, self._artifacts.keep))
             ready = await served.load(program, data, cpus=cpus, threads=threads, methods=request.methods)
             ready.runner.kind = runner.kind
-            ready.device.CopyFrom(self._device)
+            ready.device.CopyFrom(self._machine.device)
             session.program = served
             session.tell(session_pb2.SessionEvent(ready=ready))
             return await session.over

@@ -11,7 +11,6 @@ import grpc
 
 from etfarm.device_agents.agent import Agent
 from etfarm.device_agents.config import AgentConfig
-from etfarm.device_agents.telemetry import Telemetry
 from etfarm.v1 import agent_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
 from etfarm.wire.channel import open_channel
@@ -69,7 +68,6 @@ class Session:
         agent: whom the server's messages are for.
         agent_id: of Hello.
         outgoing: what the agent puts its messages into.
-        telemetry: of heartbeats.
         say: takes the line that tells people about a connection.
         version: the agent's.
         host: this machine's name.
@@ -81,7 +79,6 @@ class Session:
         agent: Agent,
         agent_id: str,
         outgoing: Outgoing,
-        telemetry: Telemetry,
         say: Say,
         *,
         version: str,
@@ -91,7 +88,6 @@ class Session:
         self._agent = agent
         self._agent_id = agent_id
         self._outgoing = outgoing
-        self._telemetry = telemetry
         self._say = say
         self._version = version
         self._host = host
@@ -168,7 +164,7 @@ class Session:
             protocol_version=PROTOCOL_VERSION,
             agent_version=self._version,
             host=self._host,
-            devices=[self._agent.device],
+            devices=self._agent.devices,
             active_attempts=self._agent.active,
             unacknowledged_attempts=self._agent.results.waiting,
             boot_id=boot_id(),
@@ -207,8 +203,8 @@ class Session:
         if connection.welcomed:
             return
         connection.welcomed = self._was_welcome = True
-        device = self._agent.device
-        self._say(f"etfarm agent: connected to {self._config.access.server} as {device.name} ({device.id})")
+        names = ", ".join(f"{device.name} ({device.id})" for device in self._agent.devices)
+        self._say(f"etfarm agent: connected to {self._config.access.server} {f'as {names}' if names else 'without a device yet'}")
         for result in self._agent.results.waiting.values():
             connection.queue.put_nowait(agent_pb2.AgentMessage(run_result=result))
         self._outgoing.open(connection.queue)
@@ -221,8 +217,7 @@ class Session:
             # What is not sent yet says as well that we live, and old telemetry is of no use.
             if not self._outgoing.is_behind:
                 try:
-                    heartbeat = agent_pb2.Heartbeat()
-                    heartbeat.telemetry[self._agent.device.id].CopyFrom(self._telemetry.read(light=self._agent.timing))
+                    heartbeat = agent_pb2.Heartbeat(telemetry=self._agent.telemetry())
                     self._outgoing(agent_pb2.AgentMessage(heartbeat=heartbeat))
                 except Exception:
                     # A sensor that misbehaves must not make the farm take the agent for dead.

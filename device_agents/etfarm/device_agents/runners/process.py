@@ -1,4 +1,4 @@
-"""The runner's process: started in its own session, spoken to in lines, killed as a group, always reaped.
+"""The runner's process: spoken to in lines, killed with all that it forked, always reaped.
 
 One request is under way at a time. Whatever interrupts it - a deadline, a cancelled task, a reply that is no protocol -
 ends the process, since nobody could tell any more which reply belongs to which command.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
-import os
 import re
 import signal
 from collections import deque
@@ -21,9 +19,9 @@ from typing import Any, Final, NoReturn
 from urllib.parse import quote
 
 from etfarm.device_agents.runners import errors
+from etfarm.device_agents.runners.child import Child, Spawn, spawn_here
 from etfarm.wire.errors import EtfarmError
 
-_MAX_LINE_BYTES: Final = 16 << 20
 _MAX_PAYLOAD_BYTES: Final = 1 << 33
 _KEPT_LINES: Final = 60
 _REAP_SECONDS: Final = 5.0
@@ -71,35 +69,16 @@ OnLog = Callable[[LogLine], None]
 OnEvent = Callable[[Event], None]
 
 
-class _Group(asyncio.subprocess.SubprocessStreamProtocol):
-    """Takes down what the program forked as soon as the leader is gone: it would hold the pipes open for ever."""
-
-    leader: int | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        assert isinstance(transport, asyncio.SubprocessTransport)  # what subprocess_exec makes
-        self.leader = transport.get_pid()
-
-    def process_exited(self) -> None:
-        if self.leader is not None:
-            # The leader is reaped by now, but its number stays taken while the group has members, and no system hands
-            # out a number again within the moment since.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.leader, signal.SIGKILL)
-        super().process_exited()
-
-
 class RunnerProcess:
     """A running runner. Made by `start`; `kill` and `reap` end it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, limits: Limits, on_log: OnLog | None) -> None:
-        self._process = process
+    def __init__(self, child: Child, limits: Limits, on_log: OnLog | None) -> None:
+        self._child = child
         self.limits = limits
         self._on_log = on_log
         self._lock = asyncio.Lock()
         self._log: deque[LogLine] = deque(maxlen=_KEPT_LINES)
-        self._stderr = asyncio.create_task(self._read_stderr(), name=f"runner {process.pid} stderr")
+        self._stderr = asyncio.create_task(self._read_stderr(), name=f"runner {child.pid} stderr")
         self._since: deque[LogLine] = deque(maxlen=_KEPT_LINES)
         """Lines of stderr since the latest command."""
         self._mark = ""
@@ -111,46 +90,30 @@ class RunnerProcess:
         """No .ptd was loaded, which is worth a hint when XNNPACK crashes."""
 
     @classmethod
-    async def start(cls, command: Sequence[str], folder: Path, limits: Limits, on_log: OnLog | None = None) -> RunnerProcess:
+    async def start(
+        cls, command: Sequence[str], folder: Path, limits: Limits, on_log: OnLog | None = None, spawn: Spawn = spawn_here
+    ) -> RunnerProcess:
         """A process of `command` in `folder`.
+
+        Args:
+            spawn: starts it, here or on another machine, where `folder` is too.
 
         Raises:
             RunnerBroken: it cannot be started.
+            As `spawn`.
         """
         options = [] if limits.data_bytes is None else ["--limit-data-bytes", str(limits.data_bytes)]
-        loop = asyncio.get_running_loop()
-        try:
-            # As asyncio.create_subprocess_exec does, which takes no protocol.
-            transport, group = await loop.subprocess_exec(
-                lambda: _Group(limit=_MAX_LINE_BYTES, loop=loop),
-                *command,
-                *options,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                cwd=folder,
-                # Nothing of ours, tokens least of all, is a program's business; LD_* would change what is run.
-                env={"LC_ALL": "C", "HOME": str(folder), "TMPDIR": str(folder)},
-                # A group of its own, so that one signal reaches whatever the program forked, and Ctrl-C does not.
-                start_new_session=True,
-            )
-        except OSError as error:
-            number = errno.errorcode.get(error.errno or 0, str(error.errno))
-            why = f"{error.strerror} ({number})"
-            raise errors.RunnerBroken(f"The runner {command[0]} cannot be started: {why}.", errno=number) from error
-        except ValueError as error:
-            raise errors.RunnerBroken(f"The runner {command[0]} cannot be started: {error}.") from error
-        return cls(asyncio.subprocess.Process(transport, group, loop), limits, on_log)
+        return cls(await spawn([*command, *options], folder), limits, on_log)
 
     @property
     def pid(self) -> int:
-        """The process, which leads a group of the same number."""
-        return self._process.pid
+        """The process, by its number where it runs."""
+        return self._child.pid
 
     @property
     def alive(self) -> bool:
         """Whether the process was not seen to end."""
-        return self._process.returncode is None
+        return not self._child.ended
 
     async def request(
         self,
@@ -223,20 +186,13 @@ class RunnerProcess:
         """SIGKILL to the whole group, now; harmless where it has ended."""
         if self._ended is None:
             self._ended = errors.RunnerClosed("The runner is closed.")
-        self._signal_group()
-
-    def _signal_group(self) -> None:
-        # Only before it was reaped: afterwards the number may be somebody else's.
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        self._child.kill()
 
     async def reap(self) -> int | None:
-        """Waits until the process and its pipes are gone; its exit code, negative for a signal, None where it is stuck."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        """Waits until the process and its pipes are gone; its exit code, negative for a signal, None where nobody can know it."""
+        self._child.stdin.close()
         try:
-            code: int | None = await asyncio.wait_for(self._process.wait(), _REAP_SECONDS)
+            code = await asyncio.wait_for(self._child.wait(), _REAP_SECONDS)
         except TimeoutError:
             code = None
         done, _ = await asyncio.wait({self._stderr}, timeout=0.5)
@@ -248,8 +204,7 @@ class RunnerProcess:
         words = [command, *(f"{key}={quote(str(value), safe='/,.-_:+')}" for key, value in arguments)]
         if payload is not None:
             words.append(f"bytes={len(payload)}")
-        stdin = self._process.stdin
-        assert stdin is not None  # PIPE was asked for
+        stdin = self._child.stdin
         # A process that is gone already is told from its end of the stream, with its exit code.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             stdin.write(" ".join(words).encode() + b"\n")
@@ -258,8 +213,7 @@ class RunnerProcess:
             await stdin.drain()
 
     async def _receive(self, command: str, on_progress: OnEvent | None) -> tuple[Event, bytes]:
-        stdout = self._process.stdout
-        assert stdout is not None  # PIPE was asked for
+        stdout = self._child.stdout
         while True:
             try:
                 line = await stdout.readuntil(b"\n")
@@ -286,10 +240,10 @@ class RunnerProcess:
         if error is not None:
             self._ended = error
         # At the end of its stream the process has its exit code already, which this cannot change; what it forked goes.
-        self._signal_group()
+        self._child.kill()
         code = await self.reap()
         if self._ended is None:
-            self._ended = self._crash(code)
+            self._ended = self._child.lost or self._crash(code)
         raise self._ended
 
     def _crash(self, code: int | None) -> EtfarmError:
@@ -355,8 +309,7 @@ class RunnerProcess:
         return [str(line) for line in self._log]
 
     async def _read_stderr(self) -> None:
-        stderr = self._process.stderr
-        assert stderr is not None  # PIPE was asked for
+        stderr = self._child.stderr
         rest = b""
         while chunk := await stderr.read(1 << 16):
             *whole, rest = (rest + chunk).split(b"\n")

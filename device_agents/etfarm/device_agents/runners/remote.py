@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
 from etfarm.device_agents.runners import errors
+from etfarm.device_agents.runners.child import Spawn, spawn_here
 from etfarm.device_agents.runners.process import Argument, Event, Limits, OnLog, RunnerProcess
 from etfarm.device_agents.runners.protocol import (
     Debugged,
@@ -45,13 +46,16 @@ class RemoteRunner:
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, command: Sequence[str], folder: Path, limits: Limits, on_log: OnLog | None) -> AsyncIterator[Self]:
+    async def connect(
+        cls, command: Sequence[str], folder: Path, limits: Limits, on_log: OnLog | None, spawn: Spawn = spawn_here
+    ) -> AsyncIterator[Self]:
         """A runner started by `command`, working in `folder`; killed and reaped at the end.
 
         Raises:
             RunnerBroken: it cannot be started.
+            As `spawn`.
         """
-        process = await RunnerProcess.start(command, folder, limits, on_log)
+        process = await RunnerProcess.start(command, folder, limits, on_log, spawn)
         runner = cls(process)
         try:
             yield runner

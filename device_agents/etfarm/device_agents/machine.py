@@ -1,0 +1,93 @@
+"""This machine as a target, or a processor that it emulates: processes here, files of this kernel."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Collection, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.gates import Gates, Surroundings
+from etfarm.device_agents.governor import KEPT_GOVERNORS, Governors
+from etfarm.device_agents.runners.bundle import Bundle
+from etfarm.device_agents.runners.native import NativeRunner
+from etfarm.device_agents.runners.process import Limits, OnLog
+from etfarm.device_agents.runners.python import PythonRunner
+from etfarm.device_agents.runners.remote import RemoteRunner
+from etfarm.device_agents.sampler import Sampler, Watch, watched
+from etfarm.device_agents.target import Provisions
+from etfarm.device_agents.telemetry import Telemetry
+from etfarm.v1 import device_pb2, report_pb2
+from etfarm.wire.chunks import Progressed
+
+NO_DEADLINE_S: Final = 7 * 86_400.0
+
+
+class Machine:
+    """A `Target`.
+
+    Args:
+        config: the agent's; its emulator decides which of the two it is.
+        device: what it is.
+    """
+
+    def __init__(self, config: AgentConfig, device: device_pb2.Device) -> None:
+        self.device = device
+        self.gates = Gates(config.gates, Surroundings.of_machine(), config.data / "measured")
+        self.tried = set[str]()
+        self.restricted = config.cores is not None
+        self.tells_memory = config.emulator is None
+        self.has_own_runner = config.emulator is None and PythonRunner.available()
+        self.self_test_s = config.self_test_s
+        self._config = config
+        self._governors = Governors(config.data / KEPT_GOVERNORS, config.governor)
+        self._telemetry = Telemetry(config.data)
+
+    async def install(self, provisions: Provisions, on_progress: Progressed | None = None) -> None:
+        """Everything is here."""
+
+    def start_runner(
+        self, bundle: Bundle | None, folder: Path, on_log: OnLog | None
+    ) -> AbstractAsyncContextManager[RemoteRunner]:
+        """See `Target.start_runner`; it works in `folder`."""
+        emulator = self._config.emulator
+        data_bytes = int(psutil.virtual_memory().available * self._config.memory_share)
+        limits = Limits(data_bytes, NO_DEADLINE_S)
+        if bundle is None:
+            return PythonRunner.start(folder, limits=limits, on_log=on_log)
+        command = bundle.command(() if emulator is None else emulator.within(data_bytes))
+        return NativeRunner.start(command, folder, limits=limits, on_log=on_log)
+
+    def watch(self, cpus: Collection[int] | None) -> AbstractAsyncContextManager[Watch]:
+        """See `Target.watch`."""
+        return watched(lambda: Sampler([list(cluster.cpus) for cluster in self.device.clusters], cpus))
+
+    def settings(self, cpus: Collection[int] | None) -> AbstractContextManager[list[report_pb2.DeviceSetting]]:
+        """The cpus' governors."""
+        return self._governors.held(cpus)
+
+    def usable_cpus(self) -> Collection[int]:
+        """See `Target.usable_cpus`."""
+        return os.sched_getaffinity(0)
+
+    def runners_cpu_ns(self, runners: Sequence[int]) -> int | None:
+        """See `Target.runners_cpu_ns`."""
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return round((ended.ru_utime + ended.ru_stime) * 1e9) + sum(_cpu_ns(pid) for pid in runners)
+
+    def telemetry(self, *, light: bool) -> device_pb2.DeviceTelemetry:
+        """See `Target.telemetry`."""
+        return self._telemetry.read(light=light)
+
+
+def _cpu_ns(pid: int) -> int:
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return 0  # it has just ended
+    return round((times.user + times.system) * 1e9)
