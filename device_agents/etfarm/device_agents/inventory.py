@@ -1,86 +1,51 @@
-"""What this machine is, told once in the agent's Hello: a pure parser of the kernel's files, and their collector.
+"""What a device is, told once in the agent's Hello: a pure parser of facts, and the collector of this machine's own.
 
-Facts are `{path: text}` of files, and of three commands under their own command line (`uname -m`, `uname -r`,
-`getconf PAGESIZE`), so that the same parser serves files read here and files read over another link.
+Facts are `{path: text}` of files, and of commands under their own name (`uname -m`, `uname -r`, `getconf PAGESIZE`; what phones
+are asked for besides is in `android`), so that the same parser serves files read here and a phone's answer, see `facts`.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+import struct
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from etfarm.device_agents import android, processors, readings
 from etfarm.device_agents.errors import CoresUnknown
+from etfarm.device_agents.processors import is_count, parse_cpu_list
 from etfarm.v1 import device_pb2
 
-_CPU: Final = "/sys/devices/system/cpu/cpu{}"
-_PER_CPU: Final = (
-    "topology/thread_siblings_list",
-    "topology/core_id",
-    "topology/physical_package_id",
-    "cpufreq/cpuinfo_max_freq",
-    "cpufreq/scaling_governor",
-    "cpu_capacity",
-)
+__all__ = ["choose_cpus", "choose_threads", "collect", "format_cpu_list", "parse", "parse_cpu_list"]
+
+_MODEL: Final = "/sys/firmware/devicetree/base/model"
+_COMPATIBLE: Final = "/sys/firmware/devicetree/base/compatible"
 _FILES: Final = (
     "/proc/cpuinfo",
     "/proc/meminfo",
     "/proc/self/status",
     "/etc/os-release",
-    "/sys/firmware/devicetree/base/model",
-    "/sys/firmware/devicetree/base/compatible",
+    _MODEL,
+    _COMPATIBLE,
+    processors.ONLINE,
 )
-
-ARM_PARTS: Final[Mapping[tuple[int, int], str]] = {
-    (0x41, 0xD03): "Cortex-A53", (0x41, 0xD04): "Cortex-A35", (0x41, 0xD05): "Cortex-A55", (0x41, 0xD07): "Cortex-A57",
-    (0x41, 0xD08): "Cortex-A72", (0x41, 0xD09): "Cortex-A73", (0x41, 0xD0A): "Cortex-A75", (0x41, 0xD0B): "Cortex-A76",
-    (0x41, 0xD0C): "Neoverse-N1", (0x41, 0xD0D): "Cortex-A77", (0x41, 0xD0E): "Cortex-A76AE", (0x41, 0xD40): "Neoverse-V1",
-    (0x41, 0xD41): "Cortex-A78", (0x41, 0xD42): "Cortex-A78AE", (0x41, 0xD44): "Cortex-X1", (0x41, 0xD46): "Cortex-A510",
-    (0x41, 0xD47): "Cortex-A710", (0x41, 0xD48): "Cortex-X2", (0x41, 0xD49): "Neoverse-N2", (0x41, 0xD4B): "Cortex-A78C",
-    (0x41, 0xD4C): "Cortex-X1C", (0x41, 0xD4D): "Cortex-A715", (0x41, 0xD4E): "Cortex-X3", (0x41, 0xD4F): "Neoverse-V2",
-    (0x41, 0xD80): "Cortex-A520", (0x41, 0xD81): "Cortex-A720", (0x41, 0xD82): "Cortex-X4", (0x41, 0xD84): "Neoverse-V3",
-    (0x41, 0xD85): "Cortex-X925", (0x41, 0xD87): "Cortex-A725", (0x41, 0xD8E): "Neoverse-N3",
-    (0x51, 0x001): "Oryon", (0x51, 0x201): "Kryo", (0x51, 0x205): "Kryo", (0x51, 0x211): "Kryo",
-    (0x51, 0x800): "Kryo-2xx-Gold", (0x51, 0x801): "Kryo-2xx-Silver", (0x51, 0x802): "Kryo-3xx-Gold",
-    (0x51, 0x803): "Kryo-3xx-Silver", (0x51, 0x804): "Kryo-4xx-Gold", (0x51, 0x805): "Kryo-4xx-Silver",
-    (0x61, 0x020): "Icestorm-A14", (0x61, 0x021): "Firestorm-A14", (0x61, 0x022): "Icestorm-M1",
-    (0x61, 0x023): "Firestorm-M1", (0x61, 0x024): "Icestorm-M1-Pro", (0x61, 0x025): "Firestorm-M1-Pro",
-    (0x61, 0x028): "Icestorm-M1-Max", (0x61, 0x029): "Firestorm-M1-Max", (0x61, 0x030): "Blizzard-A15",
-    (0x61, 0x031): "Avalanche-A15", (0x61, 0x032): "Blizzard-M2", (0x61, 0x033): "Avalanche-M2",
-    (0x61, 0x034): "Blizzard-M2-Pro", (0x61, 0x035): "Avalanche-M2-Pro",
-}  # fmt: skip
-"""Names by MIDR (implementer, part). Source: the ids in Linux' arch/arm64/include/asm/cputype.h and util-linux' lscpu-arm.c."""
-
-FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
-    "dotprod": ("asimddp",),
-    "fp16": ("asimdhp",),
-    "i8mm": ("i8mm",),
-    "bf16": ("bf16", "avx512_bf16", "amx_bf16"),
-    "sve": ("sve",),
-    "sve2": ("sve2",),
-    "sme": ("sme",),
-    "avx2": ("avx2",),
-    "avx512f": ("avx512f",),
-    "fma": ("fma",),
-    "vnni": ("avx512_vnni", "avx_vnni"),
-    "amx": ("amx_tile",),
-}
-"""Our names, each with the kernel's words that stand for it (Arm's `Features`, x86's `flags`); one of them is enough."""
-
-
-@dataclass(frozen=True)
-class _Cpu:
-    number: int
-    part: str
-    features: frozenset[str]
-    core: str
-    """Equal for the logical cpus of one physical core."""
-    max_frequency_hz: int | None
-    governor: str
-    capacity: int | None
+_POLICIES: Final = tuple(f"/sys/devices/system/cpu/cpufreq/policy*/{name}" for name in processors.PER_POLICY)
+_EQUIPMENT: Final = (
+    "/sys/class/thermal/thermal_zone*/type",
+    "/sys/class/power_supply/*/type",
+    "/sys/class/power_supply/*/scope",
+)
+PHONE_FILES: Final = (
+    *_FILES,
+    *(f"/sys/devices/system/cpu/cpu[0-9]*/{name}" for name in processors.PER_CPU),
+    *_POLICIES,
+    *_EQUIPMENT,
+)
+"""Files and globs that a phone is asked for, beside `android.INVENTORY_COMMANDS`."""
+_NARROW: Final = {"aarch64": "armv7l", "x86_64": "i686"}
+"""What programs are built for where a kernel of 64 bits has a system of 32."""
 
 
 def parse(facts: Mapping[str, str], cores: Collection[int] | None = None) -> device_pb2.Device:
@@ -92,23 +57,29 @@ def parse(facts: Mapping[str, str], cores: Collection[int] | None = None) -> dev
         facts: text by path or command, as `collect` gives it. Any of them may be missing.
         cores: logical cpus that programs are restricted to, besides the affinity in the facts.
     """
-    arch = facts.get("uname -m", "").strip()
-    stanzas = list(_stanzas(facts.get("/proc/cpuinfo", "")))
-    allowed = _allowed(facts, stanzas, cores)
-    cpus = [_cpu(number, facts, stanzas) for number in sorted(allowed)]
+    properties = android.properties(facts)
+    stanzas = processors.parse_stanzas(facts.get("/proc/cpuinfo", ""))
+    cpus = processors.parse_cpus(facts, stanzas, cores)
+    arch = android.arch(properties) or _arch(facts)
     device = device_pb2.Device(
         arch=arch,
-        soc=_soc(facts, stanzas),
-        os=_os(facts),
+        soc=_soc(facts, stanzas, properties),
+        os=_os(facts, properties),
         cores=len(cpus),
-        emulated=_is_emulated(arch, facts, stanzas),
-        features=_named(cpu.features for cpu in cpus),
-        clusters=_clusters(cpus),
+        emulated=android.is_emulated(properties) or _is_emulated(arch, facts, stanzas),
+        features=processors.common_features(cpus),
+        clusters=processors.parse_clusters(cpus),
+        thermal_zones=readings.zone_names(facts),
+        model=android.model(properties),
     )
     if (total := re.search(r"^MemTotal:\s+(\d{1,15}) kB", facts.get("/proc/meminfo", ""), re.MULTILINE)) is not None:
         device.memory_bytes = int(total.group(1)) * 1024
-    if _is_count(page := facts.get("getconf PAGESIZE", "").strip()):
+    if is_count(page := facts.get("getconf PAGESIZE", "").strip()) and int(page):
         device.page_size_bytes = int(page)
+    elif (size := android.page_size_bytes(facts)) is not None:
+        device.page_size_bytes = size
+    if (battery := _has_battery(facts)) is not None:
+        device.has_battery = battery
     return device
 
 
@@ -119,10 +90,12 @@ def collect() -> dict[str, str]:
         "uname -m": machine.machine,
         "uname -r": machine.release,
         "getconf PAGESIZE": str(os.sysconf("SC_PAGESIZE")),
+        "getconf LONG_BIT": str(struct.calcsize("P") * 8),
     }
     paths = [*_FILES]
     for number in sorted(os.sched_getaffinity(0)):
-        paths += [f"{_CPU.format(number)}/{name}" for name in _PER_CPU]
+        paths += [f"{processors.CPU.format(number)}/{name}" for name in processors.PER_CPU]
+    paths += [str(path) for pattern in (*_POLICIES, *_EQUIPMENT) for path in sorted(Path("/").glob(pattern[1:]))]
     for path in paths:
         try:
             facts[path] = Path(path).read_text(errors="replace")
@@ -170,22 +143,6 @@ def choose_threads(device: device_pb2.Device, cpus: frozenset[int] | None) -> in
     return 1
 
 
-def parse_cpu_list(text: str) -> frozenset[int]:
-    """The numbers of a kernel cpu list such as "0-3,6".
-
-    Raises:
-        ValueError: it is no such list, or an empty one.
-    """
-    numbers: set[int] = set()
-    for part in text.strip().split(","):
-        first, dash, last = part.strip().partition("-")
-        low, high = int(first), int(last if dash else first)
-        if not 0 <= low <= high < 1 << 16:
-            raise ValueError(f"{part!r} is no range of cpus")
-        numbers.update(range(low, high + 1))
-    return frozenset(numbers)
-
-
 def format_cpu_list(numbers: Collection[int]) -> str:
     """The shortest cpu list of the numbers: "0-3,6". `parse_cpu_list` gives them back."""
     parts: list[list[int]] = []
@@ -197,106 +154,48 @@ def format_cpu_list(numbers: Collection[int]) -> str:
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def _stanzas(cpuinfo: str) -> Iterator[dict[str, str]]:
-    """/proc/cpuinfo's blocks; keys in lower case. Arm kernels append one without `processor` about the whole board."""
-    for block in re.split(r"\n\s*\n", cpuinfo):
-        pairs = (line.partition(":") for line in block.splitlines() if ":" in line)
-        if stanza := {key.strip().lower(): value.strip() for key, _, value in pairs}:
-            yield stanza
+def _arch(facts: Mapping[str, str]) -> str:
+    kernel = facts.get("uname -m", "").strip()
+    return _NARROW.get(kernel, kernel) if facts.get("getconf LONG_BIT", "").strip() == "32" else kernel
 
 
-def _allowed(facts: Mapping[str, str], stanzas: list[dict[str, str]], cores: Collection[int] | None) -> frozenset[int]:
-    listed = re.search(r"^Cpus_allowed_list:\s*(\S+)", facts.get("/proc/self/status", ""), re.MULTILINE)
-    present = frozenset(int(s["processor"]) for s in stanzas if s.get("processor", "").isdecimal())
-    allowed = parse_cpu_list(listed.group(1)) if listed else present
-    return allowed if cores is None else allowed & frozenset(cores)
+def _has_battery(facts: Mapping[str, str]) -> bool | None:
+    if (said := android.has_battery(facts)) is not None:
+        return said
+    supplies = [path for path in facts if re.match(r"/sys/class/power_supply/[^/]+/type\Z", path)]
+    return any(readings.is_own_battery(facts, path) for path in supplies) if supplies else None
 
 
-def _cpu(number: int, facts: Mapping[str, str], stanzas: list[dict[str, str]]) -> _Cpu:
-    # A kernel that describes one cpu for all of them (old 32-bit ones do) has no stanza for the others.
-    own = next((s for s in stanzas if s.get("processor") == str(number)), stanzas[0] if stanzas else {})
-
-    def fact(name: str) -> str:
-        return facts.get(f"{_CPU.format(number)}/{name}", "").strip()
-
-    # Sibling lists tell cores apart on every kernel; Arm's core_id repeats in each cluster.
-    package, core_id = fact("topology/physical_package_id"), fact("topology/core_id")
-    core = fact("topology/thread_siblings_list") or (f"{package}:{core_id}" if core_id else f"cpu{number}")
-    frequency, capacity = fact("cpufreq/cpuinfo_max_freq"), fact("cpu_capacity")
-    return _Cpu(
-        number=number,
-        part=_part(own),
-        features=frozenset((own.get("features") or own.get("flags") or "").split()),
-        core=core,
-        max_frequency_hz=int(frequency) * 1000 if _is_count(frequency) else None,
-        governor=fact("cpufreq/scaling_governor"),
-        capacity=int(capacity) if _is_count(capacity) else None,
-    )
-
-
-def _is_count(text: str) -> bool:
-    """Whether a fact is a number that a field of the contract can hold, also times 1000."""
-    return text.isdecimal() and len(text) <= 15
-
-
-def _part(stanza: Mapping[str, str]) -> str:
-    try:
-        key = int(stanza["cpu implementer"], 0), int(stanza["cpu part"], 0)
-    except (KeyError, ValueError):
-        return stanza.get("model name", "")
-    return ARM_PARTS.get(key, f"implementer {key[0]:#x} part {key[1]:#x}")
-
-
-def _clusters(cpus: list[_Cpu]) -> list[device_pb2.Cluster]:
-    kinds: dict[tuple[str, int | None, int | None], list[_Cpu]] = {}
-    for cpu in cpus:
-        kinds.setdefault((cpu.part, cpu.max_frequency_hz, cpu.capacity), []).append(cpu)
-    fastest_first = sorted(kinds.items(), key=lambda kind: (-(kind[0][2] or 0), -(kind[0][1] or 0), kind[1][0].number))
-    return [
-        device_pb2.Cluster(
-            part=part,
-            cpus=[cpu.number for cpu in members],
-            max_frequency_hz=frequency,
-            governor=members[0].governor,
-            features=_named(cpu.features for cpu in members),
-            physical_cores=len({cpu.core for cpu in members}),
-        )
-        for (part, frequency, _), members in fastest_first
-    ]
-
-
-def _named(of_cpus: Iterator[frozenset[str]]) -> list[str]:
-    """Our names for what all the cpus have."""
-    sets = [{name for name, words in FEATURES.items() if not words_of.isdisjoint(words)} for words_of in of_cpus]
-    common = set.intersection(*sets) if sets else set()
-    return [name for name in FEATURES if name in common]
-
-
-def _soc(facts: Mapping[str, str], stanzas: list[dict[str, str]]) -> str:
-    if model := facts.get("/sys/firmware/devicetree/base/model", "").strip("\0\n "):
+def _soc(facts: Mapping[str, str], stanzas: Sequence[processors.Stanza], properties: Mapping[str, str]) -> str:
+    if properties:
+        hardware = next((stanza["hardware"] for stanza in stanzas if "hardware" in stanza), "")
+        if name := android.soc(properties, hardware):
+            return name
+    if model := facts.get(_MODEL, "").strip("\0\r\n "):
         return model
     for key in ("model name", "hardware", "model"):
         # x86's `model` is a number, Arm's a board.
         for stanza in stanzas:
             if (value := stanza.get(key, "")) and not value.isdecimal():
                 return value
-    return next((part for stanza in stanzas if (part := _part(stanza))), "")
+    return next((part for stanza in stanzas if (part := processors.part_of(stanza))), "")
 
 
-def _os(facts: Mapping[str, str]) -> str:
-    named = re.search(r'^PRETTY_NAME="?([^"\n]*)', facts.get("/etc/os-release", ""), re.MULTILINE)
+def _os(facts: Mapping[str, str], properties: Mapping[str, str]) -> str:
+    named = re.search(r'^PRETTY_NAME="?([^"\r\n]*)', facts.get("/etc/os-release", ""), re.MULTILINE)
+    system = android.os(properties) or (named.group(1) if named else "")
     kernel = facts.get("uname -r", "").strip()
-    return ", ".join(part for part in (named.group(1) if named else "", f"Linux {kernel}" if kernel else "") if part)
+    return ", ".join(part for part in (system, f"Linux {kernel}" if kernel else "") if part)
 
 
-def _is_emulated(arch: str, facts: Mapping[str, str], stanzas: list[dict[str, str]]) -> bool:
+def _is_emulated(arch: str, facts: Mapping[str, str], stanzas: Sequence[processors.Stanza]) -> bool:
     """Whether timings of this machine mean nothing: QEMU translates its instructions.
 
     A QEMU `virt` board under KVM has the same device tree and is counted as emulated too: rather no timing than a false one.
     """
     if arch == "aarch64" and any("vendor_id" in stanza for stanza in stanzas):
         return True  # qemu-user shows the host's /proc/cpuinfo
-    if "linux,dummy-virt" in facts.get("/sys/firmware/devicetree/base/compatible", ""):
+    if "linux,dummy-virt" in facts.get(_COMPATIBLE, ""):
         return True
     return any(
         "QEMU TCG" in stanza.get("model name", "") or "QEMU Virtual CPU" in stanza.get("model name", "") for stanza in stanzas

@@ -1,0 +1,206 @@
+"""What a phone is asked for beside the kernel's files, and what its answers mean: properties, and dumps of its services.
+
+Each is a fact under the name of its command, as `facts.split` gives it. Pure functions; no text breaks them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from etfarm.v1 import report_pb2
+
+Facts = Mapping[str, str]
+
+GETPROP: Final = "getprop"
+BATTERY: Final = "dumpsys battery"
+THERMAL: Final = "dumpsys thermalservice"
+POWER: Final = "dumpsys power"
+DISK: Final = "df /data"
+SMAPS: Final = "smaps"
+
+_KEPT_PROPERTIES: Final = r"^\[ro\.(product|build\.version|soc|board|chipname|hardware|mediatek|arch|kernel|boot\.qemu)"
+INVENTORY_COMMANDS: Final[Mapping[str, str]] = {
+    "uname -m": "uname -m",
+    "uname -r": "uname -r",
+    "getconf PAGESIZE": "getconf PAGESIZE",
+    # Where there is no getconf, as in Android 9 and before.
+    SMAPS: "grep -m 1 KernelPageSize /proc/self/smaps",
+    GETPROP: f"getprop | grep -E '{_KEPT_PROPERTIES}'",
+    BATTERY: "dumpsys battery | head -n 40",
+    THERMAL: "dumpsys thermalservice | head -n 400",
+}
+"""By the names of their facts. Some makers append logs of a hundred kilobytes to a dump."""
+READING_COMMANDS: Final[Mapping[str, str]] = {
+    BATTERY: INVENTORY_COMMANDS[BATTERY],
+    THERMAL: INVENTORY_COMMANDS[THERMAL],
+    POWER: "dumpsys power | grep -E 'mWakefulness=|Display Power: state='",
+    DISK: "df /data",
+}
+
+_PROPERTY: Final = re.compile(r"^\[([^\]\n]+)\]: \[([^\n]*)\]\s*$", re.MULTILINE)
+_ABIS: Final = (
+    ("arm64-v8a", "aarch64"), ("x86_64", "x86_64"), ("riscv64", "riscv64"), ("armeabi-v7a", "armv7l"), ("armeabi", "armv7l"),
+    ("x86", "i686"),
+)  # fmt: skip
+"""What a phone's programs may be built for, the wider first."""
+_MAKERS: Final = {"QTI": "Qualcomm", "QCOM": "Qualcomm", "Mediatek": "MediaTek"}
+_UNNAMED: Final = re.compile(r"generic|dummy|unknown|default|placeholder", re.IGNORECASE)
+_TEMPERATURE: Final = re.compile(r"Temperature\{mValue=([-+.\dEe]{1,24}), mType=(-?\d{1,4}), mName=([^,}\n]{1,80})")
+_NO_TEMPERATURES: Final = (6, 7, 8)
+"""Types of the thermal HAL that are a battery's voltage, current and share."""
+_CHARGING, _DISCHARGING, _NOT_CHARGING, _FULL = "2", "3", "4", "5"
+
+
+def properties(facts: Facts) -> dict[str, str]:
+    """System properties: of the listing, and those that were asked for alone (`getprop KEY`). Empty ones are left out."""
+    said = dict(_PROPERTY.findall(facts.get(GETPROP, "")))
+    said |= {name.removeprefix("getprop "): text for name, text in facts.items() if name.startswith("getprop ")}
+    return {name: text.strip() for name, text in said.items() if text.strip()}
+
+
+def arch(properties: Mapping[str, str]) -> str:
+    """What programs have to be built for, as `uname -m` would say it; empty where nothing tells.
+
+    A 64-bit kernel may have programs of 32 bits only.
+    """
+    abis = {
+        abi.strip() for abi in (properties.get("ro.product.cpu.abilist") or properties.get("ro.product.cpu.abi", "")).split(",")
+    }
+    return next((name for abi, name in _ABIS if abi in abis), "")
+
+
+def soc(properties: Mapping[str, str], hardware: str) -> str:
+    """The system on a chip: "Google Tensor G3"; empty where nothing tells.
+
+    Args:
+        hardware: of /proc/cpuinfo, which phones name their chip in until kernel 5.
+    """
+    maker, model = (_named(properties.get(f"ro.soc.{key}", "")) for key in ("manufacturer", "model"))
+    if model:  # told since Android 12
+        maker = _MAKERS.get(maker, maker)
+        return model if model.lower().startswith(maker.lower()) else f"{maker} {model}"
+    if board := _named(re.sub(r"\s*\(Flattened Device Tree\)", "", hardware)):
+        return board
+    keys = ("ro.hardware.chipname", "ro.chipname", "ro.mediatek.platform", "ro.board.platform", "ro.arch")
+    return next((name for key in keys if (name := _named(properties.get(key, "")))), "")
+
+
+def model(properties: Mapping[str, str]) -> str:
+    """The phone as its maker sells it: "Google Pixel 8"; empty where nothing tells."""
+    maker, name = properties.get("ro.product.manufacturer", ""), properties.get("ro.product.model", "")
+    if not name or name.lower().startswith(maker.lower()):
+        return name
+    return f"{maker[:1].upper()}{maker[1:]} {name}"
+
+
+def os(properties: Mapping[str, str]) -> str:
+    """ "Android 14 (API 34)"; empty where it is none."""
+    release, sdk = properties.get("ro.build.version.release", ""), properties.get("ro.build.version.sdk", "")
+    if not release:
+        return ""
+    return f"Android {release} (API {sdk})" if sdk else f"Android {release}"
+
+
+def is_emulated(properties: Mapping[str, str]) -> bool:
+    """Whether it is Android's own emulator."""
+    if "1" in (properties.get("ro.kernel.qemu"), properties.get("ro.boot.qemu")):
+        return True
+    return properties.get("ro.hardware") in ("goldfish", "ranchu")
+
+
+def has_battery(facts: Facts) -> bool | None:
+    """Whether there is one; None where nothing tells."""
+    present = _battery(facts).get("present")
+    return None if present is None else present == "true"
+
+
+def battery_share(facts: Facts) -> float | None:
+    """How full the battery is, 0 to 1."""
+    said = _battery(facts)
+    level, scale = said.get("level", ""), said.get("scale", "100")
+    if said.get("present") == "false" or not (_is_small(level) and _is_small(scale)) or not 0 <= int(level) <= int(scale) > 0:
+        return None
+    return int(level) / int(scale)
+
+
+def charging(facts: Facts) -> bool | None:
+    """Whether a charger carries the phone. One at a port that gives too little loses charge all the same, and is not charging."""
+    said = _battery(facts)
+    status = said.get("status")
+    if status in (_CHARGING, _FULL):
+        return True
+    if status == _DISCHARGING:
+        return False
+    powered = [said[f"{source} powered"] == "true" for source in ("AC", "USB", "Wireless", "Dock") if f"{source} powered" in said]
+    if powered:
+        return any(powered)
+    return True if status == _NOT_CHARGING else None
+
+
+def thermal_status(facts: Facts) -> int | None:
+    """How severely the system slows down against heat: 0 none to 6 shutdown."""
+    found = re.search(r"^\s*Thermal Status: ([0-6])\s*$", facts.get(THERMAL, ""), re.MULTILINE)
+    return int(found.group(1)) if found else None
+
+
+def temperatures(facts: Facts) -> list[report_pb2.ThermalZone]:
+    """The thermal HAL's sensors: as they are now where they are told, else as they last changed; the battery's where it has none.
+
+    A sensor that is not connected says 0, NaN or something beyond this world, which the caller leaves out.
+    """
+    said = facts.get(THERMAL, "")
+    _, now, behind = said.partition("Current temperatures from HAL:")
+    section = re.split(r"^\S.*:\s*$", behind, maxsplit=1, flags=re.MULTILINE)[0] if now else said
+    found: dict[str, float] = {}
+    for value, kind, name in _TEMPERATURE.findall(section):
+        if int(kind) in _NO_TEMPERATURES:
+            continue
+        try:
+            found[name.strip()] = float(value)
+        except ValueError:
+            continue
+    if not found and (tenths := _battery(facts).get("temperature", "")) and _is_small(tenths):
+        found["battery"] = int(tenths) / 10
+    return [report_pb2.ThermalZone(name=name, temperature_c=degrees) for name, degrees in found.items()]
+
+
+def screen_on(facts: Facts) -> bool | None:
+    """Whether the screen is on; a clock that it shows while it dozes does not count. None where nothing tells."""
+    said = facts.get(POWER, "")
+    if (state := re.search(r"Display Power: state=(\w+)", said)) is not None:
+        return state.group(1) == "ON"
+    awake = re.search(r"mWakefulness=(\w+)", said)
+    return awake.group(1) in ("Awake", "Dreaming") if awake else None
+
+
+def disk_free_bytes(facts: Facts) -> int | None:
+    """What programs may still write to the phone's storage."""
+    head, _, rest = facts.get(DISK, "").strip().partition("\n")
+    unit = 512 if "512-blocks" in head else 1024
+    found = re.search(r"\s\d{1,15}\s+\d{1,15}\s+(\d{1,15})\s+\d+%", rest)
+    return int(found.group(1)) * unit if found else None
+
+
+def page_size_bytes(facts: Facts) -> int | None:
+    """By the kernel's account of a process, where `getconf` is not there."""
+    found = re.search(r"KernelPageSize:\s+(\d{1,9}) kB", facts.get(SMAPS, ""))
+    return int(found.group(1)) * 1024 if found and int(found.group(1)) else None
+
+
+def _battery(facts: Facts) -> dict[str, str]:
+    """The service's state, the first of what it dumps."""
+    said: dict[str, str] = {}
+    for key, value in re.findall(r"^\s+([A-Za-z ]{1,40}): (\S{1,40})\s*$", facts.get(BATTERY, ""), re.MULTILINE):
+        said.setdefault(key, value)
+    return said
+
+
+def _named(text: str) -> str:
+    """What names something; empty for what makers leave as it was."""
+    return "" if _UNNAMED.search(text) else text.strip()
+
+
+def _is_small(text: str) -> bool:
+    return text.isdecimal() and len(text) <= 9
