@@ -16,6 +16,8 @@ from etfarm.wire.errors import EtfarmError
 
 MAX_LINE_BYTES = 16 << 20
 """Of what a runner answers."""
+_OOM_SCORE = "800"
+"""Added to what the kernel makes of a process's memory, in thousandths of all there is; see proc(5), oom_score_adj."""
 
 
 class Input(Protocol):
@@ -149,4 +151,7 @@ async def spawn_here(command: Sequence[str], folder: Path) -> Child:
         raise errors.RunnerBroken(f"The runner {command[0]} cannot be started: {why}.", errno=number) from error
     except ValueError as error:
         raise errors.RunnerBroken(f"The runner {command[0]} cannot be started: {error}.") from error
+    with contextlib.suppress(OSError):  # it has ended already, or the kernel does not let us
+        # Where memory runs out it is the program that goes, and neither the agent nor anything else of the machine.
+        Path(f"/proc/{transport.get_pid()}/oom_score_adj").write_text(_OOM_SCORE)
     return LocalChild(asyncio.subprocess.Process(transport, group, loop))

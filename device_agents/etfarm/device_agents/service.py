@@ -1,0 +1,143 @@
+"""`etfarm agent ... --print-unit`: the systemd unit that runs the same command, so that a board is served from its start on."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from etfarm.wire.errors import UserError
+from etfarm.wire.names import DATA_VARIABLE, SERVER_VARIABLE, TLS_CA_VARIABLE, TOKEN_VARIABLE
+
+UNIT_NAME: Final = "etfarm-agent"
+TOKEN_FILE: Final = "/etc/etfarm/agent.env"
+"""Only root may read it, and systemd does: the token is in no unit, no command line and no file of the agent's."""
+_STATE: Final = "etfarm"
+"""Below /var/lib, which stands for root's data folder: the agent's own default is then /var/lib/etfarm/agent."""
+_LEFT_OUT: Final = (("--print-unit", "--p"), ("--exit-with-stdin", "--ex"))
+"""Options that are not the service's, and the shortest that argparse takes for them."""
+_VARIABLES: Final = (SERVER_VARIABLE, TLS_CA_VARIABLE, DATA_VARIABLE)
+"""What the command may have been told by its environment, but for the token."""
+_PLAIN: Final = re.compile(r"[\w@+=:,./\[\]-]+", re.ASCII)
+_ESCAPES: Final = {"\\": r"\\", '"': r"\"", "\n": r"\n", "\t": r"\t", "%": "%%"}
+
+_TEMPLATE: Final = """\
+# Runs `etfarm agent` from the machine's start on. Made by `etfarm agent ... --print-unit`:
+#
+#   etfarm agent ... --print-unit | sudo tee /etc/systemd/system/{name}.service
+#   sudo install -D -m 600 /dev/null {token_file}
+#   echo {token}=... | sudo tee {token_file} >/dev/null    # where the server asks for a token
+#   sudo systemctl daemon-reload && sudo systemctl enable --now {name}
+#
+# It runs as root, since only root may set the cpus' governor for a measurement, which makes times repeatable. To run it as an
+# unprivileged user instead: `sudo systemctl edit {name}`, with [Service] and DynamicUser=yes; reports then say that the
+# governor was left as it was.
+
+[Unit]
+Description=etfarm agent: serves this machine as a device of a farm
+Wants=network-online.target
+After=network-online.target
+# Boards come before their network, and networks go: it is started again for ever.
+StartLimitIntervalSec=0
+
+[Service]
+Type=exec
+ExecStart=:{command}
+EnvironmentFile=-{token_file}
+{settings}Restart=always
+RestartSec=5
+# The agent says goodbye and ends its runner. Whatever is left then is killed.
+KillMode=mixed
+TimeoutStopSec=15
+# Where memory runs out the program goes, which has a higher score, and the agent stays and reports it.
+OOMScoreAdjust=-500
+OOMPolicy=continue
+
+# What a program can break. Nothing here filters system calls, which would slow down what is measured, and /sys stays
+# writable for the governor (so no ProtectKernelTunables). Root may read all files, as a user's TLS key, and write its own.
+NoNewPrivileges=yes
+{protection}PrivateTmp=yes
+ProtectControlGroups=yes
+UMask=0077
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def unit(
+    arguments: Sequence[str],
+    *,
+    program: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    own_data: bool = False,
+    folder: Path | None = None,
+) -> str:
+    """The unit's text. No I/O.
+
+    Args:
+        arguments: of `etfarm agent`, as they were given.
+        program: the absolute path of the program that takes them, and what stands before them.
+        environment: the command's; what an agent reads of it is kept, but not the token, which comes from TOKEN_FILE.
+        own_data: whether the data folder is the user's choice, and not the default.
+        folder: what relative paths among the arguments are relative to; None where there are none.
+
+    Raises:
+        UserError: an argument is no text, which a unit cannot hold.
+    """
+    kept = [argument for argument in arguments if not _is_left_out(argument)]
+    variables = {name: environment[name] for name in _VARIABLES if environment and environment.get(name)}
+    settings = [f"Environment={_quoted(f'{name}={value}')}" for name, value in variables.items()]
+    if folder is not None:
+        # Taken as it is, without quotes.
+        settings.append("WorkingDirectory=" + str(folder).replace("%", "%%"))
+    if own_data:
+        # It may be anywhere, and anybody's.
+        protection = ["CapabilityBoundingSet=CAP_DAC_READ_SEARCH CAP_DAC_OVERRIDE", "ProtectSystem=full"]
+    else:
+        settings += [f"StateDirectory={_STATE}", "StateDirectoryMode=0700", "Environment=XDG_DATA_HOME=%S"]
+        protection = ["CapabilityBoundingSet=CAP_DAC_READ_SEARCH", "ProtectSystem=strict", "ProtectHome=read-only"]
+    return _TEMPLATE.format(
+        name=UNIT_NAME,
+        token=TOKEN_VARIABLE,
+        token_file=TOKEN_FILE,
+        command=" ".join(map(_quoted, [*program, *kept])),
+        settings="".join(f"{line}\n" for line in settings),
+        protection="".join(f"{line}\n" for line in protection),
+    )
+
+
+def unit_of_this(arguments: Sequence[str], paths: Sequence[Path | None], data: Path | None) -> str:
+    """The unit that runs what was started here: this program, these arguments, this environment.
+
+    Args:
+        arguments: of `etfarm agent`.
+        paths: those among them; relative ones are of the working folder.
+        data: the data folder that was asked for.
+    """
+    script = Path(sys.executable).with_name("etfarm")
+    return unit(
+        arguments,
+        program=[*([str(script)] if script.exists() else [sys.executable, "-m", "etfarm.wire.command"]), "agent"],
+        environment=os.environ,
+        own_data=data is not None or bool(os.environ.get(DATA_VARIABLE)),
+        folder=Path.cwd() if any(path is not None and not path.is_absolute() for path in [*paths, data]) else None,
+    )
+
+
+def _is_left_out(argument: str) -> bool:
+    return any(name.startswith(argument) and argument.startswith(shortest) for name, shortest in _LEFT_OUT)
+
+
+def _quoted(text: str) -> str:
+    """One word of a setting. Dollar signs need nothing: ExecStart's colon makes them plain. Source: systemd.syntax(7)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{text!a} is no UTF-8, and a systemd unit is.", "Rename it.", argument=ascii(text)) from None
+    if _PLAIN.fullmatch(text):
+        return text
+    return '"' + "".join(_ESCAPES.get(c, c if ord(c) >= 0x20 and c != "\x7f" else f"\\x{ord(c):02x}") for c in text) + '"'

@@ -1,0 +1,146 @@
+"""The systemd unit of an agent: what systemd itself makes of it, and what it must never hold."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from etfarm.device_agents.config import default_data_folder
+from etfarm.device_agents.runners.child import spawn_here
+from etfarm.device_agents.service import TOKEN_FILE, unit, unit_of_this
+from etfarm.wire.errors import UserError
+
+PROGRAM = ["/usr/bin/env", "etfarm", "agent"]
+ODD = [
+    "plain", "two words", "$HOME", "${HOME}", "$$", "50%", "%h", 'a "quoted" word', "it's", "back\\slash", "\\n", "\\", ";", "",
+    " ", "new\nline", "tab\t", "\x01\x7f", "#comment", "-", "@", "é→", "[fe80::1]:7070", "K=V W", "'", "a;b", "~", "*",
+]  # fmt: skip
+"""Words that mean something to systemd, or to a shell."""
+
+
+def systemd_on(text: str, folder: Path) -> str:
+    """What systemd reads in a unit, in its own words; fails with what it complains of."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("needs systemd-analyze: apt-get install systemd")
+    path = folder / "etfarm-agent.service"
+    path.write_text(text)
+    plain = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True, check=False)
+    assert (plain.returncode, plain.stdout, plain.stderr) == (0, "", "")
+    # At this level it tells what it has read.
+    told = subprocess.run(
+        ["systemd-analyze", "verify", str(path)], env={**os.environ, "SYSTEMD_LOG_LEVEL": "debug"},
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True,
+    )  # fmt: skip
+    return told.stdout
+
+
+def told(dump: str, name: str) -> list[str]:
+    """The values of a setting, as systemd writes them."""
+    return re.findall(rf"^\s*{name}: (.*)$", dump, re.MULTILINE)
+
+
+def words(line: str) -> list[str]:
+    """A command line as systemd writes it: words, quoted where it takes that, with C's escapes."""
+    found = []
+    for quoted, plain in re.findall(r'"((?:[^"\\]|\\.)*)"|(\S+)', line):
+        found.append(re.sub(r"\\([0-7]{3}|.)", lambda escape: _unescaped(escape.group(1)), plain or quoted))
+    return found
+
+
+def _unescaped(escape: str) -> str:
+    return chr(int(escape, 8)) if len(escape) == 3 else {"n": "\n", "t": "\t"}.get(escape, escape)
+
+
+def test_systemd_starts_the_very_command(tmp_path: Path) -> None:
+    folder = tmp_path / "a b%h $x"
+    folder.mkdir()
+    program = folder / "et farm"
+    program.symlink_to("/bin/true")
+    dump = systemd_on(unit(ODD, program=[str(program), "agent"]), tmp_path)
+    (command,) = told(dump, "Command Line")
+    assert words(command) == [str(program), "agent", *ODD]
+
+
+def test_the_service_is_there_for_good_and_outlives_its_programs(tmp_path: Path) -> None:
+    dump = systemd_on(unit(["--server", "farm:7070"], program=PROGRAM), tmp_path)
+    for name, value in (
+        ("Restart", "always"), ("OOMScoreAdjust", "-500"), ("OOMPolicy", "continue"), ("KillMode", "mixed"),
+        ("ProtectSystem", "strict"), ("ProtectKernelTunables", "no"), ("StateDirectory", "etfarm"),
+        ("CapabilityBoundingSet", "cap_dac_read_search"),
+    ):  # fmt: skip
+        assert told(dump, name) == [value], name
+    assert told(dump, "EnvironmentFile") == [f"-{TOKEN_FILE}"]
+    assert re.search(r"^\s*After: network-online\.target", dump, re.MULTILINE)
+    # These filter system calls, which costs time in each of them.
+    assert not told(dump, "SystemCallFilter") and told(dump, "LockPersonality") == told(dump, "ProtectClock") == ["no"]
+
+
+def test_without_a_folder_of_its_own_the_agent_works_below_the_state_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dump = systemd_on(unit(["--server", "farm:7070"], program=PROGRAM), tmp_path)
+    (setting,) = told(dump, "Environment")
+    name, _, value = setting.partition("=")
+    monkeypatch.delenv("ETFARM_DATA", raising=False)
+    monkeypatch.setenv(name, value)
+    # The default, so that the device's id is the machine's, and stays when the agent is installed again.
+    assert default_data_folder() == Path("/var/lib/etfarm/agent")
+
+
+@pytest.mark.parametrize("variables", [{}, {"ETFARM_DATA": "/data/my agent 100%"}])
+def test_a_folder_that_was_chosen_stays_writable(variables: dict[str, str], tmp_path: Path) -> None:
+    dump = systemd_on(unit(["--data", "/data/agent"], program=PROGRAM, environment=variables, own_data=True), tmp_path)
+    assert (told(dump, "ProtectSystem"), told(dump, "StateDirectory")) == (["full"], [])
+    assert told(dump, "Environment") == [f"{name}={value}" for name, value in variables.items()]
+
+
+def test_the_environment_is_kept_but_for_the_token(tmp_path: Path) -> None:
+    given = {"ETFARM_SERVER": "farm:7070", "ETFARM_TLS_CA": "/my certificates/ca.pem", "ETFARM_TOKEN": "s3cret", "OTHER": "x"}
+    text = unit(["--name", "pi"], program=PROGRAM, environment=given)
+    assert "s3cret" not in text and "OTHER" not in text
+    settings = told(systemd_on(text, tmp_path), "Environment")
+    assert settings[:2] == ["ETFARM_SERVER=farm:7070", "ETFARM_TLS_CA=/my certificates/ca.pem"]
+
+
+@pytest.mark.parametrize("left_out", ["--print-unit", "--print", "--exit-with-stdin", "--exit"])
+def test_options_that_are_no_services_are_left_out(left_out: str, tmp_path: Path) -> None:
+    dump = systemd_on(unit(["--server", "farm:7070", left_out, "--emulate", "aarch64"], program=PROGRAM), tmp_path)
+    assert words(told(dump, "Command Line")[0])[3:] == ["--server", "farm:7070", "--emulate", "aarch64"]
+
+
+def test_the_unit_of_this_process_finds_this_program_and_these_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "50% here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for name in ("ETFARM_DATA", "ETFARM_SERVER", "ETFARM_TLS_CA"):
+        monkeypatch.delenv(name, raising=False)
+    dump = systemd_on(unit_of_this(["--server", "h:1", "--tls-ca", "ca.pem"], [Path("ca.pem"), None], None), tmp_path)
+    assert told(dump, "WorkingDirectory") == [str(folder)]
+    program, *rest = words(told(dump, "Command Line")[0])
+    assert rest[-5:] == ["agent", "--server", "h:1", "--tls-ca", "ca.pem"]
+    done = subprocess.run([program, *rest[:-4], "--help"], cwd="/", env={}, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: etfarm agent")
+    absolute = unit_of_this(["--server", "h:1", "--tls-ca", "/ca.pem"], [Path("/ca.pem")], None)
+    assert "WorkingDirectory" not in absolute and str(Path(sys.executable).parent) in absolute
+
+
+def test_what_a_unit_cannot_hold_is_refused() -> None:
+    with pytest.raises(UserError, match="is no UTF-8") as refused:
+        unit(["--name", os.fsdecode(b"\xff")], program=PROGRAM)
+    assert str(refused.value).isprintable()
+
+
+async def test_where_memory_runs_out_the_program_goes_before_the_agent(tmp_path: Path) -> None:
+    child = await spawn_here(["/bin/sleep", "60"], tmp_path)
+    try:
+        score = int(Path(f"/proc/{child.pid}/oom_score_adj").read_text())
+        assert score == 800 > int(Path("/proc/self/oom_score_adj").read_text())
+    finally:
+        child.kill()
+        await child.wait()
