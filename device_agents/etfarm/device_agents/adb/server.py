@@ -29,6 +29,8 @@ from etfarm.device_agents.adb.sync import OnProgress, RemoteFile, Sync
 
 SILENCE_S: Final = 20.0
 """Without a byte of a transfer, after which the link counts as dead."""
+RECHECK_S: Final = 3.0
+"""A local question of a few hundred bytes; short beside what a person waits who has unplugged a phone."""
 _ANSWER_S: Final = 10.0
 _CONNECT_S: Final = 30.0
 """adb itself gives a phone 10 s to take the connection, and then waits for its handshake."""
@@ -77,20 +79,38 @@ class AdbServer:
         """The phones that the server knows now, in its order, whatever their state."""
         return phones_of(await self._text("host:devices-l"))
 
-    async def track(self) -> AsyncIterator[tuple[Phone, ...]]:
+    async def track(self, *, recheck_s: float = RECHECK_S) -> AsyncIterator[tuple[Phone, ...]]:
         """The phones now, then the whole list again at each change, for ever.
 
         Close it when done: `async with contextlib.aclosing(server.track()) as lists`. A link that is dead changes nothing.
+
+        Args:
+            recheck_s: after which the list is asked for without having been told of a change.
 
         Raises:
             AdbServerMissing: the server is not there, or was stopped meanwhile.
         """
         link = await self._ask("host:track-devices-l")
+        told = asyncio.create_task(link.text(), name="adb's list of phones")
+        latest = None
         try:
             while True:
-                yield phones_of(await link.text())
+                # adb 29 sets a phone whose connection broke to offline without telling, until it is back or given up.
+                await asyncio.wait({told}, timeout=None if latest is None else recheck_s)
+                if told.done():
+                    phones = phones_of(told.result())
+                    told = asyncio.create_task(link.text(), name="adb's list of phones")
+                else:
+                    phones = await self.phones()
+                if phones != latest:
+                    latest = phones
+                    yield phones
         finally:
             link.abort()
+            told.cancel()
+            await asyncio.wait({told})
+            if not told.cancelled():
+                told.exception()  # the connection's end, which nobody waits for any more
 
     async def connect(self, host_port: str) -> str:
         """Makes the server connect to a phone in the network; its serial. Harmless where it is connected.
@@ -127,11 +147,14 @@ class AdbServer:
             await self._text(f"host-serial:{serial}:reconnect", serial=serial)
 
     async def features(self, serial: str) -> frozenset[str]:
-        """What both the phone's adbd and the server can do, such as `shell_v2` and `stat_v2`."""
+        """What the phone's adbd can do, such as `shell_v2` and `stat_v2`."""
         return frozenset((await self._text(f"host-serial:{serial}:features", serial=serial)).strip().split(","))
 
     async def shell(self, serial: str, command: str, *, limit: int = MAX_LINE_BYTES) -> ShellProcess:
-        """Starts a command line of the phone's shell, without a terminal.
+        """Starts a command line of the phone's shell, without a terminal. The phone needs the feature `shell_v2` (Android 7).
+
+        It ends for us when nobody on the phone holds its outputs open any more: redirect those of what stays in the background.
+        When the connection closes, adbd sends SIGHUP to the shell, and not to what it has forked: `exec` what shall end with it.
 
         Args:
             command: up to 65 kB, 4 kB on old phones; longer ones go as input to `sh`.

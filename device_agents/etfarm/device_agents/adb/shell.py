@@ -142,7 +142,7 @@ class ShellProcess:
     def kill(self) -> None:
         """Closes the connection now; harmless where it is closed.
 
-        adbd then hangs up on the command; see `AdbServer.shell` for what becomes of it.
+        adbd then sends SIGHUP to the phone's shell; see `AdbServer.shell` for what ends with it.
         """
         self._killed = True
         self._link.abort()
