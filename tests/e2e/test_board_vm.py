@@ -1,0 +1,154 @@
+"""A whole emulated Arm board whose agent dials out to a real farm: a job as on x86, and power that is cut in one's middle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("executorch")
+
+from etfarm.client import Farm
+from etfarm.client.client import Job
+from etfarm.client.models import CellChanged, Device, Progress
+from etfarm.wire import tensors
+from tests.support import models
+from tests.support.emulation import aarch64_archive
+from tests.support.farm import FarmProcess, etfarm, wait_until
+from tests.support.vms import Board, running_board
+
+pytestmark = [pytest.mark.boards, pytest.mark.timeout(600)]
+
+CACHE = "/var/lib/etfarm/.local/share/etfarm/agent/cache"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
+    """A farm with this machine as its only device."""
+    archive = aarch64_archive()
+    running = FarmProcess(tmp_path_factory.mktemp("farm"))
+    try:
+        running.start(agents=0)
+        running.add_agent("--idle-wait", "0", "--cool-down", "0")
+        with running.client() as client:
+            client.add_bundle(archive)
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture(scope="module")
+def board(place: FarmProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Board]:
+    """A board that is on and whose agent is connected."""
+    with running_board(tmp_path_factory.mktemp("board"), place.address, "--name", "board", "--idle-wait", "0") as board:
+        yield board
+
+
+def the_board(farm: Farm) -> Device:
+    """What the farm knows of it."""
+    (device,) = (device for device in farm.devices() if device.name == "board")
+    return device
+
+
+def until(job: Job, phase: str) -> None:
+    """Waits until the job's only cell is in the phase on the board."""
+    for event in job.watch():
+        if isinstance(event, Progress) and (event.phase, event.actor) == (phase, "board"):
+            return
+        assert not (isinstance(event, CellChanged) and event.cell.state.is_terminal), event
+    raise AssertionError(f"the job ended before {phase}")
+
+
+def placed_again(farm: Farm, job: Job) -> None:
+    """Checks that the board's attempt is lost and its cell waits."""
+    assert wait_until(lambda: the_board(farm).state.name == "OFFLINE"), "the board is online without power"
+    assert not job.state.is_terminal
+
+
+def test_a_board_gives_the_outputs_and_the_lines_of_x86(place: FarmProcess, board: Board, tmp_path: Path) -> None:
+    listed = etfarm("devices", "list", "--server", place.address, cwd=tmp_path)
+    assert listed.returncode == 0, listed.stderr
+    assert any({"board", "aarch64", "linux,dummy-virt"} <= set(line.split()) for line in listed.stdout.splitlines()), (
+        listed.stdout
+    )
+
+    which = ("--device", "arch=aarch64", "--device", "emulated=false")
+    quick = ("--warmup", "1", "--iterations", "3", "--min-time", "0", "--threads", "1")
+    done = etfarm("bench", "demo:resnet8", *which, *quick, "--json", "r.json", "--server", place.address, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr + board.console[-3000:]
+    document = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)
+    with place.client() as farm:
+        job = farm.job(document["job"]["id"])
+        device = the_board(farm)
+        outputs = [np.asarray(tensors.to_array(job.outputs(cell)[0])) for cell in range(2)]  # type: ignore[arg-type]
+    there, here = document["reports"]
+    np.testing.assert_allclose(outputs[0], outputs[1], rtol=0, atol=1e-5)
+    assert there["accuracy"][0]["max_abs_error"] < 1e-5
+
+    told: dict[str, Any] = there["device"]
+    assert (told["id"], told["name"], told["arch"], told["soc"]) == (device.id, "board", "aarch64", "linux,dummy-virt")
+    assert told["emulated"] and told["cores"] == 2 and told["os"].startswith("Debian GNU/Linux 12")
+    assert [cluster.part for cluster in device.clusters] == ["Cortex-A72"]
+    assert there["verdict"]["status"] == "NOT_BENCHMARKABLE"
+    assert there["runner"]["kind"] == "native" and there["memory"]["peak_rss_bytes"] > 1 << 20
+    rows = [[(row["kind"], row["source"]) for row in report["operators"]] for report in (there, here)]
+    assert rows[0] == rows[1]
+    assert {"y = self.conv(image)", "y = self.conv2(y)"} <= {source["code"] for _, source in rows[0] if source}
+
+    rss = board.agent_rss_bytes()
+    assert rss < 50e6, f"the agent has {rss / 1e6:.1f} MB in memory"
+
+
+def test_a_board_that_loses_power_while_it_fetches_trusts_nothing_that_is_half_written(
+    place: FarmProcess, board: Board, tmp_path: Path
+) -> None:
+    model = models.save(models.conv, tmp_path / "conv.pt2")
+    with place.client() as farm:
+        before = the_board(farm)
+        # As it was before its first run.
+        board.run(f"rm -rf {CACHE}/blobs/* {CACHE}/bundles/*")
+        board.limit(500_000)
+        job = farm.bench(model, devices="name=board", iterations=3, min_time_s=0.0)
+        until(job, "FETCH")
+        # What a disk may make of a write that was under way: the length is there, the bytes are not.
+        board.run(
+            f"cd {CACHE}/blobs; until [ -s *.part ]; do busybox usleep 10000; done;"
+            " busybox truncate -s +65536 *.part; busybox sync"
+        )
+        board.power_cut()
+        placed_again(farm, job)
+        board.limit(None)
+        board.start(wait_for="connected to")
+        report = job.result().report
+        assert report.state == "SUCCEEDED"
+        assert farm.job(job.id).info.cells[0].attempts == 2
+        after = the_board(farm)
+        assert (after.id, after.agent_id) == (before.id, before.agent_id)
+
+
+def test_a_board_that_loses_power_while_it_runs_runs_again_when_it_is_back(
+    place: FarmProcess, board: Board, tmp_path: Path
+) -> None:
+    model = models.save(models.conv, tmp_path / "conv.pt2")
+    with place.client() as farm:
+        before = the_board(farm)
+        job = farm.bench(model, devices="name=board", iterations=100, min_time_s=5.0, profile=False)
+        until(job, "TIMED")
+        # Files that have their names and not their bytes; the run that is under way keeps the old ones.
+        board.run(
+            f"cd {CACHE}/blobs && for blob in *; do"
+            " busybox cp -p $blob ../half && busybox truncate -s 1000 ../half && busybox mv ../half $blob; done; busybox sync"
+        )
+        board.power_cut()
+        placed_again(farm, job)
+        board.start(wait_for="connected to")
+        report = job.result().report
+        assert report.state == "SUCCEEDED" and report.measurement.duration_ns > 4e9
+        assert farm.job(job.id).info.cells[0].attempts == 2
+        after = the_board(farm)
+        assert (after.id, after.agent_id) == (before.id, before.agent_id)
+    assert "was damaged on this disk; it is fetched again" in board.console

@@ -1,0 +1,23 @@
+"""`python -m tests.support.images board|agent`: makes what a machine is started from, unless it is there already."""
+
+from __future__ import annotations
+
+import argparse
+
+from tests.support.images import board
+from tests.support.images.kept import size_mb
+
+_MAKERS = {"board": board.board_image, "agent": board.agent_image}
+
+
+def main() -> None:
+    """The command; prints one line for each file."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support.images", description=__doc__)
+    parser.add_argument("image", nargs="+", choices=sorted(_MAKERS))
+    for name in parser.parse_args().image:
+        for path in _MAKERS[name]():
+            print(f"{name}: {path} {size_mb(path):.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Emulated Arm machines: boards whose agent dials out to a server here, and phones that adb reaches.
+
+They are synchronous, as the farm of `tests.support.farm` is, so that a fixture of any scope can hold one. No machine reaches
+anything but the one port here that it is given, and what listens for it listens on 127.0.0.1 only.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+import pytest
+
+from tests.support.images.board import BoardImage, board_image
+from tests.support.images.disks import make_disk
+from tests.support.images.kept import SOURCES
+
+START_S: Final = 90.0
+"""How long a machine may take to a line on its console. It takes 4 s to its shell, where nothing else runs."""
+SERVER: Final = "10.0.2.100:5000"
+"""Where a machine finds the server: a connection there ends at a port of this one."""
+_CPU: Final = "cortex-a72"
+
+
+def need_machines() -> None:
+    """Skips where qemu's system emulation is not installed."""
+    if shutil.which("qemu-system-aarch64") is None:
+        pytest.skip("needs an emulator: apt-get install qemu-system-arm")
+
+
+@dataclass(frozen=True)
+class Disk:
+    """One of a machine's disks."""
+
+    serial: str
+    """By which its init knows it."""
+    path: Path
+    written: bool = False
+    """Whether the machine may write it; what it writes is there at the next start."""
+
+
+class Machine:
+    """A qemu process with 2 cpus and 1 GiB. It ends with the process that started it, also when that is killed.
+
+    Args:
+        folder: for the console's log and files of this machine.
+        boot: kernel and initramfs.
+        disks: what its init looks for.
+    """
+
+    def __init__(self, folder: Path, boot: tuple[Path, Path], disks: Sequence[Disk]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.log = folder / "console.log"
+        self._boot = boot
+        self._disks = disks
+        self._process: subprocess.Popen[bytes] | None = None
+        self._read = 0
+        self._commands = 0
+
+    @property
+    def pid(self) -> int:
+        """Of qemu."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def console(self) -> str:
+        """What it has said since it was made, over all starts."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def start(self, *, wait_for: str) -> None:
+        """Switches it on, and waits for a line on the console."""
+        assert self._process is None
+        self._read = len(self.console)
+        with self.log.open("ab") as console:
+            self._process = subprocess.Popen(self._command(), stdin=subprocess.PIPE, stdout=console, stderr=subprocess.STDOUT)
+        try:
+            self.expect(wait_for)
+        except BaseException:
+            self.power_cut()
+            raise
+
+    def power_cut(self) -> None:
+        """It is off at once; its disks have what it had written to them. Harmless where it is off already."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.kill()
+            self._process.wait()
+            self._process.stdin.close()
+            self._process = None
+
+    def expect(self, text: str, timeout_s: float = START_S) -> str:
+        """Waits for a line of the console with `text`, behind the one that was waited for before.
+
+        Raises:
+            AssertionError: it does not come in time, or the machine has ended; with the console's last lines.
+        """
+        until = time.monotonic() + timeout_s
+        while True:
+            ended = self._process is None or self._process.poll() is not None
+            new = self.console[self._read :]
+            for line in new.splitlines(keepends=True):
+                if not line.endswith("\n"):
+                    break
+                self._read += len(line)
+                if text in line:
+                    return line.rstrip()
+            if ended or time.monotonic() > until:
+                why = "the machine ended" if ended else f"{timeout_s:g} s passed"
+                last = "\n".join(self.console.splitlines()[-40:])
+                raise AssertionError(f"{why} before its console said {text!r}; its last lines:\n{last}")
+            time.sleep(0.02)
+
+    def run(self, command: str, timeout_s: float = START_S) -> str:
+        """Runs a command in the machine's shell, as root; what it printed.
+
+        Raises:
+            AssertionError: it failed, or did not end in time.
+        """
+        assert self._process is not None and self._process.stdin is not None
+        self._commands += 1
+        number = self._commands
+        before = self._read
+        self._process.stdin.write(f"{number} {command}\n".encode())
+        self._process.stdin.flush()
+        ended = self.expect(f"#{number}= ", timeout_s)
+        mark = f"#{number}| "
+        lines = [line.removeprefix(mark) for line in self.console[before:].splitlines() if line.startswith(mark)]
+        assert ended.endswith("= 0"), f"{command!r} ended with {ended.partition('= ')[2]}: {lines}"
+        return "\n".join(lines)
+
+    def port(self) -> int:
+        """The port on 127.0.0.1 that leads into the machine; the system chose it."""
+        (address,) = {
+            connection.laddr
+            for connection in psutil.Process(self.pid).net_connections("tcp4")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert address.ip == "127.0.0.1"
+        return int(address.port)
+
+    def _network(self) -> list[str]:
+        """More options of its network, in which nothing else can be reached."""
+        return []
+
+    def _command(self) -> list[str]:
+        kernel, initramfs = self._boot
+        drives: list[str] = []
+        for disk in self._disks:
+            access = "snapshot=off" if disk.written else "readonly=on"
+            drives += ["-drive", f"if=none,id={disk.serial},format=raw,file={disk.path},{access}"]
+            drives += ["-device", f"virtio-blk-device,drive={disk.serial},serial={disk.serial}"]
+        return [
+            # The kernel ends qemu with us, whatever ends us.
+            "setpriv", "--pdeathsig", "KILL", "--",
+            "qemu-system-aarch64", "-M", "virt", "-cpu", _CPU, "-smp", "2", "-m", "1024", "-nodefaults", "-no-reboot",
+            "-display", "none", "-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console",
+            "-kernel", str(kernel), "-initrd", str(initramfs), "-append", "console=ttyAMA0 quiet panic=-1",
+            "-netdev", ",".join(["user", "id=net", "ipv6=off", "restrict=on", *self._network()]),
+            "-device", "virtio-net-device,netdev=net",
+            *drives,
+        ]  # fmt: skip
+
+
+class Board(Machine):
+    """A board with Debian and Python whose agent, a service that is started again whenever it ends, dials out to a server.
+
+    What it keeps (the agent's data, the machine's id) is on a disk of its own, so one made anew is another machine.
+
+    Args:
+        folder: for this board's files.
+        server: 127.0.0.1:PORT, the only thing that the board can reach.
+        arguments: of `etfarm agent`.
+        token: ETFARM_TOKEN of the agent.
+    """
+
+    def __init__(self, folder: Path, server: str, *arguments: str, token: str = "", image: BoardImage | None = None) -> None:
+        made = image or board_image()
+        self.machine_id = uuid.uuid4().hex
+        self._server_port = int(server.rpartition(":")[2])
+        self._rate = folder / "rate"
+        folder.mkdir(parents=True, exist_ok=True)
+        state = make_disk(folder / "state.ext4", 512)
+        settings = {"ETFARM_SERVER": SERVER, "ETFARM_TOKEN": token, "MACHINE_ID": self.machine_id, "AGENT": shlex.join(arguments)}
+        disks = (
+            Disk("root", made.root),
+            Disk("agent", made.agent),
+            Disk("state", state, written=True),
+            Disk("settings", _settings(folder / "settings", settings)),
+        )
+        super().__init__(folder, (made.kernel, made.initramfs), disks)
+
+    def limit(self, bytes_per_s: int | None) -> None:
+        """Makes the link to the server slow, from now on, or with None as fast as it gets."""
+        self._rate.write_text(str(bytes_per_s or ""))
+
+    def agent(self) -> int:
+        """The agent's process id in the board; what it starts has greater ones."""
+        return min(int(pid) for pid in self.run("busybox pidof python3.11").split())
+
+    def agent_rss_bytes(self) -> int:
+        """What the agent has in memory."""
+        (line,) = (
+            line for line in self.run(f"busybox cat /proc/{self.agent()}/status").splitlines() if line.startswith("VmRSS:")
+        )
+        return int(line.split()[1]) * 1024
+
+    def _network(self) -> list[str]:
+        relay = SOURCES.parent / "relay.py"
+        command = shlex.join([sys.executable, "-S", "-E", str(relay), str(self._server_port), str(self._rate)])
+        return [f"guestfwd=tcp:{SERVER}-cmd:{command}".replace(",", ",,")]
+
+
+@contextmanager
+def running_board(folder: Path, server: str, *arguments: str, wait_for: str = "connected to", token: str = "") -> Iterator[Board]:
+    """A board that is on, and off afterwards."""
+    need_machines()
+    board = Board(folder, server, *arguments, token=token)
+    try:
+        board.start(wait_for=wait_for)
+        yield board
+    finally:
+        board.power_cut()
+
+
+def _settings(path: Path, values: Mapping[str, str]) -> Path:
+    """A disk that is nothing but shell assignments."""
+    text = "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items()).encode()
+    path.write_bytes(text + bytes(-len(text) % 512))
+    return path
