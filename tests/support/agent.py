@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,9 +199,12 @@ async def launch(server: Server, tmp_path: Path) -> AsyncIterator[Launch]:
     """Starts agents of the test's data folder, which are gone after it."""
     agents: list[AgentProcess] = []
 
-    async def start(*arguments: str, data: Path = tmp_path / "agent", **environment: str) -> AgentProcess:
+    async def start(
+        *arguments: str, data: Path = tmp_path / "agent", within: Sequence[str] = (), **environment: str
+    ) -> AgentProcess:
+        """`within`: what stands before the command and becomes it, as a script of `sh -c` that ends in `exec "$@"`."""
         log = tmp_path / f"agent-{len(agents)}.log"
-        command = [sys.executable, "-m", "etfarm.wire.command", "agent", "--server", server.address, "--data", str(data)]
+        command = [*within, sys.executable, "-m", "etfarm.wire.command", "agent", "--server", server.address, "--data", str(data)]
         command += ["--idle-wait", "0"]  # other tests may run
         know_own_runners(data)
         with log.open("wb") as stderr:
