@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import shutil
 import uuid
 from collections import deque
@@ -28,6 +29,9 @@ from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import to_proto
 
 log = logging.getLogger(__name__)
+
+_MACHINE_ID = re.compile(r"[0-9a-f]{32}")
+"""Source: machine-id(5)."""
 
 
 Tell = Callable[[agent_pb2.AgentMessage], None]
@@ -174,9 +178,10 @@ def device_id(machine_id: str, agent_id: str, *, is_default_folder: bool) -> str
     """The device's id, 16 hex digits: the machine's, so that it outlives a reinstallation of the agent.
 
     Agents with data folders of their own on one machine are devices of their own, or the second would take the first one's
-    place; so theirs is of the machine and the agent together. Without a machine id the agent's id is the device's.
+    place; so theirs is of the machine and the agent together. Without a machine id the agent's id is the device's;
+    what an image has before its first start ("uninitialized"), or after a power cut, is none: other machines have it too.
     """
-    if not machine_id:
+    if not _MACHINE_ID.fullmatch(machine_id):
         return agent_id
     # As machine-id(5) asks for: the id itself stays here, a hash with our name goes out.
     text = f"{machine_id} etfarm" if is_default_folder else f"{machine_id} etfarm {agent_id}"
