@@ -82,13 +82,20 @@ class Governors:
         found, left = dict[str, str](), self._left()
         with ExitStack() as locks:
             try:
-                for policy in sorted((self._root / _POLICIES).glob("policy[0-9]*")):
+                for policy in self._policies():
                     if (setting := self._set(policy, cpus, found, left, locks)) is not None:
                         settings.append(setting)
                 yield settings
             finally:
                 if found:
                     self._put_back(found, left)
+
+    def _policies(self) -> list[Path]:
+        try:
+            return sorted((self._root / _POLICIES).glob("policy[0-9]*"))
+        except OSError as error:
+            log.warning("governors cannot be looked at: %s", error)
+            return []
 
     def _set(
         self, policy: Path, cpus: Collection[int] | None, found: dict[str, str], left: dict[str, str], locks: ExitStack

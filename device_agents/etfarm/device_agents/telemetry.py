@@ -73,7 +73,10 @@ def run_telemetry(measured: Measured, sampled: Sampled | None = None) -> report_
 def _hottest_c() -> float | None:
     if not hasattr(psutil, "sensors_temperatures"):
         return None
-    sensors = [sensor for chip in psutil.sensors_temperatures().values() for sensor in chip]
+    try:
+        sensors = [sensor for chip in psutil.sensors_temperatures().values() for sensor in chip]
+    except OSError:
+        return None
     # Some drivers give 0 for a sensor that is not connected.
     return max((sensor.current for sensor in sensors if sensor.current), default=None)
 
@@ -87,7 +90,11 @@ def _frequency_hz() -> int | None:
 
 
 def _read_battery(told: device_pb2.DeviceTelemetry) -> None:
-    battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    try:
+        battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    except OSError:
+        # psutil lists a folder that not every /sys has.
+        return
     if battery is None:
         return
     told.battery_share = battery.percent / 100
