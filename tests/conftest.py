@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
+from tests.support.adbd import adb_phone  # noqa: F401 - a fixture
 from tests.support.farm import FarmProcess
 from tests.support.runner import runner_bundle  # noqa: F401 - a fixture
 

@@ -52,7 +52,7 @@ class AdbMissing(UserError):
     kind = Kind.FAILED_PRECONDITION
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"adb cannot be started: {why}.", "Install it, on Debian with `apt-get install adb`.", why=why)
+        super().__init__(f"adb cannot be started: {why}", "Install it, on Debian with `apt-get install adb`.", why=why)
 
 
 class AdbServerMissing(UserError):
@@ -62,7 +62,7 @@ class AdbServerMissing(UserError):
     kind = Kind.FAILED_PRECONDITION
 
     def __init__(self, address: str, why: str) -> None:
-        super().__init__(f"No adb server answers at {address}: {why}.", _START, address=address, why=why)
+        super().__init__(f"No adb server answers at {address}: {why}", _START, address=address, why=why)
 
 
 class AdbRefused(DeviceError):
@@ -73,9 +73,9 @@ class AdbRefused(DeviceError):
     def __init__(self, serial: str, text: str) -> None:
         self.serial = serial
         self.text = text.strip()
-        sentence = next(iter(self.text.splitlines()), "no reason was given")
+        sentence = next(iter(self.text.splitlines()), "it gives no reason")
         about = f"the phone {serial}" if serial else "the adb server"
-        super().__init__(f"adb refuses {about}: {sentence}.", remedy_of(self.text), serial=serial, text=self.text)
+        super().__init__(f"adb refuses {about}: {sentence}", remedy_of(self.text), serial=serial, text=self.text)
 
 
 class PhoneGone(DeviceError):
@@ -127,7 +127,7 @@ class PhoneFileRefused(DeviceError):
         self.serial = serial
         self.text = text.strip()
         super().__init__(
-            f"The phone {serial} refuses {remote}: {self.text}.", remedy, serial=serial, remote=remote, text=self.text
+            f"The phone {serial} refuses {remote}: {self.text}", remedy, serial=serial, remote=remote, text=self.text
         )
 
 
@@ -145,7 +145,7 @@ class PhoneFull(DiskFull):
         self.serial = serial
         self.text = text.strip()
         super().__init__(
-            f"The phone {serial} has no room for {remote}: {self.text}.",
+            f"The phone {serial} has no room for {remote}: {self.text}",
             f"Free some storage on the phone; `adb -s {serial} shell df -h /data` shows it.",
             serial=serial,
             remote=remote,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Final
 
 from etfarm.device_agents.adb.address import parse
 from etfarm.device_agents.adb.errors import AdbRefused, AdbServerMissing, PhoneGone
 
 _BUFFER_BYTES: Final = 1 << 18
+_QUEUE_S: Final = 0.005
+"""Until the server has taken a connection or two from its queue."""
 _MAX_REQUEST_BYTES: Final = 0xFFFF
 """What four hexadecimal digits can say."""
 
@@ -32,7 +35,7 @@ class Link:
         endpoint = parse(address)
         try:
             if endpoint.path:
-                reader, writer = await asyncio.open_unix_connection(endpoint.path, limit=_BUFFER_BYTES)
+                reader, writer = await asyncio.open_unix_connection(sock=await _connected(endpoint.path), limit=_BUFFER_BYTES)
             else:
                 reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port, limit=_BUFFER_BYTES)
         except (OSError, ValueError) as error:  # ValueError: a path with a NUL
@@ -86,6 +89,23 @@ class Link:
     def abort(self) -> None:
         """Closes it now, whatever is still under way; harmless where it is closed."""
         self.writer.transport.abort()
+
+
+async def _connected(path: str) -> socket.socket:
+    """A connection to a unix domain socket, waited for where the server's queue of connections is full: adb's holds four."""
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        made.setblocking(False)
+        while True:
+            try:
+                made.connect(path)
+                return made
+            # EAGAIN. asyncio takes it for a connection that is under way, and then for an open one.
+            except BlockingIOError:
+                await asyncio.sleep(_QUEUE_S)
+    except BaseException:
+        made.close()
+        raise
 
 
 def length_of(digits: bytes) -> int:

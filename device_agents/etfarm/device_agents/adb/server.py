@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +79,7 @@ class AdbServer:
         """The phones that the server knows now, in its order, whatever their state."""
         return phones_of(await self._text("host:devices-l"))
 
-    async def track(self, *, recheck_s: float = RECHECK_S) -> AsyncIterator[tuple[Phone, ...]]:
+    async def track(self, *, recheck_s: float = RECHECK_S) -> AsyncGenerator[tuple[Phone, ...], None]:
         """The phones now, then the whole list again at each change, for ever.
 
         Close it when done: `async with contextlib.aclosing(server.track()) as lists`. A link that is dead changes nothing.
@@ -215,10 +215,10 @@ class AdbServer:
         """Writes a file on the phone, making the folders above it; the bytes that were sent.
 
         A file of that name is written over, not replaced: push beside it and rename what others may read or run. Cancelled, it
-        closes the connection at once; adbd then removes what it had of the file.
+        closes the connection at once. adbd removes what it has of a file that does not come whole, a moment after this ended.
 
         Args:
-            mode: its permissions.
+            mode: its permissions; adbd gives those of the owner to everybody.
             mtime_s: since the epoch; now, if None.
             on_progress: after each 64 KiB. It may run ahead of the phone by what the buffers on the way take.
             silence_s: how long the link may take for 64 KiB, and for what the buffers hold in the end.

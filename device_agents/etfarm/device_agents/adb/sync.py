@@ -89,7 +89,7 @@ class Sync:
         """Writes `source` to the file `remote`, with the folders above it; the bytes that were sent.
 
         Raises:
-            PhoneFull: no room. adbd removes what it had written, as after any refusal.
+            PhoneFull: no room.
             PhoneFileRefused: the phone does not write it.
             PhoneGone, PhoneSilent.
         """

@@ -1,0 +1,463 @@
+"""The client of the adb server against a real server and a real adbd, and what becomes of it when either of them goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import random
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etfarm.device_agents import adb
+from tests.support.adbd import FOLDER, AdbPhone
+
+pytestmark = pytest.mark.boards
+
+MANY = random.Random(7).randbytes(20 << 20)
+"""More than all buffers on the way hold."""
+SECONDS = 20.0
+"""For what takes milliseconds, on a machine that is busy."""
+
+
+async def once(lists: AsyncIterator[tuple[adb.Phone, ...]], wanted: Callable[[tuple[adb.Phone, ...]], bool]) -> None:
+    """Waits for a list that is as wanted."""
+    async with asyncio.timeout(SECONDS):
+        async for phones in lists:
+            if wanted(phones):
+                return
+
+
+def states(phones: tuple[adb.Phone, ...]) -> list[tuple[str, adb.State]]:
+    return [(phone.serial, phone.state) for phone in phones]
+
+
+def at_first_progress(act: Callable[[], object]) -> adb.OnProgress:
+    """Does it once, in the middle of a transfer."""
+    left = [act]
+    return lambda done, total: left.pop()() if left else None
+
+
+async def test_the_server_tells_its_version_and_its_phones(adb_phone: AdbPhone) -> None:
+    assert await adb_phone.server.version() >= 39
+    assert states(await adb_phone.server.phones()) == [(adb_phone.serial, adb.State.DEVICE)]
+    assert {"shell_v2", "stat_v2"} <= await adb_phone.server.features(adb_phone.serial)
+
+
+async def test_phones_that_come_and_go_are_told(adb_phone: AdbPhone) -> None:
+    server, serial = adb_phone.server, adb_phone.serial
+    async with contextlib.aclosing(server.track(recheck_s=SECONDS)) as lists:
+        first = await anext(lists)
+        assert states(first) == [(serial, adb.State.DEVICE)]
+        assert await server.disconnect(serial)
+        assert await anext(lists) == ()
+        assert not await server.disconnect(serial)
+        assert await server.connect(serial) == serial
+        assert await server.connect(serial) == serial
+        await once(lists, lambda phones: states(phones) == [(serial, adb.State.DEVICE)])
+        before = (await server.phones())[0].transport_id
+        await server.reconnect(serial)
+        await once(lists, lambda phones: phones != () and phones[0].transport_id != before)
+    assert first[0].transport_id != before
+
+
+async def test_a_phone_that_vanishes_is_told_even_where_adb_does_not(adb_phone: AdbPhone) -> None:
+    server, serial = adb_phone.server, adb_phone.serial
+    async with contextlib.aclosing(server.track(recheck_s=0.1)) as lists:
+        await once(lists, lambda phones: states(phones) == [(serial, adb.State.DEVICE)])
+        adb_phone.kill_adbd()
+        await once(lists, lambda phones: states(phones) == [(serial, adb.State.OFFLINE)])
+        with pytest.raises(adb.AdbRefused) as refused:
+            await server.shell(serial, "true")
+        assert refused.value.text == "device offline" and "adb reconnect" in refused.value.remedy
+        adb_phone.start_adbd()
+        await server.disconnect(serial)  # or adb waits for ten seconds before it tries again
+        await adb_phone.connect()
+        await once(lists, lambda phones: states(phones) == [(serial, adb.State.DEVICE)])
+
+
+async def test_a_command_has_streams_of_its_own_and_an_exit_code(adb_phone: AdbPhone) -> None:
+    process = await adb_phone.server.shell(adb_phone.serial, "echo ready; cat; echo 'wrong: \"é\"' >&2; exit 42")
+    assert await process.stdout.readline() == b"ready\n"
+    assert process.returncode is None and not process.ended
+    process.stdin.write(b"one\n")
+    await process.stdin.drain()
+    assert await process.stdout.readline() == b"one\n"
+    process.stdin.write(b"two")
+    process.stdin.close()
+    assert await process.stdout.read() == b"two"
+    assert await process.stderr.read() == 'wrong: "é"\n'.encode()
+    assert await process.wait() == 42 == process.returncode
+    assert process.ended and process.lost is None
+
+
+async def test_what_is_written_to_a_command_that_ended_is_an_os_error(adb_phone: AdbPhone) -> None:
+    process = await adb_phone.server.shell(adb_phone.serial, "exit 3")
+    assert await process.wait() == 3
+    process.stdin.write(MANY)
+    with pytest.raises(OSError):
+        await process.stdin.drain()
+    process.stdin.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        process.stdin.write(b"late")
+
+
+async def test_a_command_that_is_killed_ends_on_the_phone_too(adb_phone: AdbPhone) -> None:
+    process = await adb_phone.server.shell(adb_phone.serial, "echo $$; exec sleep 1000")
+    number = int(await process.stdout.readline())
+    process.kill()
+    assert await process.wait() is None
+    assert await process.stdout.read() == await process.stderr.read() == b""
+    await adb_phone.server.run(adb_phone.serial, f"while kill -0 {number} 2>&-; do sleep 0.05; done", deadline_s=SECONDS)
+
+
+async def test_a_command_may_be_killed_before_anything_came(adb_phone: AdbPhone) -> None:
+    process = await adb_phone.server.shell(adb_phone.serial, "exec sleep 1000")
+    process.kill()
+    process.kill()
+    assert await process.stdout.read() == b"" and await process.wait() is None
+
+
+async def test_twenty_megabytes_come_whole_to_a_reader_that_is_slow(adb_phone: AdbPhone) -> None:
+    (adb_phone.files / FOLDER[1:] / "many").write_bytes(MANY)
+    process = await adb_phone.server.shell(adb_phone.serial, f"cat {FOLDER}/many", limit=1 << 16)
+    digest, size = hashlib.sha256(), 0
+    while part := await process.stdout.read(10_000):
+        digest.update(part)
+        size += len(part)
+        if size % 100_000 == 0:
+            await asyncio.sleep(0.001)
+    assert (size, digest.digest()) == (len(MANY), hashlib.sha256(MANY).digest())
+    assert await process.wait() == 0
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+async def test_what_nobody_reads_takes_no_more_memory_than_the_limit(adb_phone: AdbPhone, stream: str) -> None:
+    server, serial = adb_phone.server, adb_phone.serial
+    tracemalloc.start()
+    try:
+        process = await server.shell(serial, "exec yes" + (" >&2" if stream == "stderr" else ""), limit=1 << 16)
+        await getattr(process, stream).readexactly(1 << 20)
+        before, _ = tracemalloc.get_traced_memory()
+        # Meanwhile tens of megabytes could have come.
+        for _ in range(20):
+            await server.run(serial, "true", deadline_s=SECONDS)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert not process.ended
+    assert after - before < 1 << 20
+    process.kill()
+
+
+async def test_lines_may_have_sixteen_megabytes(adb_phone: AdbPhone) -> None:
+    command = "for size in 16777215 16777217; do head -c $size /dev/zero | tr '\\0' x; echo; done"
+    process = await adb_phone.server.shell(adb_phone.serial, command)
+    assert await process.stdout.readline() == b"x" * 16777215 + b"\n"
+    with pytest.raises(ValueError):
+        await process.stdout.readline()
+    process.kill()
+
+
+async def test_a_whole_command_is_run_with_its_input(adb_phone: AdbPhone) -> None:
+    done = await adb_phone.server.run(adb_phone.serial, "sha256sum; echo e >&2; exit 7", input=MANY, deadline_s=SECONDS)
+    assert done == adb.Completed(f"{hashlib.sha256(MANY).hexdigest()}  -\n".encode(), b"e\n", 7)
+
+
+async def test_a_command_need_not_read_its_input(adb_phone: AdbPhone) -> None:
+    done = await adb_phone.server.run(adb_phone.serial, "echo enough", input=MANY, deadline_s=SECONDS)
+    assert done == adb.Completed(b"enough\n", b"", 0)
+
+
+async def test_a_signal_is_an_exit_code_of_128_and_more(adb_phone: AdbPhone) -> None:
+    assert (await adb_phone.server.run(adb_phone.serial, "kill -SYS $$", deadline_s=SECONDS)).exit_code == 159
+
+
+async def test_a_command_that_says_too_much_is_cut_off(adb_phone: AdbPhone) -> None:
+    run = adb_phone.server.run
+    assert len((await run(adb_phone.serial, "head -c 1000 /dev/zero", deadline_s=SECONDS, max_bytes=1000)).stdout) == 1000
+    with pytest.raises(adb.PhoneAnswerTooLong, match="more than 1000 bytes"):
+        await run(adb_phone.serial, "yes", deadline_s=SECONDS, max_bytes=1000)
+
+
+async def test_a_command_that_does_not_end_is_given_up(adb_phone: AdbPhone) -> None:
+    with pytest.raises(adb.PhoneSilent, match=r"within 0\.5 s"):
+        await adb_phone.server.run(adb_phone.serial, "exec sleep 1000", deadline_s=0.5)
+    await adb_phone.server.run(adb_phone.serial, "while pidof sleep; do sleep 0.05; done", deadline_s=SECONDS)
+
+
+async def test_many_commands_run_at_once(adb_phone: AdbPhone) -> None:
+    runs = [adb_phone.server.run(adb_phone.serial, f"echo {n}", deadline_s=SECONDS) for n in range(30)]
+    assert [int(done.stdout) for done in await asyncio.gather(*runs)] == list(range(30))
+
+
+async def test_a_command_that_no_request_can_hold_is_refused_before_it_is_sent(adb_phone: AdbPhone) -> None:
+    with pytest.raises(ValueError, match="send it as input"):
+        await adb_phone.server.shell(adb_phone.serial, "x" * 70_000)
+
+
+@pytest.mark.parametrize("kind", ["file", "bytes"])
+async def test_twenty_megabytes_go_there_and_back(adb_phone: AdbPhone, tmp_path: Path, kind: str) -> None:
+    server, serial, remote = adb_phone.server, adb_phone.serial, f"{FOLDER}/a folder, new/ä file,0644"
+    source = tmp_path / "source"
+    source.write_bytes(MANY)
+    told: list[tuple[int, int]] = []
+    sent = await server.push(
+        serial,
+        source if kind == "file" else MANY,
+        remote,
+        0o751,
+        mtime_s=1_700_000_000,
+        on_progress=lambda *now: told.append(now),
+    )
+    assert sent == len(MANY)
+    assert [done for done, _ in told] == list(range(65536, len(MANY) + 1, 65536)) and {total for _, total in told} == {len(MANY)}
+    assert hashlib.sha256((adb_phone.files / remote[1:]).read_bytes()).digest() == hashlib.sha256(MANY).digest()
+    # adbd gives the owner's permissions to everybody.
+    assert await server.stat(serial, remote) == adb.RemoteFile(0o100777, len(MANY), 1_700_000_000)
+    told.clear()
+    assert await server.pull(serial, remote, tmp_path / "back", on_progress=lambda *now: told.append(now)) == len(MANY)
+    assert (tmp_path / "back").read_bytes() == MANY
+    assert told[-1] == (len(MANY), len(MANY))
+
+
+async def test_empty_files_go_there_and_back(adb_phone: AdbPhone, tmp_path: Path) -> None:
+    assert await adb_phone.server.push(adb_phone.serial, b"", f"{FOLDER}/empty") == 0
+    (tmp_path / "back").write_bytes(b"old")
+    assert await adb_phone.server.pull(adb_phone.serial, f"{FOLDER}/empty", tmp_path / "back") == 0
+    assert (tmp_path / "back").read_bytes() == b""
+
+
+async def test_the_phone_tells_what_is_there(adb_phone: AdbPhone) -> None:
+    found = await adb_phone.server.stat(adb_phone.serial, FOLDER)
+    assert found is not None and found.is_folder
+    assert await adb_phone.server.stat(adb_phone.serial, f"{FOLDER}/nothing") is None
+    assert await adb_phone.server.stat(adb_phone.serial, "/etc/passwd/nothing") is None
+
+
+async def test_a_phone_that_is_full_says_so_and_keeps_nothing(adb_phone: AdbPhone) -> None:
+    adb_phone.add_storage("/small", 1 << 20)
+    with pytest.raises(adb.PhoneFull) as full:
+        await adb_phone.server.push(adb_phone.serial, MANY, "/small/many")
+    assert full.value.reason == "DEVICE_DISK_FULL" and "No space left on device" in full.value.text
+    assert full.value.remedy.startswith("Free some storage on the phone")
+    await adb_phone.server.run(adb_phone.serial, "while [ -e /small/many ]; do sleep 0.05; done", deadline_s=SECONDS)
+    await adb_phone.server.push(adb_phone.serial, b"fits", "/small/few")
+    assert (adb_phone.files / "small/few").read_bytes() == b"fits"
+
+
+async def test_a_folder_that_takes_nothing_is_refused_with_one_that_does(adb_phone: AdbPhone) -> None:
+    adb_phone.add_storage("/system/vendor", 1 << 20, writable=False)
+    with pytest.raises(adb.PhoneFileRefused, match="Read-only file system") as refused:
+        await adb_phone.server.push(adb_phone.serial, MANY, "/system/vendor/x")
+    assert "/data/local/tmp" in refused.value.remedy
+
+
+async def test_a_file_that_cannot_be_pulled_leaves_nothing(adb_phone: AdbPhone, tmp_path: Path) -> None:
+    (tmp_path / "kept").write_bytes(b"old")
+    with pytest.raises(adb.PhoneFileMissing, match="No such file"):
+        await adb_phone.server.pull(adb_phone.serial, f"{FOLDER}/nothing", tmp_path / "kept")
+    with pytest.raises(adb.PhoneFileRefused):
+        await adb_phone.server.pull(adb_phone.serial, FOLDER, tmp_path / "kept")
+    with pytest.raises(adb.PhoneAnswerTooLong):
+        await adb_phone.server.pull(adb_phone.serial, "/dev/zero", tmp_path / "kept", max_bytes=1 << 20)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert (tmp_path / "kept").read_bytes() == b"old"
+
+
+async def test_a_phone_that_vanishes_under_a_command_is_gone_at_once(adb_phone: AdbPhone) -> None:
+    process = await adb_phone.server.shell(adb_phone.serial, "echo here; exec sleep 1000")
+    assert await process.stdout.readline() == b"here\n"
+    adb_phone.kill_adbd()
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(adb.PhoneGone) as gone:
+            await process.wait()
+    assert gone.value.serial == adb_phone.serial and process.lost is gone.value
+    assert process.returncode is None and await process.stdout.read() == b""
+
+
+async def test_a_phone_that_vanishes_under_a_transfer_is_gone_at_once(adb_phone: AdbPhone, tmp_path: Path) -> None:
+    server, serial = adb_phone.server, adb_phone.serial
+    await server.push(serial, MANY, f"{FOLDER}/many")
+    with pytest.raises(adb.PhoneGone):
+        await server.pull(serial, f"{FOLDER}/many", tmp_path / "back", on_progress=at_first_progress(adb_phone.kill_adbd))
+    assert list(tmp_path.iterdir()) == []
+    adb_phone.start_adbd()
+    await server.disconnect(serial)
+    await adb_phone.connect()
+    with pytest.raises(adb.PhoneGone):
+        await server.push(serial, MANY, f"{FOLDER}/many", on_progress=at_first_progress(adb_phone.kill_adbd))
+
+
+async def test_a_phone_that_is_disconnected_is_not_known_any_more(adb_phone: AdbPhone) -> None:
+    await adb_phone.disconnect()
+    calls: list[Any] = [
+        adb_phone.server.shell(adb_phone.serial, "true"),
+        adb_phone.server.features(adb_phone.serial),
+        adb_phone.server.push(adb_phone.serial, b"", f"{FOLDER}/x"),
+        adb_phone.server.shell("a phone: of nobody's", "true"),
+    ]
+    for call in calls:
+        with pytest.raises(adb.PhoneGone, match="not found"):
+            await call
+
+
+async def test_a_dead_link_is_noticed_by_its_silence_and_not_by_adb(adb_phone: AdbPhone, tmp_path: Path) -> None:
+    server, serial = adb.AdbServer(adb_phone.server.address, answer_s=0.5), adb_phone.serial
+    await server.push(serial, MANY, f"{FOLDER}/many")
+    for transfer in (
+        lambda: server.push(serial, MANY, f"{FOLDER}/x", on_progress=at_first_progress(adb_phone.freeze_adbd), silence_s=0.5),
+        lambda: server.pull(
+            serial, f"{FOLDER}/many", tmp_path / "x", on_progress=at_first_progress(adb_phone.freeze_adbd), silence_s=0.5
+        ),
+    ):
+        with pytest.raises(adb.PhoneSilent, match=r"within 0\.5 s"):
+            await transfer()
+        with pytest.raises(adb.PhoneSilent):
+            await server.shell(serial, "true")
+        with pytest.raises(adb.PhoneSilent):
+            await server.stat(serial, FOLDER)
+        assert states(await server.phones()) == [(serial, adb.State.DEVICE)]
+        adb_phone.thaw_adbd()
+        await adb_phone.server.reconnect(serial)
+        assert (await adb_phone.server.run(serial, "true", deadline_s=SECONDS)).exit_code == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_cancelled_push_leaves_nothing_on_the_phone(adb_phone: AdbPhone) -> None:
+    server, serial = adb_phone.server, adb_phone.serial
+    pushing = asyncio.create_task(
+        server.push(serial, MANY, f"{FOLDER}/many", on_progress=at_first_progress(lambda: pushing.cancel()))
+    )
+    with pytest.raises(asyncio.CancelledError):
+        await pushing
+    await server.run(serial, f"while [ -e {FOLDER}/many ]; do sleep 0.05; done", deadline_s=SECONDS)
+
+
+async def test_a_cancelled_pull_leaves_nothing_here(adb_phone: AdbPhone, tmp_path: Path) -> None:
+    server, serial = adb_phone.server, adb_phone.serial
+    await server.push(serial, MANY, f"{FOLDER}/many")
+    pulling = asyncio.create_task(
+        server.pull(serial, f"{FOLDER}/many", tmp_path / "back", on_progress=at_first_progress(lambda: pulling.cancel()))
+    )
+    with pytest.raises(asyncio.CancelledError):
+        await pulling
+    assert list(tmp_path.iterdir()) == []
+    assert (await server.run(serial, "true", deadline_s=SECONDS)).exit_code == 0
+
+
+async def test_a_server_that_is_killed_ends_everything_and_comes_back(adb_phone: AdbPhone) -> None:
+    server, serial = adb_phone.server, adb_phone.serial
+    process = await server.shell(serial, "echo here; exec sleep 1000")
+    assert await process.stdout.readline() == b"here\n"
+    async with contextlib.aclosing(server.track()) as lists:
+        await anext(lists)
+        adb_phone.kill_server()
+        with pytest.raises(adb.AdbServerMissing, match="ended the connection"):
+            await anext(lists)
+    with pytest.raises(adb.PhoneGone):
+        await process.wait()
+    with pytest.raises(adb.AdbServerMissing, match="Connection refused"):
+        await server.version()
+    adb_phone.start_server()
+    await adb_phone.connect()
+    assert (await server.run(serial, "true", deadline_s=SECONDS)).exit_code == 0
+
+
+async def test_a_phone_that_does_not_listen_is_refused_with_what_to_do(adb_phone: AdbPhone) -> None:
+    with pytest.raises(adb.AdbRefused, match="Connection refused") as refused:
+        await adb_phone.server.connect("127.0.0.1:1")
+    assert "adb tcpip 5555" in refused.value.remedy
+
+
+@pytest.mark.parametrize("address", ["localfilesystem:{}/none.sock", "tcp:127.0.0.1:1"])
+async def test_without_a_server_every_call_says_how_to_get_one(tmp_path: Path, address: str) -> None:
+    server = adb.AdbServer(address.format(tmp_path))
+    calls: list[Any] = [
+        server.version(), server.phones(), anext(server.track()), server.connect("p:1"), server.shell("s", "true"),
+        server.run("s", "true", deadline_s=1), server.push("s", b"", "/x"), server.pull("s", "/x", tmp_path / "x"),
+        server.start_server(),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(adb.AdbServerMissing, match=r"adb start-server.*apt-get install adb") as missing:
+            await call
+        assert missing.value.metadata["address"] == server.address
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "answers b'HTTP'"),
+        (b"OKAYzzzz", "a length of b'zzzz'"),
+        (b"OKAY0004no", "ended the connection"),
+        (b"OKAY0004none", "its version is 'none'"),
+        (b"OK", "ended the connection"),
+        (b"", "ended the connection"),
+    ],
+)
+async def test_what_is_no_adb_server_is_named_as_such(answer: bytes, why: str) -> None:
+    async def answering(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(16)
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(answering, "127.0.0.1", 0) as listening:
+        with pytest.raises(adb.AdbServerMissing, match=why):
+            await adb.AdbServer(f"tcp:{listening.sockets[0].getsockname()[1]}").version()
+
+
+async def test_a_server_that_never_answers_is_given_up() -> None:
+    over = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await over.wait()
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as listening:
+        server = adb.AdbServer(f"tcp:{listening.sockets[0].getsockname()[1]}", answer_s=0.2)
+        with pytest.raises(adb.AdbServerMissing, match=r"within 0\.2 s"):
+            await server.version()
+        with pytest.raises(adb.AdbServerMissing, match=r"within 0\.2 s"):
+            await anext(server.track())
+        with pytest.raises(adb.PhoneSilent):
+            await server.shell("s", "true")
+        over.set()
+
+
+STARTING = """
+import asyncio
+from etfarm.device_agents.adb import AdbServer
+from etfarm.wire.errors import EtfarmError
+
+async def main():
+    server = AdbServer()
+    try:
+        await server.start_server()
+        await server.start_server()
+        print(await server.version())
+    except EtfarmError as error:
+        print(type(error).__name__, error)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_server_is_started_where_adb_is_installed(adb_phone: AdbPhone, installed: bool) -> None:
+    # In the phone's network: at the default address of a server that ends with the phone.
+    path = os.environ["PATH"] if installed else "/nowhere"
+    command = adb_phone.inside("env", f"PATH={path}", sys.executable, "-c", STARTING, userland=False)
+    done = subprocess.run(command, env=adb_phone.environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if installed:
+        assert int(done.stdout) >= 39
+    else:
+        assert done.stdout.startswith("AdbMissing") and "apt-get install adb" in done.stdout
