@@ -55,7 +55,7 @@ class Connection:
         return (await self.until(lambda m: m.run_progress.phase == name)).run_progress
 
     def start(self, attempt: str, *candidates: agent_pb2.RunCandidate, **more: Any) -> None:
-        device = more.pop("device_id", self.hello.devices[0].id)
+        device = more.pop("device_id", None) or self.hello.devices[0].id
         start = agent_pb2.StartRun(attempt_id=attempt, device_id=device, candidates=candidates, **more)
         self.outgoing.put_nowait(agent_pb2.ServerMessage(start_run=start))
 

@@ -122,7 +122,9 @@ class FarmProcess:
         self.server.start()
         self.address = self.server.expect("listening on").rpartition(" ")[2]
 
-    def add_agent(self, *arguments: str, server: str | None = None, bare: bool = False) -> Daemon:
+    def add_agent(
+        self, *arguments: str, server: str | None = None, bare: bool = False, environment: dict[str, str] | None = None
+    ) -> Daemon:
         """A connected agent with a data folder of its own.
 
         Args:
@@ -137,6 +139,7 @@ class FarmProcess:
             ["agent", "--server", server or self.address, "--data", str(data), "--name", f"board-{index}", "--exit-with-stdin",
              *arguments],
             self.folder / f"agent-{index}.log",
+            environment,
         )  # fmt: skip
         agent.start()
         agent.expect("connected to")

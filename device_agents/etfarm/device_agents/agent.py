@@ -240,7 +240,9 @@ class Agent:
         self._tell(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=device)))
 
     async def detach(self, device_id: str, reason: str) -> None:
-        """A device went; what runs on it has ended afterwards, and fails by the device."""
+        """A device went; what runs on it has ended afterwards, and fails by the device. Harmless where it is gone."""
+        if device_id not in self._targets and device_id not in self._problems:
+            return
         await self._end_runs(device_id, reason)
         self._problems.pop(device_id, None)
         self._tell(agent_pb2.AgentMessage(device_gone=agent_pb2.DeviceGone(device_id=device_id, reason=reason)))

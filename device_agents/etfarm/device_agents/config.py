@@ -20,9 +20,34 @@ def default_data_folder() -> Path:
     return data_folder() / "agent"
 
 
+def phones_data_folder() -> Path:
+    """The same for an agent that serves phones, beside the one of this machine."""
+    return data_folder() / "agent-adb"
+
+
 def emulated_data_folder(emulator: Emulator) -> Path:
     """The same for an emulated device that is told nothing: an agent of its own, beside the one of this machine."""
     return data_folder() / f"agent-{emulator.arch}-{emulator.cpu.replace('/', '_')}"
+
+
+@dataclass(frozen=True)
+class PhoneOptions:
+    """How phones are served."""
+
+    limit_bytes: int = 2 << 30
+    """Of bundles and programs that are kept on each phone. Above it the longest unused go."""
+    runner: str | None = None
+    """Command line of a runner that was put on the phones beforehand, in place of the bundle's."""
+    probe_s: float = 5.0
+    """Between two questions whether a phone lives ..."""
+    answer_s: float = 5.0
+    """... and how long it may take to answer. adb itself takes a dead link for alive for a minute and more."""
+    settle_s: float = 2.0
+    """How long a phone that just came may be in a state of adb's in which nothing can be run, before that is told."""
+    retry_s: float = 5.0
+    """Before another try to serve a phone that could not be served."""
+    farm_s: float = 10.0
+    """How long the farm may take to say which runners it has."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +57,7 @@ class AgentConfig:
     access: Access
     """The server, and how it is reached."""
     name: str
-    """The device's label for people."""
+    """The device's label for people; of phones, what stands before the name of each."""
     data: Path
     """The data folder. One agent at a time uses it."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -48,6 +73,8 @@ class AgentConfig:
     takes 20 ms on a PC; an emulated board needs seconds."""
     emulator: Emulator | None = None
     """What the device is instead of this machine."""
+    phones: PhoneOptions | None = None
+    """The agent serves the phones that are attached to this machine, and not the machine."""
     gates: GateLimits = field(default_factory=GateLimits)
     """What a measurement waits for before it starts."""
     governor: str | None = "performance"

@@ -15,19 +15,28 @@ from importlib.metadata import version
 from pathlib import Path
 
 from etfarm.device_agents import inventory
+from etfarm.device_agents.adb import AdbServer
 from etfarm.device_agents.agent import Agent, DataFolder, device_id, emulated_id
 from etfarm.device_agents.cache import Cache
-from etfarm.device_agents.config import DEFAULT_CACHE_LIMIT_BYTES, AgentConfig, default_data_folder, emulated_data_folder
+from etfarm.device_agents.config import (
+    DEFAULT_CACHE_LIMIT_BYTES,
+    AgentConfig,
+    PhoneOptions,
+    default_data_folder,
+    emulated_data_folder,
+    phones_data_folder,
+)
 from etfarm.device_agents.emulator import DEFAULT_CPUS, SME_WARNING, Emulator
 from etfarm.device_agents.errors import NoCores
 from etfarm.device_agents.gates import GateLimits
 from etfarm.device_agents.governor import KEPT_GOVERNORS, Governors
 from etfarm.device_agents.machine import Machine
 from etfarm.device_agents.own_runners import own_runners
+from etfarm.device_agents.phones.fleet import Fleet
 from etfarm.device_agents.session import Outgoing, Session
 from etfarm.v1 import device_pb2
 from etfarm.wire.channel import Access, parse_address
-from etfarm.wire.names import DATA_VARIABLE, SERVER_VARIABLE
+from etfarm.wire.names import DATA_VARIABLE, SERVER_VARIABLE, boot_id
 from etfarm.wire.owner import at_end_of_stdin
 
 log = logging.getLogger(__name__)
@@ -46,10 +55,14 @@ def main(argv: list[str]) -> int:
         _parser().error(f"give --server ADDR, or set {SERVER_VARIABLE}")
     if options.cpu and not options.emulate:
         _parser().error("--cpu is of an emulated device: give --emulate ARCH too")
+    if (options.phone_runner or options.phone_limit) and not options.adb:
+        _parser().error("--phone-runner and --phone-limit are of phones: give --adb too")
+    if options.adb and (options.emulate or options.cores):
+        _parser().error("--emulate and --cores are of this machine, and --adb serves phones: start another agent for it")
     parse_address(options.server)
     _log_to_stderr()
     config = _config(options)
-    device = _device(config)
+    device = None if config.phones else _device(config)
     folder = DataFolder(config.data)
     try:
         asyncio.run(_serve(config, device, folder, options.exit_with_stdin))
@@ -58,7 +71,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-async def _serve(config: AgentConfig, device: device_pb2.Device, folder: DataFolder, exit_with_stdin: bool) -> None:
+async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: DataFolder, exit_with_stdin: bool) -> None:
+    """Serves until it is told to stop.
+
+    Args:
+        device: this machine, or what it emulates; None where phones are served.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -70,17 +88,29 @@ async def _serve(config: AgentConfig, device: device_pb2.Device, folder: DataFol
     # Of a process that was killed while it measured.
     Governors(config.data / KEPT_GOVERNORS, None).restore()
     cache = Cache(config.data / "cache", config.cache_limit_bytes)
-    device.id, device.agent_id = _device_id(config, agent_id), agent_id
     agent = Agent(config, folder, cache, outgoing)
-    session = Session(config, agent, agent_id, outgoing, _say, version=version("etfarm"), host=socket.gethostname())
+    session = Session(
+        config, agent, agent_id, outgoing, _say,
+        version=version("etfarm"), host=socket.gethostname(), boot="" if device is None else boot_id(),
+    )  # fmt: skip
+    fleet: Fleet | None = None
+    if device is None:
+        fleet = Fleet(AdbServer(), agent, agent_id, cache, config)
+        await fleet.find_server()
     _say(f"etfarm agent: connecting to {config.access.server}")
-    # Before the farm can send anything, which this would disturb.
-    device.own_runners.extend(await _own_runners(config, stop))
-    agent.attach(Machine(config, device))
+    if device is not None:
+        device.id, device.agent_id = _device_id(config, agent_id), agent_id
+        # Before the farm can send anything, which this would disturb.
+        device.own_runners.extend(await _own_runners(config, stop))
+        agent.attach(Machine(config, device))
+    following = None if fleet is None else asyncio.create_task(fleet.run(), name="phones")
     try:
         await session.run(stop)
     finally:
         await agent.close()
+        if following is not None:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
 
 
 async def _own_runners(config: AgentConfig, stop: asyncio.Event) -> list[device_pb2.DeviceRunner]:
@@ -129,10 +159,13 @@ def _config(options: argparse.Namespace) -> AgentConfig:
     emulator = Emulator.find(options.emulate, options.cpu) if options.emulate else None
     return AgentConfig(
         access=access,
-        name=options.name or "-".join([socket.gethostname(), *([emulator.cpu] if emulator else [])]),
+        name=options.name or ("" if options.adb else "-".join([socket.gethostname(), *([emulator.cpu] if emulator else [])])),
         # Beside that of the agent which serves this machine itself.
-        data=options.data or (emulated_data_folder(emulator) if emulator else default_data_folder()),
+        data=options.data or _default_folder(options, emulator),
         emulator=emulator,
+        phones=PhoneOptions(limit_bytes=options.phone_limit or PhoneOptions.limit_bytes, runner=options.phone_runner)
+        if options.adb
+        else None,
         labels=dict(options.label),
         cores=options.cores,
         cache_limit_bytes=options.cache_limit,
@@ -147,6 +180,12 @@ def _config(options: argparse.Namespace) -> AgentConfig:
     )
 
 
+def _default_folder(options: argparse.Namespace, emulator: Emulator | None) -> Path:
+    if options.adb:
+        return phones_data_folder()
+    return emulated_data_folder(emulator) if emulator else default_data_folder()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="etfarm agent",
@@ -156,7 +195,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     server = os.environ.get(SERVER_VARIABLE)
     add("--server", metavar="ADDR", default=server, help="HOST:PORT, [IPV6]:PORT or unix:PATH; default: $ETFARM_SERVER")
-    add("--name", metavar="N", help="what people call the device; default: the host's name")
+    add(
+        "--name",
+        metavar="N",
+        help="what people call the device; default: the host's name. Of phones: what stands before the name of each",
+    )
     add("--label", metavar="K=V", type=_label, action="append", default=[], help="for selectors (label.K=V); several times")
     add("--data", metavar="DIR", type=Path, help=f"the agent's id, cache and unsent results; default: {default_data_folder()}")
     add("--tls-ca", metavar="FILE", type=Path, help="certificates (PEM) that the server's is signed by; default: $ETFARM_TLS_CA")
@@ -174,6 +217,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--emulate", metavar="ARCH", choices=sorted(DEFAULT_CPUS), help="aarch64")
     add("--cpu", metavar="MODEL", help="the processor, as `qemu-aarch64-static -cpu help` lists them; default: cortex-a76. "
         "Not max, but max,sme=off: with SME qemu computes XNNPACK's int8 kernels wrongly")  # fmt: skip
+    phones = parser.add_argument_group(
+        "phones",
+        "Serve the Android phones that are attached to this machine instead of it: each that the adb server lists is a device, "
+        "comes and goes with its cable, and needs nothing installed. The server is that of ADB_SERVER_SOCKET, else adb's own, "
+        "which is started where it does not run.",
+    )
+    add = phones.add_argument
+    add("--adb", action="store_true", help="serve every phone")
+    add("--phone-limit", metavar="BYTES", type=_size, help="of runners and programs that are kept on each phone; default: 2GiB")
+    add("--phone-runner", metavar="COMMAND",
+        help="a runner that was put on the phones beforehand, one built with the NDK for example, and speaks the protocol of the "
+        "bundle's; its path on the phone")  # fmt: skip
     gates = parser.add_argument_group(
         "measurements",
         "What a measurement waits for, and what is set for it. It begins in any case when the wait is over, and the report tells "

@@ -15,7 +15,7 @@ from etfarm.v1 import agent_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
 from etfarm.wire.channel import open_channel
 from etfarm.wire.errors import EtfarmError, Kind
-from etfarm.wire.names import PROTOCOL_VERSION, boot_id
+from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 
 log = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class Session:
         say: takes the line that tells people about a connection.
         version: the agent's.
         host: this machine's name.
+        boot: of Hello.boot_id.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Session:
         *,
         version: str,
         host: str,
+        boot: str,
     ) -> None:
         self._config = config
         self._agent = agent
@@ -91,6 +93,7 @@ class Session:
         self._say = say
         self._version = version
         self._host = host
+        self._boot = boot
         self._was_welcome = False
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -167,7 +170,7 @@ class Session:
             devices=self._agent.devices,
             active_attempts=self._agent.active,
             unacknowledged_attempts=self._agent.results.waiting,
-            boot_id=boot_id(),
+            boot_id=self._boot,
         )
 
     async def _read(self, call: _Call, connection: _Connection) -> EtfarmError | None:

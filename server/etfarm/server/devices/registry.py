@@ -143,7 +143,8 @@ class Registry:
                 "Stop it, or give this one a data folder of its own (--data).", agent_id=hello.agent_id,
             )  # fmt: skip
         for device in hello.devices:
-            self._must_be_free(device, hello.agent_id)
+            if not device.HasField("problem"):
+                self._must_be_free(device, hello.agent_id)
         self._sessions[hello.agent_id] = session
         if former is not None:
             former.end()
@@ -172,7 +173,8 @@ class Registry:
         Raises:
             AgentConnected: another live agent serves it.
         """
-        self._must_be_free(device, session.agent_id)
+        if not device.HasField("problem"):
+            self._must_be_free(device, session.agent_id)
         await self._serve(session, device)
         self.changed()
 
@@ -209,6 +211,10 @@ class Registry:
             await self._remember(gone)
 
     async def _serve(self, session: AgentSession, device: Device) -> None:
+        serving = self._serving.get(device.id)
+        if device.HasField("problem") and serving is not None and serving.agent_id != session.agent_id and serving.is_alive():
+            # Whoever can serve it says what it is: a phone that hangs on two machines has allowed one of them.
+            return
         known = Device()
         known.CopyFrom(device)
         known.agent_id = session.agent_id

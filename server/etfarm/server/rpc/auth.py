@@ -61,7 +61,7 @@ ROLES: Final[dict[str, frozenset[Role.ValueType]]] = {
     "/etfarm.v1.ReportService/ListHistory": _READERS,
     "/etfarm.v1.ReportService/Analyze": _USERS,
     "/etfarm.v1.FarmService/GetServerInfo": _ALL,
-    "/etfarm.v1.FarmService/ListBundles": _READERS,
+    "/etfarm.v1.FarmService/ListBundles": _ALL,
     "/etfarm.v1.FarmService/AddBundle": _ADMINS,
     # A balancer's or a person's tools; they tell nothing of jobs or devices.
     "/grpc.health.v1.Health/Check": _ALL,

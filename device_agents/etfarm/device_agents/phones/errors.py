@@ -1,0 +1,89 @@
+"""What keeps a phone from serving a farm; what can go wrong on the way to it is in `adb.errors`."""
+
+from __future__ import annotations
+
+from etfarm.device_agents.adb import Phone, State
+from etfarm.wire.errors import DeviceError, Kind
+
+_EXPLAINED = {
+    State.UNAUTHORIZED: "has not allowed this machine to debug it",
+    State.AUTHORIZING: "has not allowed this machine to debug it yet",
+    State.OFFLINE: "is connected and does not answer adb",
+    State.NO_PERMISSIONS: "is connected, and this user may not open its USB device",
+}
+
+
+class PhoneNotReady(DeviceError):
+    """adb lists the phone in a state in which nothing can be run."""
+
+    reason = "PHONE_NOT_READY"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, phone: Phone) -> None:
+        what = _EXPLAINED.get(phone.state, f"is in adb's state {phone.state.value!r}")
+        super().__init__(
+            f"The phone {phone.serial} {what} ({phone.state.value}).",
+            phone.remedy or "Start Android on it.",
+            serial=phone.serial,
+            state=phone.state.value,
+        )
+
+
+class PhoneUnsupported(DeviceError):
+    """No runner bundle is for the phone's programs."""
+
+    reason = "PHONE_UNSUPPORTED"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, serial: str, arch: str) -> None:
+        super().__init__(
+            f"The phone {serial} runs {arch or 'unknown'} programs only, and runners are for 64-bit Arm (aarch64).",
+            "Use a phone whose Android has 64 bits: `adb shell getprop ro.product.cpu.abilist` names arm64-v8a there.",
+            serial=serial,
+            arch=arch,
+        )
+
+
+class PhoneTaken(DeviceError):
+    """Another agent serves the phone."""
+
+    reason = "PHONE_TAKEN"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, serial: str, owner: str) -> None:
+        super().__init__(
+            f"The phone {serial} is served by another agent ({owner or 'it does not say which'}).",
+            "Stop that one, or leave the phone to it; two at once would disturb each other's measurements.",
+            serial=serial,
+            owner=owner,
+        )
+
+
+class PhoneRefused(DeviceError):
+    """The phone's shell cannot do what an agent needs."""
+
+    reason = "PHONE_REFUSED"
+
+    def __init__(self, serial: str, what: str, told: str) -> None:
+        super().__init__(
+            f"The phone {serial} cannot {what}: {told.strip() or 'it does not say why'}.",
+            "Its shell user needs /data/local/tmp, with room for 100 MB, and the programs of Android 8 or later.",
+            serial=serial,
+            what=what,
+            told=told.strip(),
+        )
+
+
+class PhoneStorageDamaged(DeviceError):
+    """A file on the phone is not what was written, twice."""
+
+    reason = "PHONE_STORAGE_DAMAGED"
+    kind = Kind.DATA_LOSS
+
+    def __init__(self, serial: str, files: str) -> None:
+        super().__init__(
+            f"The phone {serial} does not keep what is written to it: {files}.",
+            "Look at its storage: `adb shell df /data` and `adb shell dmesg`.",
+            serial=serial,
+            files=files,
+        )

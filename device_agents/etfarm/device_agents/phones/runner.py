@@ -1,0 +1,146 @@
+"""A runner on a phone: its process behind an adb shell, its files on the phone's own storage."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from etfarm.device_agents.adb import AdbServer, PhoneSilent, ShellProcess
+from etfarm.device_agents.phones.folder import PhoneFolder
+from etfarm.device_agents.runners import errors
+from etfarm.device_agents.runners.child import MAX_LINE_BYTES, Child
+from etfarm.device_agents.runners.native import NativeRunner
+from etfarm.device_agents.runners.protocol import Debugged, Loaded, OnProgress, Traced
+from etfarm.wire.errors import DeviceError, EtfarmError
+
+log = logging.getLogger(__name__)
+
+_START_S: Final = 15.0
+_KILL_S: Final = 10.0
+_SIGNALLED: Final = 128
+"""A phone's exit codes above it are of signals."""
+
+
+class PhoneChild:
+    """A `Child` on a phone.
+
+    Args:
+        process: the shell that became it.
+        pid: its number on the phone.
+        folder: its working folder there.
+    """
+
+    def __init__(self, adb: AdbServer, process: ShellProcess, pid: int, folder: str) -> None:
+        self._adb = adb
+        self._process = process
+        self._folder = folder
+        self._killing: asyncio.Task[None] | None = None
+        self.pid = pid
+        self.stdin = process.stdin
+        self.stdout = process.stdout
+        self.stderr = process.stderr
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was seen to end."""
+        return self._process.ended
+
+    @property
+    def lost(self) -> EtfarmError | None:
+        """The phone that is gone."""
+        return self._process.lost
+
+    def kill(self) -> None:
+        """See `Child.kill`."""
+        if not self._process.ended and self._killing is None:
+            self._killing = asyncio.create_task(self._kill(), name=f"killing {self.pid} on {self._process.serial}")
+
+    async def wait(self) -> int | None:
+        """See `Child.wait`."""
+        if self._killing is not None:
+            await asyncio.wait({self._killing})
+        try:
+            code = await self._process.wait()
+        except DeviceError:
+            return None  # told by `lost`
+        return code if code is None or code <= _SIGNALLED else _SIGNALLED - code
+
+    async def _kill(self) -> None:
+        # adbd hangs up on a shell whose connection ends, which a program may ignore; and the number could be another's by now.
+        command = f'[ "$(readlink /proc/{self.pid}/cwd)" = {shlex.quote(self._folder)} ] && kill -9 {self.pid}'
+        try:
+            await self._adb.run(self._process.serial, command, deadline_s=_KILL_S)
+        except EtfarmError as error:
+            log.warning("the runner on %s cannot be killed: %s", self._process.serial, error.message)
+        finally:
+            self._process.kill()
+
+
+async def spawn(adb: AdbServer, serial: str, command: Sequence[str], folder: Path) -> Child:
+    """A process of `command` on the phone, in a new folder there.
+
+    Raises:
+        RunnerBroken: the phone's shell cannot start it.
+        DeviceError: the phone is gone, or says nothing.
+    """
+    where = shlex.quote(str(folder))
+    # Nothing of the shell's surroundings, and the number first: it stays the process' own through exec.
+    line = (
+        f"mkdir -p {where} && cd {where} && echo $$ && "
+        f"exec env -i LC_ALL=C HOME={where} TMPDIR={where} {' '.join(map(shlex.quote, command))}"
+    )
+    process = await adb.shell(serial, line, limit=MAX_LINE_BYTES)
+    try:
+        async with asyncio.timeout(_START_S):
+            first = (await process.stdout.readline()).strip()
+            if first.isdigit():
+                return PhoneChild(adb, process, int(first), str(folder))
+            told = (await process.stderr.read(4096)).decode(errors="replace").strip()
+            code = await process.wait()
+    except TimeoutError as error:
+        process.kill()
+        raise PhoneSilent(serial, "starting a runner", _START_S) from error
+    except BaseException:
+        process.kill()
+        raise
+    raise errors.RunnerBroken(f"The runner cannot be started on {serial}: {told or f'exit code {code}'}.", exit_code=code)
+
+
+class PhoneRunner(NativeRunner):
+    """A `Runner` on a phone. Paths of its arguments are of this machine; files are there already, or come from there."""
+
+    adb: AdbServer
+    serial: str
+    files: PhoneFolder
+    folder: str
+    """Where it works, on the phone."""
+
+    async def load(self, program: Path, data: Sequence[Path] = ()) -> Loaded:
+        """See `Runner.load`; the files were installed."""
+        return await super().load(Path(self.files.file(program)), [Path(self.files.file(path)) for path in data])
+
+    async def trace(self, iterations: int, etdump: Path, *, warmup: int = 1, on_progress: OnProgress | None = None) -> Traced:
+        """See `Runner.trace`."""
+        traced = await super().trace(iterations, self._there(etdump), warmup=warmup, on_progress=on_progress)
+        await self._fetch(etdump)
+        return replace(traced, etdump=etdump)
+
+    async def debug(self, etdump: Path, dump: Path, *, max_bytes: int | None = None) -> Debugged:
+        """See `Runner.debug`."""
+        done = await super().debug(self._there(etdump), self._there(dump), max_bytes=max_bytes)
+        await self._fetch(etdump)
+        await self._fetch(dump)
+        return replace(done, etdump=etdump, dump=dump)
+
+    def _there(self, path: Path) -> Path:
+        return Path(self.folder, path.name)
+
+    async def _fetch(self, path: Path) -> None:
+        remote = str(self._there(path))
+        await self.adb.pull(self.serial, remote, path)
+        await self.adb.run(self.serial, f"rm -f {shlex.quote(remote)}", deadline_s=_KILL_S)

@@ -1,0 +1,179 @@
+"""`etfarm agent --adb` as a real process, against a phone of the real adbd: runs, files, faults, coming and going."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from etfarm.v1 import agent_pb2, common_pb2, job_pb2
+from etfarm.wire import tensors
+from tests.support.adbd import AdbPhone, adb_phone
+from tests.support.agent import LONG, Connection, Launch, Server, launch, server
+from tests.support.farm import wait_until
+from tests.support.programs import program
+from tests.support.runner import close
+
+__all__ = ["adb_phone", "launch", "server"]
+
+pytestmark = pytest.mark.boards
+
+ROOT = "data/local/tmp/etfarm"
+SHORT = job_pb2.Measurement(warmup=1, iterations=5, min_time_s=0)
+
+
+async def attached(server: Server, launch: Launch, phone: AdbPhone, *arguments: str) -> tuple[Connection, agent_pb2.AgentMessage]:
+    """An agent that serves the phone, and its announcement of it."""
+    await launch("--adb", *arguments, ADB_SERVER_SOCKET=phone.server.address)
+    connection = await server.connected()
+    if connection.hello.devices:
+        return connection, agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=connection.hello.devices[0]))
+    return connection, await connection.until(lambda m: m.HasField("device_update"))
+
+
+async def ready(server: Server, launch: Launch, phone: AdbPhone, *arguments: str) -> tuple[Connection, str]:
+    """A connection, and the id of the device that the phone is on it."""
+    connection, told = await attached(server, launch, phone, *arguments)
+    assert not told.device_update.device.HasField("problem"), told
+    return connection, told.device_update.device.id
+
+
+def outputs_of(server: Server, cell: agent_pb2.CandidateResult) -> list[tensors.Value]:
+    return tensors.decode(server.blobs[cell.outputs.digest])
+
+
+async def test_a_phone_is_a_device_that_measures(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+    connection, device_id = await ready(server, launch, adb_phone, "--label", "desk=2", "--name", "lab")
+    assert device_id == adb_phone.serial
+    connection.start("a1", server.candidate("conv"), measurement=SHORT, deadline_s=60, device_id=device_id)
+    (cell,) = (await connection.result("a1")).candidates
+    assert not cell.HasField("error"), cell.error
+    assert close(outputs_of(server, cell), program("conv").expected)
+    assert (cell.runner.kind, cell.iterations, cell.outputs_equal) == ("native", 5, True)
+    assert cell.etdump.size_bytes > 100 and cell.memory.peak_rss_bytes > 1 << 20
+    assert [phase.phase for phase in cell.phases][-3:] == ["TIMED", "TRACED", "UPLOAD"]
+    assert cell.telemetry.before.memory_available_bytes > 0 and cell.telemetry.after.elapsed_ms > 0
+    assert not cell.telemetry.after.HasField("cpu_busy_ns")
+    assert list((adb_phone.files / ROOT / "runs").iterdir()) == []
+    beat = await connection.until(lambda m: device_id in m.heartbeat.telemetry)
+    assert beat.heartbeat.telemetry[device_id].memory_available_bytes > 0
+
+
+async def test_what_is_on_the_phone_is_not_sent_again_unless_it_is_damaged(
+    server: Server, launch: Launch, adb_phone: AdbPhone
+) -> None:
+    connection, device_id = await ready(server, launch, adb_phone)
+    stored = adb_phone.files / ROOT
+    for attempt in ("a1", "a2", "a3"):
+        before = _written(stored)
+        connection.start(attempt, server.candidate("conv"), deadline_s=60, device_id=device_id)
+        (cell,) = (await connection.result(attempt)).candidates
+        assert not cell.HasField("error"), cell.error
+        connection.ack(attempt)
+        if attempt == "a2":
+            assert _written(stored) == before
+            (damaged,) = (stored / "files").iterdir()
+            data = damaged.read_bytes()
+            damaged.write_bytes(b"x" + data[1:])
+    assert damaged.read_bytes() == data
+    assert len(list((stored / "bundles").iterdir())) == 1
+
+
+def _written(folder: Path) -> dict[str, int]:
+    """Inodes and contents change when a file is written; times do with each use."""
+    return {
+        str(path.relative_to(folder)): path.stat().st_ino for name in ("bundles", "files") for path in (folder / name).rglob("*")
+    }
+
+
+async def test_a_crash_is_the_programs_and_named_by_its_signal(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+    connection, device_id = await ready(server, launch, adb_phone)
+    connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id=device_id)
+    await connection.phase("TIMED")
+    adb_phone.call("pkill", "-SEGV", "-f", "library-path.*etfarm-runner")
+    (cell,) = (await connection.result("a1")).candidates
+    assert (cell.error.reason, cell.error.metadata["signal"]) == ("PROGRAM_CRASHED", "SIGSEGV")
+    assert cell.error.metadata["self_test"] == "passed"
+    connection.start("a2", server.candidate("add"), deadline_s=60, device_id=device_id)
+    assert not (await connection.result("a2")).candidates[0].HasField("error")
+
+
+async def test_a_cancelled_run_leaves_nothing_on_the_phone(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+    connection, device_id = await ready(server, launch, adb_phone)
+    connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id=device_id)
+    await connection.phase("TIMED")
+    connection.cancel("a1")
+    assert (await connection.result("a1")).error.reason == "CANCELLED"
+    assert "etfarm-runner" not in adb_phone.call("ps", "-ef")
+    assert list((adb_phone.files / ROOT / "runs").iterdir()) == []
+
+
+async def test_a_phone_that_is_unplugged_fails_its_run_and_comes_back(
+    server: Server, launch: Launch, adb_phone: AdbPhone
+) -> None:
+    connection, device_id = await ready(server, launch, adb_phone)
+    connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id=device_id)
+    await connection.phase("TIMED")
+    await adb_phone.disconnect()
+    result = await connection.result("a1")
+    assert result.error.fault == common_pb2.FAULT_DEVICE or result.candidates[0].error.fault == common_pb2.FAULT_DEVICE
+    await connection.until(lambda m: m.device_gone.device_id == device_id)
+    known = len(connection.received)
+    await adb_phone.connect()
+    again = await connection.until(lambda m: m.device_update.device.id == device_id, known)
+    assert not again.device_update.device.HasField("problem")  # though adb calls it offline while it shakes hands
+    connection.start("a2", server.candidate("conv"), measurement=SHORT, deadline_s=60, device_id=device_id)
+    assert not (await connection.result("a2")).candidates[0].HasField("error")
+
+
+async def test_a_dead_link_is_noticed_though_adb_does_not(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+    connection, device_id = await ready(server, launch, adb_phone)
+    connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id=device_id)
+    await connection.phase("TIMED")
+    adb_phone.freeze_adbd()
+    told = await connection.until(lambda m: m.device_update.device.HasField("problem"))
+    assert told.device_update.device.problem.reason == "PHONE_SILENT"
+    result = await connection.result("a1")
+    assert (result.error.fault, result.error.reason) == (common_pb2.FAULT_DEVICE, "DEVICE_GONE")
+    known = len(connection.received)
+    adb_phone.thaw_adbd()
+    await connection.until(
+        lambda m: m.device_update.device.id == device_id and not m.device_update.device.HasField("problem"), known
+    )
+
+
+async def test_an_agent_that_is_killed_leaves_the_phone_free_and_another_is_refused_before(
+    server: Server, launch: Launch, adb_phone: AdbPhone, tmp_path: Path
+) -> None:
+    connection, device_id = await ready(server, launch, adb_phone)
+    other = await launch("--adb", data=tmp_path / "other", ADB_SERVER_SOCKET=adb_phone.server.address)
+    await server.connected()
+    assert await asyncio.to_thread(wait_until, lambda: "is served by another agent (agent " in other.log)
+    connection.start("a1", server.candidate("conv"), measurement=SHORT, deadline_s=60, device_id=device_id)
+    assert not (await connection.result("a1")).candidates[0].HasField("error")
+
+
+async def test_a_phone_without_room_says_so(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+    adb_phone.add_storage("/" + ROOT, 2 << 20)
+    connection, device_id = await ready(server, launch, adb_phone)
+    connection.start("a1", server.candidate("conv"), deadline_s=60, device_id=device_id)
+    (cell,) = (await connection.result("a1")).candidates
+    assert (cell.error.fault, cell.error.reason) == (common_pb2.FAULT_DEVICE, "DEVICE_DISK_FULL")
+    assert "df -h /data" in cell.error.remedy
+
+
+async def test_without_an_adb_server_the_remedy_is_told(launch: Launch, tmp_path: Path) -> None:
+    agent = await launch("--adb", ADB_SERVER_SOCKET=f"localfilesystem:{tmp_path / 'nobody'}")
+    assert await agent.ended() == 1
+    assert "No adb server answers" in agent.log and "adb start-server" in agent.log
+
+
+async def test_the_adb_server_may_go_and_come(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+    connection, device_id = await ready(server, launch, adb_phone)
+    adb_phone.kill_server()
+    await connection.until(lambda m: m.device_gone.device_id == device_id)
+    known = len(connection.received)
+    adb_phone.start_server()
+    await adb_phone.connect()
+    await connection.until(lambda m: m.device_update.device.id == device_id, known)
