@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,8 @@ from typing import Final
 import psutil
 import pytest
 
-from tests.support.images.board import BoardImage, board_image
-from tests.support.images.disks import make_disk
+from tests.support.images.board import board_image, make_agent_disk
+from tests.support.images.disks import make_disk, settings_disk
 from tests.support.images.kept import SOURCES
 
 START_S: Final = 90.0
@@ -185,21 +185,20 @@ class Board(Machine):
         token: ETFARM_TOKEN of the agent.
     """
 
-    def __init__(self, folder: Path, server: str, *arguments: str, token: str = "", image: BoardImage | None = None) -> None:
-        made = image or board_image()
+    def __init__(self, folder: Path, server: str, *arguments: str, token: str = "") -> None:
+        image = board_image()
         self.machine_id = uuid.uuid4().hex
         self._server_port = int(server.rpartition(":")[2])
         self._rate = folder / "rate"
         folder.mkdir(parents=True, exist_ok=True)
-        state = make_disk(folder / "state.ext4", 512)
         settings = {"ETFARM_SERVER": SERVER, "ETFARM_TOKEN": token, "MACHINE_ID": self.machine_id, "AGENT": shlex.join(arguments)}
         disks = (
-            Disk("root", made.root),
-            Disk("agent", made.agent),
-            Disk("state", state, written=True),
-            Disk("settings", _settings(folder / "settings", settings)),
+            Disk("root", image.root),
+            Disk("agent", make_agent_disk(folder / "agent.ext4")),
+            Disk("state", make_disk(folder / "state.ext4", 512), written=True),
+            Disk("settings", settings_disk(folder / "settings", settings)),
         )
-        super().__init__(folder, (made.kernel, made.initramfs), disks)
+        super().__init__(folder, (image.kernel, image.initramfs), disks)
 
     def limit(self, bytes_per_s: int | None) -> None:
         """Makes the link to the server slow, from now on, or with None as fast as it gets."""
@@ -232,10 +231,3 @@ def running_board(folder: Path, server: str, *arguments: str, wait_for: str = "c
         yield board
     finally:
         board.power_cut()
-
-
-def _settings(path: Path, values: Mapping[str, str]) -> Path:
-    """A disk that is nothing but shell assignments."""
-    text = "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items()).encode()
-    path.write_bytes(text + bytes(-len(text) % 512))
-    return path

@@ -1,13 +1,13 @@
-"""`python -m tests.support.images board|agent`: makes what a machine is started from, unless it is there already."""
+"""`python -m tests.support.images board|phone`: makes what a machine is started from, unless it is there already."""
 
 from __future__ import annotations
 
 import argparse
 
-from tests.support.images import board
+from tests.support.images.board import board_image
 from tests.support.images.kept import size_mb
 
-_MAKERS = {"board": board.board_image, "agent": board.agent_image}
+_MAKERS = {"board": board_image}
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ $B ip addr add 10.0.2.15/24 dev eth0
 $B ip route add default via 10.0.2.2
 $B stty -echo -onlcr </dev/console
 
-export HOME=/var/lib/etfarm PYTHONPATH=/farm:/opt/agent ETFARM_SERVER ETFARM_TOKEN
+export HOME=/var/lib/etfarm PYTHONPATH=/farm ETFARM_SERVER ETFARM_TOKEN
 if [ -n "$AGENT" ]; then
   while :; do
     $B su -s /bin/sh etfarm -c "cd; exec /usr/bin/python3.11 -m etfarm.wire.command agent $AGENT" 2>&1
