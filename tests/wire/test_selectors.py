@@ -17,6 +17,9 @@ PI = Device(
     id="pi-1", name="Board-7", arch="aarch64", soc="BCM2712", os="Debian 12", cores=4, memory_bytes=8 * GIB,
     features=["dotprod", "fp16"], backends=["XnnpackBackend"], labels={"rack": "3", "who.a-b_c": "Ann"},
 )  # fmt: skip
+PHONE = Device(
+    id="R5CX1", arch="aarch64", soc="Google Tensor G3", model="Google Pixel 8", os="Android 14 (API 34), Linux 5.15.137",
+)  # fmt: skip
 EMULATED = Device(id="emu", name="emu", arch="x86_64", cores=2, memory_bytes=2 * GIB, emulated=True)
 
 
@@ -44,6 +47,23 @@ def test_a_device_is_matched_by(text: str) -> None:
 )  # fmt: skip
 def test_a_device_is_not_matched_by(text: str) -> None:
     assert not selectors.parse(text).matches(PI)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["os=Android", "os=android 14", "os=Android 14 (API 34)", "os=API 34", "os=Linux", "os!=Android 1", "soc=Tensor G3",
+     "soc=Google Tensor G3", "model=pixel 8", "model=Google Pixel 8", "model!=Pixel 8a", "soc!=G", "os!=14 Android", "os!=()"],
+)  # fmt: skip
+def test_names_are_known_by_some_of_their_words(text: str) -> None:
+    assert selectors.parse(text).matches(PHONE)
+    key, equal, value = text.replace("!", "").partition("=")
+    assert selectors.parse(f"{key}{equal if '!' in text else '!='}{value}").matches(PHONE) is False
+
+
+def test_the_model_of_a_board_is_what_its_soc_says() -> None:
+    board = Device(soc="Raspberry Pi 5 Model B Rev 1.0")
+    assert selectors.parse("model=Raspberry Pi 5").matches(board)
+    assert not selectors.parse("model=Raspberry Pi 50").matches(board)
 
 
 def test_emulated_devices_can_be_asked_for() -> None:

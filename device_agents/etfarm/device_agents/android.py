@@ -20,7 +20,9 @@ POWER: Final = "dumpsys power"
 DISK: Final = "df /data"
 SMAPS: Final = "smaps"
 
-_KEPT_PROPERTIES: Final = r"^\[ro\.(product|build\.version|soc|board|chipname|hardware|mediatek|arch|kernel|boot\.qemu)"
+_KEPT_PROPERTIES: Final = (
+    r"^\[ro\.(product|build\.version|soc|board|chipname|hardware|mediatek|arch|kernel|serialno|boot\.qemu|boot\.serialno)"
+)
 INVENTORY_COMMANDS: Final[Mapping[str, str]] = {
     "uname -m": "uname -m",
     "uname -r": "uname -r",
@@ -81,7 +83,8 @@ def soc(properties: Mapping[str, str], hardware: str) -> str:
     if model:  # told since Android 12
         maker = _MAKERS.get(maker, maker)
         return model if model.lower().startswith(maker.lower()) else f"{maker} {model}"
-    if board := _named(re.sub(r"\s*\(Flattened Device Tree\)", "", hardware)):
+    hardware = re.sub(r"^Qualcomm Technologies,? Inc\.?", "Qualcomm", hardware).removesuffix("(Flattened Device Tree)")
+    if board := _named(hardware):
         return board
     keys = ("ro.hardware.chipname", "ro.chipname", "ro.mediatek.platform", "ro.board.platform", "ro.arch")
     return next((name for key in keys if (name := _named(properties.get(key, "")))), "")

@@ -60,15 +60,16 @@ def parse(facts: Mapping[str, str], cores: Collection[int] | None = None) -> dev
     properties = android.properties(facts)
     stanzas = processors.parse_stanzas(facts.get("/proc/cpuinfo", ""))
     cpus = processors.parse_cpus(facts, stanzas, cores)
+    clusters = processors.parse_clusters(cpus)
     arch = android.arch(properties) or _arch(facts)
     device = device_pb2.Device(
         arch=arch,
-        soc=_soc(facts, stanzas, properties),
+        soc=_soc(facts, stanzas, properties) or (clusters[0].part if clusters else ""),
         os=_os(facts, properties),
         cores=len(cpus),
         emulated=android.is_emulated(properties) or _is_emulated(arch, facts, stanzas),
         features=processors.common_features(cpus),
-        clusters=processors.parse_clusters(cpus),
+        clusters=clusters,
         thermal_zones=readings.zone_names(facts),
         model=android.model(properties),
     )
@@ -171,14 +172,7 @@ def _soc(facts: Mapping[str, str], stanzas: Sequence[processors.Stanza], propert
         hardware = next((stanza["hardware"] for stanza in stanzas if "hardware" in stanza), "")
         if name := android.soc(properties, hardware):
             return name
-    if model := facts.get(_MODEL, "").strip("\0\r\n "):
-        return model
-    for key in ("model name", "hardware", "model"):
-        # x86's `model` is a number, Arm's a board.
-        for stanza in stanzas:
-            if (value := stanza.get(key, "")) and not value.isdecimal():
-                return value
-    return next((part for stanza in stanzas if (part := processors.part_of(stanza))), "")
+    return facts.get(_MODEL, "").strip("\0\r\n ") or processors.board_of(stanzas)
 
 
 def _os(facts: Mapping[str, str], properties: Mapping[str, str]) -> str:

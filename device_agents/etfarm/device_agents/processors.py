@@ -46,6 +46,7 @@ FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Our names, each with the kernel's words that stand for it (Arm's `Features`, x86's `flags`); one of them is enough."""
 _POLICY_FILE: Final = re.compile(r"(/sys/devices/system/cpu/(?:cpufreq/policy\d+|cpu\d+/cpufreq)/)related_cpus\Z")
+_NO_BOARD: Final = re.compile(r"ARMv\d|AArch64|Generic DT based system|Dummy Virtual Machine", re.IGNORECASE)
 _PART_KEYS: Final = ("cpu implementer", "cpu part", "cpu variant")
 _SLOWEST_KHZ: Final = 1_000
 _FASTEST_KHZ: Final = 20_000_000
@@ -115,9 +116,12 @@ def parse_cpus(facts: Facts, stanzas: Sequence[Stanza], cores: Collection[int] |
     """The cpus that programs may use now: those that are switched on, by the affinity in the facts, and among `cores`."""
     policies = _policies(facts)
     shared = _shared(stanzas)
+    # Kernels for one cpu alone give it no number.
+    alone = frozenset({0} if shared else ())
     own = {int(stanza["processor"]): stanza for stanza in reversed(stanzas) if is_count(stanza.get("processor", ""))}
     return [
-        _cpu(number, facts, {**shared, **own.get(number, {})}, policies) for number in sorted(_allowed(facts, own.keys(), cores))
+        _cpu(number, facts, {**shared, **own.get(number, {})}, policies)
+        for number in sorted(_allowed(facts, own.keys() or alone, cores))
     ]
 
 
@@ -147,6 +151,17 @@ def common_features(cpus: Iterable[Cpu]) -> list[str]:
     sets = [{name for name, words in FEATURES.items() if not cpu.features.isdisjoint(words)} for cpu in cpus]
     common = set.intersection(*sets) if sets else set()
     return [name for name in FEATURES if name in common]
+
+
+def board_of(stanzas: Sequence[Stanza]) -> str:
+    """What /proc/cpuinfo calls the board, or an x86 processor; empty where it calls it nothing."""
+    for key in ("model", "hardware", "model name"):
+        for stanza in stanzas:
+            # x86's `model` is a number, Arm's a board. Arm's `model name` is that of its instruction set.
+            said = stanza.get(key, "").removesuffix("(Flattened Device Tree)").strip()
+            if said and not said.isdecimal() and not _NO_BOARD.match(said):
+                return said
+    return ""
 
 
 def part_of(stanza: Stanza) -> str:

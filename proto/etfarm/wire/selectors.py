@@ -1,4 +1,8 @@
-"""Device selectors: `arch=aarch64,memory>=2GiB,feature=i8mm,label.rack=3`. Parsing and matching are pure functions."""
+"""Device selectors: `arch=aarch64,memory>=2GiB,feature=i8mm,label.rack=3`. Parsing and matching are pure functions.
+
+Values are compared without regard to case. Those of soc, model and os are names that people shorten: some of their words in a row
+are enough, so that `os=Android 14` finds "Android 14 (API 34), Linux 6.1.25" and `model=Pixel 8` no "Google Pixel 8a".
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from etfarm.wire.errors import UserError
 if TYPE_CHECKING:
     from etfarm.v1.device_pb2 import Device
 
-KEYS: Final = ("id", "name", "arch", "soc", "os", "memory", "cores", "feature", "backend", "emulated", "label.KEY")
+KEYS: Final = ("id", "name", "arch", "soc", "model", "os", "memory", "cores", "feature", "backend", "emulated", "label.KEY")
+_WORDY: Final = ("soc", "model", "os")
 _NUMERIC: Final = ("memory", "cores")
 _TERM = re.compile(r"\s*([a-z][a-zA-Z0-9_.\-]*)\s*(>=|<=|!=|=)(?!=)\s*(.*?)\s*\Z")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\Z")
@@ -102,6 +107,8 @@ _VALUES: Final[dict[str, Callable[[Device], Sequence[str | float | bool]]]] = {
     "name": lambda device: (device.name,),
     "arch": lambda device: (device.arch,),
     "soc": lambda device: (device.soc,),
+    # What `soc` says already is not told again as the model.
+    "model": lambda device: (device.model or device.soc,),
     "os": lambda device: (device.os,),
     "memory": lambda device: (float(device.memory_bytes),),
     "cores": lambda device: (float(device.cores),),
@@ -117,10 +124,9 @@ def _holds(term: Term, device: Device) -> bool:
         values: Sequence[str | float | bool] = (device.labels[label],) if label in device.labels else ()
     else:
         values = _VALUES[term.key](device)
-    if term.operator == "!=":
-        return all(not _equal(value, term.value) for value in values)
-    if term.operator == "=":
-        return any(_equal(value, term.value) for value in values)
+    if term.operator in ("=", "!="):
+        equal = _has_words if term.key in _WORDY else _equal
+        return any(equal(value, term.value) for value in values) == (term.operator == "=")
     wanted = float(term.value)
     return any(float(value) >= wanted if term.operator == ">=" else float(value) <= wanted for value in values)
 
@@ -129,3 +135,9 @@ def _equal(value: str | float | bool, wanted: str | float | bool) -> bool:
     if isinstance(value, str) and isinstance(wanted, str):
         return value.lower() == wanted.lower()
     return value == wanted
+
+
+def _has_words(value: str | float | bool, wanted: str | float | bool) -> bool:
+    """Whether the wanted words stand in the value, next to each other."""
+    said, asked = (re.findall(r"[^\s,()]+", str(text).lower()) for text in (value, wanted))
+    return _equal(value, wanted) or any(asked == said[at : at + len(asked)] for at in range(len(said) if asked else 0))
