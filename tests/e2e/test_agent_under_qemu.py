@@ -1,0 +1,108 @@
+"""The real agent on Debian's Python for aarch64, with what pip installs there and nothing else, through a real farm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("executorch")
+
+from etfarm.client.models import Progress
+from etfarm.wire import tensors
+from tests.support.emulation import aarch64_archive
+from tests.support.farm import FarmProcess, descendants, etfarm, wait_until
+from tests.support.programs import program
+from tests.support.qemu_agent import QemuAgent
+from tests.support.rootfs import PACKAGES, guest_rss_bytes
+
+pytestmark = pytest.mark.boards
+
+QUICK = ("--warmup", "1", "--iterations", "3", "--min-time", "0", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def farm_with_board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
+    """A farm of this machine and a board; `agents[1]` is the board's."""
+    archive = aarch64_archive()
+    folder = tmp_path_factory.mktemp("qemu")
+    running = FarmProcess(folder)
+    try:
+        running.start(agents=0)
+        running.add_agent("--idle-wait", "0", "--cool-down", "0")
+        with running.client() as client:
+            client.add_bundle(archive)
+        agent = QemuAgent(running.address, folder / "board", "--name", "board", "--idle-wait", "0", "--cool-down", "0")
+        running.agents.append(agent)
+        agent.start()
+        agent.expect("connected to")
+        yield running
+    finally:
+        running.stop()
+
+
+def test_a_job_on_the_board_is_as_on_x86(farm_with_board: FarmProcess, tmp_path: Path) -> None:
+    where = ("--device", "arch=aarch64", "--device", "name=board-0")
+    done = etfarm(
+        "bench", "demo:resnet8", *where, *QUICK, "--json", "r.json", "--server", farm_with_board.address, cwd=tmp_path
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)
+    board, here = document["reports"]
+    assert (board["device"]["name"], board["device"]["arch"], board["device"]["emulated"]) == ("board", "aarch64", True)
+    assert (
+        board["runner"]["kind"] == here["runner"]["kind"] and board["runner"]["bundle_digest"] != here["runner"]["bundle_digest"]
+    )
+    assert board["verdict"]["status"] == "NOT_BENCHMARKABLE" and len(board["latency"]["samples_ns"]) == 3
+    for key in ("source", "kind", "parent"):
+        assert [row[key] for row in board["operators"]] == [row[key] for row in here["operators"]]
+    assert {"y = self.conv(image)", "y = self.conv2(y)"} <= {r["source"]["code"] for r in board["operators"] if r["source"]}
+    with farm_with_board.client() as client:
+        job = client.job(document["job"]["id"])
+        ours, theirs = ([tensors.to_array(value) for value in job.outputs(cell)] for cell in (0, 1))
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_a_program_runs_on_the_board_with_given_inputs(farm_with_board: FarmProcess, tmp_path: Path) -> None:
+    made = program("conv")
+    np.savez(tmp_path / "in.npz", **{"0": tensors.to_array(made.inputs[0])})
+    done = etfarm(
+        "run", str(made.path), "--inputs", "in.npz", "-o", "out.npz", "--device", "arch=aarch64",
+        "--server", farm_with_board.address, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with np.load(tmp_path / "out.npz") as outputs:
+        (output,) = outputs.values()
+    np.testing.assert_allclose(output, tensors.to_array(made.expected[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_an_idle_agent_is_small_on_disk_and_in_memory(farm_with_board: FarmProcess) -> None:
+    with farm_with_board.client() as client:
+        assert client.run(program("add").path, device="arch=aarch64").result().report.state == "SUCCEEDED"
+    agent = farm_with_board.agents[1]
+    assert isinstance(agent, QemuAgent)
+    assert 0 < guest_rss_bytes(agent.pid) < 50e6
+    files = [path for folder in (agent.root / PACKAGES, agent.installed) for path in folder.rglob("*") if path.is_file()]
+    assert 10e6 < sum(path.stat().st_size for path in files) < 60e6
+
+
+def test_a_board_that_dies_leaves_no_process_and_runs_again_once_it_is_back(farm_with_board: FarmProcess) -> None:
+    agent = farm_with_board.agents[1]
+    with farm_with_board.client() as client:
+        (board,) = client.devices("arch=aarch64")
+        job = client.bench(program("conv").path, devices="arch=aarch64", min_time_s=3.0)
+        for event in job.watch():
+            if isinstance(event, Progress) and event.phase == "TIMED":
+                break
+        runners = descendants(agent.pid)
+        assert len(runners) == 1
+        agent.kill9()
+        assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in runners))
+        agent.start()
+        agent.expect("connected to")
+        report = job.result().report
+        attempts = client.job(job.id).info.cells[0].attempts
+    assert (report.state, attempts, report.device.id) == ("SUCCEEDED", 2, board.id)
