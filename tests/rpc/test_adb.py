@@ -331,6 +331,15 @@ async def test_a_dead_link_is_noticed_by_its_silence_and_not_by_adb(adb_phone: A
     assert list(tmp_path.iterdir()) == []
 
 
+async def test_a_slow_link_is_no_dead_one(adb_phone: AdbPhone, tmp_path: Path) -> None:
+    server, serial, remote = adb_phone.server, adb_phone.serial, f"{FOLDER}/many"
+    data = MANY[: 6 << 20]
+    adb_phone.slow_link(16_000_000)  # three seconds for each way
+    assert await server.push(serial, data, remote, silence_s=2) == len(data)
+    assert await server.pull(serial, remote, tmp_path / "back", silence_s=2) == len(data)
+    assert (tmp_path / "back").read_bytes() == data
+
+
 async def test_a_cancelled_push_leaves_nothing_on_the_phone(adb_phone: AdbPhone) -> None:
     server, serial = adb_phone.server, adb_phone.serial
     pushing = asyncio.create_task(

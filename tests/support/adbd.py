@@ -46,7 +46,7 @@ FOLDER: Final = "/data/local/tmp"
 _READY_S: Final = 20.0
 _PHONE: Final = r"""
 set -eu
-ip link set lo up
+ip link set lo mtu 1500 up
 mount -t tmpfs -o mode=755,size="$2" phone "$1"
 cd "$1"
 mkdir -p changes/data/local/tmp changes/system/bin changes/apex/adbd scratch root
@@ -266,6 +266,11 @@ class AdbPhone:
         self.call("mkdir", "-p", folder)
         self.call("mount", "-t", "tmpfs", "-o", f"size={size_bytes},{'rw' if writable else 'ro'}", "storage", folder)
 
+    def slow_link(self, bits_per_s: int) -> None:
+        """From now on the link to the phone carries no more than that, both directions together."""
+        shape = ["rate", f"{bits_per_s}bit", "burst", "128kb", "latency", "500ms"]
+        _call(*self.inside("tc", "qdisc", "replace", "dev", "lo", "root", "tbf", *shape, userland=False))
+
     def close(self) -> None:
         """Ends every process of the phone, and waits for it."""
         assert self._keeper.stdin is not None and self._keeper.stdout is not None
@@ -275,14 +280,18 @@ class AdbPhone:
         for program in (self._adbd, self._server):
             if program is not None:
                 program.kill()
-        self._vsock.close()
+        if self._vsock is not None:
+            self._vsock.close()
 
 
-def _reserved_port() -> tuple[socket.socket, int]:
+def _reserved_port() -> tuple[socket.socket | None, int]:
     """A free port of the virtual machine's sockets, bound so that nobody listens on it; of TCP a new namespace has all free."""
     while True:
         port = random.randrange(20_000, 60_000)
-        holder = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
+        try:
+            holder = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
+        except OSError:  # a kernel without them, where adbd has none either
+            return None, port
         try:
             holder.bind((socket.VMADDR_CID_ANY, port))
         except OSError:

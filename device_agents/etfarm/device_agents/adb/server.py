@@ -137,6 +137,9 @@ class AdbServer:
     async def reconnect(self, serial: str) -> None:
         """Gives a phone a new connection, which is the remedy for a dead one. The phone is offline for a moment: see `track`.
 
+        One in the network that does not answer takes adb 10 s. It stays in the list as offline, and is a device again when it
+        answers after all.
+
         Raises:
             AdbRefused, PhoneGone: it cannot be reached.
         """
