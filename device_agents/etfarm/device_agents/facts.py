@@ -53,17 +53,19 @@ def script(paths: Iterable[str], commands: Mapping[str, str] | None = None, *, m
 def split(output: bytes | str) -> dict[str, str]:
     """The facts, by path or name, that `script` printed; empty where it did not run.
 
-    Bytes that are no UTF-8 become U+FFFD. Lines may end in CR LF, as a terminal makes them.
+    Bytes that are no UTF-8 become U+FFFD. Where a terminal made CR LF of the ends of lines, they are LF again.
     """
     if isinstance(output, str):
         output = output.encode(errors="surrogateescape")
     start = _START.search(output)
     if start is None:
         return {}
-    token = re.escape(start.group(1))
-    framed = re.compile(rb"^%b \+ ([^\r\n]+)\r?\n(.*?)\r?\n%b - 0\r?$" % (token, token), re.MULTILINE | re.DOTALL)
+    token, behind = start.group(1), output[start.end() :]
+    if start.group().endswith(b"\r"):
+        behind = behind.replace(b"\r\n", b"\n")
+    framed = re.compile(rb"%b \+ ([^\n]+)\n(.*?)\n%b - 0$" % (token, token), re.MULTILINE | re.DOTALL)
     facts = {}
-    for section in re.split(rb"^(?=%b \+ )" % token, output[start.end() :], flags=re.MULTILINE):
+    for section in re.split(rb"^(?=%b \+ )" % token, behind, flags=re.MULTILINE):
         if (found := framed.match(section)) is not None:
             name, text = (part.decode(errors="replace") for part in found.groups())
             facts[name] = text
