@@ -42,11 +42,10 @@ READING_COMMANDS: Final[Mapping[str, str]] = {
 }
 
 _PROPERTY: Final = re.compile(r"^\[([^\]\n]+)\]: \[([^\n]*)\]\s*$", re.MULTILINE)
-_ABIS: Final = (
-    ("arm64-v8a", "aarch64"), ("x86_64", "x86_64"), ("riscv64", "riscv64"), ("armeabi-v7a", "armv7l"), ("armeabi", "armv7l"),
-    ("x86", "i686"),
-)  # fmt: skip
-"""What a phone's programs may be built for, the wider first."""
+_ABIS: Final = {
+    "arm64-v8a": "aarch64", "x86_64": "x86_64", "riscv64": "riscv64", "armeabi-v7a": "armv7l", "armeabi": "armv7l", "x86": "i686",
+}  # fmt: skip
+"""What a phone's programs may be built for, as its maker orders it: what is translated from another stands behind."""
 _MAKERS: Final = {"QTI": "Qualcomm", "QCOM": "Qualcomm", "Mediatek": "MediaTek"}
 _UNNAMED: Final = re.compile(r"generic|dummy|unknown|default|placeholder", re.IGNORECASE)
 _TEMPERATURE: Final = re.compile(r"Temperature\{mValue=([-+.\dEe]{1,24}), mType=(-?\d{1,4}), mName=([^,}\n]{1,80})")
@@ -67,10 +66,8 @@ def arch(properties: Mapping[str, str]) -> str:
 
     A 64-bit kernel may have programs of 32 bits only.
     """
-    abis = {
-        abi.strip() for abi in (properties.get("ro.product.cpu.abilist") or properties.get("ro.product.cpu.abi", "")).split(",")
-    }
-    return next((name for abi, name in _ABIS if abi in abis), "")
+    abis = properties.get("ro.product.cpu.abilist") or properties.get("ro.product.cpu.abi", "")
+    return next((_ABIS[abi] for abi in map(str.strip, abis.split(",")) if abi in _ABIS), "")
 
 
 def soc(properties: Mapping[str, str], hardware: str) -> str:
