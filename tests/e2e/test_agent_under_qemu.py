@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def test_an_idle_agent_is_small_on_disk_and_in_memory(farm_with_board: FarmProce
         assert client.run(program("add").path, device="arch=aarch64").result().report.state == "SUCCEEDED"
     agent = farm_with_board.agents[1]
     assert isinstance(agent, QemuAgent)
-    assert 0 < guest_rss_bytes(agent.pid) < 50e6
+    assert 0 < guest_rss_bytes(agent.pid) < 50 << 20
     files = [path for folder in (agent.root / PACKAGES, agent.installed) for path in folder.rglob("*") if path.is_file()]
     assert 10e6 < sum(path.stat().st_size for path in files) < 60e6
 
@@ -93,6 +94,8 @@ def test_a_board_that_dies_leaves_no_process_and_runs_again_once_it_is_back(farm
     agent = farm_with_board.agents[1]
     with farm_with_board.client() as client:
         (board,) = client.devices("arch=aarch64")
+        # /proc/cpuinfo is this machine's, and says nothing about the board's processor.
+        assert board.cores == len(os.sched_getaffinity(0)) and not board.features
         job = client.bench(program("conv").path, devices="arch=aarch64", min_time_s=3.0)
         for event in job.watch():
             if isinstance(event, Progress) and event.phase == "TIMED":

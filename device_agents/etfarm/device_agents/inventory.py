@@ -59,15 +59,19 @@ def parse(facts: Mapping[str, str], cores: Collection[int] | None = None) -> dev
     """
     properties = android.properties(facts)
     stanzas = processors.parse_stanzas(facts.get("/proc/cpuinfo", ""))
+    arch = android.arch(properties) or _arch(facts)
+    # qemu's user mode shows the /proc/cpuinfo of the machine below, whose features are not the program's.
+    translated = arch == "aarch64" and any("vendor_id" in stanza for stanza in stanzas)
+    if translated:
+        stanzas = []
     cpus = processors.parse_cpus(facts, stanzas, cores)
     clusters = processors.parse_clusters(cpus)
-    arch = android.arch(properties) or _arch(facts)
     device = device_pb2.Device(
         arch=arch,
         soc=_soc(facts, stanzas, properties) or (clusters[0].part if clusters else ""),
         os=_os(facts, properties),
         cores=len(cpus),
-        emulated=android.is_emulated(properties) or _is_emulated(arch, facts, stanzas),
+        emulated=translated or android.is_emulated(properties) or _is_emulated(facts, stanzas),
         features=processors.common_features(cpus),
         clusters=clusters,
         thermal_zones=readings.zone_names(facts),
@@ -182,13 +186,11 @@ def _os(facts: Mapping[str, str], properties: Mapping[str, str]) -> str:
     return ", ".join(part for part in (system, f"Linux {kernel}" if kernel else "") if part)
 
 
-def _is_emulated(arch: str, facts: Mapping[str, str], stanzas: Sequence[processors.Stanza]) -> bool:
+def _is_emulated(facts: Mapping[str, str], stanzas: Sequence[processors.Stanza]) -> bool:
     """Whether timings of this machine mean nothing: QEMU translates its instructions.
 
     A QEMU `virt` board under KVM has the same device tree and is counted as emulated too: rather no timing than a false one.
     """
-    if arch == "aarch64" and any("vendor_id" in stanza for stanza in stanzas):
-        return True  # qemu-user shows the host's /proc/cpuinfo
     if "linux,dummy-virt" in facts.get(_COMPATIBLE, ""):
         return True
     return any(
