@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import random
+import struct
 import subprocess
 import sys
 import tracemalloc
@@ -244,8 +245,10 @@ async def test_the_phone_tells_what_is_there(adb_phone: AdbPhone) -> None:
 
 async def test_a_phone_that_is_full_says_so_and_keeps_nothing(adb_phone: AdbPhone) -> None:
     adb_phone.add_storage("/small", 1 << 20)
+    data, told = bytes(200 << 20), [0]
     with pytest.raises(adb.PhoneFull) as full:
-        await adb_phone.server.push(adb_phone.serial, MANY, "/small/many")
+        await adb_phone.server.push(adb_phone.serial, data, "/small/many", on_progress=lambda done, _: told.append(done))
+    assert told[-1] < len(data), "what the phone throws away was sent to the end"
     assert full.value.reason == "DEVICE_DISK_FULL" and "No space left on device" in full.value.text
     assert full.value.remedy.startswith("Free some storage on the phone")
     await adb_phone.server.run(adb_phone.serial, "while [ -e /small/many ]; do sleep 0.05; done", deadline_s=SECONDS)
@@ -319,7 +322,8 @@ async def test_a_dead_link_is_noticed_by_its_silence_and_not_by_adb(adb_phone: A
         ),
     ):
         with pytest.raises(adb.PhoneSilent, match=r"within 0\.5 s"):
-            await transfer()
+            async with asyncio.timeout(SECONDS / 2):
+                await transfer()
         with pytest.raises(adb.PhoneSilent):
             await server.shell(serial, "true")
         with pytest.raises(adb.PhoneSilent):
@@ -439,6 +443,68 @@ async def test_a_server_that_never_answers_is_given_up() -> None:
         with pytest.raises(adb.PhoneSilent):
             await server.shell("s", "true")
         over.set()
+
+
+@contextlib.asynccontextmanager
+async def phone_that_sends(answer: bytes) -> AsyncIterator[adb.AdbServer]:
+    """A server with a phone that takes every service and then sends these bytes, whatever it is asked."""
+
+    async def answering(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        service = b""
+        while not service.startswith((b"sync:", b"shell,")):
+            service = await reader.readexactly(int(await reader.readexactly(4), 16))
+            writer.write(b"OKAY")
+            if service.startswith(b"host-serial:"):
+                writer.write(b"0007stat_v2")
+                break
+        else:
+            writer.write(answer)
+            while await reader.read(1 << 16):
+                pass
+        writer.close()
+
+    async with await asyncio.start_server(answering, "127.0.0.1", 0) as listening:
+        yield adb.AdbServer(f"tcp:{listening.sockets[0].getsockname()[1]}", answer_s=0.5)
+
+
+FOUND = b"STA2" + bytes(20) + struct.pack("<I", 0o100644) + bytes(44)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"NONSENSE", adb.PhoneFileRefused),
+        (FOUND + b"DATA" + struct.pack("<I", 1 << 31), adb.PhoneFileRefused),
+        (FOUND + b"FAIL" + struct.pack("<I", 1 << 31) + b"no end", adb.PhoneSilent),
+        (FOUND + b"FAIL" + struct.pack("<I", 2) + b"\xff\xfe", adb.PhoneFileRefused),
+        (FOUND + b"DATA" + struct.pack("<I", 3) + b"ab", adb.PhoneSilent),
+        (b"STA2" + struct.pack("<I", 13) + bytes(64), adb.PhoneFileRefused),
+        (b"STA2" + struct.pack("<I", 2) + bytes(64), adb.PhoneFileMissing),
+        (b"", adb.PhoneSilent),
+    ],
+    ids=["nonsense", "huge chunk", "huge refusal", "no text", "half a chunk", "denied", "missing", "nothing"],
+)
+async def test_a_phone_that_breaks_the_protocol_of_files_is_refused(
+    answer: bytes, error: type[Exception], tmp_path: Path
+) -> None:
+    async with phone_that_sends(answer) as server:
+        with pytest.raises(error):
+            await server.pull("s", "/x", tmp_path / "x", silence_s=0.5)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"), [(b"\x07\x01\0\0\0x\x03\x01\0\0\0\x05", 5), (b"\x03\0\0\0\0", None)], ids=["more", "no code"]
+)
+async def test_a_phone_that_sends_packets_of_other_kinds_is_understood(answer: bytes, code: int | None) -> None:
+    async with phone_that_sends(answer) as server:
+        process = await server.shell("s", "true")
+        if code is None:
+            with pytest.raises(adb.PhoneGone):
+                await process.wait()
+        else:
+            assert await process.wait() == code
+        assert process.returncode == code
 
 
 STARTING = """
