@@ -1,0 +1,130 @@
+"""Phones through a real farm: a job's numbers, outputs and lines, and what people see of one that comes, goes or is cut off."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("executorch")
+
+from etfarm.wire import tensors
+from tests.support.adbd import AdbPhone, running_phone
+from tests.support.farm import FarmProcess, etfarm, wait_until
+from tests.support.programs import program
+
+pytestmark = [pytest.mark.boards, pytest.mark.asyncio(loop_scope="module")]
+
+QUICK = ("--warmup", "1", "--iterations", "3", "--min-time", "0", "--threads", "1")
+
+
+class Desk:
+    """A farm of this machine and a phone."""
+
+    def __init__(self, farm: FarmProcess, phone: AdbPhone) -> None:
+        self.farm = farm
+        self.phone = phone
+
+    def etfarm(self, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        return etfarm(*arguments, "--server", self.farm.address, cwd=cwd)
+
+    def listed(self) -> str:
+        """What `devices list` says of the phone."""
+        done = self.etfarm("devices", "list", cwd=self.farm.folder)
+        assert done.returncode == 0, done.stderr
+        return next((line for line in done.stdout.splitlines() if self.phone.serial in line), "")
+
+    def shows(self, word: str) -> bool:
+        return wait_until(lambda: word in self.listed())
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def desk(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Desk]:
+    farm = FarmProcess(tmp_path_factory.mktemp("desk"))
+    async with running_phone() as phone:
+        try:
+            farm.start(agents=1)
+            farm.add_agent("--adb", "--idle-wait", "0", environment={"ADB_SERVER_SOCKET": phone.server.address})
+            desk = Desk(farm, phone)
+            assert desk.shows("IDLE"), farm.agents[1].log.read_text()
+            yield desk
+        finally:
+            farm.stop()
+
+
+def bench(desk: Desk, folder: Path, *arguments: str) -> dict[str, Any]:
+    done = desk.etfarm("bench", *arguments, *QUICK, "--json", "r.json", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document: dict[str, Any] = json.loads((folder / "r.json").read_text(), parse_constant=pytest.fail)
+    return document
+
+
+async def test_a_phone_gives_the_outputs_and_the_lines_of_this_machine(desk: Desk, tmp_path: Path) -> None:
+    log = desk.farm.agents[1].log.read_text()
+    assert "bytes were carried" not in log.partition("serving the phone")[2], "the runner was tried when the phone came"
+    document = bench(
+        desk, tmp_path, "demo:resnet8", "--device", f"id={desk.phone.serial}", "--device", "name=board-0", "--numerics"
+    )
+    with desk.farm.client() as client:
+        job = client.job(document["job"]["id"])
+        outputs = [[tensors.to_array(value) for value in job.outputs(cell)] for cell in range(2)]
+    np.testing.assert_allclose(outputs[0], outputs[1], rtol=0, atol=1e-5)
+    phone, here = sorted(document["reports"], key=lambda report: report["device"]["name"] == "board-0")
+    assert [row["source"] for row in phone["operators"]] == [row["source"] for row in here["operators"]]
+    assert "y = self.conv(image)" in {row["source"]["code"] for row in phone["operators"] if row["source"]}
+    assert phone["numerics"]["first_bad"] is None and phone["numeric_gap"]
+    assert phone["runner"]["kind"] == "native" and phone["latency"]["p50_ns"] > 0
+    assert phone["telemetry"]["before"]["memory_available_bytes"] > 0
+
+
+async def test_candidates_take_turns_on_a_phone(desk: Desk, tmp_path: Path) -> None:
+    made = str(program("conv").path)
+    document = bench(desk, tmp_path, made, made, "--device", f"id={desk.phone.serial}", "--interleave")
+    assert [report["state"] for report in document["reports"]] == ["SUCCEEDED", "SUCCEEDED"]
+
+
+async def test_a_session_on_a_phone_answers_calls(desk: Desk) -> None:
+    made = program("add")
+    with desk.farm.client() as client, client.session(made.path, device=f"id={desk.phone.serial}") as session:
+        given = [tensors.to_array(value) for value in made.inputs]
+        for _ in range(2):
+            (output,) = session.run("forward", *given)
+            np.testing.assert_allclose(output, tensors.to_array(made.expected[0]))
+
+
+async def test_a_run_is_placed_again_when_its_phone_vanishes(desk: Desk, tmp_path: Path) -> None:
+    waiting = subprocess.Popen(  # noqa: ASYNC220 - nothing else waits here
+        [sys.executable, "-m", "etfarm.wire.command", "bench", str(program("conv").path), "--device", f"id={desk.phone.serial}",
+         "--min-time", "4", "--json", "r.json", "--server", desk.farm.address],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        assert desk.shows("BUSY")
+        assert wait_until(lambda: any((desk.phone.files / "data/local/tmp/etfarm/runs").iterdir()))
+        await desk.phone.disconnect()
+        assert desk.shows("OFFLINE")
+        await desk.phone.connect()
+        printed, _ = waiting.communicate(timeout=120)
+    finally:
+        waiting.kill()
+        waiting.wait()
+    assert waiting.returncode == 0, printed
+    (report,) = json.loads((tmp_path / "r.json").read_text())["reports"]
+    assert report["state"] == "SUCCEEDED"
+
+
+async def test_a_phone_that_does_not_answer_is_shown_with_what_to_do(desk: Desk, tmp_path: Path) -> None:
+    desk.phone.kill_adbd()
+    assert desk.shows("UNUSABLE") or desk.shows("OFFLINE")
+    shown = desk.etfarm("devices", "show", desk.phone.serial, cwd=tmp_path).stdout
+    desk.phone.start_adbd()
+    await desk.phone.connect()
+    assert desk.shows("IDLE")
+    assert "does not answer" in shown or "gone" in shown or "OFFLINE" in shown
