@@ -100,6 +100,17 @@ def test_a_folder_that_was_chosen_stays_writable(variables: dict[str, str], tmp_
     assert told(dump, "Environment") == [f"{name}={value}" for name, value in variables.items()]
 
 
+def test_an_agent_of_phones_may_start_adb_where_its_keys_are(tmp_path: Path) -> None:
+    given = {"ANDROID_ADB_SERVER_PORT": "5038"}
+    dump = systemd_on(unit(["--adb"], program=PROGRAM, environment=given, phones=True), tmp_path)
+    assert (told(dump, "ProtectSystem"), told(dump, "ProtectHome"), told(dump, "StateDirectory")) == (
+        ["full"],
+        ["no"],
+        ["etfarm"],
+    )
+    assert told(dump, "Environment") == ["ANDROID_ADB_SERVER_PORT=5038", "XDG_DATA_HOME=/var/lib"]
+
+
 def test_the_environment_is_kept_but_for_the_token(tmp_path: Path) -> None:
     given = {"ETFARM_SERVER": "farm:7070", "ETFARM_TLS_CA": "/my certificates/ca.pem", "ETFARM_TOKEN": "s3cret", "OTHER": "x"}
     text = unit(["--name", "pi"], program=PROGRAM, environment=given)
@@ -120,14 +131,17 @@ def test_the_unit_of_this_process_finds_this_program_and_these_files(tmp_path: P
     monkeypatch.chdir(folder)
     for name in ("ETFARM_DATA", "ETFARM_SERVER", "ETFARM_TLS_CA"):
         monkeypatch.delenv(name, raising=False)
-    dump = systemd_on(unit_of_this(["--server", "h:1", "--tls-ca", "ca.pem"], [Path("ca.pem"), None], None), tmp_path)
+    dump = systemd_on(unit_of_this(["--server", "h:1", "--tls-ca", "ca.pem"], {"tls_ca": Path("ca.pem"), "data": None}), tmp_path)
     assert told(dump, "WorkingDirectory") == [str(folder)]
     program, *rest = words(told(dump, "Command Line")[0])
     assert rest[-5:] == ["agent", "--server", "h:1", "--tls-ca", "ca.pem"]
     done = subprocess.run([program, *rest[:-4], "--help"], cwd="/", env={}, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: etfarm agent")
-    absolute = unit_of_this(["--server", "h:1", "--tls-ca", "/ca.pem"], [Path("/ca.pem")], None)
+    absolute = unit_of_this(["--server", "h:1", "--tls-ca", "/ca.pem"], {"tls_ca": Path("/ca.pem"), "server": "h:1"})
     assert "WorkingDirectory" not in absolute and str(Path(sys.executable).parent) in absolute
+    assert "ProtectSystem=strict" in absolute
+    chosen = unit_of_this(["--server", "h:1", "--data", "here"], {"data": Path("here")})
+    assert f"WorkingDirectory={tmp_path}" in chosen and "ProtectSystem=full" in chosen
 
 
 def test_what_a_unit_cannot_hold_is_refused() -> None:

@@ -19,7 +19,9 @@ _STATE: Final = "etfarm"
 """Below /var/lib, which stands for root's data folder: the agent's own default is then /var/lib/etfarm/agent."""
 _LEFT_OUT: Final = (("--print-unit", "--p"), ("--exit-with-stdin", "--ex"))
 """Options that are not the service's, and the shortest that argparse takes for them."""
-_VARIABLES: Final = (SERVER_VARIABLE, TLS_CA_VARIABLE, DATA_VARIABLE)
+_VARIABLES: Final = (
+    SERVER_VARIABLE, TLS_CA_VARIABLE, DATA_VARIABLE, "ADB_SERVER_SOCKET", "ANDROID_ADB_SERVER_ADDRESS", "ANDROID_ADB_SERVER_PORT",
+)  # fmt: skip
 """What the command may have been told by its environment, but for the token."""
 _PLAIN: Final = re.compile(r"[\w@+=:,./\[\]-]+", re.ASCII)
 _ESCAPES: Final = {"\\": r"\\", '"': r"\"", "\n": r"\n", "\t": r"\t", "%": "%%"}
@@ -74,6 +76,7 @@ def unit(
     program: Sequence[str],
     environment: Mapping[str, str] | None = None,
     own_data: bool = False,
+    phones: bool = False,
     folder: Path | None = None,
 ) -> str:
     """The unit's text. No I/O.
@@ -83,6 +86,7 @@ def unit(
         program: the absolute path of the program that takes them, and what stands before them.
         environment: the command's; what an agent reads of it is kept, but not the token, which comes from TOKEN_FILE.
         own_data: whether the data folder is the user's choice, and not the default.
+        phones: whether it serves phones, for which an adb server that it starts keeps its keys in root's home.
         folder: what relative paths among the arguments are relative to; None where there are none.
 
     Raises:
@@ -94,11 +98,12 @@ def unit(
     if folder is not None:
         # Taken as it is, without quotes.
         settings.append("WorkingDirectory=" + str(folder).replace("%", "%%"))
-    if own_data:
-        # It may be anywhere, and anybody's.
+    if not own_data:
+        settings += [f"StateDirectory={_STATE}", "StateDirectoryMode=0700", "Environment=XDG_DATA_HOME=%S"]
+    if own_data or phones:
+        # What is written may be anywhere, and anybody's.
         protection = ["CapabilityBoundingSet=CAP_DAC_READ_SEARCH CAP_DAC_OVERRIDE", "ProtectSystem=full"]
     else:
-        settings += [f"StateDirectory={_STATE}", "StateDirectoryMode=0700", "Environment=XDG_DATA_HOME=%S"]
         protection = ["CapabilityBoundingSet=CAP_DAC_READ_SEARCH", "ProtectSystem=strict", "ProtectHome=read-only"]
     return _TEMPLATE.format(
         name=UNIT_NAME,
@@ -110,21 +115,21 @@ def unit(
     )
 
 
-def unit_of_this(arguments: Sequence[str], paths: Sequence[Path | None], data: Path | None) -> str:
+def unit_of_this(arguments: Sequence[str], options: Mapping[str, object]) -> str:
     """The unit that runs what was started here: this program, these arguments, this environment.
 
     Args:
         arguments: of `etfarm agent`.
-        paths: those among them; relative ones are of the working folder.
-        data: the data folder that was asked for.
+        options: what they were read as; relative paths among them are of the working folder, and `data` is the data folder.
     """
     script = Path(sys.executable).with_name("etfarm")
     return unit(
         arguments,
         program=[*([str(script)] if script.exists() else [sys.executable, "-m", "etfarm.wire.command"]), "agent"],
         environment=os.environ,
-        own_data=data is not None or bool(os.environ.get(DATA_VARIABLE)),
-        folder=Path.cwd() if any(path is not None and not path.is_absolute() for path in [*paths, data]) else None,
+        own_data=bool(options.get("data") or os.environ.get(DATA_VARIABLE)),
+        phones=bool(options.get("adb")),
+        folder=Path.cwd() if any(isinstance(each, Path) and not each.is_absolute() for each in options.values()) else None,
     )
 
 
