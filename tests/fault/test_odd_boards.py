@@ -115,6 +115,28 @@ async def test_a_disk_without_room_is_the_devices_fault_and_the_agent_stays(
     await connection.until(lambda message: message.HasField("heartbeat"), beats)
 
 
+async def test_what_the_systemd_unit_leaves_to_it_is_enough(server: Server, launch: Launch, tmp_path: Path) -> None:
+    data, scratch = tmp_path / "agent", tmp_path / "tmp"
+    scratch.mkdir()
+    data.mkdir()
+    script = 'for each in "$1" "$2"; do mount --bind "$each" "$each"; done; mount -o remount,bind,ro /'
+    few_rights = ["setpriv", "--bounding-set", "-all,+dac_read_search", "--no-new-privs"]
+    agent = await launch(within=[*board(script, data, scratch), *few_rights], TMPDIR=str(scratch))
+    connection = await server.connected()
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{agent.process.pid}/status").read_text().splitlines())
+    assert int(status["CapBnd"], 16) == 1 << 2 and status["NoNewPrivs"].strip() == "1"
+    mounts = [line.split() for line in Path(f"/proc/{agent.process.pid}/mounts").read_text().splitlines()]
+    assert [mount[3].split(",")[0] for mount in mounts if mount[1] == "/"] == ["ro"]
+    for attempt in ("a1", "a2"):
+        connection.start(attempt, server.candidate("conv"), measurement=QUICK, deadline_s=60)
+        (cell,) = (await connection.result(attempt)).candidates
+        assert not cell.HasField("error"), cell.error
+        connection.ack(attempt)
+    agent.process.terminate()
+    assert await agent.ended() == 0
+    assert not list(scratch.iterdir())
+
+
 @pytest.mark.boards
 async def test_a_bundle_of_another_architecture_is_never_started(server: Server, launch: Launch) -> None:
     await launch()
