@@ -50,7 +50,7 @@ _MAKERS: Final = {"QTI": "Qualcomm", "QCOM": "Qualcomm", "Mediatek": "MediaTek"}
 _UNNAMED: Final = re.compile(r"generic|dummy|unknown|default|placeholder", re.IGNORECASE)
 _TEMPERATURE: Final = re.compile(r"Temperature\{mValue=([-+.\dEe]{1,24}), mType=(-?\d{1,4}), mName=([^,}\n]{1,80})")
 _NO_TEMPERATURES: Final = (-1, 6, 7, 8)
-"""Types of the thermal HAL that are of no known kind (differences of sensors, say), and a battery's voltage, current and share."""
+"""Types of the thermal HAL: of no known kind (differences of sensors, say); a battery's voltage, current and share."""
 _CHARGING, _DISCHARGING, _NOT_CHARGING, _FULL = "2", "3", "4", "5"
 
 
