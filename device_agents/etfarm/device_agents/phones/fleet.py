@@ -145,7 +145,7 @@ class Fleet:
         try:
             phone = Phone(self._adb, serial, device, self._config)
             await phone.folder.open()
-            await phone.refresh()
+            await phone.look()
             await self._try_runner(phone)
             self._agent.attach(phone)
             log.info("serving the phone %s as %s (%s)", serial, device.name, device.id)
@@ -169,7 +169,7 @@ class Fleet:
             await claim.probe(self._options.answer_s)
             if loop.time() - looked_s >= _REFRESH_S and not phone.measuring:
                 looked_s = loop.time()
-                await phone.refresh()
+                await phone.look()
 
     async def _trouble(self, listed: Listed, device: device_pb2.Device, error: EtfarmError) -> None:
         """Tells the farm why a phone cannot be served, and tries what may help."""

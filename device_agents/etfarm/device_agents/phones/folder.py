@@ -14,7 +14,7 @@ import logging
 import posixpath
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -94,20 +94,17 @@ class PhoneFolder:
             PhoneStorageDamaged: what was carried there has another digest there.
             DeviceError: the phone is gone, or says nothing.
         """
-        wanted = self._wanted(bundle, files)
-        there = await self._sums(wanted)
+        wanted, keep = self._wanted(bundle, files), self._entries(bundle, files)
+        there = await self._sums(keep)
         missing = [each for each in wanted if there.get(each.remote) != each.digest]
         if not missing:
-            await self._touch(bundle, files)
             return 0
-        keep = self._entries(bundle, files)
         await self._evict(keep, self._limit_bytes - sum(each.source.stat().st_size for each in missing))
         sent = await self._push(missing, keep, on_progress)
-        there = await self._sums(missing)
+        there = await self._sums(keep)
         damaged = [each.remote for each in missing if there.get(each.remote) != each.digest]
         if damaged:
             raise PhoneStorageDamaged(self._serial, ", ".join(damaged))
-        await self._touch(bundle, files)
         return sent
 
     async def shell(self, command: str, what: str, *, deadline_s: float = _SHELL_S) -> Completed:
@@ -133,15 +130,18 @@ class PhoneFolder:
             wanted.append(_Wanted(bundle.folder / name, str(folder / name), file.digest, mode))
         return wanted
 
-    async def _sums(self, wanted: Sequence[_Wanted]) -> Mapping[str, str]:
-        """Digests of those that are there, as the phone reads them now."""
-        names = " ".join(shlex.quote(each.remote) for each in wanted)
+    async def _sums(self, entries: Collection[str]) -> Mapping[str, str]:
+        """Digests of the files in `entries` that are there, as the phone reads them now. They count as used now."""
+        names = sorted(entries)
+        files = " ".join(f"{name}/*" if name.startswith("bundles/") else name for name in names)
         # What is not there goes to stderr and into the exit code; what is there counts.
-        done = await self._adb.run(self._serial, f"sha256sum {names}", deadline_s=_SUM_S)
+        command = f"cd {shlex.quote(self.root)} && touch -c {' '.join(names)}; sha256sum {files}"
+        done = await self._adb.run(self._serial, command, deadline_s=_SUM_S)
         lines = done.stdout.decode(errors="replace").splitlines()
         if done.exit_code == 127:
             raise PhoneRefused(self._serial, "hash a file", done.stderr.decode(errors="replace"))
-        return {found[2]: found[1] for line in lines if (found := _SUM.fullmatch(line.strip())) is not None}
+        sums = [found for line in lines if (found := _SUM.fullmatch(line.strip())) is not None]
+        return {posixpath.join(self.root, found[2]): found[1] for found in sums}
 
     async def _push(self, missing: Sequence[_Wanted], keep: set[str], on_progress: OnProgress | None) -> int:
         total, done, sent = sum(each.source.stat().st_size for each in missing), 0, 0
@@ -162,14 +162,9 @@ class PhoneFolder:
         return sent
 
     def _entries(self, bundle: Bundle | None, files: Sequence[Path]) -> set[str]:
-        """The names below `bundles` and `files` that a run needs."""
+        """What a run needs: `files/DIGEST`, `bundles/DIGEST`."""
         names = {posixpath.join("files", path.name) for path in files}
         return names if bundle is None else names | {posixpath.join("bundles", _bundle_digest(bundle))}
-
-    async def _touch(self, bundle: Bundle | None, files: Sequence[Path]) -> None:
-        names = " ".join(sorted(self._entries(bundle, files)))
-        if names:
-            await self.shell(f"cd {shlex.quote(self.root)} && touch {names}", "write into its folder")
 
     async def _evict(self, keep: set[str], limit_bytes: int) -> bool:
         """Deletes what was not used for longest until the rest is within the limit; whether anything was deleted."""

@@ -106,7 +106,6 @@ class Phone:
         sent = await self.folder.install(bundle, [provisions.program, *provisions.data], on_progress)
         if sent:
             log.info("%d bytes were carried to the phone %s", sent, self.serial)
-        await self.refresh()
 
     async def install_runner(self, bundle: Bundle) -> None:
         """Carries a bundle there before any program needs it; as `install`."""
@@ -140,7 +139,7 @@ class Phone:
     async def watch(self, cpus: Collection[int] | None) -> AsyncIterator[Watch]:
         """Looks before the warm-up and after the pass: a look starts a dozen processes on the phone, which would disturb it."""
         watch = _Looks(self, time.monotonic())
-        watch.before = await self.look(0.0)
+        watch.before = await self.look()
         self.measuring = True
         try:
             yield watch
@@ -160,16 +159,12 @@ class Phone:
         return None
 
     def telemetry(self, *, light: bool) -> device_pb2.DeviceTelemetry:
-        """What `refresh` saw last."""
+        """What `look` saw last."""
         return self._telemetry
 
-    async def refresh(self) -> None:
-        """Looks at the phone for heartbeats, and for the memory that a runner may use.
-
-        Raises:
-            As `ask`.
-        """
-        read, told = await self.look(0.0), device_pb2.DeviceTelemetry()
+    def _take(self, read: report_pb2.SystemReading) -> None:
+        """For heartbeats, and for the memory that a runner may use."""
+        told = device_pb2.DeviceTelemetry()
         told.at.GetCurrentTime()
         if read.HasField("load_1m"):
             told.load_1m = read.load_1m
@@ -186,17 +181,19 @@ class Phone:
             told.charging = read.charging
         self._telemetry = told
 
-    async def look(self, elapsed_ms: float) -> report_pb2.SystemReading:
-        """The state of the phone now.
+    async def look(self, elapsed_ms: float = 0.0) -> report_pb2.SystemReading:
+        """The state of the phone now, which heartbeats tell from here on.
 
         Raises:
             As `ask`.
         """
         found = await ask(self._adb, self.serial, readings.PHONE_FILES, android.READING_COMMANDS)
-        return readings.parse(found, elapsed_ms)
+        read = readings.parse(found, elapsed_ms)
+        self._take(read)
+        return read
 
     async def _hottest_c(self) -> float | None:
-        return max((zone.temperature_c for zone in (await self.look(0.0)).zones), default=None)
+        return max((zone.temperature_c for zone in (await self.look()).zones), default=None)
 
     async def _runnable(self) -> int | None:
         done = await self._adb.run(self.serial, f"cat {readings.LOAD}", deadline_s=_FACTS_S)
