@@ -84,7 +84,7 @@ def test_a_board_gives_the_outputs_and_the_lines_of_x86(place: FarmProcess, boar
     with place.client() as farm:
         job = farm.job(document["job"]["id"])
         device = the_board(farm)
-        outputs = [np.asarray(tensors.to_array(job.outputs(cell)[0])) for cell in range(2)]  # type: ignore[arg-type]
+        outputs = [[tensors.to_array(value) for value in job.outputs(cell)] for cell in range(2)]
     there, here = document["reports"]
     np.testing.assert_allclose(outputs[0], outputs[1], rtol=0, atol=1e-5)
     assert there["accuracy"][0]["max_abs_error"] < 1e-5

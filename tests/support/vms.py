@@ -6,10 +6,13 @@ anything but the one port here that it is given, and what listens for it listens
 
 from __future__ import annotations
 
+import base64
+import os
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -21,9 +24,12 @@ from typing import Final
 import psutil
 import pytest
 
+from tests.support.farm import wait_until
 from tests.support.images.board import board_image, make_agent_disk
 from tests.support.images.disks import make_disk, settings_disk
 from tests.support.images.kept import SOURCES
+from tests.support.images.kernel import Image
+from tests.support.images.phone import phone_image
 
 START_S: Final = 90.0
 """How long a machine may take to a line on its console. It takes 4 s to its shell, where nothing else runs."""
@@ -36,6 +42,12 @@ def need_machines() -> None:
     """Skips where qemu's system emulation is not installed."""
     if shutil.which("qemu-system-aarch64") is None:
         pytest.skip("needs an emulator: apt-get install qemu-system-arm")
+
+
+def need_adb() -> None:
+    """Skips where adb is not installed."""
+    if shutil.which("adb") is None:
+        pytest.skip("needs adb: apt-get install adb")
 
 
 @dataclass(frozen=True)
@@ -54,16 +66,16 @@ class Machine:
 
     Args:
         folder: for the console's log and files of this machine.
-        boot: kernel and initramfs.
-        disks: what its init looks for.
+        image: what it is started from.
+        disks: others that its init looks for.
     """
 
-    def __init__(self, folder: Path, boot: tuple[Path, Path], disks: Sequence[Disk]) -> None:
+    def __init__(self, folder: Path, image: Image, disks: Sequence[Disk]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.log = folder / "console.log"
-        self._boot = boot
-        self._disks = disks
+        self._image = image
+        self._disks = (Disk("root", image.root), *disks)
         self._process: subprocess.Popen[bytes] | None = None
         self._read = 0
         self._commands = 0
@@ -155,7 +167,6 @@ class Machine:
         return []
 
     def _command(self) -> list[str]:
-        kernel, initramfs = self._boot
         drives: list[str] = []
         for disk in self._disks:
             access = "snapshot=off" if disk.written else "readonly=on"
@@ -166,7 +177,8 @@ class Machine:
             "setpriv", "--pdeathsig", "KILL", "--",
             "qemu-system-aarch64", "-M", "virt", "-cpu", _CPU, "-smp", "2", "-m", "1024", "-nodefaults", "-no-reboot",
             "-display", "none", "-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console",
-            "-kernel", str(kernel), "-initrd", str(initramfs), "-append", "console=ttyAMA0 quiet panic=-1",
+            "-kernel", str(self._image.kernel), "-initrd", str(self._image.initramfs),
+            "-append", "console=ttyAMA0 quiet panic=-1",
             "-netdev", ",".join(["user", "id=net", "ipv6=off", "restrict=on", *self._network()]),
             "-device", "virtio-net-device,netdev=net",
             *drives,
@@ -193,12 +205,11 @@ class Board(Machine):
         folder.mkdir(parents=True, exist_ok=True)
         settings = {"ETFARM_SERVER": SERVER, "ETFARM_TOKEN": token, "MACHINE_ID": self.machine_id, "AGENT": shlex.join(arguments)}
         disks = (
-            Disk("root", image.root),
             Disk("agent", make_agent_disk(folder / "agent.ext4")),
             Disk("state", make_disk(folder / "state.ext4", 512), written=True),
             Disk("settings", settings_disk(folder / "settings", settings)),
         )
-        super().__init__(folder, (image.kernel, image.initramfs), disks)
+        super().__init__(folder, image, disks)
 
     def limit(self, bytes_per_s: int | None) -> None:
         """Makes the link to the server slow, from now on, or with None as fast as it gets."""
@@ -231,3 +242,124 @@ def running_board(folder: Path, server: str, *arguments: str, wait_for: str = "c
         yield board
     finally:
         board.power_cut()
+
+
+class PhoneVm(Machine):
+    """A phone: Debian's adbd as the user `shell`, /system/bin, /data/local/tmp, on a port of 127.0.0.1 that the system picks.
+
+    What is on /data outlives its power. Whoever connects to adbd is let in: only this machine can.
+
+    Args:
+        folder: for this phone's files.
+        storage_mb: of /data.
+    """
+
+    def __init__(self, folder: Path, *, storage_mb: int = 512) -> None:
+        image = phone_image()
+        self.serialno = uuid.uuid4().hex[:14].upper()
+        """Its ro.serialno."""
+        folder.mkdir(parents=True, exist_ok=True)
+        disks = (
+            Disk("state", make_disk(folder / "data.ext4", storage_mb), written=True),
+            Disk("settings", settings_disk(folder / "settings", {"SERIAL": self.serialno})),
+        )
+        super().__init__(folder, image, disks)
+
+    @property
+    def serial(self) -> str:
+        """What adb calls it; another one after each start."""
+        return f"127.0.0.1:{self.port()}"
+
+    def say(self, command: str, text: str | None) -> None:
+        """Makes `getprop`, or `dumpsys SERVICE` by the service's name, print a text; with None what the image has."""
+        shim = f"/data/shims/{command}"
+        self.run(f"rm -f {shim}" if text is None else f"echo {base64.b64encode(text.encode()).decode()} | base64 -d > {shim}")
+
+    def _network(self) -> list[str]:
+        return ["hostfwd=tcp:127.0.0.1:0-10.0.2.15:5555"]
+
+
+class Adb:
+    """A real adb server of its own: on a socket in its folder, where its keys are too. It ends with who started it.
+
+    Args:
+        folder: of a path so short that a socket's name can be in it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        need_adb()
+        self.address = f"localfilesystem:{folder / 'adb.sock'}"
+        """For ADB_SERVER_SOCKET."""
+        self.environment = {
+            "PATH": os.environ["PATH"], "HOME": str(folder), "TMPDIR": str(folder), "ADB_SERVER_SOCKET": self.address,
+            # It would look for emulators on this machine's ports.
+            "ADB_LOCAL_TRANSPORT_MAX_PORT": "5554",
+        }  # fmt: skip
+        self._log = folder / "adb-server.log"
+        with self._log.open("ab") as log:
+            self._server = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", "--", "adb", "-L", self.address, "nodaemon", "server"],
+                env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+        if not wait_until((folder / "adb.sock").exists):
+            self.close()
+            raise AssertionError(f"the adb server does not come up: {self._log.read_text()}")
+
+    def __call__(self, *arguments: str, serial: str = "", timeout_s: float = START_S) -> subprocess.CompletedProcess[str]:
+        """Runs one adb command to its end."""
+        which = ["-s", serial] if serial else []
+        return subprocess.run(
+            ["adb", *which, *arguments], env=self.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=timeout_s, check=False,
+        )  # fmt: skip
+
+    def connect(self, phone: PhoneVm) -> None:
+        """Plugs the phone in: its shell answers when this returns."""
+        until = time.monotonic() + START_S
+        while True:
+            said = self("connect", phone.serial).stdout
+            if self("shell", "true", serial=phone.serial).returncode == 0:
+                return
+            assert time.monotonic() < until, f"{said}; the phone said:\n{phone.console[-3000:]}"
+            time.sleep(0.1)
+
+    def disconnect(self, phone: PhoneVm) -> None:
+        """Unplugs the phone."""
+        self("disconnect", phone.serial)
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._server.kill()
+        self._server.wait()
+
+
+@dataclass(frozen=True)
+class PluggedPhone:
+    """A phone, and the adb server that it is connected to."""
+
+    phone: PhoneVm
+    adb: Adb
+
+
+@contextmanager
+def running_phone_vm(folder: Path, *, storage_mb: int = 512) -> Iterator[PluggedPhone]:
+    """A phone that is on and plugged in; nothing of it runs afterwards."""
+    need_machines()
+    need_adb()
+    phone = PhoneVm(folder / "phone", storage_mb=storage_mb)
+    with tempfile.TemporaryDirectory(prefix="adb-") as short:
+        adb = Adb(Path(short))
+        try:
+            phone.start(wait_for="phone: up")
+            adb.connect(phone)
+            yield PluggedPhone(phone, adb)
+        finally:
+            phone.power_cut()
+            adb.close()
+
+
+@pytest.fixture(scope="module")
+def phone_vm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PluggedPhone]:
+    """A plugged in phone that a module's tests share."""
+    with running_phone_vm(tmp_path_factory.mktemp("phone")) as plugged:
+        yield plugged

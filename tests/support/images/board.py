@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Final
 
 from tests.support.images.disks import make_disk
 from tests.support.images.kept import SOURCES, Say, made_once
-from tests.support.images.kernel import kernel
+from tests.support.images.kernel import Image, image_of
 from tests.support.rootfs import board_root, install_agent, unpack_packages
 
 _INIT: Final = SOURCES / "guest" / "board.sh"
 _NOT_NEEDED: Final = ("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/info", "usr/share/lintian", "var/lib/dpkg")
 
 
-@dataclass(frozen=True)
-class BoardImage:
-    """What a board is started from; with `make_agent_disk`'s, all that it reads."""
-
-    kernel: Path
-    initramfs: Path
-    root: Path
-
-    def __iter__(self) -> Iterator[Path]:
-        return iter(astuple(self))
-
-
-def board_image() -> BoardImage:
+def board_image() -> Image:
     """The board's files; what is on them comes from Debian and from the package registry."""
-    boot = kernel()
     sources = (Path(__file__), SOURCES / "disks.py", _INIT, board_root().name)
-    return BoardImage(boot.image, boot.initramfs, made_once("board", sources, _make) / "root.ext4")
+    return image_of(made_once("board", sources, _make) / "root.ext4")
 
 
 def make_agent_disk(path: Path) -> Path:

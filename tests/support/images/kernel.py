@@ -20,17 +20,19 @@ _INIT: Final = SOURCES / "guest" / "initramfs.sh"
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """What qemu loads."""
+class Image:
+    """What a machine is started from. Nobody writes to any of it."""
 
-    image: Path
+    kernel: Path
     initramfs: Path
+    root: Path
+    """A disk."""
 
 
-def kernel() -> Kernel:
-    """The kernel and the initramfs that all machines have."""
+def image_of(root: Path) -> Image:
+    """The root disk with the kernel and the initramfs that all machines have."""
     folder = made_once("kernel", (Path(__file__), _INIT), _make)
-    return Kernel(folder / "vmlinuz", folder / "initramfs.gz")
+    return Image(folder / "vmlinuz", folder / "initramfs.gz", root)
 
 
 def _make(folder: Path, say: Say) -> None:
