@@ -150,7 +150,9 @@ KEYS: dict[str, Any] = {
     },
     "timeline": [dict.fromkeys(["actor", "phase", "start_ms", "duration_ms"])],
     "interleaved": dict.fromkeys(["base_cell", "ratio", "ratio_ci95", "rounds", "process_pairs", "ratios"]),
-    "numerics": {"program": dict.fromkeys(ARTIFACT), **dict.fromkeys(["is_timed_program", "threshold_db", "first_bad", "judged"])},
+    "numerics": {
+        "program": dict.fromkeys(ARTIFACT), **dict.fromkeys(["is_timed_program", "threshold_db", "first_bad", "judged"])
+    },
     "analysis": dict.fromkeys(["version", "key", "cached", "at"]),
 }  # fmt: skip
 
