@@ -33,6 +33,7 @@ from etfarm.device_agents.governor import KEPT_GOVERNORS, Governors
 from etfarm.device_agents.machine import Machine
 from etfarm.device_agents.own_runners import own_runners
 from etfarm.device_agents.phones.fleet import Fleet
+from etfarm.device_agents.service import unit_of_this
 from etfarm.device_agents.session import Outgoing, Session
 from etfarm.v1 import device_pb2
 from etfarm.wire.channel import Access, parse_address
@@ -60,6 +61,9 @@ def main(argv: list[str]) -> int:
     if options.adb and (options.emulate or options.cores):
         _parser().error("--emulate and --cores are of this machine, and --adb serves phones: start another agent for it")
     parse_address(options.server)
+    if options.print_unit:
+        _say(unit_of_this(argv, vars(options)).rstrip("\n"))
+        return 0
     _log_to_stderr()
     config = _config(options)
     device = None if config.phones else _device(config)
@@ -249,6 +253,8 @@ def _parser() -> argparse.ArgumentParser:
         help="the cpus' clock governor during measurements, where this agent may write it (as root); it is put back afterwards, "
         "also after a crash; keep: leave it as it is; default: %(default)s")  # fmt: skip
     add = parser.add_argument
+    add("--print-unit", action="store_true", help="print a systemd unit that runs this command from the machine's start on, and "
+        "end; its first lines say how to install it")  # fmt: skip
     add("--exit-with-stdin", action="store_true", help="end when stdin ends, for programs that start an agent of their own")
     return parser
 
