@@ -201,8 +201,10 @@ class Board(Machine):
         image = board_image()
         self.machine_id = uuid.uuid4().hex
         self._server_port = int(server.rpartition(":")[2])
-        self._rate = folder / "rate"
-        folder.mkdir(parents=True, exist_ok=True)
+        self._link = folder / "link"
+        """What the relays of its connections look at."""
+        self._link.mkdir(parents=True)
+        self._relays: list[psutil.Process] = []
         settings = {"ETFARM_SERVER": SERVER, "ETFARM_TOKEN": token, "MACHINE_ID": self.machine_id, "AGENT": shlex.join(arguments)}
         disks = (
             Disk("agent", make_agent_disk(folder / "agent.ext4")),
@@ -213,7 +215,26 @@ class Board(Machine):
 
     def limit(self, bytes_per_s: int | None) -> None:
         """Makes the link to the server slow, from now on, or with None as fast as it gets."""
-        self._rate.write_text(str(bytes_per_s or ""))
+        (self._link / "rate").write_text(str(bytes_per_s or ""))
+
+    def power_cut(self, *, told: bool = False) -> None:
+        """As any machine's. The server is not told: its connection stays as it was and says nothing more.
+
+        Args:
+            told: the connection is closed, as a network does that notices.
+        """
+        if not told:
+            (self._link / "dark").touch()
+        if self._process is not None:
+            self._relays += psutil.Process(self.pid).children()
+        super().power_cut()
+
+    def close(self) -> None:
+        """Ends it, and what it left of connections."""
+        self.power_cut()
+        (self._link / "dark").unlink()
+        _, alive = psutil.wait_procs(self._relays, timeout=10)
+        assert not alive, alive
 
     def agent(self) -> int:
         """The agent's process id in the board; what it starts has greater ones."""
@@ -227,8 +248,8 @@ class Board(Machine):
         return int(line.split()[1]) * 1024
 
     def _network(self) -> list[str]:
-        relay = SOURCES.parent / "relay.py"
-        command = shlex.join([sys.executable, "-S", "-E", str(relay), str(self._server_port), str(self._rate)])
+        relay = [sys.executable, "-S", "-E", str(SOURCES.parent / "relay.py")]
+        command = shlex.join([*relay, str(self._server_port), str(self._link), str(os.getpid())])
         return [f"guestfwd=tcp:{SERVER}-cmd:{command}".replace(",", ",,")]
 
 
@@ -241,7 +262,7 @@ def running_board(folder: Path, server: str, *arguments: str, wait_for: str = "c
         board.start(wait_for=wait_for)
         yield board
     finally:
-        board.power_cut()
+        board.close()
 
 
 class PhoneVm(Machine):
