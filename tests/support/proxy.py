@@ -18,6 +18,7 @@ class Link:
         self._whole = True
         self._open: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
+        self._bytes_per_s: int | None = None
         self.address = ""
 
     async def _serve(self) -> None:
@@ -37,6 +38,8 @@ class Link:
             while data := await reader.read(65536):
                 writer.write(data)
                 await writer.drain()
+                if self._bytes_per_s:
+                    await asyncio.sleep(len(data) / self._bytes_per_s)
         writer.close()
         self._open.discard(writer)
 
@@ -48,6 +51,10 @@ class Link:
     def cut(self) -> None:
         """Nothing comes through any more."""
         self._loop.call_soon_threadsafe(self._cut)
+
+    def limit(self, bytes_per_s: int | None) -> None:
+        """Makes each connection so slow each way; None: as fast as it gets."""
+        self._bytes_per_s = bytes_per_s
 
     def heal(self) -> None:
         """New connections come through again."""

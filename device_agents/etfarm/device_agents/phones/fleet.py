@@ -166,7 +166,9 @@ class Fleet:
         looked_s = loop.time()
         while True:
             await asyncio.sleep(self._options.probe_s)
-            await claim.probe(self._options.answer_s)
+            if not phone.folder.is_carrying:
+                # Behind a large file an answer on a slow link comes late.
+                await claim.probe(self._options.answer_s)
             if loop.time() - looked_s >= _REFRESH_S and not phone.measuring:
                 looked_s = loop.time()
                 await phone.look()

@@ -14,7 +14,8 @@ import logging
 import posixpath
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -59,7 +60,13 @@ class PhoneFolder:
         self._adb = adb
         self._serial = serial
         self._limit_bytes = limit_bytes
+        self._transfers = 0
         self.root = root
+
+    @property
+    def is_carrying(self) -> bool:
+        """Whether a file is on its way. It has the link, and a limit on silence of its own."""
+        return self._transfers > 0
 
     def bundle(self, bundle: Bundle) -> Bundle:
         """The bundle as it lies on the phone: its command line is for there."""
@@ -100,12 +107,32 @@ class PhoneFolder:
         if not missing:
             return 0
         await self._evict(keep, self._limit_bytes - sum(each.source.stat().st_size for each in missing))
-        sent = await self._push(missing, keep, on_progress)
+        with self._carrying():
+            sent = await self._push(missing, keep, on_progress)
         there = await self._sums(keep)
         damaged = [each.remote for each in missing if there.get(each.remote) != each.digest]
         if damaged:
             raise PhoneStorageDamaged(self._serial, ", ".join(damaged))
         return sent
+
+    async def pull(self, remote: str, path: Path) -> None:
+        """Fetches a file that a runner wrote, and deletes it there.
+
+        Raises:
+            DeviceError: it cannot be read, or the phone is gone, or says nothing.
+            OSError: `path` cannot be written.
+        """
+        with self._carrying():
+            await self._adb.pull(self._serial, remote, path)
+        await self.shell(f"rm -f {shlex.quote(remote)}", "delete a file")
+
+    @contextmanager
+    def _carrying(self) -> Iterator[None]:
+        self._transfers += 1
+        try:
+            yield
+        finally:
+            self._transfers -= 1
 
     async def shell(self, command: str, what: str, *, deadline_s: float = _SHELL_S) -> Completed:
         """A command that must succeed there. `what` it is for, after "cannot".

@@ -124,7 +124,7 @@ class Phone:
         started = PhoneRunner.connect(command, Path(there), limits, on_log, partial(spawn, self._adb, self.serial))
         try:
             async with started as runner:
-                runner.adb, runner.serial, runner.files, runner.folder = self._adb, self.serial, self.folder, there
+                runner.files, runner.folder = self.folder, there
                 yield runner
         finally:
             await self._delete(there)

@@ -114,8 +114,6 @@ async def spawn(adb: AdbServer, serial: str, command: Sequence[str], folder: Pat
 class PhoneRunner(NativeRunner):
     """A `Runner` on a phone. Paths of its arguments are of this machine; files are there already, or come from there."""
 
-    adb: AdbServer
-    serial: str
     files: PhoneFolder
     folder: str
     """Where it works, on the phone."""
@@ -127,20 +125,15 @@ class PhoneRunner(NativeRunner):
     async def trace(self, iterations: int, etdump: Path, *, warmup: int = 1, on_progress: OnProgress | None = None) -> Traced:
         """See `Runner.trace`."""
         traced = await super().trace(iterations, self._there(etdump), warmup=warmup, on_progress=on_progress)
-        await self._fetch(etdump)
+        await self.files.pull(str(self._there(etdump)), etdump)
         return replace(traced, etdump=etdump)
 
     async def debug(self, etdump: Path, dump: Path, *, max_bytes: int | None = None) -> Debugged:
         """See `Runner.debug`."""
         done = await super().debug(self._there(etdump), self._there(dump), max_bytes=max_bytes)
-        await self._fetch(etdump)
-        await self._fetch(dump)
+        for path in (etdump, dump):
+            await self.files.pull(str(self._there(path)), path)
         return replace(done, etdump=etdump, dump=dump)
 
     def _there(self, path: Path) -> Path:
         return Path(self.folder, path.name)
-
-    async def _fetch(self, path: Path) -> None:
-        remote = str(self._there(path))
-        await self.adb.pull(self.serial, remote, path)
-        await self.adb.run(self.serial, f"rm -f {shlex.quote(remote)}", deadline_s=_KILL_S)
