@@ -110,16 +110,6 @@ async def test_what_is_written_to_a_command_that_ended_is_an_os_error(adb_phone:
         process.stdin.write(b"late")
 
 
-async def test_writing_to_a_command_that_ended_does_not_lose_what_it_said(adb_phone: AdbPhone) -> None:
-    process = await adb_phone.server.shell(adb_phone.serial, "echo last words; exit 3")
-    adb_phone.call("sleep", "0.3")  # nothing is read here meanwhile, and the server has closed its end of the connection
-    process.stdin.write(MANY)
-    with pytest.raises(ConnectionError):
-        await process.stdin.drain()
-    assert await process.stdout.read() == b"last words\n"
-    assert await process.wait() == 3
-
-
 async def test_a_command_that_is_killed_ends_on_the_phone_too(adb_phone: AdbPhone) -> None:
     process = await adb_phone.server.shell(adb_phone.serial, "echo $$; exec sleep 1000")
     number = int(await process.stdout.readline())

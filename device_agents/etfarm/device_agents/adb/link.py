@@ -19,13 +19,10 @@ _MAX_REQUEST_BYTES: Final = 0xFFFF
 class Link:
     """An open connection. It has no deadlines of its own: whoever waits on it sets them, and calls `abort` in the end."""
 
-    def __init__(
-        self, address: str, reader: asyncio.StreamReader, keeper: asyncio.StreamWriter, writer: asyncio.StreamWriter
-    ) -> None:
+    def __init__(self, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._address = address
         self.reader = reader
         self.writer = writer
-        self._keeper = keeper
 
     @classmethod
     async def open(cls, address: str) -> Link:
@@ -38,18 +35,12 @@ class Link:
         endpoint = parse(address)
         try:
             if endpoint.path:
-                made = await _connected(endpoint.path)
-                reader, keeper = await asyncio.open_unix_connection(sock=made, limit=_BUFFER_BYTES)
+                reader, writer = await asyncio.open_unix_connection(sock=await _connected(endpoint.path), limit=_BUFFER_BYTES)
             else:
-                reader, keeper = await asyncio.open_connection(endpoint.host, endpoint.port, limit=_BUFFER_BYTES)
+                reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port, limit=_BUFFER_BYTES)
         except (OSError, ValueError) as error:  # ValueError: a path with a NUL
             raise AdbServerMissing(address, getattr(error, "strerror", None) or str(error)) from error
-        # What is written to a command that has ended fails. asyncio then closes the transport, and drops what it has not read
-        # yet, the exit code too; so another transport of the same connection does the writing.
-        _, writer = await asyncio.open_connection(sock=keeper.get_extra_info("socket").dup())
-        assert isinstance(writer.transport, asyncio.Transport)
-        writer.transport.pause_reading()
-        return cls(address, reader, keeper, writer)
+        return cls(address, reader, writer)
 
     async def request(self, service: str, serial: str = "") -> None:
         """Asks for a service and waits for the OKAY.
@@ -98,7 +89,6 @@ class Link:
     def abort(self) -> None:
         """Closes it now, whatever is still under way; harmless where it is closed."""
         self.writer.transport.abort()
-        self._keeper.transport.abort()
 
 
 async def _connected(path: str) -> socket.socket:

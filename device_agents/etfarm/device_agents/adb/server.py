@@ -187,7 +187,10 @@ class AdbServer:
         during = f"running {command[:40]!r}"
         try:
             async with asyncio.timeout(deadline_s):
-                process = await self.shell(serial, command, limit=_READ_BYTES)
+                # To say that there is no input races with the end of a short command, and what reaches a connection that was
+                # closed at the other end takes with it what was not read from it yet.
+                line = command if input else f"exec </dev/null\n{command}"
+                process = await self.shell(serial, line, limit=_READ_BYTES)
                 try:
                     return await _complete(process, input, during, max_bytes)
                 finally:
@@ -378,7 +381,8 @@ async def _complete(process: ShellProcess, input: bytes, during: str, max_bytes:
                 await process.stdin.drain()
         except ConnectionError:
             return  # a command need not read its input to the end; what became of it, its exit code tells
-        process.stdin.close()
+        if input:
+            process.stdin.close()
 
     outputs = [asyncio.create_task(read(stream)) for stream in (process.stdout, process.stderr)]
     writing = asyncio.create_task(write())
