@@ -85,7 +85,8 @@ def test_an_idle_agent_is_small_on_disk_and_in_memory(farm_with_board: FarmProce
         assert client.run(program("add").path, device="arch=aarch64").result().report.state == "SUCCEEDED"
     agent = farm_with_board.agents[1]
     assert isinstance(agent, QemuAgent)
-    assert 0 < guest_rss_bytes(agent.pid) < 50 << 20
+    # tests/bench/enrolment.py measures it, 50 MB; this would notice numpy, and all the more torch.
+    assert 0 < guest_rss_bytes(agent.pid) < 60e6
     files = [path for folder in (agent.root / PACKAGES, agent.installed) for path in folder.rglob("*") if path.is_file()]
     assert 10e6 < sum(path.stat().st_size for path in files) < 60e6
 
