@@ -144,6 +144,19 @@ def test_the_unit_of_this_process_finds_this_program_and_these_files(tmp_path: P
     assert f"WorkingDirectory={tmp_path}" in chosen and "ProtectSystem=full" in chosen
 
 
+def test_the_command_prints_a_unit_and_does_nothing_else(tmp_path: Path) -> None:
+    given = ["--server", "farm:7070", "--name", "the pi", "--tls-ca", "ca.pem", "--governor", "keep"]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "ETFARM_TOKEN": "s3cret"}
+    done = subprocess.run(
+        [sys.executable, "-m", "etfarm.wire.command", "agent", *given, "--print-unit"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "s3cret" not in done.stdout and not done.stderr and not list(tmp_path.iterdir())
+    dump = systemd_on(done.stdout, tmp_path)
+    assert words(told(dump, "Command Line")[0])[-9:] == ["agent", *given]
+    assert told(dump, "WorkingDirectory") == [str(tmp_path)]
+
+
 def test_what_a_unit_cannot_hold_is_refused() -> None:
     with pytest.raises(UserError, match="is no UTF-8") as refused:
         unit(["--name", os.fsdecode(b"\xff")], program=PROGRAM)
