@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import tarfile
 from pathlib import Path
 
 import pytest
 
+from etfarm.device_agents.runners.bundle import MANIFEST_NAME
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2
-from etfarm.wire import tensors
+from etfarm.wire import digest, tensors
 from tests.support.adbd import AdbPhone, adb_phone
 from tests.support.agent import LONG, Connection, Launch, Server, launch, server
 from tests.support.farm import wait_until
 from tests.support.programs import program
-from tests.support.runner import close
+from tests.support.runner import close, runner_archive
 
 __all__ = ["adb_phone", "launch", "server"]
 
@@ -161,6 +165,57 @@ async def test_a_phone_without_room_says_so(server: Server, launch: Launch, adb_
     (cell,) = (await connection.result("a1")).candidates
     assert (cell.error.fault, cell.error.reason) == (common_pb2.FAULT_DEVICE, "DEVICE_DISK_FULL")
     assert "df -h /data" in cell.error.remedy
+
+
+async def test_a_phone_of_32_bits_is_shown_with_the_reason(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+    shim = adb_phone.files / "system/bin/getprop"
+    shim.write_text("#!/bin/sh\necho '[ro.product.cpu.abilist]: [armeabi-v7a,armeabi]'\necho '[ro.serialno]: [OLD32]'\n")
+    shim.chmod(0o755)
+    _, told = await attached(server, launch, adb_phone)
+    device = told.device_update.device
+    assert (device.id, device.arch, device.problem.reason) == ("OLD32", "armv7l", "PHONE_UNSUPPORTED")
+    assert "runs armv7l programs only" in device.problem.message and "arm64-v8a" in device.problem.remedy
+
+
+async def test_a_phone_that_may_not_execute_says_so_in_the_systems_words(
+    server: Server, launch: Launch, adb_phone: AdbPhone
+) -> None:
+    adb_phone.call("mkdir", "-p", "/" + ROOT)
+    adb_phone.call("mount", "-t", "tmpfs", "-o", "noexec", "storage", "/" + ROOT)
+    connection, device_id = await ready(server, launch, adb_phone)
+    connection.start("a1", server.candidate("conv"), deadline_s=60, device_id=device_id)
+    (cell,) = (await connection.result("a1")).candidates
+    assert (cell.error.fault, cell.error.reason) == (common_pb2.FAULT_DEVICE, "DEVICE_RUNNER_UNUSABLE")
+    assert "exit code 126" in cell.error.message and "Permission denied" in cell.error.message
+
+
+async def test_a_runner_that_a_filter_of_system_calls_kills_is_told_with_the_signal(
+    server: Server, launch: Launch, adb_phone: AdbPhone
+) -> None:
+    candidate = server.candidate("conv")
+    killed = b"#!/bin/sh\nkill -SYS $$\n"
+    candidate.bundle.artifact.CopyFrom(server.put(_with_loader(runner_archive(), killed)))
+    connection, device_id = await ready(server, launch, adb_phone)
+    connection.start("a1", candidate, deadline_s=60, device_id=device_id)
+    (cell,) = (await connection.result("a1")).candidates
+    assert cell.error.reason == "DEVICE_RUNNER_UNUSABLE" and "by SIGSYS" in cell.error.message
+
+
+def _with_loader(archive: Path, loader: bytes) -> bytes:
+    """The bundle again, with another loader."""
+    changed = io.BytesIO()
+    with tarfile.open(archive) as old, tarfile.open(fileobj=changed, mode="w:gz") as new:
+        files = {member.name: (member.mode, old.extractfile(member).read()) for member in old}  # type: ignore[union-attr]
+        manifest = json.loads(files[MANIFEST_NAME][1])
+        name = manifest["loader"]
+        manifest["files"][name] = {"digest": digest.of_bytes(loader), "size": len(loader)}
+        files[name] = (0o755, loader)
+        files[MANIFEST_NAME] = (0o644, json.dumps(manifest).encode())
+        for name, (mode, data) in files.items():
+            info = tarfile.TarInfo(name)
+            info.mode, info.size = mode, len(data)
+            new.addfile(info, io.BytesIO(data))
+    return changed.getvalue()
 
 
 async def test_without_an_adb_server_the_remedy_is_told(launch: Launch, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def choose(devices: Sequence[Device], count: int | None, selector: str = "", *, 
     wanted = max(1, len(here)) if count is None else count
     if len(here) < wanted:
         away = [device.name for device in devices if device.state not in _HERE]
-        missing = f"; {', '.join(away)} {'is' if len(away) == 1 else 'are'} known and not here" if away else ""
+        missing = f"; {', '.join(away)} {'is' if len(away) == 1 else 'are'} known and cannot be used now" if away else ""
         raise TooFewDevices(
             f"Connected devices that match {selector!r}: {len(here)}, and {wanted} are wanted{missing}.",
             "Connect more, or ask for fewer.",

@@ -152,6 +152,7 @@ class Fleet:
             try:
                 await self._watch(phone, claim)
             finally:
+                phone.gone = True
                 await self._agent.detach(device.id, "adb does not reach it any more")
         finally:
             await claim.release()

@@ -90,6 +90,8 @@ class Phone:
         self.folder = PhoneFolder(adb, serial, config.phones.limit_bytes)
         self.measuring = False
         """Whether a pass is timed now."""
+        self.gone = False
+        """It does not answer any more; another `Phone` takes its place when it is back."""
         around = Surroundings(self._hottest_c, self._runnable, max(1, device.cores))
         here = config.data / "phones" / re.sub(r"[^\w-]", "_", device.id)
         here.mkdir(parents=True, exist_ok=True)
@@ -121,13 +123,16 @@ class Phone:
         known = self._available_bytes
         limits = Limits(None if known is None else int(known * self._config.memory_share), NO_DEADLINE_S)
         there = self.folder.run(uuid4().hex)
-        started = PhoneRunner.connect(command, Path(there), limits, on_log, partial(spawn, self._adb, self.serial))
+        started = PhoneRunner.connect(
+            command, Path(there), limits, on_log, partial(spawn, self._adb, self.serial, lambda: self.gone)
+        )
         try:
             async with started as runner:
                 runner.files, runner.folder = self.folder, there
                 yield runner
         finally:
-            await self._delete(there)
+            if not self.gone:
+                await self._delete(there)
 
     def start_runner(
         self, bundle: Bundle | None, folder: Path, on_log: OnLog | None

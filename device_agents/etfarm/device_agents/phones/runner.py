@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -33,10 +33,12 @@ class PhoneChild:
         process: the shell that became it.
         pid: its number on the phone.
         folder: its working folder there.
+        is_gone: whether the phone is known not to answer.
     """
 
-    def __init__(self, adb: AdbServer, process: ShellProcess, pid: int, folder: str) -> None:
+    def __init__(self, adb: AdbServer, process: ShellProcess, pid: int, folder: str, is_gone: Callable[[], bool]) -> None:
         self._adb = adb
+        self._is_gone = is_gone
         self._process = process
         self._folder = folder
         self._killing: asyncio.Task[None] | None = None
@@ -57,7 +59,9 @@ class PhoneChild:
 
     def kill(self) -> None:
         """See `Child.kill`."""
-        if not self._process.ended and self._killing is None:
+        if self._is_gone():
+            self._process.kill()
+        elif not self._process.ended and self._killing is None:
             self._killing = asyncio.create_task(self._kill(), name=f"killing {self.pid} on {self._process.serial}")
 
     async def wait(self) -> int | None:
@@ -81,8 +85,11 @@ class PhoneChild:
             self._process.kill()
 
 
-async def spawn(adb: AdbServer, serial: str, command: Sequence[str], folder: Path) -> Child:
+async def spawn(adb: AdbServer, serial: str, is_gone: Callable[[], bool], command: Sequence[str], folder: Path) -> Child:
     """A process of `command` on the phone, in a new folder there.
+
+    Args:
+        is_gone: whether the phone is known not to answer; then nothing waits for it.
 
     Raises:
         RunnerBroken: the phone's shell cannot start it.
@@ -99,7 +106,7 @@ async def spawn(adb: AdbServer, serial: str, command: Sequence[str], folder: Pat
         async with asyncio.timeout(_START_S):
             first = (await process.stdout.readline()).strip()
             if first.isdigit():
-                return PhoneChild(adb, process, int(first), str(folder))
+                return PhoneChild(adb, process, int(first), str(folder), is_gone)
             told = (await process.stderr.read(4096)).decode(errors="replace").strip()
             code = await process.wait()
     except TimeoutError as error:
