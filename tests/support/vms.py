@@ -223,7 +223,9 @@ class Board(Machine):
         Args:
             told: the connection is closed, as a network does that notices.
         """
-        if not told:
+        if told:
+            (self._link / "dark").unlink(missing_ok=True)
+        else:
             (self._link / "dark").touch()
         if self._process is not None:
             self._relays += psutil.Process(self.pid).children()
@@ -232,7 +234,7 @@ class Board(Machine):
     def close(self) -> None:
         """Ends it, and what it left of connections."""
         self.power_cut()
-        (self._link / "dark").unlink()
+        (self._link / "dark").unlink(missing_ok=True)
         _, alive = psutil.wait_procs(self._relays, timeout=10)
         assert not alive, alive
 
@@ -242,10 +244,7 @@ class Board(Machine):
 
     def agent_rss_bytes(self) -> int:
         """What the agent has in memory."""
-        (line,) = (
-            line for line in self.run(f"busybox cat /proc/{self.agent()}/status").splitlines() if line.startswith("VmRSS:")
-        )
-        return int(line.split()[1]) * 1024
+        return int(self.run(f"busybox grep VmRSS: /proc/{self.agent()}/status").split()[1]) * 1024
 
     def _network(self) -> list[str]:
         relay = [sys.executable, "-S", "-E", str(SOURCES.parent / "relay.py")]

@@ -29,13 +29,11 @@ $B ip route add default via 10.0.2.2
 $B stty -echo -onlcr </dev/console
 
 export HOME=/var/lib/etfarm PYTHONPATH=/farm ETFARM_SERVER ETFARM_TOKEN
-if [ -n "$AGENT" ]; then
-  while :; do
-    $B su -s /bin/sh etfarm -c "cd; exec /usr/bin/python3.11 -m etfarm.wire.command agent $AGENT" 2>&1
-    echo "board: the agent ended with $?"
-    $B sleep 1
-  done &
-fi
+while :; do
+  $B su -s /bin/sh etfarm -c "cd; exec /usr/bin/python3.11 -m etfarm.wire.command agent $AGENT" 2>&1
+  echo "board: the agent ended with $?"
+  $B sleep 1
+done &
 
 echo "board: up"
 # A line is NUMBER COMMAND. Its output comes as lines "#NUMBER| ...", then "#NUMBER= EXITCODE".
