@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import dataclasses
 import logging
 import os
@@ -13,9 +14,9 @@ import socket
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from etfarm.device_agents import inventory
-from etfarm.device_agents.adb import AdbServer
 from etfarm.device_agents.agent import Agent, DataFolder, device_id, emulated_id
 from etfarm.device_agents.cache import Cache
 from etfarm.device_agents.config import (
@@ -32,7 +33,6 @@ from etfarm.device_agents.gates import GateLimits
 from etfarm.device_agents.governor import KEPT_GOVERNORS, Governors
 from etfarm.device_agents.machine import Machine
 from etfarm.device_agents.own_runners import own_runners
-from etfarm.device_agents.phones.fleet import Fleet
 from etfarm.device_agents.service import unit_of_this
 from etfarm.device_agents.session import Outgoing, Session
 from etfarm.v1 import device_pb2
@@ -40,8 +40,13 @@ from etfarm.wire.channel import Access, parse_address
 from etfarm.wire.names import DATA_VARIABLE, SERVER_VARIABLE, boot_id
 from etfarm.wire.owner import at_end_of_stdin
 
+if TYPE_CHECKING:
+    from etfarm.device_agents.phones.fleet import Fleet
+
 log = logging.getLogger(__name__)
 
+_M_ARENA_MAX = -8
+"""Source: mallopt(3) and malloc.h."""
 _SIZE = re.compile(r"(\d+)\s*([KMGT]i?)?B?\Z", re.IGNORECASE)
 
 
@@ -65,6 +70,7 @@ def main(argv: list[str]) -> int:
         _say(unit_of_this(argv, vars(options)).rstrip("\n"))
         return 0
     _log_to_stderr()
+    _share_one_heap()
     config = _config(options)
     device = None if config.phones else _device(config)
     folder = DataFolder(config.data)
@@ -97,10 +103,7 @@ async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: 
         config, agent, agent_id, outgoing, _say,
         version=version("etfarm"), host=socket.gethostname(), boot="" if device is None else boot_id(),
     )  # fmt: skip
-    fleet: Fleet | None = None
-    if device is None:
-        fleet = Fleet(AdbServer(), agent, agent_id, cache, config)
-        await fleet.find_server()
+    fleet = None if device is not None else await _fleet(config, agent, agent_id, cache)
     _say(f"etfarm agent: connecting to {config.access.server}")
     if device is not None:
         device.id, device.agent_id = _device_id(config, agent_id), agent_id
@@ -115,6 +118,16 @@ async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: 
         if following is not None:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
+
+
+async def _fleet(config: AgentConfig, agent: Agent, agent_id: str, cache: Cache) -> Fleet:
+    # Here, since boards have no use for it, and little memory.
+    from etfarm.device_agents.adb import AdbServer
+    from etfarm.device_agents.phones.fleet import Fleet
+
+    fleet = Fleet(AdbServer(), agent, agent_id, cache, config)
+    await fleet.find_server()
+    return fleet
 
 
 async def _own_runners(config: AgentConfig, stop: asyncio.Event) -> list[device_pb2.DeviceRunner]:
@@ -150,7 +163,7 @@ def _device_id(config: AgentConfig, agent_id: str) -> str:
     if config.emulator is not None:
         return emulated_id(agent_id, config.emulator.arch, config.emulator.cpu)
     try:
-        machine_id = Path("/etc/machine-id").read_text().strip()
+        machine_id = Path("/etc/machine-id").read_text(errors="replace").strip()
     except OSError:
         machine_id = ""
     # $ETFARM_DATA may name another folder for every agent, so a folder that comes from there is not *the* default.
@@ -293,6 +306,13 @@ def _number(text: str) -> float:
     if not 0 <= value < 1e6:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1000000")
     return value
+
+
+def _share_one_heap() -> None:
+    """For all threads: glibc would give each of gRPC's its own, a megabyte of what a small board has."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def _say(line: str) -> None:
