@@ -236,6 +236,8 @@ class Agent:
     async def trouble(self, device: device_pb2.Device) -> None:
         """A device is there and can be given nothing: it has a `problem`. What runs on it has ended afterwards."""
         await self._end_runs(device.id, device.problem.message)
+        if self._problems.get(device.id) == device:
+            return
         self._problems[device.id] = device
         self._tell(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=device)))
 

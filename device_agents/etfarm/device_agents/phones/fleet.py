@@ -57,6 +57,8 @@ class Fleet:
         self._serving: dict[str, asyncio.Task[None]] = {}
         self._known: dict[str, device_pb2.Device] = {}
         """What phones are that were recognized, by serial."""
+        self._told: dict[str, str] = {}
+        """Why phones cannot be served, as it was logged last, by serial."""
 
     async def find_server(self) -> None:
         """Makes sure that there is an adb server.
@@ -127,7 +129,9 @@ class Fleet:
             self._known[listed.serial] = device
             await self._serve_ready(listed.serial, device)
         except EtfarmError as error:
-            log.warning("%s", error)
+            if self._told.get(listed.serial) != str(error):
+                self._told[listed.serial] = str(error)
+                log.warning("%s", error)
             await self._trouble(listed, device, error)
         except Exception:
             # A bug must not leave the other phones alone.
@@ -148,6 +152,7 @@ class Fleet:
             await phone.look()
             await self._try_runner(phone)
             self._agent.attach(phone)
+            self._told.pop(serial, None)
             log.info("serving the phone %s as %s (%s)", serial, device.name, device.id)
             try:
                 await self._watch(phone, claim)
