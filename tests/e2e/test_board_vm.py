@@ -94,7 +94,7 @@ def test_a_board_gives_the_outputs_and_the_lines_of_x86(place: FarmProcess, boar
     assert {"y = self.conv(image)", "y = self.conv2(y)"} <= {source["code"] for _, source in rows[0] if source}
 
     rss = board.agent_rss_bytes()
-    assert rss < 50e6, f"the agent has {rss / 1e6:.1f} MB in memory"
+    assert rss < 50 << 20, f"the agent has {rss / 1e6:.1f} MB in memory"
 
 
 def test_a_board_that_loses_power_while_it_fetches_trusts_nothing_that_is_half_written(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +19,8 @@ _NOT_NEEDED: Final = ("usr/share/doc", "usr/share/man", "usr/share/locale", "usr
 
 def board_image() -> Image:
     """The board's files; what is on them comes from Debian and from the package registry."""
-    sources = (Path(__file__), SOURCES / "disks.py", _INIT, board_root().name)
+    needed = "\n".join(distribution("etfarm").requires or ())
+    sources = (Path(__file__), SOURCES / "disks.py", SOURCES.parent / "rootfs.py", _INIT, needed)
     return image_of(made_once("board", sources, _make) / "root.ext4")
 
 
@@ -31,7 +33,9 @@ def make_agent_disk(path: Path) -> Path:
 
 
 def _make(folder: Path, say: Say) -> None:
-    say("fetching busybox, and Debian's files")
+    say("fetching Debian's Python and pip's packages, unless they are there")
+    board_root()
+    say("fetching busybox")
     root = folder.parent / "root"
     shutil.copytree(board_root(), root, symlinks=True, copy_function=os.link)
     unpack_packages(["busybox-static", "base-files"], root, alone=True)
