@@ -1,53 +1,23 @@
-"""A whole emulated phone behind the real adb: its shell, its files, what it tells of itself, the runner in its own loader, and
-jobs of a real farm on it."""
+"""A whole emulated phone behind the real adb: its shell, its files, what it tells of itself, and the runner in its own loader."""
 
 # ruff: noqa: F811 - fixtures are imported by name
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("executorch")
 
-from etfarm.client.client import Job
-from etfarm.client.models import Progress
 from etfarm.device_agents import android
 from etfarm.device_agents.runners.bundle import unpack
-from etfarm.wire import tensors
-from tests.support import models
 from tests.support.emulation import aarch64_archive
-from tests.support.farm import FarmProcess, etfarm, wait_until
 from tests.support.vms import PluggedPhone, phone_vm  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.boards, pytest.mark.timeout(600)]
 
 FOLDER = "/data/local/tmp/etfarm"
-
-
-@pytest.fixture(scope="module")
-def desk(phone_vm: PluggedPhone, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
-    """A farm of this machine and the phone."""
-    archive = aarch64_archive()
-    running = FarmProcess(tmp_path_factory.mktemp("desk"))
-    try:
-        running.start(agents=0)
-        running.add_agent("--idle-wait", "0", "--cool-down", "0")
-        with running.client() as client:
-            client.add_bundle(archive)
-            running.add_agent("--adb", "--idle-wait", "0", environment={"ADB_SERVER_SOCKET": phone_vm.adb.address})
-            assert wait_until(lambda: len(client.devices("arch=aarch64")) == 1), running.agents[1].log.read_text()
-        yield running
-    finally:
-        running.stop()
-
-
-def until(job: Job, phase: str) -> None:
-    """Waits until the job is in the phase."""
-    assert any(isinstance(event, Progress) and event.phase == phase for event in job.watch()), f"it ended before {phase}"
 
 
 def shell(plugged: PluggedPhone, command: str) -> tuple[int, str, str]:
@@ -126,41 +96,3 @@ def test_its_files_outlive_its_power(phone_vm: PluggedPhone) -> None:
     phone.start(wait_for="phone: up")
     plugged.adb.connect(phone)
     assert shell(plugged, "cat /data/local/tmp/kept; getprop ro.serialno") == (0, f"kept\n{serialno}\n", "")
-
-
-def test_a_phone_gives_the_outputs_and_the_lines_of_x86(desk: FarmProcess, phone_vm: PluggedPhone, tmp_path: Path) -> None:
-    which = ("--device", "arch=aarch64", "--device", "emulated=false")
-    quick = ("--warmup", "1", "--iterations", "3", "--min-time", "0", "--threads", "1")
-    done = etfarm("bench", "demo:resnet8", *which, *quick, "--json", "r.json", "--server", desk.address, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)
-    with desk.client() as farm:
-        job = farm.job(document["job"]["id"])
-        outputs = [[tensors.to_array(value) for value in job.outputs(cell)] for cell in range(2)]
-    there, here = document["reports"]
-    np.testing.assert_allclose(outputs[0], outputs[1], rtol=0, atol=1e-5)
-    told = there["device"]
-    assert (told["id"], told["arch"], told["soc"], told["emulated"]) == (phone_vm.phone.serialno, "aarch64", "zuma", True)
-    assert there["verdict"]["status"] == "NOT_BENCHMARKABLE" and there["runner"]["kind"] == "native"
-    rows = [[(row["kind"], row["source"]) for row in report["operators"]] for report in (there, here)]
-    assert rows[0] == rows[1]
-    assert {"y = self.conv(image)", "y = self.conv2(y)"} <= {source["code"] for _, source in rows[0] if source}
-
-
-def test_a_phone_that_loses_power_while_it_runs_runs_again_when_it_is_back(
-    desk: FarmProcess, phone_vm: PluggedPhone, tmp_path: Path
-) -> None:
-    model = models.save(models.conv, tmp_path / "conv.pt2")
-    phone = phone_vm.phone
-    with desk.client() as farm:
-        job = farm.bench(model, devices="arch=aarch64", iterations=100, min_time_s=3.0, profile=False)
-        until(job, "TIMED")
-        phone.power_cut()
-        assert wait_until(lambda: farm.devices("arch=aarch64")[0].state.name == "OFFLINE")
-        # On another port, so adb calls it by another name.
-        phone.start(wait_for="phone: up")
-        phone_vm.adb.connect(phone)
-        report = job.result().report
-        assert report.state == "SUCCEEDED" and report.accuracy[0].max_abs_error < 1e-5
-        assert farm.job(job.id).info.cells[0].attempts == 2
-        assert [device.id for device in farm.devices("arch=aarch64")] == [phone.serialno]
