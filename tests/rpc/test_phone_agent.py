@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import shutil
 import tarfile
 from pathlib import Path
 
 import pytest
 
-from etfarm.device_agents.runners.bundle import MANIFEST_NAME
+from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from etfarm.wire import digest, tensors
 from tests.support.adbd import AdbPhone, adb_phone
@@ -121,7 +122,7 @@ async def test_a_phone_that_is_unplugged_fails_its_run_and_comes_back(
     await connection.phase("TIMED")
     await adb_phone.disconnect()
     result = await connection.result("a1")
-    assert result.error.fault == common_pb2.FAULT_DEVICE or result.candidates[0].error.fault == common_pb2.FAULT_DEVICE
+    assert common_pb2.FAULT_DEVICE in (result.error.fault, result.candidates[0].error.fault)
     await connection.until(lambda m: m.device_gone.device_id == device_id)
     known = len(connection.received)
     await adb_phone.connect()
@@ -150,12 +151,71 @@ async def test_a_dead_link_is_noticed_though_adb_does_not(server: Server, launch
 async def test_an_agent_that_is_killed_leaves_the_phone_free_and_another_is_refused_before(
     server: Server, launch: Launch, adb_phone: AdbPhone, tmp_path: Path
 ) -> None:
-    connection, device_id = await ready(server, launch, adb_phone)
+    first = await launch("--adb", ADB_SERVER_SOCKET=adb_phone.server.address)
+    connection, device_id = await server.connected(), adb_phone.serial
+    assert await asyncio.to_thread(wait_until, lambda: "serving the phone" in first.log)
     other = await launch("--adb", data=tmp_path / "other", ADB_SERVER_SOCKET=adb_phone.server.address)
     await server.connected()
     assert await asyncio.to_thread(wait_until, lambda: "is served by another agent (agent " in other.log)
     connection.start("a1", server.candidate("conv"), measurement=SHORT, deadline_s=60, device_id=device_id)
     assert not (await connection.result("a1")).candidates[0].HasField("error")
+    first.process.kill()
+    assert await asyncio.to_thread(wait_until, lambda: "serving the phone" in other.log)
+
+
+async def test_one_phone_that_is_listed_twice_is_one_device(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+    shim = adb_phone.files / "system/bin/getprop"
+    shim.write_text("#!/bin/sh\necho '[ro.serialno]: [ONE]'\n")
+    shim.chmod(0o755)
+    agent = await launch("--adb", ADB_SERVER_SOCKET=adb_phone.server.address)
+    connection = await server.connected()
+    assert await asyncio.to_thread(wait_until, lambda: "as ONE (ONE)" in agent.log)
+    twin = f"localhost:{adb_phone.serial.rpartition(':')[2]}"
+    await adb_phone.server.connect(twin)
+    assert await asyncio.to_thread(wait_until, lambda: "is connected in two ways" in agent.log)
+    connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id="ONE")
+    await connection.phase("TIMED")
+    await adb_phone.server.disconnect(twin)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.5):
+            await connection.result("a1")
+    assert not [message for message in connection.received if message.HasField("device_gone")]
+    connection.cancel("a1")
+    assert (await connection.result("a1")).error.reason == "CANCELLED"
+
+
+async def test_what_is_kept_on_the_phone_is_bounded(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+    connection, device_id = await ready(server, launch, adb_phone, "--phone-limit", "1")
+    files = adb_phone.files / ROOT / "files"
+    for attempt, name in (("a1", "conv"), ("a2", "add")):
+        connection.start(attempt, server.candidate(name), deadline_s=60, device_id=device_id)
+        assert not (await connection.result(attempt)).candidates[0].HasField("error")
+        connection.ack(attempt)
+        assert [path.name for path in files.iterdir()] == [server.candidate(name).program.pte.digest]
+    assert len(list((adb_phone.files / ROOT / "bundles").iterdir())) == 1
+
+
+async def test_a_runner_of_ones_own_takes_the_bundles_place(
+    server: Server, launch: Launch, adb_phone: AdbPhone, runner_bundle: Bundle
+) -> None:
+    there = adb_phone.files / "data/local/tmp/mine"
+    shutil.copytree(runner_bundle.folder, there)
+    command = " ".join(Bundle(Path("/data/local/tmp/mine"), runner_bundle.manifest).command())
+    connection, told = await attached(server, launch, adb_phone, "--phone-runner", command)
+    device = told.device_update.device
+    (own,) = device.own_runners
+    assert own.kind == "own" and "XnnpackBackend" in own.backends and len(own.operators) > 200
+    connection.start("a1", server.candidate("conv"), deadline_s=60, device_id=device.id)
+    (cell,) = (await connection.result("a1")).candidates
+    assert not cell.HasField("error"), cell.error
+    assert (cell.runner.kind, cell.runner.bundle_digest) == ("own", "")
+    assert not list((adb_phone.files / ROOT / "bundles").iterdir())
+
+
+async def test_a_runner_of_ones_own_that_is_not_there_is_told(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+    _, told = await attached(server, launch, adb_phone, "--phone-runner", "/data/local/tmp/nothing")
+    problem = told.device_update.device.problem
+    assert problem.reason == "PHONE_RUNNER_UNUSABLE" and "No such file" in problem.message and "adb push" in problem.remedy
 
 
 async def test_a_phone_without_room_says_so(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:

@@ -24,7 +24,7 @@ from etfarm.device_agents.interleave import InterleavedAttempt
 from etfarm.device_agents.runners.errors import DeviceStorageFailed
 from etfarm.device_agents.serve import ServedSession
 from etfarm.device_agents.target import Target
-from etfarm.v1 import agent_pb2, device_pb2
+from etfarm.v1 import agent_pb2, common_pb2, device_pb2
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import to_proto
 
@@ -214,6 +214,8 @@ class Agent:
         """Devices that can be given nothing, by id."""
         self._attempts: dict[str, Attempt | ServedSession] = {}
         """What runs, by device."""
+        self._places: dict[str, str] = {}
+        """Devices, by attempt that has not ended."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, EtfarmError] = {}
         """What attempts that are being ended end with."""
@@ -245,9 +247,12 @@ class Agent:
         """A device went; what runs on it has ended afterwards, and fails by the device. Harmless where it is gone."""
         if device_id not in self._targets and device_id not in self._problems:
             return
-        await self._end_runs(device_id, reason)
-        self._problems.pop(device_id, None)
-        self._tell(agent_pb2.AgentMessage(device_gone=agent_pb2.DeviceGone(device_id=device_id, reason=reason)))
+        try:
+            await self._end_runs(device_id, reason)
+        finally:
+            # Whoever is tired of waiting for runs must not keep this from the farm.
+            self._problems.pop(device_id, None)
+            self._tell(agent_pb2.AgentMessage(device_gone=agent_pb2.DeviceGone(device_id=device_id, reason=reason)))
 
     def telemetry(self) -> dict[str, device_pb2.DeviceTelemetry]:
         """For a heartbeat, by device. While anything is timed here, only what costs little."""
@@ -280,6 +285,7 @@ class Agent:
         ending = None if former is None else self._tasks.get(former.start.attempt_id)
         attempt = _kind_of(start)(self._config, target, self._cache, folder, start, self._progress)
         self._attempts[start.device_id] = attempt
+        self._places[attempt_id] = start.device_id
         self._spawn(attempt_id, self._run(attempt, ending))
 
     def cancel(self, attempt_id: str, reason: str) -> None:
@@ -306,21 +312,22 @@ class Agent:
     async def _end_runs(self, device_id: str, reason: str) -> None:
         """No new attempt on the device; those that run fail by it."""
         target = self._targets.pop(device_id, None)
-        attempt = self._attempts.get(device_id)
-        if target is None or attempt is None:
+        if target is None:
             return
-        attempt_id = attempt.start.attempt_id
-        task = self._tasks.get(attempt_id)
-        if task is not None:
-            if attempt_id not in self._cancelled:
-                self._cancelled[attempt_id] = DeviceGone(target.device.name, reason)
-                task.cancel()
-            await asyncio.wait({task})
+        attempt = self._attempts.get(device_id)
+        running = "" if attempt is None else attempt.start.attempt_id
+        if (task := self._tasks.get(running)) is not None and running not in self._cancelled:
+            self._cancelled[running] = DeviceGone(target.device.name, reason)
+            task.cancel()
+        # Results that are being written down, too: the server does not hear of one once the device is gone.
+        ending = {self._tasks[attempt_id] for attempt_id, place in self._places.items() if place == device_id}
+        if ending := ending - {asyncio.current_task()}:
+            await asyncio.wait(ending)
 
     def _spawn(self, attempt_id: str, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work, name=f"attempt {attempt_id}")
         self._tasks[attempt_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(attempt_id, None))
+        task.add_done_callback(lambda _: (self._tasks.pop(attempt_id, None), self._places.pop(attempt_id, None)))
 
     async def _run(self, attempt: Attempt | ServedSession, ending: asyncio.Task[None] | None) -> None:
         """An attempt from its begin, after `ending`, to its result; whatever happens, the device is free afterwards."""
@@ -348,6 +355,9 @@ class Agent:
         finally:
             if self._attempts.get(start.device_id) is attempt:
                 del self._attempts[start.device_id]
+        if _is_the_devices(result) and not await attempt.target.answers():
+            # First, or the farm would place the run on it again.
+            await self.detach(start.device_id, "it does not answer")
         await self._finish(result)
 
     async def _finish(self, result: agent_pb2.RunResult) -> None:
@@ -360,6 +370,12 @@ class Agent:
 
     def _progress(self, progress: agent_pb2.RunProgress) -> None:
         self._tell(agent_pb2.AgentMessage(run_progress=progress))
+
+
+def _is_the_devices(result: agent_pb2.RunResult) -> bool:
+    """Whether the device is to blame for how the attempt ended."""
+    told = [result.error, *(candidate.error for candidate in result.candidates)]
+    return any(error.fault == common_pb2.FAULT_DEVICE for error in told)
 
 
 def _kind_of(start: agent_pb2.StartRun) -> type[Attempt | ServedSession]:

@@ -141,8 +141,13 @@ class Cache:
         held = {name for lease in self._leases for name in lease.digests}
         entries: list[tuple[float, int, Path]] = []
         for path in [*self._blobs.iterdir(), *self._bundles.iterdir()]:
-            status = path.stat()
-            size = sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else status.st_size
+            if path.name.startswith("."):
+                continue  # a bundle that is being unpacked
+            try:
+                status = path.stat()
+                size = sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else status.st_size
+            except FileNotFoundError:
+                continue  # another device's run has just put it in place, or deleted it
             entries.append((status.st_mtime, size, path))
         total = sum(size for _, size, _ in entries)
         for _, size, path in sorted(entries):

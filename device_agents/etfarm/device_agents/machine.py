@@ -43,6 +43,7 @@ class Machine:
         self.restricted = config.cores is not None
         self.tells_memory = config.emulator is None
         self.has_own_runner = config.emulator is None and PythonRunner.available()
+        self.own_first = False
         self.self_test_s = config.self_test_s
         self._config = config
         self._governors = Governors(config.data / KEPT_GOVERNORS, config.governor)
@@ -79,6 +80,10 @@ class Machine:
         """See `Target.runners_cpu_ns`."""
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         return round((ended.ru_utime + ended.ru_stime) * 1e9) + sum(_cpu_ns(pid) for pid in runners)
+
+    async def answers(self) -> bool:
+        """This machine is always here."""
+        return True
 
     def telemetry(self, *, light: bool) -> device_pb2.DeviceTelemetry:
         """See `Target.telemetry`."""

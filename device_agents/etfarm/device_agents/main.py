@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
         _parser().error(f"give --server ADDR, or set {SERVER_VARIABLE}")
     if options.cpu and not options.emulate:
         _parser().error("--cpu is of an emulated device: give --emulate ARCH too")
-    if (options.phone_runner or options.phone_limit) and not options.adb:
+    if (options.phone_runner or options.phone_limit is not None) and not options.adb:
         _parser().error("--phone-runner and --phone-limit are of phones: give --adb too")
     if options.adb and (options.emulate or options.cores):
         _parser().error("--emulate and --cores are of this machine, and --adb serves phones: start another agent for it")
@@ -180,7 +180,10 @@ def _config(options: argparse.Namespace) -> AgentConfig:
         # Beside that of the agent which serves this machine itself.
         data=options.data or _default_folder(options, emulator),
         emulator=emulator,
-        phones=PhoneOptions(limit_bytes=options.phone_limit or PhoneOptions.limit_bytes, runner=options.phone_runner)
+        phones=PhoneOptions(
+            limit_bytes=PhoneOptions.limit_bytes if options.phone_limit is None else options.phone_limit,
+            runner=options.phone_runner,
+        )
         if options.adb
         else None,
         labels=dict(options.label),

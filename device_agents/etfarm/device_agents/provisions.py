@@ -56,7 +56,7 @@ async def fetch_program(
             manifest=manifest,
         )
     bundle: Bundle | None = None
-    if candidate.HasField("bundle"):
+    if candidate.HasField("bundle") and not target.own_first:
         bundle = await lease.open_bundle(candidate.bundle.artifact, on_progress)
         if bundle.manifest.arch != arch:
             raise NoRunner(

@@ -11,7 +11,7 @@ import grpc
 
 from etfarm.device_agents.agent import Agent
 from etfarm.device_agents.config import AgentConfig
-from etfarm.v1 import agent_pb2
+from etfarm.v1 import agent_pb2, device_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
 from etfarm.wire.channel import open_channel
 from etfarm.wire.errors import EtfarmError, Kind
@@ -140,7 +140,9 @@ class Session:
         """
         async with open_channel(self._config.access) as channel:
             queue = connection.queue
-            queue.put_nowait(agent_pb2.AgentMessage(hello=self._hello()))
+            hello = self._hello()
+            connection.said = {device.id: device for device in hello.devices}
+            queue.put_nowait(agent_pb2.AgentMessage(hello=hello))
             call = AgentServiceStub(channel).Connect(_messages(queue))
             reader = asyncio.create_task(self._read(call, connection), name="connection")
             stopped = asyncio.create_task(stop.wait(), name="stop")
@@ -208,9 +210,16 @@ class Session:
         connection.welcomed = self._was_welcome = True
         names = ", ".join(f"{device.name} ({device.id})" for device in self._agent.devices)
         self._say(f"etfarm agent: connected to {self._config.access.server} {f'as {names}' if names else 'without a device yet'}")
-        for result in self._agent.results.waiting.values():
-            connection.queue.put_nowait(agent_pb2.AgentMessage(run_result=result))
         self._outgoing.open(connection.queue)
+        # What came and went between Hello and now, which nobody was told.
+        now = {device.id: device for device in self._agent.devices}
+        for device_id in connection.said.keys() - now.keys():
+            self._outgoing(agent_pb2.AgentMessage(device_gone=agent_pb2.DeviceGone(device_id=device_id)))
+        for device_id, device in now.items():
+            if connection.said.get(device_id) != device:
+                self._outgoing(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=device)))
+        for result in self._agent.results.waiting.values():
+            self._outgoing(agent_pb2.AgentMessage(run_result=result))
         interval_s = max(welcome.heartbeat_interval_s, _LEAST_HEARTBEAT_S)
         connection.tasks.append(asyncio.create_task(self._beat(interval_s), name="heartbeats"))
 
@@ -239,6 +248,8 @@ class _Connection:
         self.queue: asyncio.Queue[agent_pb2.AgentMessage | None] = asyncio.Queue()
         self.tasks: list[asyncio.Task[None]] = []
         self.welcomed = False
+        self.said: dict[str, device_pb2.Device] = {}
+        """The devices of its Hello."""
 
 
 async def _messages(queue: asyncio.Queue[agent_pb2.AgentMessage | None]) -> AsyncIterator[agent_pb2.AgentMessage]:

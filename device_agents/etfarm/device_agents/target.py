@@ -51,6 +51,10 @@ class Target(Protocol):
         """Whether programs run on it without a bundle."""
 
     @property
+    def own_first(self) -> bool:
+        """Whether that runner goes before any bundle."""
+
+    @property
     def tells_memory(self) -> bool:
         """Whether the memory of a runner's process is the program's, and not an emulator's."""
 
@@ -90,6 +94,9 @@ class Target(Protocol):
 
     def runners_cpu_ns(self, runners: Sequence[int]) -> int | None:
         """CPU time of all runners that ended since this process began, and of `runners`, which live; None where nobody tells."""
+
+    async def answers(self) -> bool:
+        """Whether it can be reached now; asked when a run on it has just ended by the device."""
 
     def telemetry(self, *, light: bool) -> device_pb2.DeviceTelemetry:
         """For a heartbeat; returns at once.

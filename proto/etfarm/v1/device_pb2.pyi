@@ -101,7 +101,7 @@ class DeviceRunner(_message.Message):
     BACKENDS_FIELD_NUMBER: _builtins.int
     OPERATORS_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"python": ExecuTorch's Python binding."""
+    """"python": ExecuTorch's Python binding. "own": one that was put on the device beforehand, used in place of any bundle."""
     executorch: _builtins.str
     """Its ExecuTorch's version."""
     @_builtins.property

@@ -288,14 +288,17 @@ class AdbServer:
             raise AdbMissing("no program `adb` is on PATH")
         # The server stays for others: our tokens are none of its business.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("ETFARM_")}
-        process = await asyncio.create_subprocess_exec(
-            program,
-            "start-server",
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=environment,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                program,
+                "start-server",
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=environment,
+            )
+        except OSError as error:
+            raise AdbMissing(f"{program}: {error.strerror or error}") from error
         try:
             async with asyncio.timeout(_START_S):
                 told, _ = await process.communicate()

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+from contextlib import suppress
 from typing import Final, Self
 
 from etfarm.device_agents.adb import AdbServer, PhoneGone, PhoneSilent, ShellProcess
 from etfarm.device_agents.phones.errors import PhoneRefused, PhoneTaken
+from etfarm.wire.errors import DeviceError
 
 _TAKEN: Final = 75
 _FIRST_S: Final = 15.0
@@ -23,7 +25,7 @@ def _script(root: str, owner: str) -> str:
     return (
         f"mkdir -p {shlex.quote(root)} && cd {shlex.quote(root)} || exit 1; "
         f"if command -v flock >/dev/null; then exec 2>>lock; flock -n 2 || {{ cat owner; exit {_TAKEN}; }}; fi; "
-        f"echo {shlex.quote(owner)} >owner && echo mine && exec cat"
+        f"echo {shlex.quote(owner)} $$ 2>&1 >owner && echo mine && exec cat"
     )
 
 
@@ -36,12 +38,13 @@ class Claim:
         self._count = 0
 
     @classmethod
-    async def take(cls, adb: AdbServer, serial: str, root: str, owner: str) -> Self:
+    async def take(cls, adb: AdbServer, serial: str, root: str, owner: str, *, again: bool = False) -> Self:
         """Claims the phone.
 
         Args:
             root: the agent's folder there.
-            owner: one line that tells people who claims it.
+            owner: one line that tells people who claims it; another process's is another one.
+            again: an own claim of before was ended.
 
         Raises:
             PhoneTaken: another agent has it.
@@ -64,8 +67,20 @@ class Claim:
             raise
         process.kill()
         if code == _TAKEN:
-            raise PhoneTaken(serial, line)
+            former, _, pid = line.rpartition(" ")
+            if former == owner and pid.isdigit() and not again:
+                # This agent's own, over a link that is dead and that the phone takes for alive.
+                await adb.run(
+                    serial, f'[ "$(readlink /proc/{pid}/cwd)" = {shlex.quote(root)} ] && kill -9 -{pid}', deadline_s=_FIRST_S
+                )
+                return await cls.take(adb, serial, root, owner, again=True)
+            raise PhoneTaken(serial, former or line)
         raise PhoneRefused(serial, "make a folder for etfarm", told or line)
+
+    async def ended(self) -> None:
+        """Returns when the shell has ended: the phone, or its link, is gone."""
+        with suppress(DeviceError):
+            await self._process.wait()
 
     async def probe(self, within_s: float) -> None:
         """Whether the phone answers.
@@ -88,6 +103,6 @@ class Claim:
         except TimeoutError as error:
             raise PhoneSilent(self._serial, "asking whether it lives", within_s) from error
 
-    async def release(self) -> None:
-        """Gives the phone free; harmless where it is gone."""
+    def release(self) -> None:
+        """Gives the phone free as soon as it hears of it; harmless where it is gone."""
         self._process.kill()

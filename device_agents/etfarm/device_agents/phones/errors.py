@@ -44,6 +44,32 @@ class PhoneUnsupported(DeviceError):
         )
 
 
+class PhoneTooOld(DeviceError):
+    """Its adbd cannot tell how a command ended."""
+
+    reason = "PHONE_TOO_OLD"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, serial: str) -> None:
+        super().__init__(
+            f"The phone {serial} is too old: its adb cannot tell exit codes (shell_v2).",
+            "Use one with Android 8 or later.",
+            serial=serial,
+        )
+
+
+class PhoneListedTwice(DeviceError):
+    """adb lists the phone by another serial too, by which it is served."""
+
+    reason = "PHONE_LISTED_TWICE"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, serial: str, device_id: str) -> None:
+        super().__init__(
+            f"The phone {serial} is served already, as {device_id}: it is connected in two ways.", serial=serial, device=device_id
+        )
+
+
 class PhoneTaken(DeviceError):
     """Another agent serves the phone."""
 
@@ -71,6 +97,22 @@ class PhoneRefused(DeviceError):
             serial=serial,
             what=what,
             told=told.strip(),
+        )
+
+
+class OwnRunnerFailed(DeviceError):
+    """The runner of --phone-runner does not work on the phone."""
+
+    reason = "PHONE_RUNNER_UNUSABLE"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, serial: str, command: str, why: str) -> None:
+        super().__init__(
+            f"The runner {command} on the phone {serial} does not work: {why.rstrip('.')}.",
+            "Put it there, executable, with `adb push`; without --phone-runner the farm's own is used.",
+            serial=serial,
+            command=command,
+            why=why,
         )
 
 

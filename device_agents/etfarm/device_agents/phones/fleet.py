@@ -5,18 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from contextlib import aclosing, suppress
+import tempfile
+from contextlib import aclosing
+from pathlib import Path
 from typing import Final
 
 import grpc
 
-from etfarm.device_agents.adb import AdbServer, State
+from etfarm.device_agents.adb import AdbServer, PhoneGone, State
 from etfarm.device_agents.adb import Phone as Listed
 from etfarm.device_agents.agent import Agent
 from etfarm.device_agents.cache import Cache, Transfers
 from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.errors import AgentFailed
 from etfarm.device_agents.phones.claim import Claim
-from etfarm.device_agents.phones.errors import PhoneNotReady, PhoneTaken, PhoneUnsupported
+from etfarm.device_agents.phones.errors import (
+    OwnRunnerFailed,
+    PhoneListedTwice,
+    PhoneNotReady,
+    PhoneTooOld,
+    PhoneUnsupported,
+)
 from etfarm.device_agents.phones.folder import ROOT
 from etfarm.device_agents.phones.phone import Phone, recognize
 from etfarm.device_agents.provisions import try_out
@@ -24,7 +33,7 @@ from etfarm.v1 import device_pb2, farm_pb2
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.v1.farm_pb2_grpc import FarmServiceStub
 from etfarm.wire.channel import open_channel
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, FarmError, UserError
 from etfarm.wire.status import to_proto
 
 log = logging.getLogger(__name__)
@@ -32,6 +41,10 @@ log = logging.getLogger(__name__)
 _ARCHES: Final = ("aarch64", "x86_64")
 _REFRESH_S: Final = 30.0
 """Between two looks at a phone that is idle."""
+_RESCUES: Final = 60
+"""Tries to connect again to a phone whose link is dead: for minutes, since its network may be away as well."""
+_BUNDLE_S: Final = 600.0
+"""How long the runner for a new phone may be on its way from the farm."""
 
 
 class Fleet:
@@ -57,6 +70,9 @@ class Fleet:
         self._serving: dict[str, asyncio.Task[None]] = {}
         self._known: dict[str, device_pb2.Device] = {}
         """What phones are that were recognized, by serial."""
+        self._announced: dict[str, str] = {}
+        """The device that each serial's phone is told as. A phone by cable and Wi-Fi is listed twice, and is one device."""
+        self._rescues: dict[str, asyncio.Task[None]] = {}
         self._told: dict[str, str] = {}
         """Why phones cannot be served, as it was logged last, by serial."""
 
@@ -74,17 +90,21 @@ class Fleet:
         try:
             while True:
                 try:
+                    await self._adb.start_server()
                     async with aclosing(self._adb.track()) as lists:
                         async for listed in lists:
                             pauses = self._config.pauses()
                             await self._take({phone.serial: phone for phone in listed})
                 except EtfarmError as error:
                     log.warning("%s Trying again.", error)
-                    await self._take({})
+                except Exception:
+                    # Without this loop the agent would have no phones for good.
+                    log.exception("the phones cannot be followed")
+                await self._take({})
                 await asyncio.sleep(next(pauses))
-                with suppress(EtfarmError):  # is told by the next try
-                    await self._adb.start_server()
         finally:
+            for task in self._rescues.values():
+                task.cancel()
             await self._take({})
 
     async def _take(self, listed: dict[str, Listed]) -> None:
@@ -101,66 +121,67 @@ class Fleet:
 
     async def _serve(self, listed: Listed) -> None:
         """One phone, as long as adb says the same of it."""
-        pauses = self._config.pauses()
-        device = device_pb2.Device(id=listed.serial, name=listed.model or listed.serial)
+        serial, pauses = listed.serial, self._config.pauses()
         try:
             while True:
-                device = self._known.get(listed.serial, device)
-                await self._serve_once(listed, device)
+                try:
+                    await self._serve_once(listed)
+                except EtfarmError as error:
+                    await self._trouble(listed, error)
+                except Exception as error:
+                    # A bug must not leave the other phones alone.
+                    log.exception("the phone %s cannot be served", serial)
+                    await self._trouble(listed, AgentFailed(f"The agent failed: {type(error).__name__}: {error}."))
                 await asyncio.sleep(self._options.retry_s + next(pauses))
         finally:
-            await self._agent.detach(self._known.get(listed.serial, device).id, "adb does not list it any more")
+            if (device_id := self._announced.pop(serial, None)) is not None:
+                await self._agent.detach(device_id, "adb does not list it any more")
 
-    async def _serve_once(self, listed: Listed, device: device_pb2.Device) -> None:
-        """Until something keeps it from being served, which the farm is told.
-
-        Args:
-            device: what is known of it so far.
-        """
-        try:
-            if listed.state is not State.DEVICE:
-                # This ends where another state comes.
-                await asyncio.sleep(self._options.settle_s)
-                raise PhoneNotReady(listed)
-            device = await recognize(self._adb, listed.serial)
-            device.agent_id = self._agent_id
-            device.name = "-".join(part for part in (self._config.name, device.name) if part)
-            device.labels.update(self._config.labels)
-            self._known[listed.serial] = device
-            await self._serve_ready(listed.serial, device)
-        except EtfarmError as error:
-            if self._told.get(listed.serial) != str(error):
-                self._told[listed.serial] = str(error)
-                log.warning("%s", error)
-            await self._trouble(listed, device, error)
-        except Exception:
-            # A bug must not leave the other phones alone.
-            log.exception("the phone %s cannot be served", listed.serial)
-
-    async def _serve_ready(self, serial: str, device: device_pb2.Device) -> None:
-        """A phone that adb can reach: claims it, tries a runner on it, and watches that it lives.
+    async def _serve_once(self, listed: Listed) -> None:
+        """Until something keeps the phone from being served.
 
         Raises:
-            EtfarmError: it cannot be served, or not any more.
+            EtfarmError: what it is.
         """
+        serial = listed.serial
+        if listed.state is not State.DEVICE:
+            # This ends where another state comes.
+            await asyncio.sleep(self._options.settle_s)
+            raise PhoneNotReady(listed)
+        if "shell_v2" not in await self._adb.features(serial):
+            raise PhoneTooOld(serial)
+        device = await recognize(self._adb, serial)
+        device.agent_id = self._agent_id
+        device.name = "-".join(part for part in (self._config.name, device.name) if part)
+        device.labels.update(self._config.labels)
+        if device.id in (other for known, other in self._announced.items() if known != serial):
+            raise PhoneListedTwice(serial, device.id)
+        self._known[serial] = device
         if device.arch not in _ARCHES:
             raise PhoneUnsupported(serial, device.arch)
         claim = await Claim.take(self._adb, serial, ROOT, f"agent {self._agent_id} on {socket.gethostname()}")
+        phone = Phone(self._adb, serial, device, self._config)
         try:
-            phone = Phone(self._adb, serial, device, self._config)
             await phone.folder.open()
             await phone.look()
             await self._try_runner(phone)
+            await self._announce(serial, device.id)
             self._agent.attach(phone)
             self._told.pop(serial, None)
             log.info("serving the phone %s as %s (%s)", serial, device.name, device.id)
-            try:
-                await self._watch(phone, claim)
-            finally:
-                phone.gone = True
-                await self._agent.detach(device.id, "adb does not reach it any more")
+            await self._watch(phone, claim)
         finally:
-            await claim.release()
+            phone.gone = True
+            if self._announced.get(serial) == device.id:
+                await self._agent.detach(device.id, "adb does not reach it any more")
+            claim.release()
+
+    async def _announce(self, serial: str, device_id: str) -> None:
+        """What is told of the phone from here on is told of that device, and not of another."""
+        former = self._announced.get(serial)
+        self._announced[serial] = device_id
+        if former not in (None, device_id):
+            await self._agent.detach(former, "it is known by its own serial now")
 
     async def _watch(self, phone: Phone, claim: Claim) -> None:
         """Returns never.
@@ -170,29 +191,82 @@ class Fleet:
         """
         loop = asyncio.get_running_loop()
         looked_s = loop.time()
-        while True:
-            await asyncio.sleep(self._options.probe_s)
-            if not phone.folder.is_carrying:
-                # Behind a large file an answer on a slow link comes late.
-                await claim.probe(self._options.answer_s)
-            if loop.time() - looked_s >= _REFRESH_S and not phone.measuring:
-                looked_s = loop.time()
-                await phone.look()
+        lost = {
+            asyncio.create_task(claim.ended(), name=f"the claim of {phone.serial}"),
+            asyncio.create_task(phone.doubted.wait(), name=f"doubts of {phone.serial}"),
+        }
+        try:
+            while True:
+                done, _ = await asyncio.wait(lost, timeout=self._options.probe_s, return_when=asyncio.FIRST_COMPLETED)
+                if done:
+                    raise PhoneGone(phone.serial, "its shell ended")
+                if not phone.folder.is_carrying:
+                    # Behind a large file an answer on a slow link comes late.
+                    await claim.probe(self._options.answer_s)
+                if loop.time() - looked_s >= _REFRESH_S and not phone.is_running:
+                    looked_s = loop.time()
+                    try:
+                        await phone.look()
+                    except EtfarmError as error:
+                        # It answers; that its services are slow is no reason to leave it.
+                        log.info("%s", error)
+        finally:
+            for task in lost:
+                task.cancel()
+            await asyncio.wait(lost)
 
-    async def _trouble(self, listed: Listed, device: device_pb2.Device, error: EtfarmError) -> None:
+    async def _trouble(self, listed: Listed, error: EtfarmError) -> None:
         """Tells the farm why a phone cannot be served, and tries what may help."""
-        told = device_pb2.Device()
-        told.CopyFrom(device)
+        serial = listed.serial
+        if self._told.get(serial) != str(error):
+            self._told[serial] = str(error)
+            log.warning("%s", error)
+        told = device_pb2.Device(id=serial, name=listed.model or serial)
+        if (known := self._known.get(serial)) is not None:
+            told.CopyFrom(known)
         told.agent_id = self._agent_id
         told.problem.CopyFrom(to_proto(error))
-        if not isinstance(error, PhoneTaken):
-            # Another agent's device is that agent's to tell of.
+        if not isinstance(error, PhoneListedTwice) and told.id not in (
+            other for known_as, other in self._announced.items() if known_as != serial
+        ):
+            await self._announce(serial, told.id)
             await self._agent.trouble(told)
         if listed.state is State.DEVICE and error.reason in ("PHONE_SILENT", "PHONE_GONE"):
+            rescue = self._rescues.get(serial)
+            if rescue is None or rescue.done():
+                self._rescues[serial] = asyncio.create_task(self._rescue(serial), name=f"rescue of {serial}")
+
+    async def _rescue(self, serial: str) -> None:
+        """Gives a phone a new connection. It is off adb's list meanwhile, so this is nothing that its serving does itself."""
+        pauses = self._config.pauses()
+        for _ in range(_RESCUES):
             try:
-                await self._adb.reconnect(listed.serial)
-            except EtfarmError as again:
-                log.info("%s", again)
+                await self._adb.reconnect(serial)
+                return
+            except EtfarmError as error:
+                log.info("%s", error)
+            await asyncio.sleep(self._options.retry_s + next(pauses))
+
+    async def _own_runner(self, phone: Phone) -> device_pb2.DeviceRunner:
+        """What the runner that was put on the phone can do; it has tested itself.
+
+        Raises:
+            OwnRunnerFailed: it does not start, or computes wrongly.
+            DeviceError: the phone is gone.
+        """
+        try:
+            with tempfile.TemporaryDirectory(prefix="try-", dir=self._config.data) as folder:
+                async with asyncio.timeout(phone.self_test_s), phone.start_runner(None, Path(folder), None) as runner:
+                    hello = await runner.hello()
+                    await runner.self_test()
+        except (UserError, FarmError) as error:
+            raise OwnRunnerFailed(phone.serial, self._options.runner or "", error.message) from error
+        except TimeoutError:
+            why = f"it does not answer within {phone.self_test_s:g} s"
+            raise OwnRunnerFailed(phone.serial, self._options.runner or "", why) from None
+        return device_pb2.DeviceRunner(
+            kind=runner.kind, executorch=hello.executorch, backends=hello.backends, operators=hello.operators
+        )
 
     async def _try_runner(self, phone: Phone) -> None:
         """The self-test of the runner that the farm has for the phone; without one, or without the farm, at its first use.
@@ -202,6 +276,7 @@ class Fleet:
             DeviceError: the phone is gone, or has no room.
         """
         if phone.has_own_runner:
+            phone.device.own_runners.append(await self._own_runner(phone))
             return
         try:
             async with open_channel(self._config.access) as channel:
@@ -211,7 +286,8 @@ class Fleet:
                 if offered is None:
                     return
                 with self._cache.lease(Transfers(ArtifactServiceStub(channel), self._config.pauses)) as lease:
-                    bundle = await lease.open_bundle(offered.artifact)
+                    async with asyncio.timeout(_BUNDLE_S):
+                        bundle = await lease.open_bundle(offered.artifact)
                     await phone.install_runner(bundle)
                     await try_out(bundle, offered.artifact.digest, phone, self._config.data)
                     phone.tried.add(offered.artifact.digest)

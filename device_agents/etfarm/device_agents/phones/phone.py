@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import shlex
@@ -14,13 +15,13 @@ from typing import Final
 from uuid import uuid4
 
 from etfarm.device_agents import android, facts, inventory, readings
-from etfarm.device_agents.adb import AdbServer
+from etfarm.device_agents.adb import AdbServer, PhoneSilent
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.gates import Gates, Surroundings
 from etfarm.device_agents.machine import NO_DEADLINE_S
 from etfarm.device_agents.phones.errors import PhoneRefused
 from etfarm.device_agents.phones.folder import PhoneFolder
-from etfarm.device_agents.phones.runner import PhoneRunner, spawn
+from etfarm.device_agents.phones.runner import OwnPhoneRunner, PhoneRunner, spawn
 from etfarm.device_agents.runners.bundle import Bundle
 from etfarm.device_agents.runners.process import Limits, OnLog
 from etfarm.device_agents.runners.remote import RemoteRunner
@@ -86,12 +87,13 @@ class Phone:
         self.device = device
         self.serial = serial
         self.tried = set[str]()
-        self.has_own_runner = config.phones.runner is not None
+        self.has_own_runner = self.own_first = config.phones.runner is not None
         self.folder = PhoneFolder(adb, serial, config.phones.limit_bytes)
-        self.measuring = False
-        """Whether a pass is timed now."""
+        self._runners = 0
         self.gone = False
         """It does not answer any more; another `Phone` takes its place when it is back."""
+        self.doubted = asyncio.Event()
+        """Somebody found that it does not answer."""
         around = Surroundings(self._hottest_c, self._runnable, max(1, device.cores))
         here = config.data / "phones" / re.sub(r"[^\w-]", "_", device.id)
         here.mkdir(parents=True, exist_ok=True)
@@ -104,8 +106,7 @@ class Phone:
 
     async def install(self, provisions: Provisions, on_progress: Progressed | None = None) -> None:
         """See `Target.install`."""
-        bundle = None if self._own_runner else provisions.bundle
-        sent = await self.folder.install(bundle, [provisions.program, *provisions.data], on_progress)
+        sent = await self.folder.install(provisions.bundle, [provisions.program, *provisions.data], on_progress)
         if sent:
             log.info("%d bytes were carried to the phone %s", sent, self.serial)
 
@@ -123,14 +124,15 @@ class Phone:
         known = self._available_bytes
         limits = Limits(None if known is None else int(known * self._config.memory_share), NO_DEADLINE_S)
         there = self.folder.run(uuid4().hex)
-        started = PhoneRunner.connect(
-            command, Path(there), limits, on_log, partial(spawn, self._adb, self.serial, lambda: self.gone)
-        )
+        kind = OwnPhoneRunner if self._own_runner else PhoneRunner
+        started = kind.connect(command, Path(there), limits, on_log, partial(spawn, self._adb, self.serial, lambda: self.gone))
+        self._runners += 1
         try:
             async with started as runner:
                 runner.files, runner.folder = self.folder, there
                 yield runner
         finally:
+            self._runners -= 1
             if not self.gone:
                 await self._delete(there)
 
@@ -144,12 +146,8 @@ class Phone:
     async def watch(self, cpus: Collection[int] | None) -> AsyncIterator[Watch]:
         """Looks before the warm-up and after the pass: a look starts a dozen processes on the phone, which would disturb it."""
         watch = _Looks(self, time.monotonic())
-        watch.before = await self.look()
-        self.measuring = True
-        try:
-            yield watch
-        finally:
-            self.measuring = False
+        watch.before = await self.glance() or report_pb2.SystemReading()
+        yield watch
 
     def settings(self, cpus: Collection[int] | None) -> AbstractContextManager[list[report_pb2.DeviceSetting]]:
         """None: Android lets nobody but root set a clock."""
@@ -162,6 +160,30 @@ class Phone:
     def runners_cpu_ns(self, runners: Sequence[int]) -> int | None:
         """Nobody tells."""
         return None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a runner is there, which nothing should disturb."""
+        return self._runners > 0
+
+    async def glance(self, elapsed_ms: float = 0.0) -> report_pb2.SystemReading | None:
+        """`look`; None where the phone's services do not answer, which costs no measurement."""
+        try:
+            return await self.look(elapsed_ms)
+        except (PhoneSilent, PhoneRefused) as error:
+            log.warning("%s", error)
+            return None
+
+    async def answers(self) -> bool:
+        """See `Target.answers`."""
+        assert self._config.phones is not None
+        try:
+            await self._adb.run(self.serial, "true", deadline_s=self._config.phones.answer_s)
+        except EtfarmError:
+            self.gone = True
+            self.doubted.set()
+            return False
+        return True
 
     def telemetry(self, *, light: bool) -> device_pb2.DeviceTelemetry:
         """What `look` saw last."""
@@ -229,7 +251,9 @@ class _Looks:
         """See `Watch.seen`."""
         if not self._is_timed:
             return None
-        after = await self._phone.look((time.monotonic() - self._began_s) * 1e3)
+        after = await self._phone.glance((time.monotonic() - self._began_s) * 1e3)
+        if after is None:
+            return None
         for look in (self.before, after):
             # The time that all cpus worked between the looks has the warm-up in it, which no counter of the pass has.
             look.ClearField("cpu_busy_ns")

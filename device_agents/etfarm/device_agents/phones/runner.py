@@ -8,11 +8,11 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 from etfarm.device_agents.adb import AdbServer, PhoneSilent, ShellProcess
+from etfarm.device_agents.phones.errors import PhoneRefused
 from etfarm.device_agents.phones.folder import PhoneFolder
-from etfarm.device_agents.runners import errors
 from etfarm.device_agents.runners.child import MAX_LINE_BYTES, Child
 from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.device_agents.runners.protocol import Debugged, Loaded, OnProgress, Traced
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _START_S: Final = 15.0
 _KILL_S: Final = 10.0
+_LAST_SIGNAL: Final = 64
 _SIGNALLED: Final = 128
 """A phone's exit codes above it are of signals."""
 
@@ -72,11 +73,13 @@ class PhoneChild:
             code = await self._process.wait()
         except DeviceError:
             return None  # told by `lost`
-        return code if code is None or code <= _SIGNALLED else _SIGNALLED - code
+        return code if code is None or not _SIGNALLED < code <= _SIGNALLED + _LAST_SIGNAL else _SIGNALLED - code
 
     async def _kill(self) -> None:
-        # adbd hangs up on a shell whose connection ends, which a program may ignore; and the number could be another's by now.
-        command = f'[ "$(readlink /proc/{self.pid}/cwd)" = {shlex.quote(self._folder)} ] && kill -9 {self.pid}'
+        # adbd hangs up on a shell whose connection ends, which a program may ignore. The shell led a group of its own, and the
+        # number could be another's by now.
+        pid, folder = self.pid, shlex.quote(self._folder)
+        command = f'[ "$(readlink /proc/{pid}/cwd)" = {folder} ] && {{ kill -9 -{pid} || kill -9 {pid}; }}'
         try:
             await self._adb.run(self._process.serial, command, deadline_s=_KILL_S)
         except EtfarmError as error:
@@ -92,13 +95,14 @@ async def spawn(adb: AdbServer, serial: str, is_gone: Callable[[], bool], comman
         is_gone: whether the phone is known not to answer; then nothing waits for it.
 
     Raises:
-        RunnerBroken: the phone's shell cannot start it.
+        PhoneRefused: the phone's shell cannot make the folder.
         DeviceError: the phone is gone, or says nothing.
     """
     where = shlex.quote(str(folder))
-    # Nothing of the shell's surroundings, and the number first: it stays the process' own through exec.
+    # Nothing of the shell's surroundings, and the number first: it stays the process' own through exec. Where memory runs out
+    # it is the one to go, and not adbd, whose children are as safe as itself otherwise.
     line = (
-        f"mkdir -p {where} && cd {where} && echo $$ && "
+        f"mkdir -p {where} && cd {where} || exit 1; {{ echo 800 >/proc/$$/oom_score_adj; }} 2>/dev/null; echo $$; "
         f"exec env -i LC_ALL=C HOME={where} TMPDIR={where} {' '.join(map(shlex.quote, command))}"
     )
     process = await adb.shell(serial, line, limit=MAX_LINE_BYTES)
@@ -115,7 +119,7 @@ async def spawn(adb: AdbServer, serial: str, is_gone: Callable[[], bool], comman
     except BaseException:
         process.kill()
         raise
-    raise errors.RunnerBroken(f"The runner cannot be started on {serial}: {told or f'exit code {code}'}.", exit_code=code)
+    raise PhoneRefused(serial, "make a folder for a runner", told or f"exit code {code}")
 
 
 class PhoneRunner(NativeRunner):
@@ -144,3 +148,9 @@ class PhoneRunner(NativeRunner):
 
     def _there(self, path: Path) -> Path:
         return Path(self.folder, path.name)
+
+
+class OwnPhoneRunner(PhoneRunner):
+    """One that was put on the phone beforehand."""
+
+    kind: ClassVar[str] = "own"

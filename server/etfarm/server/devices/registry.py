@@ -142,47 +142,47 @@ class Registry:
                 f"Another process serves as agent {hello.agent_id}.",
                 "Stop it, or give this one a data folder of its own (--data).", agent_id=hello.agent_id,
             )  # fmt: skip
-        for device in hello.devices:
-            if not device.HasField("problem"):
-                self._must_be_free(device, hello.agent_id)
+        mine = [device for device in hello.devices if not self._is_anothers(device, hello.agent_id)]
+        if hello.devices and not mine and not any(device.HasField("problem") for device in hello.devices):
+            raise _served(hello.devices[0], self._serving[hello.devices[0].id])
         self._sessions[hello.agent_id] = session
         if former is not None:
             former.end()
             await self.disconnect(former)
         # Before the devices can be given anything: what begins from now on, this Hello cannot know.
-        self._runs.agent_said({device.id for device in hello.devices}, {*hello.active_attempts, *hello.unacknowledged_attempts})
-        for device in hello.devices:
+        self._runs.agent_said({device.id for device in mine}, {*hello.active_attempts, *hello.unacknowledged_attempts})
+        for device in mine:
             await self._serve(session, device)
         self.changed()
 
-    def _must_be_free(self, device: Device, agent_id: str) -> None:
-        """A device belongs to one live agent: cloned disks share the machine id that ids are made of."""
+    def _is_anothers(self, device: Device, agent_id: str) -> bool:
+        """Whether another live agent serves it: cloned disks share the machine id that ids are made of.
+
+        Of two agents that know a phone, the one that can serve it says what it is: it may have allowed one of them only.
+        """
         serving = self._serving.get(device.id)
-        if serving is not None and serving.agent_id != agent_id and serving.is_alive():
-            error = AgentConnected(
-                f"Device {device.id} is served by the agent {serving.agent_id} already.",
-                "Give the machines ids of their own (systemd-machine-id-setup), or this agent another --data.",
-                device=device.id, agent_id=serving.agent_id,
-            )  # fmt: skip
-            error.reason = "DEVICE_SERVED"
-            raise error
+        if serving is None or serving.agent_id == agent_id or not serving.is_alive():
+            return False
+        return device.HasField("problem") or not self._known[device.id].HasField("problem")
 
     async def update(self, session: AgentSession, device: Device) -> None:
         """A device came or changed.
 
         Raises:
-            AgentConnected: another live agent serves it.
+            AgentConnected: another live agent serves it, and goes on to.
         """
-        if not device.HasField("problem"):
-            self._must_be_free(device, session.agent_id)
+        if self._is_anothers(device, session.agent_id):
+            if device.HasField("problem"):
+                return
+            raise _served(device, self._serving[device.id])
         await self._serve(session, device)
         self.changed()
 
-    def gone(self, session: AgentSession, device_id: str) -> None:
+    def gone(self, session: AgentSession, device_id: str, reason: str = "") -> None:
         """A device left its agent; what ran on it is lost."""
         if self._serving.get(device_id) is session:
             del self._serving[device_id]
-            self._runs.agent_said({device_id}, set())
+            self._runs.agent_said({device_id}, set(), f"left its agent{f' ({reason})' if reason else ''}")
             self.changed()
 
     def farewell(self, session: AgentSession) -> None:
@@ -211,10 +211,6 @@ class Registry:
             await self._remember(gone)
 
     async def _serve(self, session: AgentSession, device: Device) -> None:
-        serving = self._serving.get(device.id)
-        if device.HasField("problem") and serving is not None and serving.agent_id != session.agent_id and serving.is_alive():
-            # Whoever can serve it says what it is: a phone that hangs on two machines has allowed one of them.
-            return
         known = Device()
         known.CopyFrom(device)
         known.agent_id = session.agent_id
@@ -243,3 +239,13 @@ def _state(device: Device) -> DeviceState.ValueType:
     if device.attempt_id:
         return DeviceState.DEVICE_STATE_BUSY
     return DeviceState.DEVICE_STATE_UNUSABLE if device.HasField("problem") else DeviceState.DEVICE_STATE_IDLE
+
+
+def _served(device: Device, serving: AgentSession) -> AgentConnected:
+    error = AgentConnected(
+        f"Device {device.id} is served by the agent {serving.agent_id} already.",
+        "Give the machines ids of their own (systemd-machine-id-setup), or this agent another --data.",
+        device=device.id, agent_id=serving.agent_id,
+    )  # fmt: skip
+    error.reason = "DEVICE_SERVED"
+    return error

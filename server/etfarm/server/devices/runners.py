@@ -1,4 +1,4 @@
-"""What a device runs programs with: the farm's bundle for its architecture, or where there is none a runner of its own."""
+"""What a device runs programs with: one that was put on it, the farm's bundle for its architecture, or else its binding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Runner:
     """A runner for a device."""
 
     kind: str
-    """`native` or `python`."""
+    """`own`, `native` or `python`."""
     backends: Sequence[str] = field(repr=False)
     operators: Sequence[str] = field(repr=False)
     """Empty: not known."""
@@ -28,9 +28,11 @@ class Runner:
 
 def known_runner(bundles: Bundles, device: Device) -> Runner | None:
     """What the device would be given now; None while that is not decided, or there is none."""
+    if (own := _of_kind(device, "own")) is not None:
+        return own
     if (bundle := bundles.get(device.arch)) is not None:
         return _of_bundle(bundle)
-    return None if bundles.is_coming(device.arch) else _own_of(device)
+    return None if bundles.is_coming(device.arch) else _of_kind(device, "python")
 
 
 async def demand_runner(bundles: Bundles, device: Device) -> Runner:
@@ -40,10 +42,12 @@ async def demand_runner(bundles: Bundles, device: Device) -> Runner:
         BundleMissing: there is none at all.
         EtfarmError: building the bundle failed, as the build says.
     """
+    if (own := _of_kind(device, "own")) is not None:
+        return own
     try:
         return _of_bundle(await bundles.demand(device.arch))
     except EtfarmError:
-        if (own := _own_of(device)) is None:
+        if (own := _of_kind(device, "python")) is None:
             raise
         return own
 
@@ -52,7 +56,7 @@ def _of_bundle(bundle: agent_pb2.RunnerBundle) -> Runner:
     return Runner("native", bundle.backends, bundle.operators, bundle.arch, bundle)
 
 
-def _own_of(device: Device) -> Runner | None:
-    """The first that a run without a bundle can mean: the Python binding."""
-    own = next((runner for runner in device.own_runners if runner.kind == "python"), None)
+def _of_kind(device: Device, kind: str) -> Runner | None:
+    """A runner that the device has: `own`, which goes before any bundle, or `python`, which comes after."""
+    own = next((runner for runner in device.own_runners if runner.kind == kind), None)
     return None if own is None else Runner(own.kind, own.backends, own.operators, device.id)

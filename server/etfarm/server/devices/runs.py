@@ -107,8 +107,8 @@ class Runs:
                 loop = asyncio.get_running_loop()
                 run.giving_up = loop.call_later(self._patience_s, self._lose, run, f"was not heard of for {self._patience_s:g} s")
 
-    def agent_said(self, device_ids: set[str], attempts: set[str]) -> None:
-        """An agent (re)connected with these devices and still has these attempts; its others are lost."""
+    def agent_said(self, device_ids: set[str], attempts: set[str], why: str = "came back without the run") -> None:
+        """An agent (re)connected with these devices and still has these attempts; its others are lost: the device `why`."""
         for run in list(self._runs.values()):
             if run.device_id not in device_ids or not run.sent:
                 continue
@@ -116,7 +116,7 @@ class Runs:
                 run.giving_up.cancel()
                 run.giving_up = None
             if run.attempt_id not in attempts:
-                self._lose(run, "came back without the run")
+                self._lose(run, why)
 
     def _lose(self, run: _Run, why: str) -> None:
         if not run.result.done():

@@ -13,6 +13,8 @@ __all__ = ["Thresholds", "judge"]
 
 MIN_POINTS: Final = 4
 """Of the series, to say that a clock moved."""
+_THERMAL: Final = ("none", "light", "moderate", "severe", "critical", "emergency", "shutdown")
+"""Android's names of `thermal_status`."""
 MIN_SPAN_MS: Final = 200.0
 """Between two readings of /proc/stat, whose step of 10 ms a cpu makes shares of less meaningless."""
 
@@ -198,6 +200,10 @@ def _throttled(result: agent_pb2.CandidateResult) -> report_pb2.VerdictReason | 
         if device.state > 0:
             message = f"The device was slowed down against heat: {device.name} is at step {device.state}."
             return _reason("THERMAL_THROTTLED", f"{message}{_warm_start(result)}", device.state, 0)
+    status = max(before.thermal_status, after.thermal_status)
+    if status > 0:
+        message = f"Android slowed the phone down against heat: its thermal status is {status} ({_THERMAL[min(status, 6)]})."
+        return _reason("THERMAL_THROTTLED", f"{message}{_warm_start(result)}", status, 0)
     allowed = {cpu.cpu: cpu.limit_hz for cpu in before.cpus if cpu.HasField("limit_hz")}
     for cpu in after.cpus:
         if cpu.HasField("limit_hz") and cpu.limit_hz < allowed.get(cpu.cpu, 0):

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import structlog
 
-from etfarm.server.devices.registry import Registry
+from etfarm.server.devices.registry import AgentConnected, Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
 from etfarm.server.jobs.sessions import Sessions
@@ -121,6 +121,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 ack = agent_pb2.Ack(attempt_id=result.attempt_id)
                 session.send(agent_pb2.ServerMessage(ack=ack))
         elif kind == "device_update":
-            await self._registry.update(session, message.device_update.device)
+            try:
+                await self._registry.update(session, message.device_update.device)
+            except AgentConnected as error:
+                # Its other devices are not to suffer for it.
+                log.warning("a device is left out", agent=session.agent_id, why=error.message)
         elif kind == "device_gone":
-            self._registry.gone(session, message.device_gone.device_id)
+            self._registry.gone(session, message.device_gone.device_id, message.device_gone.reason)
