@@ -41,8 +41,9 @@ class Desk:
         assert done.returncode == 0, done.stderr
         return next((line for line in done.stdout.splitlines() if self.phone.serial in line), "")
 
-    def shows(self, word: str) -> bool:
-        return wait_until(lambda: word in self.listed())
+    def shows(self, *words: str) -> bool:
+        # Others may compute beside this.
+        return wait_until(lambda: any(word in self.listed() for word in words), 120)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -109,7 +110,7 @@ async def test_a_run_is_placed_again_when_its_phone_vanishes(desk: Desk, tmp_pat
         assert desk.shows("BUSY")
         assert wait_until(lambda: any((desk.phone.files / "data/local/tmp/etfarm/runs").iterdir()))
         await desk.phone.disconnect()
-        assert desk.shows("OFFLINE")
+        assert desk.shows("OFFLINE", "UNUSABLE")
         await desk.phone.connect()
         printed, _ = waiting.communicate(timeout=120)
     finally:

@@ -313,7 +313,7 @@ async def test_a_phone_that_is_disconnected_is_not_known_any_more(adb_phone: Adb
 
 
 async def test_a_dead_link_is_noticed_by_its_silence_and_not_by_adb(adb_phone: AdbPhone, tmp_path: Path) -> None:
-    server, serial = adb.AdbServer(adb_phone.server.address, answer_s=0.5), adb_phone.serial
+    server, serial = adb.AdbServer(adb_phone.server.address, answer_s=2), adb_phone.serial
     await server.push(serial, MANY, f"{FOLDER}/many")
     for transfer in (
         lambda: server.push(serial, MANY, f"{FOLDER}/x", on_progress=at_first_progress(adb_phone.freeze_adbd), silence_s=0.5),
@@ -464,7 +464,7 @@ async def phone_that_sends(answer: bytes) -> AsyncIterator[adb.AdbServer]:
         writer.close()
 
     async with await asyncio.start_server(answering, "127.0.0.1", 0) as listening:
-        yield adb.AdbServer(f"tcp:{listening.sockets[0].getsockname()[1]}", answer_s=0.5)
+        yield adb.AdbServer(f"tcp:{listening.sockets[0].getsockname()[1]}", answer_s=2)
 
 
 FOUND = b"STA2" + bytes(20) + struct.pack("<I", 0o100644) + bytes(44)

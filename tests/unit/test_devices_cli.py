@@ -16,7 +16,7 @@ from tests.support import dumps
 
 UNAUTHORIZED = common_pb2.Error(
     fault=common_pb2.FAULT_DEVICE,
-    reason="PHONE_UNAUTHORIZED",
+    reason="PHONE_NOT_READY",
     message="The phone has not allowed this machine to debug it.",
     remedy="Unlock it and accept the dialog that asks whether to allow USB debugging.",
 )

@@ -78,7 +78,7 @@ async def test_a_device_is_idle_busy_and_offline(world: World) -> None:
 
 async def test_a_device_with_a_problem_is_unusable_until_its_agent_says_that_it_is_gone(world: World) -> None:
     session = await world.connect("phone")
-    problem = Error(reason="PHONE_UNAUTHORIZED", message="The phone does not trust its host.", remedy="Allow it.")
+    problem = Error(reason="PHONE_NOT_READY", message="The phone does not trust its host.", remedy="Allow it.")
     await world.registry.update(session, Device(id="phone", name="board-phone", arch="aarch64", problem=problem))
     assert world.states() == {"phone": UNUSABLE}
     assert world.registry.get("phone").problem == problem
@@ -102,6 +102,23 @@ async def test_the_problem_of_a_device_that_went_is_forgotten(world: World) -> N
     world.registry.gone(session, "phone")
     assert world.states() == {"phone": OFFLINE}
     assert not world.registry.get("phone").HasField("problem")
+
+
+async def test_of_two_agents_the_one_that_can_serve_a_phone_says_what_it_is(world: World) -> None:
+    problem = Error(reason="PHONE_NOT_READY")
+    one, other = await world.connect("pi", agent="one"), await world.connect("xl", agent="other")
+    phone, stuck = Device(id="phone", name="board-phone"), Device(id="phone", name="board-phone", problem=problem)
+    await world.registry.update(one, stuck)
+    await world.registry.update(other, phone)
+    assert world.states()["phone"] == IDLE and world.registry.serves(other, "phone")
+    world.runs.begin("a1", "phone", lambda _: None)
+    await world.registry.update(one, stuck)
+    assert world.states()["phone"] == BUSY and world.registry.serves(other, "phone")
+    with pytest.raises(AgentConnected) as refused:
+        await world.registry.update(one, phone)
+    assert refused.value.reason == "DEVICE_SERVED" and world.registry.serves(other, "phone")
+    world.registry.gone(one, "phone")
+    assert world.states()["phone"] == BUSY
 
 
 async def test_listeners_hear_of_coming_and_going(world: World) -> None:

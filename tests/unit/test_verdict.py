@@ -206,6 +206,7 @@ def test_time_that_the_hypervisor_took_is_interference() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [
     ({"throttle_count": 3}, {"throttle_count": 5}),
+    ({"thermal_status": 0}, {"thermal_status": 2}),
     ({}, {"cooling": [report_pb2.CoolingDevice(name="cpufreq-cpu4", state=2)]}),
     ({"cooling": [report_pb2.CoolingDevice(name="cpufreq-cpu4", state=1)]}, {}),
     ({"cpus": [report_pb2.CpuReading(cpu=4, limit_hz=2 * SECOND)]}, {"cpus": [report_pb2.CpuReading(cpu=4, limit_hz=SECOND)]}),
@@ -217,7 +218,7 @@ def test_a_device_that_was_slowed_down_against_heat_says_so(before: dict[str, An
 
 
 def test_what_throttled_earlier_and_what_only_cools_is_not_held_against_a_run() -> None:
-    calm = {"throttle_count": 7, "cooling": [report_pb2.CoolingDevice(name="cpufreq-cpu0", state=0)]}
+    calm = {"throttle_count": 7, "thermal_status": 0, "cooling": [report_pb2.CoolingDevice(name="cpufreq-cpu0", state=0)]}
     limits = [report_pb2.CpuReading(cpu=0, limit_hz=2_400_000_000)]
     assert not _codes(_measured(before=_reading(0, cpus=limits, **calm), after=_reading(1000, cpus=limits, **calm)))
 

@@ -221,11 +221,12 @@ def _parser() -> argparse.ArgumentParser:
         help="what people call the device; default: the host's name. Of phones: what stands before the name of each",
     )
     add("--label", metavar="K=V", type=_label, action="append", default=[], help="for selectors (label.K=V); several times")
-    add("--data", metavar="DIR", type=Path, help=f"the agent's id, cache and unsent results; default: {default_data_folder()}")
+    add("--data", metavar="DIR", type=Path, help="the agent's id, cache and unsent results; default: "
+        f"{default_data_folder()}, beside it for --adb and --emulate")  # fmt: skip
     add("--tls-ca", metavar="FILE", type=Path, help="certificates (PEM) that the server's is signed by; default: $ETFARM_TLS_CA")
     add("--tls-cert", metavar="FILE", type=Path, help="client certificate (PEM), where the server demands one")
     add("--tls-key", metavar="FILE", type=Path, help="the client certificate's key (PEM)")
-    add("--cores", metavar="LIST", type=_cores, help="cpus that programs may use, as 4-7 or 0,2; default: all")
+    add("--cores", metavar="LIST", type=_cores, help="cpus that programs may use, as 4-7 or 0,2; default: all. Not of phones")
     size = f"{DEFAULT_CACHE_LIMIT_BYTES >> 30}GiB"
     add("--cache-limit", metavar="BYTES", type=_size, default=DEFAULT_CACHE_LIMIT_BYTES, help=f"as 500MiB; default: {size}")
     emulation = parser.add_argument_group(
@@ -234,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
         "kernels. Outputs count, times mean nothing: the verdict is NOT_BENCHMARKABLE.",
     )
     add = emulation.add_argument
-    add("--emulate", metavar="ARCH", choices=sorted(DEFAULT_CPUS), help="aarch64")
+    add("--emulate", metavar="ARCH", choices=sorted(DEFAULT_CPUS), help="the architecture: aarch64")
     add("--cpu", metavar="MODEL", help="the processor, as `qemu-aarch64-static -cpu help` lists them; default: cortex-a76. "
         "Not max, but max,sme=off: with SME qemu computes XNNPACK's int8 kernels wrongly")  # fmt: skip
     phones = parser.add_argument_group(

@@ -106,7 +106,8 @@ def unit(
     else:
         protection = ["CapabilityBoundingSet=CAP_DAC_READ_SEARCH", "ProtectSystem=strict", "ProtectHome=read-only"]
     return _TEMPLATE.format(
-        name=UNIT_NAME,
+        # A machine may have one of each.
+        name=f"{UNIT_NAME}-phones" if phones else UNIT_NAME,
         token=TOKEN_VARIABLE,
         token_file=TOKEN_FILE,
         command=" ".join(map(_quoted, [*program, *kept])),
