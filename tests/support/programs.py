@@ -367,6 +367,28 @@ def _int8(folder: Path) -> None:
         (folder / "expected.ett").write_bytes(tensors.encode([_value("out0", converted(x))]))
 
 
+def _conv_int8(folder: Path) -> None:
+    """`conv`, statically quantized per channel, in XNNPACK."""
+    import torch
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
+    from executorch.exir import to_edge_transform_and_lower
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    torch.manual_seed(7)
+    layers = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3, stride=2)).eval()
+    x = torch.rand(1, 3, 16, 16)
+    quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True))
+    prepared = prepare_pt2e(torch.export.export(layers, (x,)).module(), quantizer)
+    prepared(x)
+    converted = convert_pt2e(prepared)
+    lowered = to_edge_transform_and_lower(torch.export.export(converted, (x,)), partitioner=[XnnpackPartitioner()])
+    (folder / "program.pte").write_bytes(lowered.to_executorch().buffer)
+    (folder / "inputs.ett").write_bytes(tensors.encode([_value("x", x)]))
+    with torch.no_grad():
+        (folder / "expected.ett").write_bytes(tensors.encode([_value("out0", converted(x))]))
+
+
 def _split(folder: Path) -> None:
     """A linear layer whose weight and whose bias are in a .ptd file each."""
     import torch
@@ -419,6 +441,7 @@ _MAKERS: dict[str, Callable[[Path], None]] = {
     "methods": _methods,
     "rows": _rows,
     "int8": _int8,
+    "conv_int8": _conv_int8,
     "split": _split,
     "unplanned": _unplanned,
     "random": _random,

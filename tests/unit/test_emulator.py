@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -23,10 +24,11 @@ from etfarm.device_agents.native.toolchain import Compiler
 from etfarm.device_agents.provisions import try_out
 from etfarm.device_agents.runners.bundle import MANIFEST_NAME, BadBundle, Bundle, BundledFile, open_folder, unpack
 from etfarm.device_agents.runners.errors import ProgramOutOfMemory
+from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.server.artifacts.store import Store
 from etfarm.server.devices.bundles import Bundles, WrongArch
 from etfarm.server.state.engine import Database
-from etfarm.wire import digest
+from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
 from tests.support.emulation import ARCH, aarch64_archive, aarch64_wheel, need_compiler, need_emulator
 from tests.support.programs import program
@@ -66,6 +68,39 @@ def test_a_processor_is_what_a_program_sees_of_it(cpu: str, part: str, features:
     assert set(device.features) == features and [cluster.part for cluster in device.clusters] == [part]
     assert device.page_size_bytes == 4096 and device.memory_bytes > 0
     assert not device.clusters[0].HasField("max_frequency_hz")
+
+
+@boards
+@pytest.mark.parametrize("cpu", ["cortex-a53", "cortex-a76", "neoverse-n1", "a64fx", "max,sme=off"])
+async def test_a_bundle_alone_in_an_empty_root_gives_the_outputs_of_x86(
+    arm_bundle: Bundle,
+    runner_bundle: Bundle,  # noqa: F811
+    tmp_path: Path,
+    cpu: str,
+) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(arm_bundle.folder, root / "bundle")
+    emulator = shutil.copy(Emulator.find(ARCH).path, root)
+    inside = Bundle(Path("/bundle"), arm_bundle.manifest).command((f"/{Path(emulator).name}", "-cpu", cpu))
+    # The kernel's own folders alone, which XNNPACK asks what the processor is; they are gone with the process.
+    mounts = 'PATH=/usr/sbin:/usr/bin:/sbin:/bin; mount -t proc proc "$0/proc" && mount --rbind /sys "$0/sys"'
+    alone = [shutil.which("unshare") or "unshare", "--mount", "/bin/sh", "-c", f'{mounts} && exec chroot "$0" "$@"']
+    for folder in ("proc", "sys"):
+        (root / folder).mkdir()
+    for name, most in (("conv", 1e-5), ("conv_int8", 0.0)):
+        made = program(name)
+        shutil.copy(made.path, root / "program.pte")
+        outputs = []
+        for command, where in (([*alone, str(root), *inside], Path("/program.pte")),
+                               (runner_bundle.command(), made.path)):  # fmt: skip
+            async with NativeRunner.start(command, tmp_path) as runner:
+                await runner.threads(1)
+                await runner.load(where)
+                await runner.load_method("forward")
+                await runner.set_inputs(made.inputs)
+                await runner.run()
+                outputs.append(tensors.to_array((await runner.outputs())[0]))
+        np.testing.assert_allclose(outputs[0], outputs[1], rtol=0, atol=most)
 
 
 @boards
