@@ -124,11 +124,12 @@ async def test_a_run_is_placed_again_when_its_phone_vanishes(desk: Desk, tmp_pat
 
 
 async def test_a_phone_that_does_not_answer_is_shown_with_what_to_do(desk: Desk, tmp_path: Path) -> None:
+    def told() -> str:
+        return " ".join(desk.etfarm("devices", "show", desk.phone.serial, cwd=tmp_path).stdout.split())
+
     desk.phone.kill_adbd()
-    assert desk.shows("UNUSABLE")
-    shown = desk.etfarm("devices", "show", desk.phone.serial, cwd=tmp_path)
+    assert wait_until(lambda: "is connected and does not answer adb (offline)" in told())
+    assert "state UNUSABLE" in told() and "Plug the phone in again" in told()
     desk.phone.start_adbd()
     await desk.phone.connect()
     assert desk.shows("IDLE")
-    told = " ".join(shown.stdout.split())
-    assert "is connected and does not answer adb (offline)" in told and "Plug the phone in again" in told

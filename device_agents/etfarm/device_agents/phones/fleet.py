@@ -12,7 +12,7 @@ from typing import Final
 
 import grpc
 
-from etfarm.device_agents.adb import AdbServer, PhoneGone, State
+from etfarm.device_agents.adb import AdbServer, PhoneGone, PhoneSilent, State
 from etfarm.device_agents.adb import Phone as Listed
 from etfarm.device_agents.agent import Agent
 from etfarm.device_agents.cache import Cache, Transfers
@@ -110,12 +110,12 @@ class Fleet:
     async def _take(self, listed: dict[str, Listed]) -> None:
         """Begins and ends to serve phones as the list says; what ends has ended afterwards."""
         changed = {serial for serial in {*self._listed, *listed} if self._listed.get(serial) != listed.get(serial)}
+        self._listed = listed
         ending = [task for serial in changed if (task := self._serving.pop(serial, None)) is not None]
         for task in ending:
             task.cancel()
         if ending:
             await asyncio.wait(ending)
-        self._listed = listed
         for serial in sorted(changed & listed.keys()):
             self._serving[serial] = asyncio.create_task(self._serve(listed[serial]), name=f"phone {serial}")
 
@@ -134,7 +134,8 @@ class Fleet:
                     await self._trouble(listed, AgentFailed(f"The agent failed: {type(error).__name__}: {error}."))
                 await asyncio.sleep(self._options.retry_s + next(pauses))
         finally:
-            if (device_id := self._announced.pop(serial, None)) is not None:
+            # One that is in another state now is still there, until more is known of it.
+            if serial not in self._listed and (device_id := self._announced.pop(serial, None)) is not None:
                 await self._agent.detach(device_id, "adb does not list it any more")
 
     async def _serve_once(self, listed: Listed) -> None:
@@ -231,20 +232,22 @@ class Fleet:
         ):
             await self._announce(serial, told.id)
             await self._agent.trouble(told)
-        if listed.state is State.DEVICE and error.reason in ("PHONE_SILENT", "PHONE_GONE"):
+        # Of one that is gone adb knows, and has it back as soon as it can be.
+        if listed.state is State.DEVICE and isinstance(error, PhoneSilent):
             rescue = self._rescues.get(serial)
             if rescue is None or rescue.done():
                 self._rescues[serial] = asyncio.create_task(self._rescue(serial), name=f"rescue of {serial}")
 
     async def _rescue(self, serial: str) -> None:
         """Gives a phone a new connection. It is off adb's list meanwhile, so this is nothing that its serving does itself."""
-        pauses = self._config.pauses()
+        pauses, said = self._config.pauses(), ""
         for _ in range(_RESCUES):
             try:
                 await self._adb.reconnect(serial)
                 return
             except EtfarmError as error:
-                log.info("%s", error)
+                if said != (said := str(error)):
+                    log.info("%s", said)
             await asyncio.sleep(self._options.retry_s + next(pauses))
 
     async def _own_runner(self, phone: Phone) -> device_pb2.DeviceRunner:
