@@ -8,6 +8,7 @@ import io
 import json
 import tarfile
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,19 @@ async def test_the_newest_of_an_architecture_is_used_after_a_restart_too(world: 
     for bundles in (world.bundles, world.new_bundles()):
         await bundles.load()
         assert [bundle.artifact.digest for bundle in bundles.list()] == [first, x86]
+
+
+async def test_a_runtime_of_the_version_that_the_server_lowers_with_goes_before_a_newer_bundle(world: World) -> None:
+    own = version("executorch").partition("+")[0]
+    await world.add(executorch="0.0.1")
+    bundle = world.bundles.get("aarch64")
+    assert bundle is not None and bundle.executorch_version == "0.0.1"
+    await world.add(executorch=own)
+    await world.add(executorch="99.0.0")
+    for bundles in (world.bundles, world.new_bundles()):
+        await bundles.load()
+        bundle = bundles.get("aarch64")
+        assert bundle is not None and bundle.executorch_version == own
 
 
 async def test_a_bundle_whose_bytes_are_gone_is_not_offered(world: World) -> None:

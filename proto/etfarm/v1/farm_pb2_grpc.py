@@ -76,7 +76,8 @@ class FarmServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AddBundle(self, request, context):
-        """Offers an uploaded bundle to the devices of its architecture; the newest one of an architecture is used.
+        """Offers an uploaded bundle to the devices of its architecture. The newest one of the server's own ExecuTorch version is used;
+        where there is none, the newest of another.
 
         Errors:
         FAILED_PRECONDITION  ARTIFACT_MISSING: upload it first.

@@ -42,7 +42,8 @@ class FarmServiceStub:
     ListBundles: _grpc.UnaryUnaryMultiCallable[_farm_pb2.ListBundlesRequest, _farm_pb2.ListBundlesResponse]
     """The runner bundles that agents are sent, newest first."""
     AddBundle: _grpc.UnaryUnaryMultiCallable[_farm_pb2.AddBundleRequest, _agent_pb2.RunnerBundle]
-    """Offers an uploaded bundle to the devices of its architecture; the newest one of an architecture is used.
+    """Offers an uploaded bundle to the devices of its architecture. The newest one of the server's own ExecuTorch version is used;
+    where there is none, the newest of another.
 
     Errors:
       FAILED_PRECONDITION  ARTIFACT_MISSING: upload it first.
@@ -62,7 +63,8 @@ class FarmServiceAsyncStub(FarmServiceStub):
     ListBundles: _aio.UnaryUnaryMultiCallable[_farm_pb2.ListBundlesRequest, _farm_pb2.ListBundlesResponse]  # type: ignore[assignment]
     """The runner bundles that agents are sent, newest first."""
     AddBundle: _aio.UnaryUnaryMultiCallable[_farm_pb2.AddBundleRequest, _agent_pb2.RunnerBundle]  # type: ignore[assignment]
-    """Offers an uploaded bundle to the devices of its architecture; the newest one of an architecture is used.
+    """Offers an uploaded bundle to the devices of its architecture. The newest one of the server's own ExecuTorch version is used;
+    where there is none, the newest of another.
 
     Errors:
       FAILED_PRECONDITION  ARTIFACT_MISSING: upload it first.
@@ -97,7 +99,8 @@ class FarmServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _farm_pb2.AddBundleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agent_pb2.RunnerBundle, _abc.Awaitable[_agent_pb2.RunnerBundle]]:
-        """Offers an uploaded bundle to the devices of its architecture; the newest one of an architecture is used.
+        """Offers an uploaded bundle to the devices of its architecture. The newest one of the server's own ExecuTorch version is used;
+        where there is none, the newest of another.
 
         Errors:
           FAILED_PRECONDITION  ARTIFACT_MISSING: upload it first.

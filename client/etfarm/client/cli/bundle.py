@@ -35,15 +35,19 @@ def add_(
 
     must_be_file(file)
 
-    async def send() -> Bundle:
+    async def send() -> tuple[Bundle, list[Bundle]]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.add_bundle(file)
+            return await farm.add_bundle(file), await farm.bundles()
 
-    _show([run_async(send)])
+    added, used = run_async(send)
+    _show([added])
+    if added not in used:
+        first = next(bundle for bundle in used if bundle.arch == added.arch)
+        print(f"It is kept and not used: the one of ExecuTorch {first.executorch}, which the farm lowers with, goes before it.")
 
 
 def list_bundles(server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
-    """The runner bundles of the farm, newest first; the newest one of an architecture is used."""
+    """The runner bundles of the farm, newest first: for each architecture the one that is used."""
     from etfarm.client.aio import AsyncFarm
 
     async def fetch() -> list[Bundle]:

@@ -61,7 +61,8 @@ class BundleMissing(FarmError):
 
 
 class Bundles:
-    """The farm's runner bundles; the newest one of an architecture is used."""
+    """The farm's runner bundles. For an architecture the newest one is used whose ExecuTorch is the one that the server lowers
+    with, since a program and its runtime belong together; where there is none, the newest of another."""
 
     def __init__(self, store: Store, database: Database, folder: Path) -> None:
         self._store = store
@@ -71,6 +72,7 @@ class Bundles:
         self._by_arch: dict[str, agent_pb2.RunnerBundle] = {}
         self._own_error: EtfarmError | None = None
         self._own_arch = platform.machine()
+        self._version = version("executorch").partition("+")[0]
         self.settled = asyncio.Event()
         """Set once the bundle of the server's own architecture is there or has failed."""
 
@@ -94,6 +96,9 @@ class Bundles:
                 self._use(bundle)
 
     def _use(self, bundle: agent_pb2.RunnerBundle) -> None:
+        former = self._by_arch.get(bundle.arch)
+        if former is not None and former.executorch_version == self._version != bundle.executorch_version:
+            return
         self._by_arch.pop(bundle.arch, None)  # so that the dict is in the order of adding
         self._by_arch[bundle.arch] = bundle
 
@@ -129,7 +134,7 @@ class Bundles:
         )
 
     async def add(self, digest: str) -> agent_pb2.RunnerBundle:
-        """Offers a stored bundle.
+        """Offers a stored bundle. It may be that another one goes before it: see `get`.
 
         Raises:
             ArtifactMissing: it is not stored.
