@@ -162,7 +162,9 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class DeviceUpdate(_message.Message):
-    """A device that came or changed. Its inventory replaces what was known."""
+    """A device that came or changed. Its inventory replaces what was known. Where another live agent serves it, it is left out: of two
+    agents that know a phone, the one that can serve it says what it is, so one with a `problem` gives way to one without.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -184,6 +186,8 @@ Global___DeviceUpdate: _TypeAlias = DeviceUpdate  # noqa: Y015
 
 @_typing.final
 class DeviceGone(_message.Message):
+    """A device that left. What runs on it is lost and placed again; a result that comes later is acknowledged and not read."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DEVICE_ID_FIELD_NUMBER: _builtins.int

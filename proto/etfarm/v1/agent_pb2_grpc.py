@@ -65,7 +65,7 @@ class AgentServiceServicer(object):
         INVALID_ARGUMENT     NO_HELLO: the first message is another.
         FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: update the agent; metadata has `supported`.
         ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
-        DEVICE_SERVED: another live agent serves one of its devices.
+        DEVICE_SERVED: another live agent serves its devices. Of several, those are left out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

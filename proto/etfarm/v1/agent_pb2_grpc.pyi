@@ -47,7 +47,7 @@ class AgentServiceStub:
       INVALID_ARGUMENT     NO_HELLO: the first message is another.
       FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: update the agent; metadata has `supported`.
       ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
-                           DEVICE_SERVED: another live agent serves one of its devices.
+                           DEVICE_SERVED: another live agent serves its devices. Of several, those are left out.
     """
     ServeSession: _grpc.StreamStreamMultiCallable[_agent_pb2.SessionReply, _agent_pb2.SessionCall]
     """The calls of a session, beside Connect so that their tensors never delay a heartbeat. The agent opens it once the program
@@ -82,7 +82,7 @@ class AgentServiceAsyncStub(AgentServiceStub):
       INVALID_ARGUMENT     NO_HELLO: the first message is another.
       FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: update the agent; metadata has `supported`.
       ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
-                           DEVICE_SERVED: another live agent serves one of its devices.
+                           DEVICE_SERVED: another live agent serves its devices. Of several, those are left out.
     """
     ServeSession: _aio.StreamStreamMultiCallable[_agent_pb2.SessionReply, _agent_pb2.SessionCall]  # type: ignore[assignment]
     """The calls of a session, beside Connect so that their tensors never delay a heartbeat. The agent opens it once the program
@@ -120,7 +120,7 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
           INVALID_ARGUMENT     NO_HELLO: the first message is another.
           FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: update the agent; metadata has `supported`.
           ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
-                               DEVICE_SERVED: another live agent serves one of its devices.
+                               DEVICE_SERVED: another live agent serves its devices. Of several, those are left out.
         """
 
     @_abc_1.abstractmethod

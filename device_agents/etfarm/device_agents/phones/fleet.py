@@ -160,8 +160,8 @@ class Fleet:
         self._known[serial] = device
         if device.arch not in _ARCHES:
             raise PhoneUnsupported(serial, device.arch)
-        claim = await Claim.take(self._adb, serial, ROOT, f"agent {self._agent_id} on {socket.gethostname()}")
         phone = Phone(self._adb, serial, device, self._config)
+        claim = await Claim.take(self._adb, serial, ROOT, f"agent {self._agent_id} on {socket.gethostname()}")
         try:
             await phone.folder.open()
             await phone.look()
