@@ -42,7 +42,7 @@ def test_devices_that_differ_are_refused_by_name() -> None:
 
 def test_devices_that_are_away_do_not_count() -> None:
     away = replace(PIS[0], state=DeviceState.OFFLINE)
-    with pytest.raises(EtfarmError, match=r"'arch=aarch64': 1, and 2 are wanted; pi-a is known and not here\."):
+    with pytest.raises(EtfarmError, match=r"'arch=aarch64': 1, and 2 are wanted; pi-a is known and cannot be used now\."):
         choose([away, PIS[1]], 2, "arch=aarch64")
     with pytest.raises(EtfarmError, match="0, and 1 are wanted"):
         choose([away], None)

@@ -16,6 +16,7 @@ from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.execute import Attempt
 from etfarm.device_agents.gates import GateLimits
 from etfarm.device_agents.interleave import InterleavedAttempt
+from etfarm.device_agents.machine import Machine
 from etfarm.device_agents.runners.python import PythonRunner
 from etfarm.v1 import agent_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest, tensors
@@ -57,9 +58,9 @@ async def attempt(
         attempt_id="a", device_id="d", candidates=candidates, deadline_s=deadline_s,
         measurement=job_pb2.Measurement(**QUICK, interleave=interleave),
     )  # fmt: skip
-    device, cache = inventory.parse(inventory.collect()), Cache(folder / "cache", 1 << 30)
+    machine, cache = Machine(config, inventory.parse(inventory.collect())), Cache(folder / "cache", 1 << 30)
     kind = InterleavedAttempt if interleave else Attempt
-    result = await kind(config, device, cache, folder / "run", start, lambda progress: None).run()
+    result = await kind(config, machine, cache, folder / "run", start, lambda progress: None).run()
     assert not (folder / "run").exists()
     assert not [child for child in psutil.Process().children(recursive=True) if "runner" in child.name()]
     return list(result.candidates)
