@@ -71,7 +71,9 @@ class Fleet:
         self._known: dict[str, device_pb2.Device] = {}
         """What phones are that were recognized, by serial."""
         self._announced: dict[str, str] = {}
-        """The device that each serial's phone is told as. A phone by cable and Wi-Fi is listed twice, and is one device."""
+        """The device that each serial's phone is told as."""
+        self._served: dict[str, str] = {}
+        """Those that can be given runs. A phone by cable and Wi-Fi is listed twice, and is one device by one of the two."""
         self._rescues: dict[str, asyncio.Task[None]] = {}
         self._told: dict[str, str] = {}
         """Why phones cannot be served, as it was logged last, by serial."""
@@ -155,7 +157,7 @@ class Fleet:
         device.agent_id = self._agent_id
         device.name = "-".join(part for part in (self._config.name, device.name) if part)
         device.labels.update(self._config.labels)
-        if device.id in (other for known, other in self._announced.items() if known != serial):
+        if self._is_served_by_another(serial, device.id):
             raise PhoneListedTwice(serial, device.id)
         self._known[serial] = device
         if device.arch not in _ARCHES:
@@ -167,18 +169,25 @@ class Fleet:
             await phone.look()
             await self._try_runner(phone)
             await self._announce(serial, device.id)
+            self._served[serial] = device.id
             self._agent.attach(phone)
             self._told.pop(serial, None)
             log.info("serving the phone %s as %s (%s)", serial, device.name, device.id)
             await self._watch(phone, claim)
         finally:
             phone.gone = True
-            if self._announced.get(serial) == device.id:
+            if self._served.pop(serial, None) is not None:
                 await self._agent.detach(device.id, "adb does not reach it any more")
             claim.release()
 
+    def _is_served_by_another(self, serial: str, device_id: str) -> bool:
+        return any(served == device_id for known, served in self._served.items() if known != serial)
+
     async def _announce(self, serial: str, device_id: str) -> None:
         """What is told of the phone from here on is told of that device, and not of another."""
+        for other in [known for known, told in self._announced.items() if told == device_id]:
+            # An entry of a port that the phone had before, for example, which adb still lists as offline.
+            del self._announced[other]
         former = self._announced.get(serial)
         self._announced[serial] = device_id
         if former not in (None, device_id):
@@ -227,9 +236,7 @@ class Fleet:
             told.CopyFrom(known)
         told.agent_id = self._agent_id
         told.problem.CopyFrom(to_proto(error))
-        if not isinstance(error, PhoneListedTwice) and told.id not in (
-            other for known_as, other in self._announced.items() if known_as != serial
-        ):
+        if not isinstance(error, PhoneListedTwice) and not self._is_served_by_another(serial, told.id):
             await self._announce(serial, told.id)
             await self._agent.trouble(told)
         # Of one that is gone adb knows, and has it back as soon as it can be.
