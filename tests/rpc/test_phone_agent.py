@@ -291,4 +291,5 @@ async def test_the_adb_server_may_go_and_come(server: Server, launch: Launch, ad
     known = len(connection.received)
     adb_phone.start_server()
     await adb_phone.connect()
-    await connection.until(lambda m: m.device_update.device.id == device_id, known)
+    back = await connection.until(lambda m: m.device_update.device.id == device_id, known)
+    assert not back.device_update.device.HasField("problem")
