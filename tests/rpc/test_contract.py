@@ -275,7 +275,9 @@ async def test_an_agents_device_comes_goes_and_stays_known(channel: grpc.aio.Cha
         response_deserializer=agent_pb2.ServerMessage.FromString,
     )
     device = device_pb2.Device(id="contract-pi", name="board", arch="aarch64")
-    hello = agent_pb2.Hello(agent_id="agent-1", protocol_version=1, devices=[device], active_attempts=["long gone"])
+    hello = agent_pb2.Hello(
+        agent_id="agent-1", protocol_version=1, devices=[device], active_attempts=["long gone"], boot_id="here"
+    )
 
     async def state() -> int:
         (found,) = await call(channel, "DeviceService.Get", device_pb2.GetDeviceRequest(device_id="contract-pi"))
@@ -291,6 +293,13 @@ async def test_an_agents_device_comes_goes_and_stays_known(channel: grpc.aio.Cha
         error, _ = await refusal(channel, "AgentService.Connect", agent_pb2.AgentMessage(hello=hello))
         assert error.reason == "AGENT_CONNECTED"
         assert await state() == device_pb2.DEVICE_STATE_IDLE
+        # From another machine, or after a reboot: it has to wait for what the first one says.
+        moved = agent_pb2.Hello(agent_id="agent-1", protocol_version=1, boot_id="elsewhere")
+        copy = asyncio.create_task(refusal(channel, "AgentService.Connect", agent_pb2.AgentMessage(hello=moved)))
+        while not copy.done():
+            await stream.write(agent_pb2.AgentMessage(heartbeat=agent_pb2.Heartbeat()))
+            await asyncio.wait([copy], timeout=0.1)
+        assert (await copy)[0].reason == "AGENT_CONNECTED"
         late = agent_pb2.RunResult(attempt_id="late")
         for _ in range(2):  # a result that nobody waits for is acknowledged every time
             await stream.write(agent_pb2.AgentMessage(run_result=late))

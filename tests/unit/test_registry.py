@@ -42,11 +42,11 @@ class World:
     def now(self) -> datetime:
         return datetime.fromtimestamp(self.seconds, UTC)
 
-    def session(self, agent: str = "agent") -> AgentSession:
-        return AgentSession(agent, "", lambda: self.seconds)
+    def session(self, agent: str = "agent", boot: str = "") -> AgentSession:
+        return AgentSession(agent, boot, lambda: self.seconds)
 
-    async def connect(self, *devices: str, agent: str = "agent", **hello: list[str]) -> AgentSession:
-        session = self.session(agent)
+    async def connect(self, *devices: str, agent: str = "agent", boot: str = "", **hello: list[str]) -> AgentSession:
+        session = self.session(agent, boot)
         said = [Device(id=name, name=f"board-{name}", arch="aarch64") for name in devices]
         await self.registry.connect(session, Hello(agent_id=agent, devices=said, **hello))  # type: ignore[arg-type]
         return session
@@ -172,6 +172,31 @@ async def test_a_second_agent_of_an_id_is_refused_beside_a_live_one_and_replaces
     assert not first.is_alive()
     await world.registry.disconnect(first)
     assert world.states() == {"pi": IDLE}, "the former connection's end is not the new one's"
+
+
+async def test_a_machine_that_was_started_again_replaces_who_is_not_heard_again(world: World) -> None:
+    former = await world.connect("pi", boot="monday")
+    world.seconds += 10
+    waiting = [asyncio.create_task(world.connect("pi", boot="tuesday")) for _ in range(2)]
+    done, _ = await asyncio.wait(waiting, timeout=0.2)
+    assert not done and world.registry.session_of("pi") is former
+    world.seconds += 3 * HEARTBEAT_INTERVAL_S
+    former.end()  # As whoever listens to it does after so long a silence.
+    sessions = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(session) for session in sessions] == [AgentSession, AgentConnected], "of two, one"
+    assert world.registry.session_of("pi") is sessions[0]
+    assert sessions[0].silence_left_s() == 3 * HEARTBEAT_INTERVAL_S, "who waited was not silent"  # type: ignore[union-attr]
+
+
+async def test_a_copy_of_a_data_folder_on_another_machine_is_refused_once_the_other_is_heard(world: World) -> None:
+    first = await world.connect("pi", boot="here")
+    waiting = asyncio.create_task(world.connect("pi", boot="there"))
+    done, _ = await asyncio.wait([waiting], timeout=0.2)
+    assert not done
+    first.heard()
+    with pytest.raises(AgentConnected, match="--data"):
+        await waiting
+    assert world.registry.session_of("pi") is first
 
 
 async def test_a_run_survives_a_reconnection_that_still_has_it(world: World) -> None:

@@ -37,7 +37,8 @@ class AgentServiceStub:
     """One stream for the life of a connection. The agent sends Hello first and nothing else before the server's Welcome.
 
     Identity is Hello.agent_id, never the peer's address. A second stream of an id replaces one whose heartbeats have
-    stopped and is refused beside a live one. Every run message names its attempt and its device.
+    stopped and is refused beside a live one. Where Hello.boot_id differs the Welcome or the refusal comes once the other was
+    heard or is taken for dead: a machine that lost its power told nobody. Every run message names its attempt and its device.
 
     A RunResult is sent again after each reconnection until the server's Ack came: the server may hear it several times and
     acknowledges every time. An attempt that Hello does not list as active and for which no result comes is taken for lost,
@@ -72,7 +73,8 @@ class AgentServiceAsyncStub(AgentServiceStub):
     """One stream for the life of a connection. The agent sends Hello first and nothing else before the server's Welcome.
 
     Identity is Hello.agent_id, never the peer's address. A second stream of an id replaces one whose heartbeats have
-    stopped and is refused beside a live one. Every run message names its attempt and its device.
+    stopped and is refused beside a live one. Where Hello.boot_id differs the Welcome or the refusal comes once the other was
+    heard or is taken for dead: a machine that lost its power told nobody. Every run message names its attempt and its device.
 
     A RunResult is sent again after each reconnection until the server's Ack came: the server may hear it several times and
     acknowledges every time. An attempt that Hello does not list as active and for which no result comes is taken for lost,
@@ -110,7 +112,8 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         """One stream for the life of a connection. The agent sends Hello first and nothing else before the server's Welcome.
 
         Identity is Hello.agent_id, never the peer's address. A second stream of an id replaces one whose heartbeats have
-        stopped and is refused beside a live one. Every run message names its attempt and its device.
+        stopped and is refused beside a live one. Where Hello.boot_id differs the Welcome or the refusal comes once the other was
+        heard or is taken for dead: a machine that lost its power told nobody. Every run message names its attempt and its device.
 
         A RunResult is sent again after each reconnection until the server's Ack came: the server may hear it several times and
         acknowledges every time. An attempt that Hello does not list as active and for which no result comes is taken for lost,

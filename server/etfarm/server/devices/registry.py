@@ -133,11 +133,16 @@ class Registry:
     async def connect(self, session: AgentSession, hello: agent_pb2.Hello) -> None:
         """Takes a new connection of an agent.
 
+        One from a machine that was started since the former connection waits for that to be heard again: who lost its power told
+        nobody, while two copies of a data folder are both alive.
+
         Raises:
             AgentConnected: another connection of the same agent is alive, or one of another agent with the same device.
         """
-        former = self._sessions.get(hello.agent_id)
-        if former is not None and former.is_alive():
+        while (former := self._sessions.get(hello.agent_id)) is not None and former.is_alive():
+            if "" != former.boot_id != session.boot_id != "" and not await former.is_heard_again():
+                session.heard()
+                continue
             raise AgentConnected(
                 f"Another process serves as agent {hello.agent_id}.",
                 "Stop it, or give this one a data folder of its own (--data).", agent_id=hello.agent_id,

@@ -30,11 +30,23 @@ class AgentSession:
         self._clock = clock
         self._outgoing: asyncio.Queue[agent_pb2.ServerMessage | None] = asyncio.Queue()
         self._heard_at = clock()
+        self._sign = asyncio.Event()
         self._ended = False
 
     def heard(self) -> None:
         """The agent said something."""
         self._heard_at = self._clock()
+        self._sign.set()
+
+    async def is_heard_again(self) -> bool:
+        """Waits for the agent's next sign of life, until it counts as dead if none comes."""
+        self._sign.clear()
+        try:
+            async with asyncio.timeout(max(self.silence_left_s(), 0)):
+                await self._sign.wait()
+        except TimeoutError:
+            return False
+        return self.is_alive()
 
     def is_alive(self) -> bool:
         """Whether the agent is connected and was heard lately."""
@@ -54,6 +66,7 @@ class AgentSession:
         if not self._ended:
             self._ended = True
             self._outgoing.put_nowait(None)
+            self._sign.set()
 
     async def outgoing(self) -> AsyncIterator[agent_pb2.ServerMessage]:
         """The messages to send, until the end."""
