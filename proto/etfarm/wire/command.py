@@ -23,11 +23,14 @@ SUMMARIES = {
     "history": "show how the reports of a model went over time, and what changed",
     "compare": "compare two jobs or report files, with a gate for scripts",
     "bundle": "build, add and list the runners that devices are sent",
+    "bundle.build": "make a runner for an architecture, from the executorch wheel and a compiler",
+    "bundle.add": "give a runner to the farm, for the devices that match it",
+    "bundle.list": "show the farm's runners with their architecture, ExecuTorch, backends and size",
     "serve": "run the compile server",
     "agent": "serve this machine as a device",
     "up": "keep the embedded farm of this user running",
 }
-"""What `etfarm --help` says of each command, so that it need not load them."""
+"""What `etfarm --help` says of each command, so that it need not load them; those with a dot are a command's own."""
 
 LATER = ("artifacts",)
 """Commands of later versions."""
@@ -90,9 +93,12 @@ def _unknown(commands: dict[str, EntryPoint], arguments: list[str]) -> int:
         return 2
     inner = sorted(name.partition(".")[2] for name in commands if name.startswith(f"{arguments[0]}."))
     if inner:
-        wants_help = len(arguments) > 1 and arguments[1] in ("-h", "--help")
-        print(f"usage: etfarm {arguments[0]} {{{','.join(inner)}}} ...", file=sys.stdout if wants_help else sys.stderr)
-        return 0 if wants_help else 2
+        usage = f"usage: etfarm {arguments[0]} {{{','.join(inner)}}} ..."
+        if len(arguments) > 1 and arguments[1] in ("-h", "--help"):
+            print(f"{usage}\n\n{SUMMARIES[arguments[0]].capitalize()}.\n\n{_rows(inner, f'{arguments[0]}.')}")
+            return 0
+        print(f"{usage}\nSee `etfarm {arguments[0]} --help`.", file=sys.stderr)
+        return 2
     import difflib
 
     near = difflib.get_close_matches(arguments[0], {name.partition(".")[0] for name in commands}, n=1)
@@ -101,12 +107,15 @@ def _unknown(commands: dict[str, EntryPoint], arguments: list[str]) -> int:
     return 2
 
 
+def _rows(names: list[str], prefix: str = "") -> str:
+    width = max(map(len, names))
+    return "\n".join(f"  {name:<{width}}  {SUMMARIES[prefix + name]}" for name in names)
+
+
 def _help() -> str:
-    width = max(map(len, SUMMARIES))
-    rows = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in SUMMARIES.items())
     return (
         "usage: etfarm COMMAND ...\n\nA device farm for ExecuTorch that you host yourself.\n\n"
-        f"{rows}\n\n`etfarm COMMAND --help` tells more. Without --server or ETFARM_SERVER a command uses a farm of its own\n"
+        f"{_rows([name for name in SUMMARIES if '.' not in name])}\n\n`etfarm COMMAND --help` tells more. Without --server or ETFARM_SERVER a command uses a farm of its own\n"
         "and leaves nothing running."
     )
 
