@@ -116,7 +116,7 @@ def test_help_needs_the_standard_library_only() -> None:
     done = python("-I", "-S", "-c", code)
     assert done.returncode == 0, done.stderr
     for name, summary in command.SUMMARIES.items():
-        assert any(line.split(maxsplit=1) == [name, summary] for line in done.stdout.splitlines())
+        assert "." in name or any(line.split(maxsplit=1) == [name, summary] for line in done.stdout.splitlines())
 
 
 BLOCKED = """

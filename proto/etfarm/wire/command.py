@@ -115,8 +115,8 @@ def _rows(names: list[str], prefix: str = "") -> str:
 def _help() -> str:
     return (
         "usage: etfarm COMMAND ...\n\nA device farm for ExecuTorch that you host yourself.\n\n"
-        f"{_rows([name for name in SUMMARIES if '.' not in name])}\n\n`etfarm COMMAND --help` tells more. Without --server or ETFARM_SERVER a command uses a farm of its own\n"
-        "and leaves nothing running."
+        f"{_rows([name for name in SUMMARIES if '.' not in name])}\n\n"
+        "`etfarm COMMAND --help` tells more. Without --server or ETFARM_SERVER a command uses a farm of its own\nand leaves nothing running."
     )
 
 
