@@ -116,7 +116,8 @@ def _help() -> str:
     return (
         "usage: etfarm COMMAND ...\n\nA device farm for ExecuTorch that you host yourself.\n\n"
         f"{_rows([name for name in SUMMARIES if '.' not in name])}\n\n"
-        "`etfarm COMMAND --help` tells more. Without --server or ETFARM_SERVER a command uses a farm of its own\nand leaves nothing running."
+        "`etfarm COMMAND --help` tells more. Without --server or ETFARM_SERVER a command uses a farm of its own\n"
+        "and leaves nothing running."
     )
 
 
