@@ -14,6 +14,7 @@ import pytest
 from etfarm.v1 import job_pb2
 from etfarm.wire.errors import Fault, Kind, error_of
 from tests.support.agent import LONG, WAIT_S, Launch, Server, gone, launch, server
+from tests.support.farm import PROMPTLY_S, wait_until
 
 __all__ = ["launch", "server"]
 
@@ -50,7 +51,7 @@ async def test_artifacts_are_fetched_once_also_by_the_next_process(server: Serve
 async def test_a_run_survives_a_server_that_restarts(server: Server, launch: Launch) -> None:
     await launch()
     connection = await server.connected()
-    connection.start("a1", server.candidate("conv"), measurement=job_pb2.Measurement(min_time_s=3), deadline_s=60)
+    connection.start("a1", server.candidate("conv"), measurement=job_pb2.Measurement(min_time_s=8), deadline_s=60)
     await connection.phase("TIMED")
     await server.stop()
     await server.start()
@@ -135,8 +136,8 @@ async def test_an_agent_that_waited_for_the_server_has_one_connection(server: Se
     await server.stop()
     agent = await launch()
     assert await agent.line() == f"etfarm agent: connecting to {server.address}"
-    await asyncio.sleep(2)  # a few tries
-    assert "does not answer" in agent.log
+    assert await asyncio.to_thread(wait_until, lambda: "does not answer" in agent.log)
+    await asyncio.sleep(1)  # a few tries more
     await server.start()
     connection = await server.connected()
     # gRPC itself comes back within two seconds where a channel was left over.
@@ -171,9 +172,9 @@ async def test_an_agent_that_is_stopped_says_goodbye_and_leaves_nothing(server: 
     else:
         agent.process.send_signal(signal.Signals[how])
     assert await agent.ended() == 0
-    assert time.monotonic() - stopped_s < 2.0
+    assert time.monotonic() - stopped_s < PROMPTLY_S
     await connection.until(lambda m: m.HasField("goodbye"))
-    await gone(runner, 0.5)
+    await gone(runner, PROMPTLY_S)
 
 
 async def test_no_runner_outlives_an_agent_that_is_killed(server: Server, launch: Launch) -> None:
@@ -183,6 +184,6 @@ async def test_no_runner_outlives_an_agent_that_is_killed(server: Server, launch
     await connection.phase("TIMED")
     (runner,) = agent.runners()
     agent.process.kill()
-    await gone(runner, 1.0)
+    await gone(runner, PROMPTLY_S)
     await launch()
     assert not (await server.connected()).hello.active_attempts

@@ -25,7 +25,7 @@ from etfarm.wire.errors import EtfarmError
 
 DATA = os.urandom(3 * CHUNK_BYTES + 12_345)
 ARTIFACT = artifact_of(DATA)
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Served:

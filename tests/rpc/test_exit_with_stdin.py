@@ -21,7 +21,7 @@ def test_a_daemon_whose_stdin_has_ended_already_ends_in_order(daemon: str, stdin
     command = [sys.executable, "-m", "etfarm.wire.command", *DAEMONS[daemon], "--data", str(tmp_path / "data")]
     with (tmp_path / stdin).open("rb") as source:  # an absolute name stays what it is
         done = subprocess.run(
-            [*command, "--exit-with-stdin"], stdin=source, capture_output=True, text=True, timeout=60, check=False
+            [*command, "--exit-with-stdin"], stdin=source, capture_output=True, text=True, timeout=120, check=False
         )
     assert "Traceback" not in done.stderr
     assert done.returncode == 0, done.stderr

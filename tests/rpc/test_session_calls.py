@@ -32,7 +32,10 @@ from tests.support.farm import Daemon
 from tests.support.programs import program
 from tests.support.runner import runner_archive
 
-WAIT_S = 60.0
+WAIT_S = 120.0
+"""An answer may have to wait until the compile workers are warm, on a busy machine."""
+BEAT_S = 3.0
+"""After which an agent with nothing to say tells that it lives: whoever is silent for 15 s is taken for dead."""
 SOON_S = 0.3
 """After which what has not come is not on its way."""
 
@@ -74,7 +77,7 @@ class Agent:
         hello = agent_pb2.Hello(agent_id=name, protocol_version=1, devices=self.devices, boot_id=boot_id())
         self.outgoing: asyncio.Queue[agent_pb2.AgentMessage | None] = asyncio.Queue()
         self.outgoing.put_nowait(agent_pb2.AgentMessage(hello=hello))
-        self.stream = self.stub.Connect(_each(self.outgoing))
+        self.stream = self.stub.Connect(_beating(self.outgoing))
 
     async def started(self) -> agent_pb2.StartRun:
         """The next run that it is asked for."""
@@ -127,6 +130,18 @@ class Serving:
     def end(self) -> None:
         """Closes its side."""
         self._outgoing.put_nowait(None)
+
+
+async def _beating(queue: asyncio.Queue[agent_pb2.AgentMessage | None]) -> AsyncIterator[agent_pb2.AgentMessage]:
+    """The queue's messages, and heartbeats where none comes."""
+    while True:
+        try:
+            message = await asyncio.wait_for(queue.get(), BEAT_S)
+        except TimeoutError:
+            message = agent_pb2.AgentMessage(heartbeat=agent_pb2.Heartbeat())
+        if message is None:
+            return
+        yield message
 
 
 async def _each(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:

@@ -17,8 +17,10 @@ from etfarm.client import Farm
 from etfarm.device_agents.own_runners import REMEMBERED
 from tests.support.runner import know_own_runners, runner_archive
 
-START_S = 60.0
+START_S = 120.0
 """How long a process may take until it says the line that is waited for, on a busy machine."""
+PROMPTLY_S = 15.0
+"""For what must happen at once: far below what would end it otherwise, and virtual machines stand still for seconds."""
 
 
 class Daemon:
@@ -85,7 +87,7 @@ class Daemon:
             with suppress(BrokenPipeError):
                 self.process.stdin.close()
             try:
-                self.process.wait(timeout=20)
+                self.process.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -194,7 +196,7 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     """Whether `condition` comes true in time; for what no event tells of (other processes in /proc)."""
     waiting = threading.Event()
     for _ in range(int(timeout_s / 0.02)):

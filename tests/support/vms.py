@@ -31,7 +31,7 @@ from tests.support.images.kept import SOURCES
 from tests.support.images.kernel import Image
 from tests.support.images.phone import phone_image
 
-START_S: Final = 90.0
+START_S: Final = 180.0
 """How long a machine may take to a line on its console. It takes 4 s to its shell, where nothing else runs."""
 SERVER: Final = "10.0.2.100:5000"
 """Where a machine finds the server: a connection there ends at a port of this one."""
@@ -235,7 +235,7 @@ class Board(Machine):
         """Ends it, and what it left of connections."""
         self.power_cut()
         (self._link / "dark").unlink(missing_ok=True)
-        _, alive = psutil.wait_procs(self._relays, timeout=10)
+        _, alive = psutil.wait_procs(self._relays, timeout=30)
         assert not alive, alive
 
     def agent(self) -> int:
