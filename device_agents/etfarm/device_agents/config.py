@@ -45,7 +45,10 @@ class PhoneOptions:
     settle_s: float = 2.0
     """How long a phone that just came may be in a state of adb's in which nothing can be run, before that is told."""
     retry_s: float = 5.0
-    """Before another try to serve a phone that could not be served."""
+    """Before another try to serve a phone that could not be served ..."""
+    retry_last_s: float = 120.0
+    """... which doubles up to this: a try starts a dozen processes on the phone. One that is plugged in again, or whose state
+    changes, is tried at once."""
     farm_s: float = 10.0
     """How long the farm may take to say which runners it has."""
 

@@ -27,6 +27,7 @@ from etfarm.device_agents.phones.errors import (
     PhoneUnsupported,
 )
 from etfarm.device_agents.phones.folder import ROOT
+from etfarm.device_agents.phones.patience import Patience
 from etfarm.device_agents.phones.phone import Phone, recognize
 from etfarm.device_agents.provisions import try_out
 from etfarm.v1 import device_pb2, farm_pb2
@@ -75,8 +76,10 @@ class Fleet:
         self._served: dict[str, str] = {}
         """Those that can be given runs. A phone by cable and Wi-Fi is listed twice, and is one device by one of the two."""
         self._rescues: dict[str, asyncio.Task[None]] = {}
-        self._told: dict[str, str] = {}
-        """Why phones cannot be served, as it was logged last, by serial."""
+        self._patience: dict[str, Patience] = {}
+        """With phones that could not be served, by serial."""
+        self._rescued: set[str] = set()
+        """Phones that are plugged in anew by this agent, and not by anybody else."""
 
     async def find_server(self) -> None:
         """Makes sure that there is an adb server.
@@ -88,17 +91,18 @@ class Fleet:
 
     async def run(self) -> None:
         """Follows the adb server's list until it is cancelled; an adb server that is gone is started again."""
-        pauses = self._config.pauses()
+        pauses, said = self._config.pauses(), ""
         try:
             while True:
                 try:
                     await self._adb.start_server()
                     async with aclosing(self._adb.track()) as lists:
                         async for listed in lists:
-                            pauses = self._config.pauses()
+                            pauses, said = self._config.pauses(), ""
                             await self._take({phone.serial: phone for phone in listed})
                 except EtfarmError as error:
-                    log.warning("%s Trying again.", error)
+                    if said != (said := str(error)):
+                        log.warning("%s Trying again.", error)
                 except Exception:
                     # Without this loop the agent would have no phones for good.
                     log.exception("the phones cannot be followed")
@@ -112,6 +116,12 @@ class Fleet:
     async def _take(self, listed: dict[str, Listed]) -> None:
         """Begins and ends to serve phones as the list says; what ends has ended afterwards."""
         changed = {serial for serial in {*self._listed, *listed} if self._listed.get(serial) != listed.get(serial)}
+        for serial in listed.keys() - self._listed.keys():
+            if serial in self._rescued:
+                # What did not help before is not tried more often for that.
+                self._rescued.discard(serial)
+            else:
+                self._patience.pop(serial, None)
         self._listed = listed
         ending = [task for serial in changed if (task := self._serving.pop(serial, None)) is not None]
         for task in ending:
@@ -123,7 +133,7 @@ class Fleet:
 
     async def _serve(self, listed: Listed) -> None:
         """One phone, as long as adb says the same of it."""
-        serial, pauses = listed.serial, self._config.pauses()
+        serial = listed.serial
         try:
             while True:
                 try:
@@ -132,9 +142,10 @@ class Fleet:
                     await self._trouble(listed, error)
                 except Exception as error:
                     # A bug must not leave the other phones alone.
-                    log.exception("the phone %s cannot be served", serial)
-                    await self._trouble(listed, AgentFailed(f"The agent failed: {type(error).__name__}: {error}."))
-                await asyncio.sleep(self._options.retry_s + next(pauses))
+                    failed = AgentFailed(f"The agent failed: {type(error).__name__}: {error}.")
+                    if self._patience_with(serial).is_new(str(failed)):
+                        log.exception("the phone %s cannot be served", serial)
+                    await self._trouble(listed, failed)
         finally:
             # One that is in another state now is still there, until more is known of it.
             if serial not in self._listed and (device_id := self._announced.pop(serial, None)) is not None:
@@ -148,9 +159,10 @@ class Fleet:
         """
         serial = listed.serial
         if listed.state is not State.DEVICE:
-            # This ends where another state comes.
             await asyncio.sleep(self._options.settle_s)
-            raise PhoneNotReady(listed)
+            await self._tell(listed, PhoneNotReady(listed))
+            # Another state ends this.
+            await asyncio.Event().wait()
         if "shell_v2" not in await self._adb.features(serial):
             raise PhoneTooOld(serial)
         device = await recognize(self._adb, serial)
@@ -171,7 +183,7 @@ class Fleet:
             await self._announce(serial, device.id)
             self._served[serial] = device.id
             self._agent.attach(phone)
-            self._told.pop(serial, None)
+            self._patience.pop(serial, None)
             log.info("serving the phone %s as %s (%s)", serial, device.name, device.id)
             await self._watch(phone, claim)
         finally:
@@ -226,10 +238,25 @@ class Fleet:
             await asyncio.wait(lost)
 
     async def _trouble(self, listed: Listed, error: EtfarmError) -> None:
-        """Tells the farm why a phone cannot be served, and tries what may help."""
+        """Tells the farm why a phone cannot be served, tries what may help, and returns when it is time for another try."""
         serial = listed.serial
-        if self._told.get(serial) != str(error):
-            self._told[serial] = str(error)
+        await self._tell(listed, error)
+        patience = self._patience_with(serial)
+        pause_s = patience.pause_s()
+        # Of one that is gone adb knows, and has it back as soon as it can be.
+        if isinstance(error, PhoneSilent):
+            if patience.tries > 1:
+                # A new connection did not help before.
+                await asyncio.sleep(pause_s)
+            rescue = self._rescues.get(serial)
+            if rescue is None or rescue.done():
+                self._rescues[serial] = asyncio.create_task(self._rescue(serial), name=f"rescue of {serial}")
+        await asyncio.sleep(pause_s)
+
+    async def _tell(self, listed: Listed, error: EtfarmError) -> None:
+        """Tells the farm why a phone cannot be served, and people once."""
+        serial = listed.serial
+        if self._patience_with(serial).is_new(str(error)):
             log.warning("%s", error)
         told = device_pb2.Device(id=serial, name=listed.model or serial)
         if (known := self._known.get(serial)) is not None:
@@ -239,22 +266,21 @@ class Fleet:
         if not isinstance(error, PhoneListedTwice) and not self._is_served_by_another(serial, told.id):
             await self._announce(serial, told.id)
             await self._agent.trouble(told)
-        # Of one that is gone adb knows, and has it back as soon as it can be.
-        if listed.state is State.DEVICE and isinstance(error, PhoneSilent):
-            rescue = self._rescues.get(serial)
-            if rescue is None or rescue.done():
-                self._rescues[serial] = asyncio.create_task(self._rescue(serial), name=f"rescue of {serial}")
+
+    def _patience_with(self, serial: str) -> Patience:
+        return self._patience.setdefault(serial, Patience(self._options.retry_s, self._options.retry_last_s))
 
     async def _rescue(self, serial: str) -> None:
         """Gives a phone a new connection. It is off adb's list meanwhile, so this is nothing that its serving does itself."""
-        pauses, said = self._config.pauses(), ""
+        pauses = self._config.pauses()
+        self._rescued.add(serial)
         for _ in range(_RESCUES):
             try:
                 await self._adb.reconnect(serial)
                 return
             except EtfarmError as error:
-                if said != (said := str(error)):
-                    log.info("%s", said)
+                if self._patience_with(serial).is_new(str(error)):
+                    log.info("%s", error)
             await asyncio.sleep(self._options.retry_s + next(pauses))
 
     async def _own_runner(self, phone: Phone) -> device_pb2.DeviceRunner:

@@ -1,0 +1,137 @@
+"""How phones are followed, in this process, by the real adb server and adbd: which are tried when, and who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etfarm.device_agents.agent import Agent, DataFolder
+from etfarm.device_agents.cache import Cache
+from etfarm.device_agents.config import AgentConfig, PhoneOptions
+from etfarm.device_agents.phones.fleet import Fleet
+from etfarm.v1 import agent_pb2
+from etfarm.wire.channel import Access
+from tests.support.adbd import AdbPhone
+from tests.support.agent import WAIT_S, Server, server
+from tests.support.farm import wait_until
+
+__all__ = ["server"]
+
+pytestmark = pytest.mark.boards
+
+NEVER_S = 1e6
+"""A pause that no test outlives."""
+
+
+class Heard:
+    """What the agent tells the farm."""
+
+    def __init__(self) -> None:
+        self.messages: list[agent_pb2.AgentMessage] = []
+        self._changed = asyncio.Event()
+
+    def __call__(self, message: agent_pb2.AgentMessage) -> None:
+        self.messages.append(message)
+        self._changed.set()
+
+    async def until(self, which: Callable[[agent_pb2.AgentMessage], bool], after: int = 0) -> agent_pb2.AgentMessage:
+        """The first message after `after` others that `which` holds of."""
+        async with asyncio.timeout(WAIT_S):
+            while not (found := [message for message in self.messages[after:] if which(message)]):
+                self._changed.clear()
+                await self._changed.wait()
+        return found[0]
+
+
+@asynccontextmanager
+async def followed(phone: AdbPhone, server: Server, data: Path, **options: Any) -> AsyncIterator[Heard]:
+    """A fleet that follows the phone's adb server."""
+    config = AgentConfig(Access(server.address), "", data, phones=PhoneOptions(**options))
+    folder, heard = DataFolder(data), Heard()
+    cache = Cache(data / "cache", config.cache_limit_bytes)
+    agent = Agent(config, folder, cache, heard)
+    following = asyncio.create_task(Fleet(phone.server, agent, folder.agent_id(), cache, config).run())
+    try:
+        yield heard
+    finally:
+        await agent.close()
+        following.cancel()
+        await asyncio.wait({following})
+        folder.close()
+    assert following.cancelled()
+
+
+def is_served(message: agent_pb2.AgentMessage) -> bool:
+    return message.HasField("device_update") and not message.device_update.device.HasField("problem")
+
+
+def tells(reason: str) -> Callable[[agent_pb2.AgentMessage], bool]:
+    return lambda message: message.device_update.device.problem.reason == reason
+
+
+def answer_getprop(phone: AdbPhone, script: str) -> Path:
+    """Makes `getprop` of the phone a shell script, and gives its file."""
+    shim = phone.files / "system/bin/getprop"
+    shim.write_text(f"#!/bin/sh\n{script}\n")
+    shim.chmod(0o755)
+    return shim
+
+
+async def test_a_phone_that_cannot_be_served_is_told_once_however_often_it_is_tried(
+    server: Server, adb_phone: AdbPhone, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer_getprop(adb_phone, "echo '[ro.product.cpu.abilist]: [armeabi-v7a]'; echo tried >>/data/local/tmp/tries")
+    tries = adb_phone.files / "data/local/tmp/tries"
+    async with followed(adb_phone, server, tmp_path, retry_s=0.01, retry_last_s=0.02) as heard:
+        await heard.until(tells("PHONE_UNSUPPORTED"))
+        assert await asyncio.to_thread(wait_until, lambda: tries.read_text().count("tried") >= 5)
+    assert caplog.text.count("runs armv7l programs only") == 1
+    assert len([message for message in heard.messages if message.HasField("device_update")]) == 1
+
+
+async def test_a_phone_that_could_not_be_served_is_tried_at_once_when_it_is_plugged_in_again(
+    server: Server, adb_phone: AdbPhone, tmp_path: Path
+) -> None:
+    shim = answer_getprop(adb_phone, "echo '[ro.product.cpu.abilist]: [armeabi-v7a]'")
+    async with followed(adb_phone, server, tmp_path, retry_s=NEVER_S, retry_last_s=NEVER_S) as heard:
+        await heard.until(tells("PHONE_UNSUPPORTED"))
+        shim.unlink()
+        await adb_phone.disconnect()
+        await heard.until(lambda message: message.HasField("device_gone"))
+        await adb_phone.connect()
+        await heard.until(is_served)
+
+
+async def test_a_phone_is_tried_at_once_when_its_state_changes(server: Server, adb_phone: AdbPhone, tmp_path: Path) -> None:
+    adb_phone.kill_adbd()
+    async with followed(adb_phone, server, tmp_path, retry_s=NEVER_S, retry_last_s=NEVER_S, settle_s=0.0) as heard:
+        await heard.until(tells("PHONE_NOT_READY"))
+        adb_phone.start_adbd()
+        await heard.until(is_served)  # adb itself connects to it again, after a while
+        assert not [message for message in heard.messages if message.HasField("device_gone")]
+
+
+async def test_an_adb_server_that_is_away_is_told_once(
+    server: Server, adb_phone: AdbPhone, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adb_phone.kill_server()
+    connecting = asyncio.Event()
+    missing = adb_phone.server.start_server
+    seen = 0
+
+    async def counted() -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 4:
+            connecting.set()
+        await missing()
+
+    adb_phone.server.start_server = counted  # type: ignore[method-assign]
+    async with followed(adb_phone, server, tmp_path), asyncio.timeout(WAIT_S):
+        await connecting.wait()
+    assert caplog.text.count("No adb server answers") == 1
