@@ -132,6 +132,44 @@ async def test_a_phone_that_is_unplugged_fails_its_run_and_comes_back(
     assert not (await connection.result("a2")).candidates[0].HasField("error")
 
 
+async def test_a_phone_that_is_unplugged_when_all_files_are_here_loses_no_run(
+    server: Server, launch: Launch, adb_phone: AdbPhone
+) -> None:
+    connection, device_id = await ready(server, launch, adb_phone)
+    candidate = server.candidate("conv")
+    server.away = True
+    connection.start("a1", candidate, measurement=SHORT, deadline_s=60, device_id=device_id)
+    await connection.phase("UPLOAD")
+    await adb_phone.disconnect()
+    told = await connection.until(lambda m: m.device_update.device.HasField("problem"))
+    assert (told.device_update.device.id, told.device_update.device.problem.reason) == (device_id, "DEVICE_GONE")
+    # To be in adb's list again is no reason to end what is still sent.
+    await adb_phone.connect()
+    await adb_phone.disconnect()
+    server.away = False
+    result = await connection.result("a1")
+    assert not result.HasField("error") and not result.candidates[0].HasField("error"), result
+    assert close(outputs_of(server, result.candidates[0]), program("conv").expected)
+    assert result.candidates[0].etdump.digest in server.blobs
+    gone = await connection.until(lambda m: m.device_gone.device_id == device_id)
+    kinds = [message.WhichOneof("message") for message in connection.received]
+    assert kinds.index("run_result") < kinds.index("device_gone") == connection.received.index(gone)
+
+
+async def test_a_phone_that_is_unplugged_while_a_candidate_waits_for_it_fails_the_run(
+    server: Server, launch: Launch, adb_phone: AdbPhone
+) -> None:
+    connection, device_id = await ready(server, launch, adb_phone)
+    candidates = server.candidate("conv", "c1"), server.candidate("add", "c2")
+    server.away = True
+    connection.start("a1", *candidates, measurement=SHORT, deadline_s=60, device_id=device_id)
+    await connection.phase("UPLOAD")
+    await adb_phone.disconnect()
+    # By which the farm places it again.
+    result = await connection.result("a1")
+    assert (result.error.fault, result.error.reason) == (common_pb2.FAULT_DEVICE, "DEVICE_GONE")
+
+
 async def test_a_dead_link_is_noticed_though_adb_does_not(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
     connection, device_id = await ready(server, launch, adb_phone)
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id=device_id)

@@ -236,7 +236,7 @@ class Agent:
         self._tell(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=device)))
 
     async def trouble(self, device: device_pb2.Device) -> None:
-        """A device is there and can be given nothing: it has a `problem`. What runs on it has ended afterwards."""
+        """A device is there and can be given nothing: it has a `problem`. What runs on it has ended afterwards; see `detach`."""
         await self._end_runs(device.id, device.problem.message)
         if self._problems.get(device.id) == device:
             return
@@ -244,7 +244,8 @@ class Agent:
         self._tell(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=device)))
 
     async def detach(self, device_id: str, reason: str) -> None:
-        """A device went; what runs on it has ended afterwards, and fails by the device. Harmless where it is gone."""
+        """A device went. What runs on it has ended afterwards: it fails by the device, unless all that it gave is here already
+        and is sent first. Harmless where the device is gone."""
         if device_id not in self._targets and device_id not in self._problems:
             return
         try:
@@ -310,14 +311,20 @@ class Agent:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _end_runs(self, device_id: str, reason: str) -> None:
-        """No new attempt on the device; those that run fail by it."""
+        """No new attempt on the device; those that run fail by it, but for one whose files are all here."""
         target = self._targets.pop(device_id, None)
         if target is None:
             return
-        attempt = self._attempts.get(device_id)
+        attempt, gone = self._attempts.get(device_id), DeviceGone(target.device.name, reason)
         running = "" if attempt is None else attempt.start.attempt_id
-        if (task := self._tasks.get(running)) is not None and running not in self._cancelled:
-            self._cancelled[running] = DeviceGone(target.device.name, reason)
+        if attempt is not None and not attempt.needs_target:
+            # Nothing is to be placed there while the rest of it is sent.
+            leaving = device_pb2.Device(problem=to_proto(gone))
+            leaving.MergeFrom(target.device)
+            self._problems[device_id] = leaving
+            self._tell(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=leaving)))
+        elif (task := self._tasks.get(running)) is not None and running not in self._cancelled:
+            self._cancelled[running] = gone
             task.cancel()
         # Results that are being written down, too: the server does not hear of one once the device is gone.
         ending = {self._tasks[attempt_id] for attempt_id, place in self._places.items() if place == device_id}

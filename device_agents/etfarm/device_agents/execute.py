@@ -78,6 +78,16 @@ class Attempt:
         self.received_s = time.monotonic()
         self.phase = ""
         """What is under way."""
+        self._on_target = {candidate.cell_id for candidate in start.candidates}
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether something is still to be done there. Where not, all that is left is between this machine and the farm."""
+        return bool(self._on_target)
+
+    def left_target(self, cell_id: str) -> None:
+        """Nothing more is to be done there for a candidate."""
+        self._on_target.discard(cell_id)
 
     @property
     def timing(self) -> bool:
@@ -169,9 +179,15 @@ class Execution:
         """Does some of the candidate's work within the attempt's time; whether it went well. The result has the error if not."""
         error = await self._failure_of(work)
         if error is not None:
+            self._attempt.left_target(self._candidate.cell_id)
             self.result.error.CopyFrom(to_proto(error))
             self._tell(force=True)
         return error is None
+
+    def measured(self) -> None:
+        """All passes are over, but for the numerics pass where there is one."""
+        if not self._candidate.HasField("numerics_program"):
+            self._attempt.left_target(self._candidate.cell_id)
 
     async def _failure_of(self, work: Callable[[], Awaitable[None]]) -> EtfarmError | None:
         """What ended some of the candidate's work, which has the attempt's time; None where it went well."""
@@ -242,6 +258,7 @@ class Execution:
             async with self.start_runner() as runner:
                 await self.load(runner, cpus, again=True, instead=fetched, debug=True)
                 recorded = await numerics.record(runner, self.folder)
+        attempt.left_target(candidate.cell_id)
         with self.phase("UPLOAD"):
             given.etdump.CopyFrom(await self._transfers.upload(recorded.etdump))
             given.debug.CopyFrom(await self._transfers.upload(recorded.debug))
@@ -330,6 +347,7 @@ class Execution:
 
     async def upload(self, files: Files) -> None:
         """UPLOAD: the artifacts of the result."""
+        self.measured()
         with self.phase("UPLOAD"):
             self.result.outputs.CopyFrom(await self._transfers.upload(tensors.encode(files.outputs)))
             if files.samples is not None:

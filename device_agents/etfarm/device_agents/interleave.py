@@ -206,6 +206,8 @@ class InterleavedAttempt(Attempt):
             # A second cancellation must not leave runners of those that come later: the stopping goes on without us.
             await asyncio.shield(asyncio.gather(*(each.stop() for each in turns)))
         for execution in executions:
+            execution.measured()
+        for execution in executions:
             if not self._broken(turns) and (made := files.get(execution.result.cell_id)) is not None:
                 await execution.guarded(partial(execution.upload, made))
         for execution in executions:

@@ -50,6 +50,9 @@ class ServedSession:
         on_progress: takes what the server is told before the program is loaded; never blocks.
     """
 
+    needs_target = True
+    """Until its end."""
+
     def __init__(
         self,
         config: AgentConfig,

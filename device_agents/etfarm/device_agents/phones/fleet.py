@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import tempfile
+from collections.abc import Coroutine
 from contextlib import aclosing
 from pathlib import Path
 from typing import Final
@@ -188,9 +189,12 @@ class Fleet:
             await self._watch(phone, claim)
         finally:
             phone.gone = True
-            if self._served.pop(serial, None) is not None:
-                await self._agent.detach(device.id, "adb does not reach it any more")
-            claim.release()
+            try:
+                if self._served.pop(serial, None) is not None:
+                    # Whatever adb says meanwhile: a run may have something left to send.
+                    await _whole(self._agent.detach(device.id, "adb does not reach it any more"))
+            finally:
+                claim.release()
 
     def _is_served_by_another(self, serial: str, device_id: str) -> bool:
         return any(served == device_id for known, served in self._served.items() if known != serial)
@@ -329,3 +333,16 @@ class Fleet:
                     phone.tried.add(offered.artifact.digest)
         except (grpc.aio.AioRpcError, TimeoutError) as error:
             log.info("the phone %s tries its runner at the first job: %s", phone.serial, error)
+
+
+async def _whole(work: Coroutine[None, None, None]) -> None:
+    """Does it to its end; whoever is cancelled meanwhile is so afterwards."""
+    task, cancelled = asyncio.create_task(work), None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled
