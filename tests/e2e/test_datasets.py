@@ -23,6 +23,8 @@ from tests.support.programs import program
 
 ONES = np.ones((2, 3), np.float32)
 COUNT = 60
+MANY = 20_000
+"""Where a device must have had a part before something happens."""
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
 def sums(count: int = COUNT) -> list[tuple[np.ndarray, np.ndarray]]:
     """Inputs of `add`: sample i gives i + 1 everywhere."""
     return [(ONES * i, ONES) for i in range(count)]
+
+
+def devices_of(seen: list[Result]) -> set[str]:
+    """The names of those that ran samples."""
+    return {result.device.name for result in seen if result.device}
 
 
 def is_idle(farm: FarmProcess) -> bool:
@@ -56,12 +63,20 @@ def write(folder: Path, count: int = 6, wrong: int | None = None, **more: Any) -
 
 def test_results_come_in_the_order_of_inputs_from_both_devices(pair: FarmProcess) -> None:
     seen: list[Result] = []
+
+    def inputs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        # One of them may be ready long before the other.
+        for index, given in enumerate(sums(MANY)):
+            if index >= COUNT and len(devices_of(seen)) == 2:
+                return
+            yield given
+
     with pair.client() as client:
-        got = list(client.run_dataset(program("add").path, sums(), devices=2, on_result=seen.append))
-    assert [index for index, _ in got] == list(range(COUNT))
+        got = list(client.run_dataset(program("add").path, inputs(), devices=2, on_result=seen.append))
+    assert [index for index, _ in got] == list(range(len(got))) and len(got) >= COUNT
     assert all((outputs[0] == index + 1).all() for index, outputs in got)
     assert all(outputs.run_ns for _, outputs in got)
-    assert {result.device.name for result in seen if result.device} == {"board-0", "board-1"}
+    assert devices_of(seen) == {"board-0", "board-1"}
     assert wait_until(lambda: is_idle(pair))
 
 
@@ -170,6 +185,7 @@ def test_a_busy_device_joins_when_it_is_free(pair: FarmProcess) -> None:
         seen: list[Result] = []
         for index, _ in client.run_dataset(program("add").path, sums(), devices=2, on_result=seen.append, on_wait=waits.append):
             if index == 3:
+                assert wait_until(lambda: any("board-0 is busy" in wait for wait in waits))
                 session.close()
         assert len(seen) == COUNT
     assert any("board-0 is busy" in wait for wait in waits)
@@ -181,18 +197,24 @@ def test_a_device_that_is_killed_leaves_its_samples_to_the_other(breakable: Farm
     seen: list[Result] = []
 
     def inputs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for index, given in enumerate(sums()):
-            if index == 30:
-                # Not before it has a part in it: the other may have begun alone.
-                assert wait_until(lambda: any(result.device and result.device.name == "board-0" for result in seen))
+        left = COUNT
+        for index, given in enumerate(sums(MANY)):
+            # Not before it has a part in it: the other may have begun alone.
+            if left == COUNT and (index < 30 or "board-0" not in devices_of(seen)):
+                yield given
+                continue
+            if left == COUNT:
                 breakable.agents[0].kill9()
+            if not left:
+                return
+            left -= 1
             yield given
 
     with breakable.client() as client:
         got = list(client.run_dataset(program("add").path, inputs(), devices=2, on_result=seen.append, on_wait=lost.append))
-    assert [index for index, _ in got] == list(range(COUNT))
+    assert [index for index, _ in got] == list(range(len(got))) and len(got) >= COUNT
     assert all((outputs[0] == index + 1).all() for index, outputs in got)
-    assert {result.device.name for result in seen[-10:] if result.device} == {"board-1"}
+    assert devices_of(seen[-10:]) == {"board-1"}
     assert any("board-0 is lost" in line for line in lost)
 
 
@@ -216,6 +238,8 @@ def test_the_last_device_s_loss_ends_it_with_what_was_done(breakable: FarmProces
 
 def test_a_program_that_crashes_fails_one_sample_and_is_loaded_again(pair: FarmProcess) -> None:
     seen: list[Result] = []
+    # Runners of sessions that ended just now.
+    assert wait_until(lambda: not any(descendants(agent.pid) for agent in pair.agents))
 
     def inputs() -> Iterator[np.ndarray]:
         for index in range(30):
@@ -288,7 +312,7 @@ def test_ctrl_c_keeps_what_was_done_and_gives_the_devices_back(pair: FarmProcess
     assert process.stderr is not None
     assert "twenty\n" in process.stderr
     process.send_signal(signal.SIGINT)
-    said, errors = process.communicate(timeout=60)
+    said, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert "Interrupted after" in errors
     assert "out.npz: " in said
