@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from etfarm.client.models import JobResult
 from etfarm.v1 import job_pb2, job_pb2_grpc, report_pb2, report_pb2_grpc
-from etfarm.wire import views
+from etfarm.wire import tensors, views
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error
@@ -43,7 +44,7 @@ class Kept:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
-    farm = FarmProcess(tmp_path_factory.mktemp("kept"), serve=["--analysis-timeout", "3"])
+    farm = FarmProcess(tmp_path_factory.mktemp("kept"), serve=["--analysis-timeout", "10"])
     try:
         farm.start(agents=0).add_agent("--idle-wait", "0")  # nothing here is about how true the numbers are
         yield Kept(farm)
@@ -195,6 +196,25 @@ def test_a_history_is_read_on_the_command_line_and_as_json(kept: Kept, tmp_path:
     assert json.loads((tmp_path / "n.json").read_text())["error"]["reason"] == "NO_HISTORY"
     none = etfarm("history", name, "--recipe", "portable", "--server", kept.farm.address, cwd=tmp_path)
     assert none.returncode == 0 and "none of them fits --recipe portable" in none.stdout
+
+
+def test_other_inputs_are_a_change_that_history_and_compare_tell(kept: Kept, tmp_path: Path) -> None:
+    ones = {str(place): np.ones_like(tensors.to_array(value)) for place, value in enumerate(program("add").inputs)}
+    with kept.farm.client() as client:
+        given = client.bench(program("add").path, threads=[1], inputs=ones, **QUICK).result()
+    assert kept.add.reports[0].inputs.digest is None, "the runner made them up"
+    assert [value.shape for value in given.report.inputs.tensors] == [list(array.shape) for array in ones.values()]
+    name = kept.add.reports[0].model.name
+    arguments = (name, "--threads", "1", "--json", "h.json", "--server", kept.farm.address)
+    assert etfarm("history", *arguments, cwd=tmp_path).returncode == 0
+    points = [point for one in json.loads((tmp_path / "h.json").read_text())["series"] for point in one["points"]]
+    (point,) = [point for point in points if point["job"] == given.job.id]
+    assert [change for change in point["changes"] if change["what"] == "inputs"] == [
+        {"what": "inputs", "base": None, "candidate": given.report.inputs.digest}
+    ]
+    sides = (f"{kept.add.job.id}#0", given.job.id)
+    done = etfarm("compare", *sides, "--server", kept.farm.address, cwd=tmp_path)
+    assert f"inputs none -> {given.report.inputs.digest[:8]}" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("by", ["", *views.BY])

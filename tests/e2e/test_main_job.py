@@ -37,11 +37,11 @@ def test_three_processes(tmp_path: Path) -> None:
         finally:
             agent.signal(signal.SIGTERM)
             assert agent.process is not None
-            assert agent.process.wait(timeout=20) == 0
+            assert agent.process.wait(timeout=60) == 0
     finally:
         serve.signal(signal.SIGTERM)
         assert serve.process is not None
-        assert serve.process.wait(timeout=20) == 0
+        assert serve.process.wait(timeout=60) == 0
 
 
 def _check_document(document: dict[str, object]) -> None:
@@ -81,6 +81,9 @@ def test_the_same_again_is_answered_from_the_cache(farm: FarmProcess, tmp_path: 
     assert again.compile.cached
     assert again.compile.program.digest == first.compile.program.digest
     assert again.compile.etrecord.digest == first.compile.etrecord.digest
+    assert again.inputs.digest == first.inputs.digest
+    (value,) = again.inputs.tensors
+    assert (value.dtype, value.shape) == ("float32", [1, 1, 49, 10])
 
 
 def test_undelegated_operators_name_the_users_lines(farm: FarmProcess, tmp_path: Path) -> None:

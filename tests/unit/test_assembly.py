@@ -101,6 +101,18 @@ def test_a_measured_cell_has_everything() -> None:
     assert [phase.phase for phase in report.timeline] == ["COMPILE"]
 
 
+def test_what_a_program_ran_on_is_told_and_that_a_runner_made_it_up() -> None:
+    found = analysis()
+    found.inputs.tensors.add(name="x", dtype="float32", shape=[2, 3])
+    given: dict[str, Any] = {"at": AT, "compilation": compilation(), "device": DEVICE, "result": result()}
+    told = assemble("r", job(), cell(), **given, analysis=found, inputs=artifact_of(b"inputs")).inputs
+    assert (told.digest, list(told.tensors)) == (artifact_of(b"inputs").digest, list(found.inputs.tensors))
+    made_up = assemble("r", job(), cell(), **given, analysis=analysis())
+    assert made_up.HasField("inputs") and not made_up.inputs.HasField("digest") and not made_up.inputs.tensors
+    never_ran = assemble("r", job(), cell("FAILED"), at=AT, compilation=compilation(), inputs=artifact_of(b"inputs"))
+    assert not never_ran.HasField("inputs")
+
+
 def test_a_compilation_tells_all_that_it_found_out() -> None:
     submitted, made = job(), compilation()
     submitted.spec.candidates[0].stages_done.add(stage="TORCH_EXPORT", where="CLIENT", duration_ms=3)

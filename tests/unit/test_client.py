@@ -126,16 +126,6 @@ def test_a_program_takes_no_names_and_no_gaps(tmp_path: Path, keys: tuple[str, .
     assert exit_code(caught.value) == 2
 
 
-def test_a_job_knows_whose_inputs_are_made_up() -> None:
-    job = job_pb2.Job(cells=[job_pb2.Cell(id=str(place), candidate_index=place, method="forward") for place in range(2)])
-    job.spec.candidates.add().model.name = "m"
-    job.spec.candidates.add().program.digest = "0"
-    known = AsyncJob(cast(Any, None), job)
-    assert known.made_up_inputs == {"1"}
-    job.spec.inputs["forward"].digest = "1"
-    assert known.made_up_inputs == frozenset()
-
-
 def test_example_inputs_are_refused_where_the_model_has_its_own() -> None:
     with pytest.raises(BadModel, match="'demo:resnet8' brings its own example inputs"):
         prepare("demo:resnet8", example_inputs=(1,))

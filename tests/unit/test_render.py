@@ -125,8 +125,15 @@ def test_the_facts_are_told_with_their_units() -> None:
 
 
 def test_inputs_that_nobody_gave_are_called_made_up() -> None:
-    assert "inputs    made up by the runner, seed 0" in _text(_document(), made_up={"c1"})
-    assert "made up" not in _text(_document(), made_up={"c2"})
+    assert "inputs    made up by the runner, seed 0" in _text(_document(inputs={}))
+    assert "made up" not in _text(_document())
+
+
+def test_inputs_are_told_by_name_dtype_and_shape() -> None:
+    values = [{"name": name, "dtype": "float32", "shape": [1, 8]} for name in "abcde"]
+    values[1] = {"name": "", "dtype": "bool scalar"}
+    text = _text(_document(inputs={"digest": "1" * 64, "tensors": values}))
+    assert "inputs    a float32[1, 8], 1 bool scalar, c float32[1, 8], d float32[1, 8], and 1 more" in text
 
 
 def test_a_verdict_says_what_to_do() -> None:

@@ -27,6 +27,7 @@ REPORT: dict[str, Any] = {
         "toolchain": {"torch": "2.13.0", "executorch": "1.5.1", "torchao": "0.14", "etfarm": "0.1.0"},
     },
     "telemetry": {"before": READING},
+    "inputs": {"digest": "9" * 64, "tensors": [{"name": "x", "dtype": "int64", "shape": [2, 3]}]},
     "analysis": {"version": "0.1.0"},
 }
 
@@ -60,6 +61,14 @@ def test_equal_reports_have_no_changes() -> None:
         ("telemetry.before.cpus.0.limit_hz", 1_500_000_000, "frequency limit", "frequency limit 2.40 -> 1.50 GHz"),
         ("telemetry.before.zones.0.temperature_c", 62.0, "temperature", "temperature 41 -> 62 °C"),
         ("telemetry.before.cooling.0.state", 2, "throttled", "throttled no -> yes"),
+        ("inputs.digest", "8" * 64, "inputs", "inputs 99999999 -> 88888888"),
+        ("inputs.digest", None, "inputs", "inputs 99999999 -> none"),
+        (
+            "inputs",
+            {"digest": "8" * 64, "tensors": [{"name": "x", "dtype": "int64", "shape": [9, 3]}]},
+            "inputs",
+            "inputs x int64[2, 3] -> x int64[9, 3]",
+        ),
         ("analysis.version", "0.2.0", "analyzing etfarm", "analyzing etfarm 0.1.0 -> 0.2.0"),
     ],
 )
@@ -77,7 +86,7 @@ def test_a_programs_digest_is_told_only_where_nothing_else_says_why() -> None:
     assert [found["what"] for found in changes(REPORT, other)] == ["torch"]
 
 
-@pytest.mark.parametrize("section", ["device", "runner", "compile", "telemetry", "analysis"])
+@pytest.mark.parametrize("section", ["device", "runner", "compile", "telemetry", "analysis", "inputs"])
 def test_a_part_that_one_report_does_not_have_is_not_compared(section: str) -> None:
     assert changes(REPORT, with_(section, None)) == changes(with_(section, None), REPORT) == []
 

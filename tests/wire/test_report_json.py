@@ -154,6 +154,7 @@ KEYS: dict[str, Any] = {
         "program": dict.fromkeys(ARTIFACT), **dict.fromkeys(["is_timed_program", "threshold_db", "first_bad", "judged"])
     },
     "analysis": dict.fromkeys(["version", "key", "cached", "at"]),
+    "inputs": {"digest": None, "tensors": [dict.fromkeys(["name", "dtype", "shape"])]},
 }  # fmt: skip
 
 

@@ -60,18 +60,6 @@ class AsyncJob:
         """The job as it was last heard of, with its cells."""
         return decode.job(self._job)
 
-    @property
-    def made_up_inputs(self) -> frozenset[str]:
-        """The ids of the cells whose inputs the runner makes up: ready programs of a job without inputs for their method."""
-        spec = self._job.spec
-        return frozenset(
-            cell.id
-            for cell in self._job.cells
-            if cell.candidate_index < len(spec.candidates)
-            and spec.candidates[cell.candidate_index].HasField("program")
-            and cell.method not in spec.inputs
-        )
-
     async def refresh(self) -> JobInfo:
         """Asks the server how the job is now.
 

@@ -153,6 +153,7 @@ class Report(_message.Message):
     INTERLEAVED_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     ANALYSIS_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     ETDUMP_FIELD_NUMBER: _builtins.int
@@ -216,6 +217,10 @@ class Report(_message.Message):
         """Absent where there was nothing to analyze."""
 
     @_builtins.property
+    def inputs(self) -> Global___ReportInputs:
+        """What the method ran on; absent where it did not run."""
+
+    @_builtins.property
     def outputs(self) -> _common_pb2.Artifact:
         """Not in the JSON: where the raw material lies."""
 
@@ -261,6 +266,7 @@ class Report(_message.Message):
         interleaved: Global___PairedRatio | None = ...,
         numerics: Global___Numerics | None = ...,
         analysis: Global___Analysis | None = ...,
+        inputs: Global___ReportInputs | None = ...,
         outputs: _common_pb2.Artifact | None = ...,
         samples: _common_pb2.Artifact | None = ...,
         etdump: _common_pb2.Artifact | None = ...,
@@ -268,9 +274,9 @@ class Report(_message.Message):
         numerics_debug: _common_pb2.Artifact | None = ...,
         created_at: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "analysis", b"analysis", "attempt", b"attempt", "compile", b"compile", "created_at", b"created_at", "device", b"device", "error", b"error", "etdump", b"etdump", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "runner", b"runner", "samples", b"samples", "telemetry", b"telemetry", "threads", b"threads", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "analysis", b"analysis", "attempt", b"attempt", "compile", b"compile", "created_at", b"created_at", "device", b"device", "error", b"error", "etdump", b"etdump", "inputs", b"inputs", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "runner", b"runner", "samples", b"samples", "telemetry", b"telemetry", "threads", b"threads", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "accuracy", b"accuracy", "analysis", b"analysis", "attempt", b"attempt", "cell", b"cell", "compile", b"compile", "created_at", b"created_at", "device", b"device", "error", b"error", "etdump", b"etdump", "id", b"id", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numeric_gap", b"numeric_gap", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "operators", b"operators", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "runner", b"runner", "samples", b"samples", "state", b"state", "telemetry", b"telemetry", "threads", b"threads", "timeline", b"timeline", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "accuracy", b"accuracy", "analysis", b"analysis", "attempt", b"attempt", "cell", b"cell", "compile", b"compile", "created_at", b"created_at", "device", b"device", "error", b"error", "etdump", b"etdump", "id", b"id", "inputs", b"inputs", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numeric_gap", b"numeric_gap", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "operators", b"operators", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "runner", b"runner", "samples", b"samples", "state", b"state", "telemetry", b"telemetry", "threads", b"threads", "timeline", b"timeline", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
     _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015
@@ -294,6 +300,63 @@ class Report(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__threads) -> _WhichOneofReturnType__threads | None: ...
 
 Global___Report: _TypeAlias = Report  # noqa: Y015
+
+@_typing.final
+class ReportInputs(_message.Message):
+    """What a method ran on. Times of different inputs are no measure of a change: of other shapes least of all."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    """Of the tensor file, which has names and values; absent where the runner made the inputs up."""
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___InputTensor]:
+        """In the order of the flattened arguments; empty where the runner made them up or nobody looked."""
+
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str | None = ...,
+        tensors: _abc.Iterable[Global___InputTensor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "digest", b"digest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "digest", b"digest", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__digest: _TypeAlias = _typing.Literal["digest"]  # noqa: Y015
+    _WhichOneofArgType__digest: _TypeAlias = _typing.Literal["_digest", b"_digest"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__digest) -> _WhichOneofReturnType__digest | None: ...
+
+Global___ReportInputs: _TypeAlias = ReportInputs  # noqa: Y015
+
+@_typing.final
+class InputTensor(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    dtype: _builtins.str
+    """Of a tensor; of a Python scalar, whose shape is empty, "bool scalar", "int scalar", "float scalar" or "None"."""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InputTensor: _TypeAlias = InputTensor  # noqa: Y015
 
 @_typing.final
 class Analysis(_message.Message):

@@ -5,6 +5,7 @@ Takes two REPORTs of etfarm.report/1. Pure; comparing the numbers themselves is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypedDict
 
@@ -48,15 +49,20 @@ _RUN_BY: Final = (
     ("cores", "runner", "cores"),
 )
 
+_INPUTS: Final = ("inputs", "inputs", "digest")
+"""Their shapes, where those are others as well."""
+
 _PROGRAM: Final = ("program", "compile.program", "digest")
 """Told where nothing of what it is made from says why it is another: calibration samples, or shapes of the inputs."""
 
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+
 _STATE: Final = ("governor", "frequency limit", "temperature", "throttled", "charging")
 
-WHATS: Final = (*(what for what, _, _ in (*_MADE_FROM, _PROGRAM, *_RUN_BY)), *_STATE, "analyzing etfarm")
+WHATS: Final = (*(what for what, _, _ in (*_MADE_FROM, _PROGRAM, _INPUTS, *_RUN_BY)), *_STATE, "analyzing etfarm")
 """Every `what` that there is, in the order in which they are given."""
 
-_DIGESTS: Final = frozenset({"model", "recipe", "program", "runner bundle"})
+_DIGESTS: Final = frozenset({"model", "recipe", "program", "inputs", "runner bundle"})
 
 
 def changes(base: Report, candidate: Report) -> list[Change]:
@@ -69,6 +75,7 @@ def changes(base: Report, candidate: Report) -> list[Change]:
     found = [*_differing(base, candidate, _MADE_FROM)]
     if not found:
         found += _differing(base, candidate, (_PROGRAM,))
+    found += _inputs(base, candidate)
     found += _differing(base, candidate, _RUN_BY)
     before, after = _state(base), _state(candidate)
     for what in _STATE:
@@ -93,7 +100,7 @@ def _shown(what: str, value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if what in _DIGESTS:
+    if what in _DIGESTS and _DIGEST.fullmatch(str(value)):
         return str(value)[:DIGEST_CHARACTERS]
     if what == "frequency limit":
         return f"{value / 1e9:.2f}"
@@ -107,6 +114,18 @@ def _differing(base: Report, candidate: Report, facts: tuple[tuple[str, str | No
         one, other = _section(base, section), _section(candidate, section)
         if one is not None and other is not None and one.get(key) != other.get(key):
             yield Change(what=what, base=one.get(key), candidate=other.get(key))
+
+
+def _inputs(base: Report, candidate: Report) -> Iterator[Change]:
+    """Of inputs whose shapes are others the shapes, as "x float32[1, 3, 32, 32]", which say more than digests."""
+    for change in _differing(base, candidate, (_INPUTS,)):
+        one, other = _shapes(base), _shapes(candidate)
+        yield Change(what="inputs", base=one, candidate=other) if one and other and one != other else change
+
+
+def _shapes(report: Report) -> str:
+    tensors = report["inputs"]["tensors"] or ()
+    return ", ".join(f"{tensor['name']} {tensor['dtype']}{tensor['shape']}".strip() for tensor in tensors)
 
 
 def _section(report: Report, path: str | None) -> Mapping[str, Any] | None:

@@ -30,6 +30,7 @@ _NULL_WHEN_EMPTY: Final = {
     "etfarm.v1.OperatorRow": {"times_ns"},
     "etfarm.v1.Profile": {"times_ns"},
     "etfarm.v1.ReportCompile": {"modules"},
+    "etfarm.v1.ReportInputs": {"tensors"},
 }
 """Lists that stand for a measurement: none taken is null. Every other empty list is []."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -146,7 +146,7 @@ def bench(
 
     async def finish(job: AsyncJob, result: JobResult, display: Display) -> None:
         display.stop()
-        print_result(result, job.made_up_inputs, to_stderr=json == STDOUT)
+        print_result(result, to_stderr=json == STDOUT)
 
     async def carry_out() -> int:
         if detach:
@@ -252,12 +252,8 @@ def say_made_up(specs: Sequence[ModelSpec], inputs: Path | None) -> None:
         print(f"No --inputs: {', '.join(programs)} {run} on made-up inputs, seed 0.", file=sys.stderr)
 
 
-def print_result(result: object, made_up: Collection[str] = (), *, to_stderr: bool) -> None:
-    """Prints a job's reports and how to see them again.
-
-    Args:
-        made_up: the ids of the cells whose inputs the runner made up.
-    """
+def print_result(result: object, *, to_stderr: bool) -> None:
+    """Prints a job's reports and how to see them again."""
     from rich.text import Text
 
     from etfarm.client.cli import output, render
@@ -266,7 +262,7 @@ def print_result(result: object, made_up: Collection[str] = (), *, to_stderr: bo
     assert isinstance(result, JobResult)
     console = output.open_console(to_stderr=to_stderr)
     document = result.json()
-    reports = render.reports(document["reports"], width=console.width, job=result.job.id, made_up=made_up)
+    reports = render.reports(document["reports"], width=console.width, job=result.job.id)
     foot = Text(f"job {result.job.id}  {result.state.value}  etfarm report show {result.job.id}", style="dim")
     output.say(console, reports, foot)
 

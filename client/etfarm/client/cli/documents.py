@@ -24,8 +24,6 @@ class Found:
     """{schema, job, reports, error} of etfarm.report/1, with every key that this version knows."""
     job: str
     """The id of the job in the farm; empty where it came from a file, of whose job no farm may know."""
-    made_up: frozenset[str] = frozenset()
-    """The cells whose inputs the runner made up; a file does not tell."""
 
 
 def find(name: str, outcome: Outcome, *, server: str | None, tls_ca: str | None) -> Found:
@@ -44,6 +42,6 @@ def find(name: str, outcome: Outcome, *, server: str | None, tls_ca: str | None)
     async def fetch() -> Found:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
             job = await farm.job(name)
-            return Found(await job.document(), job.id, job.made_up_inputs)
+            return Found(await job.document(), job.id)
 
     return run_async(fetch, outcome)

@@ -123,7 +123,7 @@ def watch(
                 result = await flow.follow(found, display, verbose=verbose)
                 outcome.document = flow.ended(result)
                 display.stop()
-                print_result(result, found.made_up_inputs, to_stderr=json == STDOUT)
+                print_result(result, to_stderr=json == STDOUT)
         return 0 if result.state is JobState.SUCCEEDED else 1
 
     return run_async(follow, outcome)

@@ -5,7 +5,7 @@ Takes the JSON of etfarm.report/1, so that a report looks the same now and when 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -16,6 +16,7 @@ from rich.text import Text
 from etfarm.client import units
 from etfarm.client.cli import compiled as compiling
 from etfarm.client.cli import measured, numerics, paired
+from etfarm.client.formats import sentences
 
 TOP = 10
 """Operators that are shown where nobody said how many."""
@@ -36,16 +37,13 @@ _BACKENDS = {"XnnpackBackend": "XNNPACK", "CoreMLBackend": "Core ML", "QnnBacken
 """What people call backends, where that is not their class's name."""
 
 
-def reports(
-    documents: Iterable[Json], *, width: int, top: int = TOP, job: str = "", made_up: Collection[str] = ()
-) -> RenderableType:
+def reports(documents: Iterable[Json], *, width: int, top: int = TOP, job: str = "") -> RenderableType:
     """All reports of a job, one below the other.
 
     Args:
         width: columns of the terminal.
         top: so many operators each; 0 is all.
         job: the id to name where a command shows more.
-        made_up: the ids of the cells whose inputs the runner made up.
     """
     parts: list[RenderableType] = []
     documents = list(documents)
@@ -54,7 +52,7 @@ def reports(
         if parts:
             parts.append(Text())
         against = compared.get(document["cell"])
-        parts.append(report(document, width=width, top=top, job=job, made_up=made_up, against=against))
+        parts.append(report(document, width=width, top=top, job=job, against=against))
     return Group(*parts)
 
 
@@ -64,7 +62,6 @@ def report(
     width: int,
     top: int = TOP,
     job: str = "",
-    made_up: Collection[str] = (),
     against: Text | None = None,
 ) -> RenderableType:
     """One REPORT; the arguments are those of `reports`.
@@ -87,10 +84,7 @@ def report(
             parts.append(_indented(left_out))
     if (gap := numerics.gap(document, width=width - 2, top=top, job=job)) is not None:
         parts.append(_indented(gap))
-    facts = list(_facts(document, width - 2))
-    if document["cell"] in made_up:
-        facts.insert(0, ("inputs", Text("made up by the runner, seed 0; --inputs FILE.npz gives others")))
-    if facts:
+    if facts := list(_facts(document, width - 2)):
         parts.append(_indented(_grid(facts)))
     return Group(*parts)
 
@@ -260,6 +254,8 @@ def _place(row: Json) -> str:
 
 
 def _facts(document: Json, width: int) -> Iterator[tuple[str, RenderableType]]:
+    if given := sentences.inputs(document["inputs"]):
+        yield "inputs", Text(given)
     for output in document["accuracy"] or ():
         yield "accuracy", Text(numerics.accuracy(output))
     yield from measured.circumstances(document)

@@ -55,7 +55,7 @@ def show(
         shown = grouped.reports(reports, by, sort or "total", width=console.width, top=top)
     else:
         top = render.TOP if top is None else top
-        shown = render.reports(reports, width=console.width, top=top, job=job, made_up=found.made_up)
+        shown = render.reports(reports, width=console.width, top=top, job=job)
     about = found.document["job"]
     output.say(console, shown, *([Text(f"job {about['id']}  {about['state']}", style="dim")] if about else ()))
     return 0

@@ -132,7 +132,7 @@ def run(
     async def finish(job: AsyncJob, result: JobResult, display: Display) -> None:
         values = await job.outputs() if result.state is JobState.SUCCEEDED else []
         display.stop()
-        print_result(result, job.made_up_inputs, to_stderr=json == STDOUT)
+        print_result(result, to_stderr=json == STDOUT)
         if result.state is JobState.SUCCEEDED:
             print_outputs(values, to_stderr=json == STDOUT)
             if output is not None:

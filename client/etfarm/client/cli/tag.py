@@ -54,16 +54,15 @@ def analyze(
     outcome: Outcome = context.obj
     outcome.goes_to(json)
 
-    async def work() -> tuple[JobResult, frozenset[str]]:
+    async def work() -> JobResult:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            found = await farm.job(job)
-            return await farm.analyze(found.id), found.made_up_inputs
+            return await farm.analyze((await farm.job(job)).id)
 
-    result, made_up = run_async(work, outcome)
+    result = run_async(work, outcome)
     outcome.document = lambda error: result.json()
     console = output.open_console(to_stderr=json == STDOUT)
     reports = result.json()["reports"]
-    output.say(console, render.reports(reports, width=console.width, top=render.TOP, job=result.job.id, made_up=made_up))
+    output.say(console, render.reports(reports, width=console.width, top=render.TOP, job=result.job.id))
     done = [report["analysis"] for report in reports if report["analysis"]]
     again = sum(not analysis["cached"] for analysis in done)
     known = f", {len(done) - again} known already" if again < len(done) else ""

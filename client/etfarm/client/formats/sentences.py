@@ -13,6 +13,7 @@ from etfarm.client import units
 
 Json = Mapping[str, Any]
 
+_SHOWN_INPUTS = 4
 _STOP = "Stop what else runs on the device."
 _LONGER = "Warm up for longer: give --warmup more than the {warmup:,} of this run."
 _ADVICE = {
@@ -71,6 +72,21 @@ def verdict(report: Json) -> list[Reason]:
         Reason(reason["message"], advice[place] if advice[place] not in advice[place + 1 :] else "")
         for place, reason in enumerate(reasons)
     ]
+
+
+def inputs(given: Json | None) -> str:
+    """`image float32[1, 3, 32, 32], mask bool[1, 77], and 3 more`; empty where nothing ran, or where nobody looked."""
+    if given is None:
+        return ""
+    if given["digest"] is None:
+        return "made up by the runner, seed 0; --inputs FILE.npz gives others"
+    shown = [
+        f"{one['name'] or place} {one['dtype']}{one['shape'] if 'scalar' not in one['dtype'] else ''}"
+        for place, one in enumerate(given["tensors"] or ())
+    ]
+    return ", ".join(
+        [*shown[:_SHOWN_INPUTS], *([f"and {len(shown) - _SHOWN_INPUTS} more"] if len(shown) > _SHOWN_INPUTS else [])]
+    )
 
 
 def warmup(measurement: Json) -> str:

@@ -242,10 +242,11 @@ class Conductor:
                 )
             self._execution.abandon(after, "the cell is over")
             after.report_id = self._new_id()
+            inputs = self._execution.inputs_of(way.job, after, way.compilation) if way.compilation else None
             report = assemble(
                 after.report_id, way.job, after, at=self._now(), compilation=way.compilation, device=way.device,
                 result=way.result, analysis=way.analysis, thresholds=self._thresholds, numerics=way.numerics,
-                warnings=way.warnings,
+                inputs=inputs, warnings=way.warnings,
             )  # fmt: skip
             await self._joblog.flush()
             await self._steps.write(way, after, report)

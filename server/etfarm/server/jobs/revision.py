@@ -106,7 +106,8 @@ class Revision:
         )  # fmt: skip
         made = assemble(
             before.id, job, cell, at=before.created_at.ToDatetime(UTC), compilation=way.compilation, device=way.device,
-            result=result, analysis=way.analysis, thresholds=self._thresholds, numerics=way.numerics, warnings=way.warnings,
+            result=result, analysis=way.analysis, thresholds=self._thresholds, numerics=way.numerics,
+            inputs=self._execution.inputs_of(job, cell, way.compilation), warnings=way.warnings,
         )  # fmt: skip
         made.created_at.CopyFrom(before.created_at)  # to the nanosecond
         keep(before, made)
@@ -137,6 +138,8 @@ def keep(before: report_pb2.Report, made: report_pb2.Report) -> None:
             getattr(made, name).extend(getattr(before, name))
         elif before.HasField(name):  # type: ignore[arg-type]
             getattr(made, name).CopyFrom(getattr(before, name))
+    if before.inputs.tensors and not made.inputs.tensors and made.inputs.digest == before.inputs.digest:
+        made.inputs.tensors.extend(before.inputs.tensors)
     if _keep_accuracy(before, made) or lost:
         known = {(warning.code, warning.message) for warning in made.compile.warnings}
         old = [warning for warning in before.compile.warnings if is_of_analysis(warning)]

@@ -40,7 +40,9 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
     report = report_pb2.Report()
     if request.inputs is not None:
         with _part("INPUTS", report, emit):
-            if said := oddities.not_a_number(tensors.decode(request.inputs.read_bytes())):
+            inputs = tensors.decode(request.inputs.read_bytes())
+            report.inputs.tensors.extend(map(_input, inputs))
+            if said := oddities.not_a_number(inputs):
                 _warn(report, "INPUTS_HAVE_NAN", said)
     if request.samples is not None:
         with _part("STATISTICS", report, emit):
@@ -96,6 +98,13 @@ def _part(stage: str, report: report_pb2.Report, emit: Emit) -> Iterator[None]:
 
 def _warn(report: report_pb2.Report, code: str, message: str) -> None:
     report.compile.warnings.append(compile_pb2.Warning(code=code, message=message[:2000]))
+
+
+def _input(value: tensors.Value) -> report_pb2.InputTensor:
+    if isinstance(value, tensors.Tensor):
+        return report_pb2.InputTensor(name=value.name, dtype=value.dtype, shape=value.shape)
+    kind = "None" if value.value is None else f"{type(value.value).__name__} scalar"
+    return report_pb2.InputTensor(name=value.name, dtype=kind)
 
 
 def _fill_latency(report: report_pb2.Report, path: Path) -> None:

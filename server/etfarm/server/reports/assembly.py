@@ -23,6 +23,7 @@ def assemble(
     analysis: report_pb2.Report | None = None,
     thresholds: Thresholds | None = None,
     numerics: compile_pb2.Compilation | None = None,
+    inputs: common_pb2.Artifact | None = None,
     warnings: Sequence[compile_pb2.Warning] = (),
 ) -> report_pb2.Report:
     """The report of a cell in a terminal state, with all that is known of it; what never came about is absent.
@@ -30,6 +31,7 @@ def assemble(
     Args:
         analysis: what `Analyst.analyze` found.
         numerics: what the numerics pass ran, which may be `compilation`; None where there was none.
+        inputs: what the program ran on; None where the runner made it up.
         warnings: that nobody else has.
     """
     candidate = job.spec.candidates[cell.candidate_index]
@@ -53,6 +55,10 @@ def assemble(
         report.device.CopyFrom(_device(device))
     if result is not None:
         _fill_measured(report, job, result)
+        if result.HasField("runner"):
+            report.inputs.SetInParent()
+            if inputs is not None:
+                report.inputs.digest = inputs.digest
         if not report.memory.planned_bytes and compilation is not None and cell.method in compilation.facts.methods:
             report.memory.planned_bytes.extend(compilation.facts.methods[cell.method].planned_bytes)
     if analysis is not None:
@@ -60,6 +66,8 @@ def assemble(
         for name in ("latency", "profile", "interleaved", "analysis"):
             if analysis.HasField(name):
                 getattr(report, name).CopyFrom(getattr(analysis, name))
+        if report.HasField("inputs"):
+            report.inputs.tensors.extend(analysis.inputs.tensors)
         report.accuracy.extend(analysis.accuracy)
         report.numeric_gap.extend(analysis.numeric_gap)
         report.operators.extend(analysis.operators)

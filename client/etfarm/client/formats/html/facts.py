@@ -17,6 +17,8 @@ ACTORS = ("CLIENT", "SERVER", "DEVICE")
 def measurement(report: Json) -> Iterator[Fact]:
     """How it was measured and how the samples spread."""
     found, latency, load = report["measurement"], report["latency"], report["load"]
+    if given := sentences.inputs(report["inputs"]):
+        yield "inputs", given
     if found:
         if found["iterations"] is not None:
             took = f" in {units.time(found['duration_ns'])}" if found["duration_ns"] else ""
