@@ -14,7 +14,7 @@ import pytest
 from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from etfarm.wire import digest, tensors
-from tests.support.adbd import AdbPhone, adb_phone
+from tests.support.adbd import AdbPhone, adb_phone, running_phone
 from tests.support.agent import LONG, Connection, Launch, Server, launch, server
 from tests.support.farm import wait_until
 from tests.support.programs import program
@@ -138,7 +138,7 @@ async def test_a_phone_that_is_unplugged_when_all_files_are_here_loses_no_run(
     connection, device_id = await ready(server, launch, adb_phone)
     candidate = server.candidate("conv")
     server.away = True
-    connection.start("a1", candidate, measurement=SHORT, deadline_s=60, device_id=device_id)
+    connection.start("a1", candidate, measurement=SHORT, deadline_s=600, device_id=device_id)
     await connection.phase("UPLOAD")
     await adb_phone.disconnect()
     told = await connection.until(lambda m: m.device_update.device.HasField("problem"))
@@ -156,13 +156,33 @@ async def test_a_phone_that_is_unplugged_when_all_files_are_here_loses_no_run(
     assert kinds.index("run_result") < kinds.index("device_gone") == connection.received.index(gone)
 
 
+async def test_a_phone_that_takes_long_to_end_keeps_no_other_one_waiting(
+    server: Server, launch: Launch, adb_phone: AdbPhone
+) -> None:
+    connection, device_id = await ready(server, launch, adb_phone)
+    candidate = server.candidate("conv")
+    server.away = True
+    connection.start("a1", candidate, measurement=SHORT, deadline_s=600, device_id=device_id)
+    await connection.phase("UPLOAD")
+    await adb_phone.disconnect()
+    async with running_phone(beside=adb_phone) as other:
+        told = await connection.until(lambda m: m.device_update.device.id == other.serial)
+        assert not told.device_update.device.HasField("problem")
+        assert not [message for message in connection.received if message.HasField("run_result")]
+        connection.start("a2", candidate, measurement=SHORT, deadline_s=600, device_id=other.serial)
+        server.away = False
+        for attempt in ("a1", "a2"):
+            result = await connection.result(attempt)
+            assert not result.HasField("error") and not result.candidates[0].HasField("error"), result
+
+
 async def test_a_phone_that_is_unplugged_while_a_candidate_waits_for_it_fails_the_run(
     server: Server, launch: Launch, adb_phone: AdbPhone
 ) -> None:
     connection, device_id = await ready(server, launch, adb_phone)
     candidates = server.candidate("conv", "c1"), server.candidate("add", "c2")
     server.away = True
-    connection.start("a1", *candidates, measurement=SHORT, deadline_s=60, device_id=device_id)
+    connection.start("a1", *candidates, measurement=SHORT, deadline_s=600, device_id=device_id)
     await connection.phase("UPLOAD")
     await adb_phone.disconnect()
     # By which the farm places it again.

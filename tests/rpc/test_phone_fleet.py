@@ -135,3 +135,19 @@ async def test_an_adb_server_that_is_away_is_told_once(
     async with followed(adb_phone, server, tmp_path), asyncio.timeout(WAIT_S):
         await connecting.wait()
     assert caplog.text.count("No adb server answers") == 1
+
+
+async def test_a_phone_that_is_connected_in_two_ways_is_served_by_the_other_when_the_first_goes(
+    server: Server, adb_phone: AdbPhone, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer_getprop(adb_phone, "echo '[ro.serialno]: [ONE]'")
+    async with followed(adb_phone, server, tmp_path, retry_s=NEVER_S, retry_last_s=NEVER_S) as heard:
+        await heard.until(is_served)
+        await adb_phone.server.connect(f"localhost:{adb_phone.serial.rpartition(':')[2]}")
+        assert await asyncio.to_thread(wait_until, lambda: "is connected in two ways" in caplog.text)
+        known = len(heard.messages)
+        await adb_phone.disconnect()
+        await heard.until(is_served, known)
+        told = [each.WhichOneof("message") for each in heard.messages[known:]]
+        assert told == ["device_gone", "device_update"]
+        assert heard.messages[-1].device_update.device.id == "ONE"

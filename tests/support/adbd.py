@@ -152,12 +152,13 @@ class _Inside:
 class AdbPhone:
     """A running phone and its adb server; `running_phone` makes one."""
 
-    def __init__(self, folder: Path, storage_bytes: int = STORAGE_BYTES) -> None:
+    def __init__(self, folder: Path, storage_bytes: int = STORAGE_BYTES, beside: AdbPhone | None = None) -> None:
         """Starts everything; `connect` then makes the server know the phone.
 
         Args:
             folder: for the server's keys, socket and log; of a path so short that a socket's name can be in it.
             storage_bytes: of the phone.
+            beside: another phone, whose network and adb server this one shares.
         """
         self._folder = folder
         self._mount = folder / "phone"
@@ -166,8 +167,9 @@ class AdbPhone:
         loader = next(tree.glob("usr/lib/*-linux-gnu/ld-linux-*"))
         self._loader = loader.name
         self._libraries = Path("/apex/adbd") / loader.parent.relative_to(tree)
+        network = ["unshare", "--net"] if beside is None else ["nsenter", "--target", str(beside._first), "--net", "unshare"]
         self._keeper = subprocess.Popen(
-            ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", _PHONE, "phone",
+            [*network, "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", _PHONE, "phone",
              str(self._mount), str(storage_bytes), str(tree)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
@@ -178,14 +180,15 @@ class AdbPhone:
         self._vsock, port = _reserved_port()
         self.serial = f"127.0.0.1:{port}"
         """What adb calls the phone."""
-        self.server = AdbServer(f"localfilesystem:{folder / 'adb.sock'}")
+        self.server = AdbServer(f"localfilesystem:{folder / 'adb.sock'}") if beside is None else beside.server
         """The adb server, as the agent sees it."""
         self.files = Path(f"/proc/{self._first}/root{self._mount}/root")
         """The phone's root folder, seen from outside: to look at what is on it, and to put things there."""
         self._adbd: _Inside | None = None
         self._server: _Inside | None = None
         self.start_adbd()
-        self.start_server()
+        if beside is None:
+            self.start_server()
 
     def inside(self, *command: str, userland: bool = True) -> list[str]:
         """The command line that runs a command in the phone's namespaces; in its userland, or in this machine's."""
@@ -301,11 +304,11 @@ def _reserved_port() -> tuple[socket.socket | None, int]:
 
 
 @asynccontextmanager
-async def running_phone(storage_bytes: int = STORAGE_BYTES) -> AsyncIterator[AdbPhone]:
-    """A phone that is connected to an adb server; nothing of it is left behind."""
+async def running_phone(storage_bytes: int = STORAGE_BYTES, beside: AdbPhone | None = None) -> AsyncIterator[AdbPhone]:
+    """A phone that is connected to an adb server, its own or that of the phone beside it; nothing of it is left behind."""
     need_adb()
     with tempfile.TemporaryDirectory(prefix="phone-") as folder:
-        phone = AdbPhone(Path(folder), storage_bytes)
+        phone = AdbPhone(Path(folder), storage_bytes, beside)
         try:
             await phone.connect()
             yield phone

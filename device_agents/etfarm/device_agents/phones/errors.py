@@ -65,6 +65,7 @@ class PhoneListedTwice(DeviceError):
     kind = Kind.FAILED_PRECONDITION
 
     def __init__(self, serial: str, device_id: str) -> None:
+        self.device_id = device_id
         super().__init__(
             f"The phone {serial} is served already, as {device_id}: it is connected in two ways.", serial=serial, device=device_id
         )

@@ -70,6 +70,13 @@ class Fleet:
         self._options = config.phones
         self._listed: dict[str, Listed] = {}
         self._serving: dict[str, asyncio.Task[None]] = {}
+        """Those of phones that are listed, by serial."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Those and the ones that still end: nobody waits for them but who comes after them."""
+        self._turns: dict[str, asyncio.Lock] = {}
+        """Held by the one task that serves a serial, ..."""
+        self._places: dict[str, asyncio.Lock] = {}
+        """... and by the one that serves a device, by its id."""
         self._known: dict[str, device_pb2.Device] = {}
         """What phones are that were recognized, by serial."""
         self._announced: dict[str, str] = {}
@@ -100,22 +107,25 @@ class Fleet:
                     async with aclosing(self._adb.track()) as lists:
                         async for listed in lists:
                             pauses, said = self._config.pauses(), ""
-                            await self._take({phone.serial: phone for phone in listed})
+                            self._take({phone.serial: phone for phone in listed})
                 except EtfarmError as error:
                     if said != (said := str(error)):
                         log.warning("%s Trying again.", error)
                 except Exception:
                     # Without this loop the agent would have no phones for good.
                     log.exception("the phones cannot be followed")
-                await self._take({})
+                self._take({})
                 await asyncio.sleep(next(pauses))
         finally:
+            self._take({})
+            ending = [*self._tasks, *self._rescues.values()]
             for task in self._rescues.values():
                 task.cancel()
-            await self._take({})
+            if ending:
+                await asyncio.wait(ending)
 
-    async def _take(self, listed: dict[str, Listed]) -> None:
-        """Begins and ends to serve phones as the list says; what ends has ended afterwards."""
+    def _take(self, listed: dict[str, Listed]) -> None:
+        """Begins and ends to serve phones as the list says. No phone waits for another one."""
         changed = {serial for serial in {*self._listed, *listed} if self._listed.get(serial) != listed.get(serial)}
         for serial in listed.keys() - self._listed.keys():
             if serial in self._rescued:
@@ -124,21 +134,31 @@ class Fleet:
             else:
                 self._patience.pop(serial, None)
         self._listed = listed
-        ending = [task for serial in changed if (task := self._serving.pop(serial, None)) is not None]
-        for task in ending:
-            task.cancel()
-        if ending:
-            await asyncio.wait(ending)
-        for serial in sorted(changed & listed.keys()):
-            self._serving[serial] = asyncio.create_task(self._serve(listed[serial]), name=f"phone {serial}")
+        for serial in sorted(changed):
+            if (former := self._serving.pop(serial, None)) is not None:
+                former.cancel()
+            if serial in listed:
+                task = asyncio.create_task(self._serve(listed[serial]), name=f"phone {serial}")
+                self._serving[serial] = task
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, listed: Listed) -> None:
-        """One phone, as long as adb says the same of it."""
+        """One phone, as long as adb says the same of it, once what was served of it before has ended."""
+        async with self._turns.setdefault(listed.serial, asyncio.Lock()):
+            await self._serve_in_turn(listed)
+
+    async def _serve_in_turn(self, listed: Listed) -> None:
         serial = listed.serial
         try:
             while True:
                 try:
                     await self._serve_once(listed)
+                except PhoneListedTwice as error:
+                    if self._is_served_by_another(serial, error.device_id):  # and not just leaving
+                        await self._tell(listed, error)
+                    async with self._places[error.device_id]:
+                        log.debug("the phone %s is left to %s", error.device_id, serial)
                 except EtfarmError as error:
                     await self._trouble(listed, error)
                 except Exception as error:
@@ -170,11 +190,17 @@ class Fleet:
         device.agent_id = self._agent_id
         device.name = "-".join(part for part in (self._config.name, device.name) if part)
         device.labels.update(self._config.labels)
-        if self._is_served_by_another(serial, device.id):
+        place = self._places.setdefault(device.id, asyncio.Lock())
+        if place.locked():
             raise PhoneListedTwice(serial, device.id)
-        self._known[serial] = device
-        if device.arch not in _ARCHES:
-            raise PhoneUnsupported(serial, device.arch)
+        async with place:
+            self._known[serial] = device
+            if device.arch not in _ARCHES:
+                raise PhoneUnsupported(serial, device.arch)
+            await self._serve_as(device, serial)
+
+    async def _serve_as(self, device: device_pb2.Device, serial: str) -> None:
+        """`_serve_once` of a phone that is the device, and is served in no other way."""
         phone = Phone(self._adb, serial, device, self._config)
         claim = await Claim.take(self._adb, serial, ROOT, f"agent {self._agent_id} on {socket.gethostname()}")
         try:
