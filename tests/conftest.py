@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
+from hypothesis import HealthCheck, settings
 
 from tests.support.adbd import adb_phone  # noqa: F401 - a fixture
 from tests.support.farm import FarmProcess
@@ -15,6 +16,10 @@ from tests.support.runner import runner_bundle  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
     from etfarm.server.workers.pool import Workers
+
+# No clock decides over a property, and the same commit is tried with the same examples each time.
+settings.register_profile("etfarm", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("etfarm")
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

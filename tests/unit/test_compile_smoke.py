@@ -26,7 +26,7 @@ def outcomes_of(
     folder: Path,
     behaviour: object,
     methods: tuple[str, ...] = ("forward",),
-    timeout_s: float = 20,
+    timeout_s: float = 60,
 ) -> list[Outcome]:
     monkeypatch.setattr(smoke, "_run", behaviour)
     runner = SmokeRunner(folder / "log")
@@ -77,7 +77,7 @@ def test_a_hang_is_ended_and_the_next_run_goes_on(monkeypatch: pytest.MonkeyPatc
             signal.pause()
         return {"ran": True}
 
-    hung, fine = outcomes_of(monkeypatch, tmp_path, behaviour, ("hangs", "runs"), timeout_s=2)
+    hung, fine = outcomes_of(monkeypatch, tmp_path, behaviour, ("hangs", "runs"), timeout_s=5)
     assert hung.timed_out
     assert not hung.ran
     assert fine.ran
@@ -105,7 +105,7 @@ def test_closing_leaves_no_process(tmp_path: Path) -> None:
 def test_a_forking_process_that_is_gone_is_told(tmp_path: Path) -> None:
     runner = SmokeRunner(tmp_path / "log")
     os.kill(runner._pid, signal.SIGKILL)
-    [outcome] = runner.run(tmp_path / "model.pte", None, [run_of(tmp_path)], 20)
+    [outcome] = runner.run(tmp_path / "model.pte", None, [run_of(tmp_path)], 60)
     runner.close()
     assert not outcome.ran
     assert "is gone" in outcome.why

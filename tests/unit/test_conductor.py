@@ -34,7 +34,7 @@ from etfarm.v1.device_pb2 import Device, DeviceRunner
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import UserError
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 FORWARD = compile_pb2.MethodFacts(operators=["aten::add.out"], backends=["XnnpackBackend"], planned_bytes=[64])
 

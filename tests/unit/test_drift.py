@@ -124,7 +124,8 @@ async def test_a_real_pass_that_goes_on_is_one_pass_for_all_who_hear_of_it(
         passes = Passes(runner, "forward", result, heard)
         samples = await passes.measure(replace(PLAN, steady=False, min_time_ns=20_000_000), watched(lambda: Sampler([])))
         await passes.first_outputs(None, 1)
-    assert result.stop_reason == "DRIFTING" and result.duration_ns >= 160_000_000
+    # A machine that stands still in the first pass makes the others so long that the samples are full.
+    assert result.stop_reason in {"DRIFTING", "MAX_SAMPLES"} and result.duration_ns >= 160_000_000
     assert len(samples) == result.iterations and done == sorted(done)
     assert heard.phases == ["WARMUP", "TIMED"]
     assert result.telemetry.wall_time_ns >= result.duration_ns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from etfarm.v1 import agent_pb2, artifact_pb2, artifact_pb2_grpc, common_pb2, co
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
 from etfarm.wire.chunks import artifact_of
+from tests.support.farm import wait_until
 from tests.support.programs import program
 from tests.support.runner import runner_archive
 
@@ -47,6 +49,19 @@ class Blobs(artifact_pb2_grpc.ArtifactServiceServicer):
 
     async def FindMissing(self, request: artifact_pb2.FindMissingRequest, context: Any) -> artifact_pb2.FindMissingResponse:
         return artifact_pb2.FindMissingResponse()
+
+
+async def no_runner_is_left() -> bool:
+    """Whether no runner is below this process, as soon as those of a server that other tests share have ended too."""
+
+    def is_runner(child: psutil.Process) -> bool:
+        try:
+            return "runner" in child.name()
+        except psutil.NoSuchProcess:
+            return False
+
+    children = psutil.Process().children
+    return await asyncio.to_thread(wait_until, lambda: not any(map(is_runner, children(recursive=True))), 10.0)
 
 
 @pytest.fixture
@@ -97,7 +112,7 @@ async def test_a_device_that_never_idles_leaves_the_program_its_time(blobs: Blob
     start = agent_pb2.StartRun(
         attempt_id="a",
         candidates=[candidate],
-        deadline_s=9,
+        deadline_s=18,
         measurement=job_pb2.Measurement(warmup=0, iterations=1, min_time_s=0),
     )
     cache = Cache(tmp_path / "cache", 1 << 30)
@@ -107,7 +122,7 @@ async def test_a_device_that_never_idles_leaves_the_program_its_time(blobs: Blob
     (candidate_result,) = result.candidates
     (wait,) = candidate_result.telemetry.waits
     assert (candidate_result.error.reason, wait.gate, wait.passed) == ("", "IDLE", False)
-    assert wait.waited_ms <= 4_500
+    assert wait.waited_ms <= 9_000
     assert any("to be below 0" in progress.message for progress in told)
 
 

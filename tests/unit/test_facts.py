@@ -168,7 +168,7 @@ def test_what_is_no_name_of_a_fact_is_refused(name: str) -> None:
         facts.script([], {name: "true"})
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 @given(st.lists(st.text("\0\r\n \\'\"$`%+-0aé\ufffd", max_size=60), min_size=1, max_size=3))
 def test_any_text_comes_through_a_shell(tmp_path: Path, texts: list[str]) -> None:
     said = {}

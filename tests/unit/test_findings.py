@@ -23,9 +23,11 @@ from etfarm.server.workers.faults import ChildTimedOut
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.wire import digest
+from tests.support.farm import wait_until
 
 NOW = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
-DEADLINE_S = 3.0
+DEADLINE_S = 6.0
+"""So late that a child is where it hangs, on a machine that stands still for seconds too."""
 
 
 @pytest.fixture
@@ -76,6 +78,14 @@ def request(folder: Path, first_ns: int = 1000) -> AnalyzeRequest:
         pte=None, etdump=None, etrecord=None, model=None, inputs=None, outputs=None, samples=stored(folder, samples),
         method="forward", output_names=("logits",), traced_ns=(),
     )  # fmt: skip
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended, reaped or not."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def quiet(_: str) -> None:
@@ -145,7 +155,7 @@ async def test_a_child_that_hangs_over_its_files_costs_what_they_are_for(
     found = await findings.of(asked, quiet)
     assert found.latency.min_ns == 1000 and found.profile.p50_ns == 8000
     (warning,) = [warning for warning in found.compile.warnings if warning.code == CUT_SHORT]
-    assert "not done after 3 s of wall time in JOIN" in warning.message
+    assert "not done after 6 s of wall time in JOIN" in warning.message
     assert "without the profile by operator" in warning.message
     again = await findings.of(asked, quiet)
     assert not again.analysis.cached, "it may have been the machine: nothing of it is kept"
@@ -174,7 +184,7 @@ async def test_an_analysis_that_nobody_wants_any_more_leaves_no_process(
     analysis.cancel()
     with pytest.raises(asyncio.CancelledError):
         await analysis
-    assert [child for child in forkserver.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE] == []
+    assert await asyncio.to_thread(wait_until, lambda: not any(map(runs, forkserver.children(recursive=True))), 10.0)
     opened.close()
 
 

@@ -19,6 +19,7 @@ from etfarm.device_agents.inventory import (
     parse_cpu_list,
 )
 from etfarm.v1 import device_pb2
+from tests.support import dumps
 
 CPUS = st.frozensets(st.integers(0, 300), min_size=1)
 
@@ -39,7 +40,9 @@ def test_this_machine_is_described_as_other_sources_describe_it(facts: dict[str,
     assert os.uname().release in device.os and device.soc
     assert sorted(cpu for cluster in device.clusters for cpu in cluster.cpus) == sorted(allowed)
     if len(allowed) == os.cpu_count():
-        assert sum(cluster.physical_cores for cluster in device.clusters) == psutil.cpu_count(logical=False)
+        # Some virtual machines do not tell.
+        known = psutil.cpu_count(logical=False)
+        assert known is None or sum(cluster.physical_cores for cluster in device.clusters) == known
 
 
 def test_features_are_those_that_the_kernel_lists(facts: dict[str, str]) -> None:
@@ -51,12 +54,13 @@ def test_features_are_those_that_the_kernel_lists(facts: dict[str, str]) -> None
     assert ("vnni" in features) == bool(words & {"avx512_vnni", "avx_vnni"})
 
 
-def test_a_feature_that_one_cpu_lacks_is_none_of_the_device(facts: dict[str, str]) -> None:
+def test_a_feature_that_one_cpu_lacks_is_none_of_the_device() -> None:
+    facts = dumps.load("xeon-offline")
     stanzas = facts["/proc/cpuinfo"].strip().split("\n\n")
     features = list(parse(facts).features)
-    if len(stanzas) < 2 or "avx2" not in features:
-        pytest.skip("needs an x86 machine with two cpus and AVX2")
-    less = {**facts, "/proc/cpuinfo": "\n\n".join([*stanzas[:-1], stanzas[-1].replace(" avx2 ", " ")])}
+    assert "processor\t: 20\n" in stanzas[20] and "avx2" in features
+    stanzas[20] = stanzas[20].replace(" avx2 ", " ")  # of the last one that is switched on
+    less = {**facts, "/proc/cpuinfo": "\n\n".join(stanzas)}
     assert list(parse(less).features) == [name for name in features if name != "avx2"]
 
 

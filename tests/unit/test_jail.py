@@ -60,10 +60,10 @@ async def test_a_child_whose_network_stays_loads_nothing(tmp_path: Path, monkeyp
     pool.start()
     events: list[bytes] = []
     with pytest.raises(Exception, match="network") as caught:
-        await pool.run("tests.support.worker_tasks:echo", None, deadline_s=20, on_event=events.append)
+        await pool.run("tests.support.worker_tasks:echo", None, deadline_s=60, on_event=events.append)
     assert getattr(caught.value, "reason", "") == "NETWORK_NOT_REMOVED"
     assert not events
-    await asyncio.wait_for(pool.stop(), 5)
+    await asyncio.wait_for(pool.stop(), 60)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user to try it as one")

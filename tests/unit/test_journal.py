@@ -20,7 +20,7 @@ from etfarm.v1.job_pb2 import Cell, Job, JobEvent, JobSpec, JobState, Progress
 from etfarm.v1.report_pb2 import Report
 from etfarm.wire.errors import Kind
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 START = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 

@@ -17,7 +17,7 @@ from etfarm.server.jobs.watch import Announcer
 from etfarm.server.state.engine import Database
 from etfarm.v1.job_pb2 import Job, JobSpec, LogLine
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 

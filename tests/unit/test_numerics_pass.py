@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from etfarm.device_agents import inventory, numerics
@@ -24,7 +23,7 @@ from etfarm.wire.channel import Access
 from tests.support.faults import faulty_archive, faulty_program
 from tests.support.programs import program
 from tests.support.runner import runner_archive
-from tests.unit.test_execute import Blobs, address, blobs  # noqa: F401 - the fixtures
+from tests.unit.test_execute import Blobs, address, blobs, no_runner_is_left  # noqa: F401 - the fixtures
 
 QUICK: dict[str, Any] = {"warmup": 1, "iterations": 2, "min_time_s": 0.0, "numerics": True}
 
@@ -62,7 +61,7 @@ async def attempt(
     kind = InterleavedAttempt if interleave else Attempt
     result = await kind(config, machine, cache, folder / "run", start, lambda progress: None).run()
     assert not (folder / "run").exists()
-    assert not [child for child in psutil.Process().children(recursive=True) if "runner" in child.name()]
+    assert await no_runner_is_left()
     return list(result.candidates)
 
 
@@ -106,7 +105,7 @@ async def test_a_second_program_that_ends_badly_leaves_the_numbers(
     blobs: Blobs, address: str, tmp_path: Path, fault: str, reason: str  # noqa: F811
 ) -> None:  # fmt: skip
     candidate = candidate_of(blobs, "add", faulty_program(fault), faulty_archive())
-    (result,) = await attempt(address, tmp_path, candidate, deadline_s=6)
+    (result,) = await attempt(address, tmp_path, candidate, deadline_s=12)
     assert is_measured(result)
     error = result.numerics.error
     assert (error.reason, error.stage) == (reason, "DEBUG")

@@ -15,6 +15,12 @@ from etfarm.device_agents.runners.python import PythonRunner
 pytestmark = pytest.mark.skipif(not PythonRunner.available(), reason="torch and executorch are not installed")
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch is imported from a disk that may be slow."""
+    monkeypatch.setattr(module, "_ANSWER_S", 120.0)
+
+
 async def test_the_binding_is_announced_with_the_backends_that_work_on_this_machine(tmp_path: Path) -> None:
     (runner,) = await own_runners(tmp_path)
     assert runner.kind == "python"

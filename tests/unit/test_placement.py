@@ -13,7 +13,7 @@ from etfarm.server.jobs.placement import Placement
 from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.wire import selectors
 
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 
 class Devices:

@@ -232,7 +232,7 @@ async def test_a_run_is_lost_with_its_device_but_not_with_another_agents_claim(w
 async def test_a_run_that_begins_while_its_agent_is_being_registered_is_not_lost(world: World) -> None:
     """The Hello knows nothing of it: it was sent before."""
     gate = threading.Event()
-    blocked = asyncio.create_task(world.database.write(lambda _: gate.wait(10)))
+    blocked = asyncio.create_task(world.database.write(lambda _: gate.wait(60)))
     connecting = asyncio.create_task(world.connect("pi", "xl"))
     try:
         await asyncio.sleep(0)  # the task's first step, as far as its write

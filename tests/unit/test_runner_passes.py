@@ -31,6 +31,9 @@ from tests.support.runner import (  # noqa: F401 - fixtures among them
     start_native,
 )
 
+TRIES = 5
+"""Of what has to be quick: the machine may stand still in one of them."""
+
 
 async def test_measure_stops_for_the_reason_it_tells(runner: RemoteRunner) -> None:
     await loaded(runner, program("add"))
@@ -66,11 +69,17 @@ async def test_a_steady_warm_up_says_whether_the_median_came_to_rest(runner: Rem
 
 async def test_measure_tells_how_far_it_is(runner: RemoteRunner) -> None:
     await loaded(runner, program("add"))
-    seen: list[Progress] = []
-    await runner.measure(replace(QUICK, iterations=1, min_time_ns=600_000_000, max_samples=10**7), seen.append)
-    assert [p.stage for p in seen][:2] == ["WARMUP", "TIMED"]
-    timed = [p for p in seen if p.stage == "TIMED" and p.done]
-    assert 1 <= len(timed) <= 3  # at most four a second
+    plan = replace(QUICK, iterations=1, min_time_ns=600_000_000, max_samples=10**7)
+    timed: list[Progress] = []
+    for _ in range(TRIES):
+        seen: list[Progress] = []
+        measured = await runner.measure(plan, seen.append)
+        assert list(dict.fromkeys(p.stage for p in seen)) == ["WARMUP", "TIMED"]
+        timed = [p for p in seen if p.stage == "TIMED" and p.done]
+        assert len(timed) <= measured.duration_ns / 250_000_000  # at most four a second
+        if timed:
+            break
+    assert timed, "a pass is told of, unless the machine stands still for most of it"
 
 
 async def test_a_measurement_is_never_traced(runner: RemoteRunner) -> None:
@@ -154,7 +163,8 @@ async def test_a_crash_tells_signal_and_stage(runner: RemoteRunner) -> None:
         await runner.run()  # what became of it is still told
 
 
-async def test_a_cancelled_command_kills_the_process(start: Start) -> None:
+async def cancelled(start: Start) -> float:
+    """Seconds from the cancel of a command until its runner is gone."""
     async with start() as runner:
         await loaded(runner, program("conv"))
         timed = asyncio.Event()
@@ -167,9 +177,17 @@ async def test_a_cancelled_command_kills_the_process(start: Start) -> None:
         with pytest.raises(errors.RunnerClosed):
             await runner.run()
         await runner.close()
-        assert time.monotonic() - began < 1.0
+        took_s = time.monotonic() - began
         with pytest.raises(ProcessLookupError):
             os.kill(runner.pid, 0)
+        return took_s
+
+
+async def test_a_cancelled_command_kills_the_process(start: Start) -> None:
+    took_s: list[float] = []
+    while not took_s or (took_s[-1] >= 1.0 and len(took_s) < TRIES):
+        took_s.append(await cancelled(start))
+    assert min(took_s) < 1.0, took_s
 
 
 async def test_leaving_the_context_reaps_a_stopped_process(start: Start) -> None:

@@ -66,7 +66,7 @@ LINE = st.one_of(
 )
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(lines=st.lists(LINE, max_size=12))
 def test_every_line_of_garbage_gets_one_reply_and_the_end_of_input_ends_it(
     runner_bundle: Bundle,  # noqa: F811
@@ -78,7 +78,7 @@ def test_every_line_of_garbage_gets_one_reply_and_the_end_of_input_ends_it(
     assert len(replies(events)) == len(sent)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.binary(max_size=2000))
 def test_a_stream_of_noise_ends_with_the_input(runner_bundle: Bundle, data: bytes) -> None:  # noqa: F811
     events, code = talk(runner_bundle, data)
@@ -86,7 +86,7 @@ def test_a_stream_of_noise_ends_with_the_input(runner_bundle: Bundle, data: byte
     assert all(event["event"] in ("result", "error", "log") for event in events)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(lines=st.lists(LINE, min_size=1, max_size=6))
 def test_garbage_before_a_loaded_method_leaves_it_usable(runner_bundle: Bundle, lines: list[bytes]) -> None:  # noqa: F811
     head = f"load path={program('add').path}\nload_method name=forward\n".encode()

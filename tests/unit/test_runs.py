@@ -12,7 +12,7 @@ from etfarm.wire.errors import Fault
 
 FOREVER_S = 3600.0
 AT_ONCE_S = 0.001
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 
 def ignore(progress: RunProgress) -> None:

@@ -33,7 +33,7 @@ from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import EtfarmError, Fault, Kind
 
 DATA = bytes(range(256)) * 40
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

@@ -454,14 +454,14 @@ async def test_a_caller_that_goes_away_while_its_job_is_written_down_leaves_a_jo
         def then_wait(connection: Connection) -> object:
             done = do(connection)
             loop.call_soon_threadsafe(writing.set)
-            gate.wait(10)
+            gate.wait(60)
             return done
 
         return await write(then_wait, durable=durable)
 
     world.database.write = slow  # type: ignore[method-assign,assignment]
     leaving = asyncio.create_task(serving.submit(spec))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await writing.wait()
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -13,8 +13,9 @@ from etfarm.device_agents.telemetry import Telemetry, run_telemetry
 
 
 def test_what_is_told_is_what_the_machine_says(tmp_path: Path) -> None:
+    before_s = int(time.time())
     told = Telemetry(tmp_path).read()
-    assert abs(told.at.ToSeconds() - time.time()) < 5
+    assert before_s <= told.at.ToSeconds() <= time.time()
     assert 0 < told.memory_available_bytes < psutil.virtual_memory().total
     assert told.disk_free_bytes <= psutil.disk_usage(str(tmp_path)).total
     assert 0 <= told.cpu_share <= 1
@@ -35,9 +36,11 @@ def test_a_missing_folder_only_costs_the_disks_value(tmp_path: Path) -> None:
 
 
 def test_a_light_reading_leaves_out_what_costs(tmp_path: Path) -> None:
+    before = os.getloadavg()[0]
     told = Telemetry(tmp_path).read(light=True)
+    after = os.getloadavg()[0]
     assert {field.name for field, _ in told.ListFields()} == {"at", "load_1m", "memory_available_bytes"}
-    assert told.load_1m <= os.getloadavg()[0] + 1
+    assert min(before, after) - 0.01 <= told.load_1m <= max(before, after) + 0.01
 
 
 def test_counters_that_the_kernel_does_not_tell_are_absent() -> None:

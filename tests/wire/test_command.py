@@ -108,7 +108,7 @@ def test_help_has_a_line_for_every_command_that_is_installed() -> None:
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_help_needs_the_standard_library_only() -> None:

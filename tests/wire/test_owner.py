@@ -34,7 +34,7 @@ def start(code: str, stdin: int | None) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    out, error = process.communicate(timeout=20)
+    out, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
     assert error == ""
     return out
