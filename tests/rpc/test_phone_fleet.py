@@ -151,3 +151,25 @@ async def test_a_phone_that_is_connected_in_two_ways_is_served_by_the_other_when
         told = [each.WhichOneof("message") for each in heard.messages[known:]]
         assert told == ["device_gone", "device_update"]
         assert heard.messages[-1].device_update.device.id == "ONE"
+
+
+@pytest.mark.parametrize("step", ["recognized", "tried"])
+async def test_a_link_that_dies_while_a_phone_is_enrolled_is_found_by_asking_whether_it_lives(
+    server: Server, adb_phone: AdbPhone, tmp_path: Path, step: str
+) -> None:
+    reached = adb_phone.files / "data/local/tmp/reached"
+    stuck = "echo reached >/data/local/tmp/reached; exec sleep 1000"
+    if step == "recognized":
+        answer_getprop(adb_phone, stuck)
+    runner = adb_phone.files / "data/local/tmp/runner"
+    runner.write_text(f"#!/bin/sh\n{stuck}\n")
+    runner.chmod(0o755)
+    # Far shorter than any of the steps may take.
+    prompt = {"probe_s": 0.2, "answer_s": 2.0, "retry_s": NEVER_S}
+    async with followed(adb_phone, server, tmp_path, runner="/data/local/tmp/runner", **prompt) as heard:
+        assert await asyncio.to_thread(wait_until, reached.exists)
+        adb_phone.freeze_adbd()
+        told = await heard.until(lambda message: message.device_update.device.HasField("problem"))
+        problem = told.device_update.device.problem
+        assert (problem.reason, problem.metadata["during"]) == ("PHONE_SILENT", "asking whether it lives")
+        adb_phone.thaw_adbd()

@@ -1,4 +1,4 @@
-"""Who serves a phone, and whether it lives: a shell on it that holds a lock and echoes what it is sent.
+"""Who serves a phone, and whether it lives: a shell on it that echoes what it is sent, and holds a lock.
 
 The lock is the phone's own and ends with the shell, so that an agent that was killed leaves the phone free, and two agents
 cannot serve one phone, from whatever machines. The echo tells a live link from one that adb only takes for alive, and costs the
@@ -17,7 +17,8 @@ from etfarm.device_agents.phones.errors import PhoneRefused, PhoneTaken
 from etfarm.wire.errors import DeviceError
 
 _TAKEN: Final = 75
-_FIRST_S: Final = 15.0
+_FIRST_S: Final = 10.0
+"""For a few small programs of the phone's; no longer than a probe takes to find a dead link."""
 
 
 def _script(root: str, owner: str) -> str:
@@ -29,13 +30,56 @@ def _script(root: str, owner: str) -> str:
     )
 
 
-class Claim:
-    """A phone that this agent serves alone, until `release`. Made by `take`."""
+class Pulse:
+    """Tells whether a phone lives, until `release`. Made by `feel`, which needs no place on the phone."""
 
     def __init__(self, process: ShellProcess, serial: str) -> None:
         self._process = process
-        self._serial = serial
+        self.serial = serial
         self._count = 0
+
+    @classmethod
+    async def feel(cls, adb: AdbServer, serial: str) -> Self:
+        """Begins to.
+
+        Raises:
+            DeviceError: the phone is gone, or says nothing.
+        """
+        return cls(await adb.shell(serial, "exec cat"), serial)
+
+    async def ended(self) -> None:
+        """Returns when the shell has ended: the phone, or its link, is gone."""
+        with suppress(DeviceError):
+            await self._process.wait()
+
+    async def probe(self, within_s: float) -> None:
+        """Whether the phone answers.
+
+        Raises:
+            PhoneGone: the link ended.
+            PhoneSilent: it did not within that time.
+        """
+        self._count += 1
+        sent = b"%d\n" % self._count
+        try:
+            async with asyncio.timeout(within_s):
+                self._process.stdin.write(sent)
+                await self._process.stdin.drain()
+                while (line := await self._process.stdout.readline()) != sent:
+                    if not line:
+                        raise PhoneGone(self.serial, "its shell ended")
+        except ConnectionError as error:
+            raise PhoneGone(self.serial, "its shell ended") from error
+        except TimeoutError as error:
+            raise PhoneSilent(self.serial, "asking whether it lives", within_s) from error
+
+    def release(self) -> None:
+        """Ends the shell, and with it what it holds, as soon as the phone hears of it; harmless where it is gone."""
+        self._process.kill()
+
+
+class Claim(Pulse):
+    """A phone that this agent serves alone, until `release`. Made by `take`."""
 
     @classmethod
     async def take(cls, adb: AdbServer, serial: str, root: str, owner: str, *, again: bool = False) -> Self:
@@ -76,33 +120,3 @@ class Claim:
                 return await cls.take(adb, serial, root, owner, again=True)
             raise PhoneTaken(serial, former or line)
         raise PhoneRefused(serial, "make a folder for etfarm", told or line)
-
-    async def ended(self) -> None:
-        """Returns when the shell has ended: the phone, or its link, is gone."""
-        with suppress(DeviceError):
-            await self._process.wait()
-
-    async def probe(self, within_s: float) -> None:
-        """Whether the phone answers.
-
-        Raises:
-            PhoneGone: the link ended.
-            PhoneSilent: it did not within that time.
-        """
-        self._count += 1
-        sent = b"%d\n" % self._count
-        try:
-            async with asyncio.timeout(within_s):
-                self._process.stdin.write(sent)
-                await self._process.stdin.drain()
-                while (line := await self._process.stdout.readline()) != sent:
-                    if not line:
-                        raise PhoneGone(self._serial, "its shell ended")
-        except ConnectionError as error:
-            raise PhoneGone(self._serial, "its shell ended") from error
-        except TimeoutError as error:
-            raise PhoneSilent(self._serial, "asking whether it lives", within_s) from error
-
-    def release(self) -> None:
-        """Gives the phone free as soon as it hears of it; harmless where it is gone."""
-        self._process.kill()

@@ -5,37 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import tempfile
 from collections.abc import Coroutine
 from contextlib import aclosing
-from pathlib import Path
 from typing import Final
 
-import grpc
-
-from etfarm.device_agents.adb import AdbServer, PhoneGone, PhoneSilent, State
+from etfarm.device_agents.adb import AdbServer, PhoneSilent, State
 from etfarm.device_agents.adb import Phone as Listed
 from etfarm.device_agents.agent import Agent
-from etfarm.device_agents.cache import Cache, Transfers
+from etfarm.device_agents.cache import Cache
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.errors import AgentFailed
-from etfarm.device_agents.phones.claim import Claim
-from etfarm.device_agents.phones.errors import (
-    OwnRunnerFailed,
-    PhoneListedTwice,
-    PhoneNotReady,
-    PhoneTooOld,
-    PhoneUnsupported,
-)
+from etfarm.device_agents.phones.alive import while_alive
+from etfarm.device_agents.phones.claim import Claim, Pulse
+from etfarm.device_agents.phones.errors import PhoneListedTwice, PhoneNotReady, PhoneTooOld, PhoneUnsupported
 from etfarm.device_agents.phones.folder import ROOT
 from etfarm.device_agents.phones.patience import Patience
 from etfarm.device_agents.phones.phone import Phone, recognize
-from etfarm.device_agents.provisions import try_out
-from etfarm.v1 import device_pb2, farm_pb2
-from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
-from etfarm.v1.farm_pb2_grpc import FarmServiceStub
-from etfarm.wire.channel import open_channel
-from etfarm.wire.errors import EtfarmError, FarmError, UserError
+from etfarm.device_agents.phones.trial import Trial
+from etfarm.v1 import device_pb2
+from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import to_proto
 
 log = logging.getLogger(__name__)
@@ -45,8 +33,6 @@ _REFRESH_S: Final = 30.0
 """Between two looks at a phone that is idle."""
 _RESCUES: Final = 60
 """Tries to connect again to a phone whose link is dead: for minutes, since its network may be away as well."""
-_BUNDLE_S: Final = 600.0
-"""How long the runner for a new phone may be on its way from the farm."""
 
 
 class Fleet:
@@ -65,9 +51,9 @@ class Fleet:
         self._adb = adb
         self._agent = agent
         self._agent_id = agent_id
-        self._cache = cache
         self._config = config
         self._options = config.phones
+        self._trial = Trial(config, cache)
         self._listed: dict[str, Listed] = {}
         self._serving: dict[str, asyncio.Task[None]] = {}
         """Those of phones that are listed, by serial."""
@@ -186,7 +172,11 @@ class Fleet:
             await asyncio.Event().wait()
         if "shell_v2" not in await self._adb.features(serial):
             raise PhoneTooOld(serial)
-        device = await recognize(self._adb, serial)
+        pulse = await Pulse.feel(self._adb, serial)
+        try:
+            device = await while_alive(recognize(self._adb, serial), pulse, self._options)
+        finally:
+            pulse.release()
         device.agent_id = self._agent_id
         device.name = "-".join(part for part in (self._config.name, device.name) if part)
         device.labels.update(self._config.labels)
@@ -204,15 +194,7 @@ class Fleet:
         phone = Phone(self._adb, serial, device, self._config)
         claim = await Claim.take(self._adb, serial, ROOT, f"agent {self._agent_id} on {socket.gethostname()}")
         try:
-            await phone.folder.open()
-            await phone.look()
-            await self._try_runner(phone)
-            await self._announce(serial, device.id)
-            self._served[serial] = device.id
-            self._agent.attach(phone)
-            self._patience.pop(serial, None)
-            log.info("serving the phone %s as %s (%s)", serial, device.name, device.id)
-            await self._watch(phone, claim)
+            await while_alive(self._enrol(phone), claim, self._options, phone)
         finally:
             phone.gone = True
             try:
@@ -221,6 +203,29 @@ class Fleet:
                     await _whole(self._agent.detach(device.id, "adb does not reach it any more"))
             finally:
                 claim.release()
+
+    async def _enrol(self, phone: Phone) -> None:
+        """Makes it a device of the farm, and then looks at it now and then for ever.
+
+        Raises:
+            EtfarmError: what keeps it from being one.
+        """
+        await phone.folder.open()
+        await phone.look()
+        await self._trial.run(phone)
+        await self._announce(phone.serial, phone.device.id)
+        self._served[phone.serial] = phone.device.id
+        self._agent.attach(phone)
+        self._patience.pop(phone.serial, None)
+        log.info("serving the phone %s as %s (%s)", phone.serial, phone.device.name, phone.device.id)
+        while True:
+            await asyncio.sleep(_REFRESH_S)
+            if not phone.is_running:
+                try:
+                    await phone.look()
+                except EtfarmError as error:
+                    # It answers; that its services are slow is no reason to leave it.
+                    log.info("%s", error)
 
     def _is_served_by_another(self, serial: str, device_id: str) -> bool:
         return any(served == device_id for known, served in self._served.items() if known != serial)
@@ -234,38 +239,6 @@ class Fleet:
         self._announced[serial] = device_id
         if former not in (None, device_id):
             await self._agent.detach(former, "it is known by its own serial now")
-
-    async def _watch(self, phone: Phone, claim: Claim) -> None:
-        """Returns never.
-
-        Raises:
-            DeviceError: the phone does not answer.
-        """
-        loop = asyncio.get_running_loop()
-        looked_s = loop.time()
-        lost = {
-            asyncio.create_task(claim.ended(), name=f"the claim of {phone.serial}"),
-            asyncio.create_task(phone.doubted.wait(), name=f"doubts of {phone.serial}"),
-        }
-        try:
-            while True:
-                done, _ = await asyncio.wait(lost, timeout=self._options.probe_s, return_when=asyncio.FIRST_COMPLETED)
-                if done:
-                    raise PhoneGone(phone.serial, "its shell ended")
-                if not phone.folder.is_carrying:
-                    # Behind a large file an answer on a slow link comes late.
-                    await claim.probe(self._options.answer_s)
-                if loop.time() - looked_s >= _REFRESH_S and not phone.is_running:
-                    looked_s = loop.time()
-                    try:
-                        await phone.look()
-                    except EtfarmError as error:
-                        # It answers; that its services are slow is no reason to leave it.
-                        log.info("%s", error)
-        finally:
-            for task in lost:
-                task.cancel()
-            await asyncio.wait(lost)
 
     async def _trouble(self, listed: Listed, error: EtfarmError) -> None:
         """Tells the farm why a phone cannot be served, tries what may help, and returns when it is time for another try."""
@@ -312,53 +285,6 @@ class Fleet:
                 if self._patience_with(serial).is_new(str(error)):
                     log.info("%s", error)
             await asyncio.sleep(self._options.retry_s + next(pauses))
-
-    async def _own_runner(self, phone: Phone) -> device_pb2.DeviceRunner:
-        """What the runner that was put on the phone can do; it has tested itself.
-
-        Raises:
-            OwnRunnerFailed: it does not start, or computes wrongly.
-            DeviceError: the phone is gone.
-        """
-        try:
-            with tempfile.TemporaryDirectory(prefix="try-", dir=self._config.data) as folder:
-                async with asyncio.timeout(phone.self_test_s), phone.start_runner(None, Path(folder), None) as runner:
-                    hello = await runner.hello()
-                    await runner.self_test()
-        except (UserError, FarmError) as error:
-            raise OwnRunnerFailed(phone.serial, self._options.runner or "", error.message) from error
-        except TimeoutError:
-            why = f"it does not answer within {phone.self_test_s:g} s"
-            raise OwnRunnerFailed(phone.serial, self._options.runner or "", why) from None
-        return device_pb2.DeviceRunner(
-            kind=runner.kind, executorch=hello.executorch, backends=hello.backends, operators=hello.operators
-        )
-
-    async def _try_runner(self, phone: Phone) -> None:
-        """The self-test of the runner that the farm has for the phone; without one, or without the farm, at its first use.
-
-        Raises:
-            RunnerDoesNotWork: with the signal, or with what the system said.
-            DeviceError: the phone is gone, or has no room.
-        """
-        if phone.has_own_runner:
-            phone.device.own_runners.append(await self._own_runner(phone))
-            return
-        try:
-            async with open_channel(self._config.access) as channel:
-                async with asyncio.timeout(self._options.farm_s):
-                    listed = await FarmServiceStub(channel).ListBundles(farm_pb2.ListBundlesRequest())
-                offered = next((each for each in listed.bundles if each.arch == phone.device.arch), None)
-                if offered is None:
-                    return
-                with self._cache.lease(Transfers(ArtifactServiceStub(channel), self._config.pauses)) as lease:
-                    async with asyncio.timeout(_BUNDLE_S):
-                        bundle = await lease.open_bundle(offered.artifact)
-                    await phone.install_runner(bundle)
-                    await try_out(bundle, offered.artifact.digest, phone, self._config.data)
-                    phone.tried.add(offered.artifact.digest)
-        except (grpc.aio.AioRpcError, TimeoutError) as error:
-            log.info("the phone %s tries its runner at the first job: %s", phone.serial, error)
 
 
 async def _whole(work: Coroutine[None, None, None]) -> None:
