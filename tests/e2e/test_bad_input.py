@@ -16,7 +16,7 @@ import torch
 
 from etfarm.client.models import Progress
 from tests.support import factories, models
-from tests.support.farm import FarmProcess, descendants, etfarm
+from tests.support.farm import FarmProcess, descendants, etfarm, wait_until
 from tests.support.programs import program
 
 FACTORIES = str(Path(factories.__file__))
@@ -156,7 +156,7 @@ CASES = {
     ),
     "missing_data": Bad(("{0}",), 1, "PROGRAM_DATA_MISSING", (".ptd",), lambda folder: program("external_xnnpack").path),
     "cannot_run": Bad((f"{FACTORIES}:fourier", "--recipe", "portable"), 1, "", ("fft",)),
-    "hangs": Bad((f"{FACTORIES}:slow", "--recipe", "portable", "--timeout", "3"), 1, "PROGRAM_TIMED_OUT", ("3 s",)),
+    "hangs": Bad((f"{FACTORIES}:slow", "--recipe", "portable", "--timeout", "10"), 1, "PROGRAM_TIMED_OUT", ("10 s",)),
 }  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def test_bad_input(name: str, farm: FarmProcess, tmp_path: Path) -> None:
         assert words in said, said
         assert words in done.stderr + done.stdout
     with farm.client() as client:
-        assert [device.state.name for device in client.devices()] == ["IDLE"]
+        assert wait_until(lambda: [device.state.name for device in client.devices()] == ["IDLE"])
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1)])

@@ -115,7 +115,8 @@ def test_runs_at_different_times_are_compared_apart_and_say_so(
     with farm.client() as client:
         found = client.compare(f"{in_turns.job.id}#1", alone.job.id)
     assert found.pairs[0].latency.method == "separate"
-    assert found.pairs[0].changes == [] and found.passed
+    # A machine with sensors may be warmer by then.
+    assert {change.what for change in found.pairs[0].changes} <= {"temperature", "throttled"} and found.passed
 
 
 def test_jobs_files_and_results_give_the_same(

@@ -38,7 +38,7 @@ def lab(phone_vm: PluggedPhone, tmp_path_factory: pytest.TempPathFactory) -> Ite
             slow.limit(4_000_000)
             assert wait_until(lambda: "connected to" in phone_vm.adb("connect", slow.address).stdout)
             farm.add_agent("--adb", environment={"ADB_SERVER_SOCKET": phone_vm.adb.address})
-            assert served(farm, phone_vm, 120), farm.agents[1].log.read_text()
+            assert served(farm, phone_vm, 180), farm.agents[1].log.read_text()
             phone_vm.adb("disconnect", slow.address)
             assert wait_until(lambda: state(farm, phone_vm) == "OFFLINE")
         phone_vm.adb.connect(phone_vm.phone)
@@ -53,7 +53,7 @@ def state(farm: FarmProcess, plugged: PluggedPhone) -> str:
         return next((device.state.name for device in client.devices() if device.id == plugged.phone.serialno), "")
 
 
-def served(farm: FarmProcess, plugged: PluggedPhone, timeout_s: float = 60.0) -> bool:
+def served(farm: FarmProcess, plugged: PluggedPhone, timeout_s: float = 120.0) -> bool:
     return wait_until(lambda: state(farm, plugged) == "IDLE", timeout_s)
 
 
