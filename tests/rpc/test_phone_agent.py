@@ -15,7 +15,7 @@ from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from etfarm.wire import digest, tensors
 from tests.support.adbd import AdbPhone, adb_phone, running_phone
-from tests.support.agent import LONG, Connection, Launch, Server, launch, server
+from tests.support.agent import LONG, WAIT_S, Connection, Launch, Server, launch, server
 from tests.support.farm import wait_until
 from tests.support.programs import program
 from tests.support.runner import close, runner_archive
@@ -44,6 +44,12 @@ async def ready(server: Server, launch: Launch, phone: AdbPhone, *arguments: str
     return connection, told.device_update.device.id
 
 
+async def sending(server: Server) -> None:
+    """Waits until an agent wants to send files to the server, which is away."""
+    async with asyncio.timeout(WAIT_S):
+        await server.turned_away.wait()
+
+
 def outputs_of(server: Server, cell: agent_pb2.CandidateResult) -> list[tensors.Value]:
     return tensors.decode(server.blobs[cell.outputs.digest])
 
@@ -57,7 +63,8 @@ async def test_a_phone_is_a_device_that_measures(server: Server, launch: Launch,
     assert close(outputs_of(server, cell), program("conv").expected)
     assert (cell.runner.kind, cell.iterations, cell.outputs_equal) == ("native", 5, True)
     assert cell.etdump.size_bytes > 100 and cell.memory.peak_rss_bytes > 1 << 20
-    assert [phase.phase for phase in cell.phases][-3:] == ["TIMED", "TRACED", "UPLOAD"]
+    # From the phone to the agent, and from there to the farm.
+    assert [phase.phase for phase in cell.phases][-4:] == ["TIMED", "TRACED", "UPLOAD", "UPLOAD"]
     assert cell.telemetry.before.memory_available_bytes > 0 and cell.telemetry.after.elapsed_ms > 0
     assert not cell.telemetry.after.HasField("cpu_busy_ns")
     assert list((adb_phone.files / ROOT / "runs").iterdir()) == []
@@ -139,7 +146,7 @@ async def test_a_phone_that_is_unplugged_when_all_files_are_here_loses_no_run(
     candidate = server.candidate("conv")
     server.away = True
     connection.start("a1", candidate, measurement=SHORT, deadline_s=600, device_id=device_id)
-    await connection.phase("UPLOAD")
+    await sending(server)
     await adb_phone.disconnect()
     told = await connection.until(lambda m: m.device_update.device.HasField("problem"))
     assert (told.device_update.device.id, told.device_update.device.problem.reason) == (device_id, "DEVICE_GONE")
@@ -163,7 +170,7 @@ async def test_a_phone_that_takes_long_to_end_keeps_no_other_one_waiting(
     candidate = server.candidate("conv")
     server.away = True
     connection.start("a1", candidate, measurement=SHORT, deadline_s=600, device_id=device_id)
-    await connection.phase("UPLOAD")
+    await sending(server)
     await adb_phone.disconnect()
     async with running_phone(beside=adb_phone) as other:
         told = await connection.until(lambda m: m.device_update.device.id == other.serial)
@@ -183,7 +190,7 @@ async def test_a_phone_that_is_unplugged_while_a_candidate_waits_for_it_fails_th
     candidates = server.candidate("conv", "c1"), server.candidate("add", "c2")
     server.away = True
     connection.start("a1", *candidates, measurement=SHORT, deadline_s=600, device_id=device_id)
-    await connection.phase("UPLOAD")
+    await sending(server)
     await adb_phone.disconnect()
     # By which the farm places it again.
     result = await connection.result("a1")

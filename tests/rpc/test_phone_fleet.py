@@ -13,8 +13,9 @@ import pytest
 from etfarm.device_agents.agent import Agent, DataFolder
 from etfarm.device_agents.cache import Cache
 from etfarm.device_agents.config import AgentConfig, PhoneOptions
+from etfarm.device_agents.gates import GateLimits
 from etfarm.device_agents.phones.fleet import Fleet
-from etfarm.v1 import agent_pb2
+from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from etfarm.wire.channel import Access
 from tests.support.adbd import AdbPhone
 from tests.support.agent import WAIT_S, Server, server
@@ -30,6 +31,8 @@ NEVER_S = 1e6
 
 class Heard:
     """What the agent tells the farm."""
+
+    agent: Agent
 
     def __init__(self) -> None:
         self.messages: list[agent_pb2.AgentMessage] = []
@@ -51,10 +54,10 @@ class Heard:
 @asynccontextmanager
 async def followed(phone: AdbPhone, server: Server, data: Path, **options: Any) -> AsyncIterator[Heard]:
     """A fleet that follows the phone's adb server."""
-    config = AgentConfig(Access(server.address), "", data, phones=PhoneOptions(**options))
+    config = AgentConfig(Access(server.address), "", data, phones=PhoneOptions(**options), gates=GateLimits(idle_wait_s=0))
     folder, heard = DataFolder(data), Heard()
     cache = Cache(data / "cache", config.cache_limit_bytes)
-    agent = Agent(config, folder, cache, heard)
+    heard.agent = agent = Agent(config, folder, cache, heard)
     following = asyncio.create_task(Fleet(phone.server, agent, folder.agent_id(), cache, config).run())
     try:
         yield heard
@@ -64,6 +67,14 @@ async def followed(phone: AdbPhone, server: Server, data: Path, **options: Any) 
         await asyncio.wait({following})
         folder.close()
     assert following.cancelled()
+
+
+async def failed_run(heard: Heard, **start: Any) -> agent_pb2.CandidateResult:
+    """What a run gives on the phone that is served."""
+    device_id = (await heard.until(is_served)).device_update.device.id
+    heard.agent.start(agent_pb2.StartRun(attempt_id="a1", device_id=device_id, **start))
+    (result,) = (await heard.until(lambda message: message.HasField("run_result"))).run_result.candidates
+    return result
 
 
 def is_served(message: agent_pb2.AgentMessage) -> bool:
@@ -173,3 +184,40 @@ async def test_a_link_that_dies_while_a_phone_is_enrolled_is_found_by_asking_whe
         problem = told.device_update.device.problem
         assert (problem.reason, problem.metadata["during"]) == ("PHONE_SILENT", "asking whether it lives")
         adb_phone.thaw_adbd()
+
+
+async def test_a_trace_that_is_too_long_on_a_slow_link_is_the_links_fault(
+    server: Server, adb_phone: AdbPhone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull = adb_phone.server.pull
+
+    async def slowly(serial: str, remote: str, path: Path, **options: Any) -> int:
+        with (adb_phone.files / remote[1:]).open("ab") as trace:
+            trace.write(bytes(16 << 20))
+        adb_phone.slow_link(2_560_000)
+        return await pull(serial, remote, path, **options)
+
+    monkeypatch.setattr(adb_phone.server, "pull", slowly)
+    # An answer comes behind what is in the buffers.
+    async with followed(adb_phone, server, tmp_path, answer_s=60.0) as heard:
+        measurement = job_pb2.Measurement(warmup=1, iterations=5, min_time_s=0)
+        cell = await failed_run(heard, candidates=[server.candidate("conv")], measurement=measurement, deadline_s=25)
+        assert (cell.error.fault, cell.error.reason) == (common_pb2.FAULT_DEVICE, "TRANSFER_TIMED_OUT")
+        assert cell.error.stage == "UPLOAD"
+        assert f"files that it wrote, between the agent and {adb_phone.serial}, were still under way" in cell.error.message
+        assert [phase.phase for phase in cell.phases][-2:] == ["TIMED", "TRACED"]
+
+
+async def test_outputs_that_take_too_long_on_a_slow_link_are_the_links_fault(
+    server: Server, adb_phone: AdbPhone, tmp_path: Path
+) -> None:
+    # An answer comes behind the outputs.
+    async with followed(adb_phone, server, tmp_path, answer_s=60.0) as heard:
+        running = asyncio.create_task(
+            failed_run(heard, candidates=[server.candidate("wide")], measurement=job_pb2.Measurement(min_time_s=2), deadline_s=25)
+        )
+        await heard.until(lambda message: message.run_progress.phase == "TIMED")
+        adb_phone.slow_link(400_000)
+        cell = await running
+        assert (cell.error.fault, cell.error.reason) == (common_pb2.FAULT_DEVICE, "TRANSFER_TIMED_OUT")
+        assert cell.error.stage == "OUTPUTS" and "its outputs, between the agent and" in cell.error.message

@@ -130,9 +130,12 @@ class TransferTimedOut(DeviceError):
     reason = "TRANSFER_TIMED_OUT"
     kind = Kind.DEADLINE_EXCEEDED
 
-    def __init__(self, stage: str, deadline_s: float) -> None:
+    def __init__(self, stage: str, deadline_s: float, what: str = "artifacts") -> None:
         super().__init__(
-            f"The attempt's {deadline_s:g} s were over while artifacts were still under way.", stage=stage, deadline_s=deadline_s
+            f"The attempt's {deadline_s:g} s were over while {what} were still under way.",
+            "Look at the link, or give the job a longer timeout.",
+            stage=stage,
+            deadline_s=deadline_s,
         )
 
 

@@ -224,9 +224,13 @@ class Execution:
                 raise
             if attempt.phase.startswith("WAIT_FOR_"):
                 raise NotReached(deadline_s) from None
-            if attempt.phase in _TRANSFER_PHASES:
-                raise TransferTimedOut(attempt.phase, deadline_s) from None
-            stage = self._runner.stage if self._runner else attempt.phase
+            is_transfer, runner = attempt.phase in _TRANSFER_PHASES, self._runner
+            stage = attempt.phase if is_transfer or runner is None else runner.stage
+            if runner is not None and runner.moving:
+                what = f"{runner.moving}, between the agent and {attempt.target.device.name},"
+                raise TransferTimedOut(stage, deadline_s, what) from None
+            if is_transfer:
+                raise TransferTimedOut(stage, deadline_s) from None
             raise errors.ProgramHung(stage, deadline_s, list(self._recent)) from None
 
     async def _run(self) -> None:
@@ -254,10 +258,12 @@ class Execution:
         candidate.program.CopyFrom(self._candidate.numerics_program)
         with self.phase("FETCH"):
             fetched = await fetch_program(candidate, target, attempt.config.data, self._lease, self._tell)
-        with self.phase("NUMERICS"):
-            async with self.start_runner() as runner:
+        async with self.start_runner() as runner:
+            with self.phase("NUMERICS"):
                 await self.load(runner, cpus, again=True, instead=fetched, debug=True)
                 recorded = await numerics.record(runner, self.folder)
+            await self._collect()
+        self._runner = None
         attempt.left_target(candidate.cell_id)
         with self.phase("UPLOAD"):
             given.etdump.CopyFrom(await self._transfers.upload(recorded.etdump))
@@ -343,10 +349,20 @@ class Execution:
     async def trace(self, passes: Passes, samples: array[int]) -> Files:
         """TRACED, where the job wants it, and what the method gives when it runs for the first time."""
         etdump = None if self._attempt.start.measurement.no_profile else self.folder / "trace.etdp"
-        return Files(await passes.first_outputs(etdump, traced_iterations(samples)), samples, etdump)
+        files = Files(await passes.first_outputs(etdump, traced_iterations(samples)), samples, etdump)
+        await self._collect()
+        return files
+
+    async def _collect(self) -> None:
+        """The files of the runner, where they are elsewhere: an UPLOAD from there to here, whose time is not the pass's."""
+        assert self._runner is not None  # a pass is over
+        if self._runner.has_files:
+            with self.phase("UPLOAD"):
+                await self._runner.collect(self._tell)
 
     async def upload(self, files: Files) -> None:
         """UPLOAD: the artifacts of the result."""
+        self._runner = None
         self.measured()
         with self.phase("UPLOAD"):
             self.result.outputs.CopyFrom(await self._transfers.upload(tensors.encode(files.outputs)))

@@ -27,7 +27,8 @@ class Recorded:
 
 
 async def record(runner: Runner, folder: Path) -> Recorded:
-    """One execution of the method, which is loaded with `debug`, its inputs set; the files are in `folder`.
+    """One execution of the method, which is loaded with `debug`, its inputs set; the files are in `folder`, or come there by
+    `RemoteRunner.collect`.
 
     Half of what the disk has free may be filled: others need some of it meanwhile.
 

@@ -115,7 +115,7 @@ class PhoneFolder:
             raise PhoneStorageDamaged(self._serial, ", ".join(damaged))
         return sent
 
-    async def pull(self, remote: str, path: Path) -> None:
+    async def pull(self, remote: str, path: Path, on_progress: OnProgress | None = None) -> None:
         """Fetches a file that a runner wrote, and deletes it there.
 
         Raises:
@@ -123,7 +123,7 @@ class PhoneFolder:
             OSError: `path` cannot be written.
         """
         with self._carrying():
-            await self._adb.pull(self._serial, remote, path)
+            await self._adb.pull(self._serial, remote, path, on_progress=on_progress)
         await self.shell(f"rm -f {shlex.quote(remote)}", "delete a file")
 
     @contextmanager

@@ -15,7 +15,9 @@ from etfarm.device_agents.phones.errors import PhoneRefused
 from etfarm.device_agents.phones.folder import PhoneFolder
 from etfarm.device_agents.runners.child import MAX_LINE_BYTES, Child
 from etfarm.device_agents.runners.native import NativeRunner
+from etfarm.device_agents.runners.process import RunnerProcess
 from etfarm.device_agents.runners.protocol import Debugged, Loaded, OnProgress, Traced
+from etfarm.wire.chunks import Progressed
 from etfarm.wire.errors import DeviceError, EtfarmError
 
 log = logging.getLogger(__name__)
@@ -23,6 +25,8 @@ log = logging.getLogger(__name__)
 _START_S: Final = 15.0
 _KILL_S: Final = 10.0
 _LAST_SIGNAL: Final = 64
+_MOVED: Final = {"INPUTS": "its inputs", "OUTPUTS": "its outputs"}
+"""By the runner's stage, what comes or goes on the link and takes no time of the program's."""
 _SIGNALLED: Final = 128
 """A phone's exit codes above it are of signals."""
 
@@ -129,22 +133,57 @@ class PhoneRunner(NativeRunner):
     folder: str
     """Where it works, on the phone."""
 
+    def __init__(self, process: RunnerProcess) -> None:
+        super().__init__(process)
+        self._written: dict[Path, int] = {}
+        """Files that are there still, by where they are to be here, with their bytes."""
+        self._collecting = False
+
     async def load(self, program: Path, data: Sequence[Path] = ()) -> Loaded:
         """See `Runner.load`; the files were installed."""
         return await super().load(Path(self.files.file(program)), [Path(self.files.file(path)) for path in data])
 
     async def trace(self, iterations: int, etdump: Path, *, warmup: int = 1, on_progress: OnProgress | None = None) -> Traced:
-        """See `Runner.trace`."""
+        """See `Runner.trace`; `collect` then brings the file."""
         traced = await super().trace(iterations, self._there(etdump), warmup=warmup, on_progress=on_progress)
-        await self.files.pull(str(self._there(etdump)), etdump)
+        self._written[etdump] = traced.etdump_bytes
         return replace(traced, etdump=etdump)
 
     async def debug(self, etdump: Path, dump: Path, *, max_bytes: int | None = None) -> Debugged:
-        """See `Runner.debug`."""
+        """See `Runner.debug`; `collect` then brings the files."""
         done = await super().debug(self._there(etdump), self._there(dump), max_bytes=max_bytes)
-        for path in (etdump, dump):
-            await self.files.pull(str(self._there(path)), path)
+        self._written |= {etdump: done.etdump_bytes, dump: done.dump_bytes}
         return replace(done, etdump=etdump, dump=dump)
+
+    @property
+    def moving(self) -> str:
+        """See `RemoteRunner.moving`."""
+        return "files that it wrote" if self._collecting else _MOVED.get(self.stage, "")
+
+    @property
+    def has_files(self) -> bool:
+        """See `RemoteRunner.has_files`."""
+        return bool(self._written)
+
+    async def collect(self, on_progress: Progressed | None = None) -> None:
+        """See `RemoteRunner.collect`. They are deleted on the phone.
+
+        Raises:
+            DeviceError: they cannot be read, or the phone is gone, or says nothing.
+            OSError: they cannot be written here.
+        """
+        self._collecting = True
+        done, total = 0, sum(self._written.values())
+        for path, size in self._written.items():
+
+            def told(part: int, _: int) -> None:
+                if on_progress is not None:
+                    on_progress(done + part, total)  # noqa: B023 - called before the loop goes on
+
+            await self.files.pull(str(self._there(path)), path, told)
+            done += size
+        self._written.clear()
+        self._collecting = False
 
     def _there(self, path: Path) -> Path:
         return Path(self.folder, path.name)

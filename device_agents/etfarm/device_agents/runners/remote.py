@@ -28,6 +28,7 @@ from etfarm.device_agents.runners.protocol import (
     TensorInfo,
     Traced,
 )
+from etfarm.wire.chunks import Progressed
 from etfarm.wire.tensors import Scalar, Tensor, Value
 
 PROTOCOL: Final = 1
@@ -73,6 +74,19 @@ class RemoteRunner:
     def stage(self) -> str:
         """What is under way, or was last."""
         return self._process.stage
+
+    @property
+    def moving(self) -> str:
+        """What is on its way between here and where it runs, such as `its inputs`. Empty where it computes, or runs here."""
+        return ""
+
+    @property
+    def has_files(self) -> bool:
+        """Whether files that it wrote are where it runs, until `collect`."""
+        return False
+
+    async def collect(self, on_progress: Progressed | None = None) -> None:
+        """Brings the files that it wrote to where they were asked for; they are there where it runs here."""
 
     async def hello(self) -> Hello:
         """Who answers.
