@@ -96,6 +96,33 @@ def test_what_changed_is_told_against_what_the_ratio_is_of() -> None:
     assert points[2].changes[0] == {"what": "torch", "base": "2.13.0", "candidate": "2.14.0"}
 
 
+def without_a_program() -> dict[str, Any]:
+    """What a cell that failed to compile leaves: no device, no program, no numbers."""
+    failed = report(None, state="FAILED", latency=None, compile=None, accuracy=None, device=None, runner=None)
+    return failed | {"verdict": None, "error": {"reason": "EXPORT_FAILED"}}
+
+
+def compiled(program: str) -> dict[str, Any]:
+    """What is only compiled."""
+    made = report(None, latency=None, device=None, runner=None, compile__program__digest=program * 64)
+    return made | {"verdict": None}
+
+
+def test_a_report_that_failed_hides_no_change_of_the_program() -> None:
+    points = only(compiled("a"), without_a_program(), compiled("b"), without_a_program(), compiled("b")).points
+    assert [[change["what"] for change in point.changes] for point in points] == [[], [], ["program"], [], []]
+    assert (points[2].changes[0]["base"], points[2].changes[0]["candidate"]) == ("a" * 64, "b" * 64)
+
+
+def test_a_report_that_failed_hides_no_change_between_measurements_that_are_no_evidence() -> None:
+    crashed = report(None, latency=None, state="FAILED") | {"verdict": None}
+    slower = report(1200, "INVALID", compile__toolchain__torch="2.14.0", telemetry={"before": {"charging": True}})
+    first = report(1000, "INVALID", telemetry={"before": {"charging": False}})
+    points = only(first, crashed, slower).points
+    assert [change["what"] for change in points[2].changes] == ["torch", "charging"]
+    assert [point.ratio for point in points] == [None, None, None]
+
+
 def test_recipes_devices_methods_and_threads_are_series_of_their_own() -> None:
     on_another = report()
     on_another["device"]["id"] = "other"

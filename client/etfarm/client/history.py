@@ -48,7 +48,8 @@ class Point:
     overlaps: bool | None
     """Whether the intervals of the two medians overlap, so that they may be the same; None where that cannot be told."""
     changes: tuple[Change, ...]
-    """What is another than at the comparable point before it; than at the point before it where none is comparable."""
+    """What is another than at the comparable point before it; where none is, than at the last one that was measured, or that has
+    a program at least: one that failed before would hide what changed."""
 
     @property
     def p50_ns(self) -> float | None:
@@ -145,12 +146,8 @@ def _entry(entry: report_pb2.HistoryEntry) -> HistoryEntry:
 
 def _series(entries: Sequence[HistoryEntry]) -> Series:
     points: list[Point] = []
-    evidence: Point | None = None
     for entry in entries:
-        base = evidence or (points[-1] if points else None)
-        point = _point(entry, base)
-        points.append(point)
-        evidence = point if point.is_comparable else evidence
+        points.append(_point(entry, _base(points)))
     report = entries[-1].report
     device = report["device"]
     return Series(
@@ -162,6 +159,20 @@ def _series(entries: Sequence[HistoryEntry]) -> Series:
         report["threads"],
         tuple(points),
     )
+
+
+def _base(before: Sequence[Point]) -> Point | None:
+    """What the next point is compared with: the latest of those that tell most."""
+    return max(reversed(before), key=_tells, default=None)
+
+
+def _tells(point: Point) -> int:
+    """How much of a point can be compared: of one that failed to compile, no program; of one that failed to run, no numbers."""
+    if point.is_comparable:
+        return 3
+    if point.p50_ns is not None:
+        return 2
+    return int(point.size_bytes is not None)
 
 
 def _point(entry: HistoryEntry, base: Point | None) -> Point:
