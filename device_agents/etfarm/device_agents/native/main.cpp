@@ -193,7 +193,7 @@ void memory(Session&, Command& command) {
   command.finish();
   Channel::get().send(result_of(command)
                           .number("rss_bytes", status_bytes("VmRSS"))
-                          .number("peak_rss_bytes", status_bytes("VmHWM"))
+                          .number("peak_rss_bytes", peak_rss_bytes())
                           .number("data_bytes", status_bytes("VmData")));
 }
 

@@ -96,12 +96,13 @@ class DumpFile final : public executorch::etdump::DataSinkBase {
 struct WarmUp {
   std::int64_t iterations;
   std::int64_t elapsed_ns;
+  std::int64_t samples;  // that one window wrote at most
   std::optional<bool> steady;  // absent where nobody asked
 };
 
 // The untimed iterations before a measurement. `window` has room for kWindowSamples where `plan.steady` is set.
 WarmUp warm_up(LoadedMethod& method, const std::vector<std::optional<Input>>& inputs, const Plan& plan, std::int64_t* window) {
-  WarmUp done{0, 0, plan.steady ? std::optional<bool>(false) : std::nullopt};
+  WarmUp done{0, 0, 0, plan.steady ? std::optional<bool>(false) : std::nullopt};
   if (plan.warmup == 0 && !plan.steady) return done;
   report("WARMUP", 0, 0);
   const std::int64_t start = now_ns();
@@ -123,11 +124,13 @@ WarmUp warm_up(LoadedMethod& method, const std::vector<std::optional<Input>>& in
   while (done.iterations < plan.warmup) {
     if (!iterate(nullptr)) return done;
   }
+  peak_rss_bytes();  // what first executions take is the program's, and no sample was written yet
   std::deque<std::int64_t> medians;
   while (plan.steady) {
     const std::int64_t begun = done.elapsed_ns;
     std::int64_t count = 0;
     while (count < kWindowIterations || (done.elapsed_ns - begun < kWindowNs && count < kWindowSamples)) {
+      done.samples = std::max(done.samples, count + 1);
       if (!iterate(window + count)) return done;
       ++count;
     }
@@ -149,11 +152,12 @@ void measure(Session& session, const Plan& plan, Json result) {
   LoadedMethod& method = session.ready();
   if (method.tracer()) throw Failure{"BAD_STATE", "the method is loaded with a tracer, which costs time; load it without", "", {}};
   const auto& inputs = session.inputs();
-  // Pages are touched by the samples that come: reserving a million of them adds nothing to the peak RSS.
+  // Pages are touched by the samples that come. They are ours, so the peak RSS is told without them.
   const std::int64_t capacity = std::max(plan.max_samples, plan.steady ? kWindowSamples : 0);
   const Pages buffer(static_cast<std::size_t>(capacity) * sizeof(std::int64_t), Pages::For::Us);
   auto* samples = reinterpret_cast<std::int64_t*>(buffer.data());
 
+  peak_rss_bytes();
   const WarmUp warmed = warm_up(method, inputs, plan, samples);
 
   report("TIMED", 0, 0);
@@ -178,7 +182,7 @@ void measure(Session& session, const Plan& plan, Json result) {
     }
   }
   const Usage after = Usage::now();
-  const auto peak = status_bytes("VmHWM");
+  const auto peak = peak_rss_bytes(std::max(count, warmed.samples) * static_cast<std::int64_t>(sizeof(std::int64_t)));
 
   result.number("warmup", warmed.iterations).number("warmup_ns", warmed.elapsed_ns);
   warmed.steady ? result.boolean("steady", *warmed.steady) : result.null("steady");

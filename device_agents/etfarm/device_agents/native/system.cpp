@@ -1,5 +1,6 @@
 #include "system.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
@@ -53,6 +54,18 @@ std::optional<std::int64_t> status_bytes(const std::string& key) {
     if (line.compare(0, key.size() + 1, key + ":") == 0) return std::strtoll(line.c_str() + key.size() + 1, nullptr, 10) * 1024;
   }
   return std::nullopt;
+}
+
+std::optional<std::int64_t> peak_rss_bytes(std::int64_t ours) {
+  static std::int64_t raised = 0;
+  static std::int64_t without_ours = 0;
+  const auto peak = status_bytes("VmHWM");
+  if (!peak) return std::nullopt;
+  if (*peak > raised) {
+    without_ours = std::max(without_ours, *peak - ours);
+    raised = *peak;
+  }
+  return without_ours;
 }
 
 std::optional<std::string> bind_to_cores(const std::vector<std::int64_t>& cores) {

@@ -24,6 +24,10 @@ struct Usage {
 // A `Key:  N kB` line of /proc/self/status, in bytes.
 std::optional<std::int64_t> status_bytes(const std::string& key);
 
+// The most memory that this process had resident (VmHWM), less what was the measurement's own when that rose.
+// `ours`: bytes of samples that are resident now, or were since the last call.
+std::optional<std::int64_t> peak_rss_bytes(std::int64_t ours = 0);
+
 // Binds every thread of the process to these CPUs. An errno text where that fails.
 std::optional<std::string> bind_to_cores(const std::vector<std::int64_t>& cores);
 
