@@ -15,6 +15,7 @@ import pytest_asyncio
 
 pytest.importorskip("executorch")
 
+from etfarm.device_agents.adb import AdbRefused
 from etfarm.wire import tensors
 from tests.support.adbd import AdbPhone, running_phone
 from tests.support.farm import FarmProcess, etfarm, wait_until
@@ -137,5 +138,27 @@ async def test_a_phone_that_does_not_answer_is_shown_with_what_to_do(desk: Desk,
     assert wait_until(lambda: "is connected and does not answer adb (offline)" in told())
     assert "state UNUSABLE" in told() and "Plug the phone in again" in told()
     desk.phone.start_adbd()
+    await desk.phone.connect()
+    assert desk.shows("IDLE")
+
+
+async def test_a_phone_whose_owner_has_not_allowed_it_is_shown_with_what_to_do(desk: Desk, tmp_path: Path) -> None:
+    def printed(*arguments: str) -> str:
+        return " ".join(desk.etfarm("devices", *arguments, cwd=tmp_path).stdout.split())
+
+    await desk.phone.disconnect()
+    serial = desk.phone.lock()
+    with pytest.raises(AdbRefused):
+        await desk.phone.server.connect(serial)
+    assert wait_until(lambda: "has not allowed this machine to debug it (unauthorized)" in printed("show", serial))
+    shown, remedy = (
+        printed("show", serial),
+        "Unlock the phone and allow USB debugging for this machine in the dialog that it shows.",
+    )
+    assert "state UNUSABLE" in shown and remedy in shown
+    assert f"{serial}: The phone {serial} has not allowed this machine to debug it (unauthorized). {remedy}" in printed("list")
+    desk.phone.allow()
+    assert wait_until(lambda: "state IDLE" in printed("show", serial)), printed("show", serial)
+    await desk.phone.server.disconnect(serial)
     await desk.phone.connect()
     assert desk.shows("IDLE")

@@ -384,6 +384,23 @@ async def test_a_server_that_is_killed_ends_everything_and_comes_back(adb_phone:
     assert (await server.run(serial, "true", deadline_s=SECONDS)).exit_code == 0
 
 
+async def test_a_phone_whose_owner_does_not_allow_it_is_unauthorized_until_he_does(adb_phone: AdbPhone) -> None:
+    server, serial = adb_phone.server, adb_phone.lock()
+    async with contextlib.aclosing(server.track()) as lists:
+        with pytest.raises(adb.AdbRefused, match="failed to authenticate") as refused:
+            await server.connect(serial)
+        assert "allow USB debugging" in refused.value.remedy
+        await once(lists, lambda phones: (serial, adb.State.UNAUTHORIZED) in states(phones))
+        (phone,) = (phone for phone in await server.phones() if phone.serial == serial)
+        assert "allow USB debugging" in phone.remedy
+        with pytest.raises(adb.AdbRefused, match="device unauthorized") as refused:
+            await server.shell(serial, "true")
+        assert refused.value.remedy == phone.remedy
+        adb_phone.allow()
+        await once(lists, lambda phones: (serial, adb.State.DEVICE) in states(phones))
+    assert (await server.run(serial, "echo yes", deadline_s=SECONDS)).stdout == b"yes\n"
+
+
 async def test_a_phone_that_does_not_listen_is_refused_with_what_to_do(adb_phone: AdbPhone) -> None:
     with pytest.raises(adb.AdbRefused, match="Connection refused") as refused:
         await adb_phone.server.connect("127.0.0.1:1")

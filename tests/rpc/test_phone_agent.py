@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from etfarm.device_agents.adb import AdbRefused
 from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from etfarm.wire import digest, tensors
@@ -290,6 +291,22 @@ async def test_a_phone_without_room_says_so(server: Server, launch: Launch, adb_
     (cell,) = (await connection.result("a1")).candidates
     assert (cell.error.fault, cell.error.reason) == (common_pb2.FAULT_DEVICE, "DEVICE_DISK_FULL")
     assert "df -h /data" in cell.error.remedy
+
+
+async def test_a_phone_whose_owner_has_not_allowed_it_is_shown_with_what_to_do_and_served_once_he_has(
+    server: Server, launch: Launch, adb_phone: AdbPhone
+) -> None:
+    await adb_phone.disconnect()
+    serial = adb_phone.lock()
+    with pytest.raises(AdbRefused):
+        await adb_phone.server.connect(serial)
+    connection, told = await attached(server, launch, adb_phone)
+    device = told.device_update.device
+    assert (device.id, device.problem.reason, device.problem.metadata["state"]) == (serial, "PHONE_NOT_READY", "unauthorized")
+    assert "has not allowed this machine to debug it" in device.problem.message
+    assert "allow USB debugging for this machine in the dialog" in device.problem.remedy
+    adb_phone.allow()
+    await connection.until(lambda m: m.device_update.device.id == serial and not m.device_update.device.HasField("problem"))
 
 
 async def test_a_phone_of_32_bits_is_shown_with_the_reason(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:

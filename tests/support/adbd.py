@@ -5,7 +5,8 @@ is reached through a unix domain socket. Process and mount namespaces come with 
 process, which ends with the test run, and what is written to the phone is gone with it. The phone's userland is this machine's,
 behind an overlay in memory: nothing that happens there changes a file here.
 
-Not like a real phone: the authorisation dialog, USB, Android's own userland, SELinux, seccomp; the shell is root.
+Not like a real phone: USB, Android's own userland, SELinux, seccomp; the shell is root.
+This adbd asks no owner for permission; `AdbPhone.lock` does so in its place.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -132,6 +135,11 @@ class _Inside:
             assert self._entering.poll() is None, f"{command} ended with {self._entering.returncode}: {log.read_text()}"
         self._program = children[0]
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._entering.poll() is None
+
     def stop(self) -> None:
         """SIGSTOP."""
         self._program.send_signal(signal.SIGSTOP)
@@ -186,6 +194,7 @@ class AdbPhone:
         """The phone's root folder, seen from outside: to look at what is on it, and to put things there."""
         self._adbd: _Inside | None = None
         self._server: _Inside | None = None
+        self._lock: _Inside | None = None
         self.start_adbd()
         if beside is None:
             self.start_server()
@@ -207,6 +216,21 @@ class AdbPhone:
         path = "/system/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         environment = {"ADBD_PORT": self.serial.rpartition(":")[2], "HOME": "/data", "PATH": path}
         self._adbd = _Inside(self.inside(*adbd), environment, self._folder / "adbd.log")
+
+    def lock(self) -> str:
+        """Another way to the phone, once, which asks its owner first; adb's name of it. `allow` is the owner's yes."""
+        serial = f"127.0.0.1:{random.randrange(10_000, 20_000)}"
+        ports = [each.rpartition(":")[2] for each in (serial, self.serial)]
+        script, log = str(Path(__file__).with_name("locked.py")), self._folder / "locked.log"
+        self._lock = _Inside(self.inside(sys.executable, script, *ports, str(self._folder / "allowed"), userland=False), {}, log)
+        while "listening" not in log.read_text():
+            assert self._lock.is_running, log.read_text()
+            time.sleep(0.02)
+        return serial
+
+    def allow(self) -> None:
+        """The phone's owner allows this machine to debug it; see `lock`."""
+        (self._folder / "allowed").touch()
 
     def kill_adbd(self) -> None:
         """The phone vanishes: its connections are closed at once."""
@@ -280,7 +304,7 @@ class AdbPhone:
         self._keeper.stdin.close()
         self._keeper.wait(_READY_S)
         self._keeper.stdout.close()
-        for program in (self._adbd, self._server):
+        for program in (self._adbd, self._server, self._lock):
             if program is not None:
                 program.kill()
         if self._vsock is not None:
