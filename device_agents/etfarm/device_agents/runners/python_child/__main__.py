@@ -207,6 +207,7 @@ class Child:
 
     def _memory(self, command: Command) -> dict[str, Any]:
         command.finish()
+        # The process's, as they are: nobody takes these for the program's, as a report would the peak.
         names = {"rss_bytes": "VmRSS", "peak_rss_bytes": "VmHWM", "data_bytes": "VmData"}
         return {name: counters.status_bytes(key) for name, key in names.items()}
 
