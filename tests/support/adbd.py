@@ -140,9 +140,9 @@ class _Inside:
         """Whether it has not ended."""
         return self._entering.poll() is None
 
-    def stop(self) -> None:
-        """SIGSTOP."""
-        self._program.send_signal(signal.SIGSTOP)
+    def signal(self, number: signal.Signals) -> None:
+        """Sends it one."""
+        self._program.send_signal(number)
 
     def go_on(self) -> None:
         """SIGCONT; nsenter stops itself together with its child."""
@@ -222,7 +222,7 @@ class AdbPhone:
         serial = f"127.0.0.1:{random.randrange(10_000, 20_000)}"
         ports = [each.rpartition(":")[2] for each in (serial, self.serial)]
         script, log = str(Path(__file__).with_name("locked.py")), self._folder / "locked.log"
-        self._lock = _Inside(self.inside(sys.executable, script, *ports, str(self._folder / "allowed"), userland=False), {}, log)
+        self._lock = _Inside(self.inside(sys.executable, script, *ports, userland=False), {}, log)
         while "listening" not in log.read_text():
             assert self._lock.is_running, log.read_text()
             time.sleep(0.02)
@@ -230,7 +230,8 @@ class AdbPhone:
 
     def allow(self) -> None:
         """The phone's owner allows this machine to debug it; see `lock`."""
-        (self._folder / "allowed").touch()
+        assert self._lock is not None
+        self._lock.signal(signal.SIGUSR1)
 
     def kill_adbd(self) -> None:
         """The phone vanishes: its connections are closed at once."""
@@ -240,7 +241,7 @@ class AdbPhone:
     def freeze_adbd(self) -> None:
         """The link is dead: nothing answers, and nobody is told."""
         assert self._adbd is not None
-        self._adbd.stop()
+        self._adbd.signal(signal.SIGSTOP)
 
     def thaw_adbd(self) -> None:
         """The link is alive again, with what was sent meanwhile."""

@@ -1,8 +1,7 @@
 """A phone that asks its owner before it lets a machine debug it: adb's handshake in front of a real adbd that asks nobody.
 
-`python locked.py PORT ADBD_PORT FILE` listens on loopback. Each connection is asked for a signature, whatever key it has, until
-it shows its public key, as by a phone that has never seen it. When FILE is there, which is the owner's yes, it is handed on to
-adbd.
+`python locked.py PORT ADBD_PORT` listens on loopback. Each connection is asked for a signature, whatever key it has, until it
+shows its public key, as by a phone that has never seen it. After SIGUSR1, which is the owner's yes, it is handed on to adbd.
 
 Source: AOSP's packages/modules/adb/protocol.txt.
 """
@@ -11,15 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import struct
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 _HEADER = struct.Struct("<4sIIIII")
 """command, its two arguments, bytes that follow, their sum, the command's complement."""
 _TOKEN, _PUBLIC_KEY = 1, 3
-_LOOK_S = 0.05
 
 
 async def _message(reader: asyncio.StreamReader) -> tuple[bytes, bytes, int]:
@@ -43,8 +41,10 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     writer.close()
 
 
-async def main(port: int, adbd_port: int, allowed: Path) -> None:
+async def main(port: int, adbd_port: int) -> None:
     """Listens for ever."""
+    allowed = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, allowed.set)
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -53,8 +53,7 @@ async def main(port: int, adbd_port: int, allowed: Path) -> None:
             while (command, kind) != (b"AUTH", _PUBLIC_KEY):
                 writer.write(_ask())
                 _, command, kind = await _message(reader)
-            while not allowed.exists():
-                await asyncio.sleep(_LOOK_S)
+            await allowed.wait()
             there_reader, there_writer = await asyncio.open_connection("127.0.0.1", adbd_port)
             there_writer.write(hello)
             await asyncio.gather(_pump(reader, there_writer), _pump(there_reader, writer))
@@ -66,4 +65,4 @@ async def main(port: int, adbd_port: int, allowed: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])))
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2])))
