@@ -36,6 +36,10 @@ def bare():
     return Net().eval()
 def tensor():
     return Net().eval(), torch.ones(1, 2)
+def count():
+    return 5
+def bent():
+    return Net().eval(), 5
 def three():
     return Net().eval(), (torch.ones(1, 2),), None
 async def later():
@@ -195,11 +199,13 @@ def test_a_missing_factory_is_told_with_those_there_are(folder: Path) -> None:
     [
         ("bare", "FACTORY_RETURNED_SOMETHING_ELSE", r"a module \(Net\) without example inputs"),
         ("three", "FACTORY_RETURNED_SOMETHING_ELSE", "a tuple of 3: Net, tuple, NoneType"),
-        ("later", "FACTORY_RETURNED_SOMETHING_ELSE", "coroutine"),
+        ("later", "FACTORY_RETURNED_SOMETHING_ELSE", "returned a coroutine"),
+        ("count", "FACTORY_RETURNED_SOMETHING_ELSE", r"returned an int\."),
+        ("bent", "EXAMPLE_INPUTS_NOT_A_TUPLE", "the example inputs are an int, not a tuple"),
         ("tensor", "EXAMPLE_INPUTS_NOT_A_TUPLE", r"Write \(x,\)"),
         ("rows", "FACTORY_FAILED", "called without arguments"),
-        ("breaks", "FACTORY_FAILED", r"KeyError: 'weights', at models/net\.py:27"),
-        ("leaves", "FACTORY_FAILED", r"SystemExit: 3, at models/net\.py:29"),
+        ("breaks", "FACTORY_FAILED", r"KeyError: 'weights', at models/net\.py:31"),
+        ("leaves", "FACTORY_FAILED", r"SystemExit: 3, at models/net\.py:33"),
     ],
 )
 def test_a_factory_that_gives_no_model_is_told_why(folder: Path, name: str, reason: str, words: str) -> None:

@@ -19,6 +19,11 @@ FORMS = "x.pt2, x.pte, file.py:factory, package.module:factory or demo:NAME"
 """The five forms of a MODEL argument, in words."""
 
 
+def with_article(noun: str) -> str:
+    """The noun with its article, for sentences that name a class of Python's or the user's: `an int`, `a Tensor`."""
+    return f"{'an' if noun[:1].lower() in tuple('aeio') else 'a'} {noun}"
+
+
 class BadModelArgument(UserError):
     """A MODEL argument has none of the five forms."""
 
@@ -154,7 +159,7 @@ class ExampleInputsNotATuple(UserError):
 
     def __init__(self, method: str, got: str) -> None:
         super().__init__(
-            f"{method}: the example inputs are a {got}, not a tuple of arguments.",
+            f"{method}: the example inputs are {with_article(got)}, not a tuple of arguments.",
             "Write (x,) for a method of one argument.",
             method=method,
             got=got,

@@ -18,6 +18,7 @@ from etfarm.client.export.errors import (
     FactoryNotFound,
     FactoryReturnedSomethingElse,
     ModelNotFound,
+    with_article,
 )
 from etfarm.client.export.source import ModelSource
 from etfarm.client.export.spec import Demo, EagerSpec, FileFactory
@@ -163,5 +164,5 @@ def _kind(value: object) -> str:
     if isinstance(value, nn.Module):
         return f"a module ({type(value).__name__}) without example inputs"
     if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}: {', '.join(type(item).__name__ for item in value[:4])}"
-    return f"a {type(value).__name__}"
+        return f"{with_article(type(value).__name__)} of {len(value)}: {', '.join(type(item).__name__ for item in value[:4])}"
+    return with_article(type(value).__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from etfarm.client.export.errors import CalibrationMismatch, UnsupportedInput
+from etfarm.client.export.errors import CalibrationMismatch, UnsupportedInput, with_article
 from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value
 
 
@@ -55,7 +55,7 @@ def wire_value(method: str, name: str, leaf: Any) -> Value:
         raise UnsupportedInput(
             method,
             name,
-            f"a {type(leaf).__name__}",
+            with_article(type(leaf).__name__),
             "Inputs are tensors, bools, ints, floats, None, and tuples, lists and dicts of these; keep anything else "
             "in the module.",
         )
@@ -98,7 +98,7 @@ def _must_be_plain(method: str, names: Sequence[str], args: tuple[Any, ...], kwa
         raise UnsupportedInput(
             method,
             names[place] if place < len(names) else "inputs",
-            f"inside a {kind}",
+            f"inside {with_article(kind)}",
             "Containers of inputs are tuples, lists and dicts; make anything else of them in forward.",
         )
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from etfarm.client.export.errors import STAGE, DimSpecialized, DimWithoutMaximum, DynamicShapesForm
+from etfarm.client.export.errors import STAGE, DimSpecialized, DimWithoutMaximum, DynamicShapesForm, with_article
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,7 +52,7 @@ def normal_shapes(method: str, module: nn.Module, args: tuple[Any, ...], kwargs:
     if isinstance(shapes, tuple | list):
         if len(shapes) != len(arguments):
             raise DynamicShapesForm(
-                f"{method}: dynamic_shapes is a {type(shapes).__name__} of {len(shapes)}, and forward is called with "
+                f"{method}: dynamic_shapes is {with_article(type(shapes).__name__)} of {len(shapes)}, and forward is called with "
                 f"{', '.join(arguments)}.",
                 "Give one entry per argument, None where it is static.",
                 stage=STAGE,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from etfarm.client.export.errors import BadModelSource, DynamicShapesForm, ExampleInputsNotATuple
+from etfarm.client.export.errors import BadModelSource, DynamicShapesForm, ExampleInputsNotATuple, with_article
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,12 +66,12 @@ class ModelSource:
             if foreign:
                 raise _not_by_method(self.methods, f"{foreign[0]!r} is no method")
         else:
-            raise _not_by_method(self.methods, f"it is a {type(self.dynamic_shapes).__name__}")
+            raise _not_by_method(self.methods, f"it is {with_article(type(self.dynamic_shapes).__name__)}")
         for part in ("example_inputs", "example_kwargs", "calibration_inputs"):
             given = getattr(self, part)
             if not isinstance(given, Mapping):
                 raise BadModelSource(
-                    f"{part} is a {type(given).__name__}, not a dictionary by method.",
+                    f"{part} is {with_article(type(given).__name__)}, not a dictionary by method.",
                     f'Give {part}={{"{next(iter(self.methods))}": ...}}, or use ModelSource.of.',
                     part=part,
                 )
@@ -98,7 +98,7 @@ class ModelSource:
         for transform in self.source_transforms:
             if not callable(transform):
                 raise BadModelSource(
-                    f"A source transform is a {type(transform).__name__}, not a function.",
+                    f"A source transform is {with_article(type(transform).__name__)}, not a function.",
                     "Give functions of a method's name and its module that return a module.",
                     part="source_transforms",
                 )

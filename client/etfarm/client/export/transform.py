@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etfarm.client.export.errors import NothingToTransform, SourceTransformFailed
+from etfarm.client.export.errors import NothingToTransform, SourceTransformFailed, with_article
 from etfarm.client.export.noise import quiet
 from etfarm.client.export.source import ModelSource
 from etfarm.client.export.traces import place_of
@@ -114,7 +114,9 @@ class Transform:
             given = transform(method, module)
         if not isinstance(given, nn.Module):
             raise SourceTransformFailed(
-                method, f"the source transform {name} returned a {type(given).__name__}, not a module.", "Return the module."
+                method,
+                f"the source transform {name} returned {with_article(type(given).__name__)}, not a module.",
+                "Return the module.",
             )
         return given
 
