@@ -12,7 +12,6 @@ This adbd asks no owner for permission; `AdbPhone.lock` does so in its place.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import random
 import shutil
@@ -32,8 +31,7 @@ import pytest
 import pytest_asyncio
 
 from etfarm.device_agents.adb import AdbRefused, AdbServer
-from etfarm.wire import digest
-from tests.support.programs import cache_folder
+from tests.support.debian import debian_tree, need_debian, run
 
 RELEASE: Final = "trixie"
 """Debian's, which has adbd; it is run with that release's own C library."""
@@ -67,59 +65,12 @@ exec cat
 
 def need_adb() -> None:
     """Skips where the phone cannot be made."""
-    for program, package in {"adb": "adb", "ip": "iproute2", "dpkg-deb": "dpkg", "apt-get": "apt"}.items():
+    need_debian()
+    for program, package in {"adb": "adb", "ip": "iproute2"}.items():
         if shutil.which(program) is None:
             pytest.skip(f"needs {program}: apt-get install {package}")
     if os.geteuid() != 0:
         pytest.skip("needs root: it makes namespaces and mounts")
-
-
-def debian_tree(packages: Sequence[str], arch: str, release: str = RELEASE) -> Path:
-    """What the packages hold, unpacked into one folder and not installed; fetched once, from this machine's mirror of Debian."""
-    tree = cache_folder() / f"debian-{release}-{arch}-{digest.of_value(sorted(packages))[:16]}"
-    with (cache_folder() / "debian.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not tree.exists():
-            with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
-                partial = Path(folder) / "tree"
-                partial.mkdir()
-                for package in _fetch(sorted(packages), arch, release, Path(folder)):
-                    _call("dpkg-deb", "-x", str(package), str(partial))
-                partial.rename(tree)
-    return tree
-
-
-def _fetch(packages: Sequence[str], arch: str, release: str, folder: Path) -> list[Path]:
-    """Debian's packages of another release, by an apt that has its own lists and knows of nothing installed."""
-    origins = _call("apt-get", "indextargets", "--format", "$(ORIGIN) $(COMPONENT) $(REPO_URI)", "Created-By: Packages").split(
-        "\n"
-    )
-    mirror = next(
-        uri for origin, component, uri in map(str.split, filter(None, origins)) if (origin, component) == ("Debian", "main")
-    )
-    for name in ("lists/partial", "cache/archives/partial", "sources", "packages"):
-        (folder / name).mkdir(parents=True)
-    (folder / "status").touch()
-    (folder / "sources/debian.sources").write_text(
-        f"Types: deb\nURIs: {mirror}\nSuites: {release}\nComponents: main\nArchitectures: {arch}\n"
-        "Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg\n"
-    )
-    settings = {
-        "Dir::State": folder, "Dir::State::lists": folder / "lists", "Dir::State::status": folder / "status",
-        "Dir::Cache": folder / "cache", "Dir::Etc::SourceList": "/dev/null", "Dir::Etc::SourceParts": folder / "sources",
-        "APT::Architecture": arch, "APT::Architectures": arch, "APT::Sandbox::User": "root", "Acquire::Languages": "none",
-        "Acquire::Retries": 3,
-    }  # fmt: skip
-    apt = ["apt-get", "-q", *(word for key, value in settings.items() for word in ("-o", f"{key}={value}"))]
-    _call(*apt, "update")
-    _call(*apt, "download", *packages, folder=folder / "packages")
-    return sorted((folder / "packages").glob("*.deb"))
-
-
-def _call(*command: str, folder: Path | None = None) -> str:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, f"{command} ended with {done.returncode}: {done.stdout}{done.stderr}"
-    return done.stdout
 
 
 class _Inside:
@@ -171,7 +122,7 @@ class AdbPhone:
         self._folder = folder
         self._mount = folder / "phone"
         self._mount.mkdir()
-        tree = debian_tree(ADBD_PACKAGES, _call("dpkg", "--print-architecture").strip())
+        tree = debian_tree(ADBD_PACKAGES, run("dpkg", "--print-architecture").strip(), RELEASE)
         loader = next(tree.glob("usr/lib/*-linux-gnu/ld-linux-*"))
         self._loader = loader.name
         self._libraries = Path("/apex/adbd") / loader.parent.relative_to(tree)
@@ -206,7 +157,7 @@ class AdbPhone:
 
     def call(self, *command: str) -> str:
         """Runs a command on the phone, without adb, and gives what it writes."""
-        return _call(*self.inside(*command))
+        return run(*self.inside(*command))
 
     def start_adbd(self) -> None:
         """Starts adbd; adb servers of before connect to it again by themselves, after a while."""
@@ -297,7 +248,7 @@ class AdbPhone:
     def slow_link(self, bits_per_s: int) -> None:
         """From now on the link to the phone carries no more than that, both directions together."""
         shape = ["rate", f"{bits_per_s}bit", "burst", "128kb", "latency", "500ms"]
-        _call(*self.inside("tc", "qdisc", "replace", "dev", "lo", "root", "tbf", *shape, userland=False))
+        run(*self.inside("tc", "qdisc", "replace", "dev", "lo", "root", "tbf", *shape, userland=False))
 
     def close(self) -> None:
         """Ends every process of the phone, and waits for it."""

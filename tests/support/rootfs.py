@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
 from etfarm.wire import digest
+from tests.support.debian import need_debian, run, unpack_packages
 from tests.support.emulation import need_emulator
 from tests.support.programs import cache_folder
 
@@ -28,8 +29,6 @@ PACKAGES: Final = "usr/lib/python3/dist-packages"
 """Where pip's packages are in a board's root, which its Python finds without being told."""
 _DEBIAN: Final = ("python3", "libstdc++6")
 """With what they depend on: 44 packages. grpcio's wheel needs the second, which is on every Debian that has apt."""
-_SOURCE: Final = re.compile(r"^(?:deb\s+(?:\[[^]]*\]\s+)?|URIs:\s*)(https?://\S+/debian(?!-)\S*)", re.MULTILINE)
-_KEYRING: Final = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _CHECKOUT: Final = Path(__file__).parents[2]
 _PORTIONS: Final = ("proto", "device_agents")
 """Of the checkout: what an agent is made of."""
@@ -40,57 +39,12 @@ _ELF_MASK: Final = rb"\xff" * 7 + rb"\x00" + rb"\xff" * 8 + rb"\xfe\xff\xff\xff"
 """Of aarch64 programs. Source: qemu's scripts/qemu-binfmt-conf.sh."""
 
 
-def unpack_packages(
-    names: Sequence[str], into: Path, *, suite: str = "bookworm", arch: str = "arm64", alone: bool = False
-) -> None:
-    """Unpacks Debian packages of any architecture and all that they depend on, unconfigured. Nothing is installed here.
-
-    Args:
-        names: of packages.
-        into: a folder; may have files of other packages already.
-        suite: Debian's name of the release.
-        alone: without what they depend on.
-    """
-    with tempfile.TemporaryDirectory(prefix="apt-") as scratch:
-        folder = Path(scratch)
-        for needed in ("state/lists/partial", "cache/archives/partial"):
-            (folder / needed).mkdir(parents=True)
-        (folder / "state/status").touch()
-        signed = f" signed-by={_KEYRING}" if _KEYRING.exists() else ""
-        (folder / "sources.list").write_text(f"deb [arch={arch}{signed}] {_mirror()} {suite} main\n")
-        settings: dict[str, object] = {
-            "Dir::State": folder / "state",
-            "Dir::State::status": folder / "state/status",
-            "Dir::Cache": folder / "cache",
-            "Dir::Etc::sourcelist": folder / "sources.list",
-            "Dir::Etc::sourceparts": "/dev/null",
-            "APT::Architecture": arch,
-            "APT::Architectures::": arch,
-            "APT::Install-Recommends": "false",
-            "APT::Sandbox::User": "root",
-            "Acquire::Retries": "3",
-            "Acquire::Languages": "none",
-        }
-        apt = ["apt-get", "-q", "-y", *(f"-o{name}={value}" for name, value in settings.items())]
-        _run(*apt, "update")
-        archives = folder / "cache/archives"
-        if alone:
-            _run(*apt, "download", *names, cwd=archives)
-        else:
-            _run(*apt, "--download-only", "install", *names)
-        into.mkdir(parents=True, exist_ok=True)
-        for archive in sorted(archives.glob("*.deb")):
-            _run("dpkg-deb", "--extract", str(archive), str(into))
-
-
 def board_root() -> Path:
     """Debian's Python for aarch64, with what pip installs for `etfarm[agent]` but etfarm itself; 110 MB, 15 s the first time.
 
     It is shared: copy it to change it. `install_agent` gives the rest.
     """
-    for program in ("apt-get", "dpkg-deb"):
-        if shutil.which(program) is None:
-            pytest.skip(f"needs a Debian: there is no {program}")
+    need_debian()
     wanted = [text.partition(";")[0] for text in distribution("etfarm").requires or () if _OF_AGENT.search(text)]
     key = digest.of_value([*_DEBIAN, *sorted(wanted), *_PLATFORMS, sys.version_info[:2]])[:16]
     folder = cache_folder() / f"board-{key}"
@@ -180,22 +134,7 @@ def guest_rss_bytes(pid: int) -> int:
     return total
 
 
-def _mirror() -> str:
-    """Where this machine has Debian's packages from."""
-    sources = [Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*"))]
-    for text in (path.read_text(errors="replace") for path in sources if path.is_file()):
-        if (found := _SOURCE.search(text)) is not None:
-            return found.group(1)
-    pytest.skip("needs a Debian: /etc/apt names no mirror of it")
-
-
 def _pip_install(requirements: Sequence[str], into: Path) -> None:
     command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile", "--target", str(into)]
     command += ["--python-version", "3.11", "--implementation", "cp", "--only-binary=:all:"]
-    _run(*command, *(f"--platform={name}" for name in _PLATFORMS), *requirements)
-
-
-def _run(*command: str, **options: Any) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, **options)
-    if done.returncode != 0:
-        raise RuntimeError(f"{shlex.join(command)}: {(done.stderr or done.stdout)[-2000:]}")
+    run(*command, *(f"--platform={name}" for name in _PLATFORMS), *requirements)

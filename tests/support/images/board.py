@@ -8,10 +8,11 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import Final
 
+from tests.support.debian import unpack_packages
 from tests.support.images.disks import make_disk
 from tests.support.images.kept import SOURCES, Say, made_once
 from tests.support.images.kernel import Image, image_of
-from tests.support.rootfs import board_root, install_agent, unpack_packages
+from tests.support.rootfs import board_root, install_agent
 
 _INIT: Final = SOURCES / "guest" / "board.sh"
 _NOT_NEEDED: Final = ("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/info", "usr/share/lintian", "var/lib/dpkg")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tests.support.debian import unpack_packages
 from tests.support.images.kept import SOURCES, Say, made_once
-from tests.support.rootfs import unpack_packages
 
 # The kernel for virtual machines: the same sources with few drivers, a third of the download. The name has its version in it,
 # and only the metapackage knows which is the newest.

@@ -17,11 +17,11 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
+from tests.support.debian import unpack_packages
 from tests.support.emulation import need_emulator
 from tests.support.images.disks import make_disk
 from tests.support.images.kept import SOURCES, Say, made_once
 from tests.support.images.kernel import Image, image_of
-from tests.support.rootfs import unpack_packages
 
 _GUEST: Final = SOURCES / "guest"
 _PACKAGES: Final = (
