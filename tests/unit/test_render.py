@@ -229,6 +229,14 @@ def test_every_reason_of_a_verdict_has_a_remedy(code: str) -> None:
     assert len(" ".join(_text(_document(verdict=verdict)).split("It was so.")[1].splitlines()[0].split())) > 20
 
 
+def test_a_pass_that_a_limit_ended_says_so_and_gets_no_remedy_that_cannot_help() -> None:
+    measurement = {"warmup": 10, "iterations": 1_000_000, "duration_ns": 450_000_000, "stop_reason": "MAX_SAMPLES"}
+    reason = {"code": "TOO_FEW_SAMPLES", "message": "The median has no interval."}
+    text = _text(_document(measurement=measurement, verdict={"status": "VERDICT_STATUS_INVALID", "reasons": [reason]}))
+    assert "timed     450 ms, up to the limit of samples: 1,000,000 samples" in text
+    assert "It has as many samples as a pass keeps. Stop what else runs on the device." in text and "--min-time" not in text
+
+
 def test_a_failed_cell_is_its_error_with_the_remedy() -> None:
     empty: dict[str, Any] = dict.fromkeys(("latency", "profile", "verdict", "operators", "compile", "accuracy", "memory"))
     error = {

@@ -71,8 +71,9 @@ def test_the_interval_holds_the_median_between_two_samples(samples: list[int]) -
     assert found.p50_ci95 == statistics.median_interval(_array(samples))
     if len(samples) < 6:
         assert found.p50_ci95 is None
+    elif found.p50_ci95 is None:
+        assert found.effective_samples < 6
     else:
-        assert found.p50_ci95 is not None
         low, high = found.p50_ci95
         assert found.min <= low <= found.p50 <= high
         assert {low, high} <= set(map(float, samples))
@@ -80,9 +81,17 @@ def test_the_interval_holds_the_median_between_two_samples(samples: list[int]) -
 
 @given(st.lists(st.integers(0, 2**40), min_size=6, max_size=200), st.integers(2, 1000), st.integers(0, 2**40))
 def test_the_interval_moves_and_scales_with_the_samples(samples: list[int], factor: int, offset: int) -> None:
-    low, high = statistics.median_interval(_array(samples)) or (0, 0)
+    found = statistics.median_interval(_array(samples))
     moved = statistics.median_interval(_array(samples) * factor + offset)
-    assert moved == (low * factor + offset, high * factor + offset)
+    assert moved == (found and tuple(end * factor + offset for end in found))
+
+
+def test_an_interval_that_would_reach_beyond_all_samples_is_none() -> None:
+    """Of two paces of which each came once nothing tells how often there is which; the outermost samples least of all."""
+    paces = np.repeat([100_000, 140_000], 5000) + np.random.default_rng(1).integers(0, 1000, 10_000)
+    paces[7] = 4_000_000
+    assert statistics.effective_samples(paces) < 6
+    assert statistics.median_interval(paces) is None
 
 
 @given(SAMPLES)

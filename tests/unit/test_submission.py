@@ -211,6 +211,15 @@ async def test_what_stops_before_there_is_a_program_cannot_run(world: World) -> 
         await world.make(spec)
 
 
+async def test_more_iterations_than_a_pass_keeps_samples_are_refused(world: World) -> None:
+    measurement = Measurement(iterations=1_000_001)
+    with pytest.raises(BadJob, match=r"1,000,001: a timed pass keeps 1,000,000 samples\. Give at most 1,000,000"):
+        await world.make(JobSpec(candidates=[await world.model()], measurement=measurement, devices=[DeviceChoice()]))
+    measurement.max_samples = 2_000_000
+    job = await world.make(JobSpec(candidates=[await world.model()], measurement=measurement, devices=[DeviceChoice()]))
+    assert job.spec.measurement.iterations == 1_000_001
+
+
 async def test_a_ready_program_has_no_stages_to_stop_after(world: World) -> None:
     candidate = Candidate(name="x.pte")
     candidate.program.pte.CopyFrom(await world.stored(b"pte"))

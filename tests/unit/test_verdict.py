@@ -16,10 +16,11 @@ SECOND = 1_000_000_000
 
 def _judge(
     *, samples: int = 200, threads: int = 1, emulated: bool = False, asked: int = 0, outputs_equal: bool | None = True,
-    stop_reason: str = "ENOUGH", cores: int = 0, **telemetry: int,
+    stop_reason: str = "ENOUGH", cores: int = 0, affinity: str = "", **telemetry: int,
 ) -> report_pb2.Verdict:  # fmt: skip
     counters: dict[str, Any] = {
         "cpu_time_ns": SECOND, "wall_time_ns": SECOND, "involuntary_switches": 3, "psi_cpu_some_us": 0,
+        "affinity": affinity or None,
     }  # fmt: skip
     result = agent_pb2.CandidateResult(
         threads=threads, outputs_equal=outputs_equal, duration_ns=SECOND, stop_reason=stop_reason,
@@ -162,6 +163,9 @@ def test_samples_that_resemble_each_other_may_be_too_few() -> None:
     assert "200 samples are worth 4 independent ones" in found["TOO_FEW_SAMPLES"].message
     assert found["TOO_FEW_SAMPLES"].measured == pytest.approx(0.12)
     assert not _codes(_measured(), {"p50_ci95_ns": [4.8e6, 5.2e6], "effective_samples": 4.0})
+    found = _codes(_measured(), {"effective_samples": 4.0})
+    assert found["TOO_FEW_SAMPLES"].message == "The median has no interval: its 200 samples are worth 4 independent ones."
+    assert (found["TOO_FEW_SAMPLES"].measured, found["TOO_FEW_SAMPLES"].threshold) == (4, 6)
 
 
 @pytest.mark.parametrize(("busy_ns", "cores", "heard"), [
@@ -273,6 +277,16 @@ def test_more_threads_than_cpus_measure_the_scheduler() -> None:
     crowded = _judge(threads=3, cores=2, cpu_time_ns=2 * SECOND)
     assert [(reason.code, reason.measured, reason.threshold) for reason in crowded.reasons] == [("MORE_THREADS_THAN_CPUS", 3, 2)]
     assert _judge(threads=2, cores=2).status == report_pb2.VERDICT_STATUS_VALID
+
+
+@pytest.mark.parametrize(("affinity", "cores", "cpus"), [("0", 2, 1), ("0,3", 8, 2), ("0-7", 2, 2), ("1", 0, 1)])
+def test_the_cpus_of_threads_are_those_that_the_runner_might_use(affinity: str, cores: int, cpus: int) -> None:
+    """That they take them from each other is then no work of others'."""
+    crowded = _judge(threads=3, cores=cores, affinity=affinity, involuntary_switches=19_000, psi_cpu_some_us=SECOND // 1000)
+    (reason,) = crowded.reasons
+    assert (reason.code, reason.measured, reason.threshold) == ("MORE_THREADS_THAN_CPUS", 3, cpus)
+    assert reason.message.startswith(f"3 threads shared {cpus} cpu")
+    assert _judge(threads=cpus, cores=cores, affinity=affinity).status == report_pb2.VERDICT_STATUS_VALID
 
 
 def test_threads_that_wake_each_other_while_nobody_waits_for_a_cpu_are_no_interference() -> None:

@@ -42,7 +42,7 @@ def bench(
     ] = None,
     cores: Annotated[str, typer.Option("--cores", metavar="C", help="big, little, or cpus as 0-3.")] = "",
     iterations: Annotated[
-        int | None, typer.Option("--iterations", metavar="N", min=1, max=10_000_000, help="At least so many. [100]")
+        int | None, typer.Option("--iterations", metavar="N", min=1, max=1_000_000, help="At least so many. [100]")
     ] = None,
     warmup: Annotated[
         int | None, typer.Option("--warmup", metavar="N", min=0, max=2**31 - 1, help="Runs before, not counted. [until steady]")

@@ -65,6 +65,8 @@ def times(document: Json) -> Iterator[Fact]:
     if measurement and measurement["stop_reason"] == "SETTLED":
         took = units.time(measurement["duration_ns"])
         yield "timed", Text(f"for {took}, longer than asked for, until the times settled")
+    if measurement and (said := sentences.cut_short(measurement)):
+        yield "timed", Text(said)
     if measurement and measurement["warmup"] is not None:
         yield "warm-up", Text(sentences.warmup(measurement))
 

@@ -63,8 +63,9 @@ def verdict(report: Json) -> list[Reason]:
     warmup = (report["measurement"] or {}).get("warmup") or 0
     reasons = (report["verdict"] or {}).get("reasons", ())
     codes = [reason["code"] for reason in reasons]
+    full = (report["measurement"] or {}).get("stop_reason") == "MAX_SAMPLES"
     advice = [
-        "" if code in _CONSEQUENCES and _DISTURBED.intersection(codes[:place]) else _ADVICE.get(code, "").format(warmup=warmup)
+        "" if code in _CONSEQUENCES and _DISTURBED.intersection(codes[:place]) else _advice(code, warmup, full=full)
         for place, code in enumerate(codes)
     ]
     # Reasons that have one remedy say it once, at the last of them.
@@ -72,6 +73,21 @@ def verdict(report: Json) -> list[Reason]:
         Reason(reason["message"], advice[place] if advice[place] not in advice[place + 1 :] else "")
         for place, reason in enumerate(reasons)
     ]
+
+
+def _advice(code: str, warmup: int, *, full: bool) -> str:
+    if code == "TOO_FEW_SAMPLES" and full:
+        return f"It has as many samples as a pass keeps. {_STOP}"
+    return _ADVICE.get(code, "").format(warmup=warmup)
+
+
+def cut_short(measurement: Json) -> str:
+    """`450 ms, up to the limit of samples: 1,000,000`; empty where a pass had all that was asked for."""
+    limit = {"MAX_SAMPLES": "samples", "MAX_TIME": "time"}.get(measurement["stop_reason"])
+    if limit is None or not measurement["duration_ns"]:
+        return ""
+    samples = units.count(measurement["iterations"], "sample")
+    return f"{units.time(measurement['duration_ns'])}, up to the limit of {limit}: {samples}"
 
 
 def inputs(given: Json | None) -> str:

@@ -26,6 +26,8 @@ MAX_CELLS = 1000
 
 
 MAX_SAMPLES = 10_000
+_MAX_TIMED = 1_000_000
+"""What agents take Measurement.max_samples for where it is absent."""
 """Calibration samples of one method: a full ImageNet validation would calibrate no better, and take a day."""
 
 _METHOD_BYTES = 100
@@ -128,6 +130,10 @@ class Submission:
             least = {"warmup": 0, "iterations": 1, "min_time_s": 0, "max_time_s": 0, "max_samples": 1}.get(field.name)
             if least is not None and not least <= value <= 10_000_000:
                 raise BadJob(f"{field.name} cannot be {value:g}.", f"Give {least} to 10,000,000.", field=field.name)
+        most = measurement.max_samples if measurement.HasField("max_samples") else _MAX_TIMED
+        if measurement.iterations > most:
+            what = f"iterations cannot be {measurement.iterations:,}: a timed pass keeps {most:,} samples."
+            raise BadJob(what, f"Give at most {most:,}.", field="iterations")
 
     async def _check_candidate(self, candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> str:
         """Its recipe's name for people."""

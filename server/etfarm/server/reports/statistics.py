@@ -94,7 +94,8 @@ def summarize(samples: NDArray[np.int64]) -> Summary | None:
 
 
 def median_interval(samples: NDArray[np.int64]) -> tuple[float, float] | None:
-    """The 95 % interval of the median of the process that gave `samples`, [n] in order; None below 6 samples.
+    """The 95 % interval of the median of the process that gave `samples`, [n] in order; None below 6 samples, and where
+    they are worth less than 6 independent ones and it would reach beyond all of them.
 
     Neighbouring samples resemble each other (a clock that steps, a neighbour that comes and goes), so n of them tell less
     than n independent ones would. A block bootstrap keeps neighbours together: a resample is made of blocks of consecutive
@@ -203,10 +204,13 @@ def _interval(ordered: NDArray[np.int64], above: NDArray[np.float64]) -> tuple[f
     if size < MIN_FOR_INTERVAL:
         return None
     # The optimal length is one for long series: in short ones it cuts too much of what neighbours have in common.
-    length = min(max(block_length(above), math.ceil(3 * _inefficiency(above))), size // 3)
+    worth = _inefficiency(above)
+    length = min(max(block_length(above), math.ceil(3 * worth)), size // 3)
     blocks = size / length
     sums = np.concatenate(([0.0], np.cumsum(np.concatenate((above, above[: length - 1])))))
     half = student(blocks - 1) * float(np.std(sums[length:] - sums[:-length])) * math.sqrt(blocks)
+    if half > (size - 1) / 2 and size / worth < MIN_FOR_INTERVAL:
+        return None
     # Outwards to whole samples; the median lies between the ranks (n - 1) / 2 rounded down and up.
     low = max(0, math.floor((size - 1) / 2 - half))
     return float(ordered[low]), float(ordered[size - 1 - low])

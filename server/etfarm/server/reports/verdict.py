@@ -11,6 +11,8 @@ from etfarm.v1 import agent_pb2, report_pb2
 
 __all__ = ["Thresholds", "judge"]
 
+_FOR_INTERVAL: Final = 6
+"""Samples from which a median has an interval, as etfarm.server.reports.statistics has it."""
 MIN_POINTS: Final = 4
 """Of the series, to say that a clock moved."""
 _THERMAL: Final = ("none", "light", "moderate", "severe", "critical", "emergency", "shutdown")
@@ -38,17 +40,20 @@ def judge(
         result: of a run that ended without an error.
         latency: with its samples.
         asked_samples: the samples that the job asked for; 0 when it left that to the farm.
-        cores: logical cpus that programs may use on the device; 0 when that is not known.
+        cores: logical cpus that programs may use on the device; 0 when that is not known. The run's own may be fewer, which
+            its result tells.
         clusters: logical cpus of each kind, fastest first, as the series has their clocks.
     """
     checks = [_outputs(result)]
     if not emulated:
+        crowd = _crowd(result, cores)
         checks += [
             _samples(result, latency, max(asked_samples, thresholds.min_samples)),
-            _crowd(result, cores),
+            crowd,
             _cpu_share(result, thresholds.min_cpu_share),
-            _switches(result, thresholds),
-            _pressure(result, thresholds.max_psi_some),
+            # Threads that share a cpu wait for each other, so that these say nothing of anybody else.
+            _switches(result, thresholds) if crowd is None else None,
+            _pressure(result, thresholds.max_psi_some) if crowd is None else None,
             _background(result, cores, thresholds),
             _stolen(result, cores, thresholds.max_stolen_share),
             _throttled(result),
@@ -67,15 +72,17 @@ def judge(
 
 
 def _interval(latency: report_pb2.Latency, most: float) -> report_pb2.VerdictReason | None:
+    worth = ""
+    if latency.HasField("effective_samples"):
+        worth = f": its {len(latency.samples_ns)} samples are worth {latency.effective_samples:.0f} independent ones"
+    if len(latency.p50_ci95_ns) != 2 and len(latency.samples_ns) >= _FOR_INTERVAL and worth:
+        return _reason("TOO_FEW_SAMPLES", f"The median has no interval{worth}.", latency.effective_samples, _FOR_INTERVAL)
     if len(latency.p50_ci95_ns) != 2 or not latency.p50_ns:
         return None
     low, high = latency.p50_ci95_ns
     width = (high - low) / latency.p50_ns
     if width <= most:
         return None
-    worth = ""
-    if latency.HasField("effective_samples"):
-        worth = f": its {len(latency.samples_ns)} samples are worth {latency.effective_samples:.0f} independent ones"
     message = f"The median's interval spans {width:.0%} of it{worth}; at most {most:.0%} is allowed."
     return _reason("TOO_FEW_SAMPLES", message, width, most)
 
@@ -102,10 +109,13 @@ def _drift(
 
 
 def _crowd(result: agent_pb2.CandidateResult, cores: int) -> report_pb2.VerdictReason | None:
-    if not cores or result.threads <= cores:
+    # Of a runner that is bound to none, the affinity may name cpus that are switched off: `cores` counts none of those.
+    allowed = min((count for count in (len(_allowed(result)), cores) if count), default=0)
+    if not allowed or result.threads <= allowed:
         return None
-    message = f"{result.threads} threads shared {cores} cpu{'s' if cores > 1 else ''}; at most one a cpu measures the program."
-    return _reason("MORE_THREADS_THAN_CPUS", message, result.threads, cores)
+    shared = f"{allowed} cpu{'s' if allowed > 1 else ''}"
+    message = f"{result.threads} threads shared {shared}; at most one a cpu measures the program."
+    return _reason("MORE_THREADS_THAN_CPUS", message, result.threads, allowed)
 
 
 def _samples(result: agent_pb2.CandidateResult, latency: report_pb2.Latency, wanted: int) -> report_pb2.VerdictReason | None:
@@ -217,7 +227,7 @@ def _frequency(
     result: agent_pb2.CandidateResult, clusters: Sequence[Collection[int]], most: float
 ) -> report_pb2.VerdictReason | None:
     """Of the fastest cluster that the runner might use: where it might use several, what is idle follows other things."""
-    cpus = _cpus_of(result.telemetry.affinity)
+    cpus = _allowed(result)
     used = next((index for index, members in enumerate(clusters) if not cpus or not cpus.isdisjoint(members)), 0)
     clocks = [point.frequency_hz[used] for point in result.telemetry.series if len(point.frequency_hz) > used]
     if len(clocks) < MIN_POINTS:
@@ -280,6 +290,11 @@ def _warm_start(result: agent_pb2.CandidateResult) -> str:
 
 def _span_ms(result: agent_pb2.CandidateResult) -> float:
     return result.telemetry.after.elapsed_ms - result.telemetry.before.elapsed_ms
+
+
+def _allowed(result: agent_pb2.CandidateResult) -> frozenset[int]:
+    """The cpus that the runner might use; none where nobody told."""
+    return _cpus_of(result.runner.cores or result.telemetry.affinity)
 
 
 def _cpus_of(affinity: str) -> frozenset[int]:
