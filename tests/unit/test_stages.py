@@ -88,3 +88,26 @@ def test_stopping_after_a_stage_that_the_recipe_lacks_is_refused_with_those_it_h
         stages.check_stop_after(recipe, "QUANTIZE")
     with pytest.raises(BadStages, match=r"is no stage.*Did you mean TO_EXECUTORCH"):
         stages.check_stop_after(recipe, "TO_EXECUTORH")
+
+
+def test_a_stage_that_a_recipe_lacks_is_had_with_a_recipe_file_that_the_refusal_writes_out() -> None:
+    with pytest.raises(BadStages) as caught:
+        stages.check_stop_after(recipes.parse("xnnpack_pt2e_int8_static_per_channel"), "TO_EDGE")
+    order = 'stages = ["QUANTIZE", "TORCH_EXPORT", "TO_EDGE", "TO_BACKEND", "TO_EXECUTORCH"]'
+    assert f"write a recipe file with `{order}`." in str(caught.value)
+    file = f'recipe = "xnnpack_pt2e_int8_static_per_channel"\n{order}'
+    stages.check_stop_after(recipes.from_toml(file), "TO_EDGE")
+    with pytest.raises(BadStages, match=r"Take one that quantizes, such as xnnpack_pt2e_int8_static_per_channel, or"):
+        stages.check_stop_after(recipes.parse("xnnpack_fp32"), "QUANTIZE")
+
+
+def test_an_order_with_a_stage_is_one_that_can_be_run_and_keeps_what_is_done_before_the_export() -> None:
+    for length in range(1, len(STAGES)):
+        for order in itertools.permutations(STAGES, length):
+            if order[0] not in STARTS or not all(before in PREDECESSORS[stage] for before, stage in itertools.pairwise(order)):
+                continue
+            for stage in STAGES:
+                found = stages.order_with(order, stage)
+                stages.check_order(found)
+                assert stage in found and found[-1] == "TO_EXECUTORCH"
+                assert {one for one in order if one in STAGES[:2]} <= set(found)

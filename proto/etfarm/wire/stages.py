@@ -105,15 +105,34 @@ def check_stop_after(recipe: Staged, stage: str) -> None:
     """Refuses to end a compilation after a stage that the recipe does not have.
 
     Raises:
-        BadStages: with the stages that it has.
+        BadStages: with the stages that it has, and how to have this one.
     """
     check_name(stage)
     if stage not in recipe.stages:
         raise BadStages(
             f"Recipe {recipe.text} has no stage {stage}, so nothing can stop after it.",
-            f"Its stages are {', '.join(recipe.stages)}.",
+            f"Its stages are {', '.join(recipe.stages)}. {_remedy(recipe.stages, stage)}",
             recipe=recipe.text, stage_name=stage, stages=",".join(recipe.stages),
         )  # fmt: skip
+
+
+def order_with(stages: Sequence[str], stage: str) -> tuple[str, ...]:
+    """An order with `stage` that does what `stages` does, and writes a program."""
+    front = [one for one in STAGES[:3] if one in stages or one in (stage, "TORCH_EXPORT")]
+    in_steps = stage in ("TO_EDGE", "TO_BACKEND") or ("TO_EDGE" in stages and stage != "TO_EDGE_TRANSFORM_AND_LOWER")
+    transform = "EDGE_PROGRAM_MANAGER_TRANSFORM"
+    between = [transform] if transform in (*stages, stage) else []
+    lowering = ["TO_EDGE", *between, "TO_BACKEND"] if in_steps else ["TO_EDGE_TRANSFORM_AND_LOWER", *between]
+    return (*front, *lowering, "TO_EXECUTORCH")
+
+
+def _remedy(stages: Sequence[str], stage: str) -> str:
+    """How a recipe gets a stage that it lacks."""
+    if stage == "QUANTIZE":
+        example = "xnnpack_pt2e_int8_static_per_channel"
+        return f"Take one that quantizes, such as {example}, or write a recipe file with `quantizers = [...]`."
+    order = ", ".join(f'"{one}"' for one in order_with(stages, stage))
+    return f"To have it, write a recipe file with `stages = [{order}]`."
 
 
 def _misplaced(before: str, stage: str, said: str) -> BadStages:
