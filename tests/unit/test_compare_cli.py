@@ -58,9 +58,11 @@ def test_a_gate_that_is_not_passed_is_exit_code_3_and_one_line(
     code, out, err = run(capsys, *files, "--gate", "10%", "--gate", "size=1%")
     assert code == 3
     assert err == "etfarm: The gate is not passed: at least 29 % slower, 1.310x [1.300, 1.320]; 10 % is allowed.\n"
-    assert "gate not passed  latency 10 %, size 1 %" in out
+    assert "gate not passed  latency 10 %\n" in out, "the size is within its limit"
     code, out, err = run(capsys, *files, "--gate", "40%")
-    assert (code, err) == (0, "") and "gate passed  latency 40 %" in out
+    assert (code, err) == (0, "") and "gate passed  latency 40 %\n" in out
+    code, out, _ = run(capsys, *files, "--gate", "40%", "--gate", "size=1%")
+    assert code == 0 and "gate passed  latency 40 %, size 1 %\n" in out
     assert run(capsys, *reversed(files), "--gate", "0%")[0] == 0
 
 
@@ -153,8 +155,9 @@ def test_a_failed_cell_of_the_candidate_is_exit_code_1_and_shuts_a_gate(
     failed = write(tmp_path / "failed.json", report("f", state="FAILED", error=error, latency=None, verdict=None))
     code, out, _ = run(capsys, files[0], failed)
     assert code == 1 and out.startswith("candidate / base  the candidate failed (PROGRAM_CRASHED)")
-    code, _, err = run(capsys, files[0], failed, "--gate", "size=1%")
+    code, out, err = run(capsys, files[0], failed, "--gate", "size=1%", "--gate", "3%")
     assert code == 3 and "the candidate's cell failed (PROGRAM_CRASHED)" in err
+    assert "gate not passed  size 1 %, latency 3 %\n" in out, "what failed keeps no limit"
     assert run(capsys, failed, files[0])[0] == 0, "the base's failure is no fault of the candidate"
 
 
@@ -192,7 +195,7 @@ def test_files_are_told_from_jobs_by_their_name(sides: tuple[Any, Any], needed: 
 def test_markdown_is_a_table_the_gate_and_what_changed(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = run(capsys, *files, "--gate", "10%", "--markdown", "-")
+    code, out, err = run(capsys, *files, "--gate", "10%", "--gate", "size=1%", "--markdown", "-")
     assert code == 3 and "31 % slower" in err
     lines = out.splitlines()
     assert lines[0] == "**❌ gate not passed** (latency 10 %)"
