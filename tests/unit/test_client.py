@@ -21,7 +21,7 @@ from etfarm.client.errors import JobFailed, SeveralReports, exit_code
 from etfarm.client.inputs import InputsDiffer
 from etfarm.client.jobs import AsyncJob, data_file_name, method_file
 from etfarm.client.models import CellChanged, JobChanged, JobResult, LogLine, Progress, Record
-from etfarm.client.npz import UnknownInput
+from etfarm.client.npz import InputMissing, UnknownInput
 from etfarm.client.preparation import BadModel, prepare
 from etfarm.client.prepared import PreparedExport, PreparedMethod, PreparedModel
 from etfarm.client.recipes import read_recipe
@@ -99,6 +99,44 @@ def test_an_inputs_file_is_read(tmp_path: Path) -> None:
 def test_an_unknown_input_is_refused() -> None:
     with pytest.raises(UnknownInput):
         Submission(job_pb2.JobSpec()).add_inputs({"z": np.ones(2)}, [TWO], [])
+
+
+NOTHING = [{}, [], "empty.npz"]
+"""No inputs, which is not the same as None."""
+
+
+@pytest.fixture
+def nothing(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    if request.param != "empty.npz":
+        return request.param
+    np.savez(tmp_path / request.param)
+    return tmp_path / request.param
+
+
+@pytest.mark.parametrize("nothing", NOTHING, indirect=True)
+@pytest.mark.parametrize("chosen", [[], ["forward"]])
+def test_a_method_that_takes_inputs_is_not_given_others_than_none(nothing: Any, chosen: list[str]) -> None:
+    with pytest.raises(InputMissing, match=r"forward: the input 'x' is missing\. The inputs are x, y\.") as caught:
+        Submission(job_pb2.JobSpec()).add_inputs(nothing, [TWO], chosen)
+    assert exit_code(caught.value) == 2
+
+
+@pytest.mark.parametrize("nothing", NOTHING, indirect=True)
+def test_no_inputs_are_those_of_all_methods_that_run(nothing: Any) -> None:
+    taken = {"encode": ("image",), "reset": ()}
+    model = PreparedModel.of("m", {name: PreparedMethod(b"pt2", (), names) for name, names in taken.items()})
+    with pytest.raises(InputMissing, match="encode: the input 'image' is missing"):
+        Submission(job_pb2.JobSpec()).add_inputs(nothing, [model], [])
+    made = Submission(job_pb2.JobSpec())
+    made.add_inputs(nothing, [model], ["reset"])
+    assert list(made.spec.inputs) == ["reset"] and _inputs(made, "reset") == []
+
+
+@pytest.mark.parametrize("nothing", NOTHING, indirect=True)
+def test_what_a_ready_program_takes_is_the_farms_to_say(nothing: Any, tmp_path: Path) -> None:
+    made = Submission(job_pb2.JobSpec())
+    made.add_inputs(nothing, [PreparedModel("x", program=tmp_path / "x.pte")], [])
+    assert list(made.spec.inputs) == ["forward"] and _inputs(made) == []
 
 
 def test_a_program_takes_places_in_their_order(tmp_path: Path) -> None:

@@ -41,6 +41,17 @@ def test_a_leading_method_selects_it(tmp_path: Path) -> None:
     }
 
 
+def test_a_file_without_keys_gives_a_method_none(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    assert npz.read_inputs(path, {"reset": []}) == {"reset": []}
+    for batched in (False, True):
+        (sample,) = npz.read_samples(path, batched=batched)
+        with pytest.raises(npz.InputMissing, match="forward: the input 'x' is missing"):
+            npz.order(npz.by_method(sample, ["forward"])["forward"], ["x"], "forward")
+    with pytest.raises(npz.InputMissing, match=r"No input is given\. The methods are encode, decode\."):
+        npz.read_inputs(path, {"encode": ["x"], "decode": ["x"]})
+
+
 def test_a_key_without_a_method_is_the_only_methods_or_forwards(tmp_path: Path) -> None:
     path = saved(tmp_path, x=np.zeros(1, np.float32))
     assert list(npz.read_inputs(path, {"encode": ["x"]})) == ["encode"]

@@ -37,13 +37,18 @@ def named_arrays(given: Arrays) -> dict[str, npz.Named]:
         method, slash, rest = key.partition("/")
         method, name = (method, rest) if slash else (npz.UNSAID, key)
         named.setdefault(method, {})[name] = value_of(name, array)
-    return named
+    return named or {npz.UNSAID: {}}
 
 
 def values_of(inputs: Inputs, model: PreparedModel, methods: Sequence[str]) -> dict[str, list[tensors.Value]]:
-    """The values of each method that `inputs` has some for, in flattened order where the names are known."""
+    """The values of each method that `inputs` has some for, in flattened order where the names are known.
+
+    Without any value they are for what runs: a method that takes some is not run on others than were given.
+    """
     named = npz.read_named(Path(inputs)) if isinstance(inputs, str | Path) else named_arrays(inputs)
     known: Sequence[str] = list(model.methods) or list(methods) or [m for m in named if m] or ["forward"]
+    if not any(named.values()):
+        named = {method: {} for method in methods or (["forward"] if "forward" in known else known)}
     label = model.program.name if model.program is not None else model.name
     result = {}
     for method, values in npz.by_method(named, known).items():

@@ -81,7 +81,7 @@ class OutputFileUnwritable(UserError):
 
 
 def read_named(path: Path) -> dict[str, Named]:
-    """The values of an .npz by method and key, the method `UNSAID` where the key names none.
+    """The values of an .npz by method and key, the method `UNSAID` where the key names none, or where there is no key at all.
 
     Whether the keys fit a program is `order`'s question: before the server has compiled, nobody knows the names.
 
@@ -103,7 +103,7 @@ def read_named(path: Path) -> dict[str, Named]:
         if (dim_order := arrays.get(key + _DIM_ORDER)) is not None:
             value = _laid_out(path, key, value, dim_order)
         named.setdefault(method, {})[name] = value
-    return named
+    return named or {UNSAID: {}}
 
 
 def read_samples(path: Path, *, batched: bool = False) -> Iterator[dict[str, Named]]:
@@ -150,6 +150,7 @@ def by_method(named: Mapping[str, Named], methods: Sequence[str] | Mapping[str, 
 
     Raises:
         UnknownInput: a key's method is not in `methods`, or nobody can say which method is meant.
+        InputMissing: nor where there is no key.
         DuplicateInput: one key is there with and without its method.
     """
     known = list(methods)
@@ -158,7 +159,9 @@ def by_method(named: Mapping[str, Named], methods: Sequence[str] | Mapping[str, 
     for said, values in named.items():
         method = said or default
         if method not in known:
-            first = next(iter(values), "")
+            if not values:
+                raise InputMissing("No input is given.", f"The methods are {', '.join(known)}.", methods=",".join(known))
+            first = next(iter(values))
             key = f"{said}/{first}" if said else first
             raise UnknownInput(
                 f"The input {key!r} belongs to no method.",
@@ -166,12 +169,14 @@ def by_method(named: Mapping[str, Named], methods: Sequence[str] | Mapping[str, 
                 key=key,
                 methods=",".join(known),
             )
+        # One without values too: that it was given none is not the same as that nobody spoke of it.
+        own = result.setdefault(method, {})
         for name, value in values.items():
-            if name in result.setdefault(method, {}):
+            if name in own:
                 raise DuplicateInput(
                     f"{method}: the input {name!r} is given twice, with its method and without.", method=method, key=name
                 )
-            result[method][name] = value
+            own[name] = value
     return result
 
 
