@@ -12,9 +12,26 @@ _KINDS = {"int": int, "float": float, "bool": bool}
 
 
 class InputMismatch(UserError):
-    """An input is not what the method takes."""
+    """The inputs are not what the method takes."""
 
     reason = "INPUT_MISMATCH"
+
+
+class CountMismatch(InputMismatch):
+    """There are not as many inputs as the method takes."""
+
+    def __init__(self, method: str, names: Sequence[str], got: int) -> None:
+        count, listed = len(names), ", ".join(names)
+        takes = f"{count} input{'s' if count > 1 else ''} ({listed})" if names else "no inputs"
+        super().__init__(
+            f"{method} takes {takes}, and {got or 'none'} {'are' if got > 1 else 'is'} given.",
+            "Give one value for each, in this order." if names else "Give none.",
+            method=method, input="", what="count", expected=f"{count} ({listed})" if names else "0", got=got,
+        )  # fmt: skip
+
+
+class ValueMismatch(InputMismatch):
+    """An input is not what the method takes."""
 
     def __init__(self, method: str, argument: str, what: str, expected: str, got: str, remedy: str) -> None:
         super().__init__(
@@ -32,14 +49,12 @@ def check_inputs(method: str, facts: MethodFacts, values: Sequence[Value]) -> No
         values: leaves in flattened order; names of the values are not looked at.
 
     Raises:
-        InputMismatch: another count, kind, dtype, shape, dim order or baked value; the first one in order.
+        CountMismatch: not as many as the method takes.
+        ValueMismatch: another kind, dtype, shape, dim order or baked value; the first one in order.
     """
     expected = facts["inputs"]
     if len(values) != len(expected):
-        names = ", ".join(_name(fact, index) for index, fact in enumerate(expected)) or "nothing"
-        raise InputMismatch(
-            method, "", "count", f"{len(expected)} ({names})", str(len(values)), "Give one value for each, in this order."
-        )
+        raise CountMismatch(method, [_name(fact, index) for index, fact in enumerate(expected)], len(values))
     for index, (fact, value) in enumerate(zip(expected, values, strict=True)):
         _check(method, _name(fact, index), fact, value)
 
@@ -50,25 +65,25 @@ def _check(method: str, name: str, fact: ValueFacts, value: Value) -> None:
         return
     if value.dtype != fact["dtype"]:
         remedy = f"Convert it, for example with array.astype({fact['dtype']!r})."
-        raise InputMismatch(method, name, "dtype", str(fact["dtype"]), value.dtype, remedy)
+        raise ValueMismatch(method, name, "dtype", str(fact["dtype"]), value.dtype, remedy)
     dims = fact["dims"] or []
     if len(dims) != len(value.shape) or not all(_fits(d, n) for d, n in zip(dims, value.shape, strict=True)):
         dynamic = any(isinstance(dim, dict) for dim in dims)
         remedy = "Reshape or resize it." if dynamic else "Reshape it, or export the model with dynamic shapes."
-        raise InputMismatch(method, name, "shape", _shown(dims), str(list(value.shape)), remedy)
+        raise ValueMismatch(method, name, "shape", _shown(dims), str(list(value.shape)), remedy)
     order = fact["dim_order"]
     if order is not None and list(value.dim_order) != list(order) and not _same_layout(value.shape, value.dim_order, order):
         remedy = "Give its bytes in that order: contiguous is 0, 1, 2, ..., channels last is 0, 2, 3, 1."
-        raise InputMismatch(method, name, "dim order", str(list(order)), str(list(value.dim_order)), remedy)
+        raise ValueMismatch(method, name, "dim order", str(list(order)), str(list(value.dim_order)), remedy)
 
 
 def _check_scalar(method: str, name: str, fact: ValueFacts, value: Value) -> None:
     kind = "tensor" if not isinstance(value, Scalar) else _kind_of(value)
     if kind != fact["kind"]:
-        raise InputMismatch(method, name, "kind", fact["kind"], kind, f"Give a {fact['kind']}.")
+        raise ValueMismatch(method, name, "kind", fact["kind"], kind, f"Give a {fact['kind']}.")
     if isinstance(value, Scalar) and "value" in fact and value.value != fact["value"]:
         remedy = "The export baked it in: give the same value, or export again with the new one."
-        raise InputMismatch(method, name, "value", repr(fact["value"]), repr(value.value), remedy)
+        raise ValueMismatch(method, name, "value", repr(fact["value"]), repr(value.value), remedy)
 
 
 def _kind_of(value: Scalar) -> str:
