@@ -234,6 +234,21 @@ def test_two_single_reports_are_paired_whatever_they_are() -> None:
     assert {"threads", "device"} <= {change["what"] for change in pair["changes"]}
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (138.54, 35.96, "lost 64.0 dB of SQNR, 138.5 (counts as 100) -> 36.0 dB; 1 dB is allowed"),
+        (90.0, 36.0, "lost 54.0 dB of SQNR, 90.0 -> 36.0 dB; 1 dB is allowed"),
+        (138.5, 99.5, None),
+    ],
+)
+def test_a_gate_says_what_it_counts_as_lost(before: float, after: float, says: str | None) -> None:
+    base, candidate = (report("r", accuracy=[{"output": "y", "sqnr_db": value}]) for value in (before, after))
+    assert [one["message"] for one in against(base, candidate, "accuracy=1dB")["gate"]["reasons"]] == (
+        [f"output y {says}"] if says else []
+    )
+
+
 def test_a_cell_that_was_never_placed_is_the_counterpart_of_one_that_was() -> None:
     error = {"fault": "FAULT_USER", "reason": "PROGRAM_TOO_LARGE", "message": "No."}
     lost = report("k", state="FAILED", error=error, device=None, threads=None, latency=None, verdict=None)

@@ -147,7 +147,7 @@ def changed(pair: Json) -> list[str]:
 
 
 def limits(gate: Json) -> str:
-    """`latency 3 %, size 1 %`: all of a gate that is passed, else those that are not kept; what failed or is missing keeps none."""
+    """`latency 3 %, size 1 %`: all of a gate that is passed, else those not kept; a cell that failed or is missing keeps none."""
     broken = {reason["metric"] for reason in gate["reasons"]}
     told = [one for one in gate["limits"] if not broken or None in broken or one["metric"] in broken]
     return ", ".join(f"{one['metric']} {one['limit']:g} {one['unit']}" for one in told)

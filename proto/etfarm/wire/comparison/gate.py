@@ -228,8 +228,9 @@ def _accuracy(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
         before, after = _sqnr_db(one["base"]) or 0.0, _sqnr_db(one["candidate"])
         if after is None:
             yield Finding("LESS_ACCURATE", f"{name} had an SQNR of {before:.1f} dB and has none now")
-        elif min(before, EXACT_DB) - after > limit:
-            said = f"{name} lost {before - after:.1f} dB of SQNR, {before:.1f} -> {after:.1f} dB"
+        elif (lost := min(before, EXACT_DB) - after) > limit:
+            counted = f" (counts as {EXACT_DB:g})" if before > EXACT_DB else ""
+            said = f"{name} lost {lost:.1f} dB of SQNR, {before:.1f}{counted} -> {after:.1f} dB"
             yield Finding("LESS_ACCURATE", f"{said}; {limit:g} dB is allowed")
 
 
