@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from tests.rpc.test_contract import RPCS, WAIT_S, address_of, call
 from tests.rpc.test_session_calls import Agent, Caller, Serving
 from tests.support.farm import Daemon
 from tests.support.programs import program
+from tests.support.runner import know_own_runners
 
 LET_THROUGH_S = 10.0
 """Who waits for so long was not refused, which takes no time."""
@@ -128,6 +132,68 @@ async def test_a_client_without_the_authority_is_told_what_to_check(guarded: Gua
     assert error.message.startswith(f"The server at {address} does not answer: ")
     assert "\n" not in str(error)
     assert "--tls-ca" in error.remedy
+    assert ("its certificate is not trusted (" in error.message) == (which == "another")
+
+
+def said_by(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+    """The exit code of a command and what it wrote to stderr."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ETFARM_", "GRPC_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "etfarm.wire.command", *arguments], env=kept | {"ETFARM_DATA": str(folder)} | environment,
+        capture_output=True, text=True, timeout=WAIT_S, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+def test_a_command_says_in_one_line_that_it_does_not_trust_the_server(guarded: Guarded, tmp_path: Path) -> None:
+    address = address_of(guarded.daemon)
+    asked = ("devices", "list", "--server", address, "--tls-ca", str(guarded.other_ca))
+    code, said = said_by(tmp_path, *asked)
+    assert code == 4
+    assert said.startswith(f"etfarm: The server at {address} does not answer: its certificate is not trusted ("), said
+    assert said.endswith("Give --tls-ca (or ETFARM_TLS_CA) the certificate of the authority that signed it.\n")
+    assert said.count("\n") == 1, said
+    # Who asks gRPC for its own words gets them too.
+    assert "Handshake failed" in said_by(tmp_path, *asked, GRPC_VERBOSITY="INFO")[1]
+
+
+def test_an_agent_says_in_one_line_that_it_does_not_trust_the_server(guarded: Guarded, tmp_path: Path) -> None:
+    know_own_runners(tmp_path / "agent")
+    agent = Daemon(
+        ["agent", "--server", address_of(guarded.daemon), "--data", str(tmp_path / "agent"), "--exit-with-stdin",
+         "--tls-ca", str(guarded.other_ca)],
+        tmp_path / "log",
+    )  # fmt: skip
+    agent.start()
+    try:
+        until = time.monotonic() + WAIT_S
+        while "Trying again." not in (said := agent.log.read_text()) and time.monotonic() < until:
+            time.sleep(0.1)
+    finally:
+        assert agent.stop() == 0
+    assert "does not answer: its certificate is not trusted (" in said
+    assert said.count("\n") == 1, said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("devices", "list", "--server", "127.0.0.1:1", "--tls-ca", "{none}"),
+        ("agent", "--server", "127.0.0.1:1", "--tls-ca", "{none}"),
+        ("serve", "--listen", "127.0.0.1:0", "--no-bundle", "--tls-cert", "{none}", "--tls-key", "{none}"),
+        ("serve", "--listen", "127.0.0.1:0", "--no-bundle", "--tls-cert", "{missing}", "--tls-key", "{none}"),
+    ],
+)
+def test_a_tls_file_that_is_none_is_a_usage_error(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    none, missing = tmp_path / "none.py", tmp_path / "missing.pem"
+    none.write_text("import npz\n")
+    code, said = said_by(tmp_path, *(word.format(none=none, missing=missing) for word in arguments))
+    assert code == 2, said
+    expected = (
+        f"{missing} cannot be read" if "{missing}" in arguments else f"etfarm: {none} holds no certificate (PEM). Check --tls-c"
+    )
+    assert expected in said
+    assert said.count("\n") == 1, said
 
 
 def refused(folder: Path, *arguments: str) -> str:

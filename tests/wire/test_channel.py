@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from etfarm.wire.channel import Access, BadAddress, open_channel, parse_address
+from etfarm.wire.tls import BadTlsFile
 
 
 @pytest.mark.parametrize(
@@ -59,5 +60,5 @@ async def test_a_token_is_not_sent_in_the_clear_to_another_machine() -> None:
 
 
 async def test_a_missing_authority_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadAddress, match=r"ca\.pem cannot be read: No such file"):
+    with pytest.raises(BadTlsFile, match=r"ca\.pem cannot be read: No such file"):
         open_channel(Access("board:1", tls_ca=tmp_path / "ca.pem"))

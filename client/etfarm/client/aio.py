@@ -72,7 +72,7 @@ class AsyncFarm:
         """Connects.
 
         Raises:
-            EtfarmError: SERVER_UNREACHABLE, UNAUTHENTICATED; BAD_ADDRESS; EMBEDDED_FARM_FAILED.
+            EtfarmError: SERVER_UNREACHABLE, UNAUTHENTICATED; BAD_ADDRESS, BAD_TLS_FILE; EMBEDDED_FARM_FAILED.
         """
         await self._connection.open()
         return self

@@ -57,7 +57,7 @@ class Connection:
         """Connects.
 
         Raises:
-            EtfarmError: SERVER_UNREACHABLE, UNAUTHENTICATED; BAD_ADDRESS; EMBEDDED_FARM_FAILED.
+            EtfarmError: SERVER_UNREACHABLE, UNAUTHENTICATED; BAD_ADDRESS, BAD_TLS_FILE; EMBEDDED_FARM_FAILED.
         """
         try:
             if self._address is None:

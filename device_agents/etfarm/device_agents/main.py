@@ -72,6 +72,8 @@ def main(argv: list[str]) -> int:
     _log_to_stderr()
     _share_one_heap()
     config = _config(options)
+    # Files that are of no use are the caller's to mend, now.
+    config.access.credentials()
     device = None if config.phones else _device(config)
     folder = DataFolder(config.data)
     try:

@@ -14,6 +14,7 @@ import grpc
 
 from etfarm.wire.errors import UserError
 from etfarm.wire.names import TLS_CA_VARIABLE, TOKEN_VARIABLE
+from etfarm.wire.tls import BadTlsFile, read_certificates, read_identity
 
 MAX_MESSAGE_BYTES = 64 << 20
 """A report with a million samples is under 5 MiB; an artifact's chunk 1 MiB."""
@@ -123,32 +124,42 @@ class Access:
         ca = tls_ca or os.environ.get(TLS_CA_VARIABLE)
         return cls(server, os.environ.get(TOKEN_VARIABLE, ""), Path(ca) if ca else None)
 
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """The TLS files' content; None where TLS is not spoken.
+
+        Raises:
+            BadTlsFile: one cannot be read or holds something else, or another is needed with it.
+        """
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise BadTlsFile("A client certificate needs its key.", "Give both --tls-cert and --tls-key.")
+        if self.tls_ca is None:
+            if self.tls_cert is not None:
+                raise BadTlsFile("A client certificate is shown over TLS only.", f"Give --tls-ca (or {TLS_CA_VARIABLE}) too.")
+            return None
+        authority = read_certificates(self.tls_ca, f"--tls-ca (or {TLS_CA_VARIABLE})")
+        chain, key = read_identity(self.tls_cert, self.tls_key) if self.tls_cert and self.tls_key else (None, None)
+        return grpc.ssl_channel_credentials(authority, key, chain)
+
 
 def open_channel(access: Access) -> grpc.aio.Channel:
     """A channel to the server; the caller closes it. Nothing is connected yet.
 
     Raises:
-        BadAddress: the address is none, or a TLS file cannot be read.
+        BadAddress: the address is none.
+        BadTlsFile: as Access.credentials.
     """
     target = parse_address(access.server).text
     options = [*CLIENT_OPTIONS]
     interceptors: list[Any] = [bearer(access.token) for bearer in _BEARERS] if access.token else []
-    if access.tls_ca is None:
-        if access.token and not parse_address(access.server).is_local:
-            raise BadAddress(
-                f"The token would travel to {access.server} in the clear.",
-                "Give --tls-ca FILE (or ETFARM_TLS_CA), or unset ETFARM_TOKEN for a server that asks for none.",
-            )
-        return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
-    try:
-        credentials = grpc.ssl_channel_credentials(
-            access.tls_ca.read_bytes(),
-            access.tls_key.read_bytes() if access.tls_key else None,
-            access.tls_cert.read_bytes() if access.tls_cert else None,
+    credentials = access.credentials()
+    if credentials is not None:
+        return grpc.aio.secure_channel(target, credentials, options=options, interceptors=interceptors)
+    if access.token and not parse_address(access.server).is_local:
+        raise BadAddress(
+            f"The token would travel to {access.server} in the clear.",
+            "Give --tls-ca FILE (or ETFARM_TLS_CA), or unset ETFARM_TOKEN for a server that asks for none.",
         )
-    except OSError as error:
-        raise BadAddress(f"The TLS file {error.filename} cannot be read: {error.strerror}.", "Check --tls-ca.") from None
-    return grpc.aio.secure_channel(target, credentials, options=options, interceptors=interceptors)
+    return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
 
 
 class _Bearer:

@@ -47,6 +47,10 @@ def main(argv: list[str] | None = None) -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"etfarm {version('etfarm')}")
         return 0
+    if arguments[0] != "serve":
+        # gRPC reads it when it is loaded, which no command is yet. What fails we say in our own words; a server's operator
+        # has nothing but gRPC's that tells of a client's failed handshake.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     commands = {point.name: point for point in entry_points(group=GROUP)}
     point, rest = _find(commands, arguments)
     if point is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import grpc
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
@@ -55,15 +57,32 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, server: str) -> EtfarmError:
             return known
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE:
-        return Unreachable(
-            f"The server at {server} does not answer: {details.splitlines()[0] if details else 'no connection'}.",
-            "Check the address (--server or ETFARM_SERVER), that `etfarm serve` runs there, and TLS (--tls-ca).",
-            server=server,
-        )
+        why, remedy = _unreachable(details)
+        return Unreachable(f"The server at {server} does not answer: {why}.", remedy, server=server)
     if code is grpc.StatusCode.CANCELLED:
         return error_of(Fault.USER, "CANCELLED", "The call was cancelled.", kind=Kind.CANCELLED)
     kind = Kind(code.name) if code.name in Kind.__members__ else Kind.INTERNAL
     return error_of(Fault.FARM, code.name, f"The server at {server} answered {code.name}: {details}.", kind=kind)
+
+
+_MISTRUST = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
+
+
+def _unreachable(details: str) -> tuple[str, str]:
+    """Why a server was not reached, by gRPC's own words, and the remedy."""
+    if mistrust := _MISTRUST.search(details):
+        return (
+            f"its certificate is not trusted ({mistrust[1].strip()})",
+            "Give --tls-ca (or ETFARM_TLS_CA) the certificate of the authority that signed it.",
+        )
+    if "Hostname Verification Check failed" in details:
+        return "its certificate is for another address", "Name the server as its certificate does, or give it another."
+    if "WRONG_VERSION_NUMBER" in details:
+        return "it speaks no TLS", "Leave out --tls-ca (and ETFARM_TLS_CA), or start it with --tls-cert and --tls-key."
+    return (
+        details.splitlines()[0].rstrip(".") if details else "no connection",
+        "Check the address (--server or ETFARM_SERVER), that `etfarm serve` runs there, and TLS (--tls-ca).",
+    )
 
 
 def _from_details(data: bytes) -> EtfarmError | None:

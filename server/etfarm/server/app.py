@@ -72,7 +72,7 @@ from etfarm.v1 import (
     session_pb2_grpc,
 )  # fmt: skip
 from etfarm.wire.channel import SERVER_OPTIONS
-from etfarm.wire.errors import FarmError, UserError
+from etfarm.wire.errors import UserError
 
 log = structlog.get_logger()
 
@@ -215,17 +215,14 @@ async def running(config: Config) -> AsyncIterator[str]:
 def _bind(server: grpc.aio.Server, config: Config) -> str:
     text = config.listen.text
     try:
-        if config.tls_cert and config.tls_key:
-            key, chain = config.tls_key.read_bytes(), config.tls_cert.read_bytes()
-            client_ca = config.tls_client_ca.read_bytes() if config.tls_client_ca else None
+        if (identity := config.identity()) is not None:
+            (chain, key), client_ca = identity, config.client_ca()
             credentials = grpc.ssl_server_credentials([(key, chain)], client_ca, require_client_auth=client_ca is not None)
             port = server.add_secure_port(text, credentials)
         else:
             if text.startswith("unix:") and (path := Path(text.removeprefix("unix:"))).is_socket():
                 path.unlink()  # a former server's; any other file is nobody's to delete
             port = server.add_insecure_port(text)
-    except OSError as error:
-        raise FarmError(f"The TLS file {error.filename} cannot be read: {error.strerror}.") from None
     except RuntimeError as error:
         raise CannotListen(f"Cannot listen on {text}: {error}.", "Choose another --listen address.", address=text) from None
     if text.startswith("unix:"):

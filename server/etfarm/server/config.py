@@ -8,6 +8,7 @@ from pathlib import Path
 from etfarm.server.reports.verdict import Thresholds
 from etfarm.wire.channel import Address
 from etfarm.wire.errors import UserError
+from etfarm.wire.tls import read_certificates, read_identity
 
 
 class Exposed(UserError):
@@ -65,12 +66,14 @@ class Config:
 
         Raises:
             Exposed: others reach the address, and TLS or tokens are missing.
+            BadTlsFile: a TLS file cannot be read, or holds something else.
             UserError: a certificate without its key, or the other way round.
         """
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UserError("TLS needs a certificate and its key.", "Give both --tls-cert and --tls-key.")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise UserError("Client certificates are asked for over TLS only.", "Give --tls-cert and --tls-key too.")
+        self.identity(), self.client_ca()
         if self.listen.is_local or self.insecure:
             return
         missing = [
@@ -84,3 +87,19 @@ class Config:
                 "Give them, listen on 127.0.0.1, or say --insecure if you trust everybody who can reach it.",
                 address=self.listen.text,
             )  # fmt: skip
+
+    def identity(self) -> tuple[bytes, bytes] | None:
+        """The certificate chain and its key; None without TLS.
+
+        Raises:
+            BadTlsFile: they cannot be read, or are something else.
+        """
+        return read_identity(self.tls_cert, self.tls_key) if self.tls_cert and self.tls_key else None
+
+    def client_ca(self) -> bytes | None:
+        """What clients' certificates must be signed by; None where they need none.
+
+        Raises:
+            BadTlsFile: it cannot be read, or is something else.
+        """
+        return read_certificates(self.tls_client_ca, "--tls-client-ca") if self.tls_client_ca else None
