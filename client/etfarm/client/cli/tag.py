@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from etfarm.client import units
 from etfarm.client.cli import options
 from etfarm.client.cli.app import STDOUT, Outcome, Usage, run_async
 from etfarm.client.cli.terminal import tell
@@ -63,10 +65,22 @@ def analyze(
     console = output.open_console(to_stderr=json == STDOUT)
     reports = result.json()["reports"]
     output.say(console, render.reports(reports, width=console.width, top=render.TOP, job=result.job.id))
+    output.say(console, output.line(f"job {result.job.id}  {worked_out(reports)}", style="dim"))
+    return 0
+
+
+def worked_out(reports: Sequence[Mapping[str, Any]]) -> str:
+    """What became of reports: how many there is an analysis of and by which version, and why of the others there is none."""
     done = [report["analysis"] for report in reports if report["analysis"]]
     again = sum(not analysis["cached"] for analysis in done)
-    known = f", {len(done) - again} known already" if again < len(done) else ""
+    others = [report["state"] for report in reports if not report["analysis"]]
+    compiled = others.count("SUCCEEDED")
+    counts = (
+        (len(done) - again, "known already"),
+        (compiled, "only compiled, so nothing ran on a device"),
+        (len(others) - compiled, "not measured to the end, so there is nothing to work out"),
+    )
+    said = [f"{again} of {units.count(len(reports), 'report')} worked out again"]
+    said += [f"{count} {why}" for count, why in counts if count]
     versions = ", ".join(sorted({analysis["version"] for analysis in done}))
-    said = f"job {result.job.id}  {again} of {len(reports)} reports worked out again{known}  etfarm {versions}"
-    output.say(console, output.line(said, style="dim"))
-    return 0
+    return f"{', '.join(said)}{f'  etfarm {versions}' if versions else ''}"

@@ -1,0 +1,34 @@
+"""`report analyze`: its last line says what became of the reports, and why of some there is nothing to work out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from etfarm.client.cli.tag import worked_out
+
+
+def found(cached: bool | None = False, state: str = "SUCCEEDED", version: str = "1.2.0") -> dict[str, Any]:
+    """Of a REPORT what is asked here; `cached` None is one without an analysis."""
+    analysis = None if cached is None else {"version": version, "cached": cached, "key": "k", "at": "2025-01-02T03:04:05Z"}
+    return {"state": state, "analysis": analysis}
+
+
+@pytest.mark.parametrize(
+    ("reports", "said"),
+    [
+        ([found()], "1 of 1 report worked out again  etfarm 1.2.0"),
+        ([found(), found(cached=True)], "1 of 2 reports worked out again, 1 known already  etfarm 1.2.0"),
+        ([found(), found(version="1.3.0")], "2 of 2 reports worked out again  etfarm 1.2.0, 1.3.0"),
+        ([found(None)], "0 of 1 report worked out again, 1 only compiled, so nothing ran on a device"),
+        (
+            [found(), found(None, "FAILED"), found(None, "CANCELLED")],
+            "1 of 3 reports worked out again, 2 not measured to the end, so there is nothing to work out  etfarm 1.2.0",
+        ),
+    ],
+)
+def test_what_became_of_reports_is_counted_and_what_has_no_analysis_is_explained(
+    reports: list[dict[str, Any]], said: str
+) -> None:
+    assert worked_out(reports) == said
