@@ -26,6 +26,9 @@ _TO_STDOUT = ("json", "csv", "markdown")
 
 _BINARY = ("parquet",)
 
+_SLASHES = tuple(filter(None, (os.sep, os.altsep)))
+"""What a path ends with that names a folder, whether it is there or not."""
+
 
 def export(
     context: typer.Context,
@@ -33,7 +36,7 @@ def export(
     format_: Annotated[str, typer.Option("--format", "-f", metavar="|".join(formats.NAMES), help="What to write.")] = "",
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="PATH", help="A file, or a folder; - is stdout. [stdout, or a file here]"),
+        typer.Option("--output", "-o", metavar="PATH", help="A file, or FOLDER/; - is stdout. [stdout, or a file here]"),
     ] = None,
     report: Annotated[
         list[str] | None,
@@ -66,8 +69,9 @@ def export(
     if format_ == "executorch":
         return save_raw_files(job, output, report or [], outcome, server=server, tls_ca=tls_ca)
     target = None if output is None or output == STDOUT else Path(output)
-    if target is not None and not target.is_dir():
-        must_be_writable(target)
+    in_folder = target is not None and (str(output).endswith(_SLASHES) or target.is_dir())
+    if target is not None:
+        (must_be_folder if in_folder else must_be_writable)(target)
     if output == STDOUT or (output is None and format_ in _TO_STDOUT):
         if format_ in _BINARY and sys.stdout.isatty():
             raise Usage(f"A terminal cannot show {format_}.", "Give -o FILE.")
@@ -80,7 +84,9 @@ def export(
         compared = comparison_of(against, job, outcome, server=server, tls_ca=tls_ca)
         files = {f"{stem_of(document)}.html": html.write(document, compared)}
     else:
-        files = written(document, format_, what, folder=target is not None and target.is_dir())
+        files = written(document, format_, what, folder=in_folder)
+    if target is not None and in_folder:
+        make_folder(target)
     for name, data in files.items():
         if target == Path(STDOUT) and sys.stdout.isatty():
             put(data.decode())
@@ -89,7 +95,7 @@ def export(
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
             continue
-        path = Path(name) if target is None else target / name if target.is_dir() else target
+        path = Path(name) if target is None else target / name if in_folder else target
         write_whole(path, data)
         print(f"Wrote {path}, {units.size(len(data))}.", file=sys.stderr)
     return 0
@@ -209,6 +215,20 @@ def save_raw_files(
     for folder in run_async(fetch, outcome):
         print(f"Wrote {folder}: see README.txt there.", file=sys.stderr)
     return 0
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder where it is not there; what it would lie in is.
+
+    Raises:
+        OutputUnwritable: it cannot be.
+    """
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise OutputUnwritable(
+            f"{folder} cannot be made: {error.strerror or error}.", "Give another path.", path=folder
+        ) from None
 
 
 def must_be_folder(path: Path) -> None:
