@@ -87,6 +87,38 @@ async def test_an_abort_comes_with_its_last_words(tmp_path: Path, words: str, er
             await runner.load(tmp_path / "any.pte")
 
 
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        # A log with levels: nothing in it is fatal.
+        (
+            "echo '{line}'; kill -ABRT $$",
+            "The program ended the runner by SIGABRT at LOAD.",
+        ),
+        # One without, as of ExecuTorch's Python binding.
+        ("echo '[a.cpp:1] No such thing.' >&2; kill -ABRT $$", "The program ended the runner by SIGABRT at LOAD: No such thing."),
+        # Said in another command.
+        (
+            "echo '[a.cpp:1] Resetting.' >&2; echo '{done}'; read command; kill -ABRT $$",
+            "The program ended the runner by SIGABRT at LOAD.",
+        ),
+    ],
+)
+async def test_an_abort_without_words_is_given_none(tmp_path: Path, script: str, message: str) -> None:
+    line = json.dumps(
+        {"event": "log", "level": "I", "where": "threadpool.cpp:7", "message": "Resetting threadpool to 1 threads."}
+    )
+    done = json.dumps({"event": "result", "command": "threads", "threads": 1})
+    told = "read command; " + script.replace("{line}", line).replace("{done}", done)
+    async with NativeRunner.start(["/bin/sh", "-c", told], tmp_path) as runner:
+        if "{done}" in script:
+            await runner.threads(1)
+            assert await asyncio.to_thread(wait_until, lambda: len(runner._process._log) == 1)
+        with pytest.raises(errors.ProgramCrashed) as caught:
+            await runner.load(tmp_path / "any.pte")
+    assert caught.value.message == message
+
+
 def has_ended(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # init reaps it

@@ -20,7 +20,7 @@ class ProgramCrashed(UserError):
         self, stage: str, *, signal: str, exit_code: int | None, abort_message: str, log: Sequence[str], without_data: bool
     ) -> None:
         how = f"by {signal}" if signal else f"with exit code {exit_code}"
-        said = f": {abort_message}" if abort_message else ""
+        said = f": {abort_message.strip().rstrip('.')}" if abort_message else ""
         hint = _KILLED if signal == "SIGKILL" else ""
         if without_data and stage == "LOAD_METHOD" and signal == "SIGSEGV":
             hint = _WITHOUT_DATA

@@ -255,8 +255,9 @@ class RunnerProcess:
             return errors.RunnerBroken(message, stage=self.stage, exit_code=code)
         fatal = next((line.message for line in reversed(self._log) if line.level == "F"), "")
         if not fatal and code == -signal.SIGABRT:
-            # Where nothing captures the log, it has no levels, and the abort's own words come last.
-            fatal = next((line.message for line in reversed(self._log) if line.source == "runtime"), "")
+            # Where nothing captures the log, it has no levels, and the abort's own words come last. What was said before this
+            # command is about something else.
+            fatal = next((line.message for line in reversed(self._since) if line.source == "runtime"), "")
         if self._is_about_memory(fatal):
             return errors.ProgramOutOfMemory(self.stage, self.limits.data_bytes, fatal, lines)
         return errors.ProgramCrashed(
