@@ -55,3 +55,14 @@ def test_thresholds_of_a_verdict_come_from_a_file(tmp_path: Path) -> None:
     assert config().thresholds == Thresholds()
     with pytest.raises(BadThresholds, match="cannot be read"):
         config("--thresholds", str(tmp_path / "none.toml"))
+
+
+def test_the_help_names_the_folder_that_would_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("ETFARM_DATA", str(tmp_path / "100%"))
+    assert f"(default: {tmp_path}/100%/server)" in parser().format_help()
+    assert config().data == tmp_path / "100%" / "server"
+    monkeypatch.delenv("ETFARM_DATA")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert f"(default: {tmp_path}/etfarm/server)" in parser().format_help()
+    assert config().data == tmp_path / "etfarm" / "server"

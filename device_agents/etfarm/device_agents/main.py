@@ -224,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--label", metavar="K=V", type=_label, action="append", default=[], help="for selectors (label.K=V); several times")
     add("--data", metavar="DIR", type=Path, help="the agent's id, cache and unsent results; default: "
-        f"{default_data_folder()}, beside it for --adb and --emulate")  # fmt: skip
+        f"{str(default_data_folder()).replace('%', '%%')}, beside it for --adb and --emulate")  # fmt: skip
     add("--tls-ca", metavar="FILE", type=Path, help="certificates (PEM) that the server's is signed by; default: $ETFARM_TLS_CA")
     add("--tls-cert", metavar="FILE", type=Path, help="client certificate (PEM), where the server demands one")
     add("--tls-key", metavar="FILE", type=Path, help="the client certificate's key (PEM)")

@@ -31,6 +31,11 @@ class FolderInUse(UserError):
     reason = "DATA_FOLDER_IN_USE"
 
 
+def default_folder() -> Path:
+    """Where a server that is told nothing keeps its files."""
+    return data_folder() / "server"
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line of `etfarm serve`."""
     made = argparse.ArgumentParser(
@@ -40,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--listen", default="127.0.0.1:7433", metavar="ADDRESS",
                       help="HOST:PORT, [IPV6]:PORT or unix:PATH; port 0: the system chooses (default %(default)s)")  # fmt: skip
-    made.add_argument("--data", type=Path, metavar="DIR", help="its files (default: ~/.local/share/etfarm/server)")
+    made.add_argument("--data", type=Path, metavar="DIR", help=f"its files (default: {default_folder()})".replace("%", "%%"))
     made.add_argument(
         "--tokens",
         type=Path,
@@ -108,7 +113,7 @@ def main(argv: list[str]) -> int:
 def config_of(arguments: argparse.Namespace) -> Config:
     """What the command line says, not yet checked."""
     # Absolute: the children work in folders of their own.
-    folder = (arguments.data or data_folder() / "server").absolute()
+    folder = (arguments.data or default_folder()).absolute()
     return Config(
         listen=parse_address(arguments.listen), data=folder, tokens=arguments.tokens,
         tls_cert=arguments.tls_cert, tls_key=arguments.tls_key, tls_client_ca=arguments.tls_client_ca,
