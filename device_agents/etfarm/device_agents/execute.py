@@ -7,9 +7,8 @@ import logging
 import shutil
 import time
 from array import array
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -25,14 +24,13 @@ from etfarm.device_agents.judgement import BAD_ENDS, judged, self_test_limit_s
 from etfarm.device_agents.passes import Passes, plan_of, traced_iterations
 from etfarm.device_agents.provisions import (
     DEFAULT_INPUTS_SEED,
-    KEPT_LOG_LINES,
     ProgressTold,
     fetch_program,
     limit_s,
 )
 from etfarm.device_agents.runners import errors
-from etfarm.device_agents.runners.process import LogLine
 from etfarm.device_agents.runners.remote import RemoteRunner
+from etfarm.device_agents.story import Story
 from etfarm.device_agents.target import Provisions, Target
 from etfarm.v1 import agent_pb2, job_pb2, report_pb2
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
@@ -141,21 +139,18 @@ class Files:
     etdump: Path | None = None
 
 
-class Execution:
+class Execution(Story):
     """One candidate of an attempt: FETCH, a fresh runner process with its passes, UPLOAD."""
 
     def __init__(
         self, attempt: Attempt, candidate: agent_pb2.RunCandidate, transfers: Transfers, lease: Lease, folder: Path
     ) -> None:
+        super().__init__(attempt, agent_pb2.CandidateResult(cell_id=candidate.cell_id))
         self._attempt = attempt
         self.folder = folder
         self._candidate = candidate
         self._transfers = transfers
         self._lease = lease
-        self.result = agent_pb2.CandidateResult(cell_id=candidate.cell_id)
-        self._lines: deque[str] = deque(maxlen=KEPT_LOG_LINES)
-        self._recent: deque[str] = deque(maxlen=60)
-        self._told_s = 0.0
         self._provisions: Provisions | None = None
         self._inputs: list[Value] | None = None
         self._runner: RemoteRunner | None = None
@@ -173,7 +168,7 @@ class Execution:
             error = await self._failure_of(self._run_numerics)
             if error is not None:
                 self.result.numerics.error.CopyFrom(to_proto(error))
-                self._tell(force=True)
+                self.tell(force=True)
 
     async def guarded(self, work: Callable[[], Awaitable[None]]) -> bool:
         """Does some of the candidate's work within the attempt's time; whether it went well. The result has the error if not."""
@@ -181,7 +176,7 @@ class Execution:
         if error is not None:
             self._attempt.left_target(self._candidate.cell_id)
             self.result.error.CopyFrom(to_proto(error))
-            self._tell(force=True)
+            self.tell(force=True)
         return error is None
 
     def measured(self) -> None:
@@ -231,7 +226,7 @@ class Execution:
                 raise TransferTimedOut(stage, deadline_s, what) from None
             if is_transfer:
                 raise TransferTimedOut(stage, deadline_s) from None
-            raise errors.ProgramHung(stage, deadline_s, list(self._recent)) from None
+            raise errors.ProgramHung(stage, deadline_s, list(self.recent)) from None
 
     async def _run(self) -> None:
         attempt, target, result = self._attempt, self._attempt.target, self.result
@@ -257,7 +252,7 @@ class Execution:
         candidate.CopyFrom(self._candidate)
         candidate.program.CopyFrom(self._candidate.numerics_program)
         with self.phase("FETCH"):
-            fetched = await fetch_program(candidate, target, attempt.config.data, self._lease, self._tell)
+            fetched = await fetch_program(candidate, target, attempt.config.data, self._lease, self.tell)
         async with self.start_runner() as runner:
             with self.phase("NUMERICS"):
                 await self.load(runner, cpus, again=True, instead=fetched, debug=True)
@@ -296,9 +291,9 @@ class Execution:
         """
         with self.phase("FETCH"):
             attempt = self._attempt
-            self._provisions = await fetch_program(self._candidate, attempt.target, attempt.config.data, self._lease, self._tell)
+            self._provisions = await fetch_program(self._candidate, attempt.target, attempt.config.data, self._lease, self.tell)
             if self._candidate.HasField("inputs"):
-                path = await self._lease.fetch(self._candidate.inputs, self._tell)
+                path = await self._lease.fetch(self._candidate.inputs, self.tell)
                 self._inputs = await asyncio.to_thread(lambda: tensors.decode(path.read_bytes()))
         self.folder.mkdir(parents=True)
 
@@ -358,7 +353,7 @@ class Execution:
         assert self._runner is not None  # a pass is over
         if self._runner.has_files:
             with self.phase("UPLOAD"):
-                await self._runner.collect(self._tell)
+                await self._runner.collect(self.tell)
 
     async def upload(self, files: Files) -> None:
         """UPLOAD: the artifacts of the result."""
@@ -374,7 +369,7 @@ class Execution:
     def start_runner(self) -> AbstractAsyncContextManager[RemoteRunner]:
         """A fresh runner for the program, which was fetched."""
         assert self._provisions is not None  # it was fetched
-        return self._attempt.target.start_runner(self._provisions.bundle, self.folder, self._take_log)
+        return self._attempt.target.start_runner(self._provisions.bundle, self.folder, self.take_log)
 
     async def wait(self) -> list[report_pb2.GateWait]:
         """WAIT_FOR_COOL and WAIT_FOR_IDLE, where the device has to; phases of the result then."""
@@ -388,65 +383,9 @@ class Execution:
             if is_new:
                 began_s = time.monotonic()
             heard = attempt.phase = phase
-            self._tell(message=message, force=is_new)
+            self.tell(message=message, force=is_new)
 
         waits = await attempt.target.gates.wait(tell, attempt.remaining_s())
         if heard:
             self.ended(heard, began_s, time.monotonic())
         return waits
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """A phase of the result, told when it begins and when it ends."""
-        self.switch(name)
-        began_s = time.monotonic()
-        self._tell(force=True)
-        yield
-        self.ended(name, began_s, time.monotonic())
-
-    def switch(self, name: str) -> None:
-        """Another phase is under way."""
-        self._attempt.phase = name
-
-    def ended(self, name: str, began_s: float, ended_s: float) -> None:
-        """A phase of the result is over."""
-        duration_ms = (ended_s - began_s) * 1e3
-        start_ms = (began_s - self._attempt.received_s) * 1e3
-        self.result.phases.add(actor="DEVICE", phase=name, start_ms=start_ms, duration_ms=duration_ms)
-        self.switch(name)
-        self._tell(duration_ms=duration_ms, force=True)
-
-    def progress(self, done: int, total: int, message: str = "") -> None:
-        """So much of the current phase is done."""
-        self._tell(done, total, message=message)
-
-    def _take_log(self, line: LogLine) -> None:
-        self._lines.append(str(line))
-        self._recent.append(str(line))
-
-    def _tell(
-        self,
-        done: int | None = None,
-        total: int | None = None,
-        *,
-        duration_ms: float | None = None,
-        message: str = "",
-        force: bool = False,
-    ) -> None:
-        """Progress of the current phase. Not more often than the configuration allows, unless it is the phase's begin or end."""
-        now = time.monotonic()
-        if not force and now - self._told_s < self._attempt.config.progress_interval_s:
-            return
-        self._told_s = now
-        progress = agent_pb2.RunProgress(
-            cell_id=self._candidate.cell_id, phase=self._attempt.phase, log_lines=self._lines, message=message
-        )  # fmt: skip
-        self._lines.clear()
-        if duration_ms is not None:
-            progress.duration_ms = duration_ms
-        if done is not None:
-            progress.done = done
-            # A pass that goes on for its least time passes the least number of iterations.
-            if total is not None and done <= total:
-                progress.total = total
-        self._attempt.tell(progress)
