@@ -73,7 +73,7 @@ class Fleet:
         self._patience: dict[str, Patience] = {}
         """With phones that could not be served, by serial."""
         self._rescued: set[str] = set()
-        """Phones that are plugged in anew by this agent, and not by anybody else."""
+        """Serials that are plugged in anew by this agent when they come next, and not by anybody else."""
 
     async def find_server(self) -> None:
         """Makes sure that there is an adb server.
@@ -276,8 +276,8 @@ class Fleet:
     async def _rescue(self, serial: str) -> None:
         """Gives a phone a new connection. It is off adb's list meanwhile, so this is nothing that its serving does itself."""
         pauses = self._config.pauses()
-        self._rescued.add(serial)
         for _ in range(_RESCUES):
+            self._rescued.add(serial)
             try:
                 await self._adb.reconnect(serial)
                 return
