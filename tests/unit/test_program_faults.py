@@ -16,6 +16,7 @@ from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.execute import Attempt
 from etfarm.device_agents.gates import GateLimits
 from etfarm.device_agents.machine import Machine
+from etfarm.device_agents.runners import child
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
@@ -53,6 +54,8 @@ class Struck:
         self.folder = folder / "run"
         self.told: list[agent_pb2.RunProgress] = []
         self.timed = asyncio.Event()
+        self.on_loading: Callable[[], object] = lambda: None
+        """Called once the runner has begun, and before it ends."""
         self.freed_s = 0.0
         """From the timed pass's begin on."""
         pte = blobs.put(faulty_program(fault))
@@ -76,6 +79,8 @@ class Struck:
         self.told.append(said)
         if said.phase == "TIMED":
             self.timed.set()
+        if said.phase == "LOAD_METHOD":
+            self.on_loading()
 
     async def result(self) -> agent_pb2.CandidateResult:
         """What came of it, and that nothing is left."""
@@ -108,7 +113,7 @@ async def freed(strike: Callable[[], Struck], within_s: float = FREE_S) -> agent
     ("fpe", "PROGRAM_CRASHED", {"signal": "SIGFPE"}),
     ("seg", "PROGRAM_CRASHED", {"signal": "SIGSEGV"}),
     ("bye", "PROGRAM_CRASHED", {"signal": "", "exit_code": "3"}),
-    ("kil", "PROGRAM_OUT_OF_MEMORY", {"signal": "SIGKILL"}),
+    ("kil", "PROGRAM_CRASHED", {"signal": "SIGKILL"}),
     ("mem", "PROGRAM_OUT_OF_MEMORY", {}),
 ])  # fmt: skip
 async def test_what_ends_the_runner_is_named_as_what_it_was(
@@ -124,6 +129,40 @@ async def test_what_ends_the_runner_is_named_as_what_it_was(
     assert (error.fault, error.reason, error.stage) == (common_pb2.FAULT_USER, reason, "TIMED")
     assert error.metadata["self_test"] == "passed"
     assert {key: error.metadata[key] for key in ended} == ended
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason", "says"),
+    [
+        ("oom_kill 3", "oom_kill 3", "PROGRAM_CRASHED", "by SIGKILL at TIMED, and the kernel killed nothing for lack of memory."),
+        ("oom_kill 3", "oom_kill 4", "PROGRAM_OUT_OF_MEMORY", "than this device has: the kernel killed it (SIGKILL)."),
+        ("nr_free_pages 3", "nr_free_pages 2", "PROGRAM_OUT_OF_MEMORY", "it was killed (SIGKILL), as systems do then."),
+    ],
+)
+async def test_who_was_killed_lacked_memory_where_the_kernel_says_so(
+    blobs: Blobs,  # noqa: F811
+    address: str,  # noqa: F811
+    cache: Cache,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
+    after: str,
+    reason: str,
+    says: str,
+) -> None:
+    vmstat = tmp_path / "vmstat"
+    monkeypatch.setattr(child, "VMSTAT", vmstat)
+    vmstat.write_text(f"pgfault 7\n{before}\n")
+    struck = Struck(blobs, address, cache, tmp_path, "kil", deadline_s=60)
+    struck.on_loading = lambda: vmstat.write_text(f"pgfault 8\n{after}\n")
+    error = (await struck.result()).error
+    assert (error.reason, error.metadata["signal"], error.metadata["self_test"]) == (reason, "SIGKILL", "passed")
+    assert says in error.message and error.remedy
+
+
+def test_this_kernel_tells_how_often_memory_ran_out() -> None:
+    kills = child.oom_kills()
+    assert kills is not None and kills >= 0
 
 
 async def test_a_kernel_that_never_returns_ends_with_the_attempts_time(

@@ -41,13 +41,4 @@ async def judged(error: EtfarmError, starting: AbstractAsyncContextManager[Remot
         log.error("the self-test failed: %s", why)
         return SelfTestFailed(why, error)
     error.metadata["self_test"] = "passed"
-    return _out_of_memory(error) or error
-
-
-def _out_of_memory(error: EtfarmError) -> errors.ProgramOutOfMemory | None:
-    """The error again as one about memory, where the kernel killed the program: nobody else here sends SIGKILL unasked."""
-    if not isinstance(error, errors.ProgramCrashed) or error.signal != "SIGKILL":
-        return None
-    killed = errors.ProgramOutOfMemory(error.stage, None, "the kernel killed it (SIGKILL)", error.log)
-    killed.metadata.update(signal=error.signal, self_test=error.metadata["self_test"])
-    return killed
+    return error

@@ -41,6 +41,9 @@ class PhoneChild:
         is_gone: whether the phone is known not to answer.
     """
 
+    memory_ran_out: bool | None = None
+    """Android's own killer is no part of the kernel, which may not be asked either."""
+
     def __init__(self, adb: AdbServer, process: ShellProcess, pid: int, folder: str, is_gone: Callable[[], bool]) -> None:
         self._adb = adb
         self._is_gone = is_gone

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from etfarm.wire.errors import EtfarmError
 
 MAX_LINE_BYTES = 16 << 20
 """Of what a runner answers."""
+VMSTAT = Path("/proc/vmstat")
 _OOM_SCORE = "800"
 """Added to what the kernel makes of a process's memory, in thousandths of all there is; see proc(5), oom_score_adj."""
 
@@ -60,6 +62,10 @@ class Child(Protocol):
     def lost(self) -> EtfarmError | None:
         """Why nobody can know its end: what it runs on is gone. None where it is not."""
 
+    @property
+    def memory_ran_out(self) -> bool | None:
+        """Whether the kernel where it runs has killed anything for lack of memory since it started; None where nobody tells."""
+
     def kill(self) -> None:
         """SIGKILL to it and to whatever it forked; harmless where it has ended."""
 
@@ -91,13 +97,18 @@ class _Group(asyncio.subprocess.SubprocessStreamProtocol):
 
 
 class LocalChild:
-    """A process of this machine, which leads a group of the same number."""
+    """A process of this machine, which leads a group of the same number.
+
+    Args:
+        kills: `oom_kills` from before it started.
+    """
 
     lost: EtfarmError | None = None
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, kills: int | None) -> None:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None  # PIPE was asked for
         self._process = process
+        self._kills = kills
         self.stdin: Input = process.stdin
         self.stdout = process.stdout
         self.stderr = process.stderr
@@ -112,6 +123,12 @@ class LocalChild:
         """Whether it was seen to end."""
         return self._process.returncode is not None
 
+    @property
+    def memory_ran_out(self) -> bool | None:
+        """See `Child.memory_ran_out`."""
+        kills = oom_kills()
+        return None if self._kills is None or kills is None else kills > self._kills
+
     def kill(self) -> None:
         """See `Child.kill`."""
         # Only before it was reaped: afterwards the number may be somebody else's.
@@ -124,6 +141,18 @@ class LocalChild:
         return await self._process.wait()
 
 
+def oom_kills() -> int | None:
+    """How many processes this machine's kernel has killed for lack of memory, its own or a cgroup's; None where it does not tell.
+
+    Source: Linux, mm/oom_kill.c, since 4.13: the event OOM_KILL is counted wherever a cgroup's own is.
+    """
+    try:
+        found = re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None
+
+
 async def spawn_here(command: Sequence[str], folder: Path) -> Child:
     """A process of `command` on this machine.
 
@@ -131,6 +160,7 @@ async def spawn_here(command: Sequence[str], folder: Path) -> Child:
         RunnerBroken: it cannot be started.
     """
     loop = asyncio.get_running_loop()
+    kills = oom_kills()
     try:
         # As asyncio.create_subprocess_exec does, which takes no protocol.
         transport, group = await loop.subprocess_exec(
@@ -154,4 +184,4 @@ async def spawn_here(command: Sequence[str], folder: Path) -> Child:
     with contextlib.suppress(OSError):  # it has ended already, or the kernel does not let us
         # Where memory runs out it is the program that goes, and neither the agent nor anything else of the machine.
         Path(f"/proc/{transport.get_pid()}/oom_score_adj").write_text(_OOM_SCORE)
-    return LocalChild(asyncio.subprocess.Process(transport, group, loop))
+    return LocalChild(asyncio.subprocess.Process(transport, group, loop), kills)

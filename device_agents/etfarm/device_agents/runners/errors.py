@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from etfarm.wire.errors import DeviceError, FarmError, Kind, UserError
 
 _WITHOUT_DATA = "If its weights are in a .ptd file, give that too: without it XNNPACK crashes here."
-_KILLED = "Nobody but the kernel's out-of-memory killer usually sends that: try a device with more memory."
+_KILLED = "Look for what kills processes on the device, such as a watchdog or a limit of a service."
 
 
 class ProgramCrashed(UserError):
@@ -21,7 +21,9 @@ class ProgramCrashed(UserError):
     ) -> None:
         how = f"by {signal}" if signal else f"with exit code {exit_code}"
         said = f": {abort_message.strip().rstrip('.')}" if abort_message else ""
-        hint = _KILLED if signal == "SIGKILL" else ""
+        hint = ""
+        if signal == "SIGKILL":
+            hint, said = _KILLED, ", and the kernel killed nothing for lack of memory"
         if without_data and stage == "LOAD_METHOD" and signal == "SIGSEGV":
             hint = _WITHOUT_DATA
         super().__init__(

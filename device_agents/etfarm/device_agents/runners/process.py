@@ -260,6 +260,12 @@ class RunnerProcess:
             fatal = next((line.message for line in reversed(self._since) if line.source == "runtime"), "")
         if self._is_about_memory(fatal):
             return errors.ProgramOutOfMemory(self.stage, self.limits.data_bytes, fatal, lines)
+        if code == -signal.SIGKILL and (ran_out := self._child.memory_ran_out) is not False:
+            # Where nobody tells, it is the likeliest: nobody else sends SIGKILL unasked.
+            who = "the kernel killed it (SIGKILL)" if ran_out else "it was killed (SIGKILL), as systems do then"
+            killed = errors.ProgramOutOfMemory(self.stage, None, who, lines)
+            killed.metadata["signal"] = _signal_name(signal.SIGKILL)
+            return killed
         return errors.ProgramCrashed(
             self.stage,
             signal=_signal_name(-code) if code is not None and code < 0 else "",
