@@ -69,16 +69,21 @@ async def followed(phone: AdbPhone, server: Server, data: Path, **options: Any) 
     assert following.cancelled()
 
 
-async def failed_run(heard: Heard, **start: Any) -> agent_pb2.CandidateResult:
-    """What a run gives on the phone that is served."""
+async def measured(heard: Heard, candidate: agent_pb2.RunCandidate, **start: Any) -> agent_pb2.CandidateResult:
+    """What a run gives on the phone that is served, which has all that it needs from a run before."""
     device_id = (await heard.until(is_served)).device_update.device.id
-    heard.agent.start(agent_pb2.StartRun(attempt_id="a1", device_id=device_id, **start))
-    (result,) = (await heard.until(lambda message: message.HasField("run_result"))).run_result.candidates
-    return result
+    for attempt, more in {"a1": {"deadline_s": 600}, "a2": start}.items():
+        heard.agent.start(agent_pb2.StartRun(attempt_id=attempt, device_id=device_id, candidates=[candidate], **more))
+        told = await heard.until(ends(attempt))
+    return told.run_result.candidates[0]
 
 
 def is_served(message: agent_pb2.AgentMessage) -> bool:
     return message.HasField("device_update") and not message.device_update.device.HasField("problem")
+
+
+def ends(attempt: str) -> Callable[[agent_pb2.AgentMessage], bool]:
+    return lambda message: message.run_result.attempt_id == attempt
 
 
 def tells(reason: str) -> Callable[[agent_pb2.AgentMessage], bool]:
@@ -201,7 +206,7 @@ async def test_a_trace_that_is_too_long_on_a_slow_link_is_the_links_fault(
     # An answer comes behind what is in the buffers.
     async with followed(adb_phone, server, tmp_path, answer_s=60.0) as heard:
         measurement = job_pb2.Measurement(warmup=1, iterations=5, min_time_s=0)
-        cell = await failed_run(heard, candidates=[server.candidate("conv")], measurement=measurement, deadline_s=25)
+        cell = await measured(heard, server.candidate("conv"), measurement=measurement, deadline_s=25)
         assert (cell.error.fault, cell.error.reason) == (common_pb2.FAULT_DEVICE, "TRANSFER_TIMED_OUT")
         assert cell.error.stage == "UPLOAD"
         assert f"files that it wrote, between the agent and {adb_phone.serial}, were still under way" in cell.error.message
@@ -213,9 +218,8 @@ async def test_outputs_that_take_too_long_on_a_slow_link_are_the_links_fault(
 ) -> None:
     # An answer comes behind the outputs.
     async with followed(adb_phone, server, tmp_path, answer_s=60.0) as heard:
-        running = asyncio.create_task(
-            failed_run(heard, candidates=[server.candidate("wide")], measurement=job_pb2.Measurement(min_time_s=2), deadline_s=25)
-        )
+        measurement = job_pb2.Measurement(min_time_s=2)
+        running = asyncio.create_task(measured(heard, server.candidate("wide"), measurement=measurement, deadline_s=25))
         await heard.until(lambda message: message.run_progress.phase == "TIMED")
         adb_phone.slow_link(400_000)
         cell = await running
