@@ -157,7 +157,10 @@ def test_a_command_says_in_one_line_that_it_does_not_trust_the_server(guarded: G
     assert "Handshake failed" in said_by(tmp_path, *asked, GRPC_VERBOSITY="INFO")[1]
 
 
-def test_an_agent_says_in_one_line_that_it_does_not_trust_the_server(guarded: Guarded, tmp_path: Path) -> None:
+def test_an_agent_says_in_one_line_that_it_does_not_trust_the_server(
+    guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
     know_own_runners(tmp_path / "agent")
     agent = Daemon(
         ["agent", "--server", address_of(guarded.daemon), "--data", str(tmp_path / "agent"), "--exit-with-stdin",

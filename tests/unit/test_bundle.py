@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -15,9 +16,18 @@ from pathlib import Path
 import pytest
 
 from etfarm.device_agents.native import build
-from etfarm.device_agents.native.toolchain import LOADERS, Compiler, ExecutorchPackage
+from etfarm.device_agents.native.toolchain import LOADERS, Compiler, ExecutorchMissing, ExecutorchPackage
 from etfarm.device_agents.runners.bundle import BadBundle, Bundle, BundleManifest, open_folder, unpack
 from tests.support.runner import runner_archive, runner_bundle  # noqa: F401 - a fixture
+
+
+def said_by(*arguments: str, **environment: str) -> tuple[int, str]:
+    """The exit code of `etfarm bundle build`, and what it wrote to stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "etfarm.wire.command", "bundle", "build", *arguments],
+        env=os.environ | environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stderr
 
 
 def repacked(source: Path, target: Path, change: Callable[[str, bytes], tuple[str, bytes] | None]) -> Path:
@@ -82,34 +92,37 @@ def test_building_imports_neither_torch_nor_executorch() -> None:
 
 
 @pytest.mark.parametrize("arch", sorted(LOADERS))
-def test_a_missing_compiler_is_one_sentence_with_its_package(
-    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert build.main(["--arch", arch, "-o", str(tmp_path / "b.tar.gz")]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+def test_a_missing_compiler_is_one_sentence_with_its_package(arch: str, tmp_path: Path) -> None:
+    code, said = said_by("--arch", arch, "-o", str(tmp_path / "b.tar.gz"), PATH=str(tmp_path))
+    (line,) = said.splitlines()
+    assert code == 1
     package = {"x86_64": "g++", "aarch64": "g++-aarch64-linux-gnu"}[arch]
-    assert line.startswith(f"Building a runner for {arch} needs the compiler")
+    assert line.startswith(f"etfarm: Building a runner for {arch} needs the compiler")
     assert f"`apt-get install {package}`" in line
     assert not (tmp_path / "b.tar.gz").exists()
 
 
-def test_a_missing_or_foreign_wheel_says_where_to_get_it(
-    runner_bundle: Bundle,  # noqa: F811
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    out = ["--arch", runner_bundle.manifest.arch, "-o", str(tmp_path / "b.tar.gz")]
-    for given in (tmp_path / "nowhere", tmp_path / "no.whl"):
-        if given.suffix:
-            given.write_bytes(b"PK no")
-        assert build.main([*out, "--executorch", str(given)]) == 1
-        assert "pip download --no-deps" in capsys.readouterr().err.splitlines()[-1]
+def test_a_foreign_wheel_says_where_to_get_the_right_one(runner_bundle: Bundle, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "no.whl").write_bytes(b"PK no")
+    for given in ("empty", "no.whl"):
+        with pytest.raises(ExecutorchMissing) as refused:
+            build.build_bundle(runner_bundle.manifest.arch, tmp_path / "b.tar.gz", executorch=tmp_path / given)
+        assert "pip download --no-deps" in refused.value.remedy
 
 
-def test_a_name_without_a_compression_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert build.main(["-o", str(tmp_path / "bundle.zip")]) == 1
-    assert "*.tar.gz or *.tar.xz" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-o", "{here}/bundle.zip"], "bundle.zip does not say how to compress. Name it *.tar.gz or *.tar.xz."),
+        (["-o", "{here}/no/b.tar.gz"], "There is no folder {here}/no. Make it, or choose another -o."),
+        (["-o", "{here}/b.tar.gz", "--executorch", "{here}/no.whl"], "There is no {here}/no.whl. Check --executorch."),
+    ],
+)
+def test_a_wrong_file_is_a_usage_error(tmp_path: Path, arguments: list[str], said: str) -> None:
+    code, line = said_by(*(word.format(here=tmp_path) for word in arguments))
+    assert (code, line) == (2, f"etfarm: {said.format(here=tmp_path)}\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def _flip_a_byte(folder: Path) -> None:

@@ -20,7 +20,7 @@ from etfarm.device_agents.emulator import CpuUnknown, Emulator, EmulatorMissing
 from etfarm.device_agents.errors import RunnerDoesNotWork
 from etfarm.device_agents.machine import Machine
 from etfarm.device_agents.native import build
-from etfarm.device_agents.native.toolchain import Compiler
+from etfarm.device_agents.native.toolchain import Compiler, ExecutorchMissing
 from etfarm.device_agents.provisions import try_out
 from etfarm.device_agents.runners.bundle import MANIFEST_NAME, BadBundle, Bundle, BundledFile, open_folder, unpack
 from etfarm.device_agents.runners.errors import ProgramOutOfMemory
@@ -233,12 +233,13 @@ def test_a_wheel_that_cannot_be_fetched_is_one_sentence_with_its_remedy(
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)
-    assert build.main(["--arch", ARCH, "-o", str(tmp_path / "b.tar.gz")]) == 1
-    progress, refusal = capsys.readouterr().err.splitlines()
+    with pytest.raises(ExecutorchMissing) as refused:
+        build.main(["--arch", ARCH, "-o", str(tmp_path / "b.tar.gz")])
+    (progress,), refusal = capsys.readouterr().err.splitlines(), str(refused.value)
     assert progress.startswith("fetching executorch 1.5.1 for aarch64 with pip")
     assert "needs ExecuTorch's wheel: pip cannot fetch it (NewConnectionError)" in refusal and "--executorch" in refusal
     assert list((tmp_path / "etfarm" / "wheels").iterdir()) == []
     (tmp_path / "etfarm" / "wheels" / "executorch-1.5.1-cp311-cp311-manylinux_2_28_aarch64.whl").write_bytes(b"PK no")
-    assert build.main(["--arch", ARCH, "-o", str(tmp_path / "b.tar.gz")]) == 1
-    (refusal,) = capsys.readouterr().err.splitlines()
-    assert "cannot be read" in refusal and not (tmp_path / "b.tar.gz").exists()
+    with pytest.raises(ExecutorchMissing, match="cannot be read"):
+        build.main(["--arch", ARCH, "-o", str(tmp_path / "b.tar.gz")])
+    assert not (tmp_path / "b.tar.gz").exists()

@@ -39,7 +39,7 @@ from etfarm.device_agents.native.toolchain import (
 from etfarm.device_agents.native.wheels import fetch_wheel
 from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle, BundledFile, BundleManifest
 from etfarm.wire import digest
-from etfarm.wire.errors import EtfarmError, FarmError, UserError
+from etfarm.wire.errors import FarmError, UserError
 
 SOURCES: Final = Path(__file__).parent
 ENTRY: Final = "etfarm-runner"
@@ -83,7 +83,8 @@ def build_bundle(
 
     Args:
         arch: `x86_64` or `aarch64`.
-        out: ends in `.tar.gz`, `.tgz` or `.tar.xz`, which chooses the compression (xz: smaller by half, slower).
+        out: ends in `.tar.gz`, `.tgz` or `.tar.xz`, which chooses the compression (xz: smaller by half, slower). Its folder is
+            there.
         executorch: an `executorch` package folder, a folder that has one, or its wheel. By default the installed one, and
             where that is for another architecture the wheel of its version, which pip fetches once.
         say: takes a line of progress.
@@ -92,10 +93,15 @@ def build_bundle(
     Raises:
         CompilerMissing, CompilerFailed, ExecutorchMissing: nothing to build with.
         RunnerUnusable: the runner does not start on the architecture it was made for.
+        UserError: `out` cannot be written, or does not say how; there is no `executorch`.
     """
     if arch not in LOADERS:
         raise UserError(f"There is no runner for {arch!r}.", f"Choose one of {', '.join(LOADERS)}.", arch=arch)
     compressor = _compressor(out)
+    if executorch is not None and not executorch.exists():
+        raise UserError(f"There is no {executorch}.", "Check --executorch.", executorch=executorch)
+    if not out.absolute().parent.is_dir():
+        raise UserError(f"There is no folder {out.parent}.", "Make it, or choose another -o.", output=out)
     with _scratch(out) as scratch:
         compiler = Compiler.find(arch)
         package = _package(arch, executorch, scratch, say)
@@ -171,7 +177,11 @@ def pack(folder: Path, manifest: BundleManifest) -> bytes:
 
 
 def main(argv: list[str]) -> int:
-    """The command; `argv` is what follows `bundle build`."""
+    """The command; `argv` is what follows `bundle build`.
+
+    Raises:
+        EtfarmError: as build_bundle; the message is for people.
+    """
     parser = argparse.ArgumentParser(prog="etfarm bundle build", description="Build a runner bundle for devices.")
     parser.add_argument("--arch", choices=sorted(LOADERS), default=platform.machine(), help="default: this machine's")
     what = parser.add_mutually_exclusive_group(required=True)
@@ -195,11 +205,7 @@ def main(argv: list[str]) -> int:
         print(line, file=sys.stderr, flush=True)
 
     started = time.monotonic()
-    try:
-        manifest = build_bundle(options.arch, options.output, executorch=options.executorch, say=say)
-    except EtfarmError as error:
-        say(str(error))
-        return 1
+    manifest = build_bundle(options.arch, options.output, executorch=options.executorch, say=say)
     if manifest.note:
         say(manifest.note)
     size, made = options.output.stat().st_size, digest.of_file(options.output)
@@ -281,7 +287,6 @@ def _scratch(out: Path) -> Iterator[Path]:
 def _write(out: Path, data: bytes) -> None:
     """Beside `out` first: who watches for the file never sees half of it."""
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         partial = out.with_name(f".{out.name}.{os.getpid()}")
         try:
             partial.write_bytes(data)

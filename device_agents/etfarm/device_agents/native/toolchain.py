@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.wire import elf
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import Kind, UserError
 
 LOADERS: Final = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
 """The dynamic loader's file by architecture; its keys are the architectures that bundles exist for."""
@@ -33,6 +33,7 @@ class CompilerMissing(UserError):
     """No C++ compiler for the architecture."""
 
     reason = "COMPILER_MISSING"
+    kind = Kind.FAILED_PRECONDITION
 
     def __init__(self, arch: str, compiler: str) -> None:
         super().__init__(
@@ -47,6 +48,7 @@ class CompilerFailed(UserError):
     """The compiler is there, and what it was asked for does not work."""
 
     reason = "COMPILER_FAILED"
+    kind = Kind.FAILED_PRECONDITION
 
     def __init__(self, what: str, output: str) -> None:
         # The end of the output is where g++ and ld say why.
@@ -57,6 +59,7 @@ class ExecutorchMissing(UserError):
     """No ExecuTorch package with a native runtime for the architecture."""
 
     reason = "EXECUTORCH_MISSING"
+    kind = Kind.FAILED_PRECONDITION
 
     def __init__(self, arch: str, why: str) -> None:
         tag = f"manylinux_2_28_{arch}"
