@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -223,6 +226,30 @@ def test_a_program_that_is_none_is_refused(open_session: Open, tmp_path: Path) -
     path.write_bytes(b"\0\0\0\0ET12" + b"nonsense" * 100)
     with pytest.raises(EtfarmError), open_session(path):
         pass
+
+
+def test_an_open_session_tells_of_the_device_that_it_has(open_session: Open) -> None:
+    with open_session(program("conv").path) as session:
+        device = session.device
+    assert (device.state, device.arch, device.runner) == (DeviceState.BUSY, platform.machine(), "native")
+    assert device.backends == ("XnnpackBackend",)
+    assert device.operator_count is not None and device.operator_count > 200
+    assert device.last_seen_at is not None
+
+
+def test_a_local_session_ends_without_a_word_on_stderr() -> None:
+    code = (
+        "import sys\n"
+        "from etfarm.client import LocalSession\n"
+        "for _ in range(8):\n"
+        "    with LocalSession(sys.argv[1]) as session:\n"
+        "        session.loop(1)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(program("counter").path)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_local_session_needs_a_compiled_program(tmp_path: Path) -> None:

@@ -25,8 +25,10 @@ from etfarm.device_agents import inventory
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.machine import Machine
 from etfarm.device_agents.native.build import source_digest
+from etfarm.device_agents.own_runners import WORKING_BACKENDS
 from etfarm.device_agents.program import Exchange, ServedProgram
 from etfarm.device_agents.runners.bundle import Bundle, unpack
+from etfarm.device_agents.runners.protocol import Hello
 from etfarm.device_agents.runners.python import PythonRunner
 from etfarm.v1 import (
     artifact_pb2,
@@ -44,6 +46,9 @@ from etfarm.wire.owner import at_end_of_stdin
 from etfarm.wire.sessions import SessionNotFound
 from etfarm.wire.status import to_proto, to_status
 
+_GRACE_S: Final = 2.0
+"""For calls to end by themselves: the caller took them back before it let go of stdin. Calls that the server cuts at once make
+gRPC complain in the caller's own process, on its stderr."""
 _KEPT_BYTES: Final = 2 << 30
 """Of tensors that have been on their way; the longest unused go."""
 
@@ -207,10 +212,11 @@ class LocalSessions(session_pb2_grpc.SessionServiceServicer):
         cpus = inventory.choose_cpus(self._machine.device, request.cores, self._machine.restricted)
         threads = request.threads if request.HasField("threads") else inventory.choose_threads(self._machine.device, cpus)
         async with self._machine.start_runner(bundle, folder, on_log) as runner:
+            hello = await runner.hello()
             served = ServedProgram(runner, Exchange(self._artifacts.fetch, self._artifacts.keep))
             ready = await served.load(program, data, cpus=cpus, threads=threads, methods=request.methods)
             ready.runner.kind = runner.kind
-            ready.device.CopyFrom(self._machine.device)
+            ready.device.CopyFrom(_in_use(self._machine.device, runner.kind, hello))
             session.program = served
             session.tell(session_pb2.SessionEvent(ready=ready))
             return await session.over
@@ -277,6 +283,19 @@ def _device() -> device_pb2.Device:
     return device
 
 
+def _in_use(device: device_pb2.Device, kind: str, hello: Hello) -> device_pb2.Device:
+    """The device as a farm would tell of it while it serves this session."""
+    told = device_pb2.Device(
+        state=device_pb2.DEVICE_STATE_BUSY,
+        runner=kind,
+        backends=[name for name in hello.backends if name in WORKING_BACKENDS],
+        operator_count=len(hello.operators),
+    )
+    told.MergeFrom(device)
+    told.last_seen_at.GetCurrentTime()
+    return told
+
+
 async def _refuse(context: Any, error: EtfarmError) -> NoReturn:
     await context.abort_with_status(to_status(error))
     raise AssertionError("abort raises")
@@ -298,7 +317,7 @@ async def serve(folder: Path) -> None:
     try:
         print(f"etfarm: serving sessions on {address}", flush=True)
         await stop.wait()
-        await server.stop(0)
+        await server.stop(_GRACE_S)
     finally:
         # The caller does that too, unless it was killed.
         shutil.rmtree(folder, ignore_errors=True)
