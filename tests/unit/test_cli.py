@@ -10,15 +10,17 @@ import subprocess
 import sys
 import threading
 import zipfile
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
 
 from etfarm.client import units
-from etfarm.client.cli import bench, compile, devices, jobs, options, report, run
+from etfarm.client.cli import bench, compile, devices, flow, jobs, options, report, run
 from etfarm.client.cli.app import Outcome, Usage, execute, in_thread, run_async, write_whole
 from etfarm.client.errors import EmbeddedFarmFailed, Interrupted, NotAvailable, exit_code
 from etfarm.client.export import spec
@@ -271,6 +273,33 @@ def test_a_job_that_failed_names_its_log_once(capsys: pytest.CaptureFixture[str]
 
     assert execute(command, [], "test") == 1
     assert capsys.readouterr().err == "What was printed meanwhile: `etfarm jobs logs j1`.\n"
+
+
+@pytest.mark.parametrize(
+    ("stages", "lines", "named"),
+    [
+        (["", "TIMED"], ["I method.cpp:1 No.", "I method.cpp:2 Nor."], True),
+        (["LOAD"], [], False),  # `jobs logs` would show nothing
+        ([""], ["a compiler's warning"], False),  # refused, as inputs are that do not fit: nothing was at work
+        ([None], ["a compiler's warning"], False),
+    ],
+)
+def test_a_log_is_named_where_something_was_at_work_and_said_something(
+    stages: list[str | None], lines: list[str], named: bool
+) -> None:
+    class Job:
+        async def logs(self) -> AsyncIterator[str]:
+            for line in lines:
+                yield line
+
+    class Result:
+        reports = tuple(
+            SimpleNamespace(error=None if stage is None else error_of(Fault.USER, "X", "No.", stage=stage)) for stage in stages
+        )
+
+    job: Any = Job()
+    result: Any = Result()
+    assert asyncio.run(flow._printed(job, result)) is named
 
 
 def test_a_stages_files_go_where_their_kind_says(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Outcome:
     verbose: bool = False
     """Whether it was given: the original text behind an error is shown."""
     failed_job: str = ""
-    """The job that did not succeed, where one was waited for."""
+    """The job that was waited for, where it failed and printed something meanwhile."""
 
     def takes_verbose(self, verbose: bool) -> None:
         """Tells that the command has `--verbose`, and whether it was given."""

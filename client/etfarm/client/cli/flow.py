@@ -19,7 +19,7 @@ from etfarm.client.cli.display import Display
 from etfarm.client.errors import Interrupted, UserError
 from etfarm.client.export.spec import EagerSpec, ModelSpec, PteFile
 from etfarm.client.jobs import AsyncJob
-from etfarm.client.models import JobResult, JobState
+from etfarm.client.models import JobResult
 from etfarm.client.preparation import prepare
 from etfarm.client.prepared import PreparedModel
 from etfarm.wire import names, report
@@ -188,7 +188,7 @@ async def _with_farm(
     try:
         result = await follow(job, display, verbose=task.verbose)
         outcome.document = ended(result)
-        outcome.failed_job = job.id if result.state is not JobState.SUCCEEDED else ""
+        outcome.failed_job = job.id if await _printed(job, result) else ""
         if task.finish is not None:
             await task.finish(job, result, display)
     except asyncio.CancelledError as cancelled:
@@ -199,6 +199,16 @@ async def _with_farm(
         if farm.lease is not None and job.state.is_terminal:
             farm.lease.release_job(job.id)
     return job, result
+
+
+async def _printed(job: AsyncJob, result: JobResult) -> bool:
+    """Whether a job failed while something compiled or ran, and what compilers and runners printed may tell of it."""
+    if not any(one.error is not None and one.error.stage for one in result.reports):
+        return False
+    try:
+        return await anext(job.logs(), None) is not None
+    except EtfarmError:
+        return False  # the farm is not there any more, nor is the log
 
 
 async def follow(job: AsyncJob, display: Display, *, verbose: bool = False) -> JobResult:
