@@ -129,6 +129,7 @@ async def test_what_ends_the_runner_is_named_as_what_it_was(
     assert (error.fault, error.reason, error.stage) == (common_pb2.FAULT_USER, reason, "TIMED")
     assert error.metadata["self_test"] == "passed"
     assert {key: error.metadata[key] for key in ended} == ended
+    assert error.remedy
 
 
 @pytest.mark.parametrize(
@@ -175,6 +176,7 @@ async def test_a_kernel_that_never_returns_ends_with_the_attempts_time(
     error = (await freed(lambda: Struck(blobs, address, cache, tmp_path, "hng", deadline_s), deadline_s + FREE_S)).error
     assert (error.fault, error.reason, error.stage) == (common_pb2.FAULT_USER, "PROGRAM_TIMED_OUT", "TIMED")
     assert error.metadata["self_test"] == "passed"
+    assert "--timeout (timeout_s=)" in error.remedy
 
 
 async def test_garbage_on_stdout_is_no_answer_and_changes_none(

@@ -150,7 +150,7 @@ async def test_a_method_that_the_model_does_not_have_is_refused_with_those_it_ha
         spec.methods.append("decode")
     else:
         spec.inputs["decode"].CopyFrom(await world.stored(b"inputs"))
-    with pytest.raises(MethodMissing, match=r"no method 'decode'\. It has: encode\."):
+    with pytest.raises(MethodMissing, match=r"no method 'decode'\. It has: encode\. Choose with --method \(methods=\)\."):
         await world.make(spec)
 
 

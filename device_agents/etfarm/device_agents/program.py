@@ -143,7 +143,9 @@ class ServedProgram:
             return None
         if method not in self._methods:
             raise MethodMissing(
-                f"The program has no method {method!r}.", f"It has: {', '.join(sorted(self._methods))}.", method=method
+                f"The program has no method {method!r}.",
+                f"It has: {', '.join(sorted(self._methods))}. Choose with --method (method=).",
+                method=method,
             )
         self._current = None
         if method in self._loaded:

@@ -8,6 +8,7 @@ from etfarm.wire.errors import DeviceError, FarmError, Kind, UserError
 
 _WITHOUT_DATA = "If its weights are in a .ptd file, give that too: without it XNNPACK crashes here."
 _KILLED = "Look for what kills processes on the device, such as a watchdog or a limit of a service."
+_CRASHED = "Look at its log. With the recipe portable, which has no delegate, you see whether a delegate crashes."
 
 
 class ProgramCrashed(UserError):
@@ -21,7 +22,7 @@ class ProgramCrashed(UserError):
     ) -> None:
         how = f"by {signal}" if signal else f"with exit code {exit_code}"
         said = f": {abort_message.strip().rstrip('.')}" if abort_message else ""
-        hint = ""
+        hint = _CRASHED
         if signal == "SIGKILL":
             hint, said = _KILLED, ", and the kernel killed nothing for lack of memory"
         if without_data and stage == "LOAD_METHOD" and signal == "SIGSEGV":
@@ -54,7 +55,7 @@ class ProgramHung(UserError):
     def __init__(self, stage: str, deadline_s: float, log: Sequence[str]) -> None:
         super().__init__(
             f"The program did not finish {stage} within {deadline_s:g} s and was killed.",
-            "Give it more time where it is only slow.",
+            "Where it is only slow, give it more time with --timeout (timeout_s=).",
             stage=stage,
             deadline_s=deadline_s,
             log="\n".join(log),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,6 +42,9 @@ class MethodMissing(UserError):
     """The program has no method of the name."""
 
     reason = "METHOD_MISSING"
+
+    def __init__(self, what: str, method: str, known: Iterable[str]) -> None:
+        super().__init__(what, f"It has: {', '.join(sorted(known))}. Choose with --method (methods=).", method=method)
 
 
 class DeviceLacks(UserError):
@@ -88,11 +91,10 @@ class Execution:
         if cell.method not in methods and not job.spec.methods and len(methods) == 1:
             cell.method = next(iter(methods))
         if cell.method not in methods:
-            names = ", ".join(sorted(methods))
-            raise MethodMissing(f"{cell.candidate_name} has no method {cell.method!r}.", f"It has: {names}.", method=cell.method)
+            raise MethodMissing(f"{cell.candidate_name} has no method {cell.method!r}.", cell.method, methods)
         if strangers := sorted(set(job.spec.inputs) - set(methods)):
             what = f"The inputs are for the method {strangers[0]!r}, which {cell.candidate_name} does not have."
-            raise MethodMissing(what, f"It has: {', '.join(sorted(methods))}.", method=strangers[0])
+            raise MethodMissing(what, strangers[0], methods)
         given = job.spec.inputs.get(cell.method)
         if given is not None:
             await asyncio.to_thread(_check_file, self._store.path(given.digest), cell.method, facts_of(methods[cell.method]))

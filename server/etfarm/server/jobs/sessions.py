@@ -243,7 +243,7 @@ class Sessions:
         methods = outcome.made.facts.methods
         for name in request.methods:
             if name not in methods:
-                raise MethodMissing(f"The program has no method {name!r}.", f"It has: {', '.join(sorted(methods))}.", method=name)
+                raise MethodMissing(f"The program has no method {name!r}.", name, methods)
         return [methods[name] for name in request.methods or sorted(methods)]
 
     async def _lead(self, session: Session, selector: selectors.Selector, facts: list[compile_pb2.MethodFacts]) -> None:

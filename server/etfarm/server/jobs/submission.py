@@ -251,7 +251,7 @@ def _check_methods(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> None:
     known = sorted({*model.methods, *model.constant_methods})
     for name in (*spec.methods, *sorted(spec.inputs)):
         if name not in known:
-            raise MethodMissing(f"{candidate.name} has no method {name!r}.", f"It has: {', '.join(known)}.", method=name)
+            raise MethodMissing(f"{candidate.name} has no method {name!r}.", name, known)
 
 
 def _check_done(candidate: job_pb2.Candidate) -> list[str]:
