@@ -36,13 +36,15 @@ def test_devices_that_differ_are_refused_by_name() -> None:
     with pytest.raises(EtfarmError, match=r"phone: aarch64 sm8650; pi-a, pi-b, pi-c: aarch64 bcm2712.*--mixed") as refused:
         choose([PHONE, *PIS], None)
     assert refused.value.reason == "DEVICES_DIFFER"
-    with pytest.raises(EtfarmError, match="No 4 of the devices"):
+    with pytest.raises(EtfarmError, match=r"^No 4 of the connected devices are equal"):
         choose([PHONE, *PIS], 4)
+    with pytest.raises(EtfarmError, match=r"^No 4 of the connected devices that match 'os=linux' are equal"):
+        choose([PHONE, *PIS], 4, "os=linux")
 
 
 def test_devices_that_are_away_do_not_count() -> None:
     away = replace(PIS[0], state=DeviceState.OFFLINE)
     with pytest.raises(EtfarmError, match=r"'arch=aarch64': 1, and 2 are wanted; pi-a is known and cannot be used now\."):
         choose([away, PIS[1]], 2, "arch=aarch64")
-    with pytest.raises(EtfarmError, match="0, and 1 are wanted"):
+    with pytest.raises(EtfarmError, match=r"^Connected devices: 0, and 1 are wanted"):
         choose([away], None)

@@ -51,12 +51,13 @@ def choose(devices: Sequence[Device], count: int | None, selector: str = "", *, 
         (device for device in devices if device.state in _HERE),
         key=lambda device: (device.emulated, device.state is not DeviceState.IDLE, device.id),
     )
+    which = f" that match {selector!r}" if selector else ""
     wanted = max(1, len(here)) if count is None else count
     if len(here) < wanted:
         away = [device.name for device in devices if device.state not in _HERE]
         missing = f"; {', '.join(away)} {'is' if len(away) == 1 else 'are'} known and cannot be used now" if away else ""
         raise TooFewDevices(
-            f"Connected devices that match {selector!r}: {len(here)}, and {wanted} are wanted{missing}.",
+            f"Connected devices{which}: {len(here)}, and {wanted} are wanted{missing}.",
             "Connect more, or ask for fewer.",
             selector=selector, wanted=wanted, known=len(here),
         )  # fmt: skip
@@ -70,7 +71,7 @@ def choose(devices: Sequence[Device], count: int | None, selector: str = "", *, 
             return group[:wanted]
     kinds = "; ".join(f"{', '.join(d.name for d in group)}: {arch} {soc}".rstrip() for (arch, soc), group in groups.items())
     raise DevicesDiffer(
-        f"No {wanted} of the devices that match {selector!r} are equal: {kinds}.",
+        f"No {wanted} of the connected devices{which} are equal: {kinds}.",
         "Select by arch or soc, or say --mixed (mixed=True) where results need not be comparable.",
         selector=selector, wanted=wanted,
     )  # fmt: skip
