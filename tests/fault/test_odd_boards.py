@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -54,6 +55,18 @@ async def test_a_board_whose_sys_tells_nothing_measures(server: Server, launch: 
     beat = await connection.until(lambda message: bool(message.heartbeat.telemetry[device.id].memory_available_bytes))
     assert not beat.heartbeat.telemetry[device.id].HasField("temperature_c")
     assert "telemetry cannot be read" not in agent.log
+
+
+def test_a_governor_that_the_board_does_not_have_is_refused_at_the_start(tmp_path: Path) -> None:
+    policy = "/sys/devices/system/cpu/cpufreq/policy0"
+    script = f"""{NO_SYS}; mkdir -p {policy}; echo powersave > {policy}/scaling_governor
+    echo 0-1023 > {policy}/related_cpus; echo powersave userspace > {policy}/scaling_available_governors"""
+    started = [sys.executable, "-m", "etfarm.wire.command", "agent", "--server", "127.0.0.1:1", "--data", str(tmp_path)]
+    refused = subprocess.run(
+        [*board(script), *started, "--governor", "nosuch"], capture_output=True, text=True, timeout=60, check=False
+    )
+    said = "etfarm: The kernel has no governor 'nosuch' here. Give --governor one of powersave, userspace, or keep.\n"
+    assert (refused.returncode, refused.stderr) == (2, said)
 
 
 @pytest.mark.parametrize("content", [None, "", "uninitialized\n", "\0" * 33], ids=["no_etc", "empty", "new_image", "zeros"])

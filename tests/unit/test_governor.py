@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.device_agents.governor import Governors
+from etfarm.device_agents.governor import Governors, GovernorUnknown
 
 POLICIES = "sys/devices/system/cpu/cpufreq"
 
@@ -158,3 +158,42 @@ def test_a_file_of_somebody_else_writes_nothing_into_the_system(tmp_path: Path, 
     Governors(kept, None, root).restore()
     assert _now(root) == ["schedutil", "schedutil"]
     assert (tmp_path / "etc/passwd").read_text() == "root"
+
+
+def test_one_that_the_kernel_does_not_list_is_refused_at_the_start(tmp_path: Path) -> None:
+    root = board(tmp_path)
+    only = root / POLICIES / "policy4" / "scaling_available_governors"
+    only.write_text("userspace\n")
+
+    def check(wanted: str | None, *cpus: int) -> None:
+        Governors(tmp_path / "kept", wanted, root).check(cpus or None)
+
+    with pytest.raises(GovernorUnknown) as refused:
+        check("nosuch")
+    assert str(refused.value) == (
+        "The kernel has no governor 'nosuch' here. Give --governor one of performance, powersave, schedutil, userspace, or keep."
+    )
+    with pytest.raises(GovernorUnknown, match="one of userspace, or keep"):
+        check("performance", 4, 5)
+    for wanted, cpus in ((None, ()), ("performance", ()), ("performance", (0, 4)), ("userspace", (7,))):
+        check(wanted, *cpus)
+    # A kernel that lists none may have any.
+    only.unlink()
+    check("nosuch", 4)
+    Governors(tmp_path / "kept", "nosuch", tmp_path / "no-cpufreq").check()
+
+
+def test_why_one_was_not_applied_is_told_where_the_kernel_lists_none(tmp_path: Path) -> None:
+    root = board(tmp_path)
+    for policy in ("policy0", "policy4"):
+        (root / POLICIES / policy / "scaling_available_governors").unlink()
+        governor = root / POLICIES / policy / "scaling_governor"
+        governor.unlink()
+        # Takes what is written and stays as it is, or refuses it, as the kernel may.
+        governor.symlink_to("/proc/self/comm" if policy == "policy0" else "/proc/version")
+    with Governors(tmp_path / "kept", "a-governor-of-no-kernel", root).held({0}) as settings:
+        (told,) = settings
+    assert (told.applied, told.why) == (False, "the kernel took another")
+    with Governors(tmp_path / "kept", "nosuch", root).held({4}) as settings:
+        (told,) = settings
+    assert not told.applied and told.why

@@ -13,20 +13,28 @@ import logging
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from etfarm.device_agents.inventory import format_cpu_list, parse_cpu_list
 from etfarm.v1 import report_pb2
+from etfarm.wire.errors import UserError
 
 log = logging.getLogger(__name__)
 
 KEPT_GOVERNORS: Final = "governors.json"
 """In the agent's data folder."""
+_AVAILABLE: Final = "scaling_available_governors"
 _POLICIES: Final = "sys/devices/system/cpu/cpufreq"
 _GOVERNOR_FILE: Final = re.compile(rf"/{_POLICIES}/policy\d+/scaling_governor\Z")
 _NAME: Final = re.compile(r"[\w-]{1,32}\Z")
+
+
+class GovernorUnknown(UserError):
+    """The kernel has no governor of the name."""
+
+    reason = "GOVERNOR_UNKNOWN"
 
 
 class Governors:
@@ -42,6 +50,24 @@ class Governors:
         self._kept = kept
         self._wanted = wanted
         self._root = root
+
+    def check(self, cpus: Collection[int] | None = None) -> None:
+        """Whether any of these cpus, all of them when None, can have the wanted governor, as far as the kernel says.
+
+        Raises:
+            GovernorUnknown: the kernel lists others only.
+        """
+        offered: set[str] = set()
+        for policy in self._policies():
+            with suppress(OSError, ValueError):  # it does not say
+                if cpus is None or not _related_cpus(policy).isdisjoint(cpus):
+                    offered.update((policy / _AVAILABLE).read_text().split())
+        if self._wanted is not None and offered and self._wanted not in offered:
+            raise GovernorUnknown(
+                f"The kernel has no governor {self._wanted!r} here.",
+                f"Give --governor one of {', '.join(sorted(offered))}, or keep.",
+                governor=self._wanted,
+            )
 
     def restore(self) -> None:
         """Puts back what an earlier process left changed; nothing where there is nothing to put back."""
@@ -109,7 +135,7 @@ class Governors:
         assert self._wanted is not None  # `held` looked
         file = policy / "scaling_governor"
         try:
-            of_cpus = parse_cpu_list((policy / "related_cpus").read_text().strip().replace(" ", ","))
+            of_cpus = _related_cpus(policy)
             governor = file.read_text().strip()
         except (OSError, ValueError):
             return None
@@ -126,7 +152,7 @@ class Governors:
             return setting
         if governor == self._wanted:
             return None
-        available = policy / "scaling_available_governors"
+        available = policy / _AVAILABLE
         try:
             if available.exists() and self._wanted not in available.read_text().split():
                 setting.why = f"the kernel has no governor {self._wanted} here"
@@ -177,3 +203,7 @@ class Governors:
             self._keep(left)
         else:
             self._kept.unlink(missing_ok=True)
+
+
+def _related_cpus(policy: Path) -> frozenset[int]:
+    return parse_cpu_list((policy / "related_cpus").read_text().strip().replace(" ", ","))

@@ -75,6 +75,9 @@ def main(argv: list[str]) -> int:
     # Files that are of no use are the caller's to mend, now.
     config.access.credentials()
     device = None if config.phones else _device(config)
+    # Only one that was asked for: no kernel must have the default.
+    if options.governor is not None and not config.phones and config.emulator is None:
+        Governors(config.data / KEPT_GOVERNORS, config.governor).check(config.cores)
     folder = DataFolder(config.data)
     try:
         asyncio.run(_serve(config, device, folder, options.exit_with_stdin))
@@ -198,7 +201,7 @@ def _config(options: argparse.Namespace) -> AgentConfig:
             idle_below=options.idle_below,
             idle_wait_s=options.idle_wait,
         ),
-        governor=None if options.governor == "keep" else options.governor,
+        governor=None if options.governor == "keep" else options.governor or AgentConfig.governor,
     )
 
 
@@ -268,9 +271,9 @@ def _parser() -> argparse.ArgumentParser:
         help="tasks per cpu that run while nothing is measured yet; default: %(default)g")  # fmt: skip
     add("--idle-wait", metavar="S", type=_number, default=limits.idle_wait_s,
         help="the longest wait for it; 0: none; default: %(default)g")  # fmt: skip
-    add("--governor", metavar="NAME", default="performance",
+    add("--governor", metavar="NAME",
         help="the cpus' clock governor during measurements, where this agent may write it (as root); it is put back afterwards, "
-        "also after a crash; keep: leave it as it is; default: %(default)s")  # fmt: skip
+        "also after a crash; keep: leave it as it is; default: " f"{AgentConfig.governor}")  # fmt: skip
     add = parser.add_argument
     add("--print-unit", action="store_true", help="print a systemd unit that runs this command from the machine's start on, and "
         "end; its first lines say how to install it")  # fmt: skip
