@@ -243,6 +243,95 @@ def test_the_first_bad_operator_is_named_and_a_narrow_window_has_no_sideways_scr
     browser.must_be_quiet(path)
 
 
+WIDE_TABLES = """() => [...document.querySelectorAll("table:not(.u-legend)")].filter((one) => one.offsetWidth)
+    .map((one) => [one, one.getBoundingClientRect().right, one.parentElement.getBoundingClientRect().right])
+    .filter(([one, right, room]) => right > Math.min(innerWidth, room + 1))
+    .map(([one]) => one.className + ": " + one.textContent.slice(0, 80))"""
+"""Tables that a window has no room for."""
+
+OVERPRINTED = """() => {
+  const boxesOf = (cell) => {
+    const range = document.createRange();
+    range.selectNodeContents(cell);
+    return [...range.getClientRects()].filter((box) => box.width > 1 && box.height > 1);
+  };
+  const across = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left);
+  const meet = (a, b) => across(a, b) > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3;
+  const found = [];
+  for (const row of document.querySelectorAll("table:not(.u-legend) tr")) {
+    const cells = [...row.children].map((cell) => [cell, boxesOf(cell)]);
+    cells.forEach(([cell, boxes], place) => cells.slice(place + 1).forEach(([other, others]) => {
+      if (boxes.some((one) => others.some((two) => meet(one, two)))) found.push(cell.textContent + " over " + other.textContent);
+    }));
+  }
+  return found;
+}"""
+"""Cells of one row whose texts lie on each other."""
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [360, 400, 600, 1280])
+def test_all_of_a_real_page_can_be_read_at_any_width(browser: Browser, job: Job, tmp_path: Path, width: int) -> None:
+    made = copy.deepcopy(job.document)
+    long = report(**numerics())
+    where = {"file": "a/folder/with/a/long/name/models/networks/residual.py", "line": 131, "code": "y = self.conv2(y)"}
+    for one in (*long["operators"], *long["numeric_gap"]):
+        one["source"] = where if one["source"] else None
+    made["reports"].append(long)
+    path = tmp_path / "r.html"
+    browser.page.set_viewport_size({"width": width, "height": 900})
+    try:
+        page = browser.open(path, made)
+        page.locator("canvas").first.wait_for()
+        page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        for view in ("operators", "op", "type", "module", "line", "backend"):
+            for tab in page.locator(f"[data-view={view}]").all():
+                tab.click()
+            assert page.evaluate(OVERPRINTED) == [], view
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            if width <= 700:
+                assert page.evaluate(WIDE_TABLES) == [], view
+        browser.must_be_quiet(path)
+    finally:
+        browser.page.set_viewport_size({"width": 1280, "height": 900})
+
+
+@needs_chromium
+def test_a_narrow_page_gives_a_line_its_room_and_names_the_file_first(browser: Browser, job: Job, tmp_path: Path) -> None:
+    browser.page.set_viewport_size({"width": 400, "height": 900})
+    try:
+        page = browser.open(tmp_path / "r.html", job.document)
+        rows = page.locator("#r1 .rows tbody tr")
+        assert rows.count() <= 15, "the others on demand"
+        places = page.locator("#r1 .rows td.place", has=page.locator(".folder"))
+        assert places.count() > 3
+        for place in places.all():
+            assert place.evaluate("(one) => one.offsetWidth > 0.9 * one.closest('table').offsetWidth")
+            file, folder = (
+                place.locator(part).evaluate("(one) => one.getBoundingClientRect().toJSON()") for part in (".file", ".folder")
+            )
+            assert (file["top"] + 4 < folder["top"]) or file["right"] <= folder["left"]
+            assert file["height"] < 30, "one line"
+        said = page.locator(".overview tbody tr").first.locator("td[data-head]")
+        heads = "(all) => all.map((one) => getComputedStyle(one, '::before').content.replaceAll('\"', '').trim())"
+        told = [head for head in said.evaluate_all(heads) if head != "none"]
+        assert {"Can it be trusted?", "Delegated", "Accuracy", "Size", "Memory"} <= set(told)
+        longest = "(one) => Math.max(...[...one.querySelectorAll('i')].map((bar) => bar.offsetWidth)) / one.offsetWidth"
+        assert page.locator("#r0 .way").evaluate(longest) > 0.2
+    finally:
+        browser.page.set_viewport_size({"width": 1280, "height": 900})
+
+
+@needs_chromium
+def test_a_wide_page_has_all_answers_in_one_line(browser: Browser, job: Job, tmp_path: Path) -> None:
+    page = browser.open(tmp_path / "r.html", job.document)
+    tiles = page.locator("#r0 .tile")
+    assert tiles.count() >= 7
+    assert len({round(tile.bounding_box()["y"]) for tile in tiles.all()}) == 1  # type: ignore[index]
+    path = page.locator("#r1 .rows td.place .path").first
+    assert path.inner_text().startswith("etfarm/client/export/demo_models/ds_cnn.py:"), "whole, to be copied"
+
+
 @needs_chromium
 def test_values_that_were_not_judged_are_not_called_right(browser: Browser, tmp_path: Path) -> None:
     made = document(report(**numerics()))

@@ -45,6 +45,8 @@ def write(document: Json, comparison: Json | None = None) -> bytes:
     environment.globals.update(units=units)
     # Sentences have commands in backticks.
     environment.filters["coded"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+    # Paths and modules' names may be broken after a slash or a dot, and not within a word.
+    environment.filters["breakable"] = lambda text: Markup("<wbr>").join(re.split(r"(?<=[^\s/.][/.])(?=[^\s/.\d])", str(text)))
     own = "\n".join((_HERE / "templates" / name).read_text() for name in ("charts.js", "flame.js", "tables.js", "page.js"))
     script = f'{_uplot()}\n(() => {{\n"use strict";\n{own}}})();\n'
     style = (_HERE / "vendor" / "uPlot.min.css").read_text() + (_HERE / "templates" / "page.css").read_text()

@@ -66,6 +66,8 @@ function codeOf(row) {
   return row.source && row.source.code ? row.source.code.trim() : "";
 }
 
+const NARROW = "screen and (max-width: 700px)"; // as in page.css
+
 const tip = document.getElementById("tip");
 
 /** Shows lines at the pointer: the first is bold. */
@@ -103,6 +105,8 @@ document.querySelectorAll("article[data-report]").forEach((article) => {
   }
   if (data.gap.length) {
     gapTable(article.querySelector(".numerics"), data);
+    // On a narrow screen a row a value is many screens: the chart and the first bad one are there.
+    if (matchMedia(NARROW).matches) article.querySelector(".numerics details").open = false;
     drawn.push(() => gapChart(article.querySelector(".gap-chart"), data));
   }
   const series = article.querySelector(".series");

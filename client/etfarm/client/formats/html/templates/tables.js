@@ -1,6 +1,7 @@
 // Tables of operators, of their groups, and of the numeric gap.
 
 const FIRST_ROWS = 60; // so many before "show all"
+const FIRST_NARROW = 15; // and so many on a narrow screen, where a row is a card
 const VIEWS = [["operators", "Operators"], ["op", "By operator"], ["type", "By op type"], ["module", "By module"], ["line", "By line"], ["backend", "By backend"]];
 
 /** The operators' section: views, search, filter, sort. */
@@ -42,7 +43,7 @@ function operatorsOf(section, data) {
     const grouped = state.view !== "operators";
     backend.hidden = grouped;
     const lines = grouped ? groupLines(data.views[state.view], state) : operatorLines(data.operators, state);
-    const shown = state.all ? lines : lines.slice(0, FIRST_ROWS);
+    const shown = state.all ? lines : lines.slice(0, matchMedia(NARROW).matches ? FIRST_NARROW : FIRST_ROWS);
     const heads = grouped ? groupHeads(state.view) : OPERATOR_HEADS;
     table.classList.toggle("ops", !grouped);
     const head = make("tr", null, ...heads.map(([key, title, css]) => headCell(key, title, css)));
@@ -167,15 +168,21 @@ function moreLines(row) {
   return shown.join(", ") + (left ? ` and ${left} more` : "");
 }
 
-/** Text that may be broken after its dots. */
+/** A file and its line, the folder apart: where there is little room, the file's name comes first. */
+function pathOf(text) {
+  const [, folder, file] = /^(.*\/)?(.*)$/s.exec(text);
+  return make("span", { class: "path" }, folder ? make("span", { class: "folder" }, ...breakable(folder)) : null, make("span", { class: "file" }, file));
+}
+
+/** Text that may be broken after its dots and slashes. */
 function breakable(text) {
-  return text.split(/(?<=\.)/).flatMap((part, place) => (place ? [make("wbr"), part] : [part]));
+  return text.split(/(?<=[./])/).flatMap((part, place) => (place ? [make("wbr"), part] : [part]));
 }
 
 function placeCell(row, parent) {
   const cell = make("td", { class: "place" });
   if (row.source) {
-    cell.append(make("b", null, placeOf(row)));
+    cell.append(make("b", null, pathOf(placeOf(row))));
     if (codeOf(row)) cell.append(make("code", null, codeOf(row)));
     if (row.sources.length > 1) cell.append(make("span", { class: "quiet" }, `and ${moreLines(row)}`));
   }
@@ -198,15 +205,15 @@ function groupLines(groups, state) {
   const largest = Math.max(...groups.map((one) => one.own_share || 0), 1e-9);
   return found.map((one) => () => {
     const kind = one.key === "not explained" ? "rest" : "";
-    const name = make("td", { class: "place" }, make("span", null, one.key), one.detail ? make("code", null, one.detail) : null);
+    const name = make("td", { class: "place" }, state.view === "line" ? pathOf(one.key) : make("span", null, ...breakable(one.key)), one.detail ? make("code", null, one.detail) : null);
     if (tree) name.style.paddingLeft = `${one.depth * 18}px`;
     return make(
       "tr",
       null,
       shareCell(one.own_share, largest, kind, false),
-      make("td", { class: "n" }, time(one.own_ns)),
-      state.view === "module" ? make("td", { class: "n" }, `${percent(one.total_share)}  ${time(one.total_ns)}`) : null,
-      make("td", { class: "n quiet" }, String(one.rows)),
+      make("td", { class: "n time" }, time(one.own_ns)),
+      state.view === "module" ? make("td", { class: "n", "data-head": "with what is below" }, `${percent(one.total_share)}  ${time(one.total_ns)}`) : null,
+      make("td", { class: "n quiet", "data-head": "rows" }, String(one.rows)),
       name,
     );
   });
@@ -243,13 +250,13 @@ function gapTable(section, data) {
       "tr",
       { class: judged.first_bad ? "first" : null },
       make("td", { class: "n quiet" }, String(place)),
-      make("td", null, judged.ops.map(shortType).join(" + "), judged.module ? make("span", { class: "types" }, judged.module) : null),
-      quantized ? make("td", { class: "n" }, decibels(QUANTIZED)) : null,
-      make("td", { class: "n" }, decibels(EAGER)),
-      make("td", { class: "n" }, number(judged.mse)),
-      make("td", { class: "n" }, number(judged.max_abs_error)),
-      make("td", { class: "n" }, rangeOf(judged.expected)),
-      make("td", { class: "n" }, rangeOf(judged.actual)),
+      make("td", { class: "ops" }, judged.ops.map(shortType).join(" + "), judged.module ? make("span", { class: "types" }, judged.module) : null),
+      quantized ? make("td", { class: "n", "data-head": "against quantized" }, decibels(QUANTIZED)) : null,
+      make("td", { class: "n", "data-head": quantized ? "against eager" : "SNR" }, decibels(EAGER)),
+      make("td", { class: "n", "data-head": "MSE" }, number(judged.mse)),
+      make("td", { class: "n", "data-head": "max abs error" }, number(judged.max_abs_error)),
+      make("td", { class: "n", "data-head": "host" }, rangeOf(judged.expected)),
+      make("td", { class: "n", "data-head": "device" }, rangeOf(judged.actual)),
       make("td", null, judged.histogram ? bothHistograms(judged.histogram) : ""),
       placeCell(judged, false),
     ),
