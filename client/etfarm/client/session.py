@@ -98,7 +98,8 @@ class AsyncSession:
         self._ended: EtfarmError | None = None
         self._calls = 0
         self._turn = asyncio.Lock()
-        """Held until a call is made: large inputs, which are sent before it, must not let a later one overtake."""
+        """Held until the server has a call: neither large inputs, which are sent before it, nor the network, to which every call
+        is a stream of its own, must let a later one overtake."""
         self._under_way: set[asyncio.Future[session_pb2.CallResponse]] = set()
 
     async def __aenter__(self) -> Self:
@@ -239,8 +240,15 @@ class AsyncSession:
                 task.inputs.CopyFrom(await sessions.pack(tensors.encode(values), self._store))
             self._calls += 1
             request = session_pb2.CallRequest(session_id=self._id, call_id=str(self._calls), task=task)
-            calling: asyncio.Future[session_pb2.CallResponse] = asyncio.ensure_future(_awaited(line.sessions.Call(request)))
+            call = line.sessions.Call(request)
+            calling: asyncio.Future[session_pb2.CallResponse] = asyncio.ensure_future(_awaited(call))
             self._under_way.add(calling)
+            try:
+                await call.initial_metadata()
+            except asyncio.CancelledError:
+                calling.cancel()
+                self._under_way.discard(calling)
+                raise
         try:
             answer = (await calling).answer
         except asyncio.CancelledError:

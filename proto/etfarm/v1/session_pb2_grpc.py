@@ -94,6 +94,9 @@ class SessionServiceServicer(object):
         """One execution, or a measurement of many. An error of the program or its inputs is CallResponse.error: wrong inputs leave
         the session as it was, a program that crashed or hung ends it with the same error.
 
+        Calls are made one after the other, in the order in which the server took them. It tells that it has one by the initial
+        metadata, which a caller waits for before its next call: each is a stream of its own, and one may overtake another.
+
         A call is never repeated by itself: it may have changed the program's state. A caller that goes away before its call's
         turn takes it back; one that has begun goes on, and nobody hears of it.
 

@@ -64,6 +64,9 @@ class SessionServiceStub:
     """One execution, or a measurement of many. An error of the program or its inputs is CallResponse.error: wrong inputs leave
     the session as it was, a program that crashed or hung ends it with the same error.
 
+    Calls are made one after the other, in the order in which the server took them. It tells that it has one by the initial
+    metadata, which a caller waits for before its next call: each is a stream of its own, and one may overtake another.
+
     A call is never repeated by itself: it may have changed the program's state. A caller that goes away before its call's
     turn takes it back; one that has begun goes on, and nobody hears of it.
 
@@ -111,6 +114,9 @@ class SessionServiceAsyncStub(SessionServiceStub):
     Call: _aio.UnaryUnaryMultiCallable[_session_pb2.CallRequest, _session_pb2.CallResponse]  # type: ignore[assignment]
     """One execution, or a measurement of many. An error of the program or its inputs is CallResponse.error: wrong inputs leave
     the session as it was, a program that crashed or hung ends it with the same error.
+
+    Calls are made one after the other, in the order in which the server took them. It tells that it has one by the initial
+    metadata, which a caller waits for before its next call: each is a stream of its own, and one may overtake another.
 
     A call is never repeated by itself: it may have changed the program's state. A caller that goes away before its call's
     turn takes it back; one that has begun goes on, and nobody hears of it.
@@ -168,6 +174,9 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_session_pb2.CallResponse, _abc.Awaitable[_session_pb2.CallResponse]]:
         """One execution, or a measurement of many. An error of the program or its inputs is CallResponse.error: wrong inputs leave
         the session as it was, a program that crashed or hung ends it with the same error.
+
+        Calls are made one after the other, in the order in which the server took them. It tells that it has one by the initial
+        metadata, which a caller waits for before its next call: each is a stream of its own, and one may overtake another.
 
         A call is never repeated by itself: it may have changed the program's state. A caller that goes away before its call's
         turn takes it back; one that has begun goes on, and nobody hears of it.

@@ -7,7 +7,7 @@ device answers comes on the agent's stream (`Sessions.serve`). Nothing of it is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from datetime import datetime
 from typing import Any, Final
@@ -136,8 +136,11 @@ class Sessions:
         """
         return self.find(session_id).owner
 
-    async def call(self, request: session_pb2.CallRequest) -> SessionAnswer:
+    async def call(self, request: session_pb2.CallRequest, taken: Callable[[], Awaitable[None]]) -> SessionAnswer:
         """One call's answer. A caller that is cancelled before its turn takes the call back.
+
+        Args:
+            taken: is called once the call has its place behind those before it.
 
         Raises:
             EtfarmError: as SessionService.Call says.
@@ -157,6 +160,7 @@ class Sessions:
         session.exchanges.add(exchange)
         exchange.add_done_callback(session.exchanges.discard)
         try:
+            await taken()
             return await asyncio.shield(exchange)
         except asyncio.CancelledError:
             if not begun.is_set():

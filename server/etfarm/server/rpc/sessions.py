@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
+
+from grpc.aio import ServicerContext
 
 from etfarm.server.jobs.sessions import Sessions
 from etfarm.server.rpc.auth import ADMIN, NotYours, caller
@@ -19,8 +22,12 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         async for event in self._sessions.open(request, caller().name):
             yield event
 
-    async def Call(self, request: session_pb2.CallRequest, context: object) -> session_pb2.CallResponse:
+    async def Call(self, request: session_pb2.CallRequest, context: ServicerContext[Any, Any]) -> session_pb2.CallResponse:
         owner, principal = self._sessions.owner_of(request.session_id), caller()
         if principal.role != ADMIN and principal.name != owner:
             raise NotYours(f"The session belongs to {owner}.", "Open one of your own.", owner=owner)
-        return session_pb2.CallResponse(call_id=request.call_id, answer=await self._sessions.call(request))
+
+        async def taken() -> None:
+            await context.send_initial_metadata(())
+
+        return session_pb2.CallResponse(call_id=request.call_id, answer=await self._sessions.call(request, taken))
