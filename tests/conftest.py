@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,9 @@ from tests.support.runner import runner_bundle  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
     from etfarm.server.workers.pool import Workers
+
+# Which pytest's processes are told of a terminal that they do not write to.
+os.environ.pop("COLUMNS", None)
 
 # No clock decides over a property, and the same commit is tried with the same examples each time.
 settings.register_profile("etfarm", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
