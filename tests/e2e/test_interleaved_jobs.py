@@ -36,7 +36,9 @@ def test_a_slower_program_is_found_in_one_attempt_of_many_rounds(farm: FarmProce
     for report in (base, other):
         assert len(report["latency"]["samples_ns"]) == report["measurement"]["iterations"]
         assert report["verdict"]["status"] in ("VALID", "INVALID")
-    told = r"#1 / \S+ #0  [\d.]+x \[[\d.]+, [\d.]+\]  [\d.]+ (% slower|times as slow)  \d+ rounds, \d+ process pairs"
+    names = [re.escape(report["model"]["name"]) for report in (other, base)]
+    assert names[0] != names[1], "their files have one name"
+    told = " / ".join(names) + r"  [\d.]+x \[[\d.]+, [\d.]+\]  [\d.]+ (% slower|times as slow)  \d+ rounds, \d+ process pairs"
     assert re.search(told, printed), printed
 
 
@@ -47,7 +49,7 @@ def test_a_program_is_compared_with_itself(farm: FarmProcess, tmp_path: Path) ->
     assert found["base_cell"] == base["cell"]
     assert found["ratio_ci95"][0] <= found["ratio"] <= found["ratio_ci95"][1]
     assert 0.5 < found["ratio"] < 2, "which of them is faster is chance"
-    assert "process pairs" in printed
+    assert re.search(r"(\S+) #1 / \1 #0 .* process pairs", printed), printed
 
 
 def test_each_choice_has_a_comparison_of_its_own(farm: FarmProcess, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from etfarm.v1 import artifact_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.wire import digest, recipes, report, tensors
 from etfarm.wire.errors import EtfarmError, Fault, error_of
 from etfarm.wire.status import to_status
+from tests.support.programs import program
 
 TWO = PreparedModel.of("two", {"forward": PreparedMethod(b"pt2", (b"sample",), ("x", "y"), 12.0)})
 INT8 = "xnnpack_pt2e_int8_static_per_channel"
@@ -47,6 +49,22 @@ def test_each_model_with_each_recipe_is_a_candidate_and_bytes_are_sent_once() ->
     named = [(candidate.name, recipes.from_json(candidate.recipe).name) for candidate in made.spec.candidates]
     assert named == [("two", INT8), ("two", "portable"), ("other", INT8), ("other", "portable")]
     assert set(made.blobs) == {digest.of_bytes(b"pt2"), digest.of_bytes(b"sample")}
+
+
+def test_models_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    def candidates(*models: PreparedModel) -> list[str]:
+        return [candidate.name for candidate in _submission(list(models), "portable").spec.candidates]
+
+    files = [tmp_path / name / "net.pte" for name in ("v1/build", "v2/build", "v2/other")]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.write_bytes(Path(program("add").path).read_bytes())
+    one, two, three = (prepare(file) for file in files)
+    assert candidates(one, TWO, TWO) == ["net", "two #0", "two #1"]
+    assert candidates(one, three) == ["build/net", "other/net"]
+    assert candidates(one, TWO, two, three) == ["v1/build/net", "two", "v2/build/net", "v2/other/net"]
+    assert candidates(one, one) == ["net #0", "net #1"], "one file, to see how far equal ones differ"
+    assert candidates(one, replace(TWO, name="net")) == ["net #0", "net #1"]
 
 
 def test_a_recipe_file_is_called_by_its_stem(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from etfarm.client.calibration import Calibration, calibrated
 from etfarm.client.errors import UserError
 from etfarm.client.export import ModelSource, Pt2File, PteFile, resolve
-from etfarm.client.export.spec import EagerSpec, ModelSpec
+from etfarm.client.export.spec import EagerSpec, FileFactory, ModelSpec
 from etfarm.client.export.transform import torchao_parts
 from etfarm.client.prepared import PreparedExport, PreparedMethod, PreparedModel, export_key, reference_key
 from etfarm.client.recipes import read_recipe, reads_values
@@ -85,6 +85,8 @@ def prepare(
         if isinstance(model, str | Path):
             model = resolve(str(model))
         made = _prepared(model, wanted, example_inputs, name, folder, say)
+        if isinstance(model, PteFile | Pt2File | FileFactory):
+            made = replace(made, file=model.path)
     if data:
         made = replace(made, data=_data(made, data))
     if made.program is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,6 +93,8 @@ class PreparedModel:
     """Named data files (.ptd) of the ready program, by the name that it knows them under."""
     eager: bool = False
     """Exported here, of modules, so that another recipe could have had another export."""
+    file: Path | None = None
+    """What it was made of, where that is a file of the user's."""
 
     @classmethod
     def of(cls, name: str, methods: Mapping[str, PreparedMethod]) -> PreparedModel:
@@ -130,6 +132,27 @@ class PreparedModel:
     def reference_for(self, recipe: Recipe) -> PreparedExport | None:
         """The export before the recipe rewrote modules; None where it rewrites none, or where that is not known."""
         return self.exports.get(reference_key(recipe)) if self.eager and torchao_parts(recipe) else None
+
+
+def distinct_names(models: Sequence[PreparedModel]) -> list[str]:
+    """What each model of a job is called: by its name; those of one name with the folders that tell their files apart, as in
+    `v1/net` and `v2/net`, or else with their places among them, as in `net #0` and `net #1`."""
+    names = [model.name for model in models]
+    for name in {name for name in names if names.count(name) > 1}:
+        places = [place for place, model in enumerate(models) if model.name == name]
+        for place, told in zip(places, _told_apart(name, [models[place].file for place in places]), strict=True):
+            names[place] = told
+    return names
+
+
+def _told_apart(name: str, files: Sequence[Path | None]) -> list[str]:
+    folders = [file.resolve().parent.parts[1:] for file in files if file is not None]
+    if len(set(folders)) == len(files):
+        for depth in range(1, max(map(len, folders)) + 1):
+            told = ["/".join([*parts[-depth:], name]) for parts in folders]
+            if len(set(told)) == len(told):
+                return told
+    return [f"{name} #{place}" for place in range(len(files))]
 
 
 def reference_key(recipe: Recipe) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from etfarm.client.inputs import Inputs, InputsDiffer, values_of
 from etfarm.client.preparation import ExampleInputs, prepare
+from etfarm.client.prepared import distinct_names
 from etfarm.client.recipes import reads_values
 from etfarm.wire import tensors
 
@@ -42,21 +43,22 @@ class Submission:
         return artifact
 
     def add_candidates(self, models: Sequence[PreparedModel], recipes: Sequence[Recipe]) -> None:
-        """One candidate for each model and recipe; a ready program is one by itself, whatever the recipes.
+        """One candidate for each model and recipe; a ready program is one by itself, whatever the recipes. Models of one name
+        are told apart, or whoever reads of them later could not.
 
         Raises:
             RecipeNeedsEagerModule, NotPrepared: a model is not there in the form that a recipe takes.
         """
-        for model in models:
+        for name, model in zip(distinct_names(models), models, strict=True):
             if model.program is not None:
-                self._add_program(model, model.program)
+                self._add_program(name, model, model.program)
                 continue
             sent: dict[tuple[int, int, bool], job_pb2.Model] = {}
             for recipe in recipes:
                 export, reference, calibrate = model.export_for(recipe), model.reference_for(recipe), reads_values(recipe)
-                candidate = self.spec.candidates.add(name=model.name, recipe=recipe.json, recipe_label=recipe.label)
+                candidate = self.spec.candidates.add(name=name, recipe=recipe.json, recipe_label=recipe.label)
                 key = id(export), id(reference), calibrate
-                known = sent[key] = sent.get(key) or self._model(model.name, export, reference, calibrate)
+                known = sent[key] = sent.get(key) or self._model(name, export, reference, calibrate)
                 candidate.model.CopyFrom(known)
                 candidate.stages_done.extend(export.stages_done())
 
@@ -80,15 +82,15 @@ class Submission:
         for method, data in files.items():
             self.spec.inputs[method].CopyFrom(self.add(data))
 
-    def _add_program(self, model: PreparedModel, path: Path) -> None:
+    def _add_program(self, name: str, model: PreparedModel, path: Path) -> None:
         from etfarm.wire import digest
 
-        candidate = self.spec.candidates.add(name=model.name)
+        candidate = self.spec.candidates.add(name=name)
         pte = self.add(path)
         candidate.program.pte.CopyFrom(pte)
-        data = {name: self.add(file) for name, file in model.data.items()}
-        for name, artifact in data.items():
-            candidate.program.data[name].CopyFrom(artifact)
+        data = {key: self.add(file) for key, file in model.data.items()}
+        for key, artifact in data.items():
+            candidate.program.data[key].CopyFrom(artifact)
         candidate.program.digest = digest.of_program(pte.digest, {name: artifact.digest for name, artifact in data.items()})
 
     def _model(self, name: str, export: PreparedExport, reference: PreparedExport | None, calibrate: bool) -> job_pb2.Model:
