@@ -270,7 +270,9 @@ class RunProgress(_message.Message):
     device_id: _builtins.str
     cell_id: _builtins.str
     phase: _builtins.str
-    """FETCH, WAIT_FOR_COOL, WAIT_FOR_IDLE, LOAD, WARMUP, TIMED, TRACED, UPLOAD, and then FETCH, NUMERICS, UPLOAD."""
+    """FETCH, WAIT_FOR_COOL, WAIT_FOR_IDLE, LOAD, WARMUP, TIMED, TRACED, UPLOAD, and then FETCH, NUMERICS, UPLOAD. Of a phone UPLOAD
+    comes twice: its files to the agent, then to the farm.
+    """
     duration_ms: _builtins.float
     done: _builtins.int
     total: _builtins.int
