@@ -40,6 +40,8 @@ def test_a_measurement_runs_on_the_devices_own_binding_and_says_so(client: Farm)
     assert report["runner"]["executorch"] == "1.5.1"
     assert len(report["latency"]["samples_ns"]) >= 20
     assert report["operators"]
+    assert report["memory"]["peak_rss_bytes"] is None, "Python's and torch's, not the program's"
+    assert sum(report["memory"]["planned_bytes"]) > 0
 
 
 def test_a_run_gives_what_torch_gave(client: Farm) -> None:
