@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,46 @@ async def test_modules_that_a_file_names_stay_in_fp32(workers: Workers, tmp_path
     one = await compiled(workers, tmp_path, models.conv, recipe, calibration={"forward": images(tmp_path)})
     assert one.quantized is not None
     assert [row["op"] for row in one.quantized["stayed_fp32"]["forward"]] == ["conv2d"]
+
+
+class Pair(torch.nn.Module):  # type: ignore[misc]
+    """Two linears, and the product of what they give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.a(x)
+        b: torch.Tensor = self.b(a)
+        return a @ b.transpose(-1, -2)
+
+
+def pair() -> Any:
+    return torch.export.export(Pair().eval(), (torch.randn(4, 8),))
+
+
+async def test_what_a_file_left_in_fp32_behind_a_quantized_module_is_told(workers: Workers, tmp_path: Path) -> None:
+    recipe = recipes.from_toml('partitioners = ["xnnpack"]\nquantizers = [{ name = "xnnpack", only_modules = ["a"] }]\n')
+    one = await compiled(workers, tmp_path, pair, recipe)
+    assert one.quantized is not None
+    rows = one.quantized["stayed_fp32"]["forward"]
+    assert [(row["op"], row["places"][0]["module"]) for row in rows] == [("linear", "b"), ("matmul", None)]
+    assert "STAYED_FP32" in one.codes
+
+
+async def test_products_that_xnnpack_has_in_fp32_only_are_told_of_what_the_client_quantized(
+    workers: Workers, tmp_path: Path
+) -> None:
+    whole = await compiled(workers, tmp_path / "server", pair, STATIC)
+    assert whole.quantized is not None
+    assert [row["op"] for row in whole.quantized["stayed_fp32"]["forward"]] == ["matmul"]
+
+    def quantized() -> Any:
+        return torch.export.load(io.BytesIO(whole.quantized_files[whole.quantized["programs"]["forward"]]))
+
+    one = await compiled(workers, tmp_path / "client", quantized, STATIC, done=("QUANTIZE", "TORCH_EXPORT"))
+    assert [row["op"] for row in one.result["stayed_fp32"]["forward"]] == ["matmul"]
 
 
 async def test_a_module_that_the_client_quantized_is_lowered_and_not_quantized_again(workers: Workers, tmp_path: Path) -> None:

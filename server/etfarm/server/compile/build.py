@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from typing import Any, Final
 
@@ -101,6 +101,12 @@ def export_recipe(recipe: Recipe, methods: Sequence[str]) -> ExportRecipe:
         components.separate(built.lowering_recipe.partitioners or [])
     _apply_executorch(recipe, built)
     return built
+
+
+def partitioners(built: ExportRecipe, method: str) -> list[Any]:
+    """Those of one method of a recipe that `export_recipe` built; none for ExecuTorch's portable kernels."""
+    found = built.lowering_recipe.partitioners if built.lowering_recipe is not None else None
+    return list((found.get(method) if isinstance(found, Mapping) else found) or ())
 
 
 def quantization(recipe: Recipe, method: str) -> QuantizationRecipe | None:

@@ -22,6 +22,7 @@ from etfarm.server.compile import (
     lowering,
     places,
     plugins,
+    precision,
     quantize,
     sizes,
     stagefiles,
@@ -30,7 +31,7 @@ from etfarm.server.compile import values as wire_values
 from etfarm.server.compile.explain import first_line
 from etfarm.server.compile.refusals import QuantizedNothing, RecipeNeedsEagerModule, StageFailed
 from etfarm.server.compile.request import LowerRequest, QuantizeRequest
-from etfarm.server.compile.result import LowerResult, QuantizeResult, StageEvent, Warning
+from etfarm.server.compile.result import Fp32Operator, LowerResult, QuantizeResult, StageEvent, Warning
 from etfarm.server.compile.smoke import SmokeRunner
 from etfarm.server.compile.toolchain import toolchain
 from etfarm.server.workers.faults import is_out_of_memory
@@ -99,7 +100,8 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                 quantize.settle_origins(again)
                 # The archive's prefix is the file's stem, so equal programs of a method have equal bytes.
                 torch.export.save(again, str(file))
-            _tell_fp32(name, method, again, result["stayed_fp32"], result["warnings"])
+            stayed = places.fp32(again, xnnpack=precision.by_xnnpack(quantizing[method].quantizers))
+            _tell_fp32(name, method, stayed, result["stayed_fp32"], result["warnings"])
     return json.dumps(result).encode()
 
 
@@ -131,7 +133,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     }  # fmt: skip
     quantized = _check_quantized(recipe, built, request, programs)
     for method in sorted(quantized) if not request.quantized_here else ():
-        _tell_fp32(recipe.name, method, programs[method], result["stayed_fp32"], result["warnings"])
+        stayed = places.fp32(programs[method], xnnpack=precision.by_xnnpack(build.partitioners(built, method)))
+        _tell_fp32(recipe.name, method, stayed, result["stayed_fp32"], result["warnings"])
     if not remaining:
         result["stage_files"] = stagefiles.of_exported(request.models, programs, folder)
         return result
@@ -283,8 +286,9 @@ def _save_etrecord(lowered: lowering.Lowered, exported: Mapping[str, Any], folde
         _warn(result["warnings"], "ETRECORD_FAILED", f"No ETRecord was written: {first_line(error)}.")
 
 
-def _tell_fp32(recipe: str, method: str, program: Any, stayed: dict[str, Any], warnings: list[Warning]) -> None:
-    left = places.fp32(program)
+def _tell_fp32(
+    recipe: str, method: str, left: list[Fp32Operator], stayed: dict[str, list[Fp32Operator]], warnings: list[Warning]
+) -> None:
     if left:
         stayed[method] = left
         operators = ", ".join(f"{row['count']} x {row['op']}" for row in left)

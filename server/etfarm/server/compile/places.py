@@ -7,18 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any, Final
 
+from etfarm.server.compile import precision
 from etfarm.server.compile.result import Fp32Operator, Place, SourceLine
 from etfarm.wire.sources import Source, module_of, source_of
 
 MAX_PLACES: Final = 20
 """Places of one operator; those beyond are the least frequent, and summed into none."""
 
-_HEAVY: Final = frozenset(
-    {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution", "_convolution",
-     "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention", "lstm", "gru"}
-)  # fmt: skip
-_VIEWS: Final = frozenset({"t", "permute", "transpose", "view", "reshape", "contiguous", "to", "_to_copy", "detach"})
-_MAX_VIEWS: Final = 8
 _NO_OPERATORS: Final = frozenset({"executorch_call_delegate", "getitem", "alloc"})
 _NUMBER = re.compile(r"_\d+$")
 
@@ -42,36 +37,20 @@ def _undelegated(module: Any) -> dict[str, list[Place]]:
     return {operator: places(nodes) for operator, nodes in sorted(found.items())}
 
 
-def fp32(program: Any) -> list[Fp32Operator]:
+def fp32(program: Any, *, xnnpack: bool = False) -> list[Fp32Operator]:
     """Heavy operators of a quantized program (convolutions, products, recurrent layers) that compute on fp32 alone.
 
-    Others have an input, or where weights alone are quantized a weight, that a dequantize operator made.
-
     Args:
-        program: an ExportedProgram before edge; most frequent operators first.
+        program, xnnpack: as `precision.in_fp32`.
+
+    Returns:
+        The most frequent operators first.
     """
     left: dict[str, list[Any]] = defaultdict(list)
-    for node in program.graph.nodes:
-        operator = str(node.target).removeprefix("aten.").partition(".")[0]
-        if node.op != "call_function" or operator not in _HEAVY:
-            continue
-        first = 1 if operator in ("addmm", "baddbmm") else 0
-        if not any(map(_dequantized, node.args[first : first + 2])):
-            left[operator].append(node)
+    for node in precision.in_fp32(program, xnnpack=xnnpack):
+        left[precision.name_of(node)].append(node)
     rows = sorted(left.items(), key=lambda row: (-len(row[1]), row[0]))
     return [{"op": operator, "count": len(nodes), "places": places(nodes)} for operator, nodes in rows]
-
-
-def _dequantized(value: Any) -> bool:
-    """Whether a dequantize operator made it, however it was laid out since."""
-    for _ in range(_MAX_VIEWS):
-        target = str(getattr(value, "target", ""))
-        if "dequantize" in target:
-            return True
-        if target.removeprefix("aten.").partition(".")[0] not in _VIEWS:
-            break
-        value = value.args[0]
-    return False
 
 
 def places(nodes: Iterable[Any]) -> list[Place]:
