@@ -75,7 +75,7 @@ def _truncated(folder: Path) -> Path:
 
 
 def _newer_pt2(folder: Path) -> Path:
-    """A whole .pt2 whose schema's major version is the next one, as a newer torch writes it."""
+    """A whole .pt2 whose schema's major version is the next one, as torch 3.1 may write it."""
     saved, newer = folder / "saved.pt2", folder / "newer.pt2"
     torch.export.save(models.conv(), saved)
     with zipfile.ZipFile(saved) as old, zipfile.ZipFile(newer, "w") as new:
@@ -84,6 +84,7 @@ def _newer_pt2(folder: Path) -> Path:
             if member.filename.endswith("models/model.json"):
                 program = json.loads(data)
                 program["schema_version"]["major"] += 1
+                program["torch_version"] = "3.1.0"
                 data = json.dumps(program).encode()
             new.writestr(member, data)
     return newer
@@ -111,7 +112,10 @@ def _samples_of_another_dtype(folder: Path) -> Path:
 CASES = {
     "no_pt2": Bad(("{0}",), 2, "NOT_A_PT2", ("no .pt2",), _text("model.pt2")),
     "truncated_pte": Bad(("{0}",), 2, "TRUNCATED_PROGRAM", ("cut off",), _truncated),
-    "pt2_of_a_newer_torch": Bad(("{0}",), 1, "NOT_A_PT2", (f"torch {torch.__version__}", "schema"), _newer_pt2),
+    "pt2_of_a_newer_torch": Bad(
+        ("{0}",), 1, "PT2_OF_ANOTHER_TORCH",
+        ("written by torch 3.1.0", f"Export it with torch {torch.__version__.partition('+')[0]}"), _newer_pt2,
+    ),
     "missing_file": Bad(("nothing.pte",), 2, "MODEL_NOT_FOUND", ("nothing.pte",)),
     "unknown_recipe": Bad(("demo:ds_cnn", "--recipe", "xnnpack_fp23"), 2, "UNKNOWN_RECIPE", ("xnnpack_fp32",)),
     "recipe_file_with_a_typo": Bad(
@@ -124,7 +128,7 @@ CASES = {
         _recipe_with_an_unknown_field,
     ),
     "calibration_of_another_dtype": Bad(
-        (f"{FACTORIES}:small", "--recipe", "xnnpack_pt2e_int8_static_per_channel", "--calibration", "{0}"), 1,
+        (f"{FACTORIES}:small", "--recipe", "xnnpack_pt2e_int8_static_per_channel", "--calibration", "{0}"), 2,
         "CALIBRATION_MISMATCH", ("2.npz", "image", "float32", "float64"), _samples_of_another_dtype,
     ),
     "unknown_demo": Bad(("demo:resnet9",), 2, "UNKNOWN_DEMO", ("resnet8",)),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import logging
+import re
 import traceback
 import typing
 from collections.abc import Iterator
@@ -19,8 +21,9 @@ from torch.export.pt2_archive._package import load_pt2
 
 from etfarm.server.compile import screen
 from etfarm.server.compile.explain import first_line
-from etfarm.server.compile.refusals import DimWithoutMaximum, NotAPt2, TrainingMode
+from etfarm.server.compile.refusals import DimWithoutMaximum, NotAPt2, Pt2OfAnotherTorch, TrainingMode
 from etfarm.server.workers.faults import is_out_of_memory
+from etfarm.wire.errors import UserError
 
 _log = logging.getLogger(__name__)
 
@@ -28,12 +31,17 @@ _LIBRARIES: Final = {b"torch.ops.quant.": "torchao.prototype.quantization.codebo
 """Modules that register operators when they are imported, beside those that every child imports: by what a model's JSON has
 where it uses one."""
 
+_VERSION: Final = re.compile(r"[0-9]{1,4}(\.[0-9]{1,8}){1,3}[0-9a-z.+]{0,40}")
+"""What is repeated of the text that a file has for its torch's version: `2.13.0+cpu`, `2.14.0a0+git1234567`."""
+_MAX_MAJOR: Final = 1_000_000
+
 
 def load(model: Path, folder: Path) -> Any:
     """The exported program of a .pt2, screened once more with the readers that load it.
 
     Raises:
-        NotAPt2: torch cannot read it, a newer torch's archive for example.
+        Pt2OfAnotherTorch: torch cannot read it, and it was written by another torch.
+        NotAPt2: torch cannot read it.
         UnsafeModel: as `screen_pt2`.
     """
     # A name that ends in .pt2 is what torch opens as a file; the store's names are digests.
@@ -55,7 +63,27 @@ def load(model: Path, folder: Path) -> Any:
         if is_out_of_memory(error):
             raise
         traceback.print_exc()
-        raise NotAPt2(f"torch {torch.__version__} cannot read it ({first_line(error)})") from None
+        raise _unreadable(graph, first_line(error)) from None
+
+
+def _unreadable(graph: bytes, why: str) -> UserError:
+    """The refusal of a program that torch does not read, by what the program says of its writer.
+
+    Args:
+        graph: its JSON. The screen has parsed it, so it is an object within the screen's limits; its values may be anything.
+        why: torch's words.
+    """
+    program = json.loads(graph)
+    ours = torch.__version__.partition("+")[0]
+    said = program.get("torch_version")
+    written = said if isinstance(said, str) and _VERSION.fullmatch(said) else ""
+    version = program.get("schema_version")
+    major = version.get("major") if isinstance(version, dict) else None
+    if isinstance(major, int) and 0 < major < _MAX_MAJOR and major != schema.SCHEMA_VERSION[0]:
+        return Pt2OfAnotherTorch(written, ours, f"its schema is version {major}, not {schema.SCHEMA_VERSION[0]}")
+    if written and written.partition("+")[0] != ours:
+        return Pt2OfAnotherTorch(written, ours, why.rstrip("."))
+    return NotAPt2(f"torch {ours} cannot read it ({why})")
 
 
 @contextmanager

@@ -14,6 +14,25 @@ class NotAPt2(UserError):
         super().__init__(f"The model is no .pt2: {why}.", 'Write one with torch.export.save(program, "model.pt2").', why=why)
 
 
+class Pt2OfAnotherTorch(UserError):
+    """The bytes are an exported program, of a torch whose programs the server's cannot read.
+
+    Args:
+        written: the version that the file names; empty where it names none that could be one.
+        ours: the server's version.
+    """
+
+    reason = "PT2_OF_ANOTHER_TORCH"
+
+    def __init__(self, written: str, ours: str, why: str) -> None:
+        writer = f"torch {written}" if written else "another torch"
+        super().__init__(
+            f"The .pt2 was written by {writer}, and this farm's torch {ours} cannot read it: {why}.",
+            f"Export it with torch {ours}.",
+            written=written, ours=ours, why=why,
+        )  # fmt: skip
+
+
 class NotAPte(UserError):
     """The bytes are no ExecuTorch program that this version reads."""
 

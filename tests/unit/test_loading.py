@@ -1,0 +1,73 @@
+"""What is said of whole .pt2 archives that this torch does not read."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+from torch._export.serde.schema import SCHEMA_VERSION  # noqa: E402
+
+from etfarm.server.compile import loading  # noqa: E402
+from etfarm.wire.errors import EtfarmError  # noqa: E402
+from tests.support import models  # noqa: E402
+
+OURS = torch.__version__.partition("+")[0]
+NEXT = {"major": SCHEMA_VERSION[0] + 1, "minor": 0}
+
+
+def refused(folder: Path, **said: Any) -> EtfarmError:
+    """The refusal of a program whose JSON has other fields; those that are None are left out."""
+    saved, changed = folder / "saved.pt2", folder / "changed"
+    torch.export.save(models.elementwise(), saved)
+    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(changed, "w") as new:
+        for member in old.infolist():
+            data = old.read(member)
+            if member.filename.endswith("models/model.json"):
+                program = json.loads(data) | said
+                data = json.dumps({key: value for key, value in program.items() if value is not None}).encode()
+            new.writestr(member, data)
+    (folder / "loaded").mkdir()
+    with pytest.raises(EtfarmError) as caught:
+        loading.load(changed, folder / "loaded")
+    return caught.value
+
+
+def test_a_newer_torchs_file_is_told_by_its_version(tmp_path: Path) -> None:
+    error = refused(tmp_path, torch_version="3.1.0+cu140", schema_version=NEXT)
+    assert error.reason == "PT2_OF_ANOTHER_TORCH"
+    assert error.message == (
+        f"The .pt2 was written by torch 3.1.0+cu140, and this farm's torch {OURS} cannot read it: its schema is version "
+        f"{NEXT['major']}, not {SCHEMA_VERSION[0]}."
+    )
+    assert error.remedy == f"Export it with torch {OURS}."
+
+
+def test_the_same_schema_of_another_torch_has_torchs_own_words(tmp_path: Path) -> None:
+    error = refused(tmp_path, torch_version="2.14.0a0+git1a2b3c", graph_module={})
+    assert error.reason == "PT2_OF_ANOTHER_TORCH"
+    assert "written by torch 2.14.0a0+git1a2b3c" in error.message
+
+
+@pytest.mark.parametrize(
+    "said",
+    [None, "", "3.1.0\n; rm -rf /", "\x1b[2J", "9" * 5000, "1." + "0" * 5000, 3, {"a": []}, ["3.1.0"]],
+    ids=["none", "empty", "two_lines", "control", "long", "long_part", "number", "object", "list"],
+)
+def test_what_is_no_version_is_not_repeated(tmp_path: Path, said: object) -> None:
+    error = refused(tmp_path, torch_version=said, schema_version=NEXT)
+    assert error.reason == "PT2_OF_ANOTHER_TORCH"
+    assert "was written by another torch, and" in error.message
+
+
+@pytest.mark.parametrize("schema", [{"major": 10**4000, "minor": 0}, {"major": "9", "minor": 0}, {"major": None}])
+def test_a_broken_program_of_this_torch_is_no_pt2(tmp_path: Path, schema: dict[str, Any]) -> None:
+    error = refused(tmp_path, schema_version=schema)
+    assert error.reason == "NOT_A_PT2"
+    assert len(error.message) < 1000
