@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +19,9 @@ from torch import nn  # noqa: E402
 from etfarm.server.compile import build, footprint, sizes  # noqa: E402
 from etfarm.wire import recipes  # noqa: E402
 from tests.support.compiling import FOUR_BIT, STATIC  # noqa: E402
+
+NO_HANDLE = 65535
+"""What a node of XNNPACK's graph has for a debug handle where it has none."""
 
 ALIGNMENT = 16
 """Constants outside of delegates begin at a multiple of it, so that up to 15 bytes behind each belong to nobody."""
@@ -69,13 +73,30 @@ pytestmark = pytest.mark.filterwarnings("ignore:This API and all of its related 
 IMAGE = (torch.randn(1, 8, 8, 8),)
 
 
+class Alike(nn.Module):
+    """Linears that only what takes them tells apart, and a norm that nothing can be folded into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(16, 16)
+        self.key = nn.Linear(16, 16, bias=False)
+        self.norm = nn.BatchNorm1d(6)
+        self.last = nn.Linear(16, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        asked = torch.tanh(self.query(x))
+        keyed = torch.sigmoid(self.key(x))
+        return torch.relu(self.last(self.norm(asked + keyed)))
+
+
 class Made:
     """A program with its modules."""
 
     def __init__(self, recipe: str, modules: Mapping[str, Any], inputs: tuple[Any, ...], folder: Path, **more: Any) -> None:
         import executorch.kernels.quantized  # noqa: F401 - out variants
 
-        built = build.export_recipe(build.resolved(recipes.parse(recipe)), sorted(modules))
+        written = recipes.from_toml(recipe) if "=" in recipe else recipes.parse(recipe)
+        built = build.export_recipe(build.resolved(written), sorted(modules))
         if recipe == "portable":
             modules = {method: torch.export.export(module, inputs) for method, module in modules.items()}
         session = ExportSession(modules, {method: [inputs] for method in modules}, built)
@@ -181,6 +202,26 @@ def test_methods_that_share_weights_pay_for_them_once(tmp_path: Path) -> None:
         by_method[row["method"]] += row["constant_bytes"]
     assert by_method["decode"] > 0 == by_method["encode"]
     assert one.of("", "encode")["planned_tensors"] >= 1
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_stages_of_their_own_leave_each_module_what_it_takes(tmp_path: Path, quantized: bool) -> None:
+    """There linears are decomposed, and XNNPACK's nodes for them have no debug handle."""
+    before = ["QUANTIZE"] if quantized else []
+    stages = [*before, "TORCH_EXPORT", "TO_EDGE", "TO_BACKEND", "TO_EXECUTORCH"]
+    recipe = f'recipe = "{STATIC if quantized else "xnnpack_fp32"}"\nstages = {json.dumps(stages)}\n'
+    torch.manual_seed(0)
+    one = Made(recipe, {"forward": Alike().eval()}, (torch.randn(1, 6, 16),), tmp_path)
+    assert {xnode.debug_handle for graph in one.graphs.values() for xnode in graph.xnodes} >= {NO_HANDLE}
+    taken = {row["module"]: row["constant_bytes"] for row in one.rows if row["constant_bytes"]}
+    if quantized:
+        channels = 4  # a scale for each
+        assert (taken["query"], taken["key"]) == (16 * (16 + 4 + channels), 16 * (16 + channels))
+        assert taken["last"] == 32 * (16 + 4 + channels)
+    else:
+        assert (taken["query"], taken["key"], taken["last"]) == (4 * 16 * 17, 4 * 16 * 16, 4 * 32 * 17)
+    assert taken["norm"] >= 2 * 6 * 4
+    assert "" not in taken
 
 
 def test_a_buffer_that_changes_is_planned_and_not_stored(tmp_path: Path) -> None:

@@ -145,6 +145,57 @@ def test_a_delegate_that_does_not_come_out_has_no_lines_at_all() -> None:
         assert not any(row.aligned or row.op_types or row.HasField("source") or row.HasField("module") for row in unaligned)
 
 
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nodes_that_lost_their_handle_are_attributed_as_if_they_had_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As lowering in separate stages drops the handle of each linear, which no backend inserts."""
+    whole = attribute(*read(name))
+    dropped = dropping_handles(monkeypatch, "FullyConnected", "Conv2d", "DepthwiseConv2d")
+    assert attribute(*read(name)) == whole
+    assert dropped
+
+
+def test_nodes_that_cannot_be_told_are_not_called_inserted(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, program, record = read("gated_dynamic")
+    whole = attribute(trace, program, record)
+    dropping_handles(monkeypatch, "FullyConnected")
+    found = attribute(trace, program, replace(record, operators=()))
+    ((place, kernels),) = found.kernels.items()
+    assert kernels == {name: origin for name, origin in whole.kernels[place].items() if name.startswith("TanH")}
+    assert found.unaligned == {}
+    (reason,) = found.partial.values()
+    assert "which operators 2 of its 5 nodes come from (FullyConnected)" in reason
+    joined = join(trace, record, program, "forward", found.kernels, {**found.unaligned, **found.partial}).operators
+    assert [row.unaligned_reason for row in joined if row.kind == report_pb2.OPERATOR_KIND_DELEGATE] == [reason]
+    assert [(row.aligned, bool(row.op_types)) for row in joined if row.kind == KERNEL] == [
+        (False, False),
+        (True, True),
+        (False, False),
+    ]
+
+
+def test_a_delegate_of_nothing_else_is_not_aligned_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, program, record = read("gated_dynamic")
+    dropping_handles(monkeypatch, "FullyConnected", "Tanh", "Convert")
+    # A change of type that nobody names is one that lowering inserted.
+    found = attribute(trace, program, replace(record, operators=()))
+    assert (found.kernels, found.partial, len(found.unaligned)) == ({}, {}, 1)
+
+
+def dropping_handles(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> list[str]:
+    """Takes them from all nodes of these kinds that are read from now on; gives the kinds of those as they are read."""
+    real, dropped = xnnpack.read, []
+
+    def read_without(data: bytes | memoryview) -> xnnpack.XGraph:
+        graph = real(data)
+        dropped.extend(node.kind for node in graph.nodes if node.kind in kinds)
+        return replace(
+            graph, nodes=tuple(replace(node, debug_handle=None) if node.kind in kinds else node for node in graph.nodes)
+        )
+
+    monkeypatch.setattr(xnnpack, "read", read_without)
+    return dropped
+
+
 def test_nothing_is_claimed_without_a_record_or_a_graph() -> None:
     trace, program, record = read("residual")
     assert attribute(trace, program, Record()) == Attribution({}, 0, {})

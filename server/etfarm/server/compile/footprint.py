@@ -8,6 +8,7 @@ backends, which tell nothing, a delegate's constants are those of its part of th
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -25,6 +26,7 @@ from executorch.exir.tensor import TensorSpec
 
 from etfarm.server.compile.places import module_path
 from etfarm.server.compile.result import ModuleFootprint
+from etfarm.wire import origins
 from etfarm.wire.sources import common_module
 
 Graphs = Mapping[bytes, Any]
@@ -141,11 +143,12 @@ class _Method:
         whole = _holding(modules.values())
         unions = [value.xvalue_union for value in graph.xvalues]
         values = {getattr(union, "tensor_value", union).id_out: union for union in unions}
-        for xnode in graph.xnodes:
+        dropped = _dropped_handles(program.graph, graph, values)
+        for at, xnode in enumerate(graph.xnodes):
             for index in _constants(xnode.xnode_union, values):
                 constant = graph.constant_data[index]
                 key = constant.named_key or (delegate.processed_bytes, index)
-                self._add_constant(modules.get(xnode.debug_handle, whole), key, constant.size)
+                self._add_constant(modules.get(dropped.get(at, xnode.debug_handle), whole), key, constant.size)
 
     def _add_constant(self, module: str, key: Hashable, size_bytes: int) -> None:
         if key not in self._seen:
@@ -190,6 +193,53 @@ def _first_user(constant: Any, graph_module: Any) -> str | None:
                 return module
         reached = [user for _, user in users]
     return None
+
+
+def _dropped_handles(graph: Any, xnnpack_graph: Any, values: Mapping[int, Any]) -> Mapping[int, int | None]:
+    """The debug handles of XNNPACK's nodes that lost theirs, by index; see `origins`.
+
+    Args:
+        graph: of the delegate's operators.
+        values: of XNNPACK's graph by their ids.
+    """
+    called = [node for node in graph.nodes if node.op == "call_function"]
+    operators = [
+        origins.Operator(
+            (handle,) if isinstance(handle := node.meta.get("debug_handle"), int) and handle else (), _base_name(node.target),
+            tuple(one.name for one in node.all_input_nodes), (node.name,),
+            tuple(_elements(one) for one in node.all_input_nodes), _elements(node),
+        )
+        for node in called
+    ]  # fmt: skip
+    nodes = []
+    for xnode in xnnpack_graph.xnodes:
+        ids = {name: value for name, value in vars(xnode.xnode_union).items() if name.endswith("_id") and value in values}
+        kind = type(xnode.xnode_union).__name__.removeprefix("XNN")
+        takes = tuple(value for name, value in sorted(ids.items()) if not name.startswith("output"))
+        if kind.startswith("Concatenate"):
+            takes = takes[: int(kind[-1])]  # the others say 0, which is a value of its own
+        gives = tuple(value for name, value in ids.items() if name.startswith("output"))
+        sizes = tuple(math.prod(getattr(values[one], "tensor_value", values[one]).dims) for one in (*takes, *gives[:1]))
+        nodes.append(
+            origins.Node(
+                kind,
+                None if xnode.debug_handle == xnnpack_preprocess.DEFAULT_DEBUG_HANDLE else xnode.debug_handle,
+                takes, gives, sizes[: len(takes)], sum(sizes[len(takes) :]),
+            )
+        )  # fmt: skip
+    return origins.find(nodes, operators, [handle for one in operators for handle in one.handles])
+
+
+def _base_name(target: Any) -> str:
+    """`addmm` of an edge operator."""
+    parts = str(getattr(target, "__name__", target)).split(".")
+    return parts[-2] if len(parts) > 1 else parts[0]
+
+
+def _elements(node: Any) -> int:
+    """Of a node's tensor; 0 where a dim is dynamic."""
+    shape = getattr(node.meta.get("val"), "shape", ())
+    return math.prod(shape) if shape and all(isinstance(size, int) for size in shape) else 0
 
 
 def _constants(operation: Any, values: Mapping[int, Any]) -> Iterator[int]:

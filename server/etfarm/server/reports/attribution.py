@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from etfarm.server.reports import kernels, xnnpack
 from etfarm.server.reports.etdump import Call, Trace
 from etfarm.server.reports.graph import Instruction, Node, Origin, Record, base_name, sources_of
+from etfarm.wire import origins
 from etfarm.wire.sources import common_module
 
 _QUANTIZATION: Final = "quantized_decomposed."
@@ -20,17 +22,20 @@ class Attribution:
 
     kernels: Mapping[tuple[int, int], Mapping[str, Origin]]
     """By a delegate's chain and instruction: each kernel's origin by its identifier; an empty one for what XNNPACK or
-    ExecuTorch inserted. A delegate is either here with all of its kernels or not at all."""
+    ExecuTorch inserted. A delegate is here with all of its kernels, but for those that `partial` tells of, or not at all."""
     delegates: int
     """How many of XNNPACK's were called and told their kernels."""
     unaligned: Mapping[tuple[int, int], str]
     """Why, for each of those that are missing: one sentence."""
+    partial: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    """Why kernels of a delegate are missing of which others are not."""
 
 
 def attribute(trace: Trace, program: Mapping[tuple[int, int], Instruction], record: Record) -> Attribution:
     """The origins of the kernels in XNNPACK's delegates; of none where the record knows no nodes."""
     found: dict[tuple[int, int], Mapping[str, Origin]] = {}
     unaligned: dict[tuple[int, int], str] = {}
+    partial: dict[tuple[int, int], str] = {}
     calls = (
         [call for call in trace.calls if call.delegate and call.kernels and _is_xnnpack(program, call)] if record.nodes else []
     )
@@ -47,9 +52,61 @@ def attribute(trace: Trace, program: Mapping[tuple[int, int], Instruction], reco
         except (xnnpack.BadGraph, kernels.Unaligned) as error:
             unaligned[place] = error.message
             continue
+        graph, lost = _with_handles(graph, record, program, call.instruction)
         delegate = _Delegate(graph, record, frozenset(record.handles.get(call.instruction, ())))
-        found[place] = {name: delegate.origin(match) for name, match in zip(names, matches, strict=True)}
-    return Attribution(found, len(calls), unaligned)
+        known = {
+            name: delegate.origin(match)
+            for name, match in zip(names, matches, strict=True)
+            if not any(part.node in lost for part in (match.part, *match.fused))
+        }
+        if known:
+            found[place] = known
+        if len(known) < len(names):
+            (partial if known else unaligned)[place] = _why(graph, lost)
+    return Attribution(found, len(calls), unaligned, partial)
+
+
+def _with_handles(
+    graph: xnnpack.XGraph, record: Record, program: Mapping[tuple[int, int], Instruction], instruction: int
+) -> tuple[xnnpack.XGraph, Set[int]]:
+    """The graph with the debug handles that lowering dropped, and its nodes of which they cannot be told."""
+    values = graph.values
+    nodes = [
+        origins.Node(
+            node.kind, node.debug_handle, node.inputs, node.outputs,
+            tuple(values[one].elements for one in node.inputs), values[node.outputs[0]].elements,
+        )
+        for node in graph.nodes
+    ]  # fmt: skip
+    order = record.handles.get(instruction, ())
+    inside, outside = set(order), _undelegated(record, program)
+    operators = [
+        replace(one, candidate=bool(inside.intersection(one.handles)) and (one.handles, one.name) not in outside)
+        for one in record.operators
+    ]
+    found = origins.find(nodes, operators, order)
+    told = tuple(replace(node, debug_handle=found.get(at, node.debug_handle)) for at, node in enumerate(graph.nodes))
+    return replace(graph, nodes=told), {at for at, handle in found.items() if handle is None}
+
+
+def _undelegated(record: Record, program: Mapping[tuple[int, int], Instruction]) -> Set[tuple[tuple[int, ...], str]]:
+    """Handles and names of operators that no delegate has, since kernels execute as many of them as there are."""
+    ran = Counter(
+        (handle, base_name(instruction.name))
+        for (_, at), instruction in program.items()
+        if not instruction.delegate
+        for handle in record.handles.get(at, ())
+    )
+    there = Counter((one.handles, one.name) for one in record.operators)
+    return {(handles, name) for (handles, name), count in there.items() if any(ran[handle, name] >= count for handle in handles)}
+
+
+def _why(graph: xnnpack.XGraph, lost: Set[int]) -> str:
+    kinds = ", ".join(sorted({graph.nodes[at].kind for at in lost}))
+    return (
+        f"XNNPACK's graph does not tell which operators {len(lost)} of its {len(graph.nodes)} nodes come from ({kinds}), "
+        "and neither do their order and what flows through them."
+    )
 
 
 def _is_xnnpack(program: Mapping[tuple[int, int], Instruction], call: Call) -> bool:

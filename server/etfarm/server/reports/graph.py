@@ -7,6 +7,7 @@ Both are read without loading a graph: an ETRecord is a zip whose graphs are JSO
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 import zipfile
@@ -17,6 +18,7 @@ from typing import Any, Final
 
 from etfarm.server.reports.flatbuffer import Table
 from etfarm.wire.errors import FarmError
+from etfarm.wire.origins import Operator
 from etfarm.wire.sources import Source, common_module, module_of, source_of
 
 _EDGE: Final = "edge_dialect_exported_program"
@@ -87,6 +89,8 @@ class Record:
     """By debug handle: those of the batch norm and the clamping activation that alone take its output, which backends fuse."""
     delegates: Mapping[int, str] = field(default_factory=dict)
     """Backends by the instructions of their delegates."""
+    operators: tuple[Operator, ...] = ()
+    """Those of `nodes` in the graph's order, with what flows from one to the other."""
 
     def origin(self, handles: Sequence[int], *, kernel: str | None = None, without: Set[tuple[int, str]] = _NOTHING) -> Origin:
         """What the nodes of `handles` have in common.
@@ -164,6 +168,7 @@ def read_record(path: Path, method: str) -> Record:
             {handle: tuple(found) for handle, found in nodes.items()},
             _followers(graph),
             {int(instruction): str(delegate.get("name")) for instruction, delegate in delegates.items()},
+            tuple(_operator(node, graph.get("tensor_values") or {}) for node in graph["nodes"]),
         )
     except (zipfile.BadZipFile, OSError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         detail = f"{type(error).__name__}: {error}"
@@ -266,6 +271,20 @@ def node_of(node: Mapping[str, Any]) -> Node:
     for prefix in _TARGETS:
         target = target.removeprefix(prefix)
     return Node(target, module_of(metadata.get("nn_module_stack")), source_of(metadata.get("stack_trace")))
+
+
+def _operator(node: Mapping[str, Any], metas: Mapping[str, Any]) -> Operator:
+    takes, gives = tuple(tensor_names(node["inputs"])), tuple(tensor_names(node["outputs"]))
+    sizes = [_elements(metas.get(one)) for one in (*takes, *gives[:1])]
+    return Operator(
+        handles_of(node["metadata"].get("debug_handle")), base_name(str(node["target"])), takes, gives,
+        tuple(sizes[: len(takes)]), sum(sizes[len(takes) :]),
+    )  # fmt: skip
+
+
+def _elements(meta: Mapping[str, Any] | None) -> int:
+    """Of a tensor as serialized; 0 where a dim is dynamic or nothing is known of it."""
+    return 0 if meta is None else math.prod(int(size.get("as_int") or 0) for size in meta["sizes"])
 
 
 def _followers(graph: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:

@@ -73,7 +73,7 @@ def join(
         method: only named in its REST's row.
         kernels: by chain and instruction of a delegate, where its kernels come from, by their identifiers; see `attribution`. Of
             other delegates it is what the backend told the compiler, which the record holds.
-        unaligned: why not, of delegates that are not among them.
+        unaligned: why not, of delegates that are not among them, and of those of which some kernels are not.
     """
     rows = _Rows(trace)
     calls_mean = [rows.mean(call.times_ns) for call in trace.calls]
@@ -98,8 +98,11 @@ def join(
                 origins = {identifier: record.origin(found) for identifier, found in told.items() if found}
             backend = known.name if known and known.delegate else None
             row = rows.add_delegate(call, share, origin, backend, origins)
+            reason = (unaligned or {}).get((call.chain, call.instruction))
             if call.kernels and not any(str(kernel.identifier) in origins for kernel in call.kernels):
-                row.unaligned_reason = (unaligned or {}).get((call.chain, call.instruction)) or _untold(backend, record)
+                row.unaligned_reason = reason or _untold(backend, record)
+            elif reason:
+                row.unaligned_reason = reason
         else:
             origin = record.origin(handles, kernel=name)
             place = rows.place(call.spans)

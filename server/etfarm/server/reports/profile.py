@@ -58,7 +58,14 @@ def fill(report: report_pb2.Report, request: AnalyzeRequest, warn: Warn) -> None
             f"The kernels of {len(found.unaligned)} of {found.delegates} XNNPACK delegates have no source lines. "
             f"Instruction {instruction}: {why}{none}",
         )
-    joined = join.join(trace, record, program, request.method, found.kernels, found.unaligned)
+    if found.partial:
+        (_, instruction), why = next(iter(found.partial.items()))
+        warn(
+            "ANALYSIS_KERNELS_UNALIGNED",
+            f"Some kernels of {len(found.partial)} of {found.delegates} XNNPACK delegates have no source lines. "
+            f"Instruction {instruction}: {why}",
+        )
+    joined = join.join(trace, record, program, request.method, found.kernels, {**found.unaligned, **found.partial})
     report.profile.CopyFrom(joined.profile)
     report.operators.extend(joined.operators)
 
