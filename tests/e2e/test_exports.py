@@ -256,7 +256,7 @@ OVERPRINTED = """() => {
     return [...range.getClientRects()].filter((box) => box.width > 1 && box.height > 1);
   };
   const across = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left);
-  const meet = (a, b) => across(a, b) > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3;
+  const meet = (a, b) => across(a, b) > -3 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3;
   const found = [];
   for (const row of document.querySelectorAll("table:not(.u-legend) tr")) {
     const cells = [...row.children].map((cell) => [cell, boxesOf(cell)]);
@@ -266,7 +266,7 @@ OVERPRINTED = """() => {
   }
   return found;
 }"""
-"""Cells of one row whose texts lie on each other."""
+"""Cells of one row whose texts lie on each other, or so near that they read as one word."""
 
 
 @needs_chromium
