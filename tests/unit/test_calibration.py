@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
+from etfarm.client.errors import FAILED, USAGE, exit_code
 from etfarm.client.export import ModelSource
 from etfarm.client.preparation import prepare
 from etfarm.client.prepared import PreparedModel
@@ -73,8 +74,9 @@ def test_samples_that_nothing_reads_are_not_drawn() -> None:
     ],
 )
 def test_a_wrong_sample_of_a_generator_is_refused(sample: Any, says: str) -> None:
-    with pytest.raises(EtfarmError, match=says):
+    with pytest.raises(EtfarmError, match=says) as caught:
         prepare(source(calibration_inputs=lambda: iter([sample])), recipes=[INT8])
+    assert exit_code(caught.value) == FAILED, "these are the model's"
 
 
 def test_a_generator_that_fails_is_told_with_its_line() -> None:
@@ -120,7 +122,7 @@ def test_a_set_without_samples_is_no_set(tmp_path: Path) -> None:
     for calibration in (tmp_path / "none.npz", []):
         with pytest.raises(EtfarmError, match="has no sample") as caught:
             prepare(source(), recipes=[INT8], calibration=calibration, batched=True)
-        assert caught.value.reason == "NO_CALIBRATION_SAMPLES"
+        assert (caught.value.reason, exit_code(caught.value)) == ("NO_CALIBRATION_SAMPLES", USAGE)
 
 
 def test_keys_name_methods(tmp_path: Path) -> None:
@@ -147,12 +149,14 @@ def test_an_archive_is_checked_against_without_loading_it(tmp_path: Path, folder
         ({"x": np.zeros((1, 3), np.float32)}, r"'x' is float32 \[1, 3\] and not float32 \[1, 2\]"),
         ({"x": np.zeros(2, np.float32)}, r"'x' is float32 \[2\] and not"),
         ({"x": np.asarray(1.0), "x.dtype": np.asarray("scalar")}, "'x' is 1.0 and not float32"),
-        ({"y": np.zeros((1, 2), np.float32)}, "there is no input 'y'. The inputs are x."),
-        ({}, "forward: the input 'x' is missing. The inputs are x."),
-        ({"decode/x": np.zeros((1, 2), np.float32)}, "'decode/x' belongs to no method. The methods are forward."),
+        ({"y": np.zeros((1, 2), np.float32)}, "sample bad.npz: forward: there is no input 'y'. The inputs are x."),
+        ({}, "sample bad.npz: forward: the input 'x' is missing. The inputs are x."),
+        ({"decode/x": np.zeros((1, 2), np.float32)}, "bad.npz: .*'decode/x' belongs to no method. The methods are forward."),
     ],
 )
 def test_a_sample_that_does_not_fit_is_named(tmp_path: Path, arrays_: dict[str, Any], says: str) -> None:
     np.savez(tmp_path / "bad.npz", **arrays_)
-    with pytest.raises(EtfarmError, match=says):
+    with pytest.raises(EtfarmError, match=says) as caught:
         prepare(source(), recipes=[INT8], calibration=tmp_path / "bad.npz")
+    assert caught.value.metadata["sample"] == "bad.npz"
+    assert exit_code(caught.value) == USAGE, "the command is at fault, and not the model's own samples"

@@ -40,9 +40,8 @@ def calibrated(
     """
     found: dict[str, list[bytes | Path]] = {}
     for label, named in _samples(calibration, batched):
-        for method, values in npz.by_method(named, list(export.methods)).items():
+        for method, ordered in _in_order(label, named, export, model):
             prepared = export.methods[method]
-            ordered = in_order(values, prepared.input_names, model, method)
             _must_match(method, label, ordered, prepared.input_types)
             found.setdefault(method, []).append(_kept(tensors.encode(ordered), folder))
     if not found:
@@ -67,16 +66,30 @@ def _samples(calibration: Calibration, batched: bool) -> Iterator[tuple[str, Map
             yield str(index), named
 
 
+def _in_order(
+    label: str, named: Mapping[str, npz.Named], export: PreparedExport, model: str
+) -> Iterator[tuple[str, list[tensors.Value]]]:
+    """A sample's values by method, in its inputs' order; what does not fit is told with the sample's name."""
+    try:
+        for method, values in npz.by_method(named, list(export.methods)).items():
+            yield method, in_order(values, export.methods[method].input_names, model, method)
+    except (npz.UnknownInput, npz.InputMissing, npz.DuplicateInput) as error:
+        metadata = {**error.metadata, "sample": label}
+        raise type(error)(f"Calibration sample {label}: {error.message}", error.remedy, **metadata) from None
+
+
 def _must_match(method: str, label: str, values: list[tensors.Value], types: tuple[InputType | None, ...]) -> None:
     for value, wanted in zip(values, types, strict=False):  # no types are known of an archive that cannot be read
         if wanted is None:
             continue
         if not isinstance(value, tensors.Tensor):
-            raise CalibrationMismatch(method, label, f"{value.name!r} is {value.value!r} and not {wanted}")
+            raise CalibrationMismatch(method, label, f"{value.name!r} is {value.value!r} and not {wanted}", stage="")
         sizes = zip(value.shape, wanted.sizes, strict=False)
         fits = len(value.shape) == len(wanted.sizes) and all(want in (None, size) for size, want in sizes)
         if value.dtype != wanted.dtype or not fits:
-            raise CalibrationMismatch(method, label, f"{value.name!r} is {value.dtype} {list(value.shape)} and not {wanted}")
+            raise CalibrationMismatch(
+                method, label, f"{value.name!r} is {value.dtype} {list(value.shape)} and not {wanted}", stage=""
+            )
 
 
 def _kept(data: bytes, folder: Path | None) -> bytes | Path:

@@ -233,15 +233,19 @@ class UnsupportedInput(UserError):
 
 
 class CalibrationMismatch(UserError):
-    """A calibration sample has another structure, dtype or rank than the example inputs."""
+    """A calibration sample has another structure, dtype or rank than the example inputs.
+
+    Args:
+        stage: empty where the samples were given beside the model, which is then not at fault.
+    """
 
     reason = "CALIBRATION_MISMATCH"
 
-    def __init__(self, method: str, sample: int | str, what: str) -> None:
+    def __init__(self, method: str, sample: int | str, what: str, *, stage: str = STAGE) -> None:
         super().__init__(
             f"{method}: calibration sample {sample} differs from the example inputs: {what}.",
             "Give every sample the same arguments as the example inputs.",
-            stage=STAGE,
+            stage=stage,
             method=method,
             sample=sample,
         )
@@ -256,7 +260,6 @@ class NoCalibrationSamples(UserError):
         super().__init__(
             f"The calibration set for {model} has no sample.",
             "Give arrays named as the inputs are, with at least one sample on axis 0 where it is batched; or leave it out.",
-            stage=STAGE,
             model=model,
         )
 
