@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -92,6 +92,15 @@ def quantized(module: nn.Module, *inputs: torch.Tensor, dynamic: bool = False, p
     prepared = prepare_pt2e(torch.export.export(module.eval(), inputs).module(check_guards=False), quantizer)
     prepared(*inputs)
     return torch.export.export(convert_pt2e(prepared), inputs)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Observers' many small operators wait for each other's threads where a machine is busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def left(program: Any, *, xnnpack: bool = True) -> dict[str, int]:

@@ -1,11 +1,12 @@
-"""Which heavy operators of a quantized program compute on what was quantized, and which on fp32 alone."""
+"""Which heavy operators of a quantized program compute on what was quantized, and which on fp32 alone.
+
+Torch is not imported, as in `places`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
-
-import torch
 
 OPERANDS: Final[Mapping[str, tuple[int, ...]]] = {
     **dict.fromkeys(
@@ -67,7 +68,7 @@ class _Origins:
     """What operands of a program's nodes were made of."""
 
     def __init__(self, program: Any) -> None:
-        self.graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+        self.graphs = [module.graph for module in program.graph_module.modules() if hasattr(module, "graph")]
         signature = program.graph_signature
         constants = {spec.arg.name for spec in signature.input_specs if spec.kind.name in _CONSTANTS}
         constants -= set(signature.buffers_to_mutate.values())  # values like others
@@ -100,7 +101,7 @@ class _Origins:
     def _upward(self, value: Any, through_quantization: bool) -> Iterator[Any]:
         """A node, and those that it was laid out from."""
         for _ in range(_MAX_HOPS):
-            if not isinstance(value, torch.fx.Node):
+            if not hasattr(value, "all_input_nodes"):  # a number, or no argument
                 return
             yield value
             quantization = through_quantization and value.op == "call_function" and "quantize" in str(value.target)
@@ -138,7 +139,7 @@ def _given_to_branches(graph: Any) -> Iterator[tuple[Any, Any]]:
         graphs = [getattr(graph.owning_module, one.target, None) for one in inner]
         given = [one for argument in node.args if isinstance(argument, list | tuple) for one in argument]
         for module in graphs:
-            if isinstance(module, torch.fx.GraphModule):
+            if module is not None and hasattr(module, "graph"):
                 yield from zip((one for one in module.graph.nodes if one.op == "placeholder"), given, strict=False)
 
 
