@@ -48,10 +48,9 @@ def test_a_report_holds_latency_accuracy_profile_and_operators(tmp_path: Path) -
     report, events = _analyze(_request(traced("xnnpack"), tmp_path), tmp_path)
     assert _codes(report) == []
     assert (report.latency.min_ns, report.latency.p50_ns, len(report.latency.samples_ns)) == (1000, 1049.5, 100)
-    low, high = report.latency.p50_ci95_ns
-    assert 1000 <= low < 1039 and 1060 < high <= 1099, "samples that only grow tell less than independent ones"
+    assert not report.latency.p50_ci95_ns, "samples that only grow are worth too few"
     assert report.latency.p10_ns == pytest.approx(1009.9) and report.latency.drift == pytest.approx(67 / 1016, rel=0.01)
-    assert 1 <= report.latency.effective_samples < 10
+    assert 1 <= report.latency.effective_samples < 6
     scores, label = report.accuracy
     assert (scores.output, scores.dtype, list(scores.shape)) == ("scores", "float32", [1, 10])
     assert scores.reference == "program before quantization"
