@@ -129,7 +129,10 @@ async def test_a_bundle_that_is_not_stored_is_to_be_uploaded_first(world: World)
         archive(MANIFEST | {"arch": None}),
         archive(b" " * (5 << 20)),
     ],
-)
+    # Of the bytes themselves they would hold the time of their making.
+    ids=["nothing", "cut", "no tar", "damaged", "no manifest", "no JSON", "nested", "no text", "a list", "empty", "schema", "backends",
+         "arch", "huge"],
+)  # fmt: skip
 async def test_what_is_no_bundle_is_refused(world: World, data: bytes) -> None:
     artifact = await world.store.put(data, "ann")
     with pytest.raises(NotABundle, match=r"This is no runner bundle: .*etfarm bundle build") as refused:
