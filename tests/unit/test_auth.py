@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from etfarm.server.config import Config, Exposed
 from etfarm.server.rpc import auth
@@ -123,23 +124,24 @@ def config(listen: str, **more: Any) -> Config:
     return Config(listen=parse_address(listen), data=Path("/nowhere"), **more)
 
 
-FILES = {"tls_cert": Path("c"), "tls_key": Path("k"), "tokens": Path("t")}
-
-
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:1", "[::1]:1", "unix:/run/x"])
 def test_a_local_address_needs_nothing(listen: str) -> None:
     assert config(listen).check() is None  # type: ignore[func-returns-value]  # else it raises
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:1", "192.168.0.2:1", "board:1"])
-def test_an_address_that_others_reach_needs_tls_and_tokens(listen: str) -> None:
-    config(listen, **FILES).check()
+def test_an_address_that_others_reach_needs_tls_and_tokens(listen: str, tmp_path: Path) -> None:
+    identity = trustme.CA().issue_cert("farm.example")
+    files = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
+    identity.cert_chain_pems[0].write_to_path(files["tls_cert"])
+    identity.private_key_pem.write_to_path(files["tls_key"])
+    config(listen, **files, tokens=Path("t")).check()
     with pytest.raises(Exposed, match="no --tls-cert, no --tls-key, no --tokens") as refused:
         config(listen).check()
     assert refused.value.kind is Kind.INVALID_ARGUMENT
     assert "--insecure" in refused.value.remedy
     with pytest.raises(Exposed, match="it has no --tokens"):
-        config(listen, tls_cert=Path("c"), tls_key=Path("k")).check()
+        config(listen, **files).check()
     with pytest.raises(Exposed, match="it has no --tls-cert, no --tls-key"):
         config(listen, tokens=Path("t")).check()
     config(listen, insecure=True).check()
