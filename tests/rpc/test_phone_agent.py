@@ -51,6 +51,17 @@ async def sending(server: Server) -> None:
         await server.turned_away.wait()
 
 
+async def unplugged_while_it_sends(server: Server, launch: Launch, phone: AdbPhone) -> tuple[Connection, str]:
+    """As `ready`, with the run a1 on the phone, which is unplugged when all files are here and wait for the server."""
+    connection, device_id = await ready(server, launch, phone)
+    candidate = server.candidate("conv")
+    server.away = True
+    connection.start("a1", candidate, measurement=SHORT, deadline_s=600, device_id=device_id)
+    await sending(server)
+    await phone.disconnect()
+    return connection, device_id
+
+
 def outputs_of(server: Server, cell: agent_pb2.CandidateResult) -> list[tensors.Value]:
     return tensors.decode(server.blobs[cell.outputs.digest])
 
@@ -143,12 +154,7 @@ async def test_a_phone_that_is_unplugged_fails_its_run_and_comes_back(
 async def test_a_phone_that_is_unplugged_when_all_files_are_here_loses_no_run(
     server: Server, launch: Launch, adb_phone: AdbPhone
 ) -> None:
-    connection, device_id = await ready(server, launch, adb_phone)
-    candidate = server.candidate("conv")
-    server.away = True
-    connection.start("a1", candidate, measurement=SHORT, deadline_s=600, device_id=device_id)
-    await sending(server)
-    await adb_phone.disconnect()
+    connection, device_id = await unplugged_while_it_sends(server, launch, adb_phone)
     told = await connection.until(lambda m: m.device_update.device.HasField("problem"))
     assert (told.device_update.device.id, told.device_update.device.problem.reason) == (device_id, "DEVICE_GONE")
     # To be in adb's list again is no reason to end what is still sent.
@@ -167,17 +173,12 @@ async def test_a_phone_that_is_unplugged_when_all_files_are_here_loses_no_run(
 async def test_a_phone_that_takes_long_to_end_keeps_no_other_one_waiting(
     server: Server, launch: Launch, adb_phone: AdbPhone
 ) -> None:
-    connection, device_id = await ready(server, launch, adb_phone)
-    candidate = server.candidate("conv")
-    server.away = True
-    connection.start("a1", candidate, measurement=SHORT, deadline_s=600, device_id=device_id)
-    await sending(server)
-    await adb_phone.disconnect()
+    connection, _ = await unplugged_while_it_sends(server, launch, adb_phone)
     async with running_phone(beside=adb_phone) as other:
         told = await connection.until(lambda m: m.device_update.device.id == other.serial)
         assert not told.device_update.device.HasField("problem")
         assert not [message for message in connection.received if message.HasField("run_result")]
-        connection.start("a2", candidate, measurement=SHORT, deadline_s=600, device_id=other.serial)
+        connection.start("a2", server.candidate("conv"), measurement=SHORT, deadline_s=600, device_id=other.serial)
         server.away = False
         for attempt in ("a1", "a2"):
             result = await connection.result(attempt)

@@ -115,12 +115,13 @@ async def test_a_phone_that_could_not_be_served_is_tried_at_once_when_it_is_plug
 ) -> None:
     shim = answer_getprop(adb_phone, "echo '[ro.product.cpu.abilist]: [armeabi-v7a]'")
     async with followed(adb_phone, server, tmp_path, retry_s=NEVER_S, retry_last_s=NEVER_S) as heard:
-        await heard.until(tells("PHONE_UNSUPPORTED"))
+        refused = await heard.until(tells("PHONE_UNSUPPORTED"))
         shim.unlink()
         await adb_phone.disconnect()
-        await heard.until(lambda message: message.HasField("device_gone"))
+        gone = await heard.until(lambda message: message.HasField("device_gone"))
         await adb_phone.connect()
-        await heard.until(is_served)
+        served = await heard.until(is_served)
+    assert [refused.device_update.device.id, gone.device_gone.device_id] == [served.device_update.device.id] * 2
 
 
 async def test_a_phone_is_tried_at_once_when_its_state_changes(server: Server, adb_phone: AdbPhone, tmp_path: Path) -> None:
