@@ -125,7 +125,7 @@ class Measured:
     cpu_pressure_us: int | None
     """PSI `some` of the whole machine: time in which a task waited for a CPU."""
     peak_rss_bytes: int | None
-    """VmHWM right after the pass; 8 bytes a sample are in it. None where the runner's own share hides the program's."""
+    """VmHWM right after the pass, without what samples took. None where the runner's own share hides the program's."""
     samples_ns: array[int]
     """One a timed iteration, in order; type code `q`."""
     warmup_ns: int | None = None

@@ -10,14 +10,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from etfarm.server.reports.thresholds import MIN_FOR_INTERVAL
 from etfarm.wire.errors import DeviceError, Kind
 
 CONFIDENCE: Final = 0.95
 """Of the median's interval."""
 _Z: Final = 1.959964
 """The normal distribution's quantile for it."""
-MIN_FOR_INTERVAL: Final = 6
-"""Below, not even the smallest and the largest sample enclose the median with 95 % (1 - 2 / 2**n)."""
 MIN_FOR_DRIFT: Final = 30
 """Below, a third has fewer than ten samples, and its median is a matter of luck."""
 

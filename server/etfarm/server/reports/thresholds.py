@@ -8,8 +8,12 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Final
 
 from etfarm.wire.errors import UserError
+
+MIN_FOR_INTERVAL: Final = 6
+"""Below, not even the smallest and the largest of independent samples enclose the median with 95 % (1 - 2 / 2**n)."""
 
 
 class BadThresholds(UserError):

@@ -6,13 +6,11 @@ import statistics
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from etfarm.server.reports.thresholds import Thresholds
+from etfarm.server.reports.thresholds import MIN_FOR_INTERVAL, Thresholds
 from etfarm.v1 import agent_pb2, report_pb2
 
 __all__ = ["Thresholds", "judge"]
 
-_FOR_INTERVAL: Final = 6
-"""Samples from which a median has an interval, as etfarm.server.reports.statistics has it."""
 MIN_POINTS: Final = 4
 """Of the series, to say that a clock moved."""
 _THERMAL: Final = ("none", "light", "moderate", "severe", "critical", "emergency", "shutdown")
@@ -75,8 +73,8 @@ def _interval(latency: report_pb2.Latency, most: float) -> report_pb2.VerdictRea
     worth = ""
     if latency.HasField("effective_samples"):
         worth = f": its {len(latency.samples_ns)} samples are worth {latency.effective_samples:.0f} independent ones"
-    if len(latency.p50_ci95_ns) != 2 and len(latency.samples_ns) >= _FOR_INTERVAL and worth:
-        return _reason("TOO_FEW_SAMPLES", f"The median has no interval{worth}.", latency.effective_samples, _FOR_INTERVAL)
+    if len(latency.p50_ci95_ns) != 2 and len(latency.samples_ns) >= MIN_FOR_INTERVAL and worth:
+        return _reason("TOO_FEW_SAMPLES", f"The median has no interval{worth}.", latency.effective_samples, MIN_FOR_INTERVAL)
     if len(latency.p50_ci95_ns) != 2 or not latency.p50_ns:
         return None
     low, high = latency.p50_ci95_ns
