@@ -20,13 +20,27 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from etfarm.server.rpc.auth import ROLES
-from etfarm.v1 import agent_pb2, artifact_pb2, compile_pb2, device_pb2, farm_pb2, job_pb2, report_pb2, session_pb2
+from etfarm.v1 import (
+    agent_pb2,
+    artifact_pb2,
+    audit_pb2,
+    compile_pb2,
+    device_pb2,
+    farm_pb2,
+    job_pb2,
+    project_pb2,
+    report_pb2,
+    session_pb2,
+    token_pb2,
+)
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error
 from tests.support.farm import Daemon
 
-MODULES = (agent_pb2, artifact_pb2, compile_pb2, device_pb2, farm_pb2, job_pb2, report_pb2, session_pb2)
+MODULES = (
+    agent_pb2, artifact_pb2, audit_pb2, compile_pb2, device_pb2, farm_pb2, job_pb2, project_pb2, report_pb2, session_pb2, token_pb2
+)  # fmt: skip
 SERVICES = {service.name: service for module in MODULES for service in module.DESCRIPTOR.services_by_name.values()}
 RPCS = {f"{service.name}.{method.name}": method for service in SERVICES.values() for method in service.methods}
 PROTO = Path(__file__).parents[2] / "proto" / "etfarm" / "v1"

@@ -45,6 +45,21 @@ class AgentServiceStub(object):
                 request_serializer=etfarm_dot_v1_dot_agent__pb2.SessionReply.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_agent__pb2.SessionCall.FromString,
                 _registered_method=True)
+        self.Enroll = channel.unary_unary(
+                '/etfarm.v1.AgentService/Enroll',
+                request_serializer=etfarm_dot_v1_dot_agent__pb2.EnrollAgentRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_agent__pb2.EnrollAgentResponse.FromString,
+                _registered_method=True)
+        self.ListAgents = channel.unary_unary(
+                '/etfarm.v1.AgentService/ListAgents',
+                request_serializer=etfarm_dot_v1_dot_agent__pb2.ListAgentsRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_agent__pb2.ListAgentsResponse.FromString,
+                _registered_method=True)
+        self.BindAgent = channel.unary_unary(
+                '/etfarm.v1.AgentService/BindAgent',
+                request_serializer=etfarm_dot_v1_dot_agent__pb2.BindAgentRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_agent__pb2.Agent.FromString,
+                _registered_method=True)
 
 
 class AgentServiceServicer(object):
@@ -67,6 +82,9 @@ class AgentServiceServicer(object):
         FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: update the agent; metadata has `supported`.
         ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
         DEVICE_SERVED: another live agent serves its devices. Of several, those are left out.
+        PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token. AGENT_UNBOUND: the identity is known from before
+        identities were bound; an admin binds it (BindAgent).
+        DEVICE_NOT_YOURS: its devices belong to another agent; an admin forgets them (DeviceService.Forget).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,6 +107,35 @@ class AgentServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Enroll(self, request, context):
+        """Exchanges a one-time enrolment token for a token of the agent's own, which is bound to `agent_id` and to nothing else. The
+        enrolment token is void afterwards.
+
+        Errors:
+        FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is no enrolment token, or it was used.
+        ALREADY_EXISTS       AGENT_BOUND: the identity belongs to another token; metadata has `agent_id`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAgents(self, request, context):
+        """The known agent identities, and those whose connection was refused because nothing binds them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BindAgent(self, request, context):
+        """Binds an agent identity to the principal whose token may use it from now on.
+
+        Errors:
+        NOT_FOUND            AGENT_NOT_FOUND: no agent of this id ever connected or tried to.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AgentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -101,6 +148,21 @@ def add_AgentServiceServicer_to_server(servicer, server):
                     servicer.ServeSession,
                     request_deserializer=etfarm_dot_v1_dot_agent__pb2.SessionReply.FromString,
                     response_serializer=etfarm_dot_v1_dot_agent__pb2.SessionCall.SerializeToString,
+            ),
+            'Enroll': grpc.unary_unary_rpc_method_handler(
+                    servicer.Enroll,
+                    request_deserializer=etfarm_dot_v1_dot_agent__pb2.EnrollAgentRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_agent__pb2.EnrollAgentResponse.SerializeToString,
+            ),
+            'ListAgents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAgents,
+                    request_deserializer=etfarm_dot_v1_dot_agent__pb2.ListAgentsRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_agent__pb2.ListAgentsResponse.SerializeToString,
+            ),
+            'BindAgent': grpc.unary_unary_rpc_method_handler(
+                    servicer.BindAgent,
+                    request_deserializer=etfarm_dot_v1_dot_agent__pb2.BindAgentRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_agent__pb2.Agent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -158,6 +220,87 @@ class AgentService(object):
             '/etfarm.v1.AgentService/ServeSession',
             etfarm_dot_v1_dot_agent__pb2.SessionReply.SerializeToString,
             etfarm_dot_v1_dot_agent__pb2.SessionCall.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Enroll(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.AgentService/Enroll',
+            etfarm_dot_v1_dot_agent__pb2.EnrollAgentRequest.SerializeToString,
+            etfarm_dot_v1_dot_agent__pb2.EnrollAgentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAgents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.AgentService/ListAgents',
+            etfarm_dot_v1_dot_agent__pb2.ListAgentsRequest.SerializeToString,
+            etfarm_dot_v1_dot_agent__pb2.ListAgentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BindAgent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.AgentService/BindAgent',
+            etfarm_dot_v1_dot_agent__pb2.BindAgentRequest.SerializeToString,
+            etfarm_dot_v1_dot_agent__pb2.Agent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,9 @@ class AgentServiceStub:
       FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: update the agent; metadata has `supported`.
       ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
                            DEVICE_SERVED: another live agent serves its devices. Of several, those are left out.
+      PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token. AGENT_UNBOUND: the identity is known from before
+                           identities were bound; an admin binds it (BindAgent).
+                           DEVICE_NOT_YOURS: its devices belong to another agent; an admin forgets them (DeviceService.Forget).
     """
     ServeSession: _grpc.StreamStreamMultiCallable[_agent_pb2.SessionReply, _agent_pb2.SessionCall]
     """The calls of a session, beside Connect so that their tensors never delay a heartbeat. The agent opens it once the program
@@ -62,6 +65,22 @@ class AgentServiceStub:
       NOT_FOUND            SESSION_NOT_FOUND: nobody waits for this attempt any more.
       ALREADY_EXISTS       SESSION_SERVED: another stream serves it.
       PERMISSION_DENIED    NOT_YOURS: the device's agent has connected with another token.
+    """
+    Enroll: _grpc.UnaryUnaryMultiCallable[_agent_pb2.EnrollAgentRequest, _agent_pb2.EnrollAgentResponse]
+    """Exchanges a one-time enrolment token for a token of the agent's own, which is bound to `agent_id` and to nothing else. The
+    enrolment token is void afterwards.
+
+    Errors:
+      FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is no enrolment token, or it was used.
+      ALREADY_EXISTS       AGENT_BOUND: the identity belongs to another token; metadata has `agent_id`.
+    """
+    ListAgents: _grpc.UnaryUnaryMultiCallable[_agent_pb2.ListAgentsRequest, _agent_pb2.ListAgentsResponse]
+    """The known agent identities, and those whose connection was refused because nothing binds them."""
+    BindAgent: _grpc.UnaryUnaryMultiCallable[_agent_pb2.BindAgentRequest, _agent_pb2.Agent]
+    """Binds an agent identity to the principal whose token may use it from now on.
+
+    Errors:
+      NOT_FOUND            AGENT_NOT_FOUND: no agent of this id ever connected or tried to.
     """
 
 @_typing.type_check_only
@@ -85,6 +104,9 @@ class AgentServiceAsyncStub(AgentServiceStub):
       FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: update the agent; metadata has `supported`.
       ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
                            DEVICE_SERVED: another live agent serves its devices. Of several, those are left out.
+      PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token. AGENT_UNBOUND: the identity is known from before
+                           identities were bound; an admin binds it (BindAgent).
+                           DEVICE_NOT_YOURS: its devices belong to another agent; an admin forgets them (DeviceService.Forget).
     """
     ServeSession: _aio.StreamStreamMultiCallable[_agent_pb2.SessionReply, _agent_pb2.SessionCall]  # type: ignore[assignment]
     """The calls of a session, beside Connect so that their tensors never delay a heartbeat. The agent opens it once the program
@@ -98,6 +120,22 @@ class AgentServiceAsyncStub(AgentServiceStub):
       NOT_FOUND            SESSION_NOT_FOUND: nobody waits for this attempt any more.
       ALREADY_EXISTS       SESSION_SERVED: another stream serves it.
       PERMISSION_DENIED    NOT_YOURS: the device's agent has connected with another token.
+    """
+    Enroll: _aio.UnaryUnaryMultiCallable[_agent_pb2.EnrollAgentRequest, _agent_pb2.EnrollAgentResponse]  # type: ignore[assignment]
+    """Exchanges a one-time enrolment token for a token of the agent's own, which is bound to `agent_id` and to nothing else. The
+    enrolment token is void afterwards.
+
+    Errors:
+      FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is no enrolment token, or it was used.
+      ALREADY_EXISTS       AGENT_BOUND: the identity belongs to another token; metadata has `agent_id`.
+    """
+    ListAgents: _aio.UnaryUnaryMultiCallable[_agent_pb2.ListAgentsRequest, _agent_pb2.ListAgentsResponse]  # type: ignore[assignment]
+    """The known agent identities, and those whose connection was refused because nothing binds them."""
+    BindAgent: _aio.UnaryUnaryMultiCallable[_agent_pb2.BindAgentRequest, _agent_pb2.Agent]  # type: ignore[assignment]
+    """Binds an agent identity to the principal whose token may use it from now on.
+
+    Errors:
+      NOT_FOUND            AGENT_NOT_FOUND: no agent of this id ever connected or tried to.
     """
 
 class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -124,6 +162,9 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: update the agent; metadata has `supported`.
           ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
                                DEVICE_SERVED: another live agent serves its devices. Of several, those are left out.
+          PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token. AGENT_UNBOUND: the identity is known from before
+                               identities were bound; an admin binds it (BindAgent).
+                               DEVICE_NOT_YOURS: its devices belong to another agent; an admin forgets them (DeviceService.Forget).
         """
 
     @_abc_1.abstractmethod
@@ -143,6 +184,40 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
           NOT_FOUND            SESSION_NOT_FOUND: nobody waits for this attempt any more.
           ALREADY_EXISTS       SESSION_SERVED: another stream serves it.
           PERMISSION_DENIED    NOT_YOURS: the device's agent has connected with another token.
+        """
+
+    @_abc_1.abstractmethod
+    def Enroll(
+        self,
+        request: _agent_pb2.EnrollAgentRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_agent_pb2.EnrollAgentResponse, _abc.Awaitable[_agent_pb2.EnrollAgentResponse]]:
+        """Exchanges a one-time enrolment token for a token of the agent's own, which is bound to `agent_id` and to nothing else. The
+        enrolment token is void afterwards.
+
+        Errors:
+          FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is no enrolment token, or it was used.
+          ALREADY_EXISTS       AGENT_BOUND: the identity belongs to another token; metadata has `agent_id`.
+        """
+
+    @_abc_1.abstractmethod
+    def ListAgents(
+        self,
+        request: _agent_pb2.ListAgentsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_agent_pb2.ListAgentsResponse, _abc.Awaitable[_agent_pb2.ListAgentsResponse]]:
+        """The known agent identities, and those whose connection was refused because nothing binds them."""
+
+    @_abc_1.abstractmethod
+    def BindAgent(
+        self,
+        request: _agent_pb2.BindAgentRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_agent_pb2.Agent, _abc.Awaitable[_agent_pb2.Agent]]:
+        """Binds an agent identity to the principal whose token may use it from now on.
+
+        Errors:
+          NOT_FOUND            AGENT_NOT_FOUND: no agent of this id ever connected or tried to.
         """
 
 def add_AgentServiceServicer_to_server(servicer: AgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

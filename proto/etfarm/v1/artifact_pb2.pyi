@@ -227,7 +227,10 @@ class StoredArtifact(_message.Message):
     ARTIFACT_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     STORED_AT_FIELD_NUMBER: _builtins.int
+    PROJECT_FIELD_NUMBER: _builtins.int
     owner: _builtins.str
+    project: _builtins.str
+    """The project that holds it; an artifact of several projects is listed for each."""
     @_builtins.property
     def artifact(self) -> _common_pb2.Artifact: ...
     @_builtins.property
@@ -238,10 +241,11 @@ class StoredArtifact(_message.Message):
         artifact: _common_pb2.Artifact | None = ...,
         owner: _builtins.str = ...,
         stored_at: _timestamp_pb2.Timestamp | None = ...,
+        project: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["artifact", b"artifact", "stored_at", b"stored_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifact", b"artifact", "owner", b"owner", "stored_at", b"stored_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifact", b"artifact", "owner", b"owner", "project", b"project", "stored_at", b"stored_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -343,3 +347,49 @@ class CollectArtifactsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CollectArtifactsResponse: _TypeAlias = CollectArtifactsResponse  # noqa: Y015
+
+@_typing.final
+class VerifyArtifactsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyArtifactsRequest: _TypeAlias = VerifyArtifactsRequest  # noqa: Y015
+
+@_typing.final
+class VerifyArtifactsProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    DONE_BYTES_FIELD_NUMBER: _builtins.int
+    DAMAGED_FIELD_NUMBER: _builtins.int
+    done: _builtins.int
+    total: _builtins.int
+    done_bytes: _builtins.int
+    @_builtins.property
+    def damaged(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Artifact]:
+        """Those that were found damaged since the message before."""
+
+    def __init__(
+        self,
+        *,
+        done: _builtins.int = ...,
+        total: _builtins.int = ...,
+        done_bytes: _builtins.int = ...,
+        damaged: _abc.Iterable[_common_pb2.Artifact] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "done", b"done", "done_bytes", b"done_bytes", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyArtifactsProgress: _TypeAlias = VerifyArtifactsProgress  # noqa: Y015

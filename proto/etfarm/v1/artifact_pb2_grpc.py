@@ -71,6 +71,11 @@ class ArtifactServiceStub(object):
                 request_serializer=etfarm_dot_v1_dot_artifact__pb2.CollectArtifactsRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_artifact__pb2.CollectArtifactsResponse.FromString,
                 _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/etfarm.v1.ArtifactService/Verify',
+                request_serializer=etfarm_dot_v1_dot_artifact__pb2.VerifyArtifactsRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_artifact__pb2.VerifyArtifactsProgress.FromString,
+                _registered_method=True)
 
 
 class ArtifactServiceServicer(object):
@@ -79,7 +84,8 @@ class ArtifactServiceServicer(object):
     """
 
     def FindMissing(self, request, context):
-        """Which of the digests the store does not hold whole. Ask before every upload.
+        """Which of the digests the caller's project does not hold. Ask before every upload. Whether another project holds them is not
+        disclosed.
 
         Errors:
         INVALID_ARGUMENT     DIGEST_MALFORMED: a digest is no lower-case hex sha256, or there are more than 10,000.
@@ -105,6 +111,7 @@ class ArtifactServiceServicer(object):
         ABORTED              UPLOAD_IN_PROGRESS: another stream is writing this upload: wait for it, or try again.
         DATA_LOSS            DIGEST_MISMATCH: all bytes came and their sha256 is another: the upload is discarded, start at 0.
         RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes` and `needed_bytes`; nothing of yours was deleted.
+        QUOTA_EXCEEDED: the project would hold more than `limit_bytes`.
         INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES, BAD_UPLOAD: the stream breaks the rules above.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -123,7 +130,10 @@ class ArtifactServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """Later work: the stored artifacts with owner and references, newest first. UNIMPLEMENTED.
+        """The artifacts that the caller's projects hold, newest first.
+
+        Errors:
+        INVALID_ARGUMENT     BAD_PAGE_TOKEN
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,6 +148,14 @@ class ArtifactServiceServicer(object):
 
     def Collect(self, request, context):
         """Later work: deletes what nothing refers to, oldest use first, down to a limit. UNIMPLEMENTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Reads every stored artifact again and compares its sha256. A damaged one is moved out of the store, so that the next upload of
+        its bytes heals it. The last message has `done` equal to `total`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -180,6 +198,11 @@ def add_ArtifactServiceServicer_to_server(servicer, server):
                     servicer.Collect,
                     request_deserializer=etfarm_dot_v1_dot_artifact__pb2.CollectArtifactsRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_artifact__pb2.CollectArtifactsResponse.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=etfarm_dot_v1_dot_artifact__pb2.VerifyArtifactsRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_artifact__pb2.VerifyArtifactsProgress.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -373,6 +396,33 @@ class ArtifactService(object):
             '/etfarm.v1.ArtifactService/Collect',
             etfarm_dot_v1_dot_artifact__pb2.CollectArtifactsRequest.SerializeToString,
             etfarm_dot_v1_dot_artifact__pb2.CollectArtifactsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/etfarm.v1.ArtifactService/Verify',
+            etfarm_dot_v1_dot_artifact__pb2.VerifyArtifactsRequest.SerializeToString,
+            etfarm_dot_v1_dot_artifact__pb2.VerifyArtifactsProgress.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,7 +36,8 @@ class ArtifactServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ArtifactServiceAsyncStub: ...
     FindMissing: _grpc.UnaryUnaryMultiCallable[_artifact_pb2.FindMissingRequest, _artifact_pb2.FindMissingResponse]
-    """Which of the digests the store does not hold whole. Ask before every upload.
+    """Which of the digests the caller's project does not hold. Ask before every upload. Whether another project holds them is not
+    disclosed.
 
     Errors:
       INVALID_ARGUMENT     DIGEST_MALFORMED: a digest is no lower-case hex sha256, or there are more than 10,000.
@@ -53,6 +54,7 @@ class ArtifactServiceStub:
       ABORTED              UPLOAD_IN_PROGRESS: another stream is writing this upload: wait for it, or try again.
       DATA_LOSS            DIGEST_MISMATCH: all bytes came and their sha256 is another: the upload is discarded, start at 0.
       RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes` and `needed_bytes`; nothing of yours was deleted.
+                           QUOTA_EXCEEDED: the project would hold more than `limit_bytes`.
       INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES, BAD_UPLOAD: the stream breaks the rules above.
     """
     Download: _grpc.UnaryStreamMultiCallable[_artifact_pb2.DownloadRequest, _artifact_pb2.Chunk]
@@ -63,11 +65,19 @@ class ArtifactServiceStub:
       OUT_OF_RANGE         OFFSET_PAST_END: `offset` is larger than the size.
     """
     List: _grpc.UnaryUnaryMultiCallable[_artifact_pb2.ListArtifactsRequest, _artifact_pb2.ListArtifactsResponse]
-    """Later work: the stored artifacts with owner and references, newest first. UNIMPLEMENTED."""
+    """The artifacts that the caller's projects hold, newest first.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_PAGE_TOKEN
+    """
     Delete: _grpc.UnaryUnaryMultiCallable[_artifact_pb2.DeleteArtifactRequest, _artifact_pb2.DeleteArtifactResponse]
     """Later work: takes away an artifact that nothing refers to. UNIMPLEMENTED."""
     Collect: _grpc.UnaryUnaryMultiCallable[_artifact_pb2.CollectArtifactsRequest, _artifact_pb2.CollectArtifactsResponse]
     """Later work: deletes what nothing refers to, oldest use first, down to a limit. UNIMPLEMENTED."""
+    Verify: _grpc.UnaryStreamMultiCallable[_artifact_pb2.VerifyArtifactsRequest, _artifact_pb2.VerifyArtifactsProgress]
+    """Reads every stored artifact again and compares its sha256. A damaged one is moved out of the store, so that the next upload of
+    its bytes heals it. The last message has `done` equal to `total`.
+    """
 
 @_typing.type_check_only
 class ArtifactServiceAsyncStub(ArtifactServiceStub):
@@ -77,7 +87,8 @@ class ArtifactServiceAsyncStub(ArtifactServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     FindMissing: _aio.UnaryUnaryMultiCallable[_artifact_pb2.FindMissingRequest, _artifact_pb2.FindMissingResponse]  # type: ignore[assignment]
-    """Which of the digests the store does not hold whole. Ask before every upload.
+    """Which of the digests the caller's project does not hold. Ask before every upload. Whether another project holds them is not
+    disclosed.
 
     Errors:
       INVALID_ARGUMENT     DIGEST_MALFORMED: a digest is no lower-case hex sha256, or there are more than 10,000.
@@ -94,6 +105,7 @@ class ArtifactServiceAsyncStub(ArtifactServiceStub):
       ABORTED              UPLOAD_IN_PROGRESS: another stream is writing this upload: wait for it, or try again.
       DATA_LOSS            DIGEST_MISMATCH: all bytes came and their sha256 is another: the upload is discarded, start at 0.
       RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes` and `needed_bytes`; nothing of yours was deleted.
+                           QUOTA_EXCEEDED: the project would hold more than `limit_bytes`.
       INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES, BAD_UPLOAD: the stream breaks the rules above.
     """
     Download: _aio.UnaryStreamMultiCallable[_artifact_pb2.DownloadRequest, _artifact_pb2.Chunk]  # type: ignore[assignment]
@@ -104,11 +116,19 @@ class ArtifactServiceAsyncStub(ArtifactServiceStub):
       OUT_OF_RANGE         OFFSET_PAST_END: `offset` is larger than the size.
     """
     List: _aio.UnaryUnaryMultiCallable[_artifact_pb2.ListArtifactsRequest, _artifact_pb2.ListArtifactsResponse]  # type: ignore[assignment]
-    """Later work: the stored artifacts with owner and references, newest first. UNIMPLEMENTED."""
+    """The artifacts that the caller's projects hold, newest first.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_PAGE_TOKEN
+    """
     Delete: _aio.UnaryUnaryMultiCallable[_artifact_pb2.DeleteArtifactRequest, _artifact_pb2.DeleteArtifactResponse]  # type: ignore[assignment]
     """Later work: takes away an artifact that nothing refers to. UNIMPLEMENTED."""
     Collect: _aio.UnaryUnaryMultiCallable[_artifact_pb2.CollectArtifactsRequest, _artifact_pb2.CollectArtifactsResponse]  # type: ignore[assignment]
     """Later work: deletes what nothing refers to, oldest use first, down to a limit. UNIMPLEMENTED."""
+    Verify: _aio.UnaryStreamMultiCallable[_artifact_pb2.VerifyArtifactsRequest, _artifact_pb2.VerifyArtifactsProgress]  # type: ignore[assignment]
+    """Reads every stored artifact again and compares its sha256. A damaged one is moved out of the store, so that the next upload of
+    its bytes heals it. The last message has `done` equal to `total`.
+    """
 
 class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
     """Moves bytes into and out of the store. Identity is the content: a digest that is stored already needs no bytes.
@@ -121,7 +141,8 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _artifact_pb2.FindMissingRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_artifact_pb2.FindMissingResponse, _abc.Awaitable[_artifact_pb2.FindMissingResponse]]:
-        """Which of the digests the store does not hold whole. Ask before every upload.
+        """Which of the digests the caller's project does not hold. Ask before every upload. Whether another project holds them is not
+        disclosed.
 
         Errors:
           INVALID_ARGUMENT     DIGEST_MALFORMED: a digest is no lower-case hex sha256, or there are more than 10,000.
@@ -150,6 +171,7 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
           ABORTED              UPLOAD_IN_PROGRESS: another stream is writing this upload: wait for it, or try again.
           DATA_LOSS            DIGEST_MISMATCH: all bytes came and their sha256 is another: the upload is discarded, start at 0.
           RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes` and `needed_bytes`; nothing of yours was deleted.
+                               QUOTA_EXCEEDED: the project would hold more than `limit_bytes`.
           INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES, BAD_UPLOAD: the stream breaks the rules above.
         """
 
@@ -172,7 +194,11 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _artifact_pb2.ListArtifactsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_artifact_pb2.ListArtifactsResponse, _abc.Awaitable[_artifact_pb2.ListArtifactsResponse]]:
-        """Later work: the stored artifacts with owner and references, newest first. UNIMPLEMENTED."""
+        """The artifacts that the caller's projects hold, newest first.
+
+        Errors:
+          INVALID_ARGUMENT     BAD_PAGE_TOKEN
+        """
 
     @_abc_1.abstractmethod
     def Delete(
@@ -189,5 +215,15 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_artifact_pb2.CollectArtifactsResponse, _abc.Awaitable[_artifact_pb2.CollectArtifactsResponse]]:
         """Later work: deletes what nothing refers to, oldest use first, down to a limit. UNIMPLEMENTED."""
+
+    @_abc_1.abstractmethod
+    def Verify(
+        self,
+        request: _artifact_pb2.VerifyArtifactsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_artifact_pb2.VerifyArtifactsProgress], _abc.AsyncIterator[_artifact_pb2.VerifyArtifactsProgress]]:
+        """Reads every stored artifact again and compares its sha256. A damaged one is moved out of the store, so that the next upload of
+        its bytes heals it. The last message has `done` equal to `total`.
+        """
 
 def add_ArtifactServiceServicer_to_server(servicer: ArtifactServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x65tfarm/v1/common.proto\x12\tetfarm.v1\".\n\x08\x41rtifact\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"\xcb\x01\n\x05\x45rror\x12\x1f\n\x05\x66\x61ult\x18\x01 \x01(\x0e\x32\x10.etfarm.v1.Fault\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0e\n\x06remedy\x18\x04 \x01(\t\x12\r\n\x05stage\x18\x05 \x01(\t\x12\x30\n\x08metadata\x18\x06 \x03(\x0b\x32\x1e.etfarm.v1.Error.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"8\n\tPrincipal\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.etfarm.v1.Role*P\n\x05\x46\x61ult\x12\x15\n\x11\x46\x41ULT_UNSPECIFIED\x10\x00\x12\x0e\n\nFAULT_USER\x10\x01\x12\x10\n\x0c\x46\x41ULT_DEVICE\x10\x02\x12\x0e\n\nFAULT_FARM\x10\x03*\\\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0e\n\nROLE_ADMIN\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x0e\n\nROLE_AGENT\x10\x03\x12\x0f\n\x0bROLE_VIEWER\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x65tfarm/v1/common.proto\x12\tetfarm.v1\".\n\x08\x41rtifact\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"\xcb\x01\n\x05\x45rror\x12\x1f\n\x05\x66\x61ult\x18\x01 \x01(\x0e\x32\x10.etfarm.v1.Fault\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0e\n\x06remedy\x18\x04 \x01(\t\x12\r\n\x05stage\x18\x05 \x01(\t\x12\x30\n\x08metadata\x18\x06 \x03(\x0b\x32\x1e.etfarm.v1.Error.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"m\n\tPrincipal\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.etfarm.v1.Role\x12\x10\n\x08projects\x18\x03 \x03(\t\x12\x0f\n\x07project\x18\x04 \x01(\t\x12\x10\n\x08\x61gent_id\x18\x05 \x01(\t*P\n\x05\x46\x61ult\x12\x15\n\x11\x46\x41ULT_UNSPECIFIED\x10\x00\x12\x0e\n\nFAULT_USER\x10\x01\x12\x10\n\x0c\x46\x41ULT_DEVICE\x10\x02\x12\x0e\n\nFAULT_FARM\x10\x03*\\\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0e\n\nROLE_ADMIN\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x0e\n\nROLE_AGENT\x10\x03\x12\x0f\n\x0bROLE_VIEWER\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERROR_METADATAENTRY']._loaded_options = None
   _globals['_ERROR_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_FAULT']._serialized_start=349
-  _globals['_FAULT']._serialized_end=429
-  _globals['_ROLE']._serialized_start=431
-  _globals['_ROLE']._serialized_end=523
+  _globals['_FAULT']._serialized_start=402
+  _globals['_FAULT']._serialized_end=482
+  _globals['_ROLE']._serialized_start=484
+  _globals['_ROLE']._serialized_end=576
   _globals['_ARTIFACT']._serialized_start=37
   _globals['_ARTIFACT']._serialized_end=83
   _globals['_ERROR']._serialized_start=86
@@ -44,5 +44,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ERROR_METADATAENTRY']._serialized_start=242
   _globals['_ERROR_METADATAENTRY']._serialized_end=289
   _globals['_PRINCIPAL']._serialized_start=291
-  _globals['_PRINCIPAL']._serialized_end=347
+  _globals['_PRINCIPAL']._serialized_end=400
 # @@protoc_insertion_point(module_scope)

@@ -8,6 +8,10 @@ What every service of the contract uses. Conventions of the whole package:
   the monotonic clock of the process that measured them.
 - Digests are sha256 in lower-case hex, 64 characters.
 - Numbers of removed fields are reserved and never used again.
+- Jobs, artifacts, sessions, tags and reports belong to a project. What belongs to none of the caller's projects is answered
+  with NOT_FOUND, as if it did not exist. `etfarm-project: NAME` in the metadata of a call selects the project for what the
+  call makes; NOT_FOUND, PROJECT_NOT_FOUND answers a project that the caller is not a member of.
+- Every rpc may answer RESOURCE_EXHAUSTED, LIMIT_EXCEEDED or QUOTA_EXCEEDED, for a request above the limits that the message names.
 - Every rpc may answer UNAUTHENTICATED (no or an unknown token: set ETFARM_TOKEN), PERMISSION_DENIED (the token's role may
   not call it: ask an admin) and INTERNAL (a bug of the farm; ErrorInfo has what is known). They are not repeated below.
 - Every error status carries google.rpc.ErrorInfo{domain: "etfarm", reason, metadata}; metadata holds `fault`, `remedy`,
@@ -182,17 +186,35 @@ class Principal(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    PROJECTS_FIELD_NUMBER: _builtins.int
+    PROJECT_FIELD_NUMBER: _builtins.int
+    AGENT_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: Global___Role.ValueType
+    project: _builtins.str
+    """The project that new jobs, artifacts and tags belong to: the request's `etfarm-project` metadata, else the caller's only
+    project, else "default".
+    """
+    agent_id: _builtins.str
+    """The agent identity that the token is bound to; empty where it is bound to none."""
+    @_builtins.property
+    def projects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The projects whose jobs, artifacts, tags and reports the caller sees. Empty for an admin, who sees every project, and for
+        an agent, which sees what its attempts need.
+        """
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         role: Global___Role.ValueType = ...,
+        projects: _abc.Iterable[_builtins.str] | None = ...,
+        project: _builtins.str = ...,
+        agent_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "name", b"name", "project", b"project", "projects", b"projects", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

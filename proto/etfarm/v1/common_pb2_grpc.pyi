@@ -8,6 +8,10 @@ What every service of the contract uses. Conventions of the whole package:
   the monotonic clock of the process that measured them.
 - Digests are sha256 in lower-case hex, 64 characters.
 - Numbers of removed fields are reserved and never used again.
+- Jobs, artifacts, sessions, tags and reports belong to a project. What belongs to none of the caller's projects is answered
+  with NOT_FOUND, as if it did not exist. `etfarm-project: NAME` in the metadata of a call selects the project for what the
+  call makes; NOT_FOUND, PROJECT_NOT_FOUND answers a project that the caller is not a member of.
+- Every rpc may answer RESOURCE_EXHAUSTED, LIMIT_EXCEEDED or QUOTA_EXCEEDED, for a request above the limits that the message names.
 - Every rpc may answer UNAUTHENTICATED (no or an unknown token: set ETFARM_TOKEN), PERMISSION_DENIED (the token's role may
   not call it: ask an admin) and INTERNAL (a bug of the farm; ErrorInfo has what is known). They are not repeated below.
 - Every error status carries google.rpc.ErrorInfo{domain: "etfarm", reason, metadata}; metadata holds `fault`, `remedy`,

@@ -75,6 +75,16 @@ class DeviceServiceStub(object):
                 request_serializer=etfarm_dot_v1_dot_device__pb2.DrainRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_device__pb2.Device.FromString,
                 _registered_method=True)
+        self.Forget = channel.unary_unary(
+                '/etfarm.v1.DeviceService/Forget',
+                request_serializer=etfarm_dot_v1_dot_device__pb2.ForgetDeviceRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_device__pb2.ForgetDeviceResponse.FromString,
+                _registered_method=True)
+        self.Restrict = channel.unary_unary(
+                '/etfarm.v1.DeviceService/Restrict',
+                request_serializer=etfarm_dot_v1_dot_device__pb2.RestrictDeviceRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_device__pb2.Device.FromString,
+                _registered_method=True)
 
 
 class DeviceServiceServicer(object):
@@ -141,6 +151,27 @@ class DeviceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Forget(self, request, context):
+        """Removes an offline device from the farm's memory; its reports stay. It is known again when an agent announces it.
+
+        Errors:
+        NOT_FOUND            DEVICE_NOT_FOUND
+        FAILED_PRECONDITION  DEVICE_CONNECTED: stop its agent first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restrict(self, request, context):
+        """Restricts a device to the jobs and sessions of some projects; to all projects where none is named.
+
+        Errors:
+        NOT_FOUND            DEVICE_NOT_FOUND, PROJECT_NOT_FOUND
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DeviceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -182,6 +213,16 @@ def add_DeviceServiceServicer_to_server(servicer, server):
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
                     request_deserializer=etfarm_dot_v1_dot_device__pb2.DrainRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_device__pb2.Device.SerializeToString,
+            ),
+            'Forget': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forget,
+                    request_deserializer=etfarm_dot_v1_dot_device__pb2.ForgetDeviceRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_device__pb2.ForgetDeviceResponse.SerializeToString,
+            ),
+            'Restrict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restrict,
+                    request_deserializer=etfarm_dot_v1_dot_device__pb2.RestrictDeviceRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_device__pb2.Device.SerializeToString,
             ),
     }
@@ -401,6 +442,60 @@ class DeviceService(object):
             target,
             '/etfarm.v1.DeviceService/Drain',
             etfarm_dot_v1_dot_device__pb2.DrainRequest.SerializeToString,
+            etfarm_dot_v1_dot_device__pb2.Device.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Forget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.DeviceService/Forget',
+            etfarm_dot_v1_dot_device__pb2.ForgetDeviceRequest.SerializeToString,
+            etfarm_dot_v1_dot_device__pb2.ForgetDeviceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restrict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.DeviceService/Restrict',
+            etfarm_dot_v1_dot_device__pb2.RestrictDeviceRequest.SerializeToString,
             etfarm_dot_v1_dot_device__pb2.Device.FromString,
             options,
             channel_credentials,

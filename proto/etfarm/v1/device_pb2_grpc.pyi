@@ -55,6 +55,19 @@ class DeviceServiceStub:
     """Later work: sets and removes labels. UNIMPLEMENTED."""
     Drain: _grpc.UnaryUnaryMultiCallable[_device_pb2.DrainRequest, _device_pb2.Device]
     """Later work: no new runs on a device, or again some. UNIMPLEMENTED."""
+    Forget: _grpc.UnaryUnaryMultiCallable[_device_pb2.ForgetDeviceRequest, _device_pb2.ForgetDeviceResponse]
+    """Removes an offline device from the farm's memory; its reports stay. It is known again when an agent announces it.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND
+      FAILED_PRECONDITION  DEVICE_CONNECTED: stop its agent first.
+    """
+    Restrict: _grpc.UnaryUnaryMultiCallable[_device_pb2.RestrictDeviceRequest, _device_pb2.Device]
+    """Restricts a device to the jobs and sessions of some projects; to all projects where none is named.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND, PROJECT_NOT_FOUND
+    """
 
 @_typing.type_check_only
 class DeviceServiceAsyncStub(DeviceServiceStub):
@@ -83,6 +96,19 @@ class DeviceServiceAsyncStub(DeviceServiceStub):
     """Later work: sets and removes labels. UNIMPLEMENTED."""
     Drain: _aio.UnaryUnaryMultiCallable[_device_pb2.DrainRequest, _device_pb2.Device]  # type: ignore[assignment]
     """Later work: no new runs on a device, or again some. UNIMPLEMENTED."""
+    Forget: _aio.UnaryUnaryMultiCallable[_device_pb2.ForgetDeviceRequest, _device_pb2.ForgetDeviceResponse]  # type: ignore[assignment]
+    """Removes an offline device from the farm's memory; its reports stay. It is known again when an agent announces it.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND
+      FAILED_PRECONDITION  DEVICE_CONNECTED: stop its agent first.
+    """
+    Restrict: _aio.UnaryUnaryMultiCallable[_device_pb2.RestrictDeviceRequest, _device_pb2.Device]  # type: ignore[assignment]
+    """Restricts a device to the jobs and sessions of some projects; to all projects where none is named.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND, PROJECT_NOT_FOUND
+    """
 
 class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Devices: what the farm can measure on. A device is known from its first connection on, for good."""
@@ -156,5 +182,30 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.Device, _abc.Awaitable[_device_pb2.Device]]:
         """Later work: no new runs on a device, or again some. UNIMPLEMENTED."""
+
+    @_abc_1.abstractmethod
+    def Forget(
+        self,
+        request: _device_pb2.ForgetDeviceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_device_pb2.ForgetDeviceResponse, _abc.Awaitable[_device_pb2.ForgetDeviceResponse]]:
+        """Removes an offline device from the farm's memory; its reports stay. It is known again when an agent announces it.
+
+        Errors:
+          NOT_FOUND            DEVICE_NOT_FOUND
+          FAILED_PRECONDITION  DEVICE_CONNECTED: stop its agent first.
+        """
+
+    @_abc_1.abstractmethod
+    def Restrict(
+        self,
+        request: _device_pb2.RestrictDeviceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_device_pb2.Device, _abc.Awaitable[_device_pb2.Device]]:
+        """Restricts a device to the jobs and sessions of some projects; to all projects where none is named.
+
+        Errors:
+          NOT_FOUND            DEVICE_NOT_FOUND, PROJECT_NOT_FOUND
+        """
 
 def add_DeviceServiceServicer_to_server(servicer: DeviceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -49,6 +49,7 @@ class ServerInfo(_message.Message):
     LIVE_JOBS_FIELD_NUMBER: _builtins.int
     STARTING_FIELD_NUMBER: _builtins.int
     BUNDLE_ERROR_FIELD_NUMBER: _builtins.int
+    JAIL_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     workers_ready: _builtins.bool
     devices_online: _builtins.int
@@ -66,6 +67,10 @@ class ServerInfo(_message.Message):
     def bundle_error(self) -> _common_pb2.Error:
         """Why there is no runner bundle for the server's own architecture, when that failed."""
 
+    @_builtins.property
+    def jail(self) -> _containers.RepeatedCompositeFieldContainer[Global___JailMeasure]:
+        """What keeps a compile child apart from the server's host. Admins only; empty for other callers."""
+
     def __init__(
         self,
         *,
@@ -78,14 +83,44 @@ class ServerInfo(_message.Message):
         live_jobs: _builtins.int = ...,
         starting: _builtins.str = ...,
         bundle_error: _common_pb2.Error | None = ...,
+        jail: _abc.Iterable[Global___JailMeasure] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bundle_error", b"bundle_error", "principal", b"principal", "toolchain", b"toolchain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bundle_error", b"bundle_error", "devices_known", b"devices_known", "devices_online", b"devices_online", "live_jobs", b"live_jobs", "principal", b"principal", "starting", b"starting", "toolchain", b"toolchain", "version", b"version", "workers_ready", b"workers_ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bundle_error", b"bundle_error", "devices_known", b"devices_known", "devices_online", b"devices_online", "jail", b"jail", "live_jobs", b"live_jobs", "principal", b"principal", "starting", b"starting", "toolchain", b"toolchain", "version", b"version", "workers_ready", b"workers_ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ServerInfo: _TypeAlias = ServerInfo  # noqa: Y015
+
+@_typing.final
+class JailMeasure(_message.Message):
+    """One measure of the compile children's jail."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ACTIVE_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"network", "user", "mounts", "processes", "memory", "seccomp", ..."""
+    active: _builtins.bool
+    detail: _builtins.str
+    """How it is done ("cgroup v1"), or why the host does not allow it and what to do."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        active: _builtins.bool = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "detail", b"detail", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JailMeasure: _TypeAlias = JailMeasure  # noqa: Y015
 
 @_typing.final
 class ListBundlesRequest(_message.Message):

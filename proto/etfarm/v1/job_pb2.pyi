@@ -678,11 +678,14 @@ class Job(_message.Message):
     CELLS_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
+    PROJECT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     owner: _builtins.str
     state: Global___JobState.ValueType
     server_version: _builtins.str
+    project: _builtins.str
+    """The project that it belongs to."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -713,10 +716,11 @@ class Job(_message.Message):
         cells: _abc.Iterable[Global___Cell] | None = ...,
         server_version: _builtins.str = ...,
         tags: _abc.Iterable[_builtins.str] | None = ...,
+        project: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finished_at", b"finished_at", "spec", b"spec", "submitted_at", b"submitted_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cells", b"cells", "finished_at", b"finished_at", "id", b"id", "labels", b"labels", "name", b"name", "owner", b"owner", "server_version", b"server_version", "spec", b"spec", "state", b"state", "submitted_at", b"submitted_at", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cells", b"cells", "finished_at", b"finished_at", "id", b"id", "labels", b"labels", "name", b"name", "owner", b"owner", "project", b"project", "server_version", b"server_version", "spec", b"spec", "state", b"state", "submitted_at", b"submitted_at", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,14 +41,17 @@ from etfarm.server.reports.analyst import Analyst
 from etfarm.server.reports.findings import Findings
 from etfarm.server.rpc.agents import AgentService
 from etfarm.server.rpc.artifacts import ArtifactService
+from etfarm.server.rpc.audit import AuditService
 from etfarm.server.rpc.auth import Tokens
 from etfarm.server.rpc.compile import CompileService
 from etfarm.server.rpc.devices import DeviceService
 from etfarm.server.rpc.edge import Edge
 from etfarm.server.rpc.farm import FarmService
 from etfarm.server.rpc.jobs import JobService
+from etfarm.server.rpc.projects import ProjectService
 from etfarm.server.rpc.reports import ReportService
 from etfarm.server.rpc.sessions import SessionService
+from etfarm.server.rpc.tokens import TokenService
 from etfarm.server.state.engine import Database
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
@@ -58,6 +61,8 @@ from etfarm.v1 import (
     agent_pb2_grpc,
     artifact_pb2,
     artifact_pb2_grpc,
+    audit_pb2,
+    audit_pb2_grpc,
     compile_pb2,
     compile_pb2_grpc,
     device_pb2,
@@ -66,10 +71,14 @@ from etfarm.v1 import (
     farm_pb2_grpc,
     job_pb2,
     job_pb2_grpc,
+    project_pb2,
+    project_pb2_grpc,
     report_pb2,
     report_pb2_grpc,
     session_pb2,
     session_pb2_grpc,
+    token_pb2,
+    token_pb2_grpc,
 )  # fmt: skip
 from etfarm.wire.channel import SERVER_OPTIONS
 from etfarm.wire.errors import UserError
@@ -84,7 +93,19 @@ _GRACE_S = 1.0
 
 SERVICES = tuple(
     service.full_name
-    for module in (artifact_pb2, compile_pb2, job_pb2, device_pb2, session_pb2, agent_pb2, report_pb2, farm_pb2)
+    for module in (
+        artifact_pb2,
+        compile_pb2,
+        job_pb2,
+        device_pb2,
+        session_pb2,
+        agent_pb2,
+        report_pb2,
+        farm_pb2,
+        token_pb2,
+        project_pb2,
+        audit_pb2,
+    )
     for service in module.DESCRIPTOR.services_by_name.values()
 )
 """The contract's services by full name."""
@@ -166,6 +187,9 @@ async def running(config: Config) -> AsyncIterator[str]:
         report_pb2_grpc.add_ReportServiceServicer_to_server(reports, server)
         farm = FarmService(registry, bundles, version=own_version, workers_ready=ready.is_set, live=lambda: conductor.live)
         farm_pb2_grpc.add_FarmServiceServicer_to_server(farm, server)
+        token_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(), server)
+        project_pb2_grpc.add_ProjectServiceServicer_to_server(ProjectService(), server)
+        audit_pb2_grpc.add_AuditServiceServicer_to_server(AuditService(), server)
         healthy = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
         reflection.enable_server_reflection([*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)

@@ -9,6 +9,7 @@ from datetime import datetime
 from sqlalchemy import Connection, delete, select
 from sqlalchemy.dialects.sqlite import insert
 
+from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.wire.errors import Kind, UserError
@@ -61,8 +62,14 @@ class Tags:
 
         def write(connection: Connection) -> str:
             known = _row(connection, tag, caller, is_admin)
-            row = {"name": tag, "owner": known[1] if known else caller, "job_id": job_id, "tagged_at": self._now()}
-            again = insert(schema.tags).values(row).on_conflict_do_update(index_elements=["name"], set_=row)
+            row = {
+                "project": DEFAULT_PROJECT,
+                "name": tag,
+                "owner": known[1] if known else caller,
+                "job_id": job_id,
+                "tagged_at": self._now(),
+            }
+            again = insert(schema.tags).values(row).on_conflict_do_update(index_elements=["project", "name"], set_=row)
             connection.execute(again)
             return known[0] if known else ""
 

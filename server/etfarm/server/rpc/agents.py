@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import structlog
 
@@ -12,6 +13,7 @@ from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
 from etfarm.server.jobs.sessions import Sessions
 from etfarm.server.rpc.auth import caller
+from etfarm.server.rpc.edge import later
 from etfarm.v1 import agent_pb2, agent_pb2_grpc
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.names import PROTOCOL_VERSION
@@ -34,6 +36,10 @@ class ProtocolUnsupported(UserError):
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
     """See agent.proto."""
+
+    Enroll: Any = later("AgentService.Enroll")
+    ListAgents: Any = later("AgentService.ListAgents")
+    BindAgent: Any = later("AgentService.BindAgent")
 
     def __init__(self, registry: Registry, runs: Runs, sessions: Sessions, *, version: str, clock: Callable[[], float]) -> None:
         self._registry = registry

@@ -19,6 +19,7 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
     List: Any = later("ArtifactService.List")
     Delete: Any = later("ArtifactService.Delete")
     Collect: Any = later("ArtifactService.Collect")
+    Verify: Any = later("ArtifactService.Verify")
 
     def __init__(self, store: Store) -> None:
         self._store = store

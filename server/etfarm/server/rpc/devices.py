@@ -19,6 +19,8 @@ class DeviceService(device_pb2_grpc.DeviceServiceServicer):
     Release: Any = later("DeviceService.Release")
     Label: Any = later("DeviceService.Label")
     Drain: Any = later("DeviceService.Drain")
+    Forget: Any = later("DeviceService.Forget")
+    Restrict: Any = later("DeviceService.Restrict")
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry

@@ -16,7 +16,7 @@ from etfarm.wire.errors import FarmError, Kind
 
 T = TypeVar("T")
 
-HEAD = "0005"
+HEAD = "0006"
 """The newest migration; `Database.open` brings an older database up to it."""
 
 

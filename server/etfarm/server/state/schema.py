@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import (
+    Boolean,
     Column,
     DateTime,
     Dialect,
@@ -49,7 +50,11 @@ jobs = Table(
     Column("submitted_at", UtcDateTime, nullable=False),
     Column("finished_at", UtcDateTime),
     Column("last_sequence", Integer, nullable=False),
+    Column("project", String, nullable=False, server_default="default"),
+    # Starts of a server that found the job live after a server that did not end cleanly.
+    Column("takeups", Integer, nullable=False, server_default="0"),
     UniqueConstraint("owner", "request_id"),
+    Index("jobs_of_a_project", "project", "number"),
 )  # fmt: skip
 
 cells = Table(
@@ -153,6 +158,7 @@ reports = Table(
 
 tags = Table(
     "tags", metadata,
+    Column("project", String, primary_key=True),
     Column("name", String, primary_key=True),
     Column("owner", String, nullable=False),
     Column("job_id", String, ForeignKey("jobs.id"), nullable=False, index=True),
@@ -164,4 +170,83 @@ analyses = Table(
     Column("key", String, primary_key=True),
     Column("body", LargeBinary, nullable=False),
     Column("made_at", UtcDateTime, nullable=False),
+)  # fmt: skip
+
+projects = Table(
+    "projects", metadata,
+    Column("name", String, primary_key=True),
+    Column("created_at", UtcDateTime, nullable=False),
+    Column("created_by", String, nullable=False),
+    # Null: the server's default.
+    Column("storage_limit_bytes", Integer),
+)  # fmt: skip
+
+members = Table(
+    "members", metadata,
+    Column("project", String, ForeignKey("projects.name"), primary_key=True),
+    Column("principal", String, primary_key=True, index=True),
+    Column("added_at", UtcDateTime, nullable=False),
+)  # fmt: skip
+
+tokens = Table(
+    "tokens", metadata,
+    Column("id", String, primary_key=True),
+    Column("principal", String, nullable=False, index=True),
+    # "admin", "user", "agent" or "viewer".
+    Column("role", String, nullable=False),
+    # The sha256 of a secret with 256 random bits: no slow hash is needed against guessing.
+    Column("secret_hash", LargeBinary, nullable=False, unique=True),
+    Column("enrolment", Boolean, nullable=False),
+    # The only agent identity that it may use.
+    Column("agent_id", String),
+    Column("created_at", UtcDateTime, nullable=False),
+    Column("created_by", String, nullable=False),
+    Column("expires_at", UtcDateTime),
+    Column("revoked_at", UtcDateTime),
+    Column("last_used_at", UtcDateTime),
+)  # fmt: skip
+
+agents = Table(
+    "agents", metadata,
+    Column("id", String, primary_key=True),
+    # Whose token may use the identity.
+    Column("principal", String, nullable=False),
+    Column("bound_at", UtcDateTime, nullable=False),
+    Column("bound_by", String, nullable=False),
+)  # fmt: skip
+
+device_projects = Table(
+    "device_projects", metadata,
+    Column("device_id", String, primary_key=True),
+    Column("project", String, ForeignKey("projects.name"), primary_key=True),
+)  # fmt: skip
+
+# Append-only: triggers refuse updates and deletions.
+audit = Table(
+    "audit", metadata,
+    Column("number", Integer, primary_key=True),
+    Column("at", UtcDateTime, nullable=False),
+    Column("principal", String, nullable=False, index=True),
+    Column("role", String, nullable=False),
+    Column("peer", String, nullable=False),
+    Column("action", String, nullable=False, index=True),
+    Column("subject", String, nullable=False),
+    Column("outcome", String, nullable=False),
+    Column("detail", String, nullable=False),
+)  # fmt: skip
+
+# Who may read a stored artifact: a project by its name, an agent's principal as "agent:NAME", the server itself as "farm".
+holdings = Table(
+    "holdings", metadata,
+    Column("holder", String, primary_key=True),
+    Column("digest", String, primary_key=True, index=True),
+    Column("owner", String, nullable=False),
+    Column("held_at", UtcDateTime, nullable=False),
+)  # fmt: skip
+
+# The compilations that a project asked for; the cache itself is shared.
+project_compilations = Table(
+    "project_compilations", metadata,
+    Column("project", String, primary_key=True),
+    Column("key", String, primary_key=True),
 )  # fmt: skip

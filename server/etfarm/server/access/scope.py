@@ -1,0 +1,39 @@
+"""Scopes: the projects whose jobs, artifacts, tags and reports a caller sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from sqlalchemy import ColumnElement, true
+
+DEFAULT_PROJECT: Final = "default"
+"""The project of principals that are members of no other, and of everything that was stored before projects existed."""
+
+FARM_HOLDER: Final = "farm"
+"""The holder of the server's own artifacts, such as the runner bundles that it builds."""
+
+
+def agent_holder(principal: str) -> str:
+    """Return the holder of the artifacts that an agent's principal uploads; no project's name contains a colon."""
+    return f"agent:{principal}"
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The projects that a caller sees."""
+
+    projects: frozenset[str] | None
+    """Names of projects; None for every project."""
+
+    def allows(self, project: str) -> bool:
+        """Return whether the caller sees what belongs to `project`."""
+        return self.projects is None or project in self.projects
+
+    def clause(self, column: ColumnElement[str]) -> ColumnElement[bool]:
+        """Return the SQL condition that `column`, a project's name, is in the scope."""
+        return true() if self.projects is None else column.in_(sorted(self.projects))
+
+
+EVERYTHING: Final = Scope(None)
+"""An admin's scope, and the server's own."""
