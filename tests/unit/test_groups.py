@@ -164,7 +164,7 @@ async def test_what_a_result_refers_to_stays_when_a_session_that_named_it_ends(f
         yield Chunk(data=b"a")
 
     store, samples = farm.conductor._execution._store, artifact_of(b"a")
-    await store.receive(samples, sent(), "agent")
+    await store.receive(samples, sent(), "agent:pi", "pi")
     agent = await farm.agent()
     job = await submit(farm, "a")
     answer(agent, await agent.started())

@@ -58,7 +58,7 @@ async def chunked(data: bytes, cuts: Sequence[int], offset: int = 0) -> AsyncIte
 async def send(
     store: Store, data: bytes = DATA, *, cuts: Sequence[int] = (), offset: int = 0, artifact: Artifact | None = None
 ) -> UploadStatus:
-    return await store.receive(artifact or artifact_of(DATA), chunked(data, cuts, offset), "ann")
+    return await store.receive(artifact or artifact_of(DATA), chunked(data, cuts, offset), "vision", "ann")
 
 
 async def read(store: Store, digest: str, offset: int = 0) -> bytes:
@@ -71,12 +71,12 @@ def status(committed: int, *, complete: bool) -> UploadStatus:
 
 async def test_an_upload_is_stored_whole_read_only_and_recorded(store: Store, database: Database) -> None:
     digest = artifact_of(DATA).digest
-    assert store.missing([digest]) == [digest]
-    assert store.upload_status(digest) == status(0, complete=False)
+    assert await store.missing([digest], "vision") == [digest]
+    assert await store.upload_status(digest, "vision") == status(0, complete=False)
     assert await send(store, cuts=[10, 5000]) == status(len(DATA), complete=True)
     assert store.path(digest).read_bytes() == await read(store, digest) == DATA
     assert store.path(digest).stat().st_mode & 0o777 == 0o444
-    assert store.missing([digest]) == []
+    assert await store.missing([digest], "vision") == []
     table = schema.artifacts
     rows = await database.read(lambda c: c.execute(select(table.c.digest, table.c.size_bytes, table.c.owner)).all())
     assert [tuple(row) for row in rows] == [(digest, len(DATA), "ann")]
@@ -86,7 +86,7 @@ async def test_an_upload_is_stored_whole_read_only_and_recorded(store: Store, da
 async def test_a_broken_upload_goes_on_from_what_is_committed(store: Store, tmp_path: Path, database: Database, cut: int) -> None:
     assert await send(store, DATA[:cut]) == status(cut, complete=False)
     again = Store(tmp_path / "artifacts", database)  # as after a restart
-    assert again.upload_status(artifact_of(DATA).digest) == status(cut, complete=False)
+    assert await again.upload_status(artifact_of(DATA).digest, "vision") == status(cut, complete=False)
     assert await send(again, DATA[cut:], offset=cut) == status(len(DATA), complete=True)
     assert await read(again, artifact_of(DATA).digest) == DATA
 
@@ -97,8 +97,8 @@ async def test_a_stream_that_breaks_keeps_what_came(store: Store) -> None:
         raise ConnectionResetError
 
     with pytest.raises(ConnectionResetError):
-        await store.receive(artifact_of(DATA), breaking(), "ann")
-    assert store.upload_status(artifact_of(DATA).digest) == status(100, complete=False)
+        await store.receive(artifact_of(DATA), breaking(), "vision", "ann")
+    assert await store.upload_status(artifact_of(DATA).digest, "vision") == status(100, complete=False)
     assert (await send(store, DATA[100:], offset=100)).complete
 
 
@@ -109,7 +109,7 @@ async def test_a_chunk_out_of_place_is_refused_and_what_is_committed_stays(store
         await send(store, DATA[100:], offset=offset)
     assert refused.value.kind is Kind.OUT_OF_RANGE
     assert refused.value.metadata["committed_bytes"] == "100"
-    assert store.upload_status(artifact_of(DATA).digest) == status(100, complete=False)
+    assert await store.upload_status(artifact_of(DATA).digest, "vision") == status(100, complete=False)
     assert (await send(store, DATA[100:], offset=100)).complete
 
 
@@ -117,7 +117,7 @@ async def test_other_bytes_of_the_same_size_are_discarded(store: Store) -> None:
     with pytest.raises(DigestMismatch, match=f"All {len(DATA)} bytes came") as refused:
         await send(store, DATA[::-1])
     assert refused.value.kind is Kind.DATA_LOSS
-    assert store.upload_status(artifact_of(DATA).digest) == status(0, complete=False)
+    assert await store.upload_status(artifact_of(DATA).digest, "vision") == status(0, complete=False)
     assert not store.has(artifact_of(DATA).digest)
     assert (await send(store)).complete
 
@@ -162,7 +162,7 @@ class Gate(NamedTuple):
 
 async def test_two_streams_of_one_upload_do_not_mix(store: Store) -> None:
     gate = Gate(asyncio.Event(), asyncio.Event())
-    first = asyncio.create_task(store.receive(artifact_of(DATA), gate.chunks(), "ann"))
+    first = asyncio.create_task(store.receive(artifact_of(DATA), gate.chunks(), "vision", "ann"))
     async with asyncio.timeout(WAIT_S):
         await gate.reached.wait()
         with pytest.raises(UploadInProgress) as refused:
@@ -175,7 +175,7 @@ async def test_two_streams_of_one_upload_do_not_mix(store: Store) -> None:
 
 async def test_a_stream_that_is_cancelled_lets_the_next_go_on(store: Store) -> None:
     gate = Gate(asyncio.Event(), asyncio.Event())
-    first = asyncio.create_task(store.receive(artifact_of(DATA), gate.chunks(), "ann"))
+    first = asyncio.create_task(store.receive(artifact_of(DATA), gate.chunks(), "vision", "ann"))
     async with asyncio.timeout(WAIT_S):
         await gate.reached.wait()
     first.cancel()
@@ -208,7 +208,7 @@ async def test_a_chunk_that_is_being_written_is_finished_before_its_stream_ends(
         gate.set()
         with pytest.raises(asyncio.CancelledError):
             await sending
-    assert store.upload_status(artifact_of(DATA).digest) == status(100, complete=False)
+    assert await store.upload_status(artifact_of(DATA).digest, "vision") == status(100, complete=False)
 
 
 @contextmanager
@@ -223,10 +223,11 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 async def test_a_disk_that_takes_no_more_is_said_and_what_it_took_stays(store: Store) -> None:
+    await store.missing([artifact_of(DATA).digest], "vision")  # the database's files are there before the limit
     with largest_file(1000), pytest.raises(DiskFull, match="The store cannot write") as refused:
         await send(store, cuts=[500, 900])
     assert (refused.value.kind, refused.value.fault) == (Kind.RESOURCE_EXHAUSTED, Fault.FARM)
-    assert store.upload_status(artifact_of(DATA).digest) == status(1000, complete=False)
+    assert await store.upload_status(artifact_of(DATA).digest, "vision") == status(1000, complete=False)
     assert (await send(store, DATA[1000:], offset=1000)).complete
     assert await read(store, artifact_of(DATA).digest) == DATA
 
@@ -238,15 +239,19 @@ async def test_an_upload_that_cannot_fit_is_refused_before_its_bytes(store: Stor
         await send(store, artifact=huge)
     assert int(refused.value.metadata["needed_bytes"]) == huge.size_bytes
     assert int(refused.value.metadata["free_bytes"]) < huge.size_bytes
-    assert store.upload_status(huge.digest) == status(0, complete=False)
+    assert await store.upload_status(huge.digest, "vision") == status(0, complete=False)
 
 
 @pytest.mark.parametrize("digest", ["", "abc", "A" * 64, "../../../etc/passwd", "a" * 63 + "/"])
 async def test_what_is_no_digest_reaches_no_file(store: Store, digest: str) -> None:
-    for attempt in (store.path, store.has, store.upload_status):
+    for attempt in (store.path, store.has):
         with pytest.raises(EtfarmError) as refused:
             attempt(digest)
         assert refused.value.reason == "DIGEST_MALFORMED"
+    for asked in (store.upload_status(digest, "vision"), store.missing([digest], "vision"), store.is_held(digest, ["vision"])):
+        with pytest.raises(BadUpload) as malformed:
+            await asked
+        assert malformed.value.reason == "DIGEST_MALFORMED"
     with pytest.raises(BadUpload):
         await send(store, artifact=Artifact(digest=digest, size_bytes=len(DATA)))
     with pytest.raises(BadUpload):
@@ -282,7 +287,7 @@ async def test_an_offset_past_the_end_is_refused(store: Store, offset: int) -> N
 
 
 async def test_putting_and_adopting_the_same_bytes_twice_is_one_artifact(store: Store, tmp_path: Path) -> None:
-    one = await store.put(DATA, "ann")
+    one = await store.put(DATA, "ann", holder="vision")
     (tmp_path / "file").write_bytes(DATA)
     two = await store.adopt(tmp_path / "file", "bob")
     assert one == two == artifact_of(DATA)
@@ -311,14 +316,59 @@ async def test_what_somebody_else_may_refer_to_is_not_discarded(
         case "has":
             assert store.has(wanted)
         case "missing":
-            assert store.missing([wanted]) == []
+            assert await store.missing([wanted], "vision") == []
         case "upload_status":
-            assert store.upload_status(wanted).complete
+            assert (await store.upload_status(wanted, "vision")).complete
         case "upload":
             await send(store)
         case "adopt":
-            await store.put(DATA, "ann")
+            await store.put(DATA, "ann", holder="vision")
         case "restart":
             store = Store(tmp_path / "artifacts", database)
     await store.discard([wanted])
     assert await read(store, wanted) == DATA
+
+
+async def test_who_knows_a_digest_does_not_therefore_hold_it(store: Store) -> None:
+    digest = artifact_of(DATA).digest
+    await send(store)
+    assert await store.missing([digest], "audio") == [digest]
+    assert not await store.is_held(digest, ["audio", "farm"])
+    assert await store.upload_status(digest, "audio") == status(0, complete=False)
+    assert await store.receive(artifact_of(DATA), chunked(b"", []), "audio", "bob") == status(0, complete=False)
+    assert await store.missing([digest], "audio") == [digest]
+
+
+async def test_who_sends_all_bytes_of_what_another_holds_holds_it_too(store: Store, database: Database) -> None:
+    digest = artifact_of(DATA).digest
+    await send(store)
+    assert (await store.receive(artifact_of(DATA), chunked(DATA, [100]), "audio", "bob")).complete
+    assert await store.is_held(digest, ["audio"]) and await store.is_held(digest, ["vision"])
+    table = schema.holdings
+    rows = await database.read(lambda c: c.execute(select(table.c.holder, table.c.digest, table.c.owner)).all())
+    assert sorted(map(tuple, rows)) == [("audio", digest, "bob"), ("vision", digest, "ann")]
+
+
+async def test_the_wrong_bytes_of_what_another_holds_leave_it_as_it_is(store: Store) -> None:
+    await send(store)
+    with pytest.raises(DigestMismatch):
+        await store.receive(artifact_of(DATA), chunked(DATA[::-1], []), "audio", "bob")
+    assert await read(store, artifact_of(DATA).digest) == DATA
+    assert not await store.is_held(artifact_of(DATA).digest, ["audio"])
+
+
+async def test_the_server_gives_holders_what_is_stored(store: Store) -> None:
+    artifact = await store.put(DATA, "ann", holder="vision")
+    await store.hold("audio", [artifact.digest, "a" * 64], "bob")
+    assert await store.missing([artifact.digest, "a" * 64], "audio") == ["a" * 64]
+    assert not await store.is_held("a" * 64, ["audio"])
+
+
+async def test_what_a_holder_has_for_now_can_still_be_discarded(store: Store, database: Database) -> None:
+    artifact = artifact_of(DATA)
+    await send(store)
+    await store.hold("audio", [artifact.digest], "bob", for_now=True)
+    assert await store.is_held(artifact.digest, ["audio"])
+    await store.discard([artifact.digest])
+    assert not await store.is_held(artifact.digest, ["audio"])
+    assert await database.read(lambda connection: connection.execute(select(schema.holdings)).all()) == []

@@ -6,13 +6,15 @@ import asyncio
 import hashlib
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sqlalchemy import Connection, delete
+from sqlalchemy import Connection
 from sqlalchemy.dialects.sqlite import insert
 
+from etfarm.server.access.scope import DEFAULT_PROJECT
+from etfarm.server.artifacts.holdings import Holdings, delete_artifacts, insert_holdings
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1 import artifact_pb2, common_pb2
@@ -76,7 +78,11 @@ class DiskFull(FarmError):
 
 
 class Store:
-    """Artifacts under `folder`: `blobs/ab/abcdef...` whole ones, `uploads/` those that are on their way."""
+    """Artifacts under `folder`: `blobs/ab/abcdef...` whole ones, `uploads/` those that are on their way.
+
+    The bytes are stored once; a holder (a project's name, `agent_holder(...)` or FARM_HOLDER) reads only what it holds. A holding
+    comes with an upload of all bytes, which proves that the uploader has them, or from the server itself.
+    """
 
     def __init__(self, folder: Path, database: Database) -> None:
         self._blobs = folder / "blobs"
@@ -84,7 +90,9 @@ class Store:
         for path in (self._blobs, self._uploads):
             path.mkdir(parents=True, exist_ok=True)
         self._database = database
-        self._writing: set[str] = set()
+        self._holdings = Holdings(database)
+        self._writing: set[tuple[str, str]] = set()
+        """(holder, digest) of the uploads under way."""
         self._adopting: set[str] = set()
         self._untold: set[str] = set()
         """Uploads that nobody but their uploader was told of since they came: nothing else can refer to them."""
@@ -111,32 +119,53 @@ class Store:
         """Whether the artifact is stored whole, for who will not refer to it later."""
         return self.place(digest).exists()
 
-    def missing(self, wanted: Iterable[str]) -> list[str]:
-        """Those of `wanted` that are not stored whole."""
+    def absent(self, wanted: Iterable[str]) -> list[str]:
+        """Return those of `wanted` that are not stored whole, whoever holds them; never an answer to a client."""
         return [digest for digest in wanted if not self.has(digest)]
 
-    def upload_status(self, digest: str) -> artifact_pb2.UploadStatus:
-        """How far an upload came."""
-        self.has(digest)
-        return self._status(digest)
+    async def missing(self, wanted: Iterable[str], holder: str) -> list[str]:
+        """Return those of `wanted` that `holder` does not hold, or whose bytes are not stored whole."""
+        digests = list(wanted)
+        for digest in digests:
+            self.place(digest)
+        held = await self._holdings.held(digests, [holder])
+        return [digest for digest in digests if digest not in held or not self.has(digest)]
 
-    def _status(self, digest: str) -> artifact_pb2.UploadStatus:
-        place, part = self.place(digest), self._part(digest)
-        if place.exists():
-            return artifact_pb2.UploadStatus(digest=digest, committed_bytes=place.stat().st_size, complete=True)
+    async def is_held(self, digest: str, holders: Collection[str]) -> bool:
+        """Return whether one of `holders` holds the artifact and its bytes are stored whole."""
+        return self.has_for_now(digest) and bool(await self._holdings.held([digest], holders))
+
+    async def hold(self, holder: str, digests: Iterable[str], owner: str, *, for_now: bool = False) -> None:
+        """Give `holder` stored artifacts, by the server's own decision: a cache hit, a result. Others are left out.
+
+        Args:
+            for_now: `discard` may still delete them.
+        """
+        is_stored = self.has_for_now if for_now else self.has
+        await self._holdings.add(holder, [digest for digest in digests if is_stored(digest)], owner)
+
+    async def upload_status(self, digest: str, holder: str) -> artifact_pb2.UploadStatus:
+        """Return how far an upload of the holder's came; complete where it holds the artifact."""
+        return self._status(digest, holder, is_held=not await self.missing([digest], holder))
+
+    def _status(self, digest: str, holder: str, *, is_held: bool) -> artifact_pb2.UploadStatus:
+        if is_held:
+            return artifact_pb2.UploadStatus(digest=digest, committed_bytes=self.place(digest).stat().st_size, complete=True)
+        part = self._part(digest, holder)
         return artifact_pb2.UploadStatus(digest=digest, committed_bytes=part.stat().st_size if part.exists() else 0)
 
-    async def put(self, data: bytes, owner: str) -> common_pb2.Artifact:
-        """Stores a small artifact."""
+    async def put(self, data: bytes, owner: str, *, holder: str = DEFAULT_PROJECT) -> common_pb2.Artifact:
+        """Store a small artifact for a holder."""
         path = self._uploads / f"put-{os.urandom(8).hex()}"
         try:
             await asyncio.to_thread(path.write_bytes, data)
-            return await self.adopt(path, owner)
+            return await self.adopt(path, owner, holder=holder)
         finally:
             path.unlink(missing_ok=True)
 
-    async def adopt(self, path: Path, owner: str) -> common_pb2.Artifact:
-        """Moves a file of this server's own into the store; in place of one of the same digest, which heals a damaged one.
+    async def adopt(self, path: Path, owner: str, *, holder: str = DEFAULT_PROJECT) -> common_pb2.Artifact:
+        """Move a file of this server's own into the store for a holder; in place of one of the same digest, which heals a damaged
+        one.
 
         Raises:
             DiskFull: the store cannot write.
@@ -151,52 +180,59 @@ class Store:
         finally:
             self._adopting.discard(digest)
             self._untold.discard(digest)
-        await self._record(artifact, owner)
+        await self._record(artifact, holder, owner)
         return artifact
 
     async def receive(
-        self, artifact: common_pb2.Artifact, chunks: AsyncIterator[artifact_pb2.Chunk], owner: str
+        self, artifact: common_pb2.Artifact, chunks: AsyncIterator[artifact_pb2.Chunk], holder: str, owner: str
     ) -> artifact_pb2.UploadStatus:
-        """Takes one upload from its committed size on.
+        """Take one upload from its committed size on; the holder holds the artifact once its bytes are whole. Bytes that only
+        other holders have must come as well: knowing a digest does not prove possession of what it names.
 
         Raises:
             UploadInProgress, ChunkOutOfPlace, BadUpload, DigestMismatch, DiskFull: as ArtifactService.Upload says.
         """
         digest = artifact.digest
-        if not self.has(digest):
-            if digest in self._writing:
+        upload = (holder, digest)
+        if await self.missing([digest], holder):
+            if upload in self._writing:
                 raise UploadInProgress(f"Another stream is uploading {digest[:12]}.", "Wait for it, or try again.", digest=digest)
-            self._writing.add(digest)
-            # Before it has its name: from then on somebody may ask for it.
-            self._untold.add(digest)
+            self._writing.add(upload)
+            # Before it has its name: from then on somebody may ask for it. What is stored already may be in use elsewhere.
+            if self.has_for_now(digest):
+                self._untold.discard(digest)
+            else:
+                self._untold.add(digest)
             try:
-                await self._write(artifact, chunks)
+                await self._write(artifact, chunks, holder)
+                if self._part(digest, holder).exists():
+                    return self._status(digest, holder, is_held=False)
+                await self._record(artifact, holder, owner)
             finally:
-                self._writing.discard(digest)
+                self._writing.discard(upload)
                 if not self.has_for_now(digest):
                     self._untold.discard(digest)
-        await self._record(artifact, owner)
-        return self._status(digest)
+        return self._status(digest, holder, is_held=True)
 
     async def discard(self, wanted: Iterable[str]) -> None:
-        """Deletes those of `wanted` that were uploaded since this server started and that nobody else was told of since; the
-        others, which something may refer to, stay."""
+        """Delete those of `wanted`, with all holdings, that were uploaded since this server started and that nothing else refers
+        to; the others, which something may refer to, stay."""
         gone = []
-        for digest in self._untold.intersection(wanted) - self._writing - self._adopting:
+        writing = {digest for _, digest in self._writing}
+        for digest in self._untold.intersection(wanted) - writing - self._adopting:
             self._untold.discard(digest)
             self.place(digest).unlink(missing_ok=True)
             gone.append(digest)
 
         def forget(connection: Connection) -> None:
             # One that came again meanwhile is recorded after this.
-            absent = [digest for digest in gone if not self.place(digest).exists()]
-            connection.execute(delete(schema.artifacts).where(schema.artifacts.c.digest.in_(absent)))
+            delete_artifacts(connection, [digest for digest in gone if not self.place(digest).exists()])
 
         if gone:
             await self._database.write(forget)
 
-    async def _write(self, artifact: common_pb2.Artifact, chunks: AsyncIterator[artifact_pb2.Chunk]) -> None:
-        part = self._part(artifact.digest)
+    async def _write(self, artifact: common_pb2.Artifact, chunks: AsyncIterator[artifact_pb2.Chunk], holder: str) -> None:
+        part = self._part(artifact.digest, holder)
         have = part.stat().st_size if part.exists() else 0
         self._check_room(artifact.size_bytes - have)
         hasher = await asyncio.to_thread(_hash_of, part) if have else hashlib.sha256()
@@ -226,6 +262,9 @@ class Store:
                 f"All {have} bytes came and their sha256 is {hasher.hexdigest()[:12]}, not {artifact.digest[:12]}.",
                 "Send it again from 0.", digest=artifact.digest,
             )  # fmt: skip
+        if self.has_for_now(artifact.digest):
+            # Another holder's upload was faster.
+            self._untold.discard(artifact.digest)
         await asyncio.to_thread(self._settle, part, artifact.digest)
 
     async def chunks(self, digest: str, offset: int) -> AsyncIterator[artifact_pb2.Chunk]:
@@ -251,8 +290,9 @@ class Store:
             raise _reasoned(BadUpload(f"{digest!r} is no sha256 in lower-case hex."), "DIGEST_MALFORMED")
         return self._blobs / digest[:2] / digest
 
-    def _part(self, digest: str) -> Path:
-        return self._uploads / f"{digest}.part"
+    def _part(self, digest: str, holder: str) -> Path:
+        # A holder's name is no file name.
+        return self._uploads / f"{hashlib.sha256(holder.encode()).hexdigest()[:16]}-{digest}.part"
 
     def _settle(self, path: Path, digest: str) -> None:
         place = self.place(digest)
@@ -271,10 +311,11 @@ class Store:
                 "Free disk on the server; nothing of yours was deleted.", needed_bytes=needed, free_bytes=free,
             )  # fmt: skip
 
-    async def _record(self, artifact: common_pb2.Artifact, owner: str) -> None:
+    async def _record(self, artifact: common_pb2.Artifact, holder: str, owner: str) -> None:
         def record(connection: Connection) -> None:
             row = {"digest": artifact.digest, "size_bytes": artifact.size_bytes, "owner": owner, "stored_at": datetime.now(UTC)}
             connection.execute(insert(schema.artifacts).values(row).on_conflict_do_nothing())
+            insert_holdings(connection, holder, [artifact.digest], owner)
 
         await self._database.write(record)
 

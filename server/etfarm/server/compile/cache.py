@@ -97,7 +97,7 @@ class Cache:
         await self._write(schema.stage_results, made, "made_at")
 
     def _whole(self, found: Compilation | None) -> Compilation | None:
-        if found is None or self._store.missing(artifact.digest for artifact in artifacts_of(found)):
+        if found is None or self._store.absent(artifact.digest for artifact in artifacts_of(found)):
             return None
         return found
 

@@ -23,6 +23,7 @@ import structlog
 from sqlalchemy import Connection, select
 from sqlalchemy.dialects.sqlite import insert
 
+from etfarm.server.access.scope import FARM_HOLDER
 from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
@@ -153,6 +154,8 @@ class Bundles:
             connection.execute(insert(schema.bundles).values(row).on_conflict_do_update(index_elements=["digest"], set_=again))
 
         await self._database.write(write)
+        # Every device may be sent it.
+        await self._store.hold(FARM_HOLDER, [digest], "farm")
         self._use(bundle)
         return bundle
 
@@ -177,7 +180,7 @@ class Bundles:
         with tempfile.TemporaryDirectory(dir=self._builds) as folder:
             path = Path(folder) / "bundle.tar.gz"
             await _bundle_command(Path(folder), "-o", str(path))
-            artifact = await self._store.adopt(path, "farm")
+            artifact = await self._store.adopt(path, "farm", holder=FARM_HOLDER)
         bundle = await self.add(artifact.digest)
         megabytes = bundle.artifact.size_bytes / 1e6
         print(f"etfarm serve: the runner bundle for {bundle.arch} is ready ({megabytes:.1f} MB)", flush=True)

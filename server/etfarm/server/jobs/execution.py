@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.answers import facts_of
 from etfarm.server.compile.inputs import check_inputs
@@ -276,13 +277,9 @@ class Execution:
         if result.HasField("error"):
             raise from_proto(result.error)
         given = {candidate.cell_id: candidate for candidate in result.candidates}
-        for candidate in result.candidates:
-            # From now on reports refer to them: asking the store keeps them, whatever a session that names them too does.
-            numerics = candidate.numerics
-            given_files = (candidate.outputs, candidate.samples, candidate.etdump)
-            for artifact in (*given_files, numerics.etdump, numerics.debug, numerics.outputs):
-                if digest.is_digest(artifact.digest):
-                    self._store.has(artifact.digest)
+        # From now on reports refer to them: the project holds them, whatever a session that names them too does.
+        job = ways[0].job
+        await self._store.hold(job.project or DEFAULT_PROJECT, _files_of(result), job.owner)
         ids = [way.cell.id for way in ways]
         return {
             cell_id: given.get(cell_id) or ResultMissing(f"The agent's result has nothing of cell {cell_id}.", cell=cell_id)
@@ -323,6 +320,15 @@ class Execution:
         if not sharing:
             self._sharing.pop(attempt_id, None)
         return not sharing
+
+
+def _files_of(result: agent_pb2.RunResult) -> list[str]:
+    """Return the digests of the files that a result names."""
+    files: list[common_pb2.Artifact] = []
+    for candidate in result.candidates:
+        numerics = candidate.numerics
+        files += [candidate.outputs, candidate.samples, candidate.etdump, numerics.etdump, numerics.debug, numerics.outputs]
+    return [artifact.digest for artifact in files if digest.is_digest(artifact.digest)]
 
 
 def _facts(way: Way) -> compile_pb2.MethodFacts:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import structlog
 
+from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.flights import Listener
@@ -370,7 +371,9 @@ class Sessions:
                 kind = reply.WhichOneof("reply")
                 if kind == "answered":
                     said = checked(reply.answered.answer)
-                    session.tensors.update(stored(said.outputs, said.measured.samples))
+                    gave = list(stored(said.outputs, said.measured.samples))
+                    session.tensors.update(gave)
+                    await self._store.hold(DEFAULT_PROJECT, gave, session.owner, for_now=True)
                     answer = lease.answers.get(reply.answered.call_id)
                     if answer is not None and not answer.done():
                         answer.set_result(said)
