@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 
+from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.store import MAX_CHUNK_BYTES, Store
 from etfarm.server.rpc.artifacts import ArtifactService
 from etfarm.server.rpc.auth import Tokens
@@ -48,11 +50,11 @@ class Served:
         return await self.error(self.stub.Upload(said(requests)))
 
 
-@pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    database = Database(tmp_path / "farm.sqlite")
+@asynccontextmanager
+async def serving(folder: Path, limits: StoreLimits | None = None) -> AsyncIterator[Served]:
+    database = Database(folder / "farm.sqlite")
     await database.open()
-    store = Store(tmp_path / "artifacts", database)
+    store = Store(folder / "artifacts", database, limits)
     server = grpc.aio.server(interceptors=[Edge(Tokens())], options=SERVER_OPTIONS)
     artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(ArtifactService(store), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -60,7 +62,14 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     async with open_channel(Access(f"127.0.0.1:{port}")) as channel:
         yield Served(store, artifact_pb2_grpc.ArtifactServiceStub(channel))  # type: ignore[arg-type]
     await server.stop(None)
+    store.close()
     database.close()
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    async with serving(tmp_path) as made:
+        yield made
 
 
 async def said(requests: Sequence[UploadRequest]) -> AsyncIterator[UploadRequest]:
@@ -141,7 +150,15 @@ async def test_refusals_of_uploads_are_the_contracts(served: Served) -> None:
     assert (error.reason, error.kind) == ("TOO_MANY_BYTES", "INVALID_ARGUMENT")
     error = await served.upload_error(header(Artifact(digest="ABC", size_bytes=3)))
     assert (error.reason, error.kind) == ("DIGEST_MALFORMED", "INVALID_ARGUMENT")
-    error = await served.upload_error(header(Artifact(digest="a" * 64, size_bytes=1 << 60)))
+    error = await served.upload_error(header(Artifact(digest="a" * 64, size_bytes=(16 << 30) + 1)))
+    assert (error.reason, error.kind, error.metadata["limit_bytes"]) == ("LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED", str(16 << 30))
+    error = await served.upload_error(header(Artifact(digest="a" * 64, size_bytes=-1)))
+    assert (error.reason, error.kind) == ("BAD_UPLOAD", "INVALID_ARGUMENT")
+
+
+async def test_an_upload_that_does_not_fit_on_the_disk_is_refused(tmp_path: Path) -> None:
+    async with serving(tmp_path, StoreLimits(artifact_bytes=1 << 62)) as served:
+        error = await served.upload_error(header(Artifact(digest="a" * 64, size_bytes=1 << 60)))
     assert (error.reason, error.kind, error.fault) == ("DISK_FULL", "RESOURCE_EXHAUSTED", "FARM")
     assert {"free_bytes", "needed_bytes"} <= set(error.metadata)
 
@@ -220,14 +237,86 @@ async def test_a_part_that_is_too_long_is_of_something_else(served: Served, tmp_
     assert target.read_bytes() == DATA
 
 
-async def test_bytes_that_rotted_in_the_store_are_not_handed_on(served: Served, tmp_path: Path) -> None:
+def damage(path: Path) -> None:
+    """Flip the last bit of a stored file."""
+    data = path.read_bytes()
+    path.chmod(0o600)
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("size", [0, len(DATA) - 1])
+async def test_bytes_that_rotted_in_the_store_are_not_handed_on(served: Served, tmp_path: Path, size: int) -> None:
     await served.store.put(DATA, "ann")
-    stored = served.store.path(ARTIFACT.digest)
-    stored.chmod(0o600)
-    stored.write_bytes(DATA[:-1] + bytes([DATA[-1] ^ 1]))
-    with pytest.raises(CorruptDownload) as corrupt:
-        await chunks.download_bytes(served.stub, ARTIFACT)
-    assert corrupt.value.metadata["digest"] == ARTIFACT.digest
-    with pytest.raises(CorruptDownload):
-        await chunks.download(served.stub, ARTIFACT, tmp_path / "got")
-    assert not (tmp_path / "got").exists()
+    damage(served.store.path(ARTIFACT.digest))
+    error = await download_error(served, ARTIFACT.digest, size)
+    assert (error.reason, error.kind, error.fault) == ("ARTIFACT_DAMAGED", "FAILED_PRECONDITION", "FARM")
+    assert "upload" in error.remedy and error.metadata["digest"] == ARTIFACT.digest
+    assert [path.name.partition(".")[0] for path in (tmp_path / "artifacts" / "quarantine").iterdir()] == [ARTIFACT.digest]
+    # It stays the reason until the artifact is healed, and after a restart too.
+    assert (await download_error(served, ARTIFACT.digest, 0)).reason == "ARTIFACT_DAMAGED"
+    await chunks.upload(served.stub, ARTIFACT, DATA)
+    assert await chunks.download_bytes(served.stub, ARTIFACT) == DATA
+
+
+async def test_what_is_damaged_is_asked_for_again(served: Served) -> None:
+    await served.store.put(DATA, "ann")
+    damage(served.store.path(ARTIFACT.digest))
+    answer = await served.stub.FindMissing(artifact_pb2.FindMissingRequest(digests=[ARTIFACT.digest]))
+    assert list(answer.missing) == [ARTIFACT.digest]
+
+
+async def test_verify_reads_everything_again_and_names_what_is_damaged(served: Served) -> None:
+    artifacts = [await served.store.put(os.urandom(1000), "ann") for _ in range(5)]
+    damage(served.store.path(artifacts[3].digest))
+    told = [progress async for progress in served.stub.Verify(artifact_pb2.VerifyArtifactsRequest())]
+    assert (told[-1].done, told[-1].total, told[-1].done_bytes) == (5, 5, 5000)
+    assert [artifact for progress in told for artifact in progress.damaged] == [artifacts[3]]
+    again = [progress async for progress in served.stub.Verify(artifact_pb2.VerifyArtifactsRequest())]
+    assert (again[-1].total, list(again[-1].damaged)) == (4, [])
+
+
+async def test_the_list_is_paged_newest_first(served: Served) -> None:
+    artifacts = [await served.store.put(os.urandom(10), "ann", holder=f"p{number % 2}") for number in range(7)]
+    await served.store.put(b"of an agent", "pi", holder="agent:pi")
+    listed: list[artifact_pb2.StoredArtifact] = []
+    token, pages = "", 0
+    while True:
+        page = await served.stub.List(artifact_pb2.ListArtifactsRequest(page_size=3, page_token=token))
+        listed += page.artifacts
+        pages += 1
+        if not (token := page.next_page_token):
+            break
+    assert pages == 3
+    assert [row.artifact for row in listed] == artifacts[::-1]
+    assert {row.project for row in listed} == {"p0", "p1"} and {row.owner for row in listed} == {"ann"}
+
+
+@pytest.mark.parametrize("token", ["x", "bm9uZQ==", "W10=", "WyIyMDI1IiwgMSwgMl0=" * 2])
+async def test_a_page_token_of_ones_own_is_refused(served: Served, token: str) -> None:
+    error = await served.error(served.stub.List(artifact_pb2.ListArtifactsRequest(page_token=token)))
+    assert (error.reason, error.kind) == ("BAD_PAGE_TOKEN", "INVALID_ARGUMENT")
+
+
+async def test_a_silent_upload_ends_and_what_came_stays(tmp_path: Path) -> None:
+    async with serving(tmp_path, StoreLimits(upload_idle_s=0.3)) as served:
+        silent = served.stub.Upload()
+        await silent.write(header())
+        await silent.write(chunk(0, DATA[:1000]))
+        async with asyncio.timeout(WAIT_S):
+            error = await served.error(silent)
+        assert (error.reason, error.kind, error.metadata["committed_bytes"]) == ("UPLOAD_IDLE", "ABORTED", "1000")
+        await chunks.upload(served.stub, ARTIFACT, DATA)
+        nothing = served.stub.Upload()
+        async with asyncio.timeout(WAIT_S):
+            assert (await served.error(nothing)).reason == "NO_HEADER"
+
+
+async def test_a_download_that_is_not_read_gives_its_place_to_the_next(tmp_path: Path) -> None:
+    async with serving(tmp_path, StoreLimits(downloads=1, download_idle_s=0.3)) as served:
+        big = await served.store.put(os.urandom(40 << 20), "ann")
+        stuck = served.stub.Download(artifact_pb2.DownloadRequest(digest=big.digest))
+        assert (await stuck.read()).offset == 0
+        async with asyncio.timeout(WAIT_S):
+            small = await served.store.put(b"small", "ann")
+            assert await chunks.download_bytes(served.stub, small) == b"small"
+        stuck.cancel()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 from sqlalchemy import select
 
+from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.store import (
     ArtifactNotFound,
     BadUpload,
@@ -232,7 +233,8 @@ async def test_a_disk_that_takes_no_more_is_said_and_what_it_took_stays(store: S
     assert await read(store, artifact_of(DATA).digest) == DATA
 
 
-async def test_an_upload_that_cannot_fit_is_refused_before_its_bytes(store: Store, tmp_path: Path) -> None:
+async def test_an_upload_that_cannot_fit_is_refused_before_its_bytes(database: Database, tmp_path: Path) -> None:
+    store = Store(tmp_path / "artifacts", database, StoreLimits(artifact_bytes=1 << 62))
     free = shutil.disk_usage(tmp_path).free
     huge = Artifact(digest=artifact_of(DATA).digest, size_bytes=free + (1 << 40))
     with pytest.raises(DiskFull) as refused:

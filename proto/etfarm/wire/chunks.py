@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -156,14 +157,17 @@ def _hash_so_far(part: Path) -> hashlib._Hash:
         return hashlib.file_digest(file, "sha256")
 
 
-async def append(fd: int, hasher: hashlib._Hash, data: bytes) -> None:
+async def append(fd: int, hasher: hashlib._Hash, data: bytes, pool: Executor | None = None) -> None:
     """Writes and hashes one chunk in a thread. Returns, also when the caller is cancelled, only after the thread is done:
     it must not write to a number that the caller has closed and another file has got.
+
+    Args:
+        pool: whose thread; asyncio's own when None.
 
     Raises:
         OSError: the disk takes no more; what it took is in the file.
     """
-    writing = asyncio.ensure_future(asyncio.to_thread(_write, fd, hasher, data))
+    writing = asyncio.get_running_loop().run_in_executor(pool, _write, fd, hasher, data)
     try:
         await asyncio.shield(writing)
     except asyncio.CancelledError:

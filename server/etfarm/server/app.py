@@ -146,9 +146,11 @@ async def running(config: Config) -> AsyncIterator[str]:
     workers.start()
     database = Database(config.data / "farm.sqlite")
     background: list[asyncio.Task[None]] = []
+    store: Store | None = None
     try:
         await database.open()
-        store = Store(config.data / "artifacts", database)
+        store = Store(config.data / "artifacts", database, config.store_limits)
+        background.append(asyncio.create_task(store.tend(), name="artifacts-expire"))
         announcer = Announcer()
         journal = Journal(database, announcer, now)
         joblog = JobLog(database, announcer, now)
@@ -233,6 +235,8 @@ async def running(config: Config) -> AsyncIterator[str]:
             if isinstance(outcome, Exception):
                 log.error("a background task failed", error=str(outcome))
         await workers.stop()
+        if store is not None:
+            store.close()
         database.close()
 
 

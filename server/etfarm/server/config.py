@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.reports.verdict import Thresholds
 from etfarm.wire.channel import Address
 from etfarm.wire.errors import UserError
@@ -58,8 +59,21 @@ class Config:
     """End when stdin does: whoever started the server holds the other end."""
     build_bundle: bool = True
     """Build the runner bundle for this machine's architecture where it is missing."""
+    project_storage_bytes: int | None = None
+    """What the artifacts of a project may take, where it has no limit of its own; 0 for no bound. Where None, 20 GiB on a server
+    that asks for tokens, else no bound."""
+    max_artifact_bytes: int = 16 << 30
+    """Size of one artifact."""
     thresholds: Thresholds = field(default_factory=Thresholds)
     """When a measurement is called invalid."""
+
+    @property
+    def store_limits(self) -> StoreLimits:
+        """The bounds of the artifact store."""
+        project_bytes = self.project_storage_bytes
+        if project_bytes is None:
+            project_bytes = 20 << 30 if self.tokens is not None else 0
+        return StoreLimits(artifact_bytes=self.max_artifact_bytes, project_bytes=project_bytes or None)
 
     def check(self) -> None:
         """Refuses what would expose the farm.

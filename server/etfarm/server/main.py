@@ -78,6 +78,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="how long a run waits for its agent (default %(default)g s)",
     )
+    made.add_argument("--project-storage-gib", type=_storage, default=None, metavar="N",
+                      help="artifacts of a project; 0: no bound (default: 20 with --tokens, else no bound)")  # fmt: skip
+    made.add_argument("--max-artifact-gib", type=_positive, default=16, metavar="N",
+                      help="size of one artifact (default %(default)s)")  # fmt: skip
     made.add_argument("--thresholds", type=Path, metavar="FILE",
                       help="TOML of what makes a measurement INVALID, as max_drift = 0.2 (default: built in)")  # fmt: skip
     made.add_argument("--no-bundle", action="store_true", help="do not build the runner bundle for this machine")
@@ -91,6 +95,13 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError("must be 1 or more")
     return value
+
+
+def _storage(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must be 0 or more")
+    return value << 30
 
 
 def _seconds(text: str) -> float:
@@ -122,6 +133,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
         stage_deadline_s=arguments.stage_timeout, analysis_deadline_s=arguments.analysis_timeout,
         patience_s=arguments.patience, address_file=arguments.address_file,
         exit_with_stdin=arguments.exit_with_stdin, build_bundle=not arguments.no_bundle,
+        project_storage_bytes=arguments.project_storage_gib, max_artifact_bytes=arguments.max_artifact_gib << 30,
         thresholds=thresholds.read(arguments.thresholds) if arguments.thresholds else Thresholds(),
     )  # fmt: skip
 

@@ -1,18 +1,35 @@
-"""Holdings: which project, agent or server part may read which stored artifact."""
+"""Holdings: which project, agent or server part may read which stored artifact, and what each takes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import ColumnElement, Connection, and_, delete, exists, func, select, true, tuple_
 from sqlalchemy.dialects.sqlite import insert
 
+from etfarm.server.access.scope import agent_holder
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 
 _BATCH = 500
 """Digests per statement; SQLite bounds the parameters of one."""
+
+_AGENTS = agent_holder("")
+"""What an agent's holder begins with."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A holder's artifact."""
+
+    holder: str
+    digest: str
+    size_bytes: int
+    owner: str
+    held_at: datetime
 
 
 class Holdings:
@@ -20,6 +37,8 @@ class Holdings:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._used: dict[str, int] = {}
+        """Bytes by holder, for those that were asked for: a sum over a large project takes too long for every upload."""
 
     async def held(self, digests: Iterable[str], holders: Collection[str]) -> set[str]:
         """Return those of `digests` that at least one of `holders` holds."""
@@ -34,25 +53,139 @@ class Holdings:
 
         return await self._database.read(read)
 
-    async def add(self, holder: str, digests: Iterable[str], owner: str) -> None:
-        """Give `holder` the artifacts; those that it holds already stay as they are."""
-        if rows := list(digests):
-            await self._database.write(lambda connection: insert_holdings(connection, holder, rows, owner))
+    async def add(self, holder: str, digests: Iterable[str], owner: str, sizes: dict[str, int] | None = None) -> None:
+        """Give `holder` the artifacts; those that it holds already stay as they are.
+
+        Args:
+            sizes: of artifacts that have no row yet, which get one.
+        """
+        wanted = list(dict.fromkeys(digests))
+        if not wanted:
+            return
+        try:
+            added = await self._database.write(lambda connection: _insert(connection, holder, wanted, owner, sizes or {}))
+        except BaseException:
+            # Whether it was written is unknown: the next sum tells.
+            self._used.pop(holder, None)
+            raise
+        if holder in self._used:
+            self._used[holder] += added
+
+    async def used_bytes(self, holder: str) -> int:
+        """Return what a holder's artifacts take together."""
+        if holder not in self._used:
+            table, artifacts = schema.holdings, schema.artifacts
+            joined = table.join(artifacts, artifacts.c.digest == table.c.digest)
+            query = select(func.coalesce(func.sum(artifacts.c.size_bytes), 0)).select_from(joined).where(table.c.holder == holder)
+            # Among the writes, so that none is counted twice or not at all.
+            self._used[holder] = await self._database.write(lambda connection: int(connection.execute(query).scalar_one()))
+        return self._used[holder]
+
+    async def limit_bytes(self, project: str) -> int | None:
+        """Return a project's own storage limit; None where it has none."""
+        table = schema.projects
+        query = select(table.c.storage_limit_bytes).where(table.c.name == project)
+        return await self._database.read(lambda connection: connection.execute(query).scalar())
+
+    async def release_agents(self, digests: Iterable[str]) -> None:
+        """Take artifacts out of the agents' hands: a result of theirs was taken, and its project holds them."""
+        wanted = list(digests)
+        if wanted:
+            await self._delete(lambda connection: _delete(connection, wanted, schema.holdings.c.holder.startswith(_AGENTS)))
+
+    async def expire_agents(self, before: datetime) -> list[str]:
+        """Delete agents' holdings that no result was taken of since `before`; return the artifacts that have no holder left."""
+        table = schema.holdings
+        old = and_(table.c.holder.startswith(_AGENTS), table.c.held_at < before)
+        orphans: list[str] = []
+
+        def write(connection: Connection) -> dict[str, int]:
+            digests = list(dict.fromkeys(connection.execute(select(table.c.digest).where(old)).scalars()))
+            freed = _delete(connection, digests, old)
+            for batch in _batches(digests):
+                kept = set(connection.execute(select(table.c.digest).where(table.c.digest.in_(batch))).scalars())
+                orphans.extend(digest for digest in batch if digest not in kept)
+            return freed
+
+        await self._delete(write)
+        return orphans
+
+    async def forget(self, digests: Sequence[str]) -> None:
+        """Delete artifacts' rows with every holding of them."""
+
+        def write(connection: Connection) -> dict[str, int]:
+            freed = _delete(connection, digests, true())
+            for batch in _batches(digests):
+                connection.execute(delete(schema.artifacts).where(schema.artifacts.c.digest.in_(batch)))
+            return freed
+
+        await self._delete(write)
+
+    async def page(self, holders: Collection[str] | None, after: tuple[datetime, str, str] | None, size: int) -> list[Holding]:
+        """Return holdings, the newest first.
+
+        Args:
+            holders: whose; None for those of all projects.
+            after: (held_at, digest, holder) of the last one of the page before.
+        """
+        table, artifacts = schema.holdings, schema.artifacts
+        columns = (table.c.holder, table.c.digest, artifacts.c.size_bytes, table.c.owner, table.c.held_at)
+        query = select(*columns).select_from(table.join(artifacts, artifacts.c.digest == table.c.digest))
+        query = query.where(~table.c.holder.startswith(_AGENTS) if holders is None else table.c.holder.in_(sorted(holders)))
+        key = (table.c.held_at, table.c.digest, table.c.holder)
+        if after is not None:
+            query = query.where(tuple_(*key) < after)
+        query = query.order_by(*(column.desc() for column in key)).limit(size)
+        return await self._database.read(lambda connection: [Holding(*row) for row in connection.execute(query)])
+
+    async def _delete(self, write: Callable[[Connection], dict[str, int]]) -> None:
+        """Carry out a deletion that returns the bytes that each holder holds less."""
+        try:
+            freed = await self._database.write(write)
+        except BaseException:
+            self._used.clear()
+            raise
+        for holder, size_bytes in freed.items():
+            if holder in self._used:
+                self._used[holder] -= size_bytes
 
 
-def insert_holdings(connection: Connection, holder: str, digests: Iterable[str], owner: str) -> None:
-    """Insert holdings within a transaction of the caller's."""
-    held_at = datetime.now(UTC)
-    rows = [{"holder": holder, "digest": digest, "owner": owner, "held_at": held_at} for digest in dict.fromkeys(digests)]
-    if rows:
-        connection.execute(insert(schema.holdings).on_conflict_do_nothing(), rows)
-
-
-def delete_artifacts(connection: Connection, digests: Iterable[str]) -> None:
-    """Delete artifacts' rows and every holding of them within a transaction of the caller's."""
+def _delete(connection: Connection, digests: Sequence[str], which: ColumnElement[bool]) -> dict[str, int]:
+    """Delete those holdings of `digests` for which `which` is true; return their bytes by holder."""
+    table, artifacts = schema.holdings, schema.artifacts
+    freed: Counter[str] = Counter()
     for batch in _batches(digests):
-        for table in (schema.holdings, schema.artifacts):
-            connection.execute(delete(table).where(table.c.digest.in_(batch)))
+        condition = and_(table.c.digest.in_(batch), which)
+        joined = table.join(artifacts, artifacts.c.digest == table.c.digest)
+        for holder, size_bytes in connection.execute(
+            select(table.c.holder, artifacts.c.size_bytes).select_from(joined).where(condition)
+        ):
+            freed[holder] += size_bytes
+        connection.execute(delete(table).where(condition))
+    return dict(freed)
+
+
+def _insert(connection: Connection, holder: str, digests: Sequence[str], owner: str, sizes: dict[str, int]) -> int:
+    """Insert the holdings that are missing; return what they take."""
+    at, added = datetime.now(UTC), 0
+    table, artifacts = schema.holdings, schema.artifacts
+    for batch in _batches(digests):
+        rows = [
+            {"digest": digest, "size_bytes": sizes[digest], "owner": owner, "stored_at": at}
+            for digest in batch
+            if digest in sizes
+        ]
+        if rows:
+            connection.execute(insert(artifacts).on_conflict_do_nothing(), rows)
+        held = exists().where(table.c.holder == holder, table.c.digest == artifacts.c.digest)
+        query = select(artifacts.c.digest, artifacts.c.size_bytes).where(artifacts.c.digest.in_(batch), ~held)
+        new = connection.execute(query).all()
+        if new:
+            connection.execute(
+                insert(table), [{"holder": holder, "digest": row.digest, "owner": owner, "held_at": at} for row in new]
+            )
+        added += sum(row.size_bytes for row in new)
+    return added
 
 
 def _batches(digests: Iterable[str]) -> Iterator[list[str]]:

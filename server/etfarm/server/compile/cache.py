@@ -78,11 +78,11 @@ class Cache:
 
     async def compilation(self, key: str) -> Compilation | None:
         """A compilation that a new job can be answered with."""
-        return self._whole(await self._read(schema.compilations, key))
+        return await self._whole(await self._read(schema.compilations, key))
 
     async def stages(self, key: str) -> Compilation | None:
         """What shared stages gave: `stages`, `exported_programs`, `warnings` and `stayed_fp32`, or `error`."""
-        return self._whole(await self._read(schema.stage_results, key))
+        return await self._whole(await self._read(schema.stage_results, key))
 
     async def keep_compilation(self, made: Compilation) -> None:
         """Writes a compilation down under its key. A failure does not take the place of a program that somebody may run."""
@@ -96,8 +96,9 @@ class Cache:
         """Writes shared stages' results down under their key."""
         await self._write(schema.stage_results, made, "made_at")
 
-    def _whole(self, found: Compilation | None) -> Compilation | None:
-        if found is None or self._store.absent(artifact.digest for artifact in artifacts_of(found)):
+    async def _whole(self, found: Compilation | None) -> Compilation | None:
+        """Return an outcome whose files are all stored and sound; damaged ones are compiled again."""
+        if found is None or await self._store.absent(artifact.digest for artifact in artifacts_of(found)):
             return None
         return found
 

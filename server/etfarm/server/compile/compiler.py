@@ -156,6 +156,8 @@ class Compiler:
             for name, artifact in lowered_from.items():
                 made.exported_programs[name].CopyFrom(artifact)
             model = todo.candidate.model
+            await self._require_whole(lowered_from, model.constant_methods)
+            await self._store.require_whole(original_of(method).digest for method in model.methods.values())
             request = LowerRequest(
                 models=self._paths(lowered_from),
                 originals=self._paths({name: original_of(method) for name, method in model.methods.items()}),
@@ -179,7 +181,13 @@ class Compiler:
         async def work(audience: Audience) -> Outcome:
             made = Compilation(key=todo.quantization_key)
             try:
+                model = todo.candidate.model
                 # There may be tens of thousands of calibration samples.
+                await self._store.require_whole(
+                    artifact.digest
+                    for method in model.methods.values()
+                    for artifact in (method.exported_program, *method.calibration)
+                )
                 request = await asyncio.to_thread(self._quantize_request, todo)
             except EtfarmError as error:
                 return _failed(made, error)
@@ -204,6 +212,7 @@ class Compiler:
     async def _inspect(self, todo: Plan, made: Compilation, owner: str, audience: Audience) -> Outcome:
         program = todo.candidate.program
         made.program.CopyFrom(program)
+        await self._store.require_whole([program.pte.digest])
         request = InspectRequest(pte=self._store.path(program.pte.digest), model_name=todo.candidate.name, threads=self._threads)
         return await self._child(self._tasks.inspect, request, made, owner, audience, answers.inspected)
 
@@ -248,6 +257,9 @@ class Compiler:
                 error.metadata.setdefault("log", "\n".join(lines)[-_LOG_CHARACTERS:])
             return _failed(made, error)
         return Outcome(made)
+
+    async def _require_whole(self, *artifacts: Mapping[str, common_pb2.Artifact]) -> None:
+        await self._store.require_whole(artifact.digest for named in artifacts for artifact in named.values())
 
     def _paths(self, artifacts: Mapping[str, common_pb2.Artifact]) -> dict[str, Path]:
         return {name: self._store.path(artifact.digest) for name, artifact in artifacts.items()}

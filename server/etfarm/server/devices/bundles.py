@@ -144,6 +144,7 @@ class Bundles:
         """
         if not self._store.has(digest):
             raise ArtifactMissing(f"Artifact {digest[:12]} is not stored.", "Upload it first.", digest=digest)
+        await self._store.require_whole([digest])
         path = self._store.path(digest)
         bundle = await asyncio.to_thread(_read_manifest, path)
         bundle.artifact.CopyFrom(common_pb2.Artifact(digest=digest, size_bytes=path.stat().st_size))

@@ -98,6 +98,7 @@ class Execution:
             raise MethodMissing(what, strangers[0], methods)
         given = job.spec.inputs.get(cell.method)
         if given is not None:
+            await self._store.require_whole([given.digest])
             await asyncio.to_thread(_check_file, self._store.path(given.digest), cell.method, facts_of(methods[cell.method]))
 
     def inputs_of(self, job: Job, cell: Cell, compilation: compile_pb2.Compilation) -> common_pb2.Artifact | None:
@@ -279,7 +280,7 @@ class Execution:
         given = {candidate.cell_id: candidate for candidate in result.candidates}
         # From now on reports refer to them: the project holds them, whatever a session that names them too does.
         job = ways[0].job
-        await self._store.hold(job.project or DEFAULT_PROJECT, _files_of(result), job.owner)
+        await self._store.take_results(job.project or DEFAULT_PROJECT, _files_of(result), job.owner)
         ids = [way.cell.id for way in ways]
         return {
             cell_id: given.get(cell_id) or ResultMissing(f"The agent's result has nothing of cell {cell_id}.", cell=cell_id)

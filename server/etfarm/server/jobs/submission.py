@@ -193,6 +193,7 @@ class Submission:
     async def _once(self, digest: str, screen: Callable[..., None]) -> None:
         # By what was looked for as well: bytes that pass for a .pte are not therefore a safe .pt2.
         if (screen, digest) not in self._screened:
+            await self._store.require_whole([digest])
             await asyncio.to_thread(screen, self._store.path(digest))
             self._screened.add((screen, digest))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +71,8 @@ class Analyst:
             quantized=self._quantized(candidate, compilation, method),
             numerics=self._numerics(candidate, compilation, numerics, method, result.numerics),
         )
+        # What a report can do without is left out where its file is gone.
+        await self._store.absent(path.name for path in _paths(request))
         report = await self._findings.of(request, on_log, fresh=fresh)
         if base is not None and report.HasField("interleaved"):
             report.interleaved.base_cell = base.cell_id
@@ -106,6 +108,15 @@ class Analyst:
         if sent is None or lowered is None or lowered.digest == _original_of(sent).digest:
             return None
         return self._store.place(lowered.digest)
+
+
+def _paths(request: AnalyzeRequest | Numerics) -> Iterator[Path]:
+    """Yield the stored files that a request names."""
+    for value in vars(request).values():
+        if isinstance(value, Path):
+            yield value
+        elif isinstance(value, Numerics):
+            yield from _paths(value)
 
 
 def _original_of(method: job_pb2.MethodSource) -> common_pb2.Artifact:

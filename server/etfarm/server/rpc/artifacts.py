@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from typing import Any, Final
 
 from etfarm.server.access.scope import DEFAULT_PROJECT, FARM_HOLDER, agent_holder
-from etfarm.server.artifacts.store import ArtifactNotFound, BadUpload, Store
+from etfarm.server.artifacts.errors import ArtifactNotFound, BadPageToken, BadUpload
+from etfarm.server.artifacts.holdings import Holding
+from etfarm.server.artifacts.store import Store
 from etfarm.server.rpc.auth import ADMIN, AGENT, caller
 from etfarm.server.rpc.edge import later
-from etfarm.v1 import artifact_pb2, artifact_pb2_grpc
+from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2
 from etfarm.v1.common_pb2 import Principal
 
-_MOST_DIGESTS = 10_000
-
+_MOST_DIGESTS: Final = 10_000
+_PAGE: Final = 100
+_LARGEST_PAGE: Final = 1000
+_PAGE_BYTES: Final = 1 << 20
 
 NeededByAgent = Callable[[str, str], bool]
 """Whether a live attempt or session of an agent's principal, the first argument, needs an artifact, the digest."""
@@ -24,9 +33,9 @@ def holder_of(principal: Principal) -> str:
     return agent_holder(principal.name) if principal.role == AGENT else principal.project or DEFAULT_PROJECT
 
 
-def readable_holders(principal: Principal) -> set[str]:
-    """Return the holders whose artifacts the principal reads; an admin reads those of all."""
-    return {holder_of(principal), *(() if principal.role == AGENT else principal.projects), FARM_HOLDER}
+def projects_of(principal: Principal) -> set[str]:
+    """Return the projects whose artifacts the principal reads; an admin reads those of all, an agent those of none."""
+    return set() if principal.role == AGENT else {holder_of(principal), *principal.projects}
 
 
 class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
@@ -36,21 +45,22 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
         needed_by_agent: says what an agent may download beside its own uploads and the farm's runners.
     """
 
-    List: Any = later("ArtifactService.List")
     Delete: Any = later("ArtifactService.Delete")
     Collect: Any = later("ArtifactService.Collect")
-    Verify: Any = later("ArtifactService.Verify")
 
     def __init__(self, store: Store, needed_by_agent: NeededByAgent = lambda principal, digest: True) -> None:
         self._store = store
         self._needed_by_agent = needed_by_agent
+        self._downloads: dict[str, asyncio.Semaphore] = {}
+        self._verifying = asyncio.Lock()
 
     async def FindMissing(self, request: artifact_pb2.FindMissingRequest, context: object) -> artifact_pb2.FindMissingResponse:
         if len(request.digests) > _MOST_DIGESTS:
             error = BadUpload(f"{len(request.digests)} digests are too many.", f"Ask for {_MOST_DIGESTS} at a time.")
             error.reason = "DIGEST_MALFORMED"
             raise error
-        return artifact_pb2.FindMissingResponse(missing=await self._store.missing(request.digests, holder_of(caller())))
+        missing = await self._store.missing(request.digests, holder_of(caller()))
+        return artifact_pb2.FindMissingResponse(missing=missing)
 
     async def GetUploadStatus(self, request: artifact_pb2.GetUploadStatusRequest, context: object) -> artifact_pb2.UploadStatus:
         return await self._store.upload_status(request.digest, holder_of(caller()))
@@ -58,7 +68,11 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
     async def Upload(
         self, request_iterator: AsyncIterator[artifact_pb2.UploadRequest], context: object
     ) -> artifact_pb2.UploadStatus:
-        first = await anext(aiter(request_iterator), None)
+        first = None
+        # A stream that stays silent is refused as one that sends something else first.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._store.limits.upload_idle_s):
+                first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("message") != "header":
             error = BadUpload("An upload begins with a header.", "Send UploadRequest.header first.")
             error.reason = "NO_HEADER"
@@ -67,15 +81,88 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
         return await self._store.receive(first.header.artifact, _chunks(request_iterator), holder_of(who), who.name)
 
     async def Download(self, request: artifact_pb2.DownloadRequest, context: object) -> AsyncIterator[artifact_pb2.Chunk]:
-        if not await self._may_read(caller(), request.digest):
-            raise ArtifactNotFound(f"The store does not hold {request.digest[:12]}.", "Upload it again.", digest=request.digest)
-        async for chunk in self._store.chunks(request.digest, request.offset):
-            yield chunk
+        who = caller()
+        if not await self._may_read(who, request.digest):
+            raise ArtifactNotFound(request.digest)
+        limits = self._store.limits
+        turn = self._downloads.setdefault(who.name, asyncio.Semaphore(limits.downloads))
+        async with turn:
+            with _ended_when_idle(limits.download_idle_s) as advance:
+                async for chunk in self._store.chunks(request.digest, request.offset):
+                    advance()
+                    yield chunk
 
     async def _may_read(self, who: Principal, digest: str) -> bool:
-        if who.role == ADMIN or await self._store.is_held(digest, readable_holders(who)):
+        self._store.place(digest)
+        if who.role == ADMIN or await self._store.holds(digest, {holder_of(who), FARM_HOLDER} | projects_of(who)):
             return True
         return who.role == AGENT and self._needed_by_agent(who.name, digest)
+
+    async def List(self, request: artifact_pb2.ListArtifactsRequest, context: object) -> artifact_pb2.ListArtifactsResponse:
+        who, size = caller(), min(request.page_size or _PAGE, _LARGEST_PAGE)
+        if size < 1:
+            raise BadPageToken(f"`page_size` must be 0 to {_LARGEST_PAGE}, got {request.page_size}.")
+        after = _read_token(request.page_token) if request.page_token else None
+        rows = await self._store.page(None if who.role == ADMIN else projects_of(who), after, size + 1)
+        answer, taken_bytes = artifact_pb2.ListArtifactsResponse(), 0
+        for index, row in enumerate(rows):
+            listed = _listed(row)
+            taken_bytes += listed.ByteSize()
+            if index == size or (index and taken_bytes > _PAGE_BYTES):
+                answer.next_page_token = _token(rows[index - 1])
+                break
+            answer.artifacts.append(listed)
+        return answer
+
+    async def Verify(
+        self, request: artifact_pb2.VerifyArtifactsRequest, context: object
+    ) -> AsyncIterator[artifact_pb2.VerifyArtifactsProgress]:
+        # One at a time: the disk gives no more to two.
+        async with self._verifying:
+            async for done, total, done_bytes, damaged in self._store.verify():
+                yield artifact_pb2.VerifyArtifactsProgress(done=done, total=total, done_bytes=done_bytes, damaged=damaged)
+
+
+@contextmanager
+def _ended_when_idle(idle_s: float) -> Iterator[Callable[[], None]]:
+    """Cancel the task around a stream whose receiver takes nothing for too long; give what is called for each message.
+
+    The stream's generator is suspended meanwhile, so that no timeout of its own could end it.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    timer = loop.call_later(idle_s, task.cancel)
+
+    def advance() -> None:
+        nonlocal timer
+        timer.cancel()
+        timer = loop.call_later(idle_s, task.cancel)
+
+    try:
+        yield advance
+    finally:
+        timer.cancel()
+
+
+def _listed(row: Holding) -> artifact_pb2.StoredArtifact:
+    listed = artifact_pb2.StoredArtifact(
+        artifact=common_pb2.Artifact(digest=row.digest, size_bytes=row.size_bytes), owner=row.owner, project=row.holder
+    )
+    listed.stored_at.FromDatetime(row.held_at)
+    return listed
+
+
+def _token(row: Holding) -> str:
+    position = [row.held_at.astimezone(UTC).isoformat(), row.digest, row.holder]
+    return base64.urlsafe_b64encode(json.dumps(position).encode()).decode()
+
+
+def _read_token(token: str) -> tuple[datetime, str, str]:
+    try:
+        held_at, digest, holder = json.loads(base64.urlsafe_b64decode(token))
+        return datetime.fromisoformat(held_at).astimezone(UTC), str(digest), str(holder)
+    except (ValueError, TypeError, RecursionError, OverflowError):
+        raise BadPageToken("`page_token` is not one that this server gave.", "Begin with the first page.") from None
 
 
 async def _chunks(requests: AsyncIterator[artifact_pb2.UploadRequest]) -> AsyncIterator[artifact_pb2.Chunk]:

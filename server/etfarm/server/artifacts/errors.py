@@ -1,0 +1,134 @@
+"""What the artifact store refuses, and why."""
+
+from __future__ import annotations
+
+from etfarm.wire.errors import FarmError, Kind, UserError
+
+
+class ArtifactNotFound(UserError):
+    """The store does not hold the digest, or the caller's holders do not."""
+
+    reason = "ARTIFACT_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+    def __init__(self, digest: str) -> None:
+        super().__init__(f"The store does not hold {digest[:12]}.", "Upload it again.", digest=digest)
+
+
+class ArtifactMissing(UserError):
+    """A request names an artifact that is not stored."""
+
+    reason = "ARTIFACT_MISSING"
+    kind = Kind.FAILED_PRECONDITION
+
+
+class ArtifactDamaged(FarmError):
+    """A stored artifact's bytes changed on the server's disk."""
+
+    reason = "ARTIFACT_DAMAGED"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, digest: str) -> None:
+        super().__init__(
+            f"Artifact {digest[:12]} was damaged on the server's disk: its bytes have another sha256 than when they were stored.",
+            "Send the job again: what is uploaded or compiled anew takes its place. Have the server's disk checked.",
+            digest=digest,
+        )
+
+
+class BadUpload(UserError):
+    """An upload stream breaks the contract's rules."""
+
+    reason = "BAD_UPLOAD"
+
+
+class BadPageToken(UserError):
+    """A page token is not one that this server gave."""
+
+    reason = "BAD_PAGE_TOKEN"
+
+
+class ChunkOutOfPlace(UserError):
+    """A chunk does not start where the stored part ends."""
+
+    reason = "CHUNK_OUT_OF_PLACE"
+    kind = Kind.OUT_OF_RANGE
+
+
+class DigestMismatch(UserError):
+    """All bytes came and are others than announced."""
+
+    reason = "DIGEST_MISMATCH"
+    kind = Kind.DATA_LOSS
+
+
+class UploadInProgress(UserError):
+    """Two streams write one upload."""
+
+    reason = "UPLOAD_IN_PROGRESS"
+    kind = Kind.ABORTED
+
+
+class UploadIdle(UserError):
+    """An upload's stream sent nothing for too long."""
+
+    reason = "UPLOAD_IDLE"
+    kind = Kind.ABORTED
+
+    def __init__(self, digest: str, idle_s: float, committed_bytes: int) -> None:
+        super().__init__(
+            f"The upload of {digest[:12]} sent nothing for {idle_s:g} s.", "Ask GetUploadStatus and continue there.",
+            digest=digest, committed_bytes=committed_bytes,
+        )  # fmt: skip
+
+
+class UploadTooLarge(UserError):
+    """An artifact is larger than the server takes."""
+
+    reason = "LIMIT_EXCEEDED"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+    def __init__(self, size_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            f"An artifact must have at most {limit_bytes} bytes, got {size_bytes}.",
+            "Ask the farm's admin for a larger `etfarm serve --max-artifact-gib`.",
+            limit_bytes=limit_bytes, size_bytes=size_bytes,
+        )  # fmt: skip
+
+
+class TooManyUploads(UserError):
+    """A holder has more uploads under way than the server takes at a time."""
+
+    reason = "LIMIT_EXCEEDED"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"At most {limit} uploads of one project may be under way.", "Wait for some of them.", limit=limit)
+
+
+class QuotaExceeded(UserError):
+    """A project, or an agent, would hold more bytes than it may."""
+
+    reason = "QUOTA_EXCEEDED"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+    def __init__(self, holder: str, limit_bytes: int, used_bytes: int, needed_bytes: int = 0) -> None:
+        agent = holder.removeprefix("agent:") if holder.startswith("agent:") else ""
+        what = f"The agent {agent!r}" if agent else f"The project {holder!r}"
+        more = f" and needs {needed_bytes} more" if needed_bytes else ""
+        remedy = (
+            "Results that were taken make room by themselves; wait for running attempts."
+            if agent
+            else "Ask the farm's admin for a larger storage limit of the project, or use another project."
+        )
+        super().__init__(
+            f"{what} holds {used_bytes} bytes of artifacts{more}, and its limit is {limit_bytes}.", remedy,
+            limit_bytes=limit_bytes, used_bytes=used_bytes, needed_bytes=needed_bytes,
+        )  # fmt: skip
+
+
+class DiskFull(FarmError):
+    """No room for the upload."""
+
+    reason = "DISK_FULL"
+    kind = Kind.RESOURCE_EXHAUSTED

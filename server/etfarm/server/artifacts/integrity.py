@@ -1,0 +1,140 @@
+"""Rot: stored bytes are hashed again on their first read by each server process; damaged ones leave the store."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import structlog
+
+from etfarm.server.artifacts.errors import ArtifactDamaged
+from etfarm.wire import digest as digests
+
+log = structlog.get_logger()
+
+_BATCH = 100
+
+_Stamp = tuple[int, int, int]
+"""Inode, modification time in ns, size: what changes when a file is replaced or rewritten."""
+
+
+class Integrity:
+    """Which stored files this process has found whole.
+
+    Args:
+        quarantine: where damaged files go, for an admin to look at.
+        place: gives the path of an artifact.
+        pool: hashes.
+    """
+
+    def __init__(self, quarantine: Path, place: Callable[[str], Path], pool: ThreadPoolExecutor) -> None:
+        self._quarantine = quarantine
+        self._place = place
+        self._pool = pool
+        self._whole: dict[str, _Stamp] = {}
+        self._checks: dict[str, asyncio.Task[bool]] = {}
+        self._damaged = {path.name.partition(".")[0] for path in quarantine.iterdir()} if quarantine.is_dir() else set()
+        self.on_damaged: Callable[[str, int], None] = lambda digest, size_bytes: None
+        """Takes (digest, size in bytes) of each artifact that was found damaged."""
+
+    def is_damaged(self, digest: str) -> bool:
+        """Return whether the artifact was found damaged and has not been stored again."""
+        return digest in self._damaged
+
+    def settled(self, digest: str) -> None:
+        """Note that verified bytes have just been put in place."""
+        self._damaged.discard(digest)
+        if (stamp := _stamp(self._place(digest))) is not None:
+            self._whole[digest] = stamp
+
+    def is_known_whole(self, digest: str) -> bool:
+        """Return whether this process has hashed the file as it is now."""
+        stamp = _stamp(self._place(digest))
+        return stamp is not None and self._whole.get(digest) == stamp
+
+    async def is_whole(self, digest: str) -> bool:
+        """Return whether the artifact is stored and its bytes are what they were; one that is not leaves the store."""
+        if self.is_known_whole(digest):
+            return True
+        check = self._checks.get(digest)
+        if check is None:
+            check = asyncio.create_task(self._check(digest), name=f"verify-{digest[:12]}")
+            self._checks[digest] = check
+            check.add_done_callback(lambda _: self._checks.pop(digest, None))
+        return await asyncio.shield(check)
+
+    async def find_damaged(self, wanted: Iterable[str]) -> list[str]:
+        """Return those of `wanted` that are not stored, or whose bytes changed."""
+        names = list(dict.fromkeys(wanted))
+        if len(names) > _BATCH:
+            # Of many files even the looking takes its time.
+            loop = asyncio.get_running_loop()
+            unknown = await loop.run_in_executor(self._pool, lambda: [name for name in names if not self.is_known_whole(name)])
+        else:
+            unknown = [name for name in names if not self.is_known_whole(name)]
+        damaged = []
+        for start in range(0, len(unknown), _BATCH):
+            batch = unknown[start : start + _BATCH]
+            whole = await asyncio.gather(*map(self.is_whole, batch))
+            damaged += [digest for digest, is_whole in zip(batch, whole, strict=True) if not is_whole]
+        return damaged
+
+    async def require_whole(self, wanted: Iterable[str]) -> None:
+        """Refuse damaged artifacts; those that are not stored are left to who opens them.
+
+        Raises:
+            ArtifactDamaged: of the first one whose bytes changed.
+        """
+        for digest in await self.find_damaged(wanted):
+            if self.is_damaged(digest):
+                raise ArtifactDamaged(digest)
+
+    async def recheck(self, digest: str) -> bool:
+        """Return whether the bytes are whole, read from the disk again whatever is known."""
+        self._whole.pop(digest, None)
+        return await self.is_whole(digest)
+
+    async def _check(self, digest: str) -> bool:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._hash, digest)
+
+    def _hash(self, digest: str) -> bool:
+        path = self._place(digest)
+        stamp = _stamp(path)
+        if stamp is None:
+            return False
+        try:
+            actual = digests.of_file(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            # A sector that cannot be read is rot as well.
+            actual = f"unreadable: {error.strerror}"
+        if actual == digest:
+            self._whole[digest] = stamp
+            return True
+        if _stamp(path) != stamp:
+            # It was replaced meanwhile, by bytes that were verified.
+            return self.is_known_whole(digest)
+        self._move_away(path, digest, actual)
+        return False
+
+    def _move_away(self, path: Path, digest: str, actual: str) -> None:
+        self._damaged.add(digest)
+        size_bytes = path.stat().st_size
+        target = self._quarantine / f"{digest}.{time.time_ns()}"
+        self._quarantine.mkdir(exist_ok=True, mode=0o700)
+        path.replace(target)
+        self._whole.pop(digest, None)
+        log.error("a stored artifact is damaged", digest=digest, actual=actual, size_bytes=size_bytes, moved_to=str(target))
+        self.on_damaged(digest, size_bytes)
+
+
+def _stamp(path: Path) -> _Stamp | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size

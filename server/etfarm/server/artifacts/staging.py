@@ -1,0 +1,244 @@
+"""Staging: each holder's uploads gather in files of their own, and only verified bytes join the store."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+from etfarm.server.artifacts.errors import (
+    BadUpload,
+    ChunkOutOfPlace,
+    DigestMismatch,
+    DiskFull,
+    TooManyUploads,
+    UploadIdle,
+    UploadInProgress,
+    UploadTooLarge,
+)  # fmt: skip
+from etfarm.server.artifacts.limits import StoreLimits
+from etfarm.server.artifacts.room import Room
+from etfarm.v1 import artifact_pb2, common_pb2
+from etfarm.wire.chunks import append
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+MAX_CHUNK_BYTES = 1 << 20
+"""What one chunk of an upload may carry."""
+
+
+@dataclass
+class _Stream:
+    """An upload under way."""
+
+    size_bytes: int
+    have: int = 0
+
+
+class Staging:
+    """Uploads that are not whole yet: a file for each holder and digest, so that nobody's bytes reach another's upload.
+
+    Args:
+        folder: existing; what an earlier version or a killed server left there, other than parts, is deleted.
+        pool: writes and hashes.
+    """
+
+    def __init__(self, folder: Path, room: Room, limits: StoreLimits, pool: ThreadPoolExecutor) -> None:
+        self._folder = folder
+        self._room = room
+        self._limits = limits
+        self._pool = pool
+        self._streams: dict[tuple[str, str], _Stream] = {}
+        for path in folder.iterdir():
+            if path.suffix != ".part" or "-" not in path.name:
+                path.unlink()
+        self.expire()
+
+    def part(self, holder: str, digest: str) -> Path:
+        """Return where a holder's bytes of an unfinished upload gather."""
+        return self._folder / f"{_folded(holder)}-{digest}.part"
+
+    def committed_bytes(self, holder: str, digest: str) -> int:
+        """Return how far a holder's upload came."""
+        return _size(self.part(holder, digest))
+
+    def is_streaming(self, digest: str) -> bool:
+        """Return whether any holder's stream is uploading the artifact."""
+        return any(streamed == digest for _, streamed in self._streams)
+
+    def staged_bytes(self, holder: str, *, without: str = "") -> int:
+        """Return what a holder's unfinished uploads take, those under way with what they announced; but for one digest."""
+        own = self._own_parts(holder)
+        open_ones = {self.part(holder, digest): stream for (other, digest), stream in self._streams.items() if other == holder}
+        skipped = self.part(holder, without) if without else None
+        waiting = sum(_size(path) for path in own if path not in open_ones and path != skipped)
+        return waiting + sum(stream.size_bytes for path, stream in open_ones.items() if path != skipped)
+
+    def require_free(self, artifact: common_pb2.Artifact, holder: str) -> None:
+        """Refuse a stream that cannot begin now, whatever its bytes.
+
+        Raises:
+            BadUpload, UploadTooLarge, UploadInProgress, TooManyUploads: why.
+        """
+        if artifact.size_bytes < 0:
+            raise BadUpload(f"`size_bytes` must be 0 or more, got {artifact.size_bytes}.")
+        if artifact.size_bytes > self._limits.artifact_bytes:
+            raise UploadTooLarge(artifact.size_bytes, self._limits.artifact_bytes)
+        digest = artifact.digest
+        if (holder, digest) in self._streams:
+            raise UploadInProgress(f"Another stream is uploading {digest[:12]}.", "Wait for it, or try again.", digest=digest)
+        if sum(other == holder for other, _ in self._streams) >= self._limits.uploads:
+            raise TooManyUploads(self._limits.uploads)
+
+    async def receive(
+        self,
+        artifact: common_pb2.Artifact,
+        chunks: AsyncIterator[artifact_pb2.Chunk],
+        holder: str,
+        settle: Callable[[Path], Awaitable[None]],
+        *,
+        is_result: bool,
+    ) -> bool:
+        """Take one stream from the committed size on; return whether all bytes are there.
+
+        Args:
+            settle: takes the verified file away; until it has, no other stream of the upload begins.
+            is_result: the uploader is an agent; see `Room.reserve`.
+
+        Raises:
+            BadUpload, UploadTooLarge, UploadInProgress, TooManyUploads, UploadIdle, ChunkOutOfPlace, DigestMismatch, DiskFull:
+                as ArtifactService.Upload says.
+        """
+        self.require_free(artifact, holder)
+        key, part = (holder, artifact.digest), self.part(holder, artifact.digest)
+        stream = self._streams[key] = _Stream(artifact.size_bytes)
+        try:
+            stream.have = _size(part)
+            if stream.have > artifact.size_bytes:
+                # Of a header that announced another size.
+                part.unlink()
+                stream.have = 0
+            self._room.reserve(key, artifact.size_bytes - stream.have, is_result=is_result)
+            self._evict(holder)
+            if not await self._write(artifact, chunks, key, part, stream):
+                return False
+            await settle(part)
+            return True
+        finally:
+            self._room.release(key)
+            del self._streams[key]
+
+    async def _write(
+        self,
+        artifact: common_pb2.Artifact,
+        chunks: AsyncIterator[artifact_pb2.Chunk],
+        key: tuple[str, str],
+        part: Path,
+        stream: _Stream,
+    ) -> bool:
+        hasher = await self._run(_hash_of, part) if stream.have else hashlib.sha256()
+        reader = aiter(chunks)
+        with part.open("ab") as file:
+            while (chunk := await self._next(reader, artifact.digest, stream.have)) is not None:
+                _check_chunk(chunk, stream.have, artifact.size_bytes)
+                try:
+                    await append(file.fileno(), hasher, chunk.data, self._pool)
+                except OSError as error:
+                    raise DiskFull(f"The store cannot write: {error.strerror}.", "Free disk on the server.") from None
+                stream.have += len(chunk.data)
+                self._room.shrink(key, artifact.size_bytes - stream.have)
+            if stream.have < artifact.size_bytes:
+                return False
+            await self._run(os.fsync, file.fileno())
+        if hasher.hexdigest() != artifact.digest:
+            part.unlink()
+            raise DigestMismatch(
+                f"All {stream.have} bytes came and their sha256 is {hasher.hexdigest()[:12]}, not {artifact.digest[:12]}.",
+                "Send it again from 0.", digest=artifact.digest,
+            )  # fmt: skip
+        return True
+
+    async def _next(self, reader: AsyncIterator[artifact_pb2.Chunk], digest: str, have: int) -> artifact_pb2.Chunk | None:
+        """Return the next chunk; None at the end of the stream."""
+        clock = asyncio.timeout(self._limits.upload_idle_s)
+        try:
+            async with clock:
+                return await anext(reader, None)
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            raise UploadIdle(digest, self._limits.upload_idle_s, have) from None
+
+    def _evict(self, holder: str) -> None:
+        """Delete a holder's oldest parts beyond the limit, but for those under way."""
+        streaming = {self.part(other, digest) for other, digest in self._streams}
+        idle = [path for path in self._own_parts(holder) if path not in streaming]
+        for path in sorted(idle, key=_mtime)[: max(0, len(idle) - self._limits.parts + 1)]:
+            path.unlink(missing_ok=True)
+
+    def expire(self) -> None:
+        """Delete the parts that nobody has gone on with for too long."""
+        streaming = {self.part(holder, digest) for holder, digest in self._streams}
+        before = time.time() - self._limits.part_age_s
+        for path in self._folder.glob("*.part"):
+            if path not in streaming and _mtime(path) < before:
+                log.info("an unfinished upload expired", part=path.name, size_bytes=_size(path))
+                path.unlink(missing_ok=True)
+
+    def _own_parts(self, holder: str) -> list[Path]:
+        return list(self._folder.glob(f"{_folded(holder)}-*.part"))
+
+    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+
+def _check_chunk(chunk: artifact_pb2.Chunk, have: int, size_bytes: int) -> None:
+    if chunk.offset != have:
+        raise ChunkOutOfPlace(
+            f"A chunk starts at {chunk.offset} where {have} bytes are committed.", "Ask GetUploadStatus and continue there.",
+            committed_bytes=have,
+        )  # fmt: skip
+    if len(chunk.data) > MAX_CHUNK_BYTES:
+        raise _too_many(f"A chunk has {len(chunk.data)} bytes; 1 MiB is the most.")
+    if have + len(chunk.data) > size_bytes:
+        raise _too_many(f"More bytes came than the {size_bytes} announced.")
+
+
+def _too_many(message: str) -> BadUpload:
+    error = BadUpload(message)
+    error.reason = "TOO_MANY_BYTES"
+    return error
+
+
+def _folded(holder: str) -> str:
+    # A holder's name is no file name.
+    return hashlib.sha256(holder.encode()).hexdigest()[:16]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _hash_of(path: Path) -> hashlib._Hash:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256")
