@@ -20,6 +20,7 @@ from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.device_agents.runners.process import Limits
 from etfarm.device_agents.runners.protocol import MeasurePlan
 from etfarm.device_agents.runners.remote import RemoteRunner
+from etfarm.wire.errors import Fault
 from tests.support.farm import wait_until
 from tests.support.programs import program
 from tests.support.runner import (  # noqa: F401 - fixtures among them
@@ -183,3 +184,10 @@ async def test_a_runner_that_cannot_start_is_the_farms_fault(tmp_path: Path) -> 
     async with NativeRunner.start(["/bin/echo", "something else"], tmp_path) as runner:
         with pytest.raises(errors.RunnerBroken, match="no protocol"):
             await runner.hello()
+
+
+async def test_a_runner_that_is_killed_before_it_had_a_program_is_the_devices_fault(tmp_path: Path) -> None:
+    async with NativeRunner.start(["/bin/sh", "-c", "read command; kill -KILL $$"], tmp_path) as runner:
+        with pytest.raises(errors.RunnerKilled, match="killed by SIGKILL at START, before it had a program") as killed:
+            await runner.hello()
+    assert (killed.value.fault, killed.value.reason) == (Fault.DEVICE, "DEVICE_RUNNER_KILLED")

@@ -194,6 +194,17 @@ class RunnerBroken(FarmError):
     reason = "RUNNER_BROKEN"
 
 
+class RunnerKilled(DeviceError):
+    """Something killed the runner before it had a program, which therefore cannot be to blame."""
+
+    reason = "DEVICE_RUNNER_KILLED"
+
+    def __init__(self, stage: str, log: Sequence[str]) -> None:
+        super().__init__(
+            f"The runner was killed by SIGKILL at {stage}, before it had a program.", _KILLED, stage=stage, log="\n".join(log)
+        )
+
+
 class RunnerClosed(FarmError):
     """A command came after the runner was closed or cancelled."""
 

@@ -137,7 +137,7 @@ class RunnerProcess:
 
         Raises:
             ProgramCrashed, ProgramHung, ProgramOutOfMemory: the process is over.
-            RunnerBroken: it is over too, and it was not the program's fault.
+            RunnerBroken, RunnerKilled: it is over too, and it was not the program's fault.
             RunnerClosed: it was over before.
             InputMismatch, OperatorMissing, BackendMissing, ProgramFailed and others: refused; the process is usable.
         """
@@ -248,6 +248,8 @@ class RunnerProcess:
 
     def _crash(self, code: int | None) -> EtfarmError:
         lines = self._lines()
+        if self.stage == _FIRST_STAGE and code == -signal.SIGKILL:
+            return errors.RunnerKilled(self.stage, lines)
         if self.stage == _FIRST_STAGE:
             how = f"by {_signal_name(-code)}" if code is not None and code < 0 else f"with exit code {code}"
             said = "".join(f": {text}" for text in ["; ".join(lines[-3:])] if text)
