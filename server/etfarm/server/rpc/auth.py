@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from etfarm.server.access.scope import DEFAULT_PROJECT, EVERYTHING, Scope
 from etfarm.v1 import common_pb2
 from etfarm.v1.common_pb2 import Principal, Role
 from etfarm.wire.errors import Kind, UserError
@@ -115,6 +117,13 @@ class NotYours(UserError):
     kind = Kind.PERMISSION_DENIED
 
 
+class ProjectNotFound(UserError):
+    """The caller is a member of no project of this name, or it does not exist."""
+
+    reason = "PROJECT_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
 class BadTokenFile(UserError):
     """The token file cannot be used."""
 
@@ -180,6 +189,34 @@ def _hash(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
+Resolve = Callable[[Principal, str], Principal]
+"""Returns a principal with its `projects` and `project`, given the call's `etfarm-project` metadata ("" where it has none)."""
+
+
+def resolve_default(principal: Principal, requested: str) -> Principal:
+    """Return the principal as a member of the project `default` alone; see Principal.projects.
+
+    Raises:
+        ProjectNotFound: another project is requested, and the caller is no admin.
+    """
+    if principal.role == AGENT:
+        return principal
+    if principal.role == ADMIN:
+        return with_projects(principal, (), requested or DEFAULT_PROJECT)
+    if requested not in ("", DEFAULT_PROJECT):
+        raise ProjectNotFound(f"You are a member of no project {requested!r}.", "Ask the farm's admin.", project=requested)
+    return with_projects(principal, (DEFAULT_PROJECT,), DEFAULT_PROJECT)
+
+
+def with_projects(principal: Principal, projects: Iterable[str], project: str) -> Principal:
+    """Return a copy of `principal` that sees `projects` and whose new jobs, artifacts and tags belong to `project`."""
+    member = Principal()
+    member.CopyFrom(principal)
+    member.projects[:] = sorted(projects)
+    member.project = project
+    return member
+
+
 def authorize(principal: Principal, method: str) -> None:
     """Lets a principal through to a method, and remembers it for `caller`.
 
@@ -196,3 +233,9 @@ def authorize(principal: Principal, method: str) -> None:
 def caller() -> Principal:
     """Who calls the rpc that is being answered."""
     return _principal.get()
+
+
+def scope() -> Scope:
+    """Return the projects whose jobs, artifacts, tags and reports the caller sees: all for an admin, none for an agent."""
+    principal = caller()
+    return EVERYTHING if principal.role == ADMIN else Scope(frozenset(principal.projects))

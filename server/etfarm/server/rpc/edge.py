@@ -10,11 +10,14 @@ import grpc
 import structlog
 from grpc.aio import ServicerContext
 
-from etfarm.server.rpc.auth import Tokens, authorize
+from etfarm.server.rpc.auth import Resolve, Tokens, authorize, resolve_default
 from etfarm.wire.errors import EtfarmError, FarmError, Kind, UserError
 from etfarm.wire.status import to_status
 
 log = structlog.get_logger()
+
+PROJECT_KEY = "etfarm-project"
+"""The metadata that names the project of a call."""
 
 
 class Unimplemented(UserError):
@@ -36,8 +39,12 @@ def later(rpc: str) -> Callable[[object, object, object], NoReturn]:
 class Edge(grpc.aio.ServerInterceptor):
     """Makes a Principal for every call, and a status of every error."""
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: Tokens, resolve: Resolve = resolve_default) -> None:
+        """Args:
+        resolve: gives a principal its projects.
+        """
         self._tokens = tokens
+        self._resolve = resolve
 
     async def intercept_service(
         self,
@@ -48,11 +55,11 @@ class Edge(grpc.aio.ServerInterceptor):
         if handler is None:
             return handler
         method = handler_call_details.method
-        header = next((value for key, value in handler_call_details.invocation_metadata or () if key == "authorization"), None)
-        token = header.decode(errors="replace") if isinstance(header, bytes) else header
+        metadata = handler_call_details.invocation_metadata
+        token, project = _text(metadata, "authorization"), _text(metadata, PROJECT_KEY) or ""
 
         def enter() -> None:
-            authorize(self._tokens.principal(token), method)
+            authorize(self._resolve(self._tokens.principal(token), project), method)
 
         kind = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
         wrap = _streaming if handler.response_streaming else _single
@@ -63,6 +70,11 @@ class Edge(grpc.aio.ServerInterceptor):
             response_serializer=handler.response_serializer,
         )
         return made
+
+
+def _text(metadata: Any, key: str) -> str | None:
+    value = next((value for name, value in metadata or () if name == key), None)
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _single(behavior: Callable[..., Any], enter: Callable[[], None], method: str) -> Callable[..., Awaitable[Any]]:
