@@ -24,7 +24,7 @@ from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.prewarm import PRELOAD as COMPILE_PRELOAD
-from etfarm.server.config import Config
+from etfarm.server.config import DATABASE, Config
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
@@ -151,7 +151,7 @@ async def running(config: Config) -> AsyncIterator[str]:
     children = config.data / "work" / "children"
     workers = Workers(preload=PRELOAD, limits=limits, folder=children, concurrency=config.workers, gate=quiet.work)
     workers.start()
-    database = Database(config.data / "farm.sqlite")
+    database = Database(config.data / DATABASE)
     background: list[asyncio.Task[None]] = []
     try:
         await database.open()

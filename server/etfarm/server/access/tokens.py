@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import re
 import secrets
+import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 from sqlalchemy import Connection, Row, func, insert, select, update
 from sqlalchemy.dialects import sqlite
@@ -89,6 +93,17 @@ def key_of(secret: str) -> bytes:
 def new_secret(*, enrolment: bool = False) -> str:
     """Return a secret that begins as secret scanners know it."""
     return (ENROLMENT_PREFIX if enrolment else TOKEN_PREFIX) + secrets.token_urlsafe(_SECRET_BYTES)
+
+
+def has_tokens(database: Path) -> bool:
+    """Return whether a database that is not opened yet has tokens, so that a server with it asks callers for one."""
+    if not database.is_file():
+        return False
+    with contextlib.closing(sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True)) as connection:
+        try:
+            return connection.execute("SELECT 1 FROM tokens LIMIT 1").fetchone() is not None
+        except sqlite3.DatabaseError:  # from before there were tokens, or damaged, which opening it finds out
+            return False
 
 
 class TokenTable:

@@ -122,11 +122,18 @@ class Authentication:
 
 
 def _read(path: Path) -> Tokens:
-    """Return the tokens of a file that was changed: other than at the start it may have none, which revokes all."""
+    """Return the tokens of a file that was changed: other than at the start it may have none, which revokes all.
+
+    Raises:
+        BadTokenFile: it cannot be used.
+    """
     try:
         return Tokens.read(path)
-    except BadTokenFile:
-        text, mode = path.read_text(errors="replace"), path.stat().st_mode
+    except BadTokenFile as bad:
+        try:
+            text, mode = path.read_text(errors="replace"), path.stat().st_mode
+        except OSError:
+            raise bad from None
         if mode & 0o077 or any(line.partition("#")[0].split() for line in text.splitlines()):
             raise
         return Tokens({})
