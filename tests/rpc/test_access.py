@@ -117,7 +117,8 @@ async def test_a_role_may_call_what_the_table_says_and_nothing_else(guarded: Gua
 async def test_a_token_names_its_principal(guarded: Guarded) -> None:
     async with guarded.channel(TOKENS["viewer"]) as channel:
         (info,) = await call(channel, "FarmService.GetServerInfo", farm_pb2.GetServerInfoRequest())
-    assert info.principal == common_pb2.Principal(name="the-viewer", role=common_pb2.ROLE_VIEWER)
+    expected = common_pb2.Principal(name="the-viewer", role=common_pb2.ROLE_VIEWER, projects=["default"], project="default")
+    assert info.principal == expected
 
 
 @pytest.mark.parametrize("which", ["none", "another"])

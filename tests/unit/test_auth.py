@@ -107,6 +107,20 @@ def test_every_row_of_the_table_lets_its_roles_through_and_nobody_else(role: Any
             assert refused.value.metadata["rpc"] == method.rpartition(".")[2].replace("/", ".")
 
 
+def test_users_see_the_default_project_admins_everything_and_agents_nothing() -> None:
+    def seen(role: Any, requested: str = "") -> tuple[str, auth.Scope]:
+        auth.authorize(auth.resolve_default(Principal(name="p", role=role), requested), "/etfarm.v1.FarmService/GetServerInfo")
+        return auth.caller().project, auth.scope()
+
+    assert seen(ADMIN) == ("default", auth.EVERYTHING)
+    assert seen(ADMIN, "vision") == ("vision", auth.EVERYTHING)
+    assert seen(AGENT) == ("", auth.Scope(frozenset()))
+    assert seen(USER) == seen(VIEWER) == seen(USER, "default") == ("default", auth.Scope(frozenset({"default"})))
+    with pytest.raises(auth.ProjectNotFound) as refused:
+        seen(USER, "vision")
+    assert refused.value.kind is Kind.NOT_FOUND
+
+
 def test_a_method_without_a_row_is_nobodys() -> None:
     with pytest.raises(PermissionDenied, match=r"local is admin and may not call Nothing\.Do"):
         auth.authorize(LOCAL, "/etfarm.v1.Nothing/Do")

@@ -13,7 +13,7 @@ from etfarm.client.errors import Kind, UserError, from_rpc_error
 from etfarm.client.stubs import Stubs
 from etfarm.v1 import farm_pb2
 from etfarm.wire import names
-from etfarm.wire.channel import Access, BadAddress, open_channel
+from etfarm.wire.channel import Access, BadAddress, open_channel, socket_token
 from etfarm.wire.status import Unreachable
 
 CONNECT_TIMEOUT_S = 10.0
@@ -62,7 +62,7 @@ class Connection:
         try:
             if self._address is None:
                 self._lease = await embedded.join(on_status=self._on_status)
-                access = Access(self._lease.address)
+                access = Access(self._lease.address, socket_token(self._lease.address))
             else:
                 access = Access.of(self._address, self._tls_ca)
                 if self._token is not None:

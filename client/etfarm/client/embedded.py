@@ -27,6 +27,7 @@ from typing import Any
 
 from etfarm.client.errors import EmbeddedFarmFailed
 from etfarm.wire import names
+from etfarm.wire.channel import token_file_of
 
 LONGEST_SOCKET_PATH = 100
 """Bytes of a unix socket's path; Linux takes 107, macOS 103."""
@@ -90,6 +91,11 @@ class Place:
     def server_socket(self) -> Path:
         """Where the server listens."""
         return self.sockets / "server.sock"
+
+    @property
+    def token_file(self) -> Path:
+        """Holds the secret that the server asks every caller for: the socket alone lets nobody in."""
+        return token_file_of(self.server_socket)
 
     @property
     def held_jobs(self) -> Path:

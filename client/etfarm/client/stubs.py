@@ -8,12 +8,14 @@ import grpc
 
 from etfarm.v1 import (
     artifact_pb2_grpc,
+    audit_pb2_grpc,
     compile_pb2_grpc,
     device_pb2_grpc,
     farm_pb2_grpc,
     job_pb2_grpc,
     report_pb2_grpc,
     session_pb2_grpc,
+    token_pb2_grpc,
 )
 
 
@@ -22,6 +24,7 @@ class Stubs:
     """The services of one server."""
 
     server: str
+    audit: audit_pb2_grpc.AuditServiceAsyncStub
     artifacts: artifact_pb2_grpc.ArtifactServiceAsyncStub
     compiler: compile_pb2_grpc.CompileServiceAsyncStub
     devices: device_pb2_grpc.DeviceServiceAsyncStub
@@ -29,12 +32,14 @@ class Stubs:
     jobs: job_pb2_grpc.JobServiceAsyncStub
     reports: report_pb2_grpc.ReportServiceAsyncStub
     sessions: session_pb2_grpc.SessionServiceAsyncStub
+    tokens: token_pb2_grpc.TokenServiceAsyncStub
 
     @classmethod
     def of(cls, channel: grpc.aio.Channel, server: str) -> Stubs:
         """The stubs over one channel."""
         return cls(
             server,
+            audit_pb2_grpc.AuditServiceStub(channel),
             artifact_pb2_grpc.ArtifactServiceStub(channel),
             compile_pb2_grpc.CompileServiceStub(channel),
             device_pb2_grpc.DeviceServiceStub(channel),
@@ -42,4 +47,5 @@ class Stubs:
             job_pb2_grpc.JobServiceStub(channel),
             report_pb2_grpc.ReportServiceStub(channel),
             session_pb2_grpc.SessionServiceStub(channel),
+            token_pb2_grpc.TokenServiceStub(channel),
         )

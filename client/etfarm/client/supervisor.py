@@ -10,15 +10,18 @@ import asyncio
 import json
 import os
 import re
+import secrets
 import select
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 from etfarm.client.embedded import Place
+from etfarm.wire.names import TOKEN_PREFIX
 
 FIRST_CONNECTION_S = 10.0
 """The command that started this process connects at once; if it was killed before, this process leaves."""
@@ -148,6 +151,10 @@ class Supervisor:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
+        if (uid := _uid_of_peer(connection)) not in (None, os.getuid()):
+            print(f"refused a connection of user {uid}", file=sys.stderr, flush=True)
+            connection.close()
+            return
         key = self._accepted
         self._accepted += 1
         self._connections[key] = None
@@ -263,8 +270,10 @@ class Supervisor:
             running = await self._alone()
             self._say(status="Starting the embedded farm's server.")
             place.server_socket.unlink(missing_ok=True)
+            _write_token(place.token_file)
             here = ("--listen", unix, "--data", str(place.data / "server"), "--address-file", str(place.address_file))
-            server = await self._launch("server", running, "serve", *here)
+            secret = ("--tokens", str(place.token_file))
+            server = await self._launch("server", running, "serve", *here, *secret)
             await server.must_say("etfarm serve: listening on")
             self._start(server.drain(), "server's stdout")
             for orphan in sorted(place.held_jobs.iterdir()):
@@ -321,7 +330,7 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*starting, return_exceptions=True)
         await asyncio.gather(*(child.stop() for child in self._children))
-        for path in (self._place.server_socket, self._place.address_file):
+        for path in (self._place.server_socket, self._place.address_file, self._place.token_file):
             path.unlink(missing_ok=True)
         if self._place.sockets != self._place.data:
             # Another farm of this folder may be starting already; then it holds its socket there.
@@ -329,6 +338,21 @@ class Supervisor:
                 self._place.sockets.rmdir()
             except OSError as error:
                 print(f"kept {self._place.sockets}: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def _write_token(path: Path) -> None:
+    """Make the farm's secret, in the form of a server's token file: whoever has it is what everybody is without one."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        file.write(f"local admin {TOKEN_PREFIX}{secrets.token_urlsafe(32)}\n")
+
+
+def _uid_of_peer(connection: socket.socket) -> int | None:
+    """Return the user of the process at the other end; None where the system does not say."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(uid)
 
 
 def main(argv: list[str]) -> int:

@@ -103,6 +103,22 @@ def parse_address(text: str) -> Address:
     raise BadAddress(f"{text!r} is no address.", "Give HOST:PORT, [IPV6]:PORT or unix:PATH.", address=text)
 
 
+def token_file_of(socket: Path) -> Path:
+    """Return the file that holds the token of an embedded farm's server, beside the unix socket that the server listens on."""
+    return socket.with_name(f"{socket.name}.token")
+
+
+def socket_token(server: str) -> str:
+    """Return the token of an embedded farm's server, which only this user can read; empty for any other server."""
+    if not server.startswith("unix:"):
+        return ""
+    try:
+        words = token_file_of(Path(server.removeprefix("unix:"))).read_text().split()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return words[-1] if words else ""
+
+
 @dataclass(frozen=True)
 class Access:
     """How a client or an agent reaches a server."""
@@ -120,9 +136,9 @@ class Access:
 
     @classmethod
     def of(cls, server: str, tls_ca: str | Path | None = None) -> Access:
-        """Access with the token of ETFARM_TOKEN and, when not given, the authority of ETFARM_TLS_CA."""
+        """Access with the token beside the server's unix socket, else ETFARM_TOKEN; and, when not given, ETFARM_TLS_CA."""
         ca = tls_ca or os.environ.get(TLS_CA_VARIABLE)
-        return cls(server, os.environ.get(TOKEN_VARIABLE, ""), Path(ca) if ca else None)
+        return cls(server, socket_token(server) or os.environ.get(TOKEN_VARIABLE, ""), Path(ca) if ca else None)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         """The TLS files' content; None where TLS is not spoken.

@@ -19,10 +19,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
+from etfarm.server.access.audit import AuditLog
+from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.prewarm import PRELOAD as COMPILE_PRELOAD
-from etfarm.server.config import Config
+from etfarm.server.config import DATABASE, Config
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
@@ -43,9 +45,12 @@ from etfarm.server.rpc.agents import AgentService
 from etfarm.server.rpc.artifacts import ArtifactService
 from etfarm.server.rpc.audit import AuditService
 from etfarm.server.rpc.auth import Tokens
+from etfarm.server.rpc.authentication import Authentication
 from etfarm.server.rpc.compile import CompileService
+from etfarm.server.rpc.connections import Connections, raise_file_limit, server_options
 from etfarm.server.rpc.devices import DeviceService
 from etfarm.server.rpc.edge import Edge
+from etfarm.server.rpc.enrolment import Enrolment
 from etfarm.server.rpc.farm import FarmService
 from etfarm.server.rpc.jobs import JobService
 from etfarm.server.rpc.projects import ProjectService
@@ -135,7 +140,9 @@ async def running(config: Config) -> AsyncIterator[str]:
         CannotListen: it cannot be listened on.
         EtfarmError: as the parts say.
     """
-    tokens = Tokens.read(config.tokens) if config.tokens else Tokens()
+    if config.tokens is not None:
+        Tokens.read(config.tokens)  # a bad one is refused before anything is made
+    files = raise_file_limit()
     config.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     (config.data / "work").mkdir(exist_ok=True)
     # Before gRPC starts a thread: what it forks must have been single-threaded all along.
@@ -144,13 +151,17 @@ async def running(config: Config) -> AsyncIterator[str]:
     children = config.data / "work" / "children"
     workers = Workers(preload=PRELOAD, limits=limits, folder=children, concurrency=config.workers, gate=quiet.work)
     workers.start()
-    database = Database(config.data / "farm.sqlite")
+    database = Database(config.data / DATABASE)
     background: list[asyncio.Task[None]] = []
     store: Store | None = None
     try:
         await database.open()
         store = Store(config.data / "artifacts", database, config.store_limits)
         background.append(asyncio.create_task(store.tend(), name="artifacts-expire"))
+        tokens = TokenTable(database, now)
+        await tokens.load()
+        authentication = Authentication(config.tokens, tokens, config.data / TOKENS_CHANGED, now)
+        audit = AuditLog(database, now, time.monotonic)
         announcer = Announcer()
         journal = Journal(database, announcer, now)
         joblog = JobLog(database, announcer, now)
@@ -176,22 +187,25 @@ async def running(config: Config) -> AsyncIterator[str]:
         ready = asyncio.Event()
         own_version = version("etfarm")
 
-        server = grpc.aio.server(interceptors=[Edge(tokens)], options=SERVER_OPTIONS)
+        connections = Connections(lambda: authentication.asks_for_tokens, time.monotonic)
+        edge = Edge(authentication, audit=audit, connections=connections)
+        server = grpc.aio.server(interceptors=[edge], options=[*SERVER_OPTIONS, *server_options(files)])
         artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(ArtifactService(store), server)
         compile_pb2_grpc.add_CompileServiceServicer_to_server(CompileService(compiler), server)
         jobs = JobService(journal, joblog, announcer, submission, conductor, version=own_version, now=now)
         job_pb2_grpc.add_JobServiceServicer_to_server(jobs, server)
         device_pb2_grpc.add_DeviceServiceServicer_to_server(DeviceService(registry), server)
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(sessions), server)
-        agents = AgentService(registry, runs, sessions, version=own_version, clock=time.monotonic)
+        enrolment = Enrolment(tokens, lambda agent_id: any(device.agent_id == agent_id for device in registry.devices()))
+        agents = AgentService(registry, runs, sessions, enrolment, version=own_version, clock=time.monotonic)
         agent_pb2_grpc.add_AgentServiceServicer_to_server(agents, server)
         reports = ReportService(journal, History(database, registry.devices), Tags(database, now), revision, version=own_version)
         report_pb2_grpc.add_ReportServiceServicer_to_server(reports, server)
         farm = FarmService(registry, bundles, version=own_version, workers_ready=ready.is_set, live=lambda: conductor.live)
         farm_pb2_grpc.add_FarmServiceServicer_to_server(farm, server)
-        token_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(), server)
+        token_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(tokens, authentication, audit), server)
         project_pb2_grpc.add_ProjectServiceServicer_to_server(ProjectService(), server)
-        audit_pb2_grpc.add_AuditServiceServicer_to_server(AuditService(), server)
+        audit_pb2_grpc.add_AuditServiceServicer_to_server(AuditService(audit), server)
         healthy = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
         reflection.enable_server_reflection([*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
@@ -207,6 +221,10 @@ async def running(config: Config) -> AsyncIterator[str]:
             async with quiet.work():
                 await bundles.build_own()
 
+        background.append(asyncio.create_task(authentication.watch(edge.calls.end_invalid), name="tokens"))
+        background.append(asyncio.create_task(audit.write_on(), name="audit"))
+        if not address.startswith("unix:"):
+            background.append(asyncio.create_task(connections.watch(int(address.rpartition(":")[2])), name="connections"))
         background.append(asyncio.create_task(warm(), name="workers-ready"))
         if config.build_bundle:
             background.append(asyncio.create_task(build(), name="bundle-build"))
@@ -226,6 +244,9 @@ async def running(config: Config) -> AsyncIterator[str]:
             await conductor.stop()
             await joblog.flush()
             await server.stop(_GRACE_S)
+            audit.summarize(everything=True)
+            await audit.flush(durable=True)
+            await tokens.save_uses()
             if config.address_file is not None:
                 config.address_file.unlink(missing_ok=True)
     finally:

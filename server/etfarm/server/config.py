@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from etfarm.server.access.tokens import has_tokens
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.reports.verdict import Thresholds
 from etfarm.wire.channel import Address
 from etfarm.wire.errors import UserError
 from etfarm.wire.tls import read_certificates, read_identity
+
+DATABASE = "farm.sqlite"
+"""The database's file within the data folder."""
 
 
 class Exposed(UserError):
@@ -93,7 +97,7 @@ class Config:
         missing = [
             flag
             for flag, value in (("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key), ("--tokens", self.tokens))
-            if value is None
+            if value is None and not (flag == "--tokens" and has_tokens(self.data / DATABASE))
         ]
         if missing:
             raise Exposed(

@@ -14,6 +14,7 @@ from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
 from etfarm.server.jobs.sessions import Sessions
 from etfarm.server.rpc.auth import caller
 from etfarm.server.rpc.edge import later
+from etfarm.server.rpc.enrolment import Enrolment
 from etfarm.v1 import agent_pb2, agent_pb2_grpc
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.names import PROTOCOL_VERSION
@@ -37,11 +38,20 @@ class ProtocolUnsupported(UserError):
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
     """See agent.proto."""
 
-    Enroll: Any = later("AgentService.Enroll")
     ListAgents: Any = later("AgentService.ListAgents")
     BindAgent: Any = later("AgentService.BindAgent")
 
-    def __init__(self, registry: Registry, runs: Runs, sessions: Sessions, *, version: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        runs: Runs,
+        sessions: Sessions,
+        enrolment: Enrolment,
+        *,
+        version: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self._enrolment = enrolment
         self._registry = registry
         self._runs = runs
         self._sessions = sessions
@@ -91,6 +101,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     ) -> AsyncIterator[agent_pb2.SessionCall]:
         async for call in self._sessions.serve(request_iterator, caller().name):
             yield call
+
+    async def Enroll(self, request: agent_pb2.EnrollAgentRequest, context: object) -> agent_pb2.EnrollAgentResponse:
+        return await self._enrolment.enroll(request)
 
     async def _listen(self, session: AgentSession, messages: AsyncIterator[agent_pb2.AgentMessage]) -> None:
         """Takes an agent's messages until it says goodbye, is silent for too long, or the stream breaks."""

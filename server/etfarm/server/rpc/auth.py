@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from etfarm.server.access.scope import DEFAULT_PROJECT, EVERYTHING, Scope
+from etfarm.server.access.tokens import Credential, key_of
 from etfarm.v1 import common_pb2
 from etfarm.v1.common_pb2 import Principal, Role
 from etfarm.wire.errors import Kind, UserError
@@ -88,6 +89,9 @@ ROLES: Final[dict[str, frozenset[Role.ValueType]]] = {
 }
 """Which roles may call what. A method without a row can be called by nobody."""
 
+ENROLL: Final = "/etfarm.v1.AgentService/Enroll"
+"""The only rpc of an enrolment token."""
+
 LOCAL: Final = Principal(name="local", role=ADMIN)
 """Everybody on a server without a token file, which only this machine reaches."""
 
@@ -113,6 +117,13 @@ class NotYours(UserError):
 
     reason = "NOT_YOURS"
     kind = Kind.PERMISSION_DENIED
+
+
+class ProjectNotFound(UserError):
+    """The caller is a member of no project of this name, or it does not exist."""
+
+    reason = "PROJECT_NOT_FOUND"
+    kind = Kind.NOT_FOUND
 
 
 class BadTokenFile(UserError):
@@ -167,17 +178,98 @@ class Tokens:
         """
         if self.by_hash is None:
             return LOCAL
-        if header is None or not header.startswith("Bearer "):
-            raise Unauthenticated("This server asks for a token and none came.", "Set ETFARM_TOKEN.")
-        sent = _hash(header.removeprefix("Bearer ").strip())
-        for known, principal in self.by_hash.items():
-            if hmac.compare_digest(known, sent):
-                return principal
-        raise Unauthenticated("The server does not know this token.", "Check ETFARM_TOKEN with the farm's admin.")
+        principal = self.by_hash.get(sent_key(header))
+        if principal is None:
+            raise unknown_token()
+        return principal
+
+    def authenticate(self, header: str | None) -> Credential:
+        """Return the credential of an `authorization` header.
+
+        Raises:
+            Unauthenticated: it has none.
+        """
+        key = b"" if self.by_hash is None else sent_key(header)
+        principal = self.principal(header)
+        return Credential(key, f"file:{principal.name}" if key else "", principal)
+
+    def is_valid(self, credential: Credential) -> bool:
+        """Return whether the credential still stands for the same principal."""
+        if self.by_hash is None:
+            return credential.key == b""
+        return self.by_hash.get(credential.key) == credential.principal
+
+
+def sent_key(header: str | None) -> bytes:
+    """Return the key of an `authorization` header's token. Looked up by hash: how long that takes gives no token away.
+
+    Raises:
+        Unauthenticated: there is no bearer token.
+    """
+    if header is None or not header.startswith("Bearer "):
+        raise Unauthenticated("This server asks for a token and none came.", "Set ETFARM_TOKEN.")
+    return key_of(header.removeprefix("Bearer ").strip())
+
+
+def unknown_token() -> Unauthenticated:
+    """Return the refusal of a token that no principal has."""
+    return Unauthenticated("The server does not know this token.", "Check ETFARM_TOKEN with the farm's admin.")
 
 
 def _hash(token: str) -> bytes:
-    return hashlib.sha256(token.encode()).digest()
+    return key_of(token)
+
+
+Resolve = Callable[[Principal, str], Principal]
+"""Returns a principal with its `projects` and `project`, given the call's `etfarm-project` metadata ("" where it has none)."""
+
+
+def resolve_default(principal: Principal, requested: str) -> Principal:
+    """Return the principal as a member of the project `default` alone; see Principal.projects.
+
+    Raises:
+        ProjectNotFound: another project is requested, and the caller is no admin.
+    """
+    if principal.role == AGENT:
+        return principal
+    if principal.role == ADMIN:
+        return with_projects(principal, (), requested or DEFAULT_PROJECT)
+    if requested not in ("", DEFAULT_PROJECT):
+        raise ProjectNotFound(f"You are a member of no project {requested!r}.", "Ask the farm's admin.", project=requested)
+    return with_projects(principal, (DEFAULT_PROJECT,), DEFAULT_PROJECT)
+
+
+def with_projects(principal: Principal, projects: Iterable[str], project: str) -> Principal:
+    """Return a copy of `principal` that sees `projects` and whose new jobs, artifacts and tags belong to `project`."""
+    member = Principal()
+    member.CopyFrom(principal)
+    member.projects[:] = sorted(projects)
+    member.project = project
+    return member
+
+
+_credential: ContextVar[Credential] = ContextVar("credential")
+
+
+def enter(credential: Credential, principal: Principal, method: str) -> None:
+    """Let a caller through to a method, and remember it for `caller`, `scope` and `credential`.
+
+    Raises:
+        PermissionDenied: as `authorize`, or an enrolment token that calls something else than Enroll.
+    """
+    if credential.enrolment and method != ENROLL:
+        raise PermissionDenied(
+            f"The token of {principal.name} is for one enrolment of an agent and nothing else.",
+            "Start `etfarm agent` with it: it exchanges it for a token of its own.",
+            rpc=method.rpartition(".")[2].replace("/", "."), role="enrolment",
+        )  # fmt: skip
+    authorize(principal, method)
+    _credential.set(credential)
+
+
+def credential() -> Credential:
+    """Return what the caller of the rpc that is being answered has authenticated with."""
+    return _credential.get()
 
 
 def authorize(principal: Principal, method: str) -> None:
@@ -196,3 +288,9 @@ def authorize(principal: Principal, method: str) -> None:
 def caller() -> Principal:
     """Who calls the rpc that is being answered."""
     return _principal.get()
+
+
+def scope() -> Scope:
+    """Return the projects whose jobs, artifacts, tags and reports the caller sees: all for an admin, none for an agent."""
+    principal = caller()
+    return EVERYTHING if principal.role == ADMIN else Scope(frozenset(principal.projects))

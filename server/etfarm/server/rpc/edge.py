@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import grpc
 import structlog
 from grpc.aio import ServicerContext
 
-from etfarm.server.rpc.auth import Tokens, authorize
+from etfarm.server.access.audit import AuditLog
+from etfarm.server.access.tokens import Credential
+from etfarm.server.rpc.auditing import Auditor, entry_of, rpc_of
+from etfarm.server.rpc.auth import Resolve, enter, resolve_default
+from etfarm.server.rpc.calls import Call, Calls
+from etfarm.server.rpc.connections import Connections
+from etfarm.server.rpc.failures import Failures, address_of
+from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.errors import EtfarmError, FarmError, Kind, UserError
 from etfarm.wire.status import to_status
 
 log = structlog.get_logger()
+
+PROJECT_KEY = "etfarm-project"
+"""The metadata that names the project of a call."""
 
 
 class Unimplemented(UserError):
@@ -33,11 +44,45 @@ def later(rpc: str) -> Callable[[object, object, object], NoReturn]:
     return answer
 
 
-class Edge(grpc.aio.ServerInterceptor):
-    """Makes a Principal for every call, and a status of every error."""
+class Authenticates(Protocol):
+    """What knows callers by their tokens: `Authentication`, or the `Tokens` of a file alone."""
 
-    def __init__(self, tokens: Tokens) -> None:
+    def authenticate(self, header: str | None) -> Credential:
+        """Return the credential of an `authorization` header, or raise Unauthenticated."""
+        ...
+
+    def is_valid(self, credential: Credential) -> bool:
+        """Return whether calls with the credential may go on."""
+        ...
+
+
+class Edge(grpc.aio.ServerInterceptor):
+    """Makes a Principal for every call, and a status of every error.
+
+    Who calls and whether they may is decided by the call's metadata. A refused call's messages are neither received nor
+    decoded, so that a stranger costs no memory.
+    """
+
+    def __init__(
+        self,
+        tokens: Authenticates,
+        resolve: Resolve = resolve_default,
+        *,
+        audit: AuditLog | None = None,
+        connections: Connections | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        resolve: gives a principal its projects.
+        audit: where changes and refusals are recorded.
+        connections: what closes the connections of strangers.
+        """
         self._tokens = tokens
+        self._resolve = resolve
+        self._audit = audit
+        self._connections = connections
+        self.calls = Calls(tokens.is_valid)
+        self._failures = Failures(clock)
 
     async def intercept_service(
         self,
@@ -48,48 +93,101 @@ class Edge(grpc.aio.ServerInterceptor):
         if handler is None:
             return handler
         method = handler_call_details.method
-        header = next((value for key, value in handler_call_details.invocation_metadata or () if key == "authorization"), None)
-        token = header.decode(errors="replace") if isinstance(header, bytes) else header
+        metadata = handler_call_details.invocation_metadata
+        principal: Principal | None = None
+        try:
+            credential = self._tokens.authenticate(_text(metadata, "authorization"))
+            principal = credential.principal
+            principal = self._resolve(principal, _text(metadata, PROJECT_KEY) or "")
+            # This task runs the handler too, so that it sees the caller.
+            enter(credential, principal, method)
+            call = self.calls.begin(method, credential, principal)
+        except EtfarmError as error:
+            return self._refusal(error, method, principal)
 
-        def enter() -> None:
-            authorize(self._tokens.principal(token), method)
+        def admit(request: Any, context: ServicerContext[Any, Any]) -> Auditor | None:
+            peer = context.peer()
+            if self._connections is not None and credential.key:
+                self._connections.trust(peer)
+            return None if self._audit is None else Auditor(self._audit, method, call.principal, address_of(peer), request)
 
         kind = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
         wrap = _streaming if handler.response_streaming else _single
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         made: grpc.RpcMethodHandler[Any, Any] = make(
-            wrap(getattr(handler, kind), enter, method),
+            wrap(getattr(handler, kind), admit, call),
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
         return made
 
+    def _refusal(self, error: EtfarmError, method: str, principal: Principal | None) -> grpc.RpcMethodHandler[Any, Any]:
+        """Return a handler that refuses the call: as one of streams, from which gRPC reads a message only when asked to."""
 
-def _single(behavior: Callable[..., Any], enter: Callable[[], None], method: str) -> Callable[..., Awaitable[Any]]:
+        async def refuse(requests: object, context: ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+            address = address_of(context.peer())
+            if error.kind is Kind.UNAUTHENTICATED and (wait_s := self._failures.note(address)) > 0:
+                error.metadata["retry_after_s"] = f"{wait_s:.0f}"
+                if self._connections is not None:
+                    self._connections.distrust(context.peer())
+            if self._audit is not None:
+                self._audit.refuse(entry_of(rpc_of(method), error.reason, principal, address))
+            await _abort(context, error, method)
+            yield b""
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _text(metadata: Any, key: str) -> str | None:
+    value = next((value for name, value in metadata or () if name == key), None)
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+Admit = Callable[[Any, ServicerContext[Any, Any]], Auditor | None]
+
+
+def _single(behavior: Callable[..., Any], admit: Admit, call: Call) -> Callable[..., Awaitable[Any]]:
     async def answer(request: Any, context: ServicerContext[Any, Any]) -> Any:
+        auditor = admit(request, context)
         try:
-            enter()
-            return await _awaited(behavior(request, context))
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
-        except Exception as error:  # noqa: BLE001 - the edge: every error becomes a status, a bug is logged
-            await _abort(context, error, method)
+            answered = await _awaited(behavior(request, context))
+        except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001 - the edge: every error becomes a status
+            await _fail(context, error, call, auditor)
+        if auditor is not None:
+            auditor.succeeded(answered)
+        return answered
 
     return answer
 
 
-def _streaming(behavior: Callable[..., Any], enter: Callable[[], None], method: str) -> Callable[..., AsyncIterator[Any]]:
+def _streaming(behavior: Callable[..., Any], admit: Admit, call: Call) -> Callable[..., AsyncIterator[Any]]:
     async def answer(request: Any, context: ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        auditor = admit(request, context)
         try:
-            enter()
             async for message in behavior(request, context):
+                if auditor is not None:
+                    auditor.succeeded(message)
                 yield message
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
-        except Exception as error:  # noqa: BLE001 - the edge: every error becomes a status, a bug is logged
-            await _abort(context, error, method)
+            if auditor is not None:
+                auditor.succeeded()
+        except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001 - the edge: every error becomes a status
+            await _fail(context, error, call, auditor)
 
     return answer
+
+
+async def _fail(context: ServicerContext[Any, Any], error: BaseException, call: Call, auditor: Auditor | None) -> NoReturn:
+    """End a call whose handler raised: by the error's status; as cancelled, or by the reason for which the server ended it."""
+    if auditor is not None:
+        auditor.failed(
+            error.reason if isinstance(error, EtfarmError) else "INTERNAL" if isinstance(error, Exception) else "CANCELLED"
+        )
+    if isinstance(error, asyncio.CancelledError) and call.is_ended:
+        await _abort(context, call.ending(), call.method)
+    if isinstance(error, (asyncio.CancelledError, grpc.aio.AbortError)):
+        raise error
+    assert isinstance(error, Exception)
+    await _abort(context, error, call.method)
 
 
 async def _awaited(value: Any) -> Any:

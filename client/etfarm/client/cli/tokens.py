@@ -1,0 +1,188 @@
+"""Step 1, command line: `etfarm tokens`, who may use a farm."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from etfarm.client.cli import options
+from etfarm.client.cli.app import STDOUT, Usage, execute, run_async
+from etfarm.client.cli.terminal import put
+
+if TYPE_CHECKING:
+    from etfarm.client.access import Token
+
+_ABOUT = (
+    "Creates, lists, revokes and rotates the tokens that let people and agents in. Admins only; anybody may rotate their own. "
+    "The first admin's token is made on the server's machine: `etfarm tokens init NAME`."
+)
+
+_LIFETIME = re.compile(r"([0-9]{1,6})([smhd])")
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_ENROLMENT_LIFETIME = "1d"
+
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write it as JSON there too; - is stdout.")]
+TokenId = Annotated[str, typer.Argument(metavar="ID", help="As `etfarm tokens list` shows it.")]
+
+
+def main(argv: list[str]) -> int:
+    """Runs `etfarm tokens`."""
+    return execute({"create": create, "list": list_, "revoke": revoke, "rotate": rotate}, argv, "tokens", _ABOUT)
+
+
+def create(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose token it is: a person's, a script's or an agent's name.")],
+    role: Annotated[str, typer.Option("--role", metavar="ROLE", help="admin, user, viewer or agent. [user]")] = "",
+    agent: Annotated[bool, typer.Option("--agent", help="A one-time token, which `etfarm agent` exchanges for its own.")] = False,
+    expires: Annotated[
+        str,
+        typer.Option("--expires", metavar="TIME", help="How long it is valid: 30d, 12h, 90m. [for ever; --agent: 1d]"),
+    ] = "",
+    project: Annotated[
+        list[str] | None, typer.Option("--project", metavar="P", help="Make NAME a member of this project. Again for more.")
+    ] = None,
+    json: Json = None,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """Makes a token and prints its secret, once."""
+    from etfarm.client.access import open_access
+
+    if role not in ("", "admin", "user", "viewer", "agent"):
+        raise Usage(f"--role must be admin, user, viewer or agent, got {role!r}.", value=role)
+    if agent and role not in ("", "agent"):
+        raise Usage(f"--agent makes a token of the role agent, and --role is {role}.", "Leave one of the two out.")
+    _check(json)
+    lifetime_s = lifetime_of(expires or (_ENROLMENT_LIFETIME if agent else ""))
+
+    async def send() -> tuple[Token, str]:
+        async with open_access(server, tls_ca=tls_ca) as access:
+            return await access.create_token(
+                name, role or ("agent" if agent else "user"), lifetime_s=lifetime_s, projects=project or (), enrolment=agent
+            )
+
+    token, secret = run_async(send)
+    _show_secret(token, secret, json)
+
+
+def list_(json: Json = None, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
+    """All tokens without their secrets, newest first; those of the server's --tokens file last."""
+    from etfarm.client import units
+    from etfarm.client.access import open_access
+    from etfarm.client.cli import output
+
+    async def fetch() -> list[Token]:
+        async with open_access(server, tls_ca=tls_ca) as access:
+            return await access.tokens()
+
+    found = run_async(fetch)
+    if json is not None:
+        _write(json, [_document(token) for token in found])
+        if json == STDOUT:
+            return
+    now = datetime.now(UTC)
+    rows = [
+        (
+            token.id,
+            token.principal,
+            token.role,
+            token.kind,
+            token.state,
+            units.ago(token.created_at, now),
+            token.expires_at.astimezone().strftime("%Y-%m-%d %H:%M") if token.expires_at else "-",
+            units.ago(token.last_used_at, now),
+            token.agent_id or "-",
+        )
+        for token in found
+    ]
+    heads = ("ID", "NAME", "ROLE", "KIND", "STATE", "CREATED", "EXPIRES", "LAST USED", "AGENT")
+    output.show_table(heads, rows, shrink=("NAME", "AGENT"))
+
+
+def revoke(token: TokenId, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
+    """Ends a token at once, and the calls that use it."""
+    from etfarm.client.access import open_access
+
+    async def send() -> Token:
+        async with open_access(server, tls_ca=tls_ca) as access:
+            return await access.revoke_token(token)
+
+    ended = run_async(send)
+    print(f"Revoked: {ended.id} of {ended.principal} ({ended.role}).")
+
+
+def rotate(
+    token: Annotated[str, typer.Argument(metavar="[ID]", help="Your own token when it is left out.")] = "",
+    json: Json = None,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """Replaces a token's secret at once, and prints the new one, once."""
+    from etfarm.client.access import open_access
+
+    _check(json)
+
+    async def send() -> tuple[Token, str]:
+        async with open_access(server, tls_ca=tls_ca) as access:
+            return await access.rotate_token(token)
+
+    _show_secret(*run_async(send), json)
+
+
+def lifetime_of(text: str) -> float | None:
+    """Return the seconds of `30d`, `12h`, `90m` or `10s`; None of an empty text.
+
+    Raises:
+        Usage: it is of another form.
+    """
+    if not text:
+        return None
+    parts = _LIFETIME.fullmatch(text)
+    if parts is None or int(parts[1]) == 0:
+        raise Usage(f"--expires must be a number with s, m, h or d, got {text!r}.", "Give for example 30d.", value=text)
+    return int(parts[1]) * _UNITS[parts[2]]
+
+
+def _show_secret(token: Token, secret: str, json: str | None) -> None:
+    """Prints the secret alone on stdout, so that scripts can take it, and what it is on stderr."""
+    if json is not None:
+        _write(json, _document(token) | {"secret": secret})
+    if json != STDOUT:
+        until = f", until {token.expires_at.astimezone():%Y-%m-%d %H:%M}" if token.expires_at else ""
+        once = "for one enrolment" if token.kind == "enrolment" else f"of {token.principal} ({token.role})"
+        print(f"Token {token.id} {once}{until}. It is not shown again; ETFARM_TOKEN takes it:", file=sys.stderr, flush=True)
+        print(secret)
+
+
+def _document(token: Token) -> dict[str, object]:
+    return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in vars(token).items()}
+
+
+def _check(file: str | None) -> None:
+    """Refuses a file that cannot be written before a secret is made that would be lost."""
+    from etfarm.client.cli.app import must_be_writable
+
+    if file not in (None, STDOUT):
+        must_be_writable(Path(str(file)))
+
+
+def _write(file: str, document: object) -> None:
+    import json
+
+    from etfarm.client.cli.app import write_whole
+
+    text = json.dumps(document, indent=2) + "\n"
+    if file == STDOUT:
+        put(text)
+        return
+    before = os.umask(0o077)  # the secret is for this user alone
+    try:
+        write_whole(Path(file), text.encode())
+    finally:
+        os.umask(before)

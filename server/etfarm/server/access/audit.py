@@ -1,0 +1,165 @@
+"""The audit log: who did what, written down in batches; refusals are counted together so that no attacker fills the disk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Final
+
+import structlog
+from sqlalchemy import Connection, func, insert, select
+
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+from etfarm.v1 import audit_pb2, common_pb2
+
+log = structlog.get_logger()
+
+WRITE_AFTER_S: Final = 0.2
+"""How long entries are gathered for one write."""
+
+MAX_WAITING: Final = 20_000
+"""Entries that wait for the disk; what comes when it is that late is counted instead."""
+
+REFUSALS_AN_HOUR: Final = 600
+"""Refusals that get entries of their own; the rest of an hour is one entry with their number. Some MB a day at most."""
+
+SAME_REFUSAL_S: Final = 60.0
+"""Refusals of one kind, caller and address within this time are one entry, and one with their number."""
+
+_MAX_KINDS: Final = 2000
+_MAX_CHARACTERS: Final = 200
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the log; see AuditEntry."""
+
+    action: str
+    outcome: str
+    principal: str = ""
+    role: str = ""
+    peer: str = ""
+    subject: str = ""
+    detail: str = ""
+
+
+class AuditLog:
+    """The audit log of one server. `record` never waits; `flush` writes what was recorded.
+
+    Args:
+        now: gives the instant, in UTC.
+        clock: gives seconds that never go back.
+    """
+
+    def __init__(self, database: Database, now: Callable[[], datetime], clock: Callable[[], float]) -> None:
+        self._database = database
+        self._now = now
+        self._clock = clock
+        self._waiting: list[tuple[datetime, Entry]] = []
+        self._lost = 0
+        self._some = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self._refusals: dict[Entry, tuple[float, int]] = {}
+        self._others = 0
+        self._hour, self._left = clock(), REFUSALS_AN_HOUR
+
+    def record(self, entry: Entry) -> None:
+        """Add an entry."""
+        if len(self._waiting) >= MAX_WAITING:
+            self._lost += 1
+            return
+        cut = {name: getattr(entry, name)[:_MAX_CHARACTERS] for name in ("principal", "subject", "detail", "outcome")}
+        self._waiting.append((self._now(), replace(entry, **cut)))
+        self._some.set()
+
+    def refuse(self, entry: Entry) -> None:
+        """Add a refusal, or count it with those like it."""
+        now = self._clock()
+        if entry in self._refusals:
+            since, count = self._refusals[entry]
+            self._refusals[entry] = since, count + 1
+        elif self._left > 0 and len(self._refusals) < _MAX_KINDS:
+            self._left -= 1
+            self._refusals[entry] = now, 0
+            self.record(entry)
+        else:
+            self._others += 1
+
+    def summarize(self, *, everything: bool = False) -> None:
+        """Record how many refusals there were beside those with an entry, of those whose time is over or of all."""
+        now = self._clock()
+        for entry, (since, count) in list(self._refusals.items()):
+            if everything or now - since > SAME_REFUSAL_S:
+                del self._refusals[entry]
+                if count:
+                    self.record(replace(entry, detail=f"{count} more in {max(now - since, 1):.0f} s"))
+        if everything or now - self._hour > 3600:
+            self._hour, self._left = now, REFUSALS_AN_HOUR
+            if self._others:
+                self.record(Entry("audit.refusals", "REFUSED", detail=f"{self._others} more from many callers"))
+                self._others = 0
+
+    async def write_on(self) -> None:
+        """Write entries for as long as the server runs; a full disk keeps them waiting."""
+        while True:
+            try:
+                async with asyncio.timeout(SAME_REFUSAL_S / 2):
+                    await self._some.wait()
+            except TimeoutError:
+                self.summarize()
+                continue
+            await asyncio.sleep(WRITE_AFTER_S)
+            self.summarize()
+            try:
+                await self.flush()
+            except Exception:
+                log.exception("the audit log could not be written; it is tried again")
+                await asyncio.sleep(SAME_REFUSAL_S / 12)
+
+    async def flush(self, *, durable: bool = False) -> None:
+        """Write down all that was recorded."""
+        async with self._writing:
+            if self._lost:
+                lost, self._lost = self._lost, 0
+                self._waiting.append((self._now(), Entry("audit.lost", "LOST", detail=f"{lost} entries: the disk was too slow")))
+            entries = list(self._waiting)
+            self._some.clear()
+            if not entries:
+                return
+            try:
+                await self._database.write(lambda connection: _append(connection, entries), durable=durable)
+            except BaseException:
+                self._some.set()
+                raise
+            del self._waiting[: len(entries)]
+
+    async def list(self, size: int, before: int | None, principal: str, action: str) -> list[audit_pb2.AuditEntry]:
+        """Return entries with numbers below `before`, newest first; of one principal and of one action where they are given."""
+        table = schema.audit
+        query = select(table).order_by(table.c.number.desc()).limit(size)
+        if before is not None:
+            query = query.where(table.c.number < before)
+        if principal:
+            query = query.where(table.c.principal == principal)
+        if action:
+            query = query.where(table.c.action == action)
+        await self.flush()
+        rows = await self._database.read(lambda connection: connection.execute(query).all())
+        return [
+            audit_pb2.AuditEntry(
+                number=row.number, time=row.at, principal=row.principal, peer=row.peer, action=row.action, subject=row.subject,
+                outcome=row.outcome, detail=row.detail,
+                role=common_pb2.Role.Value(f"ROLE_{row.role.upper()}") if row.role else common_pb2.ROLE_UNSPECIFIED,
+            )
+            for row in rows
+        ]  # fmt: skip
+
+
+def _append(connection: Connection, entries: list[tuple[datetime, Entry]]) -> None:
+    last = connection.execute(select(func.coalesce(func.max(schema.audit.c.number), 0))).scalar_one()
+    connection.execute(
+        insert(schema.audit), [{"number": last + index, "at": at, **vars(entry)} for index, (at, entry) in enumerate(entries, 1)]
+    )

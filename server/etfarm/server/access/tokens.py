@@ -1,0 +1,333 @@
+"""Tokens that the database keeps: 256 random bits each, stored as their sha256, looked up in memory by it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import re
+import secrets
+import sqlite3
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy.dialects import sqlite
+
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+from etfarm.v1 import common_pb2, token_pb2
+from etfarm.v1.common_pb2 import Principal, Role
+from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.names import ENROLMENT_PREFIX, TOKEN_PREFIX
+
+ROLE_NAMES: Final = {Role.ROLE_ADMIN: "admin", Role.ROLE_USER: "user", Role.ROLE_AGENT: "agent", Role.ROLE_VIEWER: "viewer"}
+
+TOKENS_CHANGED: Final = "tokens.changed"
+"""The file of a data folder that a process touches after it changed tokens beside a running server."""
+
+MAX_LIFETIME_S: Final = 10 * 366 * 86_400.0
+
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}\Z", re.ASCII)
+_SECRET_BYTES: Final = 32
+
+
+class BadTokenRequest(UserError):
+    """A token that cannot be made."""
+
+    reason = "BAD_TOKEN_REQUEST"
+
+
+class TokenNotFound(UserError):
+    """No token has the id, or it is not the caller's."""
+
+    reason = "TOKEN_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+class NoSuchProject(UserError):
+    """A token's principal is to be a member of a project that does not exist."""
+
+    reason = "PROJECT_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+class NotAnEnrolmentToken(UserError):
+    """A call to Enroll with another token, or with one that was used."""
+
+    reason = "NOT_AN_ENROLMENT_TOKEN"
+    kind = Kind.FAILED_PRECONDITION
+
+
+class AgentBound(UserError):
+    """An agent identity that another principal's token owns."""
+
+    reason = "AGENT_BOUND"
+    kind = Kind.ALREADY_EXISTS
+
+
+@dataclass(frozen=True)
+class Credential:
+    """Who a token stands for, and how long."""
+
+    key: bytes
+    """The sha256 of the secret; empty for the local caller of a server without tokens."""
+    token_id: str
+    principal: Principal
+    enrolment: bool = False
+    """It may call AgentService.Enroll and nothing else."""
+    spent: bool = False
+    """An enrolment token that was exchanged already."""
+    expires_at: datetime | None = None
+
+
+def key_of(secret: str) -> bytes:
+    """Return what a secret is stored and looked up by. Secrets are random, so no slow hash is needed against guessing."""
+    return hashlib.sha256(secret.encode()).digest()
+
+
+def new_secret(*, enrolment: bool = False) -> str:
+    """Return a secret that begins as secret scanners know it."""
+    return (ENROLMENT_PREFIX if enrolment else TOKEN_PREFIX) + secrets.token_urlsafe(_SECRET_BYTES)
+
+
+def has_tokens(database: Path) -> bool:
+    """Return whether a database that is not opened yet has tokens, so that a server with it asks callers for one."""
+    if not database.is_file():
+        return False
+    with contextlib.closing(sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True)) as connection:
+        try:
+            return connection.execute("SELECT 1 FROM tokens LIMIT 1").fetchone() is not None
+        except sqlite3.DatabaseError:  # from before there were tokens, or damaged, which opening it finds out
+            return False
+
+
+class TokenTable:
+    """The database's tokens. Changes are durable when a method returns, and effective for every call that follows.
+
+    Args:
+        now: gives the instant, in UTC.
+        on_change: called after tokens were added, changed or revoked.
+    """
+
+    def __init__(self, database: Database, now: Callable[[], datetime], on_change: Callable[[], None] = lambda: None) -> None:
+        self._database = database
+        self._now = now
+        self.on_change = on_change
+        self._valid: dict[bytes, Credential] = {}
+        self._is_empty = True
+        self._used: dict[str, datetime] = {}
+
+    async def load(self) -> None:
+        """Read the tokens, also those that another process wrote meanwhile."""
+        table = schema.tokens
+        rows = await self._database.read(lambda connection: connection.execute(select(table)).all())
+        self._valid = {row.secret_hash: _credential(row) for row in rows if row.revoked_at is None}
+        self._is_empty = not rows
+        self.on_change()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token was ever made; revoked ones count, so that revoking the last does not open the server."""
+        return self._is_empty
+
+    def find(self, key: bytes) -> Credential | None:
+        """Return the credential of a key, expired or not; None where no token that is not revoked has it."""
+        return self._valid.get(key)
+
+    def mark_used(self, credential: Credential) -> None:
+        """Remember that a token is used now; `save_uses` writes it down."""
+        self._used[credential.token_id] = self._now().replace(second=0, microsecond=0)
+
+    async def save_uses(self) -> None:
+        """Write down when tokens were used last."""
+        used, self._used = self._used, {}
+        table = schema.tokens
+
+        def write(connection: Connection) -> None:
+            for token_id, at in used.items():
+                connection.execute(update(table).where(table.c.id == token_id).values(last_used_at=at))
+
+        if used:
+            await self._database.write(write)
+
+    async def create(
+        self,
+        principal: str,
+        role: Role.ValueType,
+        *,
+        by: str,
+        lifetime_s: float | None = None,
+        enrolment: bool = False,
+        projects: Sequence[str] = (),
+    ) -> tuple[token_pb2.Token, str]:
+        """Make a token, and return it with its secret, which is kept nowhere.
+
+        Raises:
+            BadTokenRequest: the name, role or lifetime is not allowed.
+            NoSuchProject: one of `projects` does not exist.
+        """
+        _validate(principal, role, lifetime_s, enrolment=enrolment, projects=projects)
+        at, secret = self._now(), new_secret(enrolment=enrolment)
+        row = {
+            "id": secrets.token_hex(8), "principal": principal, "role": ROLE_NAMES[role], "secret_hash": key_of(secret),
+            "enrolment": enrolment, "created_at": at, "created_by": by,
+            "expires_at": None if lifetime_s is None else at + timedelta(seconds=lifetime_s),
+        }  # fmt: skip
+
+        def write(connection: Connection) -> Row[Any]:
+            for project in projects:
+                _add_member(connection, project, principal, at)
+            connection.execute(insert(schema.tokens).values(**row))
+            return _row(connection, str(row["id"]))
+
+        made = await self._database.write(write, durable=True)
+        await self.load()
+        return _token(made), secret
+
+    async def list(self, size: int, offset: int) -> list[token_pb2.Token]:
+        """Return tokens without their secrets, newest first."""
+        table = schema.tokens
+        query = select(table).order_by(table.c.created_at.desc(), table.c.id).limit(size).offset(offset)
+        return [_token(row) for row in await self._database.read(lambda connection: connection.execute(query).all())]
+
+    async def revoke(self, token_id: str) -> token_pb2.Token:
+        """End a token; one that is revoked already stays as it is.
+
+        Raises:
+            TokenNotFound: no token has the id.
+        """
+        table, at = schema.tokens, self._now()
+
+        def write(connection: Connection) -> Row[Any]:
+            chosen = (table.c.id == token_id) & table.c.revoked_at.is_(None)
+            connection.execute(update(table).where(chosen).values(revoked_at=at))
+            return _row(connection, token_id)
+
+        row = await self._database.write(write, durable=True)
+        await self.load()
+        return _token(row)
+
+    async def rotate(self, token_id: str) -> tuple[token_pb2.Token, str]:
+        """Replace a token's secret, and return the token with the new one.
+
+        Raises:
+            TokenNotFound: no token that is valid has the id.
+        """
+        table = schema.tokens
+
+        def write(connection: Connection) -> tuple[Row[Any], str]:
+            row = _row(connection, token_id)
+            if row.revoked_at is not None or (row.enrolment and row.agent_id is not None):
+                raise TokenNotFound(f"Token {token_id} is revoked or used up.", "Create another.", id=token_id)
+            secret = new_secret(enrolment=row.enrolment)
+            connection.execute(update(table).where(table.c.id == token_id).values(secret_hash=key_of(secret)))
+            return row, secret
+
+        row, secret = await self._database.write(write, durable=True)
+        await self.load()
+        return _token(row), secret
+
+    async def enroll(self, enrolment: Credential, agent_id: str, *, is_known: bool) -> str:
+        """Exchange an enrolment token for the agent's own token, and return that one's secret.
+
+        An agent that lost its token enrolls again with another enrolment token of the same principal; the lost one ends.
+
+        Args:
+            is_known: whether the farm has devices of the identity.
+
+        Raises:
+            NotAnEnrolmentToken: the caller's token is no enrolment token, or it was used.
+            BadTokenRequest: the agent's id is not allowed.
+            AgentBound: the identity belongs to another principal, or is known and bound to none.
+        """
+        if not _NAME.match(agent_id):
+            raise BadTokenRequest(f"agent_id must be a UUID, got {agent_id[:80]!r}.", "Send the id of Hello.")
+        at, secret, tokens, agents = self._now(), new_secret(), schema.tokens, schema.agents
+        principal = enrolment.principal.name
+
+        def write(connection: Connection) -> None:
+            row = connection.execute(select(tokens).where(tokens.c.id == enrolment.token_id)).one_or_none()
+            if row is None or not row.enrolment or row.agent_id is not None or row.revoked_at is not None:
+                raise NotAnEnrolmentToken(
+                    "This token enrolls no agent: it is of another kind, or it was used.",
+                    "Ask an admin for `etfarm tokens create NAME --agent`.",
+                )
+            owner = connection.execute(select(agents.c.principal).where(agents.c.id == agent_id)).scalar()
+            if owner != principal and (owner is not None or is_known):
+                raise AgentBound(
+                    f"Agent {agent_id} is known to the farm and is not {principal}'s.",
+                    f"Ask an admin to run `etfarm agents bind {agent_id} {principal}`, or give the agent a new data folder.",
+                    agent_id=agent_id,
+                )
+            former = (tokens.c.agent_id == agent_id) & tokens.c.enrolment.is_(False) & tokens.c.revoked_at.is_(None)
+            connection.execute(update(tokens).where(former).values(revoked_at=at))
+            connection.execute(update(tokens).where(tokens.c.id == row.id).values(agent_id=agent_id, last_used_at=at))
+            connection.execute(
+                insert(tokens).values(
+                    id=secrets.token_hex(8), principal=principal, role="agent", secret_hash=key_of(secret), enrolment=False,
+                    agent_id=agent_id, created_at=at, created_by=principal,
+                )
+            )  # fmt: skip
+            bound = sqlite.insert(agents).values(id=agent_id, principal=principal, bound_at=at, bound_by=row.created_by)
+            connection.execute(bound.on_conflict_do_nothing())
+
+        await self._database.write(write, durable=True)
+        await self.load()
+        return secret
+
+
+def _validate(
+    principal: str, role: Role.ValueType, lifetime_s: float | None, *, enrolment: bool, projects: Sequence[str]
+) -> None:
+    if not _NAME.match(principal):
+        raise BadTokenRequest(
+            f"The principal's name must be 1 to 64 letters, digits, dots, dashes and underscores, got {principal[:80]!r}."
+        )
+    if role not in ROLE_NAMES:
+        raise BadTokenRequest(f"The role must be one of {', '.join(ROLE_NAMES.values())}.")
+    if enrolment and role != Role.ROLE_AGENT:
+        raise BadTokenRequest("An enrolment token must have the role agent.")
+    if projects and role == Role.ROLE_AGENT:
+        raise BadTokenRequest("An agent is a member of no project.", "Restrict its devices to projects instead.")
+    if lifetime_s is not None and not (math.isfinite(lifetime_s) and 0 < lifetime_s <= MAX_LIFETIME_S):
+        raise BadTokenRequest(f"lifetime_s must be above 0 and at most {MAX_LIFETIME_S:.0f}, got {lifetime_s}.")
+
+
+def _add_member(connection: Connection, project: str, principal: str, at: datetime) -> None:
+    known = select(func.count()).select_from(schema.projects).where(schema.projects.c.name == project)
+    if not connection.execute(known).scalar():
+        raise NoSuchProject(f"There is no project {project[:80]!r}.", "See `etfarm projects list`.", project=project[:80])
+    member = sqlite.insert(schema.members).values(project=project, principal=principal, added_at=at)
+    connection.execute(member.on_conflict_do_nothing())
+
+
+def _row(connection: Connection, token_id: str) -> Row[Any]:
+    row = connection.execute(select(schema.tokens).where(schema.tokens.c.id == token_id)).one_or_none()
+    if row is None:
+        raise TokenNotFound(f"There is no token {token_id[:80]!r}.", "See `etfarm tokens list`.", id=token_id[:80])
+    return row
+
+
+def _role(name: str) -> Role.ValueType:
+    return common_pb2.Role.Value(f"ROLE_{name.upper()}")
+
+
+def _credential(row: Row[Any]) -> Credential:
+    agent_id = row.agent_id if row.agent_id and not row.enrolment else ""
+    return Credential(
+        row.secret_hash, row.id, Principal(name=row.principal, role=_role(row.role), agent_id=agent_id),
+        enrolment=row.enrolment, spent=row.enrolment and row.agent_id is not None, expires_at=row.expires_at,
+    )  # fmt: skip
+
+
+def _token(row: Row[Any]) -> token_pb2.Token:
+    return token_pb2.Token(
+        id=row.id, principal=row.principal, role=_role(row.role), create_time=row.created_at, created_by=row.created_by,
+        expire_time=row.expires_at, revoke_time=row.revoked_at, last_used_time=row.last_used_at, agent_id=row.agent_id or "",
+        enrolment=row.enrolment,
+    )  # fmt: skip

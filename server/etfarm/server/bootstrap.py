@@ -1,0 +1,60 @@
+"""`etfarm tokens init`: the first admin's token, written into the database by whoever may write the server's files."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import getpass
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+from etfarm.server.access.audit import AuditLog, Entry
+from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
+from etfarm.server.config import DATABASE
+from etfarm.server.state.engine import Database
+from etfarm.v1.common_pb2 import ROLE_ADMIN
+from etfarm.wire.errors import UserError
+from etfarm.wire.names import data_folder
+
+
+def main(argv: list[str]) -> int:
+    """Runs `etfarm tokens init`."""
+    made = argparse.ArgumentParser(
+        prog="etfarm tokens init",
+        description="Make an admin's token in a server's own files, and print it once. It is for the first admin, or one that "
+        "lost the token; the server may run or not. From then on the server asks every caller for a token.",
+    )
+    made.add_argument("name", metavar="NAME", help="the admin: letters, digits, dots, dashes and underscores")
+    made.add_argument("--data", type=Path, metavar="DIR",
+                      help=f"the server's files (default: {data_folder() / 'server'})".replace("%", "%%"))  # fmt: skip
+    arguments = made.parse_args(argv)
+    folder = arguments.data or data_folder() / "server"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise UserError(f"The data folder {folder} cannot be used: {error.strerror}.", "Choose another --data.") from None
+    if (owner := folder.stat().st_uid) != os.geteuid():
+        raise UserError(f"The data folder {folder} belongs to user {owner}.", f"Run it as that user: `sudo -u '#{owner}' ...`.")
+    print(asyncio.run(_create(folder, arguments.name)))
+    return 0
+
+
+async def _create(folder: Path, name: str) -> str:
+    database = Database(folder / DATABASE)
+    try:
+        await database.open()
+        tokens = TokenTable(database, _now)
+        token, secret = await tokens.create(name, ROLE_ADMIN, by=f"etfarm tokens init ({getpass.getuser()})")
+        audit = AuditLog(database, _now, asyncio.get_running_loop().time)
+        audit.record(Entry("TokenService.Create", "OK", subject=f"{name} {token.id}", detail="etfarm tokens init"))
+        await audit.flush(durable=True)
+    finally:
+        database.close()
+    # A running server reads the tokens again.
+    (folder / TOKENS_CHANGED).touch()
+    return secret
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)

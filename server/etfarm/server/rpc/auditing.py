@@ -1,0 +1,104 @@
+"""What an rpc writes into the audit log: which rpcs change something, and what of their messages names what they change."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from google.protobuf.message import Message
+
+from etfarm.server.access.audit import AuditLog, Entry
+from etfarm.server.access.tokens import ROLE_NAMES
+from etfarm.v1.common_pb2 import Principal
+
+CHANGES: Final[dict[str, tuple[str, str]]] = {
+    "ArtifactService.Delete": ("digest", ""),
+    "ArtifactService.Collect": ("", ""),
+    "ArtifactService.Verify": ("", ""),
+    "JobService.Submit": ("", "id"),
+    "JobService.Cancel": ("job_id", ""),
+    "JobService.Retry": ("job_id", ""),
+    "DeviceService.Reserve": ("device_id", ""),
+    "DeviceService.Renew": ("", ""),
+    "DeviceService.Release": ("", ""),
+    "DeviceService.Label": ("device_id", ""),
+    "DeviceService.Drain": ("device_id", ""),
+    "DeviceService.Forget": ("device_id", ""),
+    "DeviceService.Restrict": ("device_id", ""),
+    "SessionService.Open": ("", "session_id"),
+    "AgentService.Connect": ("", ""),
+    "AgentService.Enroll": ("agent_id", ""),
+    "AgentService.BindAgent": ("agent_id", ""),
+    "ReportService.Tag": ("job_id", ""),
+    "ReportService.Analyze": ("job_id", ""),
+    "FarmService.AddBundle": ("digest", ""),
+    "TokenService.Create": ("principal", "token.id"),
+    "TokenService.Revoke": ("id", "principal"),
+    "TokenService.Rotate": ("id", "token.id"),
+    "ProjectService.Create": ("name", ""),
+    "ProjectService.Update": ("name", ""),
+    "ProjectService.AddMember": ("project", ""),
+    "ProjectService.RemoveMember": ("project", ""),
+}
+"""The rpcs that change something, each with the fields of its request and of its answer that name the subject. Transfers and
+calls within a session are not among them: an artifact has its owner, a session its Open."""
+
+DETAILS: Final = ("principal", "tag", "name", "role", "projects", "selector")
+"""Fields of a request that are written as its detail."""
+
+
+def rpc_of(method: str) -> str:
+    """Return `JobService.Submit` of `/etfarm.v1.JobService/Submit`."""
+    return method.rpartition(".")[2].replace("/", ".")
+
+
+class Auditor:
+    """Writes one call's entry."""
+
+    def __init__(self, audit: AuditLog, method: str, principal: Principal, peer: str, request: Any) -> None:
+        self._audit = audit
+        self._rpc = rpc_of(method)
+        self._principal = principal
+        self._peer = peer
+        self._request = request if isinstance(request, Message) else None
+        self._done = self._rpc not in CHANGES
+
+    def succeeded(self, answer: Any = None) -> None:
+        """Write that the call was carried out; at its first answer where there are several."""
+        if not self._done:
+            in_request, in_answer = CHANGES[self._rpc]
+            self._write("OK", [*_value(self._request, in_request), *_value(answer, in_answer)])
+
+    def failed(self, reason: str) -> None:
+        """Write why the call was not carried out."""
+        if not self._done:
+            self._write(reason, _value(self._request, CHANGES[self._rpc][0]))
+
+    def _write(self, outcome: str, subject: list[str]) -> None:
+        self._done = True
+        detail = " ".join(f"{name}={text}" for name in DETAILS for text in _value(self._request, name) if text not in subject)
+        entry = entry_of(self._rpc, outcome, self._principal, self._peer, " ".join(subject), detail)
+        if outcome == "OK":
+            self._audit.record(entry)
+        else:
+            self._audit.refuse(entry)
+
+
+def entry_of(rpc: str, outcome: str, principal: Principal | None, peer: str, subject: str = "", detail: str = "") -> Entry:
+    """Return the entry of a call; `principal` is None where the caller is unknown."""
+    name, role = ("", "") if principal is None else (principal.name, ROLE_NAMES.get(principal.role, ""))
+    return Entry(rpc, outcome, name, role, peer, subject, detail)
+
+
+def _value(message: Message | None, path: str) -> list[str]:
+    """Return the text of a field, a dotted path; nothing where it is unset or the message has no such field."""
+    value: Any = message
+    for name in path.split(".") if path else ("",):
+        field = value.DESCRIPTOR.fields_by_name.get(name) if isinstance(value, Message) else None
+        if field is None:
+            return []
+        value = getattr(value, name)
+        if field.enum_type is not None:
+            value = field.enum_type.values_by_number[value].name if value else ""
+    if isinstance(value, (str, int)):
+        return [str(value)[:100]] if value else []
+    return [",".join(str(item)[:64] for item in list(value)[:8])] if value and not isinstance(value, Message) else []

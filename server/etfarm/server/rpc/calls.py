@@ -1,0 +1,91 @@
+"""The calls that run now: whose they are, how many a principal may have, and how those of a token that ended are ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+
+from etfarm.server.access.tokens import Credential
+from etfarm.server.rpc.auth import Unauthenticated
+from etfarm.v1.common_pb2 import Principal
+from etfarm.wire.errors import Kind, UserError
+
+MAX_CALLS: Final = 4096
+"""Calls of one principal at a time: an agent of 300 phones has a stream, sessions and transfers for each."""
+
+
+class TooManyCalls(UserError):
+    """A principal has more calls open than it may."""
+
+    reason = "TOO_MANY_CALLS"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+
+class Call:
+    """One call from the moment in which its caller is known."""
+
+    def __init__(self, method: str, credential: Credential, principal: Principal, task: asyncio.Task[Any]) -> None:
+        self.method = method
+        self.credential = credential
+        self.principal = principal
+        self.is_ended = False
+        """The token it came with is no longer valid; the handler was cancelled for it."""
+        self._task = task
+
+    def end(self) -> None:
+        """Cancel the handler; the caller gets `ending`."""
+        self.is_ended = True
+        self._task.cancel()
+
+    def ending(self) -> Unauthenticated:
+        """Return the error that the caller of an ended call gets; the handler's task goes on to send it."""
+        self._task.uncancel()
+        return Unauthenticated("The token of this call was revoked, replaced or has expired.", "Set ETFARM_TOKEN to a valid one.")
+
+
+class Calls:
+    """The running calls of a server.
+
+    Args:
+        is_valid: whether calls with a credential may go on.
+    """
+
+    def __init__(self, is_valid: Callable[[Credential], bool], most: int = MAX_CALLS) -> None:
+        self._is_valid = is_valid
+        self._most = most
+        self._running: set[Call] = set()
+        self._of_principal: Counter[str] = Counter()
+
+    def begin(self, method: str, credential: Credential, principal: Principal) -> Call:
+        """Count a call, which the current task answers, until that task ends.
+
+        Raises:
+            TooManyCalls: the principal has too many.
+        """
+        name = principal.name
+        if self._of_principal[name] >= self._most:
+            raise TooManyCalls(
+                f"{name} has {self._most} calls open, which is the limit.", "Wait for some of them to end.", limit=self._most
+            )
+        task = asyncio.current_task()
+        assert task is not None
+        call = Call(method, credential, principal, task)
+        self._running.add(call)
+        self._of_principal[name] += 1
+
+        def release(_: object) -> None:
+            self._running.discard(call)
+            self._of_principal[name] -= 1
+            if not self._of_principal[name]:
+                del self._of_principal[name]
+
+        task.add_done_callback(release)
+        return call
+
+    def end_invalid(self) -> None:
+        """End the calls whose token was revoked, replaced or removed, or has expired."""
+        for call in list(self._running):
+            if not call.is_ended and not self._is_valid(call.credential):
+                call.end()

@@ -1,0 +1,205 @@
+"""The connections to the server: how many there may be, and those of strangers closed before they keep others out.
+
+gRPC tells nothing of connections without calls and closes none of them; but they are sockets of this process, so that
+their peers can be read from them and they can be shut down. gRPC sees that as the peer's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import resource
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote
+
+import structlog
+
+log = structlog.get_logger()
+
+STRANGER_S: Final = 15.0
+"""How long a connection may be open without a call that has a valid token."""
+
+STRANGERS_OF_AN_ADDRESS: Final = 64
+"""Connections without such a call that one address may have at a time."""
+
+CONNECTIONS_OF_AN_ADDRESS: Final = 1024
+"""Connections that one address may have at all: a gateway with a whole team behind it."""
+
+MAX_CONNECTIONS: Final = 8192
+
+MAX_FILES: Final = 65_536
+
+HANDSHAKE_MS: Final = 10_000
+"""How long TLS and the first HTTP/2 frames of a connection may take."""
+
+MAX_STREAMS: Final = 1024
+"""Calls at a time over one connection; a client's further ones wait there."""
+
+LOOK_S: Final = 1.0
+
+_FEWEST_RESERVED: Final = 192
+"""Descriptors that the server itself needs: the database, children's pipes, files of artifacts that are moved."""
+
+
+def raise_file_limit() -> int:
+    """Raise this process's limit of open files as far as it may go, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return MAX_FILES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def most_connections(files: int) -> int:
+    """Return how many connections leave enough of `files` descriptors for everything else."""
+    return max(min(files - max(_FEWEST_RESERVED, files // 3), MAX_CONNECTIONS), 16)
+
+
+def server_options(files: int) -> list[tuple[str, int]]:
+    """Return gRPC's options for a server that may open so many files."""
+    return [
+        # Excess connections are closed as they come, and clients try again.
+        ("grpc.max_allowed_incoming_connections", most_connections(files)),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        # Identity alone: no client of etfarm compresses, and a small message could become a large one.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+    ]
+
+
+_SOCKETS: Final = Path("/proc/self/fd")
+
+Peer = tuple[str, int]
+
+
+class Connections:
+    """The TCP connections to one port of this process.
+
+    Args:
+        asks_for_tokens: whether callers need a token; where not, only the number of connections is limited.
+        clock: gives seconds that never go back.
+    """
+
+    def __init__(self, asks_for_tokens: Callable[[], bool], clock: Callable[[], float]) -> None:
+        self._asks_for_tokens = asks_for_tokens
+        self._clock = clock
+        self._trusted: set[Peer] = set()
+        self._distrusted: set[Peer] = set()
+        self._since: dict[Peer, float] = {}
+
+    def trust(self, peer: str) -> None:
+        """Note that a call with a valid token came over a connection, given as gRPC names it."""
+        if (known := _parse(peer)) is not None:
+            self._trusted.add(known)
+
+    def distrust(self, peer: str) -> None:
+        """Note that a connection goes on with tokens that are not valid; it is closed soon unless it has a valid one too."""
+        if (known := _parse(peer)) is not None:
+            self._distrusted.add(known)
+
+    async def watch(self, port: int) -> None:
+        """Close the connections of strangers for as long as the server runs."""
+        if not _SOCKETS.is_dir():
+            return
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                closed = await asyncio.to_thread(self.look, port)
+            except Exception:
+                log.exception("the connections could not be looked at")
+                continue
+            if closed:
+                log.warning("closed connections without a valid token or beyond the limits", connections=closed)
+
+    def look(self, port: int) -> int:
+        """Shut down the connections that may no longer be open, and return their number."""
+        now = self._clock()
+        found: dict[Peer, int] = {}
+        for name in _SOCKETS.iterdir():
+            if (peer := _peer(int(name.name), port)) is not None:
+                found[peer] = int(name.name)
+        self._since = {peer: self._since.get(peer, now) for peer in found}
+        self._trusted &= found.keys()
+        excess = list(self._excess(now))
+        self._distrusted.clear()
+        for peer in excess:
+            _shut_down(found[peer], peer, port)
+        return len(excess)
+
+    def _excess(self, now: float) -> Iterator[Peer]:
+        """Yield what is to be closed; of an address that has too many, what has no valid token and the newest first."""
+        strangers: defaultdict[str, int] = defaultdict(int)
+        everything: defaultdict[str, int] = defaultdict(int)
+        asks = self._asks_for_tokens()
+        for peer, since in sorted(self._since.items(), key=lambda item: (item[0] not in self._trusted, item[1])):
+            is_stranger = asks and peer not in self._trusted
+            everything[peer[0]] += 1
+            strangers[peer[0]] += is_stranger
+            if (
+                everything[peer[0]] > CONNECTIONS_OF_AN_ADDRESS
+                or (is_stranger and (peer in self._distrusted or now - since > STRANGER_S))
+                or (is_stranger and strangers[peer[0]] > STRANGERS_OF_AN_ADDRESS)
+            ):
+                yield peer
+
+
+@contextlib.contextmanager
+def _socket(number: int) -> Iterator[socket.socket | None]:
+    """Give a socket by its descriptor, over a descriptor of our own: gRPC may close its own at any time. None for other files."""
+    try:
+        own = os.dup(number)
+    except OSError:
+        yield None  # closed meanwhile
+        return
+    try:
+        opened = socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        yield None
+        return
+    with opened:
+        yield opened
+
+
+def _peer(number: int, port: int) -> Peer | None:
+    """Return the peer of a descriptor that is a TCP connection to the port; None for any other."""
+    with _socket(number) as opened:
+        return _peer_of(opened, port)
+
+
+def _peer_of(opened: socket.socket | None, port: int) -> Peer | None:
+    if opened is None or opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.type != socket.SOCK_STREAM:
+        return None
+    try:
+        if opened.getsockname()[1] != port:
+            return None
+        host, peer_port = opened.getpeername()[:2]
+    except OSError:  # the listening socket, or one whose peer has left
+        return None
+    return _plain(host), peer_port
+
+
+def _shut_down(number: int, peer: Peer, port: int) -> None:
+    with _socket(number) as opened, contextlib.suppress(OSError):  # the peer left by itself
+        if opened is not None and _peer_of(opened, port) == peer:  # the number is not another connection's by now
+            opened.shutdown(socket.SHUT_RDWR)
+
+
+def _parse(peer: str) -> Peer | None:
+    """Return the address and port of a gRPC peer such as `ipv6:%5B::1%5D:4711`; None for a unix socket."""
+    kind, _, rest = unquote(peer).partition(":")
+    host, _, port = rest.rpartition(":")
+    return (_plain(host.strip("[]")), int(port)) if kind in ("ipv4", "ipv6") and port.isdigit() else None
+
+
+def _plain(host: str) -> str:
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)

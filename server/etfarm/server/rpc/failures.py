@@ -1,0 +1,51 @@
+"""Refused logins by network address: whoever fails again and again is asked to wait, and its connections are closed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+from urllib.parse import unquote
+
+FREE: Final = 100
+"""Failures of an address that cost nothing: a client with an old token calls a few rpcs and tries again."""
+
+FORGET_S: Final = 300.0
+"""After so long without a failure an address starts anew."""
+
+MAX_WAIT_S: Final = 60.0
+
+MAX_ADDRESSES: Final = 4096
+"""Addresses that are remembered; the one that failed longest ago is forgotten first."""
+
+
+def address_of(peer: str) -> str:
+    """Return the network address of a gRPC peer such as `ipv4:10.0.0.7:4711`, without its port; "unix" for a unix socket."""
+    kind, _, rest = unquote(peer).partition(":")
+    return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else kind
+
+
+class Failures:
+    """How often which address failed to log in. A valid token is never refused for the failures of others at its address."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._failed: OrderedDict[str, tuple[int, float]] = OrderedDict()
+
+    def note(self, address: str) -> float:
+        """Count a failure; the seconds to wait before the next attempt, which double with each."""
+        now = self._clock()
+        count, last = self._failed.pop(address, (0, now))
+        count = 1 if now - last > FORGET_S else count + 1
+        self._failed[address] = (count, now)
+        if len(self._failed) > MAX_ADDRESSES:
+            self._failed.popitem(last=False)
+        return self._wait(count)
+
+    def is_waiting(self, address: str) -> bool:
+        """Return whether an address failed so often that it should wait now."""
+        count, last = self._failed.get(address, (0, 0.0))
+        return self._clock() - last < self._wait(count)
+
+    def _wait(self, count: int) -> float:
+        return 0.0 if count <= FREE else min(MAX_WAIT_S, 2.0 ** min(count - FREE - 1, 10))
