@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
+from etfarm.server.access.identities import Identities
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.prewarm import PRELOAD as COMPILE_PRELOAD
@@ -155,7 +156,9 @@ async def running(config: Config) -> AsyncIterator[str]:
         bundles = Bundles(store, database, config.data / "work")
         await bundles.load()
         runs = Runs(config.patience_s)
-        registry = Registry(database, bundles, runs, now)
+        identities = Identities(database, lambda agent_id: registry.is_agent_known(agent_id), now)
+        await identities.load()
+        registry = Registry(database, bundles, runs, now, identities.principal_of)
         await registry.load()
         compiler = Compiler(
             workers, store, database, deadline_s=config.compile_deadline_s, stage_deadline_s=config.stage_deadline_s,
@@ -181,7 +184,7 @@ async def running(config: Config) -> AsyncIterator[str]:
         job_pb2_grpc.add_JobServiceServicer_to_server(jobs, server)
         device_pb2_grpc.add_DeviceServiceServicer_to_server(DeviceService(registry), server)
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(sessions), server)
-        agents = AgentService(registry, runs, sessions, version=own_version, clock=time.monotonic)
+        agents = AgentService(registry, identities, runs, sessions, version=own_version, clock=time.monotonic)
         agent_pb2_grpc.add_AgentServiceServicer_to_server(agents, server)
         reports = ReportService(journal, History(database, registry.devices), Tags(database, now), revision, version=own_version)
         report_pb2_grpc.add_ReportServiceServicer_to_server(reports, server)
