@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import grpc
 
 from etfarm.v1 import (
+    agent_pb2_grpc,
     artifact_pb2_grpc,
     compile_pb2_grpc,
     device_pb2_grpc,
@@ -22,6 +23,7 @@ class Stubs:
     """The services of one server."""
 
     server: str
+    agents: agent_pb2_grpc.AgentServiceAsyncStub
     artifacts: artifact_pb2_grpc.ArtifactServiceAsyncStub
     compiler: compile_pb2_grpc.CompileServiceAsyncStub
     devices: device_pb2_grpc.DeviceServiceAsyncStub
@@ -35,6 +37,7 @@ class Stubs:
         """The stubs over one channel."""
         return cls(
             server,
+            agent_pb2_grpc.AgentServiceStub(channel),
             artifact_pb2_grpc.ArtifactServiceStub(channel),
             compile_pb2_grpc.CompileServiceStub(channel),
             device_pb2_grpc.DeviceServiceStub(channel),

@@ -13,6 +13,11 @@ TOKEN_VARIABLE = "ETFARM_TOKEN"
 TLS_CA_VARIABLE = "ETFARM_TLS_CA"
 DATA_VARIABLE = "ETFARM_DATA"
 
+TOKEN_PREFIX = "etf_"
+"""Begins every token that a server makes, so that scanners of leaked secrets recognize it."""
+ENROLMENT_PREFIX = "etfe_"
+"""Begins every one-time enrolment token, which an agent exchanges for a token of its own (AgentService.Enroll)."""
+
 
 def data_folder() -> Path:
     """Where etfarm keeps a user's data: $ETFARM_DATA, else $XDG_DATA_HOME/etfarm, else ~/.local/share/etfarm."""

@@ -206,6 +206,12 @@ class Registry:
         session = self._sessions.get(agent_id)
         return session is not None and session.is_alive()
 
+    def end_foreign_session(self, agent_id: str, principal: str) -> None:
+        """End the connection of an agent whose token is not this principal's, once its identity is bound to it."""
+        session = self._sessions.get(agent_id)
+        if session is not None and not session.is_admin and session.principal != principal:
+            session.end()
+
     def serves_principal(self, principal: str, device_id: str) -> bool:
         """Return whether an agent with a token of this principal serves the device."""
         session = self._serving.get(device_id)

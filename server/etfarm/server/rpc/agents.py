@@ -113,6 +113,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
 
     async def BindAgent(self, request: agent_pb2.BindAgentRequest, context: object) -> agent_pb2.Agent:
         identity = await self._identities.bind(request.agent_id, request.principal, by=caller().name)
+        self._registry.end_foreign_session(request.agent_id, request.principal)
         return self._agent(identity, self._registry.agents())
 
     def _agent(self, identity: Identity, devices: Mapping[str, Sequence[str]]) -> agent_pb2.Agent:
