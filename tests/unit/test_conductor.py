@@ -136,7 +136,7 @@ class World:
 
     def __init__(self, database: Database, folder: Path, ids: Callable[[], str]) -> None:
         self.database, self.folder, self.ids = database, folder, ids
-        store = Store(folder, database)
+        self.store = store = Store(folder, database)
         self.announcer = Announcer()
         self.journal = Journal(database, self.announcer, self.now)
         self.log = JobLog(database, self.announcer, self.now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -64,6 +65,20 @@ async def submit(farm: World, candidates: str = "ab") -> job_pb2.Job:
     return written
 
 
+def samples_of(name: str) -> bytes:
+    """The samples file of one iteration, another one for each candidate."""
+    return array("q", [ord(name)]).tobytes()
+
+
+def stored(agent: Agent, data: bytes) -> common_pb2.Artifact:
+    """The artifact of bytes that the agent has uploaded."""
+    artifact = artifact_of(data)
+    place = agent.world.store.place(artifact.digest)
+    place.parent.mkdir(exist_ok=True)
+    place.write_bytes(data)
+    return artifact
+
+
 def answer(agent: Agent, run: agent_pb2.StartRun, **errors: common_pb2.Error) -> None:
     """The agent's result: blocks and samples of each candidate, or its error by the candidate's name."""
     results = []
@@ -71,7 +86,8 @@ def answer(agent: Agent, run: agent_pb2.StartRun, **errors: common_pb2.Error) ->
         name = candidate.cell_id.rpartition("-")[2]
         result = agent_pb2.CandidateResult(cell_id=candidate.cell_id, error=errors.get(name), threads=ord(name))
         if name not in errors:
-            result.samples.CopyFrom(artifact_of(name.encode()))
+            result.samples.CopyFrom(stored(agent, samples_of(name)))
+            result.iterations, result.duration_ns, result.stop_reason = 1, 1000, "MAX_TIME"
             result.blocks.add(samples=1)
         results.append(result)
     agent.world.runs.deliver(agent_pb2.RunResult(attempt_id=run.attempt_id, device_id=run.device_id, candidates=results))
@@ -161,10 +177,10 @@ async def test_the_last_one_of_a_group_runs_alone(farm: World) -> None:
 
 async def test_what_a_result_refers_to_stays_when_a_session_that_named_it_ends(farm: World) -> None:
     async def sent() -> AsyncIterator[Chunk]:
-        yield Chunk(data=b"a")
+        yield Chunk(data=samples_of("a"))
 
-    store, samples = farm.conductor._execution._store, artifact_of(b"a")
-    await store.receive(samples, sent(), "agent:pi", "pi")
+    store, samples = farm.conductor._execution._store, artifact_of(samples_of("a"))
+    await store.receive(samples, sent(), "agent")
     agent = await farm.agent()
     job = await submit(farm, "a")
     answer(agent, await agent.started())

@@ -18,7 +18,7 @@ from etfarm.client.dataset import Options, Result
 from etfarm.client.history import HistoryEntry
 from etfarm.client.inputs import Inputs
 from etfarm.client.jobs import AsyncJob
-from etfarm.client.models import Bundle, Device, JobInfo, JobResult, RecipeInfo, ServerInfo
+from etfarm.client.models import Agent, Bundle, Device, JobInfo, JobResult, RecipeInfo, ServerInfo
 from etfarm.client.preparation import ExampleInputs, Model
 from etfarm.client.recipes import DEFAULT_RECIPE, read_recipe
 from etfarm.client.retry import repeat
@@ -28,6 +28,7 @@ from etfarm.client.session import AsyncSession, Line, Told
 from etfarm.client.stubs import Stubs
 from etfarm.client.submission import Given, several
 from etfarm.v1 import (
+    agent_pb2,
     compile_pb2,
     device_pb2,
     farm_pb2,
@@ -419,6 +420,30 @@ class AsyncFarm:
         """
         request = device_pb2.GetDeviceRequest(device_id=device_id)
         return decode.device(await repeat(lambda: self._open.devices.Get(request), server=self.address))
+
+    async def forget_device(self, device_id: str) -> None:
+        """Remove an offline device from the farm; its reports stay. Admins only.
+
+        Raises:
+            EtfarmError: DEVICE_NOT_FOUND, DEVICE_CONNECTED, PERMISSION_DENIED.
+        """
+        request = device_pb2.ForgetDeviceRequest(device_id=device_id)
+        await repeat(lambda: self._open.devices.Forget(request), server=self.address)
+
+    async def agents(self) -> list[Agent]:
+        """Return the known agent identities and whose tokens may use them. Admins only."""
+        request = agent_pb2.ListAgentsRequest()
+        answer = await repeat(lambda: self._open.agents.ListAgents(request), server=self.address)
+        return [decode.agent(agent) for agent in answer.agents]
+
+    async def bind_agent(self, agent_id: str, principal: str) -> Agent:
+        """Bind an agent identity to the principal whose token may use it from now on. Admins only.
+
+        Raises:
+            EtfarmError: AGENT_NOT_FOUND, PERMISSION_DENIED.
+        """
+        request = agent_pb2.BindAgentRequest(agent_id=agent_id, principal=principal)
+        return decode.agent(await repeat(lambda: self._open.agents.BindAgent(request), server=self.address))
 
     async def recipes(self) -> list[RecipeInfo]:
         """All recipes, and what the server lacks for those that it cannot run."""

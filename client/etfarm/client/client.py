@@ -17,7 +17,7 @@ from etfarm.client.history import HistoryEntry
 from etfarm.client.inputs import Inputs
 from etfarm.client.jobs import AsyncJob
 from etfarm.client.loop import Loop
-from etfarm.client.models import Bundle, Device, Event, JobInfo, JobResult, JobState, LogLine, RecipeInfo, ServerInfo
+from etfarm.client.models import Agent, Bundle, Device, Event, JobInfo, JobResult, JobState, LogLine, RecipeInfo, ServerInfo
 from etfarm.client.preparation import ExampleInputs, Model
 from etfarm.client.recipes import DEFAULT_RECIPE
 from etfarm.client.session import Session, Told
@@ -379,6 +379,18 @@ class Farm:
     def device(self, device_id: str) -> Device:
         """As AsyncFarm.device."""
         return self._open.run(self._farm.device(device_id))
+
+    def forget_device(self, device_id: str) -> None:
+        """As AsyncFarm.forget_device."""
+        self._open.run(self._farm.forget_device(device_id))
+
+    def agents(self) -> list[Agent]:
+        """As AsyncFarm.agents."""
+        return self._open.run(self._farm.agents())
+
+    def bind_agent(self, agent_id: str, principal: str) -> Agent:
+        """As AsyncFarm.bind_agent."""
+        return self._open.run(self._farm.bind_agent(agent_id, principal))
 
     def recipes(self) -> list[RecipeInfo]:
         """As AsyncFarm.recipes."""

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from etfarm.client.models import (
+    Agent,
     Bundle,
     Cell,
     CellChanged,
@@ -163,6 +164,17 @@ def bundle(message: agent_pb2.RunnerBundle) -> Bundle:
         source_digest=message.source_digest,
         backends=tuple(message.backends),
         operators=tuple(message.operators),
+    )
+
+
+def agent(message: agent_pb2.Agent) -> Agent:
+    """Return an Agent."""
+    return Agent(
+        agent_id=message.agent_id,
+        principal=message.principal,
+        connected=message.connected,
+        device_ids=tuple(message.device_ids),
+        refused_principal=message.refused_principal,
     )
 
 

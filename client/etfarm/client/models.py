@@ -261,6 +261,19 @@ class Bundle:
 
 
 @dataclass(frozen=True)
+class Agent:
+    """An agent identity and whose token may use it."""
+
+    agent_id: str
+    principal: str
+    """Empty where the identity is not bound."""
+    connected: bool
+    device_ids: tuple[str, ...]
+    refused_principal: str
+    """Of an identity that is not bound: who tried to connect as it last; empty without such a try."""
+
+
+@dataclass(frozen=True)
 class ServerInfo:
     """What the server is."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import grpc
 
 from etfarm.v1 import (
+    agent_pb2_grpc,
     artifact_pb2_grpc,
     audit_pb2_grpc,
     compile_pb2_grpc,
@@ -24,8 +25,9 @@ class Stubs:
     """The services of one server."""
 
     server: str
-    audit: audit_pb2_grpc.AuditServiceAsyncStub
+    agents: agent_pb2_grpc.AgentServiceAsyncStub
     artifacts: artifact_pb2_grpc.ArtifactServiceAsyncStub
+    audit: audit_pb2_grpc.AuditServiceAsyncStub
     compiler: compile_pb2_grpc.CompileServiceAsyncStub
     devices: device_pb2_grpc.DeviceServiceAsyncStub
     farm: farm_pb2_grpc.FarmServiceAsyncStub
@@ -39,8 +41,9 @@ class Stubs:
         """The stubs over one channel."""
         return cls(
             server,
-            audit_pb2_grpc.AuditServiceStub(channel),
+            agent_pb2_grpc.AgentServiceStub(channel),
             artifact_pb2_grpc.ArtifactServiceStub(channel),
+            audit_pb2_grpc.AuditServiceStub(channel),
             compile_pb2_grpc.CompileServiceStub(channel),
             device_pb2_grpc.DeviceServiceStub(channel),
             farm_pb2_grpc.FarmServiceStub(channel),

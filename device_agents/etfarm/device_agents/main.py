@@ -28,6 +28,7 @@ from etfarm.device_agents.config import (
     phones_data_folder,
 )
 from etfarm.device_agents.emulator import DEFAULT_CPUS, SME_WARNING, Emulator
+from etfarm.device_agents.enrolment import enroll
 from etfarm.device_agents.errors import NoCores
 from etfarm.device_agents.gates import GateLimits
 from etfarm.device_agents.governor import KEPT_GOVERNORS, Governors
@@ -99,6 +100,7 @@ async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: 
     if exit_with_stdin:
         at_end_of_stdin(stop.set)
     agent_id = folder.agent_id()
+    config = dataclasses.replace(config, access=await enroll(config.access, config.data, agent_id, config.pauses()))
     outgoing = Outgoing()
     # Of a process that was killed while it measured.
     Governors(config.data / KEPT_GOVERNORS, None).restore()
@@ -215,7 +217,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="etfarm agent",
         description="Serve this machine as a device of a farm. It dials out to the server, so it works behind NAT; it runs "
-        "programs one at a time, each in a process of its own. The token is read from ETFARM_TOKEN.",
+        "programs one at a time, each in a process of its own. The token is read from ETFARM_TOKEN; a one-time token of "
+        "`etfarm tokens create NAME --agent` is exchanged for one of the agent's own at the first start.",
     )
     add = parser.add_argument
     server = os.environ.get(SERVER_VARIABLE)

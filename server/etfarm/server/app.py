@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
 from etfarm.server.access.audit import AuditLog
+from etfarm.server.access.identities import Identities
 from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.compiler import Compiler
@@ -168,7 +170,9 @@ async def running(config: Config) -> AsyncIterator[str]:
         bundles = Bundles(store, database, config.data / "work")
         await bundles.load()
         runs = Runs(config.patience_s)
-        registry = Registry(database, bundles, runs, now)
+        identities = Identities(database, lambda agent_id: registry.is_agent_known(agent_id), now)
+        await identities.load()
+        registry = Registry(database, bundles, runs, now, identities.principal_of)
         await registry.load()
         compiler = Compiler(
             workers, store, database, deadline_s=config.compile_deadline_s, stage_deadline_s=config.stage_deadline_s,
@@ -190,14 +194,16 @@ async def running(config: Config) -> AsyncIterator[str]:
         connections = Connections(lambda: authentication.asks_for_tokens, time.monotonic)
         edge = Edge(authentication, audit=audit, connections=connections)
         server = grpc.aio.server(interceptors=[edge], options=[*SERVER_OPTIONS, *server_options(files)])
-        artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(ArtifactService(store), server)
+        artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(
+            ArtifactService(store, partial(_is_needed, runs, registry)), server
+        )
         compile_pb2_grpc.add_CompileServiceServicer_to_server(CompileService(compiler), server)
         jobs = JobService(journal, joblog, announcer, submission, conductor, version=own_version, now=now)
         job_pb2_grpc.add_JobServiceServicer_to_server(jobs, server)
         device_pb2_grpc.add_DeviceServiceServicer_to_server(DeviceService(registry), server)
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(sessions), server)
-        enrolment = Enrolment(tokens, lambda agent_id: any(device.agent_id == agent_id for device in registry.devices()))
-        agents = AgentService(registry, runs, sessions, enrolment, version=own_version, clock=time.monotonic)
+        enrolment = Enrolment(tokens, registry.is_agent_known)
+        agents = AgentService(registry, identities, runs, sessions, enrolment, version=own_version, clock=time.monotonic)
         agent_pb2_grpc.add_AgentServiceServicer_to_server(agents, server)
         reports = ReportService(journal, History(database, registry.devices), Tags(database, now), revision, version=own_version)
         report_pb2_grpc.add_ReportServiceServicer_to_server(reports, server)
@@ -259,6 +265,11 @@ async def running(config: Config) -> AsyncIterator[str]:
         if store is not None:
             store.close()
         database.close()
+
+
+async def _is_needed(runs: Runs, registry: Registry, principal: str, digest: str) -> bool:
+    """Return whether an attempt or session on a device of an agent's principal needs the artifact."""
+    return await runs.is_permitted(digest, lambda device_id: registry.serves_principal(principal, device_id))
 
 
 def _bind(server: grpc.aio.Server, config: Config) -> str:

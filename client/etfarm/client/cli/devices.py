@@ -10,6 +10,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute, run_async
+from etfarm.client.cli.terminal import tell
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     """Runs `etfarm devices`."""
     later = ("reserve", "release", "drain", "undrain", "label")
-    return execute({"list": list_, "show": show}, argv, "devices", "Lists and shows the devices of the farm.", later)
+    commands = {"list": list_, "show": show, "forget": forget}
+    return execute(commands, argv, "devices", "Lists, shows and forgets the devices of the farm.", later)
 
 
 def list_(
@@ -82,6 +84,24 @@ def show(
             return await farm.device(device)
 
     output.show(output.facts(facts(run_async(fetch), datetime.now(UTC))))
+
+
+def forget(
+    device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """Remove an offline device from the farm. Its reports stay; it is known again when an agent announces it. Admins only."""
+    from etfarm.client.aio import AsyncFarm
+
+    async def remove() -> Device:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            known = await farm.device(device)
+            await farm.forget_device(known.id)
+            return known
+
+    removed = run_async(remove)
+    tell(f"Device {removed.name} ({removed.id}) is forgotten.")
 
 
 def facts(one: Device, now: datetime) -> Iterator[tuple[str, RenderableType]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, delete, select
 from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.devices.bundles import Bundles
@@ -34,6 +34,20 @@ class AgentConnected(UserError):
     kind = Kind.ALREADY_EXISTS
 
 
+class DeviceNotYours(UserError):
+    """A device belongs to an agent with another principal's token."""
+
+    reason = "DEVICE_NOT_YOURS"
+    kind = Kind.PERMISSION_DENIED
+
+
+class DeviceConnected(UserError):
+    """A device cannot be forgotten while its agent is connected."""
+
+    reason = "DEVICE_CONNECTED"
+    kind = Kind.FAILED_PRECONDITION
+
+
 class DeviceOffline(DeviceError):
     """The device's agent is not connected."""
 
@@ -41,9 +55,21 @@ class DeviceOffline(DeviceError):
 
 
 class Registry:
-    """The farm's devices. `on_change` is called whenever a device came, went, or became free."""
+    """The farm's devices. `on_change` is called whenever a device came, went, or became free.
 
-    def __init__(self, database: Database, bundles: Bundles, runs: Runs, now: Callable[[], datetime]) -> None:
+    Args:
+        principal_of: gives the principal that an agent identity is bound to; empty where it is bound to none.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        bundles: Bundles,
+        runs: Runs,
+        now: Callable[[], datetime],
+        principal_of: Callable[[str], str] = lambda _: "",
+    ) -> None:
+        self._principal_of = principal_of
         self._database = database
         self._bundles = bundles
         self._runs = runs
@@ -138,6 +164,7 @@ class Registry:
 
         Raises:
             AgentConnected: another connection of the same agent is alive, or one of another agent with the same device.
+            DeviceNotYours: all of its devices belong to agents with another principal's token.
         """
         while (former := self._sessions.get(hello.agent_id)) is not None and former.is_alive():
             if "" != former.boot_id != session.boot_id != "" and not await former.is_heard_again():
@@ -147,7 +174,10 @@ class Registry:
                 f"Another process serves as agent {hello.agent_id}.",
                 "Stop it, or give this one a data folder of its own (--data).", agent_id=hello.agent_id,
             )  # fmt: skip
-        mine = [device for device in hello.devices if not self._is_anothers(device, hello.agent_id)]
+        owned = [device for device in hello.devices if self._may_serve(session, device.id)]
+        if hello.devices and not owned:
+            raise _foreign(hello.devices[0].id)
+        mine = [device for device in owned if not self._is_anothers(device, hello.agent_id)]
         if hello.devices and not mine and not any(device.HasField("problem") for device in hello.devices):
             raise _served(hello.devices[0], self._serving[hello.devices[0].id])
         self._sessions[hello.agent_id] = session
@@ -159,6 +189,61 @@ class Registry:
         for device in mine:
             await self._serve(session, device)
         self.changed()
+
+    def agents(self) -> dict[str, list[str]]:
+        """Return the ids of the known devices by the identity of the agent that announced them last."""
+        found: dict[str, list[str]] = {}
+        for device in self._known.values():
+            found.setdefault(device.agent_id, []).append(device.id)
+        return found
+
+    def is_agent_known(self, agent_id: str) -> bool:
+        """Return whether a known device belongs to the agent identity."""
+        return any(device.agent_id == agent_id for device in self._known.values())
+
+    def is_agent_connected(self, agent_id: str) -> bool:
+        """Return whether an agent of this identity is connected and alive."""
+        session = self._sessions.get(agent_id)
+        return session is not None and session.is_alive()
+
+    def end_foreign_session(self, agent_id: str, principal: str) -> None:
+        """End the connection of an agent whose token is not this principal's, once its identity is bound to it."""
+        session = self._sessions.get(agent_id)
+        if session is not None and not session.is_admin and session.principal != principal:
+            session.end()
+
+    def serves_principal(self, principal: str, device_id: str) -> bool:
+        """Return whether an agent with a token of this principal serves the device."""
+        session = self._serving.get(device_id)
+        return session is not None and session.principal == principal
+
+    async def forget(self, key: str) -> Device:
+        """Remove an offline device from the known ones; its reports stay.
+
+        Raises:
+            DeviceNotFound: as `get`.
+            DeviceConnected: its agent is connected.
+        """
+        device = self.get(key)
+        if device.id in self._serving:
+            raise DeviceConnected(f"{device.name} ({device.id}) is connected.", "Stop its agent first.", device=device.id)
+        del self._known[device.id]
+        self._telemetry.pop(device.id, None)
+
+        def write(connection: Connection) -> None:
+            connection.execute(delete(schema.devices).where(schema.devices.c.id == device.id))
+            connection.execute(delete(schema.device_projects).where(schema.device_projects.c.device_id == device.id))
+
+        await self._database.write(write, durable=True)
+        self.changed()
+        return device
+
+    def _may_serve(self, session: AgentSession, device_id: str) -> bool:
+        """Return whether the device is new, the agent's own, or of another agent with a token of the same principal."""
+        known = self._known.get(device_id)
+        if session.is_admin or known is None or known.agent_id == session.agent_id:
+            return True
+        return self._principal_of(known.agent_id) == session.principal
 
     def _is_anothers(self, device: Device, agent_id: str) -> bool:
         """Whether another live agent serves it: cloned disks share the machine id that ids are made of.
@@ -174,8 +259,11 @@ class Registry:
         """A device came or changed.
 
         Raises:
+            DeviceNotYours: it belongs to an agent with another principal's token.
             AgentConnected: another live agent serves it, and goes on to.
         """
+        if not self._may_serve(session, device.id):
+            raise _foreign(device.id)
         if self._is_anothers(device, session.agent_id):
             if device.HasField("problem"):
                 return
@@ -254,3 +342,10 @@ def _served(device: Device, serving: AgentSession) -> AgentConnected:
     )  # fmt: skip
     error.reason = "DEVICE_SERVED"
     return error
+
+
+def _foreign(device_id: str) -> DeviceNotYours:
+    return DeviceNotYours(
+        f"Device {device_id} belongs to an agent with another token.",
+        f"Ask an admin to run `etfarm devices forget {device_id}`, then start this agent again.", device=device_id,
+    )  # fmt: skip

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Final
 
 from etfarm.v1 import agent_pb2
 from etfarm.wire.errors import DeviceError
 
 Progressed = Callable[[agent_pb2.RunProgress], None]
+
+
+PERMIT_TIMEOUT_S: Final = 30.0
+"""How long an agent's download waits until the attempt of an earlier server is taken up."""
 
 
 class AttemptLost(DeviceError):
@@ -27,6 +33,16 @@ class _Run:
     sent: bool
     """Whether the agent was told; before, it cannot be expected to know the run."""
     giving_up: asyncio.TimerHandle | None = field(default=None)
+    sent_s: float | None = None
+    """When the agent was told, by the event loop's clock; None where an earlier server did."""
+    elapsed_s: float | None = None
+    """From then to the result."""
+    holder: str = ""
+    """Who holds what the agent uploaded; empty for an admin's agent, whose uploads a project holds."""
+    artifacts: set[str] = field(default_factory=set)
+    """The digests that its agent may read."""
+    permitted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once `artifacts` is complete."""
 
 
 class Runs:
@@ -57,7 +73,33 @@ class Runs:
 
     def mark_sent(self, attempt_id: str) -> None:
         """The agent is told now: from here on it has to know the attempt."""
-        self._runs[attempt_id].sent = True
+        run = self._runs[attempt_id]
+        run.sent, run.sent_s = True, asyncio.get_running_loop().time()
+
+    def elapsed_s(self, attempt_id: str) -> float | None:
+        """Return the seconds from sending an attempt to its result; None before, and where an earlier server sent it."""
+        run = self._runs.get(attempt_id)
+        return None if run is None else run.elapsed_s
+
+    def permit(self, attempt_id: str, digests: Iterable[str]) -> None:
+        """Let the attempt's agent read these artifacts, beside those that it was permitted before."""
+        if (run := self._runs.get(attempt_id)) is not None:
+            run.artifacts.update(digests)
+            run.permitted.set()
+
+    async def is_permitted(self, digest: str, serves: Callable[[str], bool]) -> bool:
+        """Return whether an attempt on one of the devices that `serves` is true of needs the artifact.
+
+        Waits for attempts of an earlier server, whose artifacts are known once their cells are taken up.
+        """
+        runs = [run for run in self._runs.values() if run.sent and serves(run.device_id)]
+        if any(digest in run.artifacts for run in runs):
+            return True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PERMIT_TIMEOUT_S):
+                for run in runs:
+                    await run.permitted.wait()
+        return any(digest in run.artifacts for run in runs)
 
     def has_answer(self, attempt_id: str) -> bool:
         """Whether the agent's result is here."""
@@ -80,6 +122,7 @@ class Runs:
         if run.giving_up is not None:
             run.giving_up.cancel()
         run.result.cancel()
+        run.permitted.set()
 
     def knows(self, attempt_id: str) -> bool:
         """Whether somebody still waits for the attempt."""
@@ -91,12 +134,24 @@ class Runs:
         if run is not None and run.device_id == progress.device_id:
             run.on_progress(progress)
 
-    def deliver(self, result: agent_pb2.RunResult) -> bool:
-        """Takes a result; whether anybody waits for it. A second delivery changes nothing."""
+    def holder_of(self, attempt_id: str) -> str:
+        """Return the holder of what the attempt's agent uploaded; empty for an admin's agent."""
+        run = self._runs.get(attempt_id)
+        return "" if run is None else run.holder
+
+    def deliver(self, result: agent_pb2.RunResult, holder: str = "") -> bool:
+        """Takes a result; whether anybody waits for it. A second delivery changes nothing.
+
+        Args:
+            holder: of the artifacts that the agent uploaded; empty for an admin's agent.
+        """
         run = self._runs.get(result.attempt_id)
         if run is None or run.device_id != result.device_id:
             return False
         if not run.result.done():
+            run.holder = holder
+            if run.sent_s is not None:
+                run.elapsed_s = asyncio.get_running_loop().time() - run.sent_s
             run.result.set_result(result)
         return True
 

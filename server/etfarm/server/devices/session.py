@@ -21,12 +21,16 @@ class AgentSession:
         boot_id: of the machine that the agent runs on; empty where it did not say.
         clock: seconds on a monotonic clock.
         principal: whose token the agent has.
+        is_admin: whether that is an admin's, which may serve every device.
     """
 
-    def __init__(self, agent_id: str, boot_id: str, clock: Callable[[], float], *, principal: str = "") -> None:
+    def __init__(
+        self, agent_id: str, boot_id: str, clock: Callable[[], float], *, principal: str = "", is_admin: bool = False
+    ) -> None:
         self.agent_id = agent_id
         self.boot_id = boot_id
         self.principal = principal
+        self.is_admin = is_admin
         self._clock = clock
         self._outgoing: asyncio.Queue[agent_pb2.ServerMessage | None] = asyncio.Queue()
         self._heard_at = clock()

@@ -70,6 +70,7 @@ class Attempts:
         else:
             for way in ways:
                 way.device = self._execution.device_of(way.cell)
+            self._execution.permit(ways)
         errors: dict[str, EtfarmError] = {}
         try:
             async with self._quiet_for(ways):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from etfarm.server.devices.runs import Progressed, Runs
 from etfarm.server.devices.schedule import Waiting
 from etfarm.server.jobs import model
 from etfarm.server.jobs.placement import Placement
+from etfarm.server.jobs.plausibility import ImplausibleResult, Plan, artifacts_of, check_attempt, check_candidate
 from etfarm.server.jobs.way import Way
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2
 from etfarm.v1.device_pb2 import Device
@@ -257,8 +259,24 @@ class Execution:
             start.deadline_s = _deadline_s(job, len(start.candidates))
             session = self._registry.session_of(device.id)
             self._runs.mark_sent(start.attempt_id)
+            self.permit(ways, bundle=runner.bundle)
             session.send(agent_pb2.ServerMessage(start_run=start))
         return errors
+
+    def permit(self, ways: Sequence[Way], *, bundle: agent_pb2.RunnerBundle | None = None) -> None:
+        """Let the agent of the last attempt read what the programs of ways that share it need.
+
+        Args:
+            bundle: the runner that it is sent; None where it has it, or is known not to need one.
+        """
+        needed = [] if bundle is None else [bundle.artifact]
+        for way in ways:
+            assert way.compilation is not None
+            inputs = self.inputs_of(way.job, way.cell, way.compilation)
+            programs = [way.compilation.program, *([way.numerics.program] if way.numerics is not None else [])]
+            needed += [artifact for program in programs for artifact in (program.pte, *program.data.values())]
+            needed += [] if inputs is None else [inputs]
+        self._runs.permit(ways[0].cell.attempts[-1].id, [artifact.digest for artifact in needed])
 
     async def results(self, ways: Sequence[Way]) -> dict[str, agent_pb2.CandidateResult | EtfarmError]:
         """Waits for what the last attempt gives for ways that share it; ResultMissing for those that it gives nothing for.
@@ -277,15 +295,51 @@ class Execution:
             raise AttemptOverdue(f"The agent gave no result within {overdue_s:g} s.", device=attempt.device_id) from None
         if result.HasField("error"):
             raise from_proto(result.error)
+        plan = self._plan(ways)
+        check_attempt(result, plan)
         given = {candidate.cell_id: candidate for candidate in result.candidates}
-        # From now on reports refer to them: the project holds them, whatever a session that names them too does.
-        job = ways[0].job
-        await self._store.take_results(job.project or DEFAULT_PROJECT, _files_of(result), job.owner)
-        ids = [way.cell.id for way in ways]
-        return {
-            cell_id: given.get(cell_id) or ResultMissing(f"The agent's result has nothing of cell {cell_id}.", cell=cell_id)
-            for cell_id in ids
-        }
+        return {way.cell.id: await self._checked(given.get(way.cell.id), way, plan) for way in ways}
+
+    def _plan(self, ways: Sequence[Way]) -> Plan:
+        """What the last attempt of ways that share it was asked for."""
+        job, attempt = ways[0].job, ways[0].cell.attempts[-1]
+        elapsed_s = self._runs.elapsed_s(attempt.id)
+        if elapsed_s is None:
+            # An earlier server sent it, by whose clock the cell was written down.
+            elapsed_s = max(0.0, time.time() - attempt.started_at.ToNanoseconds() / 1e9)
+        return Plan(
+            cells=frozenset({way.cell.id for way in ways} | self._sharing.get(attempt.id, set())),
+            elapsed_s=elapsed_s,
+            measurement=job.spec.measurement if job.spec.HasField("measurement") else None,
+            planned_bytes=max(sum(_facts(way).planned_bytes) for way in ways),
+        )
+
+    async def _checked(
+        self, candidate: agent_pb2.CandidateResult | None, way: Way, plan: Plan
+    ) -> agent_pb2.CandidateResult | EtfarmError:
+        """Return a candidate's result, or why it does not count. Its job's project holds the files of one that counts."""
+        cell_id = way.cell.id
+        if candidate is None:
+            return ResultMissing(f"The agent's result has nothing of cell {cell_id}.", cell=cell_id)
+        holder = self._runs.holder_of(way.cell.attempts[-1].id)
+        project = way.job.project or DEFAULT_PROJECT
+        own = [
+            artifact.digest
+            for artifact in artifacts_of(candidate)
+            if digest.is_digest(artifact.digest)
+            and (not holder or await self._store.is_held(artifact.digest, (holder, project)))
+            and self._store.has(artifact.digest)
+        ]
+        try:
+            foreign = next((artifact.digest for artifact in artifacts_of(candidate) if artifact.digest not in own), None)
+            if foreign is not None and not candidate.HasField("error"):
+                raise ImplausibleResult(f"it names the artifact {foreign[:12]!r}, which its agent did not upload")
+            await asyncio.to_thread(check_candidate, candidate, plan, self._store.path)
+        except ImplausibleResult as error:
+            return error
+        # From now on reports refer to them, whatever a session that names them too does.
+        await self._store.take_results(project, own, way.job.owner)
+        return candidate
 
     def end(self, cell: Cell) -> None:
         """The cell's last attempt is over, and what it gave is written down: once that is so for all that share it, its agent
@@ -321,15 +375,6 @@ class Execution:
         if not sharing:
             self._sharing.pop(attempt_id, None)
         return not sharing
-
-
-def _files_of(result: agent_pb2.RunResult) -> list[str]:
-    """Return the digests of the files that a result names."""
-    files: list[common_pb2.Artifact] = []
-    for candidate in result.candidates:
-        numerics = candidate.numerics
-        files += [candidate.outputs, candidate.samples, candidate.etdump, numerics.etdump, numerics.debug, numerics.outputs]
-    return [artifact.digest for artifact in files if digest.is_digest(artifact.digest)]
 
 
 def _facts(way: Way) -> compile_pb2.MethodFacts:

@@ -155,6 +155,7 @@ class Sessions:
             if not self._store.has_for_now(wanted):
                 raise ArtifactMissing(f"Artifact {wanted[:12]} is not stored.", "Upload it first.", digest=wanted)
             session.tensors.add(wanted)
+            self._runs.permit(lease.attempt_id, [wanted])
         begun = asyncio.Event()
         session.calls.add(request.call_id)
         exchange = asyncio.create_task(self._exchange(session, lease, request, begun), name=f"call-{request.call_id}")
@@ -340,6 +341,8 @@ class Sessions:
             del start.candidates[0].bundle.operators[:]
         agent = self._registry.session_of(lease.device.id)
         self._runs.mark_sent(lease.attempt_id)
+        needed = [request.program.pte, *request.program.data.values(), *([runner.bundle.artifact] if runner.bundle else [])]
+        self._runs.permit(lease.attempt_id, [artifact.digest for artifact in needed])
         agent.send(agent_pb2.ServerMessage(start_run=start))
 
     async def _result(self, lease: Lease) -> EtfarmError:

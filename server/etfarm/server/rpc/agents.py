@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import structlog
 
-from etfarm.server.devices.registry import AgentConnected, Registry
+from etfarm.server.access.identities import Identities, Identity
+from etfarm.server.access.scope import agent_holder
+from etfarm.server.devices.registry import AgentConnected, DeviceNotYours, Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
 from etfarm.server.jobs.sessions import Sessions
-from etfarm.server.rpc.auth import caller
-from etfarm.server.rpc.edge import later
+from etfarm.server.rpc.auth import ADMIN, caller
 from etfarm.server.rpc.enrolment import Enrolment
 from etfarm.v1 import agent_pb2, agent_pb2_grpc
 from etfarm.wire.errors import Kind, UserError
@@ -38,12 +38,10 @@ class ProtocolUnsupported(UserError):
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
     """See agent.proto."""
 
-    ListAgents: Any = later("AgentService.ListAgents")
-    BindAgent: Any = later("AgentService.BindAgent")
-
     def __init__(
         self,
         registry: Registry,
+        identities: Identities,
         runs: Runs,
         sessions: Sessions,
         enrolment: Enrolment,
@@ -53,6 +51,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     ) -> None:
         self._enrolment = enrolment
         self._registry = registry
+        self._identities = identities
         self._runs = runs
         self._sessions = sessions
         self._version = version
@@ -70,7 +69,11 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 f"The agent speaks protocol {hello.protocol_version}, this server {PROTOCOL_VERSION}.",
                 "Install the same etfarm on both.", supported=PROTOCOL_VERSION,
             )  # fmt: skip
-        session = AgentSession(hello.agent_id, hello.boot_id, self._clock, principal=caller().name)
+        principal = caller()
+        await self._identities.admit(hello.agent_id, principal)
+        session = AgentSession(
+            hello.agent_id, hello.boot_id, self._clock, principal=principal.name, is_admin=principal.role == ADMIN
+        )
         session.send(
             agent_pb2.ServerMessage(
                 welcome=agent_pb2.Welcome(server_version=self._version, heartbeat_interval_s=HEARTBEAT_INTERVAL_S)
@@ -105,6 +108,23 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     async def Enroll(self, request: agent_pb2.EnrollAgentRequest, context: object) -> agent_pb2.EnrollAgentResponse:
         return await self._enrolment.enroll(request)
 
+    async def ListAgents(self, request: agent_pb2.ListAgentsRequest, context: object) -> agent_pb2.ListAgentsResponse:
+        devices = self._registry.agents()
+        return agent_pb2.ListAgentsResponse(
+            agents=[self._agent(identity, devices) for identity in self._identities.list(devices)]
+        )
+
+    async def BindAgent(self, request: agent_pb2.BindAgentRequest, context: object) -> agent_pb2.Agent:
+        identity = await self._identities.bind(request.agent_id, request.principal, by=caller().name)
+        self._registry.end_foreign_session(request.agent_id, request.principal)
+        return self._agent(identity, self._registry.agents())
+
+    def _agent(self, identity: Identity, devices: Mapping[str, Sequence[str]]) -> agent_pb2.Agent:
+        return agent_pb2.Agent(
+            agent_id=identity.agent_id, principal=identity.principal, refused_principal=identity.refused,
+            connected=self._registry.is_agent_connected(identity.agent_id), device_ids=sorted(devices.get(identity.agent_id, ())),
+        )  # fmt: skip
+
     async def _listen(self, session: AgentSession, messages: AsyncIterator[agent_pb2.AgentMessage]) -> None:
         """Takes an agent's messages until it says goodbye, is silent for too long, or the stream breaks."""
         try:
@@ -134,7 +154,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             self._runs.progressed(message.run_progress)
         elif kind == "run_result":
             result = message.run_result
-            heard = self._registry.serves(session, result.device_id) and self._runs.deliver(result)
+            # An admin's uploads are held by a project; an agent's by the agent.
+            holder = "" if session.is_admin else agent_holder(session.principal)
+            heard = self._registry.serves(session, result.device_id) and self._runs.deliver(result, holder)
             if not heard and not self._runs.knows(result.attempt_id):
                 # Of an attempt that was given up or cancelled: nobody will read it, so the agent may forget it.
                 ack = agent_pb2.Ack(attempt_id=result.attempt_id)
@@ -142,7 +164,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         elif kind == "device_update":
             try:
                 await self._registry.update(session, message.device_update.device)
-            except AgentConnected as error:
+            except (AgentConnected, DeviceNotYours) as error:
                 # Its other devices are not to suffer for it.
                 log.warning("a device is left out", agent=session.agent_id, why=error.message)
         elif kind == "device_gone":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -24,7 +24,7 @@ _PAGE: Final = 100
 _LARGEST_PAGE: Final = 1000
 _PAGE_BYTES: Final = 1 << 20
 
-NeededByAgent = Callable[[str, str], bool]
+NeededByAgent = Callable[[str, str], Awaitable[bool]]
 """Whether a live attempt or session of an agent's principal, the first argument, needs an artifact, the digest."""
 
 
@@ -48,7 +48,7 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
     Delete: Any = later("ArtifactService.Delete")
     Collect: Any = later("ArtifactService.Collect")
 
-    def __init__(self, store: Store, needed_by_agent: NeededByAgent = lambda principal, digest: True) -> None:
+    def __init__(self, store: Store, needed_by_agent: NeededByAgent) -> None:
         self._store = store
         self._needed_by_agent = needed_by_agent
         self._downloads: dict[str, asyncio.Semaphore] = {}
@@ -96,7 +96,7 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
         self._store.place(digest)
         if who.role == ADMIN or await self._store.holds(digest, {holder_of(who), FARM_HOLDER} | projects_of(who)):
             return True
-        return who.role == AGENT and self._needed_by_agent(who.name, digest)
+        return who.role == AGENT and await self._needed_by_agent(who.name, digest)
 
     async def List(self, request: artifact_pb2.ListArtifactsRequest, context: object) -> artifact_pb2.ListArtifactsResponse:
         who, size = caller(), min(request.page_size or _PAGE, _LARGEST_PAGE)

@@ -19,7 +19,6 @@ class DeviceService(device_pb2_grpc.DeviceServiceServicer):
     Release: Any = later("DeviceService.Release")
     Label: Any = later("DeviceService.Label")
     Drain: Any = later("DeviceService.Drain")
-    Forget: Any = later("DeviceService.Forget")
     Restrict: Any = later("DeviceService.Restrict")
 
     def __init__(self, registry: Registry) -> None:
@@ -31,3 +30,7 @@ class DeviceService(device_pb2_grpc.DeviceServiceServicer):
 
     async def Get(self, request: device_pb2.GetDeviceRequest, context: object) -> device_pb2.Device:
         return self._registry.get(request.device_id)
+
+    async def Forget(self, request: device_pb2.ForgetDeviceRequest, context: object) -> device_pb2.ForgetDeviceResponse:
+        await self._registry.forget(request.device_id)
+        return device_pb2.ForgetDeviceResponse()

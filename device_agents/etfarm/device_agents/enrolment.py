@@ -1,0 +1,107 @@
+"""Enrolment: an agent exchanges its one-time token for a token of its own, and keeps that in its data folder."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from etfarm.device_agents.errors import FolderUnusable
+from etfarm.v1 import agent_pb2
+from etfarm.v1.agent_pb2_grpc import AgentServiceStub
+from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.errors import EtfarmError, Kind
+from etfarm.wire.names import ENROLMENT_PREFIX
+from etfarm.wire.status import from_rpc_error
+
+log = logging.getLogger(__name__)
+
+TOKEN_FILE: Final = "token"
+"""In the agent's data folder, mode 0600."""
+
+
+async def enroll(access: Access, folder: Path, agent_id: str, pauses: Iterable[float]) -> Access:
+    """Return the access with the agent's own token, which is fetched with an enrolment token or read from an earlier enrolment.
+
+    A token that is not for enrolment is used as it is. Without a token, that of an earlier enrolment at the same server is used.
+
+    Args:
+        folder: the agent's data folder.
+        pauses: seconds to wait before each further try where the server does not answer.
+
+    Raises:
+        EtfarmError: the server refuses the enrolment.
+        FolderUnusable: the token cannot be kept.
+    """
+    path = folder / TOKEN_FILE
+    is_enrolment = access.token.startswith(ENROLMENT_PREFIX)
+    if access.token and not is_enrolment:
+        return access
+    if (kept := _kept_token(path, access)) is not None:
+        return dataclasses.replace(access, token=kept)
+    if not is_enrolment:
+        return access
+    token = await _exchange(access, agent_id, pauses)
+    _keep(path, access, token)
+    log.info("enrolled as agent %s; its token is in %s", agent_id, path)
+    return dataclasses.replace(access, token=token)
+
+
+async def _exchange(access: Access, agent_id: str, pauses: Iterable[float]) -> str:
+    """Return the token that the server gives for the enrolment token."""
+    for pause in pauses:
+        async with open_channel(access) as channel:
+            try:
+                answer = await AgentServiceStub(channel).Enroll(agent_pb2.EnrollAgentRequest(agent_id=agent_id))
+            except grpc.aio.AioRpcError as error:
+                refusal: EtfarmError = from_rpc_error(error, server=access.server)
+            else:
+                return answer.token
+        if refusal.kind is not Kind.UNAVAILABLE:
+            raise refusal
+        log.warning("%s Trying again.", refusal.message)
+        await asyncio.sleep(pause)
+    raise refusal
+
+
+def _kept_token(path: Path, access: Access) -> str | None:
+    """Return the token of an earlier enrolment at this server; None where there is none, or a new enrolment token is given."""
+    try:
+        kept = json.loads(path.read_bytes())
+        server, token, enrolment = str(kept["server"]), str(kept["token"]), str(kept["enrolment_sha256"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s cannot be read: %s", path, error)
+        return None
+    # A token must not be sent to another server than the one that gave it.
+    if server != access.server or (access.token and enrolment != _sha256(access.token)):
+        return None
+    return token
+
+
+def _keep(path: Path, access: Access, token: str) -> None:
+    """Write the token for the next start, readable by the agent's user alone."""
+    document = {"server": access.server, "token": token, "enrolment_sha256": _sha256(access.token)}
+    fresh = path.with_name(path.name + ".part")
+    try:
+        fresh.unlink(missing_ok=True)
+        with os.fdopen(os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            json.dump(document, file)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError as error:
+        raise FolderUnusable(path.parent, error.strerror or str(error)) from None
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,140 @@
+"""Agent identities: which principal's token may connect as which agent."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from sqlalchemy import Connection, select
+from sqlalchemy.dialects.sqlite import insert
+
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+from etfarm.v1.common_pb2 import Principal, Role
+from etfarm.wire.errors import Kind, UserError
+
+MAX_REFUSED: Final = 1000
+"""Refused identities that are remembered for an admin; the oldest are forgotten."""
+
+
+class AgentNotYours(UserError):
+    """An agent identity is bound to another principal's token."""
+
+    reason = "AGENT_NOT_YOURS"
+    kind = Kind.PERMISSION_DENIED
+
+
+class AgentUnbound(UserError):
+    """An agent identity is known from before identities were bound, so an admin has to say whose it is."""
+
+    reason = "AGENT_UNBOUND"
+    kind = Kind.PERMISSION_DENIED
+
+
+class AgentNotFound(UserError):
+    """No agent of the id ever connected or tried to."""
+
+    reason = "AGENT_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+@dataclass(frozen=True)
+class Identity:
+    """An agent identity and the principal that it is bound to."""
+
+    agent_id: str
+    principal: str
+    """Empty where the identity is not bound."""
+    refused: str = ""
+    """Of an identity that is not bound: the principal that tried to connect as it last."""
+
+
+class Identities:
+    """The bindings of agent identities to principals.
+
+    Args:
+        is_known: whether a stored device belongs to the agent identity.
+        now: gives the instant, in UTC.
+    """
+
+    def __init__(self, database: Database, is_known: Callable[[str], bool], now: Callable[[], datetime]) -> None:
+        self._database = database
+        self._is_known = is_known
+        self._now = now
+        self._bound: dict[str, str] = {}
+        self._refused: OrderedDict[str, str] = OrderedDict()
+
+    async def load(self) -> None:
+        """Read the bindings of earlier servers."""
+        table = schema.agents
+        rows = await self._database.read(lambda connection: connection.execute(select(table.c.id, table.c.principal)).all())
+        self._bound = {row.id: row.principal for row in rows}
+
+    def principal_of(self, agent_id: str) -> str:
+        """Return the principal that the identity is bound to; empty where it is not bound."""
+        return self._bound.get(agent_id, "")
+
+    async def admit(self, agent_id: str, caller: Principal) -> None:
+        """Let a caller connect as an agent, and bind an identity that nothing is known of to the caller.
+
+        An admin may connect as any agent and binds none: so does everybody on a server without tokens.
+
+        Raises:
+            AgentNotYours: the identity is bound to another principal, or the caller's token to another identity.
+            AgentUnbound: the identity has devices from before it was bound.
+        """
+        if caller.role == Role.ROLE_ADMIN:
+            return
+        if caller.agent_id not in ("", agent_id):
+            raise AgentNotYours(
+                f"The token belongs to agent {caller.agent_id}, and {agent_id} connects with it.",
+                "Give each agent a token of its own: `etfarm tokens create NAME --agent`.", agent_id=agent_id,
+            )  # fmt: skip
+        bound = self.principal_of(agent_id)
+        if bound == caller.name:
+            return
+        if bound:
+            raise AgentNotYours(
+                f"Agent {agent_id} is bound to another token.",
+                "Connect with the token that it enrolled with, or ask an admin to run `etfarm agents bind`.", agent_id=agent_id,
+            )  # fmt: skip
+        if self._is_known(agent_id) and not caller.agent_id:
+            self._refused[agent_id] = caller.name
+            self._refused.move_to_end(agent_id)
+            if len(self._refused) > MAX_REFUSED:
+                self._refused.popitem(last=False)
+            raise AgentUnbound(
+                f"Agent {agent_id} is known from before agents had tokens of their own, so {caller.name} cannot claim it.",
+                f"Ask an admin to run `etfarm agents bind {agent_id} {caller.name}`.", agent_id=agent_id,
+            )  # fmt: skip
+        await self._bind(agent_id, caller.name, by=caller.name)
+
+    async def bind(self, agent_id: str, principal: str, *, by: str) -> Identity:
+        """Bind an identity that is known, or was refused, to a principal, in place of the one that had it.
+
+        Raises:
+            AgentNotFound: no agent of the id ever connected or tried to.
+        """
+        if agent_id not in self._bound and agent_id not in self._refused and not self._is_known(agent_id):
+            raise AgentNotFound(f"There is no agent {agent_id[:80]!r}.", "See `etfarm agents list`.", agent_id=agent_id[:80])
+        await self._bind(agent_id, principal, by=by)
+        return Identity(agent_id, principal)
+
+    def list(self, known: Mapping[str, object]) -> list[Identity]:
+        """Return the identities, by id: those that are bound, those that were refused, and those of `known` devices' agents."""
+        ids = {*self._bound, *self._refused, *known}
+        return [Identity(each, self.principal_of(each), self._refused.get(each, "")) for each in sorted(ids)]
+
+    async def _bind(self, agent_id: str, principal: str, *, by: str) -> None:
+        row = {"principal": principal, "bound_at": self._now(), "bound_by": by}
+
+        def write(connection: Connection) -> None:
+            new = insert(schema.agents).values(id=agent_id, **row)
+            connection.execute(new.on_conflict_do_update(index_elements=["id"], set_=row))
+
+        await self._database.write(write, durable=True)
+        self._bound[agent_id] = principal
+        self._refused.pop(agent_id, None)

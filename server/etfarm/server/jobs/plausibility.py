@@ -1,0 +1,197 @@
+"""Results against the server's own clock, the plan and each other: what an agent cannot have measured is a device fault.
+
+An agent with a valid token can still invent numbers that fit. What is checked here is what an honest agent always satisfies.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from etfarm.v1 import agent_pb2, common_pb2, job_pb2
+from etfarm.wire import digest as digests
+from etfarm.wire.errors import DeviceError
+
+MAX_SAMPLES: Final = 1_000_000
+"""Timed iterations of a run where the job does not limit them."""
+LEAST_MEDIAN_NS: Final = 20
+"""No processor executes a method of a program in less: two readings of its clock take longer."""
+CLOCK_TOLERANCE: Final = 0.05
+"""Part by which the clock of a device may run faster than the server's: an emulated board's is off by some percent."""
+CLOCK_SLACK_S: Final = 5.0
+"""Added to the server's time: the agent's phases are rounded, and begin before the message reached it."""
+_SAMPLE_BYTES: Final = 8
+_GAP_NS: Final = 20_000
+"""Between two timed iterations, for reading clocks and handing over inputs; the slowest clock source takes some microseconds."""
+_PYTHON_GAP_NS: Final = 2_000_000
+"""The same for the runner in Python."""
+_COPY_NS_PER_BYTE: Final = 10
+"""For inputs that are copied into planned memory between two iterations: 100 MB/s, slower than any board's memory."""
+_STALL: Final = 4.0
+"""Time between iterations per time within them, for a machine that stops the runner at any point."""
+_STALL_NS: Final = 1_000_000_000
+_STOP_REASONS: Final = frozenset({"ENOUGH", "MAX_TIME", "MAX_SAMPLES", "SETTLED", "DRIFTING"})
+
+
+class ImplausibleResult(DeviceError):
+    """A result contradicts the server's clock, the plan or itself."""
+
+    reason = "RESULT_IMPLAUSIBLE"
+
+    def __init__(self, what: str, **metadata: object) -> None:
+        super().__init__(
+            f"The agent's result is not plausible: {what}.",
+            "Check the device's clock and its agent's version.",
+            stage="",
+            **metadata,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the server asked an attempt for, and how long it waited for the answer."""
+
+    cells: frozenset[str]
+    """The ids of the attempt's cells."""
+    elapsed_s: float
+    """From the moment in which the attempt was sent to the arrival of its result, by the server's clock."""
+    measurement: job_pb2.Measurement | None = None
+    """None for a run without one."""
+    planned_bytes: int = 0
+    """Memory that the programs plan, the largest of them: no inputs are copied into more."""
+
+    @property
+    def longest_ns(self) -> float:
+        """The longest time that anything in the result may have taken, in ns."""
+        return (self.elapsed_s * (1 + CLOCK_TOLERANCE) + CLOCK_SLACK_S) * 1e9
+
+
+def check_attempt(result: agent_pb2.RunResult, plan: Plan) -> None:
+    """Check what the candidates of an attempt say together.
+
+    Raises:
+        ImplausibleResult: a cell is not the attempt's or comes twice, or the candidates took longer than the attempt.
+    """
+    ids = [candidate.cell_id for candidate in result.candidates]
+    if strangers := sorted(set(ids) - plan.cells):
+        raise ImplausibleResult(f"it names the cell {strangers[0][:80]!r}, which is not part of the attempt")
+    if len(set(ids)) != len(ids):
+        raise ImplausibleResult("it names a cell twice")
+    together = sum(candidate.duration_ns + candidate.warmup_ns for candidate in result.candidates)
+    if together > plan.longest_ns:
+        raise _too_long("the candidates' passes", together, plan)
+
+
+def check_candidate(result: agent_pb2.CandidateResult, plan: Plan, path: Callable[[str], Path]) -> None:
+    """Check one candidate's result; reads its samples, so call it in a thread.
+
+    Args:
+        path: gives the file of an artifact that the store holds.
+
+    Raises:
+        ImplausibleResult: a number contradicts another, the plan or the server's clock.
+    """
+    for name, value in _numbers(result):
+        if not 0 <= value < math.inf:
+            raise ImplausibleResult(f"{name} is {value:g}", field=name)
+    for name, value in _durations_ns(result):
+        if value > plan.longest_ns:
+            raise _too_long(name, value, plan)
+    for artifact in artifacts_of(result):
+        if not digests.is_digest(artifact.digest):
+            raise ImplausibleResult(f"{artifact.digest[:80]!r} is not a digest")
+    if result.HasField("error"):
+        return
+    if plan.measurement is None:
+        if result.HasField("samples"):
+            raise ImplausibleResult("it has samples of a measurement, and the job asked for none")
+        return
+    _check_counts(result, plan.measurement)
+    _check_samples(result, plan, path(result.samples.digest))
+
+
+def artifacts_of(result: agent_pb2.CandidateResult) -> Iterator[common_pb2.Artifact]:
+    """Yield the artifacts that a candidate's result names."""
+    for holder in (result, result.numerics):
+        for field, value in holder.ListFields():
+            if field.message_type is not None and field.message_type.full_name == common_pb2.Artifact.DESCRIPTOR.full_name:
+                yield value
+
+
+def _numbers(result: agent_pb2.CandidateResult) -> Iterator[tuple[str, float]]:
+    """Yield the counts and durations, which are finite and not negative."""
+    for message in (result, result.load, result.memory):
+        for field, value in message.ListFields():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                yield field.name, value
+    for phase in result.phases:
+        yield f"the start of {phase.phase[:40]}", phase.start_ms
+        yield f"the duration of {phase.phase[:40]}", phase.duration_ms
+    if result.traced_ns:
+        yield "traced_ns", min(result.traced_ns)
+
+
+def _durations_ns(result: agent_pb2.CandidateResult) -> Iterator[tuple[str, float]]:
+    """Yield what took time on the device, in ns, each of which the attempt contains."""
+    yield "the timed pass", result.duration_ns
+    yield "the warm-up", result.warmup_ns
+    yield "the traced pass", sum(result.traced_ns)
+    for field, value in result.load.ListFields():
+        yield field.name, value
+    for phase in result.phases:
+        yield f"the phase {phase.phase[:40]}", (phase.start_ms + phase.duration_ms) * 1e6
+
+
+def _check_counts(result: agent_pb2.CandidateResult, measurement: job_pb2.Measurement) -> None:
+    """Check the timed pass against the plan."""
+    if result.stop_reason not in _STOP_REASONS:
+        raise ImplausibleResult(f"its timed pass ended for the reason {result.stop_reason[:40]!r}, which does not exist")
+    most = measurement.max_samples if measurement.HasField("max_samples") else MAX_SAMPLES
+    if not 1 <= result.iterations <= most:
+        raise ImplausibleResult(f"{result.iterations:,} timed iterations were measured where 1 to {most:,} may be")
+    if result.samples.size_bytes != _SAMPLE_BYTES * result.iterations:
+        raise ImplausibleResult(f"{result.iterations:,} iterations have {result.samples.size_bytes:,} bytes of samples")
+    if result.blocks and sum(block.samples for block in result.blocks) != result.iterations:
+        raise ImplausibleResult("the samples of its blocks are not those of its iterations")
+    if result.stop_reason == "ENOUGH":
+        asked = measurement.iterations if measurement.HasField("iterations") else 1
+        if result.iterations < asked:
+            raise ImplausibleResult(f"{result.iterations:,} iterations were called enough where {asked:,} were asked for")
+        least_s = measurement.min_time_s if measurement.HasField("min_time_s") else 0.0
+        if result.duration_ns < least_s * 1e9 * (1 - CLOCK_TOLERANCE):
+            raise ImplausibleResult(f"{result.duration_ns / 1e9:.3g} s were called enough where {least_s:g} s were asked for")
+
+
+def _check_samples(result: agent_pb2.CandidateResult, plan: Plan, path: Path) -> None:
+    """Check the samples against the time of the pass that they are from."""
+    data = path.read_bytes()
+    if len(data) != _SAMPLE_BYTES * result.iterations:
+        raise ImplausibleResult(f"{result.iterations:,} iterations have {len(data):,} bytes of samples")
+    samples = array("q", data)
+    if sys.byteorder == "big":
+        samples.byteswap()
+    if min(samples) < 0:
+        raise ImplausibleResult("a sample is negative")
+    total = sum(samples)
+    if total > result.duration_ns * (1 + CLOCK_TOLERANCE) + _GAP_NS:
+        raise ImplausibleResult(f"its samples take {total / 1e9:.3g} s of a pass of {result.duration_ns / 1e9:.3g} s")
+    gap = _PYTHON_GAP_NS if result.runner.kind == "python" else _GAP_NS
+    between = result.iterations * (gap + _COPY_NS_PER_BYTE * plan.planned_bytes) + _STALL * total + _STALL_NS
+    if result.duration_ns - total > between:
+        raise ImplausibleResult(f"its samples take {total / 1e9:.3g} s only of a pass of {result.duration_ns / 1e9:.3g} s")
+    median = statistics.median(samples)
+    if median < LEAST_MEDIAN_NS:
+        raise ImplausibleResult(f"half of its iterations take less than {median:g} ns, below {LEAST_MEDIAN_NS} ns")
+
+
+def _too_long(what: str, value_ns: float, plan: Plan) -> ImplausibleResult:
+    return ImplausibleResult(
+        f"{what} took {value_ns / 1e9:.3g} s of an attempt that lasted {plan.elapsed_s:.3g} s",
+        measured_s=f"{value_ns / 1e9:.6g}", elapsed_s=f"{plan.elapsed_s:.6g}",
+    )  # fmt: skip

@@ -1,0 +1,188 @@
+"""Agents with valid tokens that claim what is not theirs, or report what they cannot have measured. Real server, raw streams."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from etfarm.client import Farm
+from etfarm.v1 import (
+    agent_pb2,
+    agent_pb2_grpc,
+    artifact_pb2_grpc,
+    common_pb2,
+    compile_pb2,
+    device_pb2,
+    device_pb2_grpc,
+    job_pb2,
+    job_pb2_grpc,
+)
+from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.chunks import artifact_of, upload
+from etfarm.wire.status import from_rpc_error
+from tests.rpc.test_session_calls import Agent
+from tests.support.farm import Daemon
+from tests.support.programs import program
+from tests.support.runner import runner_archive
+
+WAIT_S = 120.0
+PEOPLE = {"root": "admin", "ann": "user", "rack": "agent", "thief": "agent"}
+TOKENS = {name: f"token-of-{name}-0123456789" for name in PEOPLE}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("agents")
+    tokens = folder / "tokens"
+    tokens.touch(mode=0o600)
+    tokens.write_text("".join(f"{name} {role} {TOKENS[name]}\n" for name, role in PEOPLE.items()))
+    daemon = Daemon(
+        ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--exit-with-stdin",
+         "--tokens", str(tokens)],
+        folder / "serve.log",
+    )  # fmt: skip
+    daemon.start()
+    try:
+        address = daemon.expect("listening on").rpartition(" ")[2]
+        with Farm(address, token=TOKENS["root"]) as farm:
+            farm.add_bundle(runner_archive())
+        yield address
+    finally:
+        assert daemon.stop() == 0
+
+
+@pytest.fixture
+async def channels(server: str) -> AsyncIterator[dict[str, grpc.aio.Channel]]:
+    opened = {name: open_channel(Access(server, token)) for name, token in TOKENS.items()}
+    yield opened
+    for channel in opened.values():
+        await channel.close()
+
+
+async def refusal(agent: Agent) -> str:
+    """The reason with which the agent's stream ends."""
+    async with asyncio.timeout(WAIT_S):
+        try:
+            while await agent.stream.read() is not grpc.aio.EOF:
+                pass
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error, server="here").reason
+    return ""
+
+
+async def is_welcome(agent: Agent) -> None:
+    async with asyncio.timeout(WAIT_S):
+        message = await agent.stream.read()
+    assert message.HasField("welcome"), message
+
+
+async def leave(agent: Agent) -> None:
+    agent.outgoing.put_nowait(agent_pb2.AgentMessage(goodbye=agent_pb2.Goodbye()))
+    await refusal(agent)
+
+
+async def test_a_silent_agents_identity_and_devices_cannot_be_taken_with_another_token(
+    channels: dict[str, grpc.aio.Channel],
+) -> None:
+    board = Agent(channels["rack"], "board")
+    await is_welcome(board)
+    await leave(board)
+    assert await refusal(Agent(channels["thief"], "board")) == "AGENT_NOT_YOURS"
+    # As an agent of its own with the board's devices.
+    stub = agent_pb2_grpc.AgentServiceStub(channels["thief"])
+    hello = agent_pb2.Hello(agent_id="fresh", protocol_version=1, devices=board.devices)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.Connect(iter([agent_pb2.AgentMessage(hello=hello)])).read()
+    assert from_rpc_error(refused.value, server="here").reason == "DEVICE_NOT_YOURS"
+    # By an update, once it is welcome with a device of its own.
+    thief = Agent(channels["thief"], "thief")
+    await is_welcome(thief)
+    update = agent_pb2.DeviceUpdate(device=board.devices[0])
+    thief.outgoing.put_nowait(agent_pb2.AgentMessage(device_update=update))
+    devices = device_pb2_grpc.DeviceServiceStub(channels["ann"])
+    # What comes after the update has been taken was answered after it.
+    thief.outgoing.put_nowait(agent_pb2.AgentMessage(run_result=agent_pb2.RunResult(attempt_id="late")))
+    async with asyncio.timeout(WAIT_S):
+        assert (await thief.stream.read()).ack.attempt_id == "late"
+    known = await devices.Get(device_pb2.GetDeviceRequest(device_id=board.devices[0].id))
+    assert (known.agent_id, known.state) == ("board", device_pb2.DEVICE_STATE_OFFLINE)
+    await leave(thief)
+    again = Agent(channels["rack"], "board")
+    await is_welcome(again)
+    await leave(again)
+
+
+async def test_an_admin_moves_an_identity_and_forgets_devices(channels: dict[str, grpc.aio.Channel]) -> None:
+    admin = agent_pb2_grpc.AgentServiceStub(channels["root"])
+    old = Agent(channels["rack"], "moved")
+    await is_welcome(old)
+    bound = await admin.BindAgent(agent_pb2.BindAgentRequest(agent_id="moved", principal="thief"))
+    assert (bound.principal, sorted(bound.device_ids)) == ("thief", sorted(device.id for device in old.devices))
+    assert await refusal(old) == "", "its stream ends"
+    assert await refusal(Agent(channels["rack"], "moved")) == "AGENT_NOT_YOURS"
+    new = Agent(channels["thief"], "moved")
+    await is_welcome(new)
+    devices = device_pb2_grpc.DeviceServiceStub(channels["root"])
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await devices.Forget(device_pb2.ForgetDeviceRequest(device_id=new.devices[0].id))
+    assert from_rpc_error(refused.value, server="here").reason == "DEVICE_CONNECTED"
+    await leave(new)
+    for device in new.devices:
+        await devices.Forget(device_pb2.ForgetDeviceRequest(device_id=device.id))
+    listed = await devices.List(device_pb2.ListDevicesRequest())
+    assert not {device.id for device in listed.devices} & {device.id for device in new.devices}
+
+
+async def test_a_forged_measurement_is_a_device_fault_and_never_valid(channels: dict[str, grpc.aio.Channel]) -> None:
+    data = program("add").path.read_bytes()
+    pte = artifact_of(data)
+    await upload(artifact_pb2_grpc.ArtifactServiceStub(channels["ann"]), pte, data)
+    samples = array("q", [1] * 1000).tobytes()
+    forged = artifact_of(samples)
+    thief = Agent(channels["thief"], "forger")
+    await is_welcome(thief)
+    await upload(artifact_pb2_grpc.ArtifactServiceStub(channels["thief"]), forged, samples)
+    jobs = job_pb2_grpc.JobServiceStub(channels["ann"])
+    spec = job_pb2.JobSpec(
+        name="forged", candidates=[job_pb2.Candidate(name="linear", program=compile_pb2.Program(pte=pte))],
+        devices=[job_pb2.DeviceChoice(selector=f"id={thief.devices[0].id}")],
+        measurement=job_pb2.Measurement(iterations=1000),
+    )  # fmt: skip
+    job = await jobs.Submit(job_pb2.SubmitRequest(request_id="forged", spec=spec))
+    for _ in range(3):
+        start = await thief.started()
+        (candidate,) = start.candidates
+        result = agent_pb2.CandidateResult(
+            cell_id=candidate.cell_id, threads=1, iterations=1000, duration_ns=1_000_000_000, stop_reason="ENOUGH",
+            samples=forged, outputs=forged,
+        )  # fmt: skip
+        answer = agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id, candidates=[result])
+        thief.outgoing.put_nowait(agent_pb2.AgentMessage(run_result=answer))
+    async with asyncio.timeout(WAIT_S):
+        async for event in jobs.Watch(job_pb2.WatchRequest(job_id=job.id)):
+            last = event
+    assert last.job_state == job_pb2.JOB_STATE_FAILED
+    (cell,) = (await jobs.Get(job_pb2.GetJobRequest(job_id=job.id))).cells
+    assert (cell.error.reason, cell.error.fault) == ("RESULT_IMPLAUSIBLE", common_pb2.FAULT_DEVICE)
+    assert [attempt.error.reason for attempt in cell.attempts] == ["RESULT_IMPLAUSIBLE"] * 3
+    await leave(thief)
+
+
+async def test_only_an_admin_sees_and_binds_identities(channels: dict[str, grpc.aio.Channel], tmp_path: Path) -> None:
+    for name in ("ann", "rack"):
+        stub = agent_pb2_grpc.AgentServiceStub(channels[name])
+        for call in (
+            stub.ListAgents(agent_pb2.ListAgentsRequest()),
+            stub.BindAgent(agent_pb2.BindAgentRequest(agent_id="board", principal=name)),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await device_pb2_grpc.DeviceServiceStub(channels[name]).Forget(device_pb2.ForgetDeviceRequest(device_id="b"))
+        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED

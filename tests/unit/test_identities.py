@@ -1,0 +1,87 @@
+"""Which principal's token may connect as which agent, over restarts of the server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.access import identities
+from etfarm.server.access.identities import AgentNotFound, AgentNotYours, AgentUnbound, Identities, Identity
+from etfarm.server.state.engine import Database
+from etfarm.v1.common_pb2 import Principal, Role
+
+ADMIN = Principal(name="root", role=Role.ROLE_ADMIN)
+RACK = Principal(name="rack", role=Role.ROLE_AGENT)
+DESK = Principal(name="desk", role=Role.ROLE_AGENT)
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    made = Database(tmp_path / "farm.sqlite")
+    await made.open()
+    yield made
+    made.close()
+
+
+def of(database: Database, *known: str) -> Identities:
+    return Identities(database, lambda agent_id: agent_id in known, lambda: datetime(2026, 1, 2, tzinfo=UTC))
+
+
+async def test_a_new_identity_is_bound_to_whoever_connects_first_for_good(database: Database) -> None:
+    before = of(database)
+    await before.admit("a1", RACK)
+    await before.admit("a1", RACK)
+    with pytest.raises(AgentNotYours):
+        await before.admit("a1", DESK)
+    after = of(database, "a1")
+    await after.load()
+    assert after.principal_of("a1") == "rack"
+    with pytest.raises(AgentNotYours):
+        await after.admit("a1", DESK)
+
+
+async def test_an_identity_from_before_bindings_is_bound_by_an_admin_and_not_by_whoever_connects_first(
+    database: Database,
+) -> None:
+    farm = of(database, "old")
+    for _ in range(2):
+        with pytest.raises(AgentUnbound, match="etfarm agents bind old desk"):
+            await farm.admit("old", DESK)
+    assert farm.list({"old": []}) == [Identity("old", "", "desk")]
+    await farm.bind("old", "rack", by="root")
+    assert farm.list({}) == [Identity("old", "rack")]
+    await farm.admit("old", RACK)
+    with pytest.raises(AgentNotYours):
+        await farm.admit("old", DESK)
+
+
+async def test_a_token_of_one_agent_serves_as_no_other(database: Database) -> None:
+    farm = of(database)
+    enrolled = Principal(name="rack", role=Role.ROLE_AGENT, agent_id="a1")
+    await farm.admit("a1", enrolled)
+    with pytest.raises(AgentNotYours, match="belongs to agent a1"):
+        await farm.admit("a2", enrolled)
+
+
+async def test_an_admin_connects_as_any_agent_and_binds_none(database: Database) -> None:
+    farm = of(database, "old")
+    await farm.admit("old", ADMIN)
+    await farm.admit("new", ADMIN)
+    assert [farm.principal_of(agent_id) for agent_id in ("old", "new")] == ["", ""]
+
+
+async def test_nothing_is_bound_to_an_agent_that_never_was(database: Database) -> None:
+    with pytest.raises(AgentNotFound):
+        await of(database).bind("typo", "rack", by="root")
+
+
+async def test_refusals_are_remembered_within_bounds(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identities, "MAX_REFUSED", 3)
+    farm = of(database, *map(str, range(10)))
+    for number in range(10):
+        with pytest.raises(AgentUnbound):
+            await farm.admit(str(number), DESK)
+    assert [identity.agent_id for identity in farm.list({})] == ["7", "8", "9"]

@@ -1,0 +1,140 @@
+"""What an agent cannot have measured is a device fault, and what an honest one sends is not."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etfarm.server.jobs.plausibility import ImplausibleResult, Plan, artifacts_of, check_attempt, check_candidate
+from etfarm.v1 import agent_pb2, job_pb2
+from etfarm.wire.chunks import artifact_of
+
+MEASUREMENT = job_pb2.Measurement(iterations=4, min_time_s=0.004)
+PLAN = Plan(frozenset({"c"}), elapsed_s=3.0, measurement=MEASUREMENT)
+SAMPLES = [1_000_000, 1_100_000, 900_000, 1_000_000]
+
+
+def honest(samples: Sequence[int] = SAMPLES) -> agent_pb2.CandidateResult:
+    """What a real agent sends of a run whose samples these are."""
+    result = agent_pb2.CandidateResult(
+        cell_id="c", threads=1, iterations=len(samples), duration_ns=sum(samples) + 2_000, stop_reason="ENOUGH", warmup=10,
+        warmup_ns=10_000_000, traced_ns=[1_200_000] * 10,
+    )  # fmt: skip
+    result.samples.CopyFrom(artifact_of(array("q", samples).tobytes()))
+    result.load.load_ns = 2_000_000
+    result.phases.add(phase="TIMED", start_ms=20.0, duration_ms=4.1)
+    return result
+
+
+def check(result: agent_pb2.CandidateResult, folder: Path, plan: Plan = PLAN, samples: Sequence[int] = SAMPLES) -> None:
+    path = folder / "samples"
+    path.write_bytes(array("q", samples).tobytes())
+    check_candidate(result, plan, lambda digest: path)
+
+
+def test_an_honest_result_is_plausible(tmp_path: Path) -> None:
+    check(honest(), tmp_path)
+
+
+@given(st.lists(st.integers(300, 50_000_000), min_size=1, max_size=200), st.sampled_from(["MAX_TIME", "MAX_SAMPLES", "SETTLED"]))
+def test_any_pass_that_a_clock_can_give_is_plausible(
+    tmp_path_factory: pytest.TempPathFactory, times: list[int], why: str
+) -> None:
+    result = honest(times)
+    result.stop_reason = why
+    plan = Plan(frozenset({"c"}), elapsed_s=sum(times) / 1e9 + 1.0, measurement=job_pb2.Measurement())
+    check(result, tmp_path_factory.mktemp("pass"), plan, times)
+
+
+def test_a_result_with_an_error_needs_no_samples(tmp_path: Path) -> None:
+    result = agent_pb2.CandidateResult(cell_id="c")
+    result.error.reason = "PROGRAM_FAILED"
+    check(result, tmp_path)
+
+
+def _set(**values: object) -> Callable[[agent_pb2.CandidateResult], None]:
+    def change(result: agent_pb2.CandidateResult) -> None:
+        for name, value in values.items():
+            setattr(result, name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_set(iterations=5), "bytes of samples"),
+        (_set(iterations=0), "0 timed iterations"),
+        (_set(iterations=2_000_000), "2,000,000 timed iterations"),
+        (_set(iterations=-1), "iterations is -1"),
+        (_set(stop_reason="BECAUSE"), "BECAUSE"),
+        (_set(duration_ns=3_000_000, stop_reason="MAX_TIME"), "of a pass of 0.003 s"),
+        (_set(duration_ns=3_000_000_000), "only of a pass of 3 s"),
+        (_set(duration_ns=20_000_000_000), "of an attempt that lasted 3 s"),
+        (_set(warmup_ns=20_000_000_000), "the warm-up took 20 s"),
+        (_set(duration_ns=-5), "duration_ns is -5"),
+        (lambda result: result.traced_ns.append(60_000_000_000), "the traced pass took"),
+        (lambda result: result.traced_ns.append(-1), "traced_ns is -1"),
+        (lambda result: result.phases.add(phase="X", start_ms=0, duration_ms=60_000), "the phase X took 60 s"),
+        (lambda result: result.phases.add(phase="X", start_ms=float("nan")), "is nan"),
+        (lambda result: result.load.__setattr__("load_method_ns", 60_000_000_000), "load_method_ns took 60 s"),
+        (lambda result: result.outputs.__setattr__("digest", "../../etc"), "not a digest"),
+        (lambda result: result.blocks.add(samples=3), "blocks"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, change: Callable[[agent_pb2.CandidateResult], None], says: str) -> None:
+    result = honest()
+    change(result)
+    with pytest.raises(ImplausibleResult, match="not plausible") as refused:
+        check(result, tmp_path)
+    assert says in refused.value.message
+
+
+@pytest.mark.parametrize("forged", [[1, 1, 1, 1], [0] * 4, [-1_000_000, *SAMPLES[1:]], [4_000_000] * 4])
+def test_samples_that_are_not_of_the_pass_are_refused(tmp_path: Path, forged: list[int]) -> None:
+    with pytest.raises(ImplausibleResult):
+        check(honest(), tmp_path, samples=forged)
+
+
+def test_a_pass_of_one_nanosecond_an_iteration_is_refused_whatever_its_duration(tmp_path: Path) -> None:
+    forged = [1] * 1000
+    plan = Plan(frozenset({"c"}), elapsed_s=3.0, measurement=job_pb2.Measurement(iterations=10))
+    with pytest.raises(ImplausibleResult, match="less than 1 ns"):
+        check(honest(forged), tmp_path, plan, forged)
+
+
+def test_enough_is_what_was_asked_for(tmp_path: Path) -> None:
+    for asked in (job_pb2.Measurement(iterations=5), job_pb2.Measurement(min_time_s=1)):
+        with pytest.raises(ImplausibleResult, match="enough"):
+            check(honest(), tmp_path, Plan(frozenset({"c"}), 3.0, asked))
+
+
+def test_a_run_without_a_measurement_has_no_samples(tmp_path: Path) -> None:
+    with pytest.raises(ImplausibleResult, match="asked for none"):
+        check(honest(), tmp_path, Plan(frozenset({"c"}), 3.0))
+
+
+def test_an_attempt_names_its_own_cells_once_and_takes_no_longer_than_it_lasted() -> None:
+    first, second = honest(), honest()
+    check_attempt(agent_pb2.RunResult(candidates=[first]), PLAN)
+    with pytest.raises(ImplausibleResult, match="twice"):
+        check_attempt(agent_pb2.RunResult(candidates=[first, second]), PLAN)
+    second.cell_id = "of another job"
+    with pytest.raises(ImplausibleResult, match="of another job"):
+        check_attempt(agent_pb2.RunResult(candidates=[first, second]), PLAN)
+    both = Plan(frozenset({"c", "d"}), 3.0, MEASUREMENT)
+    second.cell_id = "d"
+    first.duration_ns = second.duration_ns = 5_000_000_000
+    with pytest.raises(ImplausibleResult, match="the candidates' passes took 10"):
+        check_attempt(agent_pb2.RunResult(candidates=[first, second]), both)
+
+
+def test_all_artifacts_of_a_result_are_found() -> None:
+    result = honest()
+    result.etdump.digest, result.numerics.debug.digest, result.outputs.digest = "e", "d", "o"
+    assert {artifact.digest for artifact in artifacts_of(result)} == {result.samples.digest, "e", "d", "o"}
