@@ -179,7 +179,9 @@ def _device_id(config: AgentConfig, agent_id: str) -> str:
 
 
 def _config(options: argparse.Namespace) -> AgentConfig:
-    access = dataclasses.replace(Access.of(options.server, options.tls_ca), tls_cert=options.tls_cert, tls_key=options.tls_key)
+    of_user = Access.of(options.server, options.tls_ca)
+    # A device serves every project that it is not kept from.
+    access = dataclasses.replace(of_user, tls_cert=options.tls_cert, tls_key=options.tls_key, project="")
     emulator = Emulator.find(options.emulate, options.cpu) if options.emulate else None
     return AgentConfig(
         access=access,

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from etfarm.wire.errors import UserError
-from etfarm.wire.names import TLS_CA_VARIABLE, TOKEN_VARIABLE
+from etfarm.wire.names import PROJECT_METADATA, PROJECT_VARIABLE, TLS_CA_VARIABLE, TOKEN_VARIABLE, is_project_name
 from etfarm.wire.tls import BadTlsFile, read_certificates, read_identity
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -53,6 +53,12 @@ class BadAddress(UserError):
     """An address that no connection can be made to or listened on."""
 
     reason = "BAD_ADDRESS"
+
+
+class BadProjectName(UserError):
+    """A name that no project can have."""
+
+    reason = "BAD_PROJECT"
 
 
 @dataclass(frozen=True)
@@ -133,12 +139,17 @@ class Access:
     """PEM client certificate chain, where the server demands one."""
     tls_key: Path | None = None
     """The client certificate's key."""
+    project: str = ""
+    """The project of what is made; when empty the caller's only one, else `default`."""
 
     @classmethod
     def of(cls, server: str, tls_ca: str | Path | None = None) -> Access:
-        """Access with the token beside the server's unix socket, else ETFARM_TOKEN; and, when not given, ETFARM_TLS_CA."""
+        """Return access with the token beside the server's unix socket, else ETFARM_TOKEN; with the project of ETFARM_PROJECT;
+        and, when not given, the authority of ETFARM_TLS_CA."""
         ca = tls_ca or os.environ.get(TLS_CA_VARIABLE)
-        return cls(server, socket_token(server) or os.environ.get(TOKEN_VARIABLE, ""), Path(ca) if ca else None)
+        project = os.environ.get(PROJECT_VARIABLE, "")
+        token = socket_token(server) or os.environ.get(TOKEN_VARIABLE, "")
+        return cls(server, token, Path(ca) if ca else None, project=project)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         """The TLS files' content; None where TLS is not spoken.
@@ -163,10 +174,18 @@ def open_channel(access: Access) -> grpc.aio.Channel:
     Raises:
         BadAddress: the address is none.
         BadTlsFile: as Access.credentials.
+        BadProjectName: no project can be called so.
     """
+    if access.project and not is_project_name(access.project):
+        raise BadProjectName(
+            f"{access.project[:80]!r} is not a project's name.",
+            f"Use lower-case letters, digits, dots, dashes and underscores, at most 64 (--project or {PROJECT_VARIABLE}).",
+        )
     target = parse_address(access.server).text
     options = [*CLIENT_OPTIONS]
-    interceptors: list[Any] = [bearer(access.token) for bearer in _BEARERS] if access.token else []
+    headers = [("authorization", f"Bearer {access.token}")] if access.token else []
+    headers += [(PROJECT_METADATA, access.project)] if access.project else []
+    interceptors: list[Any] = [interceptor(headers) for interceptor in _INTERCEPTORS] if headers else []
     credentials = access.credentials()
     if credentials is not None:
         return grpc.aio.secure_channel(target, credentials, options=options, interceptors=interceptors)
@@ -178,14 +197,14 @@ def open_channel(access: Access) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
 
 
-class _Bearer:
-    """Adds the token to every call."""
+class _Headers:
+    """Adds the token and the project to every call."""
 
-    def __init__(self, token: str) -> None:
-        self._header = ("authorization", f"Bearer {token}")
+    def __init__(self, headers: list[tuple[str, str]]) -> None:
+        self._headers = headers
 
     async def _call(self, continuation: Callable[..., Awaitable[Any]], details: Any, request: Any) -> Any:
-        metadata = grpc.aio.Metadata(*(details.metadata or ()), self._header)
+        metadata = grpc.aio.Metadata(*(details.metadata or ()), *self._headers)
         return await continuation(details._replace(metadata=metadata), request)
 
     intercept_unary_unary: Any = _call
@@ -195,16 +214,16 @@ class _Bearer:
 
 
 # grpc.aio takes an interceptor for the first kind only that it is an instance of, so there is a class a kind.
-class _UnaryUnary(_Bearer, grpc.aio.UnaryUnaryClientInterceptor): ...
+class _UnaryUnary(_Headers, grpc.aio.UnaryUnaryClientInterceptor): ...
 
 
-class _UnaryStream(_Bearer, grpc.aio.UnaryStreamClientInterceptor): ...
+class _UnaryStream(_Headers, grpc.aio.UnaryStreamClientInterceptor): ...
 
 
-class _StreamUnary(_Bearer, grpc.aio.StreamUnaryClientInterceptor): ...
+class _StreamUnary(_Headers, grpc.aio.StreamUnaryClientInterceptor): ...
 
 
-class _StreamStream(_Bearer, grpc.aio.StreamStreamClientInterceptor): ...
+class _StreamStream(_Headers, grpc.aio.StreamStreamClientInterceptor): ...
 
 
-_BEARERS = (_UnaryUnary, _UnaryStream, _StreamUnary, _StreamStream)
+_INTERCEPTORS = (_UnaryUnary, _UnaryStream, _StreamUnary, _StreamStream)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+from typing import Final
 
 PROTOCOL_VERSION = 1
 """Hello.protocol_version that this code speaks."""
@@ -12,6 +14,17 @@ SERVER_VARIABLE = "ETFARM_SERVER"
 TOKEN_VARIABLE = "ETFARM_TOKEN"
 TLS_CA_VARIABLE = "ETFARM_TLS_CA"
 DATA_VARIABLE = "ETFARM_DATA"
+PROJECT_VARIABLE = "ETFARM_PROJECT"
+
+PROJECT_METADATA: Final = "etfarm-project"
+"""The request metadata that selects the project of what a call makes."""
+
+_PROJECT: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
+
+
+def is_project_name(text: str) -> bool:
+    """Return whether a project can have this name."""
+    return _PROJECT.match(text) is not None
 
 TOKEN_PREFIX = "etf_"
 """Begins every token that a server makes, so that scanners of leaked secrets recognize it."""

@@ -25,6 +25,8 @@ class Scope:
 
     projects: frozenset[str] | None
     """Names of projects; None for every project."""
+    active: str = ""
+    """The project that `latest` and tags are looked up in first; empty where the call has none."""
 
     def allows(self, project: str) -> bool:
         """Return whether the caller sees what belongs to `project`."""

@@ -1,0 +1,310 @@
+"""Projects and their members: which projects a caller sees, and which one owns what a call makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from sqlalchemy import Connection, delete, func, select, update
+from sqlalchemy.dialects.sqlite import insert
+
+from etfarm.server.access.scope import DEFAULT_PROJECT, FARM_HOLDER, Scope
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+from etfarm.v1.common_pb2 import Principal, Role
+from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.names import PROJECT_VARIABLE, is_project_name
+
+MAX_STORAGE_BYTES: Final = 1 << 62
+"""The largest limit of a project's artifacts: what a database's integer holds, with room to add."""
+
+MAX_PRINCIPAL: Final = 200
+"""Characters of a principal's name."""
+
+_RESERVED: Final = frozenset({FARM_HOLDER})
+"""Names that holders of artifacts have which are no projects."""
+
+
+class BadProject(UserError):
+    """A project's name or limit, or a member's name, is not allowed."""
+
+    reason = "BAD_PROJECT"
+
+
+class ProjectNotFound(UserError):
+    """There is no such project, or the caller is not a member of it."""
+
+    reason = "PROJECT_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"There is no project {name[:80]!r}.", "`etfarm projects list` shows yours.", project=name[:80])
+
+
+class ProjectExists(UserError):
+    """Another project has the name."""
+
+    reason = "PROJECT_EXISTS"
+    kind = Kind.ALREADY_EXISTS
+
+
+class MemberNotFound(UserError):
+    """The principal is not a member of the project."""
+
+    reason = "MEMBER_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+class ProjectAmbiguous(UserError):
+    """The caller is a member of several projects, `default` is not among them, and the call names none."""
+
+    reason = "PROJECT_AMBIGUOUS"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, projects: Sequence[str]) -> None:
+        listed = ", ".join(projects)
+        super().__init__(
+            f"You are a member of {len(projects)} projects: {listed}.",
+            f"Name one with --project (project=) or {PROJECT_VARIABLE}.", projects=listed,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Project:
+    """A project with what it holds at the moment."""
+
+    name: str
+    created_at: datetime
+    created_by: str
+    members: tuple[str, ...]
+    storage_limit_bytes: int | None
+    """None for the server's default."""
+    storage_bytes: int = 0
+    live_jobs: int = 0
+
+
+class Projects:
+    """The projects of a farm. Names and members are in memory as well, where each call looks them up."""
+
+    def __init__(self, database: Database, now: Callable[[], datetime]) -> None:
+        self._database = database
+        self._now = now
+        self._limits: dict[str, int | None] = {DEFAULT_PROJECT: None}
+        self._of_principal: dict[str, frozenset[str]] = {}
+
+    async def load(self) -> None:
+        """Read names, limits and members. Call it once before the server serves."""
+
+        def read(connection: Connection) -> tuple[dict[str, int | None], list[tuple[str, str]]]:
+            limits = connection.execute(select(schema.projects.c.name, schema.projects.c.storage_limit_bytes)).all()
+            members = connection.execute(select(schema.members.c.principal, schema.members.c.project)).all()
+            return {row.name: row.storage_limit_bytes for row in limits}, [(row.principal, row.project) for row in members]
+
+        self._limits, members = await self._database.read(read)
+        self._of_principal = {}
+        for principal, project in members:
+            self._of_principal[principal] = self._of_principal.get(principal, frozenset()) | {project}
+
+    def names(self) -> Sequence[str]:
+        """Return the names of all projects, sorted."""
+        return sorted(self._limits)
+
+    def membership(self, principal: str) -> frozenset[str]:
+        """Return the projects of a principal: `default` for one that is a member of no project."""
+        return self._of_principal.get(principal) or frozenset({DEFAULT_PROJECT})
+
+    def storage_limit_bytes(self, project: str) -> int | None:
+        """Return what a project's artifacts may take together; None for the server's default."""
+        return self._limits.get(project)
+
+    def resolve(self, principal: Principal, requested: str = "") -> Principal:
+        """Return the principal with the projects that it sees and the one that owns what its call makes.
+
+        `project` is empty where the caller has to choose (`require_active` says so), and for an agent, which makes nothing.
+
+        Args:
+            requested: the project that the call names; empty where it names none.
+
+        Raises:
+            ProjectNotFound: there is no such project, or the caller is not a member.
+        """
+        resolved = Principal()
+        resolved.CopyFrom(principal)
+        del resolved.projects[:]
+        resolved.project = ""
+        if principal.role == Role.ROLE_AGENT:
+            return resolved
+        if principal.role == Role.ROLE_ADMIN:
+            if requested and requested not in self._limits:
+                raise ProjectNotFound(requested)
+            resolved.project = requested or DEFAULT_PROJECT
+            return resolved
+        mine = self.membership(principal.name)
+        if requested and requested not in mine:
+            raise ProjectNotFound(requested)
+        resolved.projects.extend(sorted(mine))
+        if requested or len(mine) == 1:
+            resolved.project = requested or next(iter(mine))
+        elif DEFAULT_PROJECT in mine:
+            resolved.project = DEFAULT_PROJECT
+        return resolved
+
+    def require(self, name: str) -> str:
+        """Return the name of a project that exists.
+
+        Raises:
+            ProjectNotFound: there is none of this name.
+        """
+        if name not in self._limits:
+            raise ProjectNotFound(name)
+        return name
+
+    async def create(self, name: str, members: Iterable[str], storage_limit_bytes: int | None, *, by: str) -> Project:
+        """Make a project.
+
+        Raises:
+            BadProject: the name, the limit or a member's name is not allowed.
+            ProjectExists: there is one of this name.
+        """
+        if not is_project_name(name):
+            raise BadProject(
+                f"{name[:80]!r} cannot be a project's name.",
+                "Use lower-case letters, digits, dots, dashes and underscores, at most 64, a letter or digit first.",
+            )
+        if name in _RESERVED:
+            raise BadProject(f"The name {name!r} is reserved for the server's own artifacts.", "Choose another name.")
+        _validate_limit(storage_limit_bytes)
+        principals = sorted({_validated(member) for member in members})
+        at = self._now()
+        project = {"name": name, "created_at": at, "created_by": by, "storage_limit_bytes": storage_limit_bytes}
+        rows = [{"project": name, "principal": principal, "added_at": at} for principal in principals]
+
+        def write(connection: Connection) -> None:
+            made = connection.execute(insert(schema.projects).values(project).on_conflict_do_nothing())
+            if made.rowcount != 1:
+                raise ProjectExists(f"There is a project {name!r} already.", "Choose another name.", project=name)
+            if rows:
+                connection.execute(schema.members.insert(), rows)
+
+        await self._write(write)
+        return await self.get(name)
+
+    async def update(self, name: str, storage_limit_bytes: int | None) -> Project:
+        """Change a project's limit; None for the server's default.
+
+        Raises:
+            ProjectNotFound: there is none of this name.
+            BadProject: the limit is not allowed.
+        """
+        _validate_limit(storage_limit_bytes)
+        table = schema.projects
+        self.require(name)
+        change = update(table).where(table.c.name == name).values(storage_limit_bytes=storage_limit_bytes)
+        await self._write(lambda connection: connection.execute(change))
+        return await self.get(name)
+
+    async def add_member(self, name: str, principal: str) -> Project:
+        """Make a principal a member; one that is a member already stays one.
+
+        Raises:
+            ProjectNotFound: there is no project of this name.
+            BadProject: no principal can have this name.
+        """
+        self.require(name)
+        row = {"project": name, "principal": _validated(principal), "added_at": self._now()}
+        added = insert(schema.members).values(row).on_conflict_do_nothing()
+        await self._write(lambda connection: connection.execute(added))
+        return await self.get(name)
+
+    async def remove_member(self, name: str, principal: str) -> Project:
+        """End a membership, from the principal's next call on.
+
+        Raises:
+            ProjectNotFound: there is no project of this name.
+            MemberNotFound: the principal is not a member.
+        """
+        self.require(name)
+        table = schema.members
+
+        def write(connection: Connection) -> None:
+            removed = delete(table).where(table.c.project == name, table.c.principal == principal)
+            if connection.execute(removed).rowcount != 1:
+                raise MemberNotFound(
+                    f"{principal[:80]!r} is not a member of {name}.", "`etfarm projects list` shows the members.",
+                    project=name, principal=principal[:80],
+                )  # fmt: skip
+
+        await self._write(write)
+        return await self.get(name)
+
+    async def get(self, name: str) -> Project:
+        """Return one project.
+
+        Raises:
+            ProjectNotFound: there is none of this name.
+        """
+        projects = await self._database.read(lambda connection: _read(connection, [name]))
+        if not projects:
+            raise ProjectNotFound(name)
+        return projects[0]
+
+    async def page(self, scope: Scope, after: str, size: int) -> tuple[Sequence[Project], str]:
+        """Return projects of a scope by name, from the one behind `after` on, and the last name where more follow."""
+        names = [name for name in self.names() if scope.allows(name) and name > after]
+        projects = await self._database.read(lambda connection: _read(connection, names[:size]))
+        return projects, names[size - 1] if len(names) > size else ""
+
+    async def _write(self, do: Callable[[Connection], object]) -> None:
+        """Change the database, then what is in memory: who is answered finds the change in force."""
+        await self._database.write(do, durable=True)
+        await self.load()
+
+
+def _read(connection: Connection, names: Sequence[str]) -> list[Project]:
+    projects, members, holdings = schema.projects, schema.members, schema.holdings.c
+    of_project: dict[str, list[str]] = {}
+    query = select(members.c.project, members.c.principal).where(members.c.project.in_(names)).order_by(members.c.principal)
+    for row in connection.execute(query):
+        of_project.setdefault(row.project, []).append(row.principal)
+    size = func.sum(schema.artifacts.c.size_bytes)
+    held = select(holdings.holder, size.label("bytes")).join(schema.artifacts, schema.artifacts.c.digest == holdings.digest)
+    stored = dict(connection.execute(held.where(holdings.holder.in_(names)).group_by(holdings.holder)).tuples().all())
+    jobs = schema.jobs.c
+    live = select(jobs.project, func.count()).where(jobs.project.in_(names), jobs.finished_at.is_(None)).group_by(jobs.project)
+    living = dict(connection.execute(live).tuples().all())
+    return [
+        Project(
+            row.name, row.created_at, row.created_by, tuple(of_project.get(row.name, ())), row.storage_limit_bytes,
+            int(stored.get(row.name, 0) or 0), living.get(row.name, 0),
+        )
+        for row in connection.execute(select(projects).where(projects.c.name.in_(names)).order_by(projects.c.name))
+    ]  # fmt: skip
+
+
+def require_active(principal: Principal) -> str:
+    """Return the project that owns what a resolved caller makes.
+
+    Raises:
+        ProjectAmbiguous: the caller has to choose one.
+    """
+    if not principal.project:
+        raise ProjectAmbiguous(list(principal.projects))
+    return principal.project
+
+
+def _validated(principal: str) -> str:
+    if not principal or len(principal) > MAX_PRINCIPAL or not principal.isprintable() or principal != "".join(principal.split()):
+        raise BadProject(
+            f"{principal[:80]!r} cannot be a principal's name.",
+            f"Give the name of a token: at most {MAX_PRINCIPAL} printable characters without blanks.",
+        )
+    return principal
+
+
+def _validate_limit(storage_limit_bytes: int | None) -> None:
+    if storage_limit_bytes is not None and not 0 <= storage_limit_bytes <= MAX_STORAGE_BYTES:
+        raise BadProject(
+            f"storage_limit_bytes must be 0 to {MAX_STORAGE_BYTES}, got {storage_limit_bytes}.", "Leave it out for the default."
+        )
