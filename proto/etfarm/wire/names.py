@@ -26,6 +26,7 @@ def is_project_name(text: str) -> bool:
     """Return whether a project can have this name."""
     return _PROJECT.match(text) is not None
 
+
 TOKEN_PREFIX = "etf_"
 """Begins every token that a server makes, so that scanners of leaked secrets recognize it."""
 ENROLMENT_PREFIX = "etfe_"

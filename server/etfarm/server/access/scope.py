@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from sqlalchemy import ColumnElement, true
@@ -25,7 +25,7 @@ class Scope:
 
     projects: frozenset[str] | None
     """Names of projects; None for every project."""
-    active: str = ""
+    active: str = field(default="", compare=False)
     """The project that `latest` and tags are looked up in first; empty where the call has none."""
 
     def allows(self, project: str) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 
 from sqlalchemy import Connection, delete, select
 from sqlalchemy.dialects.sqlite import insert
 
+from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.runners import known_runner
 from etfarm.server.devices.runs import Runs
@@ -75,6 +76,8 @@ class Registry:
         self._runs = runs
         self._now = now
         self._known: dict[str, Device] = {}
+        self._projects: dict[str, frozenset[str]] = {}
+        """By device, the projects that it is restricted to; a device that is missing runs any project's."""
         self._telemetry: dict[str, device_pb2.DeviceTelemetry] = {}
         self._sessions: dict[str, AgentSession] = {}
         self._serving: dict[str, AgentSession] = {}
@@ -91,33 +94,78 @@ class Registry:
 
     async def load(self) -> None:
         """Takes up the devices that were known before; all are offline until their agents come."""
+        table = schema.device_projects
         rows = await self._database.read(lambda connection: connection.execute(select(schema.devices)).all())
+        for row in await self._database.read(lambda connection: connection.execute(select(table)).all()):
+            self._projects[row.device_id] = self._projects.get(row.device_id, frozenset()) | {row.project}
         for row in rows:
             device = Device.FromString(row.body)
             device.last_seen_at.FromDatetime(row.last_seen_at)
             self._known[row.id] = device
 
-    def devices(self) -> Sequence[Device]:
-        """All known devices by name, with their states as of now."""
-        return sorted((self._seen(device) for device in self._known.values()), key=lambda device: (device.name, device.id))
+    def devices(self, scope: Scope = EVERYTHING) -> Sequence[Device]:
+        """The known devices by name, with their states as of now.
 
-    def get(self, key: str) -> Device:
+        Args:
+            scope: what the caller sees: neither devices that are restricted to other projects, nor what others run on a device.
+        """
+        known = self._visible(scope).values()
+        return sorted((self._seen(device, scope) for device in known), key=lambda device: (device.name, device.id))
+
+    def get(self, key: str, scope: Scope = EVERYTHING) -> Device:
         """The device of an id, a unique prefix of one, or a name.
+
+        Args:
+            scope: as in `devices`.
 
         Raises:
             DeviceNotFound: there is none, or several are meant.
         """
-        if key in self._known:
-            return self._seen(self._known[key])
-        found = [device for device in self._known.values() if device.name == key]
-        found = found or [device for device in self._known.values() if key and device.id.startswith(key)]
+        known = self._visible(scope)
+        if key in known:
+            return self._seen(known[key], scope)
+        found = [device for device in known.values() if device.name == key]
+        found = found or [device for device in known.values() if key and device.id.startswith(key)]
         if len(found) != 1:
-            names = ", ".join(sorted(f"{device.name} ({device.id})" for device in found or self._known.values())) or "none"
+            names = ", ".join(sorted(f"{device.name} ({device.id})" for device in found or known.values())) or "none"
             what = "Several devices are called" if found else "There is no device"
             raise DeviceNotFound(f"{what} {key!r}.", f"Known: {names}.", device=key)
-        return self._seen(found[0])
+        return self._seen(found[0], scope)
 
-    def _seen(self, device: Device) -> Device:
+    async def restrict(self, key: str, projects: Collection[str]) -> Device:
+        """Let a device run only the jobs and sessions of some projects, which exist; any project's where none is named. What runs
+        on it now goes on.
+
+        Raises:
+            DeviceNotFound: as `get`.
+        """
+        device_id, table = self.get(key).id, schema.device_projects
+        rows = [{"device_id": device_id, "project": project} for project in sorted(set(projects))]
+
+        def write(connection: Connection) -> None:
+            connection.execute(delete(table).where(table.c.device_id == device_id))
+            if rows:
+                connection.execute(table.insert(), rows)
+
+        await self._database.write(write, durable=True)
+        if rows:
+            self._projects[device_id] = frozenset(projects)
+        else:
+            self._projects.pop(device_id, None)
+        self.changed()
+        return self.get(device_id)
+
+    def _visible(self, scope: Scope) -> dict[str, Device]:
+        """The known devices that at least one project of the scope may use, by id."""
+        if scope.projects is None:
+            return self._known
+        return {
+            device_id: device
+            for device_id, device in self._known.items()
+            if not (projects := self._projects.get(device_id)) or any(map(scope.allows, projects))
+        }
+
+    def _seen(self, device: Device, scope: Scope) -> Device:
         seen = Device()
         seen.CopyFrom(device)
         attempt = self._runs.on_device(device.id)
@@ -130,6 +178,10 @@ class Registry:
             seen.state = _state(seen)
             if (telemetry := self._telemetry.get(device.id)) is not None:
                 seen.telemetry.CopyFrom(telemetry)
+        if attempt is not None and not scope.allows(self._runs.project_of(attempt)):
+            seen.attempt_id = ""
+        # Whatever the agent says.
+        seen.projects[:] = sorted(filter(scope.allows, self._projects.get(device.id, ())))
         if (runner := known_runner(self._bundles, device)) is not None:
             seen.backends[:] = runner.backends
             seen.operator_count = len(runner.operators)
@@ -229,6 +281,7 @@ class Registry:
             raise DeviceConnected(f"{device.name} ({device.id}) is connected.", "Stop its agent first.", device=device.id)
         del self._known[device.id]
         self._telemetry.pop(device.id, None)
+        self._projects.pop(device.id, None)
 
         def write(connection: Connection) -> None:
             connection.execute(delete(schema.devices).where(schema.devices.c.id == device.id))

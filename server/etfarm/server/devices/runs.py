@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
+from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.v1 import agent_pb2
 from etfarm.wire.errors import DeviceError
 
@@ -32,6 +33,8 @@ class _Run:
     on_progress: Progressed
     sent: bool
     """Whether the agent was told; before, it cannot be expected to know the run."""
+    project: str
+    """Whose attempt it is."""
     giving_up: asyncio.TimerHandle | None = field(default=None)
     sent_s: float | None = None
     """When the agent was told, by the event loop's clock; None where an earlier server did."""
@@ -57,19 +60,27 @@ class Runs:
         """The attempt that occupies a device."""
         return next((run.attempt_id for run in self._runs.values() if run.device_id == device_id), None)
 
+    def project_of(self, attempt_id: str) -> str:
+        """Return whose attempt it is; empty for one that is not live."""
+        run = self._runs.get(attempt_id)
+        return run.project if run is not None else ""
+
     def busy(self) -> dict[str, str]:
         """Device id to attempt id, of all that run."""
         return {run.device_id: run.attempt_id for run in self._runs.values()}
 
-    def begin(self, attempt_id: str, device_id: str, on_progress: Progressed, *, sent: bool = False) -> None:
+    def begin(
+        self, attempt_id: str, device_id: str, on_progress: Progressed, *, sent: bool = False, project: str = DEFAULT_PROJECT
+    ) -> None:
         """Occupies a device with an attempt that nobody has begun yet.
 
         Args:
             sent: the agent was told already, by an earlier server.
+            project: whose attempt it is.
         """
         assert attempt_id not in self._runs, attempt_id
         future: asyncio.Future[agent_pb2.RunResult] = asyncio.get_running_loop().create_future()
-        self._runs[attempt_id] = _Run(attempt_id, device_id, future, on_progress, sent)
+        self._runs[attempt_id] = _Run(attempt_id, device_id, future, on_progress, sent, project)
 
     def mark_sent(self, attempt_id: str) -> None:
         """The agent is told now: from here on it has to know the attempt."""

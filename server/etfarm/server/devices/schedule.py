@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.v1.common_pb2 import Error
 from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.wire.errors import Kind, UserError
@@ -37,10 +38,24 @@ class Waiting:
     """Devices that failed under this cell; used only where nothing else matches."""
     unfit: frozenset[str] = frozenset()
     """Architectures, and devices by id, whose runner lacks a backend or kernel that the program needs."""
+    project: str = DEFAULT_PROJECT
+    """Whose cell it is; a device that is restricted to other projects is none for it."""
 
     def fits(self, device: Device) -> bool:
         """Whether the cell may run there."""
-        return self.unfit.isdisjoint((device.arch, device.id)) and self.selector.matches(device)
+        return (
+            is_open_to(self.project, device) and self.unfit.isdisjoint((device.arch, device.id)) and self.selector.matches(device)
+        )
+
+
+def is_open_to(project: str, device: Device) -> bool:
+    """Return whether a device runs a project's jobs and sessions."""
+    return not device.projects or project in device.projects
+
+
+def open_to(project: str, devices: Sequence[Device]) -> list[Device]:
+    """Return the devices that run a project's jobs and sessions; for the project there are no others."""
+    return [device for device in devices if is_open_to(project, device)]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from functools import partial
 
 import structlog
 
+from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.flights import Listener
 from etfarm.server.jobs import model
@@ -71,13 +72,18 @@ class Conductor:
         self._clock = clock
         self._new_id = new_id
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._jobs: dict[str, str] = {}
+        self._jobs: dict[str, tuple[str, str]] = {}
+        """By cell on its way, its job's id and project."""
         self._cancelled: set[str] = set()
 
     @property
     def live(self) -> int:
         """Jobs with cells on their way."""
-        return len(set(self._jobs.values()))
+        return self.count_live(EVERYTHING)
+
+    def count_live(self, scope: Scope) -> int:
+        """Return how many jobs of a scope have cells on their way."""
+        return len({job_id for job_id, project in self._jobs.values() if scope.allows(project)})
 
     def start(self, job: Job) -> None:
         """Begins, or goes on, with the live cells of a job."""
@@ -86,7 +92,7 @@ class Conductor:
             if cell.state not in model.TERMINAL and cell.id not in self._tasks:
                 task = asyncio.create_task(self._lead(Way(job, cell)), name=f"cell-{cell.id}")
                 self._tasks[cell.id] = task
-                self._jobs[cell.id] = job.id
+                self._jobs[cell.id] = job.id, job.project
                 task.add_done_callback(partial(self._forget, cell.id))
 
     def _forget(self, cell_id: str, _: asyncio.Task[None]) -> None:

@@ -17,7 +17,7 @@ from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import DeviceOffline, Registry
 from etfarm.server.devices.runners import Runner, demand_runner, known_runner
 from etfarm.server.devices.runs import Progressed, Runs
-from etfarm.server.devices.schedule import Waiting
+from etfarm.server.devices.schedule import Waiting, open_to
 from etfarm.server.jobs import model
 from etfarm.server.jobs.placement import Placement
 from etfarm.server.jobs.plausibility import ImplausibleResult, Plan, artifacts_of, check_attempt, check_candidate
@@ -128,6 +128,7 @@ class Execution:
             order=(job.submitted_at.seconds * 10**9 + job.submitted_at.nanos, first.index),
             avoid=frozenset(attempt.device_id for way in ways for attempt in way.cell.attempts),
             unfit=self._unfit_for_all(selector, ways),
+            project=job.project,
         )
         listener = self._listener(job, [way.cell.id for way in ways], progress, line)
         device = await self._placement.device(waiting, attempt_id, listener, on_wait)
@@ -139,14 +140,15 @@ class Execution:
         found: dict[str, EtfarmError] = {}
         for way in ways:
             try:
-                self.unfit(selectors.parse(way.cell.selector), _facts(way))
+                self.unfit(selectors.parse(way.cell.selector), _facts(way), way.job.project)
             except DeviceLacks as error:
                 found[way.cell.id] = error
         return found
 
     def _unfit_for_all(self, selector: selectors.Selector, ways: Sequence[Way]) -> frozenset[str]:
-        unfit = frozenset[str]().union(*(self.unfit(selector, _facts(way)) for way in ways))
-        matching = [device for device in self._registry.devices() if selector.matches(device)]
+        project = ways[0].job.project
+        unfit = frozenset[str]().union(*(self.unfit(selector, _facts(way), project) for way in ways))
+        matching = [device for device in open_to(project, self._registry.devices()) if selector.matches(device)]
         if matching and all(not unfit.isdisjoint((device.arch, device.id)) for device in matching):
             raise DeviceLacks(
                 "No device that matches can run all of the candidates, though each runs somewhere.",
@@ -154,9 +156,10 @@ class Execution:
             )
         return unfit
 
-    def unfit(self, selector: selectors.Selector, facts: compile_pb2.MethodFacts) -> frozenset[str]:
+    def unfit(self, selector: selectors.Selector, facts: compile_pb2.MethodFacts, project: str) -> frozenset[str]:
         """Architectures of the matching devices, and devices with a runner of their own, whose runner cannot run a method, as
-        far as runners are known. Devices without any are among them where another one can run it.
+        far as runners are known. Devices without any are among them where another one can run it. Devices that are restricted to
+        other projects are none.
 
         Raises:
             DeviceLacks: no matching device's can.
@@ -164,7 +167,7 @@ class Execution:
         lacking: dict[str, DeviceLacks] = {}
         able: set[str] = set()
         unknown: list[Device] = []
-        for device in self._registry.devices():
+        for device in open_to(project, self._registry.devices()):
             if not selector.matches(device):
                 continue
             runner = known_runner(self._bundles, device)
@@ -191,7 +194,8 @@ class Execution:
                 continue  # the attempt of a cell before it
             sharing = [each.id for each in job.cells if each.state == model.RUNNING and each.attempts[-1].id == attempt.id]
             self._sharing[attempt.id] = set(sharing)
-            self._runs.begin(attempt.id, attempt.device_id, self._listener(job, sharing, progress, line), sent=True)
+            listener = self._listener(job, sharing, progress, line)
+            self._runs.begin(attempt.id, attempt.device_id, listener, sent=True, project=job.project)
             self._runs.device_went(attempt.device_id)
 
     def is_on_this_machine(self, device: Device) -> bool:

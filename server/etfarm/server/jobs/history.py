@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import ColumnElement, Connection, and_, func, or_, select
+from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, select, true
 
+from etfarm.server.access.scope import Scope
 from etfarm.server.jobs.journal import PAGE_BYTES
 from etfarm.server.jobs.tags import tags_of
 from etfarm.server.state import schema
@@ -58,36 +59,36 @@ class History:
     """All reports of a farm.
 
     Args:
-        devices: those that are known, offline ones included.
+        devices: those that are known in a scope, offline ones included.
         page_bytes: of the slim reports of a page together, which one alone may exceed.
     """
 
-    def __init__(self, database: Database, devices: Callable[[], Sequence[Device]], *, page_bytes: int = PAGE_BYTES) -> None:
+    def __init__(self, database: Database, devices: Callable[[Scope], Sequence[Device]], *, page_bytes: int = PAGE_BYTES) -> None:
         self._page_bytes = page_bytes
         self._database = database
         self._devices = devices
 
-    async def page(self, wanted: Wanted, size: int, token: str) -> report_pb2.ListHistoryResponse:
+    async def page(self, wanted: Wanted, size: int, token: str, scope: Scope) -> report_pb2.ListHistoryResponse:
         """Slim reports, newest first: without samples, operators, numeric gap and series of telemetry.
 
         A device is selected by what is known of it now; one that the farm no longer knows by what its reports tell, which is
-        neither labels, features nor backends.
+        neither labels, features nor backends. What is outside of the scope does not exist.
 
         Raises:
             NoHistory: there is no report of the model, whatever the device, recipe, method and threads.
             BadPageToken: `token` is neither empty nor of the page before.
         """
         before = _position(token) if token else None
-        known = {device.id: device for device in self._devices()}
+        known = {device.id: device for device in self._devices(scope)}
 
         def read(connection: Connection) -> report_pb2.ListHistoryResponse:
             table = schema.reports
-            of_model = _of_model(wanted.model)
+            of_model = and_(_of_model(wanted.model), _in_scope(scope))
             if connection.execute(select(table.c.id).where(of_model).limit(1)).scalar() is None:
-                raise _no_history(connection, wanted.model)
+                raise _no_history(connection, wanted.model, scope)
             terms = [of_model, *_terms(wanted)]
             if wanted.device.terms:
-                terms.append(table.c.device_id.in_(_devices(connection, of_model, wanted.device, known)))
+                terms.append(table.c.device_id.in_(_devices(connection, of_model, wanted.device, known, scope)))
             if before is not None:
                 at, report_id = before
                 terms.append(or_(table.c.created_at < at, and_(table.c.created_at == at, table.c.id < report_id)))
@@ -112,6 +113,14 @@ class History:
         return await self._database.read(read)
 
 
+def _in_scope(scope: Scope) -> ColumnElement[bool]:
+    """Return the condition that a report's job is in the scope."""
+    jobs = schema.jobs.c
+    return (
+        exists().where(jobs.id == schema.reports.c.job_id, scope.clause(jobs.project)) if scope.projects is not None else true()
+    )
+
+
 def _of_model(model: str) -> ColumnElement[bool]:
     table = schema.reports
     named = table.c.model_name == model
@@ -127,7 +136,7 @@ def _terms(wanted: Wanted) -> list[ColumnElement[bool]]:
 
 
 def _devices(
-    connection: Connection, of_model: ColumnElement[bool], selector: selectors.Selector, known: dict[str, Device]
+    connection: Connection, of_model: ColumnElement[bool], selector: selectors.Selector, known: dict[str, Device], scope: Scope
 ) -> list[str]:
     """The ids of those devices that reports of the model are of and that the selector matches."""
     table = schema.reports
@@ -135,8 +144,9 @@ def _devices(
     for device_id in connection.execute(select(table.c.device_id).where(of_model, table.c.device_id != "").distinct()).scalars():
         device = known.get(device_id)
         if device is None:
-            newest = select(table.c.slim).where(table.c.device_id == device_id).order_by(table.c.created_at.desc()).limit(1)
-            device = _told(report_pb2.Report.FromString(connection.execute(newest).scalar_one()).device)
+            of_device = select(table.c.slim).where(table.c.device_id == device_id, _in_scope(scope))
+            newest = connection.execute(of_device.order_by(table.c.created_at.desc()).limit(1)).scalar_one()
+            device = _told(report_pb2.Report.FromString(newest).device)
         if selector.matches(device):
             matching.append(device_id)
     return matching
@@ -163,9 +173,10 @@ def _bad_token(token: str) -> BadPageToken:
     return BadPageToken(f"{token[:80]!r} is no page token.", "Send next_page_token of the page before.")
 
 
-def _no_history(connection: Connection, model: str) -> NoHistory:
+def _no_history(connection: Connection, model: str, scope: Scope) -> NoHistory:
     table = schema.reports
-    query = select(table.c.model_name).group_by(table.c.model_name).order_by(func.max(table.c.created_at).desc()).limit(_KNOWN)
+    of_scope = select(table.c.model_name).where(_in_scope(scope)).group_by(table.c.model_name)
+    query = of_scope.order_by(func.max(table.c.created_at).desc()).limit(_KNOWN)
     names = [name for name in connection.execute(query).scalars() if name]
-    there = f"There are reports of: {', '.join(names)}." if names else "The farm has no reports yet."
+    there = f"There are reports of: {', '.join(names)}." if names else "There are no reports yet."
     return NoHistory(f"There is no report of a model {model[:80]!r}.", there, model=model[:80], known=",".join(names))

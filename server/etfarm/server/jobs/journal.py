@@ -11,8 +11,9 @@ from typing import Final
 from sqlalchemy import Connection, func, select, update
 from sqlalchemy.dialects.sqlite import insert
 
+from etfarm.server.access.scope import DEFAULT_PROJECT, Scope
 from etfarm.server.jobs import model
-from etfarm.server.jobs.tags import LATEST, tagged, tags_of
+from etfarm.server.jobs.tags import LATEST, find_tag, tags_of
 from etfarm.server.jobs.watch import Announcer
 from etfarm.server.reports.series import without_rows
 from etfarm.server.state import schema
@@ -78,7 +79,7 @@ class Journal:
             connection.execute(
                 schema.jobs.insert().values(
                     id=job.id, number=number, name=job.name, owner=job.owner, request_id=request_id, priority=job.spec.priority,
-                    spec=job.spec.SerializeToString(), submitted_at=_utc(job.submitted_at), last_sequence=0,
+                    project=job.project or DEFAULT_PROJECT, spec=job.spec.SerializeToString(), submitted_at=_utc(job.submitted_at), last_sequence=0,
                 )
             )  # fmt: skip
             connection.execute(
@@ -171,19 +172,23 @@ class Journal:
         connection.execute(schema.events.insert().values(job_id=job_id, sequence=event.sequence, body=event.SerializeToString()))
         return event
 
-    async def get(self, key: str) -> Job:
+    async def get(self, key: str, scope: Scope) -> Job:
         """The job of an id, else of a tag, else of a unique prefix of an id (4 characters or more); or "latest".
 
-        Raises:
-            JobNotFound: there is none, or the prefix fits several.
-        """
-        return await self._database.read(lambda connection: job_row(connection, _resolved(connection, key)))
+        Args:
+            scope: what the caller sees; there is no other job for it. "latest" is the newest of the active project.
 
-    async def list(self, size: int, before: int | None) -> tuple[Sequence[Job], int | None]:
-        """Jobs without specs, newest first, and where the next page begins."""
+        Raises:
+            JobNotFound: there is none, or the prefix or the tag fits several.
+        """
+        return await self._database.read(lambda connection: job_row(connection, _resolved(connection, key, scope)))
+
+    async def list(self, size: int, before: int | None, scope: Scope) -> tuple[Sequence[Job], int | None]:
+        """A scope's jobs without specs, newest first, and where the next page begins."""
 
         def read(connection: Connection) -> tuple[Sequence[Job], int | None]:
-            query = select(schema.jobs.c.id, schema.jobs.c.number).order_by(schema.jobs.c.number.desc()).limit(size + 1)
+            query = select(schema.jobs.c.id, schema.jobs.c.number).where(scope.clause(schema.jobs.c.project))
+            query = query.order_by(schema.jobs.c.number.desc()).limit(size + 1)
             if before is not None:
                 query = query.where(schema.jobs.c.number <= before)
             rows = connection.execute(query).all()
@@ -277,13 +282,15 @@ class Journal:
         bodies, following = await self._database.read(read)
         return await asyncio.to_thread(lambda: [report_pb2.Report.FromString(body) for body in bodies]), following
 
-    async def report(self, report_id: str) -> report_pb2.Report:
-        """One report.
+    async def report(self, report_id: str, scope: Scope) -> report_pb2.Report:
+        """One report of a job that the caller sees.
 
         Raises:
-            ReportNotFound: there is none of this id.
+            ReportNotFound: there is none of this id in the scope.
         """
-        query = select(schema.reports.c.body).where(schema.reports.c.id == report_id)
+        jobs = schema.jobs.c
+        of_scope = select(schema.reports.c.body).join(schema.jobs, jobs.id == schema.reports.c.job_id)
+        query = of_scope.where(schema.reports.c.id == report_id, scope.clause(jobs.project))
         body = await self._database.read(lambda connection: connection.execute(query).scalar())
         if body is None:
             raise ReportNotFound(f"There is no report {report_id!r}.", "The reports of a job have their ids.", report=report_id)
@@ -309,10 +316,11 @@ def job_row(connection: Connection, job_id: str, *, with_spec: bool = True) -> J
     """
     row = connection.execute(select(schema.jobs).where(schema.jobs.c.id == job_id)).one_or_none()
     if row is None:
-        raise JobNotFound(f"There is no job {job_id!r}.", "See `etfarm jobs list`.", job=job_id)
+        raise job_not_found(job_id)
     bodies = select(schema.cells.c.body).where(schema.cells.c.job_id == job_id).order_by(schema.cells.c.index)
     spec = job_pb2.JobSpec.FromString(row.spec)
-    job = Job(id=row.id, name=row.name, labels=spec.labels, owner=row.owner, tags=tags_of(connection, row.id))
+    job = Job(id=row.id, name=row.name, labels=spec.labels, owner=row.owner, project=row.project)
+    job.tags.extend(tags_of(connection, row.id))
     job.cells.extend(Cell.FromString(body) for body in connection.execute(bodies).scalars())
     job.state = model.job_state(job.cells)
     job.submitted_at.FromDatetime(row.submitted_at)
@@ -323,20 +331,28 @@ def job_row(connection: Connection, job_id: str, *, with_spec: bool = True) -> J
     return job
 
 
-def _resolved(connection: Connection, key: str) -> str:
+def job_not_found(key: str, what: str = "There is no job") -> JobNotFound:
+    """Return the error for a job that is not there, or not for the caller: one cannot be told from the other."""
+    return JobNotFound(f"{what} {key!r}.", "See `etfarm jobs list`.", job=key)
+
+
+def _resolved(connection: Connection, key: str, scope: Scope) -> str:
     jobs = schema.jobs.c
+    visible = select(jobs.id).where(scope.clause(jobs.project))
     if key == LATEST:
-        found: Sequence[str] = connection.execute(select(jobs.id).order_by(jobs.number.desc()).limit(1)).scalars().all()
+        in_active = visible.where(jobs.project == scope.active) if scope.active else visible
+        matching = connection.execute(in_active.order_by(jobs.number.desc()).limit(1)).scalars().all()
     else:
-        exact: str | None = connection.execute(select(jobs.id).where(jobs.id == key)).scalar() or tagged(connection, key)
+        exact: str | None = connection.execute(visible.where(jobs.id == key)).scalar()
         if exact is not None:
             return exact
-        prefix = select(jobs.id).where(jobs.id.startswith(key, autoescape=True)).limit(2)
-        found = connection.execute(prefix).scalars().all() if len(key) >= 4 else []
-    if len(found) != 1:
-        what = "Several jobs begin with" if found else "There is no job"
-        raise JobNotFound(f"{what} {key!r}.", "See `etfarm jobs list`.", job=key)
-    return found[0]
+        if (tag := find_tag(connection, key, scope)) is not None:
+            return tag.job_id
+        prefix = visible.where(jobs.id.startswith(key, autoescape=True)).limit(2)
+        matching = connection.execute(prefix).scalars().all() if len(key) >= 4 else []
+    if len(matching) != 1:
+        raise job_not_found(key, "Several jobs begin with" if matching else "There is no job")
+    return matching[0]
 
 
 def _events(connection: Connection, job_id: str, after: int) -> Sequence[JobEvent]:

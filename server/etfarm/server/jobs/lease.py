@@ -132,9 +132,12 @@ class Lease:
 class Session:
     """One owner's session."""
 
-    def __init__(self, session_id: str, owner: str, request: session_pb2.OpenSessionRequest, *, order: tuple[int, int]) -> None:
+    def __init__(
+        self, session_id: str, owner: str, project: str, request: session_pb2.OpenSessionRequest, *, order: tuple[int, int]
+    ) -> None:
         self.id = session_id
         self.owner = owner
+        self.project = project
         self.request = request
         self.order = order
         self.events: asyncio.Queue[SessionEvent | None] = asyncio.Queue()

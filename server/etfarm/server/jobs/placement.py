@@ -64,7 +64,7 @@ class Placement:
         devices = self._registry.devices()
         for assignment in schedule.schedule([request.waiting for request in requests.values()], devices):
             request = requests.pop(assignment.cell_id)
-            self._runs.begin(request.attempt_id, assignment.device_id, request.on_progress)
+            self._runs.begin(request.attempt_id, assignment.device_id, request.on_progress, project=request.waiting.project)
             request.chosen.set_result(assignment.device_id)
         busy = self._runs.busy()
         for request in requests.values():

@@ -7,14 +7,14 @@ device answers comes on the agent's stream (`Sessions.serve`). Nothing of it is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import datetime
 from typing import Any, Final
 
 import structlog
 
-from etfarm.server.access.scope import DEFAULT_PROJECT
+from etfarm.server.access.scope import DEFAULT_PROJECT, EVERYTHING, Scope
 from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.flights import Listener
@@ -88,17 +88,20 @@ class Sessions:
         self._sessions: dict[str, Session] = {}
         registry.on_change(self._look_for_lost)
 
-    async def open(self, request: session_pb2.OpenSessionRequest, owner: str) -> AsyncIterator[SessionEvent]:
+    async def open(self, request: session_pb2.OpenSessionRequest, owner: str, project: str) -> AsyncIterator[SessionEvent]:
         """The events of a new session, which lives until this generator is closed or gives ENDED.
+
+        Args:
+            project: whose session it is, and whose artifacts the program is made of.
 
         Raises:
             EtfarmError: before the first event, as SessionService.Open says.
         """
-        selector = self._check(request)
-        facts = await self._facts(request, owner)
+        selector = await self._check(request, project)
+        facts = await self._facts(request, owner, project)
         for method in facts:
-            self._execution.unfit(selector, method)
-        session = Session(self._new_id(), owner, request, order=(round(self._now().timestamp() * 1e9), 0))
+            self._execution.unfit(selector, method, project)
+        session = Session(self._new_id(), owner, project, request, order=(round(self._now().timestamp() * 1e9), 0))
         self._sessions[session.id] = session
         leading = asyncio.create_task(self._lead(session, selector, facts), name=f"session-{session.id}")
         log.info("session opened", session=session.id, owner=owner)
@@ -118,24 +121,24 @@ class Sessions:
         await asyncio.wait([leading])
         await self._store.discard(session.tensors)
 
-    def find(self, session_id: str) -> Session:
-        """A live session.
+    def find(self, session_id: str, scope: Scope = EVERYTHING) -> Session:
+        """A live session that the caller sees.
 
         Raises:
-            SessionNotFound: there is none of the id.
+            SessionNotFound: there is none of the id in the scope.
         """
         session = self._sessions.get(session_id)
-        if session is None:
+        if session is None or not scope.allows(session.project):
             raise SessionNotFound(f"There is no session {session_id!r}.", "It has ended: open another.", session=session_id)
         return session
 
-    def owner_of(self, session_id: str) -> str:
+    def owner_of(self, session_id: str, scope: Scope) -> str:
         """Who may call.
 
         Raises:
-            SessionNotFound: there is none of the id.
+            SessionNotFound: there is none of the id in the scope.
         """
-        return self.find(session_id).owner
+        return self.find(session_id, scope).owner
 
     async def call(self, request: session_pb2.CallRequest, taken: Callable[[], Awaitable[None]]) -> SessionAnswer:
         """One call's answer. A caller that is cancelled before its turn takes the call back.
@@ -229,21 +232,28 @@ class Sessions:
             else:
                 session.end(error)
 
-    def _check(self, request: session_pb2.OpenSessionRequest) -> selectors.Selector:
+    async def _check(self, request: session_pb2.OpenSessionRequest, project: str) -> selectors.Selector:
         selector = selectors.parse(request.selector)
         check_request(request)
         program = request.program
-        for wanted in (program.pte.digest, *(artifact.digest for artifact in program.data.values())):
-            if not self._store.has(wanted):
-                raise ArtifactMissing(f"Artifact {wanted[:12]} is not stored.", "Upload it first.", digest=wanted)
-        schedule.matching(selector, request.selector, self._registry.devices())
+        await self._require_held([program.pte.digest, *(artifact.digest for artifact in program.data.values())], project)
+        schedule.matching(selector, request.selector, schedule.open_to(project, self._registry.devices()))
         return selector
 
-    async def _facts(self, request: session_pb2.OpenSessionRequest, owner: str) -> list[compile_pb2.MethodFacts]:
+    async def _require_held(self, digests: Sequence[str], project: str) -> None:
+        """Refuse artifacts that the project does not hold, as if they were not stored.
+
+        Raises:
+            ArtifactMissing: the project does not hold one.
+        """
+        if missing := await self._store.missing(digests, project):
+            raise ArtifactMissing(f"Artifact {missing[0][:12]} is not stored.", "Upload it first.", digest=missing[0])
+
+    async def _facts(self, request: session_pb2.OpenSessionRequest, owner: str, project: str) -> list[compile_pb2.MethodFacts]:
         """What the program's methods need, those that the owner names or all of them."""
         candidate = job_pb2.Candidate(name="session", program=request.program)
         nobody = Listener(lambda stage, duration_ms, *, cached=False: None, lambda line: None)
-        outcome = await self._compiler.compile(candidate, owner=owner, fresh=False, listener=nobody)
+        outcome = await self._compiler.compile(candidate, owner=owner, project=project, fresh=False, listener=nobody)
         if outcome.error is not None:
             raise outcome.error
         methods = outcome.made.facts.methods
@@ -278,7 +288,7 @@ class Sessions:
     async def _place(
         self, session: Session, selector: selectors.Selector, facts: list[compile_pb2.MethodFacts], avoid: frozenset[str]
     ) -> Lease:
-        unfit = frozenset[str]().union(*(self._execution.unfit(selector, method) for method in facts))
+        unfit = frozenset[str]().union(*(self._execution.unfit(selector, method, session.project) for method in facts))
         attempt_id = self._new_id()
 
         def on_wait(why: str) -> None:
@@ -290,7 +300,7 @@ class Sessions:
 
         waiting = Waiting(
             cell_id=session.id, selector=selector, priority=session.request.priority, order=session.order,
-            avoid=avoid, unfit=unfit,
+            avoid=avoid, unfit=unfit, project=session.project,
         )  # fmt: skip
         return Lease(attempt_id, await self._placement.device(waiting, attempt_id, on_progress, on_wait))
 

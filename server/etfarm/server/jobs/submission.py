@@ -77,8 +77,11 @@ class Submission:
         self._new_id = new_id
         self._screened: set[tuple[Callable[..., None], str]] = set()
 
-    async def make(self, spec: job_pb2.JobSpec, *, owner: str, at: datetime) -> job_pb2.Job:
+    async def make(self, spec: job_pb2.JobSpec, *, owner: str, project: str, at: datetime) -> job_pb2.Job:
         """The job of a spec, all of its cells queued.
+
+        Args:
+            project: whose job it is: what it does not hold is not stored, and devices that are kept from it do not exist.
 
         Raises:
             UserError: as JobService.Submit says; the reason names what is wrong.
@@ -86,13 +89,16 @@ class Submission:
         if not spec.candidates:
             raise NoCandidate("The job has no candidate.", "Name at least one model.")
         self._check_measurement(spec)
+        wanted = list(dict.fromkeys(artifact.digest for artifact in _artifacts(spec)))
+        if missing := await self._store.missing(wanted, project):
+            raise _artifact_missing(missing[0])
         # There may be tens of thousands of calibration samples.
         await asyncio.to_thread(self._check_stored, spec)
         names = [await self._check_candidate(candidate, spec) for candidate in spec.candidates]
-        choices = self._choices(spec)
+        choices = self._choices(spec, project)
         for candidate in spec.candidates:
             await self._screen(candidate)
-        job = job_pb2.Job(id=self._new_id(), name=spec.name, labels=spec.labels, owner=owner, spec=spec)
+        job = job_pb2.Job(id=self._new_id(), name=spec.name, labels=spec.labels, owner=owner, project=project, spec=spec)
         job.submitted_at.FromDatetime(at)
         for cell in _cells(spec, names, choices):
             cell.id, cell.job_id, cell.index = self._new_id(), job.id, len(job.cells)
@@ -110,9 +116,7 @@ class Submission:
         """Puts their sizes to all artifacts."""
         for artifact in _artifacts(spec):
             if not self._store.has(artifact.digest):
-                raise ArtifactMissing(
-                    f"Artifact {artifact.digest[:12]} is not stored.", "Upload it first.", digest=artifact.digest
-                )
+                raise _artifact_missing(artifact.digest)
             size_bytes = self._store.path(artifact.digest).stat().st_size
             if artifact.size_bytes not in (0, size_bytes):
                 raise BadJob(
@@ -160,7 +164,7 @@ class Submission:
             stages.check_stop_after(recipe, spec.stop_after)
         return recipe.text
 
-    def _choices(self, spec: job_pb2.JobSpec) -> list[tuple[int | None, str]]:
+    def _choices(self, spec: job_pb2.JobSpec, project: str) -> list[tuple[int | None, str]]:
         """(index of the choice, selector of the cell) for each cell on the device axis."""
         if spec.stop_after not in ("", "TO_EXECUTORCH") and (spec.devices or spec.HasField("measurement")):
             raise BadJob(
@@ -171,7 +175,7 @@ class Submission:
             if spec.HasField("measurement"):
                 raise BadJob("A measurement needs a device.", "Choose one, or leave the measurement out.")
             return [(None, "")]
-        devices = self._devices()
+        devices = schedule.open_to(project, self._devices())
         choices: list[tuple[int | None, str]] = []
         for index, choice in enumerate(spec.devices):
             found = schedule.matching(selectors.parse(choice.selector), choice.selector, devices)
@@ -196,6 +200,10 @@ class Submission:
             await self._store.require_whole([digest])
             await asyncio.to_thread(screen, self._store.path(digest))
             self._screened.add((screen, digest))
+
+
+def _artifact_missing(digest: str) -> ArtifactMissing:
+    return ArtifactMissing(f"Artifact {digest[:12]} is not stored.", "Upload it first.", digest=digest)
 
 
 def _check_together(job: job_pb2.Job) -> None:

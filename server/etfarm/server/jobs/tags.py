@@ -1,15 +1,16 @@
-"""Step 10: names that people give jobs, as baselines. A tag is the farm's, unique, and stands for its job wherever an id does."""
+"""Step 10: names that people give jobs, as baselines. A tag is unique in its project and stands for its job wherever an id does."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 from sqlalchemy import Connection, delete, select
 from sqlalchemy.dialects.sqlite import insert
 
-from etfarm.server.access.scope import DEFAULT_PROJECT
+from etfarm.server.access.scope import Scope
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.wire.errors import Kind, UserError
@@ -41,15 +42,34 @@ class TagNotYours(UserError):
     kind = Kind.PERMISSION_DENIED
 
 
+class TagAmbiguous(UserError):
+    """Several of the caller's projects have the tag, and none of them is the active one."""
+
+    reason = "TAG_AMBIGUOUS"
+    kind = Kind.FAILED_PRECONDITION
+
+
+@dataclass(frozen=True)
+class Tag:
+    """A tag of a project."""
+
+    project: str
+    job_id: str
+    owner: str
+
+
 class Tags:
-    """Gives jobs tags and takes them away. Who gave a tag first owns it, whichever job it moves to."""
+    """Gives jobs tags of their projects and takes them away. Who gave a tag first owns it, whichever job it moves to."""
 
     def __init__(self, database: Database, now: Callable[[], datetime]) -> None:
         self._database = database
         self._now = now
 
-    async def put(self, tag: str, job_id: str, *, caller: str, is_admin: bool) -> str:
+    async def put(self, tag: str, job_id: str, *, project: str, caller: str, is_admin: bool) -> str:
         """The tag names this job from now on.
+
+        Args:
+            project: the job's.
 
         Returns:
             The id of the job that had it before; empty where none had.
@@ -61,25 +81,27 @@ class Tags:
         _check(tag)
 
         def write(connection: Connection) -> str:
-            known = _row(connection, tag, caller, is_admin)
+            known = find_tag(connection, tag, Scope(frozenset({project})))
+            _validate_owner(tag, known, caller, is_admin)
             row = {
-                "project": DEFAULT_PROJECT,
+                "project": project,
                 "name": tag,
-                "owner": known[1] if known else caller,
+                "owner": known.owner if known else caller,
                 "job_id": job_id,
                 "tagged_at": self._now(),
             }
             again = insert(schema.tags).values(row).on_conflict_do_update(index_elements=["project", "name"], set_=row)
             connection.execute(again)
-            return known[0] if known else ""
+            return known.job_id if known else ""
 
         return await self._database.write(write, durable=True)
 
-    async def remove(self, tag: str, job_id: str, *, caller: str, is_admin: bool) -> str:
+    async def remove(self, tag: str, job_id: str, *, scope: Scope, caller: str, is_admin: bool) -> str:
         """The tag names no job any more.
 
         Args:
             job_id: of the job that has it; whichever one has it where empty.
+            scope: what the caller sees: the tag is one of the active project, else of the only project that has it.
 
         Returns:
             The id of the job that had it.
@@ -87,22 +109,35 @@ class Tags:
         Raises:
             TagNotFound: no job has it, or another one than `job_id`.
             TagNotYours: it is another caller's.
+            TagAmbiguous: several projects have it.
         """
 
         def write(connection: Connection) -> str:
-            known = _row(connection, tag, caller, is_admin)
-            if known is None or (job_id and known[0] != job_id):
-                whose = f"Job {known[0]} has the tag {tag!r}, not {job_id}." if known else f"No job has the tag {tag!r}."
+            known = find_tag(connection, tag, scope)
+            if known is None or (job_id and known.job_id != job_id):
+                whose = f"Job {known.job_id} has the tag {tag!r}, not {job_id}." if known else f"No job has the tag {tag!r}."
                 raise TagNotFound(whose, "`etfarm jobs list` shows the tags.", tag=tag)
-            connection.execute(delete(schema.tags).where(schema.tags.c.name == tag))
-            return known[0]
+            _validate_owner(tag, known, caller, is_admin)
+            connection.execute(delete(schema.tags).where(schema.tags.c.name == tag, schema.tags.c.project == known.project))
+            return known.job_id
 
         return await self._database.write(write, durable=True)
 
 
-def tagged(connection: Connection, tag: str) -> str | None:
-    """The id of the job that has the tag."""
-    return connection.execute(select(schema.tags.c.job_id).where(schema.tags.c.name == tag)).scalar()
+def find_tag(connection: Connection, name: str, scope: Scope) -> Tag | None:
+    """Return the tag of this name that the caller means: the active project's, else the only one of the scope.
+
+    Raises:
+        TagAmbiguous: several projects of the scope have it.
+    """
+    tags = schema.tags.c
+    query = select(tags.project, tags.job_id, tags.owner).where(tags.name == name, scope.clause(tags.project))
+    rows = [Tag(*row) for row in connection.execute(query.order_by(tags.project)).tuples()]
+    of_active = [tag for tag in rows if tag.project == scope.active]
+    if len(of_active or rows) > 1:
+        projects = ", ".join(tag.project for tag in rows)
+        raise TagAmbiguous(f"Several projects have the tag {name!r}: {projects}.", "Choose one with --project.", tag=name)
+    return next(iter(of_active or rows), None)
 
 
 def tags_of(connection: Connection, job_id: str) -> Sequence[str]:
@@ -121,14 +156,13 @@ def _check(tag: str) -> None:
         raise BadTag(f"{tag!r} stands for a job already.", "Choose another tag, for example baseline.", tag=tag)
 
 
-def _row(connection: Connection, tag: str, caller: str, is_admin: bool) -> tuple[str, str] | None:
-    """The job and the owner of a tag that the caller may change."""
-    query = select(schema.tags.c.job_id, schema.tags.c.owner).where(schema.tags.c.name == tag)
-    row = connection.execute(query).one_or_none()
-    if row is None:
-        return None
-    if row.owner != caller and not is_admin:
+def _validate_owner(name: str, tag: Tag | None, caller: str, is_admin: bool) -> None:
+    """Refuse to change another's tag.
+
+    Raises:
+        TagNotYours: it is another caller's.
+    """
+    if tag is not None and tag.owner != caller and not is_admin:
         raise TagNotYours(
-            f"The tag {tag!r} belongs to {row.owner}.", "Ask them or an admin, or choose another.", tag=tag, owner=row.owner
+            f"The tag {name!r} belongs to {tag.owner}.", "Ask them or an admin, or choose another.", tag=name, owner=tag.owner
         )
-    return row.job_id, row.owner

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from etfarm.server.access.scope import DEFAULT_PROJECT, EVERYTHING, Scope
+from etfarm.server.access.projects import require_active
+from etfarm.server.access.scope import DEFAULT_PROJECT, Scope
 from etfarm.server.access.tokens import Credential, key_of
 from etfarm.v1 import common_pb2
 from etfarm.v1.common_pb2 import Principal, Role
@@ -293,4 +294,24 @@ def caller() -> Principal:
 def scope() -> Scope:
     """Return the projects whose jobs, artifacts, tags and reports the caller sees: all for an admin, none for an agent."""
     principal = caller()
-    return EVERYTHING if principal.role == ADMIN else Scope(frozenset(principal.projects))
+    return Scope(None if principal.role == ADMIN else frozenset(principal.projects), principal.project)
+
+
+def active_project() -> str:
+    """Return the project of what the call makes.
+
+    Raises:
+        ProjectAmbiguous: the caller has to choose one of several.
+    """
+    return require_active(caller())
+
+
+def require_owner(owner: str, what: str) -> None:
+    """Let an owner and admins through.
+
+    Raises:
+        NotYours: the caller is neither.
+    """
+    principal = caller()
+    if principal.role != ADMIN and principal.name != owner:
+        raise NotYours(f"{what} belongs to {owner}.", "Ask them or an admin.", owner=owner)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 
+from etfarm.server.access.scope import Scope
 from etfarm.server.jobs.journal import Journal
 from etfarm.server.reports.series import without_series
 from etfarm.v1 import job_pb2, report_pb2
@@ -16,23 +17,25 @@ from etfarm.wire.report import job_json, report_json
 Found = tuple[job_pb2.Job, Sequence[report_pb2.Report], str | None]
 
 
-async def compare(journal: Journal, request: report_pb2.CompareRequest, version: str) -> report_pb2.CompareResponse:
+async def compare(journal: Journal, request: report_pb2.CompareRequest, version: str, scope: Scope) -> report_pb2.CompareResponse:
     """The document etfarm.comparison/1 of two jobs.
 
     Args:
         version: this server's, which the jobs' JSON has.
+        scope: what the caller sees.
 
     Raises:
         JobNotFound, NoSuchReport, NothingToCompare: as the contract says.
     """
-    base, candidate = await _found(journal, request.base, version), await _found(journal, request.candidate, version)
+    base = await _found(journal, request.base, version, scope)
+    candidate = await _found(journal, request.candidate, version, scope)
     # Hundreds of reports have some hundred thousand operators.
     return await asyncio.to_thread(_answer, base, candidate)
 
 
-async def _found(journal: Journal, reference: str, version: str) -> Found:
+async def _found(journal: Journal, reference: str, version: str, scope: Scope) -> Found:
     name, choice = comparison.split_choice(reference)
-    job = await journal.get(name)
+    job = await journal.get(name, scope)
     job.server_version = version
     return job, await _reports(journal, job.id), choice
 

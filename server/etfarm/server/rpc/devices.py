@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from etfarm.server.access.projects import Projects
 from etfarm.server.devices.registry import Registry
+from etfarm.server.rpc.auth import scope
 from etfarm.server.rpc.edge import later
 from etfarm.v1 import device_pb2, device_pb2_grpc
 from etfarm.wire import selectors
@@ -19,18 +21,23 @@ class DeviceService(device_pb2_grpc.DeviceServiceServicer):
     Release: Any = later("DeviceService.Release")
     Label: Any = later("DeviceService.Label")
     Drain: Any = later("DeviceService.Drain")
-    Restrict: Any = later("DeviceService.Restrict")
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, projects: Projects) -> None:
         self._registry = registry
+        self._projects = projects
 
     async def List(self, request: device_pb2.ListDevicesRequest, context: object) -> device_pb2.ListDevicesResponse:
         selector = selectors.parse(request.selector)
-        return device_pb2.ListDevicesResponse(devices=[device for device in self._registry.devices() if selector.matches(device)])
+        return device_pb2.ListDevicesResponse(
+            devices=[device for device in self._registry.devices(scope()) if selector.matches(device)]
+        )
 
     async def Get(self, request: device_pb2.GetDeviceRequest, context: object) -> device_pb2.Device:
-        return self._registry.get(request.device_id)
+        return self._registry.get(request.device_id, scope())
 
     async def Forget(self, request: device_pb2.ForgetDeviceRequest, context: object) -> device_pb2.ForgetDeviceResponse:
         await self._registry.forget(request.device_id)
         return device_pb2.ForgetDeviceResponse()
+
+    async def Restrict(self, request: device_pb2.RestrictDeviceRequest, context: object) -> device_pb2.Device:
+        return await self._registry.restrict(request.device_id, {self._projects.require(name) for name in request.projects})

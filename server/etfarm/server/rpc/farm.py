@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from etfarm.server.access.scope import Scope
 from etfarm.server.compile.keys import toolchain
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.schedule import OFFLINE
-from etfarm.server.rpc.auth import caller
+from etfarm.server.rpc.auth import caller, scope
 from etfarm.v1 import agent_pb2, farm_pb2, farm_pb2_grpc
 from etfarm.wire.status import to_proto
 
@@ -17,7 +18,13 @@ class FarmService(farm_pb2_grpc.FarmServiceServicer):
     """See farm.proto."""
 
     def __init__(
-        self, registry: Registry, bundles: Bundles, *, version: str, workers_ready: Callable[[], bool], live: Callable[[], int]
+        self,
+        registry: Registry,
+        bundles: Bundles,
+        *,
+        version: str,
+        workers_ready: Callable[[], bool],
+        live: Callable[[Scope], int],
     ) -> None:
         self._registry = registry
         self._bundles = bundles
@@ -26,12 +33,13 @@ class FarmService(farm_pb2_grpc.FarmServiceServicer):
         self._live = live
 
     async def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: object) -> farm_pb2.ServerInfo:
-        devices = self._registry.devices()
+        seen = scope()
+        devices = self._registry.devices(seen)
         ready = self._workers_ready()
         starting = self._bundles.starting or ("" if ready else "warming the compile workers")
         info = farm_pb2.ServerInfo(
             version=self._version, workers_ready=ready, principal=caller(), devices_known=len(devices),
-            devices_online=sum(device.state != OFFLINE for device in devices), live_jobs=self._live(), starting=starting,
+            devices_online=sum(device.state != OFFLINE for device in devices), live_jobs=self._live(seen), starting=starting,
             toolchain=toolchain() if ready else None,
         )  # fmt: skip
         if self._bundles.own_error is not None:

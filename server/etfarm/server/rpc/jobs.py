@@ -9,11 +9,11 @@ from typing import Any
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.conductor import Conductor
-from etfarm.server.jobs.journal import Journal
+from etfarm.server.jobs.journal import Journal, job_not_found
 from etfarm.server.jobs.log import JobLog
 from etfarm.server.jobs.submission import BadJob, Submission
 from etfarm.server.jobs.watch import Announcer
-from etfarm.server.rpc.auth import ADMIN, NotYours, caller
+from etfarm.server.rpc.auth import active_project, caller, require_owner, scope
 from etfarm.server.rpc.edge import later
 from etfarm.v1 import job_pb2, job_pb2_grpc
 
@@ -48,13 +48,13 @@ class JobService(job_pb2_grpc.JobServiceServicer):
             raise BadJob("The request has no request_id.", "Send a UUID, the same one when you send it again.")
         owner = caller().name
         if (known := await self._journal.submitted(owner, request.request_id)) is not None:
-            return self._own(known)
-        made = await self._submission.make(request.spec, owner=owner, at=self._now())
+            return self._own(_visible(known, request.request_id))
+        made = await self._submission.make(request.spec, owner=owner, project=active_project(), at=self._now())
         # A caller that goes away in the middle must not leave a job that is written down and that nobody leads.
         accepting = asyncio.create_task(self._accept(made, request.request_id), name=f"accept-{made.id}")
         self._accepting.add(accepting)
         accepting.add_done_callback(self._accepting.discard)
-        return self._own(await asyncio.shield(accepting))
+        return self._own(_visible(await asyncio.shield(accepting), request.request_id))
 
     async def _accept(self, made: job_pb2.Job, request_id: str) -> job_pb2.Job:
         job, is_new = await self._journal.submit(made, request_id)
@@ -63,7 +63,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         return job
 
     async def Get(self, request: job_pb2.GetJobRequest, context: object) -> job_pb2.Job:
-        return self._own(await self._journal.get(request.job_id))
+        return self._own(await self._journal.get(request.job_id, scope()))
 
     async def List(self, request: job_pb2.ListJobsRequest, context: object) -> job_pb2.ListJobsResponse:
         if request.page_token and not (request.page_token.isdecimal() and len(request.page_token) < 18):
@@ -71,25 +71,23 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         if request.page_size < 0:
             raise BadJob(f"A page of {request.page_size} jobs is none.", "Give a page_size of 1 to 500, or 0 for 50.")
         size = min(request.page_size or 50, 500)
-        jobs, following = await self._journal.list(size, int(request.page_token) if request.page_token else None)
+        jobs, following = await self._journal.list(size, int(request.page_token) if request.page_token else None, scope())
         token = "" if following is None else str(following)
         return job_pb2.ListJobsResponse(jobs=[self._own(job) for job in jobs], next_page_token=token)
 
     async def Watch(self, request: job_pb2.WatchRequest, context: object) -> AsyncIterator[job_pb2.JobEvent]:
-        job = await self._journal.get(request.job_id)
+        job = await self._journal.get(request.job_id, scope())
         async for event in self._journal.watch(job.id, request.after_sequence):
             yield event
 
     async def Cancel(self, request: job_pb2.CancelRequest, context: object) -> job_pb2.Job:
-        job = await self._journal.get(request.job_id)
-        principal = caller()
-        if principal.role != ADMIN and principal.name != job.owner:
-            raise NotYours(f"Job {job.id} belongs to {job.owner}.", "Ask them or an admin.", owner=job.owner)
+        job = await self._journal.get(request.job_id, scope())
+        require_owner(job.owner, f"Job {job.id}")
         await self._conductor.cancel(job)
-        return self._own(await self._journal.get(job.id))
+        return self._own(await self._journal.get(job.id, scope()))
 
     async def TailLog(self, request: job_pb2.TailLogRequest, context: object) -> AsyncIterator[job_pb2.LogLine]:
-        job = await self._journal.get(request.job_id)
+        job = await self._journal.get(request.job_id, scope())
         live = request.follow and not model.is_terminal(job.state)
         async for line in self._joblog.tail(job.id, request.cell_id, follow=live):
             yield line
@@ -100,3 +98,14 @@ class JobService(job_pb2_grpc.JobServiceServicer):
             if cell.state == model.WAITING and (progress := self._announcer.latest(job.id, cell.id)) is not None:
                 cell.waiting_for = progress.message
         return job
+
+
+def _visible(job: job_pb2.Job, request_id: str) -> job_pb2.Job:
+    """Return the job of an earlier request, unless its owner has left its project.
+
+    Raises:
+        JobNotFound: the job belongs to none of the caller's projects.
+    """
+    if not scope().allows(job.project):
+        raise job_not_found(request_id)
+    return job

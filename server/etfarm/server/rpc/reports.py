@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from etfarm.server.access.scope import Scope
 from etfarm.server.jobs.history import BadPageToken, History, Wanted
 from etfarm.server.jobs.journal import PAGE_BYTES, Journal
 from etfarm.server.jobs.revision import Revision
 from etfarm.server.jobs.tags import Tags
 from etfarm.server.reports.series import without_series
-from etfarm.server.rpc.auth import ADMIN, NotYours, caller
+from etfarm.server.rpc.auth import ADMIN, caller, require_owner, scope
 from etfarm.server.rpc.comparing import compare
-from etfarm.v1 import report_pb2, report_pb2_grpc
+from etfarm.v1 import job_pb2, report_pb2, report_pb2_grpc
 from etfarm.wire import selectors, views
 from etfarm.wire.report import report_json
 
@@ -52,7 +53,7 @@ class ReportService(report_pb2_grpc.ReportServiceServicer):
         self._revision = revision
 
     async def Get(self, request: report_pb2.GetReportsRequest, context: object) -> report_pb2.GetReportsResponse:
-        job = await self._journal.get(request.job_id)
+        job = await self._journal.get(request.job_id, scope())
         reports, following = await self._journal.reports_page(
             job.id, start=_start(request.page_token), most_bytes=self._page_bytes, cell_id=request.cell
         )
@@ -64,18 +65,21 @@ class ReportService(report_pb2_grpc.ReportServiceServicer):
         views.check(request.by or views.BY[0], sort)
         start = _start(request.page_token)
         size = _size(request.page_size, *_PAGE_OF_OPERATORS)
-        report = await self._journal.report(request.report_id)
+        report = await self._journal.report(request.report_id, scope())
         return await asyncio.to_thread(_operators, report, request.by, sort, start, size)
 
     async def Compare(self, request: report_pb2.CompareRequest, context: object) -> report_pb2.CompareResponse:
-        return await compare(self._journal, request, self._version)
+        return await compare(self._journal, request, self._version, scope())
 
     async def Tag(self, request: report_pb2.TagRequest, context: object) -> report_pb2.TagResponse:
-        job_id = (await self._journal.get(request.job_id)).id if request.job_id or not request.remove else ""
         principal = caller()
-        change = self._tags.remove if request.remove else self._tags.put
-        before = await change(request.tag, job_id, caller=principal.name, is_admin=principal.role == ADMIN)
-        return report_pb2.TagResponse(job_id=job_id or before, tag=request.tag, previous_job_id=before)
+        is_admin = principal.role == ADMIN
+        job = await self._journal.get(request.job_id, scope()) if request.job_id or not request.remove else job_pb2.Job()
+        if request.remove:
+            before = await self._tags.remove(request.tag, job.id, scope=_of_job(job), caller=principal.name, is_admin=is_admin)
+        else:
+            before = await self._tags.put(request.tag, job.id, project=job.project, caller=principal.name, is_admin=is_admin)
+        return report_pb2.TagResponse(job_id=job.id or before, tag=request.tag, previous_job_id=before)
 
     async def ListHistory(self, request: report_pb2.ListHistoryRequest, context: object) -> report_pb2.ListHistoryResponse:
         wanted = Wanted(
@@ -85,14 +89,17 @@ class ReportService(report_pb2_grpc.ReportServiceServicer):
             request.method or None,
             request.threads if request.HasField("threads") else None,
         )
-        return await self._history.page(wanted, _size(request.page_size, *_PAGE_OF_HISTORY), request.page_token)
+        return await self._history.page(wanted, _size(request.page_size, *_PAGE_OF_HISTORY), request.page_token, scope())
 
     async def Analyze(self, request: report_pb2.AnalyzeJobRequest, context: object) -> report_pb2.AnalyzeJobResponse:
-        job = await self._journal.get(request.job_id)
-        principal = caller()
-        if principal.role != ADMIN and principal.name != job.owner:
-            raise NotYours(f"Job {job.id} belongs to {job.owner}.", "Ask them or an admin.", owner=job.owner)
+        job = await self._journal.get(request.job_id, scope())
+        require_owner(job.owner, f"Job {job.id}")
         return report_pb2.AnalyzeJobResponse(report_ids=[report.id for report in await self._revision.revise(job)])
+
+
+def _of_job(job: job_pb2.Job) -> Scope:
+    """Return where a tag to remove is looked up: in the project of the job that is named, else wherever the caller sees."""
+    return Scope(frozenset({job.project}), job.project) if job.id else scope()
 
 
 def _operators(report: report_pb2.Report, by: str, sort: str, start: int, size: int) -> report_pb2.ListOperatorsResponse:

@@ -8,7 +8,7 @@ from typing import Any
 from grpc.aio import ServicerContext
 
 from etfarm.server.jobs.sessions import Sessions
-from etfarm.server.rpc.auth import ADMIN, NotYours, caller
+from etfarm.server.rpc.auth import ADMIN, NotYours, active_project, caller, scope
 from etfarm.v1 import session_pb2, session_pb2_grpc
 
 
@@ -19,11 +19,11 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self._sessions = sessions
 
     async def Open(self, request: session_pb2.OpenSessionRequest, context: object) -> AsyncIterator[session_pb2.SessionEvent]:
-        async for event in self._sessions.open(request, caller().name):
+        async for event in self._sessions.open(request, caller().name, active_project()):
             yield event
 
     async def Call(self, request: session_pb2.CallRequest, context: ServicerContext[Any, Any]) -> session_pb2.CallResponse:
-        owner, principal = self._sessions.owner_of(request.session_id), caller()
+        owner, principal = self._sessions.owner_of(request.session_id, scope()), caller()
         if principal.role != ADMIN and principal.name != owner:
             raise NotYours(f"The session belongs to {owner}.", "Open one of your own.", owner=owner)
 
