@@ -39,9 +39,18 @@ from etfarm.wire.status import from_rpc_error
 from tests.support.farm import Daemon
 
 MODULES = (
-    agent_pb2, artifact_pb2, audit_pb2, compile_pb2, device_pb2, farm_pb2, job_pb2, project_pb2, report_pb2, session_pb2,
+    agent_pb2,
+    artifact_pb2,
+    audit_pb2,
+    compile_pb2,
+    device_pb2,
+    farm_pb2,
+    job_pb2,
+    project_pb2,
+    report_pb2,
+    session_pb2,
     token_pb2,
-)  # fmt: skip
+)
 SERVICES = {service.name: service for module in MODULES for service in module.DESCRIPTOR.services_by_name.values()}
 RPCS = {f"{service.name}.{method.name}": method for service in SERVICES.values() for method in service.methods}
 PROTO = Path(__file__).parents[2] / "proto" / "etfarm" / "v1"

@@ -88,7 +88,9 @@ class World:
         heard = heard or Heard()
         listener = Listener(heard.told, heard.lines.append)
         return asyncio.create_task(
-            self.compiler.compile(candidate, owner="ann", fresh=fresh, listener=listener, stop_after=stop_after)
+            self.compiler.compile(
+                candidate, owner="ann", project="default", fresh=fresh, listener=listener, stop_after=stop_after
+            )
         )
 
     @property

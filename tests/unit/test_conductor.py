@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.cache import FOUND_EARLIER, Outcome
 from etfarm.server.compile.flights import Listener
@@ -241,7 +242,7 @@ async def test_a_cell_that_does_not_compile_fails_with_the_reason_and_a_report(w
     states, (report,) = await world.end(job)
     assert states == ["COMPILING", "FAILED"]
     assert (report.error.reason, report.error.stage, report.error.remedy) == ("INVALID_ARGUMENT", "TORCH_EXPORT", "Change it.")
-    (cell,) = (await world.journal.get(job.id)).cells
+    (cell,) = (await world.journal.get(job.id, EVERYTHING)).cells
     assert cell.error == report.error
     assert cell.report_id == report.id
 
@@ -260,7 +261,7 @@ async def test_a_compilation_that_failed_leaves_its_stages_in_the_report_and_say
     assert (report.compile.cached, [stage.stage for stage in report.compile.stages]) == (cached, ["TORCH_EXPORT"])
     assert not report.compile.HasField("program")
     assert [phase.phase for phase in report.timeline] == ["COMPILE"]
-    (cell,) = (await world.journal.get(job.id)).cells
+    (cell,) = (await world.journal.get(job.id, EVERYTHING)).cells
     assert (cell.compilation_key, cell.compile_cached) == ("key", cached)
     assert not cell.HasField("program")
 
@@ -319,7 +320,7 @@ async def test_a_device_fault_places_the_cell_again_elsewhere_and_nothing_of_the
     assert states == ["COMPILING", *["WAITING_FOR_DEVICE", "RUNNING"] * 3, "ANALYZING", "SUCCEEDED"]
     assert (report.attempt, report.threads) == (third.attempt_id, 2)
     assert not report.HasField("outputs")
-    (cell,) = (await world.journal.get(job.id)).cells
+    (cell,) = (await world.journal.get(job.id, EVERYTHING)).cells
     assert not cell.HasField("outputs")
     assert [attempt.device_id for attempt in cell.attempts] == ["pi", "xl", "pi"]
     assert [attempt.error.reason for attempt in cell.attempts] == ["X", "ATTEMPT_LOST", ""]
@@ -430,7 +431,7 @@ async def test_cancelling_ends_the_cell_wherever_it_is(world: World, state: str)
         agent.answer(run)
         await world.until(job, model.ANALYZING)
     async with asyncio.timeout(WAIT_S):
-        await world.conductor.cancel(await world.journal.get(job.id))
+        await world.conductor.cancel(await world.journal.get(job.id, EVERYTHING))
     states, (report,) = await world.end(job)
     assert states[-2:] == [state, "CANCELLED"]
     assert (report.state, report.error.reason) == ("CANCELLED", "CANCELLED")
@@ -445,7 +446,7 @@ async def test_cancelling_in_the_moment_of_starting_ends_the_cell_too(world: Wor
     job = await world.submit(3)
     async with asyncio.timeout(WAIT_S):
         await world.conductor.cancel(job)
-    assert {cell.state for cell in (await world.journal.get(job.id)).cells} == {model.CANCELLED}
+    assert {cell.state for cell in (await world.journal.get(job.id, EVERYTHING)).cells} == {model.CANCELLED}
     assert len(await world.journal.reports(job.id)) == 3
 
 
@@ -475,9 +476,9 @@ async def test_cancelling_while_the_last_change_is_being_written_leaves_it_as_it
 async def test_cancelling_what_is_over_changes_nothing(world: World) -> None:
     job = await world.submit(on_device=False)
     await world.end(job)
-    before = await world.journal.get(job.id)
+    before = await world.journal.get(job.id, EVERYTHING)
     await world.conductor.cancel(before)
-    assert await world.journal.get(job.id) == before
+    assert await world.journal.get(job.id, EVERYTHING) == before
 
 
 async def test_live_jobs_are_counted_and_not_their_cells(world: World) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.compile.cache import Outcome
 from etfarm.server.jobs import groups, model
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
@@ -215,7 +216,7 @@ async def test_a_device_fault_places_all_again_but_who_failed_by_its_own_fault(f
     found = await states(farm, job)
     assert found["b"] == found["c"] == [*LIVE[:3], *LIVE[1:]]
     assert found["a"][-1] == "FAILED"
-    cells = (await farm.journal.get(job.id)).cells
+    cells = (await farm.journal.get(job.id, EVERYTHING)).cells
     assert [[attempt.device_id for attempt in cell.attempts] for cell in cells] == [["pi"], ["pi", "xl"], ["pi", "xl"]]
     assert farm.runs.busy() == {}
 
@@ -242,7 +243,7 @@ async def test_cancelling_ends_all_and_the_device_is_told_once(farm: World, stat
     run = await agent.started() if agent is not None else None
     await farm.until(job, model.RUNNING if state == "RUNNING" else model.WAITING)
     async with asyncio.timeout(WAIT_S):
-        await farm.conductor.cancel(await farm.journal.get(job.id))
+        await farm.conductor.cancel(await farm.journal.get(job.id, EVERYTHING))
     assert {each[-1] for each in (await states(farm, job)).values()} == {"CANCELLED"}
     assert farm.runs.busy() == {} and farm.conductor.live == 0
     if agent is not None and run is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
+from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.server.jobs.journal import JobNotFound, Journal, SequenceUnknown, StaleVersion
 from etfarm.server.jobs.watch import Announcer
@@ -70,7 +71,7 @@ def sequences(events: list[JobEvent]) -> list[int]:
 
 async def test_a_job_comes_back_as_it_was_submitted(world: World) -> None:
     job = await world.submit(cells=2)
-    again = await world.journal.get(job.id)
+    again = await world.journal.get(job.id, EVERYTHING)
     assert again == job
     assert (again.owner, again.name, dict(again.labels), again.spec.priority) == ("ann", "n-job00000", {"k": "v"}, 3)
     assert [cell.index for cell in again.cells] == [0, 1]
@@ -85,7 +86,7 @@ async def test_a_request_id_is_one_job_for_its_owner_and_another_for_others(worl
     assert (await world.submit("job-c", request="r1", owner="bob")).id == "job-c"
     assert (await world.submit("job-d", request="r2")).id == "job-d"
     with pytest.raises(JobNotFound):
-        await world.journal.get("job-b")
+        await world.journal.get("job-b", EVERYTHING)
     await world.step(first.cells[0], model.CANCELLED)
     assert sequences(await world.events("job-a")) == [1, 2, 3]
 
@@ -104,7 +105,7 @@ async def test_a_change_of_an_older_version_is_refused_and_not_announced(world: 
             await world.step(stale, model.CANCELLED)
         assert refused.value.kind is Kind.ABORTED
         assert not subscription._something.is_set()
-    again = await world.journal.get(job.id)
+    again = await world.journal.get(job.id, EVERYTHING)
     assert (again.cells[0].state, again.cells[0].version) == (model.COMPILING, 2)
 
 
@@ -134,12 +135,12 @@ async def test_sequences_are_contiguous_and_end_with_the_job(world: World) -> No
 async def test_a_job_is_finished_with_its_last_cell_and_not_before(world: World) -> None:
     job = await world.submit(cells=2)
     await world.step(job.cells[0], model.FAILED)
-    half = await world.journal.get(job.id)
+    half = await world.journal.get(job.id, EVERYTHING)
     assert not half.HasField("finished_at")
     assert half.state == JobState.JOB_STATE_RUNNING
     assert [one.id for one in await world.journal.live()] == [job.id]
     await world.step(job.cells[1], model.COMPILING, model.SUCCEEDED)
-    whole = await world.journal.get(job.id)
+    whole = await world.journal.get(job.id, EVERYTHING)
     assert whole.state == JobState.JOB_STATE_FAILED
     assert whole.finished_at.ToDatetime(UTC) > START
     assert await world.journal.live() == []
@@ -251,14 +252,14 @@ async def test_cells_that_share_an_attempt_change_together_or_not_at_all_and_eac
     assert await world.journal.results_of("a1") == {}
     await world.journal.change_together(list(zip(changed, results, strict=True)))
     assert [each.iterations for each in (await world.journal.results_of("a1")).values()] == [1, 2]
-    assert [cell.version for cell in (await world.journal.get(job.id)).cells] == [changed[0].version] * 2
+    assert [cell.version for cell in (await world.journal.get(job.id, EVERYTHING)).cells] == [changed[0].version] * 2
 
 
 @pytest.mark.parametrize("key", ["abcdef01", "abcd", "abcde", "latest"])
 async def test_a_job_is_found_by_id_prefix_and_latest(world: World, key: str) -> None:
     await world.submit("xyz00000")
     await world.submit("abcdef01")
-    assert (await world.journal.get(key)).id == "abcdef01"
+    assert (await world.journal.get(key, EVERYTHING)).id == "abcdef01"
 
 
 @pytest.mark.parametrize(
@@ -269,13 +270,13 @@ async def test_what_is_no_job_is_refused(world: World, key: str, says: str) -> N
     await world.submit("abcdef01")
     await world.submit("abcdef02")
     with pytest.raises(JobNotFound, match=says) as refused:
-        await world.journal.get(key)
+        await world.journal.get(key, EVERYTHING)
     assert refused.value.kind is Kind.NOT_FOUND
 
 
 async def test_latest_of_no_job_is_refused(world: World) -> None:
     with pytest.raises(JobNotFound):
-        await world.journal.get("latest")
+        await world.journal.get("latest", EVERYTHING)
 
 
 async def test_jobs_are_listed_newest_first_in_pages_without_specs(world: World) -> None:
@@ -283,7 +284,7 @@ async def test_jobs_are_listed_newest_first_in_pages_without_specs(world: World)
         await world.submit(f"job-{number}")
     seen, before = [], None
     for expected in (2, 2, 1):
-        page, before = await world.journal.list(2, before)
+        page, before = await world.journal.list(2, before, EVERYTHING)
         assert len(page) == expected
         seen += page
     assert before is None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.compile.cache import CompilationNotFound, Outcome
 from etfarm.server.compile.flights import Listener
 from etfarm.server.jobs import model
@@ -102,7 +103,7 @@ async def test_the_device_gets_both_programs_and_the_report_names_both(world: Wo
     assert (report.numerics_etdump, report.numerics_debug) == (artifact_of(b"etdump"), artifact_of(b"debug"))
     assert not report.numerics.HasField("threshold_db"), "nobody has analyzed it"
     assert codes(report) == []
-    cell = (await world.journal.get(job.id)).cells[0]
+    cell = (await world.journal.get(job.id, EVERYTHING)).cells[0]
     assert (cell.compilation_key, cell.numerics_compilation_key) == (TIMED, SEPARATE)
     assert [phase.phase for phase in cell.timeline if "COMPILE" in phase.phase] == ["COMPILE", "COMPILE_NUMERICS"]
     assert both.asked[1][1]["quantize_again"] is False, "other scales would be another model"
@@ -117,7 +118,7 @@ async def test_a_recipe_without_xnnpack_is_compiled_once_and_runs_twice(world: W
     _, (report,) = await world.end(job)
     assert [key for key, _ in both.asked] == [TIMED]
     assert report.numerics.is_timed_program
-    cell = (await world.journal.get(job.id)).cells[0]
+    cell = (await world.journal.get(job.id, EVERYTHING)).cells[0]
     assert cell.numerics_compilation_key == ""
     assert "COMPILE_NUMERICS" not in [phase.phase for phase in cell.timeline]
 

@@ -12,11 +12,14 @@ import pytest
 
 from etfarm.client.jobs import AsyncJob
 from etfarm.client.stubs import Stubs
+from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.server.jobs.history import History
 from etfarm.server.jobs.journal import Journal
 from etfarm.server.jobs.tags import Tags
 from etfarm.server.jobs.watch import Announcer
+from etfarm.server.rpc.auth import Tokens
+from etfarm.server.rpc.edge import Edge
 from etfarm.server.rpc.reports import ReportService
 from etfarm.server.state.engine import Database
 from etfarm.v1.job_pb2 import Job
@@ -61,16 +64,16 @@ async def finished(tmp_path: Path) -> AsyncIterator[Finished]:
         report.latency.samples_ns.extend(range(samples))
         report.compile.stage_files["forward.txt"].digest = f"d{cell.index}"
         await journal.change(model.advance(cell, model.CANCELLED, at=AT), report=report)
-    history, tags = History(database, lambda: (), page_bytes=PAGE_BYTES), Tags(database, lambda: AT)
+    history, tags = History(database, lambda scope: (), page_bytes=PAGE_BYTES), Tags(database, lambda: AT)
     revision: Any = None  # nothing here is worked out again
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[Edge(Tokens())])
     add_ReportServiceServicer_to_server(
         ReportService(journal, history, tags, revision, version="1", page_bytes=PAGE_BYTES), server
     )
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     async with open_channel(Access(address)) as channel:
-        yield Finished(await journal.get(job.id), Stubs.of(channel, address))
+        yield Finished(await journal.get(job.id, EVERYTHING), Stubs.of(channel, address))
     await server.stop(None)
     database.close()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs.history import BadPageToken, History, Wanted
 from etfarm.server.jobs.revision import keep
 from etfarm.server.state.engine import Database
@@ -73,7 +74,7 @@ async def test_a_page_token_of_nobody_is_refused(token: str, tmp_path: Path) -> 
     await database.open()
     try:
         with pytest.raises(BadPageToken) as refused:
-            await History(database, lambda: ()).page(Wanted("net"), 10, token)
+            await History(database, lambda scope: ()).page(Wanted("net"), 10, token, EVERYTHING)
     finally:
         database.close()
     assert refused.value.reason == "BAD_PAGE_TOKEN" and refused.value.remedy

@@ -67,7 +67,7 @@ class World:
         return Candidate(name=name, model=Model(name=name, methods=sources), recipe=recipe)
 
     async def make(self, spec: JobSpec) -> Job:
-        return await self.submission.make(spec, owner="ann", at=AT)
+        return await self.submission.make(spec, owner="ann", project="default", at=AT)
 
 
 @pytest.fixture
@@ -434,7 +434,7 @@ class Serving:
             Journal(world.database, announcer, lambda: AT), None, announcer, world.submission, self.conductor,  # type: ignore[arg-type]
             version="1", now=lambda: AT,
         )  # fmt: skip
-        auth.authorize(auth.LOCAL, "/etfarm.v1.JobService/Submit")
+        auth.authorize(auth.resolve_default(auth.LOCAL, ""), "/etfarm.v1.JobService/Submit")
 
     async def submit(self, spec: JobSpec, request_id: str = "r") -> Job:
         return await self.service.Submit(SubmitRequest(request_id=request_id, spec=spec), None)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs.tags import TagNotFound, TagNotYours, Tags, tags_of
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
@@ -35,30 +36,30 @@ async def of(database: Database, job_id: str) -> list[str]:
 
 async def test_a_tag_moves_only_by_its_owner_or_an_admin_and_stays_its_owners(database: Database) -> None:
     tags = Tags(database, lambda: NOW)
-    assert await tags.put("baseline", "one", caller="ann", is_admin=False) == ""
+    assert await tags.put("baseline", "one", project="default", caller="ann", is_admin=False) == ""
     with pytest.raises(TagNotYours, match="belongs to ann"):
-        await tags.put("baseline", "two", caller="bob", is_admin=False)
+        await tags.put("baseline", "two", project="default", caller="bob", is_admin=False)
     assert await of(database, "one") == ["baseline"]
-    assert await tags.put("baseline", "two", caller="root", is_admin=True) == "one"
+    assert await tags.put("baseline", "two", project="default", caller="root", is_admin=True) == "one"
     assert (await of(database, "one"), await of(database, "two")) == ([], ["baseline"])
-    assert await tags.put("baseline", "one", caller="ann", is_admin=False) == "two"
+    assert await tags.put("baseline", "one", project="default", caller="ann", is_admin=False) == "two"
 
 
 async def test_a_tag_is_taken_away_only_by_its_owner_or_an_admin(database: Database) -> None:
     tags = Tags(database, lambda: NOW)
-    await tags.put("baseline", "one", caller="ann", is_admin=False)
+    await tags.put("baseline", "one", project="default", caller="ann", is_admin=False)
     with pytest.raises(TagNotYours):
-        await tags.remove("baseline", "", caller="bob", is_admin=False)
+        await tags.remove("baseline", "", scope=EVERYTHING, caller="bob", is_admin=False)
     with pytest.raises(TagNotFound, match="Job one has the tag"):
-        await tags.remove("baseline", "two", caller="ann", is_admin=False)
-    assert await tags.remove("baseline", "", caller="root", is_admin=True) == "one"
+        await tags.remove("baseline", "two", scope=EVERYTHING, caller="ann", is_admin=False)
+    assert await tags.remove("baseline", "", scope=EVERYTHING, caller="root", is_admin=True) == "one"
     with pytest.raises(TagNotFound, match="No job has"):
-        await tags.remove("baseline", "", caller="ann", is_admin=False)
-    assert await tags.put("baseline", "two", caller="bob", is_admin=False) == ""
+        await tags.remove("baseline", "", scope=EVERYTHING, caller="ann", is_admin=False)
+    assert await tags.put("baseline", "two", project="default", caller="bob", is_admin=False) == ""
 
 
 async def test_a_job_may_have_several_tags(database: Database) -> None:
     tags = Tags(database, lambda: NOW)
     for tag in ("v2", "baseline"):
-        await tags.put(tag, "one", caller="ann", is_admin=False)
+        await tags.put(tag, "one", project="default", caller="ann", is_admin=False)
     assert await of(database, "one") == ["baseline", "v2"]

@@ -144,8 +144,7 @@ class Access:
 
     @classmethod
     def of(cls, server: str, tls_ca: str | Path | None = None) -> Access:
-        """Return access with the token beside the server's unix socket, else ETFARM_TOKEN; with the project of ETFARM_PROJECT;
-        and, when not given, the authority of ETFARM_TLS_CA."""
+        """Access with what ETFARM_TOKEN, ETFARM_PROJECT and, when no authority is given, ETFARM_TLS_CA say."""
         ca = tls_ca or os.environ.get(TLS_CA_VARIABLE)
         project = os.environ.get(PROJECT_VARIABLE, "")
         token = socket_token(server) or os.environ.get(TOKEN_VARIABLE, "")

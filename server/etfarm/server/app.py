@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from etfarm.server.access.audit import AuditLog
 from etfarm.server.access.identities import Identities
+from etfarm.server.access.projects import Projects
 from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.compiler import Compiler
@@ -164,6 +165,8 @@ async def running(config: Config) -> AsyncIterator[str]:
         await tokens.load()
         authentication = Authentication(config.tokens, tokens, config.data / TOKENS_CHANGED, now)
         audit = AuditLog(database, now, time.monotonic)
+        projects = Projects(database, now)
+        await projects.load()
         announcer = Announcer()
         journal = Journal(database, announcer, now)
         joblog = JobLog(database, announcer, now)
@@ -192,7 +195,7 @@ async def running(config: Config) -> AsyncIterator[str]:
         own_version = version("etfarm")
 
         connections = Connections(lambda: authentication.asks_for_tokens, time.monotonic)
-        edge = Edge(authentication, audit=audit, connections=connections)
+        edge = Edge(authentication, projects.resolve, audit=audit, connections=connections)
         server = grpc.aio.server(interceptors=[edge], options=[*SERVER_OPTIONS, *server_options(files)])
         artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(
             ArtifactService(store, partial(_is_needed, runs, registry)), server
@@ -200,17 +203,17 @@ async def running(config: Config) -> AsyncIterator[str]:
         compile_pb2_grpc.add_CompileServiceServicer_to_server(CompileService(compiler), server)
         jobs = JobService(journal, joblog, announcer, submission, conductor, version=own_version, now=now)
         job_pb2_grpc.add_JobServiceServicer_to_server(jobs, server)
-        device_pb2_grpc.add_DeviceServiceServicer_to_server(DeviceService(registry), server)
+        device_pb2_grpc.add_DeviceServiceServicer_to_server(DeviceService(registry, projects), server)
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(sessions), server)
         enrolment = Enrolment(tokens, registry.is_agent_known)
         agents = AgentService(registry, identities, runs, sessions, enrolment, version=own_version, clock=time.monotonic)
         agent_pb2_grpc.add_AgentServiceServicer_to_server(agents, server)
         reports = ReportService(journal, History(database, registry.devices), Tags(database, now), revision, version=own_version)
         report_pb2_grpc.add_ReportServiceServicer_to_server(reports, server)
-        farm = FarmService(registry, bundles, version=own_version, workers_ready=ready.is_set, live=lambda: conductor.live)
+        farm = FarmService(registry, bundles, version=own_version, workers_ready=ready.is_set, live=conductor.count_live)
         farm_pb2_grpc.add_FarmServiceServicer_to_server(farm, server)
         token_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(tokens, authentication, audit), server)
-        project_pb2_grpc.add_ProjectServiceServicer_to_server(ProjectService(), server)
+        project_pb2_grpc.add_ProjectServiceServicer_to_server(ProjectService(projects), server)
         audit_pb2_grpc.add_AuditServiceServicer_to_server(AuditService(audit), server)
         healthy = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)

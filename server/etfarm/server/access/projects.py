@@ -270,14 +270,19 @@ def _read(connection: Connection, names: Sequence[str]) -> list[Project]:
         of_project.setdefault(row.project, []).append(row.principal)
     size = func.sum(schema.artifacts.c.size_bytes)
     held = select(holdings.holder, size.label("bytes")).join(schema.artifacts, schema.artifacts.c.digest == holdings.digest)
-    stored = dict(connection.execute(held.where(holdings.holder.in_(names)).group_by(holdings.holder)).tuples().all())
+    of_projects = held.where(holdings.holder.in_(names)).group_by(holdings.holder)
+    stored = {row.holder: int(row.bytes or 0) for row in connection.execute(of_projects)}
     jobs = schema.jobs.c
-    live = select(jobs.project, func.count()).where(jobs.project.in_(names), jobs.finished_at.is_(None)).group_by(jobs.project)
-    living = dict(connection.execute(live).tuples().all())
+    live = (
+        select(jobs.project, func.count().label("jobs"))
+        .where(jobs.project.in_(names), jobs.finished_at.is_(None))
+        .group_by(jobs.project)
+    )
+    living = {row.project: row.jobs for row in connection.execute(live)}
     return [
         Project(
             row.name, row.created_at, row.created_by, tuple(of_project.get(row.name, ())), row.storage_limit_bytes,
-            int(stored.get(row.name, 0) or 0), living.get(row.name, 0),
+            stored.get(row.name, 0), living.get(row.name, 0),
         )
         for row in connection.execute(select(projects).where(projects.c.name.in_(names)).order_by(projects.c.name))
     ]  # fmt: skip

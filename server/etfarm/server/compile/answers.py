@@ -80,12 +80,14 @@ class Files:
     Args:
         folder: the child's.
         owner: who is said to have stored them.
+        project: who holds them.
     """
 
-    def __init__(self, store: Store, folder: Path, owner: str) -> None:
+    def __init__(self, store: Store, folder: Path, owner: str, project: str) -> None:
         self._store = store
         self._folder = folder
         self._owner = owner
+        self._project = project
 
     async def adopt(self, name: str) -> common_pb2.Artifact:
         """Takes one file: a name, never a way out of the folder, never a link."""
@@ -93,7 +95,7 @@ class Files:
         is_elsewhere = "/" in name or len(name.encode()) > _NAME_BYTES or path.is_symlink() or self._folder.is_symlink()
         if is_elsewhere or not path.is_file():
             raise BadWorkerAnswer(f"The compile worker names {name[:100]!r}, which is no file of its folder.")
-        return await self._store.adopt(path, self._owner)
+        return await self._store.adopt(path, self._owner, holder=self._project)
 
     async def adopt_all(self, names: Mapping[str, str], into: Mapping[str, common_pb2.Artifact]) -> None:
         """Takes the files of a dict into a map of a message."""

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from sqlalchemy import Connection, Table, select
 from sqlalchemy.dialects.sqlite import insert
 
+from etfarm.server.access.scope import FARM_HOLDER, Scope
 from etfarm.server.artifacts.store import Store
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
@@ -73,8 +74,31 @@ class Cache:
             CompilationNotFound: there is none under the key.
         """
         if (found := await self._read(schema.compilations, key)) is None:
-            raise CompilationNotFound(f"Nothing was compiled under the key {key[:12]}.", key=key)
+            raise _not_found(key)
         return found
+
+    async def get_visible(self, key: str, scope: Scope) -> Compilation:
+        """Return a compilation that one of the scope's projects asked for; that project holds its files from then on, also where
+        another one has compiled it again since.
+
+        Raises:
+            CompilationNotFound: there is none under the key, or others asked for it.
+        """
+        table = schema.project_compilations.c
+        query = select(table.project).where(table.key == key, scope.clause(table.project)).order_by(table.project).limit(1)
+        project = await self._database.read(lambda connection: connection.execute(query).scalar())
+        if project is None and scope.projects is not None:
+            raise _not_found(key)
+        found = await self.get(key)
+        if project is not None:
+            await self._store.hold(project, [artifact.digest for artifact in artifacts_of(found)], FARM_HOLDER)
+        return found
+
+    async def give(self, project: str, made: Compilation, owner: str) -> None:
+        """Let a project read a compilation that it asked for, and all of its files."""
+        row = insert(schema.project_compilations).values(project=project, key=made.key).on_conflict_do_nothing()
+        await self._database.write(lambda connection: connection.execute(row))
+        await self._store.hold(project, [artifact.digest for artifact in artifacts_of(made)], owner)
 
     async def compilation(self, key: str) -> Compilation | None:
         """A compilation that a new job can be answered with."""
@@ -115,6 +139,10 @@ class Cache:
             connection.execute(row.on_conflict_do_update(index_elements=["key"], set_=news))
 
         await self._database.write(write, durable=True)
+
+
+def _not_found(key: str) -> CompilationNotFound:
+    return CompilationNotFound(f"Nothing was compiled under the key {key[:12]}.", key=key)
 
 
 def artifacts_of(made: Compilation) -> Iterator[common_pb2.Artifact]:

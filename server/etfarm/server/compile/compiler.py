@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
 
+from etfarm.server.access.scope import Scope
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile import answers
 from etfarm.server.compile.cache import Cache, Outcome, is_lasting
@@ -33,6 +34,9 @@ _QUANTIZATIONS: Final = {
 }
 """By RecipeInfo.quantization."""
 
+
+_ANY_MODEL: Final = "model"
+"""What children call a model: a compilation serves other projects too, which must not learn what this one calls it."""
 
 _LOG_LINES: Final = 60
 _LOG_CHARACTERS: Final = 6000
@@ -103,25 +107,42 @@ class Compiler:
         """
         return await self._cache.get(key)
 
+    async def get_visible(self, key: str, scope: Scope) -> Compilation:
+        """A finished compilation that one of the scope's projects asked for, and which it may read the files of.
+
+        Raises:
+            CompilationNotFound: there is none under the key, or others asked for it.
+        """
+        return await self._cache.get_visible(key, scope)
+
     async def compile(
         self,
         candidate: job_pb2.Candidate,
         *,
         owner: str,
+        project: str,
         fresh: bool,
         listener: Listener,
         stop_after: str = "",
         quantize_again: bool = True,
     ) -> Outcome:
         """What comes of a candidate, a failure included. Equal ones that come at one time are done once; a cancelled caller
-        ends the children when nobody else waits for them.
+        ends the children when nobody else waits for them. The project holds what came of it, whoever had it compiled first.
 
         Args:
+            project: who asks, and may read the compilation and its files from then on.
             fresh: compile again although the cache has an answer.
             stop_after: a stage of the candidate's recipe; empty for a whole program.
             quantize_again: with `fresh`, the shared stages too.
         """
         todo = plan(candidate, await self._recipe_of(candidate), stop_after)
+        outcome = await self._outcome(todo, owner, project, fresh, quantize_again, listener)
+        await self._cache.give(project, outcome.made, owner)
+        return outcome
+
+    async def _outcome(
+        self, todo: Plan, owner: str, project: str, fresh: bool, quantize_again: bool, listener: Listener
+    ) -> Outcome:
         if not fresh and (known := await self._cache.compilation(todo.key)) is not None:
             _tell_log(known, listener)
             return Outcome(known, cached=True)
@@ -130,25 +151,25 @@ class Compiler:
             # Another's may have ended since the cache was asked.
             if not fresh and (known := await self._cache.compilation(todo.key)) is not None:
                 return Outcome(known, cached=True)
-            outcome = await self._work(todo, owner, fresh and quantize_again, audience)
+            outcome = await self._work(todo, owner, project, fresh and quantize_again, audience)
             if outcome.lasting:
                 await self._cache.keep_compilation(outcome.made)
             return outcome
 
         return await self._compilations.join(_flight_keys(todo.key, fresh), work, listener)
 
-    async def _work(self, todo: Plan, owner: str, fresh: bool, audience: Audience) -> Outcome:
+    async def _work(self, todo: Plan, owner: str, project: str, fresh: bool, audience: Audience) -> Outcome:
         made = Compilation(key=todo.key, toolchain=self._toolchain, stopped_after=todo.stop_after)
         try:
             if todo.recipe is None:
-                return await self._inspect(todo, made, owner, audience)
+                return await self._inspect(todo, made, owner, project, audience)
             if any(part.specification.needs for part in todo.recipe.parts):
                 await self.recipes()  # the others need nothing that a server could lack, and need not wait for the list
             self._check_available(todo.recipe)
             sources = {name: method.exported_program for name, method in todo.candidate.model.methods.items()}
             lowered_from = sources
             if todo.quantization_key:
-                quantized = await self._quantized(todo, owner, fresh, audience.listener)
+                quantized = await self._quantized(todo, owner, project, fresh, audience.listener)
                 _add(made, quantized)
                 if made.HasField("error"):
                     return replace(quantized, made=made)
@@ -161,16 +182,16 @@ class Compiler:
             request = LowerRequest(
                 models=self._paths(lowered_from),
                 originals=self._paths({name: original_of(method) for name, method in model.methods.items()}),
-                quantized_here=lowered_from is not sources, model_name=model.name,
+                quantized_here=lowered_from is not sources, model_name=_ANY_MODEL,
                 recipe_json=todo.candidate.recipe, constant_methods=self._paths(model.constant_methods),
                 stop_after=todo.stop_after or None, threads=self._threads,
             )  # fmt: skip
         except EtfarmError as error:
             return _failed(made, error)
         read = partial(answers.lowered, stop_after=todo.stop_after)
-        return await self._child(self._tasks.lower, request, made, owner, audience, read)
+        return await self._child(self._tasks.lower, request, made, owner, project, audience, read)
 
-    async def _quantized(self, todo: Plan, owner: str, fresh: bool, listener: Listener) -> Outcome:
+    async def _quantized(self, todo: Plan, owner: str, project: str, fresh: bool, listener: Listener) -> Outcome:
         """What QUANTIZE and the export after it give; shared by all compilations that lower it."""
         if not fresh and (known := await self._cache.stages(todo.quantization_key)) is not None:
             for stage in known.stages:
@@ -192,7 +213,7 @@ class Compiler:
             except EtfarmError as error:
                 return _failed(made, error)
             read = partial(answers.quantized, methods=todo.candidate.model.methods)
-            outcome = await self._child(self._tasks.quantize, request, made, owner, audience, read)
+            outcome = await self._child(self._tasks.quantize, request, made, owner, project, audience, read)
             if outcome.lasting:
                 await self._cache.keep_stages(outcome.made)
             return outcome
@@ -204,17 +225,17 @@ class Compiler:
         samples = {name: [artifact.digest for artifact in method.calibration] for name, method in model.methods.items()}
         return QuantizeRequest(
             models=self._paths({name: method.exported_program for name, method in model.methods.items()}),
-            model_name=model.name, recipe_json=todo.candidate.recipe,
+            model_name=_ANY_MODEL, recipe_json=todo.candidate.recipe,
             calibration={name: [self._store.path(digest) for digest in digests] for name, digests in samples.items()},
             threads=self._threads,
         )  # fmt: skip
 
-    async def _inspect(self, todo: Plan, made: Compilation, owner: str, audience: Audience) -> Outcome:
+    async def _inspect(self, todo: Plan, made: Compilation, owner: str, project: str, audience: Audience) -> Outcome:
         program = todo.candidate.program
         made.program.CopyFrom(program)
         await self._store.require_whole([program.pte.digest])
-        request = InspectRequest(pte=self._store.path(program.pte.digest), model_name=todo.candidate.name, threads=self._threads)
-        return await self._child(self._tasks.inspect, request, made, owner, audience, answers.inspected)
+        request = InspectRequest(pte=self._store.path(program.pte.digest), model_name=_ANY_MODEL, threads=self._threads)
+        return await self._child(self._tasks.inspect, request, made, owner, project, audience, answers.inspected)
 
     async def _child(
         self,
@@ -222,6 +243,7 @@ class Compiler:
         request: object,
         made: Compilation,
         owner: str,
+        project: str,
         audience: Audience,
         read: Callable[[Mapping[str, Any], answers.Files], Awaitable[Compilation]],
     ) -> Outcome:
@@ -249,7 +271,7 @@ class Compiler:
                 on_event=on_event, on_log=on_log,
             )  # fmt: skip
             async with finished:
-                files = answers.Files(self._store, finished.folder, owner)
+                files = answers.Files(self._store, finished.folder, owner, project)
                 made.MergeFrom(await read(answers.parse(finished.result), files))
         except EtfarmError as error:
             made.stages.extend(ended)

@@ -234,7 +234,7 @@ def _check_quantized(recipe: Recipe, built: Any, request: LowerRequest, programs
     if quantized or (request.stop_after == "SOURCE_TRANSFORM" and "QUANTIZE" in recipe.stages):
         return quantized
     if recipe.quantization is Quantization.TORCHAO_SOURCE:
-        raise RecipeNeedsEagerModule(recipe.name, request.model_name)
+        raise RecipeNeedsEagerModule(recipe.name, "the model")
     own = recipe.options.quantizers is None and built.quantization_recipe is not None
     if recipe.quantization is not Quantization.NONE or (own and built.quantization_recipe.quantizers):
         raise QuantizedNothing(recipe.name, " or ".join(programs))

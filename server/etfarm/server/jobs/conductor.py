@@ -177,7 +177,8 @@ class Conductor:
             self._add_client_stages(cell, candidate)
         started_ms, started = since(job, self._now()), self._clock()
         outcome = await self._compiler.compile(
-            candidate, owner=job.owner, fresh=job.spec.no_cache, stop_after=job.spec.stop_after, listener=self._listener(way)
+            candidate, owner=job.owner, project=job.project, fresh=job.spec.no_cache, stop_after=job.spec.stop_after,
+            listener=self._listener(way),
         )  # fmt: skip
         way.compilation = compilation = outcome.made
         cell.compilation_key, cell.compile_cached = compilation.key, outcome.cached

@@ -79,7 +79,8 @@ class Journal:
             connection.execute(
                 schema.jobs.insert().values(
                     id=job.id, number=number, name=job.name, owner=job.owner, request_id=request_id, priority=job.spec.priority,
-                    project=job.project or DEFAULT_PROJECT, spec=job.spec.SerializeToString(), submitted_at=_utc(job.submitted_at), last_sequence=0,
+                    project=job.project or DEFAULT_PROJECT, spec=job.spec.SerializeToString(), last_sequence=0,
+                    submitted_at=_utc(job.submitted_at),
                 )
             )  # fmt: skip
             connection.execute(
@@ -341,7 +342,7 @@ def _resolved(connection: Connection, key: str, scope: Scope) -> str:
     visible = select(jobs.id).where(scope.clause(jobs.project))
     if key == LATEST:
         in_active = visible.where(jobs.project == scope.active) if scope.active else visible
-        matching = connection.execute(in_active.order_by(jobs.number.desc()).limit(1)).scalars().all()
+        matching: Sequence[str] = connection.execute(in_active.order_by(jobs.number.desc()).limit(1)).scalars().all()
     else:
         exact: str | None = connection.execute(visible.where(jobs.id == key)).scalar()
         if exact is not None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import structlog
 
-from etfarm.server.access.scope import DEFAULT_PROJECT, EVERYTHING, Scope
+from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.flights import Listener
@@ -155,8 +155,8 @@ class Sessions:
             return SessionAnswer(error=to_proto(session.over))
         lease = session.admit(request.call_id)
         for wanted in stored(request.task.inputs):
-            if not self._store.has_for_now(wanted):
-                raise ArtifactMissing(f"Artifact {wanted[:12]} is not stored.", "Upload it first.", digest=wanted)
+            if not await self._store.is_held(wanted, [session.project]):
+                raise _artifact_missing(wanted)
             session.tensors.add(wanted)
             self._runs.permit(lease.attempt_id, [wanted])
         begun = asyncio.Event()
@@ -195,8 +195,13 @@ class Sessions:
         finally:
             session.calls.discard(request.call_id)
 
-    async def serve(self, replies: AsyncIterator[agent_pb2.SessionReply], principal: str) -> AsyncIterator[agent_pb2.SessionCall]:
+    async def serve(
+        self, replies: AsyncIterator[agent_pb2.SessionReply], principal: str, holder: str
+    ) -> AsyncIterator[agent_pb2.SessionCall]:
         """The calls for a session whose agent, of this principal, sends `replies`; ends with it.
+
+        Args:
+            holder: who holds what the agent uploads.
 
         Raises:
             EtfarmError: before the first call, as AgentService.ServeSession says.
@@ -214,7 +219,7 @@ class Sessions:
         lease.served = True
         first.ready.device.CopyFrom(lease.device)
         lease.ready.set_result(first.ready)
-        listening = asyncio.create_task(self._listen(session, lease, reader), name=f"session-{session.id}-replies")
+        listening = asyncio.create_task(self._listen(session, lease, reader, holder), name=f"session-{session.id}-replies")
         try:
             while (call := await lease.outgoing.get()) is not None:
                 yield call
@@ -247,7 +252,7 @@ class Sessions:
             ArtifactMissing: the project does not hold one.
         """
         if missing := await self._store.missing(digests, project):
-            raise ArtifactMissing(f"Artifact {missing[0][:12]} is not stored.", "Upload it first.", digest=missing[0])
+            raise _artifact_missing(missing[0])
 
     async def _facts(self, request: session_pb2.OpenSessionRequest, owner: str, project: str) -> list[compile_pb2.MethodFacts]:
         """What the program's methods need, those that the owner names or all of them."""
@@ -377,16 +382,18 @@ class Sessions:
         self._placement.free(lease.attempt_id)
         session.lease = None
 
-    async def _listen(self, session: Session, lease: Lease, reader: AsyncIterator[agent_pb2.SessionReply]) -> None:
+    async def _listen(self, session: Session, lease: Lease, reader: AsyncIterator[agent_pb2.SessionReply], holder: str) -> None:
         """Takes an agent's replies until its stream ends."""
         try:
             async for reply in reader:
                 kind = reply.WhichOneof("reply")
                 if kind == "answered":
                     said = checked(reply.answered.answer)
-                    gave = list(stored(said.outputs, said.measured.samples))
+                    gave = stored(said.outputs, said.measured.samples)
                     session.tensors.update(gave)
-                    await self._store.hold(DEFAULT_PROJECT, gave, session.owner, for_now=True)
+                    # Not whatever digest an agent names: what it has uploaded.
+                    uploaded = [each for each in gave if await self._store.is_held(each, [holder, session.project])]
+                    await self._store.hold(session.project, uploaded, session.owner, for_now=True)
                     answer = lease.answers.get(reply.answered.call_id)
                     if answer is not None and not answer.done():
                         answer.set_result(said)
@@ -414,3 +421,7 @@ class Sessions:
         except DeviceOffline:
             return False
         return True
+
+
+def _artifact_missing(digest: str) -> ArtifactMissing:
+    return ArtifactMissing(f"Artifact {digest[:12]} is not stored.", "Upload it first.", digest=digest)

@@ -1,4 +1,4 @@
-"""Step 10: names that people give jobs, as baselines. A tag is unique in its project and stands for its job wherever an id does."""
+"""Step 10: names that people give jobs, as baselines. A tag is its project's, unique, and stands for its job where an id does."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def find_tag(connection: Connection, name: str, scope: Scope) -> Tag | None:
     """
     tags = schema.tags.c
     query = select(tags.project, tags.job_id, tags.owner).where(tags.name == name, scope.clause(tags.project))
-    rows = [Tag(*row) for row in connection.execute(query.order_by(tags.project)).tuples()]
+    rows = [Tag(row.project, row.job_id, row.owner) for row in connection.execute(query.order_by(tags.project))]
     of_active = [tag for tag in rows if tag.project == scope.active]
     if len(of_active or rows) > 1:
         projects = ", ".join(tag.project for tag in rows)

@@ -13,6 +13,7 @@ from etfarm.server.devices.registry import AgentConnected, DeviceNotYours, Regis
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
 from etfarm.server.jobs.sessions import Sessions
+from etfarm.server.rpc.artifacts import holder_of
 from etfarm.server.rpc.auth import ADMIN, caller
 from etfarm.server.rpc.enrolment import Enrolment
 from etfarm.v1 import agent_pb2, agent_pb2_grpc
@@ -102,7 +103,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     async def ServeSession(
         self, request_iterator: AsyncIterator[agent_pb2.SessionReply], context: object
     ) -> AsyncIterator[agent_pb2.SessionCall]:
-        async for call in self._sessions.serve(request_iterator, caller().name):
+        async for call in self._sessions.serve(request_iterator, caller().name, holder_of(caller())):
             yield call
 
     async def Enroll(self, request: agent_pb2.EnrollAgentRequest, context: object) -> agent_pb2.EnrollAgentResponse:

@@ -10,7 +10,8 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from etfarm.server.access.scope import DEFAULT_PROJECT, FARM_HOLDER, agent_holder
+from etfarm.server.access.projects import require_active
+from etfarm.server.access.scope import FARM_HOLDER, agent_holder
 from etfarm.server.artifacts.errors import ArtifactNotFound, BadPageToken, BadUpload
 from etfarm.server.artifacts.holdings import Holding
 from etfarm.server.artifacts.store import Store
@@ -29,13 +30,17 @@ NeededByAgent = Callable[[str, str], Awaitable[bool]]
 
 
 def holder_of(principal: Principal) -> str:
-    """Return who holds what the principal uploads."""
-    return agent_holder(principal.name) if principal.role == AGENT else principal.project or DEFAULT_PROJECT
+    """Return who holds what the principal uploads.
+
+    Raises:
+        ProjectAmbiguous: it has to choose one of its projects.
+    """
+    return agent_holder(principal.name) if principal.role == AGENT else require_active(principal)
 
 
-def projects_of(principal: Principal) -> set[str]:
-    """Return the projects whose artifacts the principal reads; an admin reads those of all, an agent those of none."""
-    return set() if principal.role == AGENT else {holder_of(principal), *principal.projects}
+def readable_holders(principal: Principal) -> set[str]:
+    """Return the holders whose artifacts the principal reads; an admin reads those of all."""
+    return {FARM_HOLDER, *([agent_holder(principal.name)] if principal.role == AGENT else principal.projects)}
 
 
 class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
@@ -94,7 +99,7 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
 
     async def _may_read(self, who: Principal, digest: str) -> bool:
         self._store.place(digest)
-        if who.role == ADMIN or await self._store.holds(digest, {holder_of(who), FARM_HOLDER} | projects_of(who)):
+        if who.role == ADMIN or await self._store.holds(digest, readable_holders(who)):
             return True
         return who.role == AGENT and await self._needed_by_agent(who.name, digest)
 
@@ -103,7 +108,7 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
         if size < 1:
             raise BadPageToken(f"`page_size` must be 0 to {_LARGEST_PAGE}, got {request.page_size}.")
         after = _read_token(request.page_token) if request.page_token else None
-        rows = await self._store.page(None if who.role == ADMIN else projects_of(who), after, size + 1)
+        rows = await self._store.page(None if who.role == ADMIN else set(who.projects), after, size + 1)
         answer, taken_bytes = artifact_pb2.ListArtifactsResponse(), 0
         for index, row in enumerate(rows):
             listed = _listed(row)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from etfarm.server.access.projects import require_active
-from etfarm.server.access.scope import DEFAULT_PROJECT, Scope
+from etfarm.server.access.scope import DEFAULT_PROJECT, EVERYTHING, Scope
 from etfarm.server.access.tokens import Credential, key_of
 from etfarm.v1 import common_pb2
 from etfarm.v1.common_pb2 import Principal, Role
@@ -294,7 +294,8 @@ def caller() -> Principal:
 def scope() -> Scope:
     """Return the projects whose jobs, artifacts, tags and reports the caller sees: all for an admin, none for an agent."""
     principal = caller()
-    return Scope(None if principal.role == ADMIN else frozenset(principal.projects), principal.project)
+    seen = EVERYTHING if principal.role == ADMIN else Scope(frozenset(principal.projects))
+    return replace(seen, active=principal.project)
 
 
 def active_project() -> str:

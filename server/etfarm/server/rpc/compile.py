@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from etfarm.server.compile.compiler import Compiler
+from etfarm.server.rpc.auth import scope
 from etfarm.v1 import compile_pb2, compile_pb2_grpc
 
 
@@ -16,4 +17,4 @@ class CompileService(compile_pb2_grpc.CompileServiceServicer):
         return await self._compiler.recipes()
 
     async def GetCompilation(self, request: compile_pb2.GetCompilationRequest, context: object) -> compile_pb2.Compilation:
-        return await self._compiler.get(request.key)
+        return await self._compiler.get_visible(request.key, scope())
