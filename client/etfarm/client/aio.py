@@ -20,6 +20,7 @@ from etfarm.client.inputs import Inputs
 from etfarm.client.jobs import AsyncJob
 from etfarm.client.models import Agent, Bundle, Device, JobInfo, JobResult, RecipeInfo, ServerInfo
 from etfarm.client.preparation import ExampleInputs, Model
+from etfarm.client.projects import AsyncProjects
 from etfarm.client.recipes import DEFAULT_RECIPE, read_recipe
 from etfarm.client.retry import repeat
 from etfarm.client.samples import given
@@ -56,18 +57,20 @@ class AsyncFarm:
         *,
         token: str | None = None,
         tls_ca: str | Path | None = None,
+        project: str | None = None,
         on_status: Callable[[str], None] | None = None,
     ) -> None:
         """Args:
         address: HOST:PORT, [IPV6]:PORT or unix:PATH; ETFARM_SERVER when None.
         token: the bearer token; ETFARM_TOKEN when None.
         tls_ca: PEM file of the authority that signed the server's certificate; ETFARM_TLS_CA when None.
+        project: owns what is made here; ETFARM_PROJECT when None, else the caller's only project, else `default`.
         on_status: told in one sentence what starting the embedded farm waits for.
 
         Raises:
             BadAddress: there is no file `tls_ca`, or no server whose certificate it could be for.
         """
-        self._connection = Connection(address, token, tls_ca, on_status)
+        self._connection = Connection(address, token, tls_ca, on_status, project)
 
     async def __aenter__(self) -> Self:
         """Connects.
@@ -444,6 +447,20 @@ class AsyncFarm:
         """
         request = agent_pb2.BindAgentRequest(agent_id=agent_id, principal=principal)
         return decode.agent(await repeat(lambda: self._open.agents.BindAgent(request), server=self.address))
+
+    async def restrict_device(self, device_id: str, projects: Sequence[str]) -> Device:
+        """Lets a device run only the jobs and sessions of some projects; any project's where none is named. For admins.
+
+        Raises:
+            EtfarmError: DEVICE_NOT_FOUND, PROJECT_NOT_FOUND; PERMISSION_DENIED.
+        """
+        request = device_pb2.RestrictDeviceRequest(device_id=device_id, projects=projects)
+        return decode.device(await repeat(lambda: self._open.devices.Restrict(request), server=self.address))
+
+    @property
+    def projects(self) -> AsyncProjects:
+        """The farm's projects."""
+        return AsyncProjects(self._open)
 
     async def recipes(self) -> list[RecipeInfo]:
         """All recipes, and what the server lacks for those that it cannot run."""

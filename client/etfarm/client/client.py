@@ -17,7 +17,19 @@ from etfarm.client.history import HistoryEntry
 from etfarm.client.inputs import Inputs
 from etfarm.client.jobs import AsyncJob
 from etfarm.client.loop import Loop
-from etfarm.client.models import Agent, Bundle, Device, Event, JobInfo, JobResult, JobState, LogLine, RecipeInfo, ServerInfo
+from etfarm.client.models import (
+    Agent,
+    Bundle,
+    Device,
+    Event,
+    JobInfo,
+    JobResult,
+    JobState,
+    LogLine,
+    Project,
+    RecipeInfo,
+    ServerInfo,
+)
 from etfarm.client.preparation import ExampleInputs, Model
 from etfarm.client.recipes import DEFAULT_RECIPE
 from etfarm.client.session import Session, Told
@@ -115,10 +127,11 @@ class Farm:
         *,
         token: str | None = None,
         tls_ca: str | Path | None = None,
+        project: str | None = None,
         on_status: Callable[[str], None] | None = None,
     ) -> None:
         """As AsyncFarm."""
-        self._farm = AsyncFarm(address, token=token, tls_ca=tls_ca, on_status=on_status)
+        self._farm = AsyncFarm(address, token=token, tls_ca=tls_ca, project=project, on_status=on_status)
         self._loop: Loop | None = None
 
     def __enter__(self) -> Self:
@@ -391,6 +404,18 @@ class Farm:
     def bind_agent(self, agent_id: str, principal: str) -> Agent:
         """As AsyncFarm.bind_agent."""
         return self._open.run(self._farm.bind_agent(agent_id, principal))
+
+    def restrict_device(self, device_id: str, projects: Sequence[str]) -> Device:
+        """As AsyncFarm.restrict_device."""
+        return self._open.run(self._farm.restrict_device(device_id, projects))
+
+    def projects(self) -> list[Project]:
+        """As AsyncProjects.list."""
+        return self._open.run(self._farm.projects.list())
+
+    def create_project(self, name: str, members: Sequence[str] = (), *, storage_limit_bytes: int | None = None) -> Project:
+        """As AsyncProjects.create."""
+        return self._open.run(self._farm.projects.create(name, members, storage_limit_bytes=storage_limit_bytes))
 
     def recipes(self) -> list[RecipeInfo]:
         """As AsyncFarm.recipes."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import grpc
 
@@ -20,6 +23,10 @@ CONNECT_TIMEOUT_S = 10.0
 """How long the first answer may take; a server on the other side of the world needs one second."""
 
 
+CHOSEN_PROJECT: Final[ContextVar[str | None]] = ContextVar("chosen_project", default=None)
+"""The project of `--project`, for every farm that a command connects to."""
+
+
 class NotConnected(UserError):
     """The farm is used outside of its `with` block."""
 
@@ -31,7 +38,12 @@ class Connection:
     """What `AsyncFarm` calls a farm through, once it is opened."""
 
     def __init__(
-        self, address: str | None, token: str | None, tls_ca: str | Path | None, on_status: Callable[[str], None] | None
+        self,
+        address: str | None,
+        token: str | None,
+        tls_ca: str | Path | None,
+        on_status: Callable[[str], None] | None,
+        project: str | None = None,
     ) -> None:
         """The arguments are AsyncFarm's.
 
@@ -49,6 +61,7 @@ class Connection:
         self._token = token
         self._tls_ca = tls_ca
         self._on_status = on_status
+        self._project = project if project is not None else CHOSEN_PROJECT.get()
         self._lease: embedded.Lease | None = None
         self._channel: grpc.aio.Channel | None = None
         self._stubs: Stubs | None = None
@@ -57,16 +70,20 @@ class Connection:
         """Connects.
 
         Raises:
-            EtfarmError: SERVER_UNREACHABLE, UNAUTHENTICATED; BAD_ADDRESS, BAD_TLS_FILE; EMBEDDED_FARM_FAILED.
+            EtfarmError: SERVER_UNREACHABLE, UNAUTHENTICATED, PROJECT_NOT_FOUND; BAD_ADDRESS, BAD_TLS_FILE, BAD_PROJECT;
+                EMBEDDED_FARM_FAILED.
         """
         try:
             if self._address is None:
                 self._lease = await embedded.join(on_status=self._on_status)
+                # ETFARM_PROJECT is about the server of a team; this farm has only `default` until somebody makes another.
                 access = Access(self._lease.address, socket_token(self._lease.address))
             else:
                 access = Access.of(self._address, self._tls_ca)
                 if self._token is not None:
-                    access = Access(access.server, self._token, access.tls_ca)
+                    access = replace(access, token=self._token)
+            if self._project is not None:
+                access = replace(access, project=self._project)
             self._channel = open_channel(access)
             self._stubs = Stubs.of(self._channel, access.server)
             await _must_answer(self._stubs)

@@ -21,10 +21,11 @@ from etfarm.client.models import (
     JobState,
     LogLine,
     Progress,
+    Project,
     RecipeInfo,
     ServerInfo,
 )
-from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, device_pb2, farm_pb2, job_pb2
+from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, device_pb2, farm_pb2, job_pb2, project_pb2
 from etfarm.wire import status
 
 
@@ -40,6 +41,7 @@ def job(message: job_pb2.Job) -> JobInfo:
         finished_at=_instant(message.finished_at) if message.HasField("finished_at") else None,
         cells=tuple(cell(item) for item in message.cells),
         tags=tuple(message.tags),
+        project=message.project,
     )
 
 
@@ -138,6 +140,19 @@ def device(message: device_pb2.Device) -> Device:
         thermal_zones=tuple(message.thermal_zones),
         has_battery=message.has_battery if message.HasField("has_battery") else None,
         problem=status.from_proto(message.problem) if message.HasField("problem") else None,
+        projects=tuple(message.projects),
+    )
+
+
+def project(message: project_pb2.Project) -> Project:
+    """A Project."""
+    return Project(
+        name=message.name,
+        created_by=message.created_by,
+        members=tuple(message.members),
+        storage_limit_bytes=message.storage_limit_bytes if message.HasField("storage_limit_bytes") else None,
+        storage_bytes=message.storage_bytes,
+        live_jobs=message.live_jobs,
     )
 
 

@@ -107,6 +107,8 @@ class JobInfo:
     cells: tuple[Cell, ...] = field(default=(), repr=False)
     tags: tuple[str, ...] = ()
     """Names that stand for it, as baselines."""
+    project: str = ""
+    """The project that it belongs to."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,21 @@ class Device:
     """None where nothing tells."""
     problem: EtfarmError | None = None
     """Why it can be given no runs now, with the remedy; None where it can."""
+    projects: tuple[str, ...] = ()
+    """Those of the caller's projects that it is restricted to; any project's jobs run where it is empty."""
+
+
+@dataclass(frozen=True)
+class Project:
+    """Whose jobs, artifacts, tags and reports are whose."""
+
+    name: str
+    created_by: str
+    members: tuple[str, ...]
+    storage_limit_bytes: int | None
+    """None for the server's default."""
+    storage_bytes: int
+    live_jobs: int
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from etfarm.v1 import (
     device_pb2_grpc,
     farm_pb2_grpc,
     job_pb2_grpc,
+    project_pb2_grpc,
     report_pb2_grpc,
     session_pb2_grpc,
     token_pb2_grpc,
@@ -32,6 +33,7 @@ class Stubs:
     devices: device_pb2_grpc.DeviceServiceAsyncStub
     farm: farm_pb2_grpc.FarmServiceAsyncStub
     jobs: job_pb2_grpc.JobServiceAsyncStub
+    projects: project_pb2_grpc.ProjectServiceAsyncStub
     reports: report_pb2_grpc.ReportServiceAsyncStub
     sessions: session_pb2_grpc.SessionServiceAsyncStub
     tokens: token_pb2_grpc.TokenServiceAsyncStub
@@ -48,6 +50,7 @@ class Stubs:
             device_pb2_grpc.DeviceServiceStub(channel),
             farm_pb2_grpc.FarmServiceStub(channel),
             job_pb2_grpc.JobServiceStub(channel),
+            project_pb2_grpc.ProjectServiceStub(channel),
             report_pb2_grpc.ReportServiceStub(channel),
             session_pb2_grpc.SessionServiceStub(channel),
             token_pb2_grpc.TokenServiceStub(channel),

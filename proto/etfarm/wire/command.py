@@ -17,8 +17,9 @@ SUMMARIES = {
     "compile": "lower a model to a .pte and its ETRecord",
     "run": "run a .pte on a device with your inputs and get its outputs",
     "jobs": "list, show, watch and cancel jobs, read their logs",
-    "devices": "list, show and forget the devices of the farm",
+    "devices": "list, show, restrict and forget the devices of the farm",
     "agents": "list agent identities, and bind them to tokens",
+    "projects": "list projects, make them and change their members",
     "recipes": "list and show recipes, and what is missing for those that cannot run here",
     "report": "show a job's reports again",
     "history": "show how the reports of a model went over time, and what changed",
@@ -124,8 +125,8 @@ def _help() -> str:
     return (
         "usage: etfarm COMMAND ...\n\nA device farm for ExecuTorch that you host yourself.\n\n"
         f"{_rows([name for name in SUMMARIES if '.' not in name])}\n\n"
-        "`etfarm COMMAND --help` tells more. Without --server or ETFARM_SERVER a command uses a farm of its own\n"
-        "and leaves nothing running."
+        "`etfarm COMMAND --help` tells more. --project NAME (or ETFARM_PROJECT) selects the project of what a command makes.\n"
+        "Without --server or ETFARM_SERVER a command uses a farm of its own and leaves nothing running."
     )
 
 

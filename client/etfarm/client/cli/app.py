@@ -116,7 +116,13 @@ class Outcome:
 
 
 def execute(
-    command: Command | Mapping[str, Command], argv: list[str], name: str, about: str = "", later: Collection[str] = ()
+    command: Command | Mapping[str, Command],
+    argv: list[str],
+    name: str,
+    about: str = "",
+    later: Collection[str] = (),
+    *,
+    takes_project: bool = True,
 ) -> int:
     """Runs a command, or one of a group's, and answers its exit code; errors are one sentence on stderr.
 
@@ -125,13 +131,14 @@ def execute(
         name: what comes after `etfarm`.
         about: the group's help; a function's is its docstring.
         later: subcommands of a group that this version knows and does not have.
+        takes_project: whether `--project NAME` selects the project of what the command makes.
     """
     outcome = Outcome()
     code, error = 0, None
     try:
         if argv and argv[0] in later:
             raise NotAvailable(f"`etfarm {name} {argv[0]}`", "")
-        code = _run(command, argv, name, about, outcome)
+        code = _run(command, _choose_project(argv) if takes_project else argv, name, about, outcome)
     except EtfarmError as raised:
         error, code = raised, exit_code(raised)
     except (KeyboardInterrupt, typer.Abort):
@@ -296,6 +303,32 @@ def _run(command: Command | Mapping[str, Command], argv: list[str], name: str, a
     asked = argv if argv or not isinstance(command, Mapping) else ["--help"]
     code = runnable.main(args=asked, prog_name=f"etfarm {name}", standalone_mode=False, obj=outcome)
     return int(code or 0) if asked is argv else 2
+
+
+def _choose_project(argv: list[str]) -> list[str]:
+    """Return the arguments without `--project NAME`, which every command that calls a farm has; the last one counts.
+
+    Raises:
+        Usage: the name is missing.
+    """
+    end = argv.index("--") if "--" in argv else len(argv)
+    kept: list[str] = []
+    chosen: str | None = None
+    words = iter(argv[:end])
+    for word in words:
+        if word == "--project":
+            chosen = next(words, "")
+        elif word.startswith("--project="):
+            chosen = word.removeprefix("--project=")
+        else:
+            kept.append(word)
+    if chosen is not None:
+        if not chosen or chosen.startswith("-"):
+            raise Usage("--project requires a project's name.", "`etfarm projects list` shows yours.")
+        from etfarm.client.connection import CHOSEN_PROJECT
+
+        CHOSEN_PROJECT.set(chosen)
+    return kept + argv[end:]
 
 
 def _nothing() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import execute, run_async
+from etfarm.client.cli.app import Command, Usage, execute, run_async
 from etfarm.client.cli.terminal import tell
 
 if TYPE_CHECKING:
@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     """Runs `etfarm devices`."""
     later = ("reserve", "release", "drain", "undrain", "label")
-    commands = {"list": list_, "show": show, "forget": forget}
-    return execute(commands, argv, "devices", "Lists, shows and forgets the devices of the farm.", later)
+    commands: dict[str, Command] = {"list": list_, "show": show, "restrict": restrict, "forget": forget}
+    # `restrict` has a --project of its own.
+    is_own = argv[:1] == ["restrict"]
+    return execute(
+        commands, argv, "devices", "Lists, shows, restricts and forgets the devices of the farm.", later, takes_project=not is_own
+    )
 
 
 def list_(
@@ -104,6 +108,29 @@ def forget(
     tell(f"Device {removed.name} ({removed.id}) is forgotten.")
 
 
+def restrict(
+    device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
+    project: Annotated[
+        list[str] | None, typer.Option("--project", metavar="P", help="A project that may use it. Again for more.")
+    ] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Every project may use it.")] = False,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """Lets only some projects use a device: for the others it does not exist. For admins; what runs on it now goes on."""
+    from etfarm.client.aio import AsyncFarm
+
+    if bool(project) == all_:
+        raise Usage("Give either --project or --all.", "For example `etfarm devices restrict board-7 --project vision`.")
+
+    async def change() -> Device:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            return await farm.restrict_device(device, project or ())
+
+    one = run_async(change)
+    tell(f"{one.name} runs jobs of {', '.join(one.projects) or 'every project'}.")
+
+
 def facts(one: Device, now: datetime) -> Iterator[tuple[str, RenderableType]]:
     """All that is known of a device, as names and what is shown of them; what it does not have is left out."""
     from rich.text import Text
@@ -119,6 +146,7 @@ def facts(one: Device, now: datetime) -> Iterator[tuple[str, RenderableType]]:
         ("state", Text(f"{one.state.value}, last seen {units.ago(one.last_seen_at, now)}", _STYLES[one.state.value])),
         ("problem", Text(str(one.problem), "red") if one.problem else ""),
         ("attempt", one.attempt_id),
+        ("projects", ", ".join(one.projects)),
         ("model", one.model),
         ("soc", one.soc),
         ("os", one.os),
