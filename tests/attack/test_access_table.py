@@ -1,0 +1,503 @@
+"""Every rpc of the contract as everybody: what each caller is answered, and that nothing of a project reaches its strangers.
+
+One real server with a job that a real agent has run and a session that it serves. A new rpc needs a row here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import pytest
+import torch
+from google.protobuf import message_factory
+from google.protobuf.message import Message
+
+from etfarm.client import Farm
+from etfarm.v1 import (
+    agent_pb2,
+    artifact_pb2,
+    audit_pb2,
+    common_pb2,
+    compile_pb2,
+    device_pb2,
+    farm_pb2,
+    job_pb2,
+    project_pb2,
+    report_pb2,
+    session_pb2,
+    token_pb2,
+)
+from etfarm.wire import digest
+from etfarm.wire.chunks import artifact_of
+from tests.rpc.test_contract import RPCS
+from tests.support.farm import Daemon
+from tests.support.programs import program
+from tests.support.runner import know_own_runners, runner_archive
+
+WAIT_S: Final = 200.0
+
+# Callers by their place: the name, role and project of their tokens.
+NAMES: Final = {
+    "admin": ("root", "admin", ""),
+    "owner": ("ann-of-vision", "user", "vision-lab"),
+    "member": ("ben", "user", "vision-lab"),
+    "stranger": ("cat", "user", "audio-lab"),
+    "viewer": ("vic", "viewer", "vision-lab"),
+    "other_viewer": ("wil", "viewer", "audio-lab"),
+    "agent": ("pi", "agent", ""),
+    "other_agent": ("imp", "agent", ""),
+}
+VOID: Final = ("expired", "revoked", "none")
+"""Callers whose token is not one, or not one any more."""
+OUTSIDERS: Final = ("stranger", "other_viewer", "other_agent", *VOID)
+"""Callers who may not learn anything of the project."""
+
+OK, GONE, DENIED, ANONYMOUS = "OK", "NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED"
+PRECONDITION, INVALID, TAKEN = "FAILED_PRECONDITION", "INVALID_ARGUMENT", "ALREADY_EXISTS"
+PASSES: Final = "PASSES"
+"""Any answer of who was let through: the request is not one that the rpc can work with, or the rpc comes later."""
+
+Row = Mapping[str, str]
+
+
+def row(**answers: str) -> Row:
+    """The answers by caller; void tokens are the same everywhere."""
+    return answers | dict.fromkeys(VOID, ANONYMOUS)
+
+
+def people(admin: str, owner: str, member: str, stranger: str, viewer: str, other_viewer: str) -> Row:
+    """A row of what no agent calls."""
+    return row(
+        admin=admin, owner=owner, member=member, stranger=stranger, viewer=viewer, other_viewer=other_viewer,
+        agent=DENIED, other_agent=DENIED,
+    )  # fmt: skip
+
+
+READ: Final = people(OK, OK, OK, GONE, OK, GONE)
+"""What belongs to a project."""
+LIST: Final = people(OK, OK, OK, OK, OK, OK)
+"""What each finds only its own in."""
+OWN: Final = people(OK, OK, DENIED, GONE, DENIED, DENIED)
+"""A change of what belongs to a user."""
+USERS: Final = people(PASSES, PASSES, PASSES, PASSES, DENIED, DENIED)
+READERS: Final = people(PASSES, PASSES, PASSES, PASSES, PASSES, PASSES)
+ADMINS: Final = people(PASSES, DENIED, DENIED, DENIED, DENIED, DENIED)
+EVERYBODY: Final = row(**dict.fromkeys(NAMES, OK))
+MOVERS: Final = row(**(dict.fromkeys(NAMES, OK) | {"viewer": DENIED, "other_viewer": DENIED}))
+
+AWAITED: Final = frozenset({("ArtifactService.Download", "other_agent")})
+"""Cells that are not asserted before agents read only what their attempts need."""
+
+
+@dataclass
+class World:
+    """The server and what a project has on it."""
+
+    address: str
+    secrets: dict[str, str] = field(default_factory=dict)
+    """By token's holder."""
+    job: str = ""
+    report: str = ""
+    compilation: str = ""
+    model: str = ""
+    device: str = ""
+    pte: common_pb2.Artifact = field(default_factory=common_pb2.Artifact)
+    program: compile_pb2.Program = field(default_factory=compile_pb2.Program)
+    outputs: str = ""
+    session: str = ""
+    attempt: str = ""
+    private: set[str] = field(default_factory=set)
+    """What nobody outside of the project may read anywhere."""
+
+    def call(self, caller: str, rpc: str, request: Message) -> tuple[str, list[Message], str]:
+        """The status of an rpc, its answers (a stream's first) and its message."""
+        method = RPCS[rpc]
+        streams = ("stream" if method.client_streaming else "unary", "stream" if method.server_streaming else "unary")
+        with grpc.insecure_channel(self.address) as channel:
+            stub = getattr(channel, "_".join(streams))(
+                f"/{method.containing_service.full_name}/{method.name}",
+                request_serializer=lambda message: message.SerializeToString(),
+                response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
+            )
+            token = self.secrets.get(caller, "")
+            metadata = [("authorization", f"Bearer {token}")] if token else []
+            sent = iter([request]) if method.client_streaming else request
+            try:
+                if not method.server_streaming:
+                    return OK, [stub(sent, metadata=metadata, timeout=WAIT_S)], ""
+                answers = stub(sent, metadata=metadata, timeout=WAIT_S)
+                first = next(answers, None)
+                answers.cancel()
+                return OK, [] if first is None else [first], ""
+            except grpc.RpcError as error:
+                return error.code().name, [], f"{error.details()} {error.trailing_metadata()}"
+
+
+Request = Callable[[World, str], Message]
+
+
+def of_job(kind: type[Message], **more: Any) -> Request:
+    """A request that names the project's job."""
+    return lambda world, caller: kind(job_id=world.job, **more)
+
+
+def fixed(request: Message) -> Request:
+    """A request that is the same for everybody."""
+    return lambda world, caller: request
+
+
+def fresh(world: World, caller: str) -> Message:
+    """An upload of an empty artifact."""
+    return artifact_pb2.UploadRequest(header=artifact_pb2.UploadHeader(artifact=artifact_of(b"")))
+
+
+def submit(world: World, caller: str) -> Message:
+    """A job that compiles the project's program."""
+    spec = job_pb2.JobSpec(candidates=[job_pb2.Candidate(name="again", program=world.program)])
+    return job_pb2.SubmitRequest(request_id=uuid.uuid4().hex, spec=spec)
+
+
+def open_session(world: World, caller: str) -> Message:
+    """A session with the project's program."""
+    return session_pb2.OpenSessionRequest(selector=f"id={world.device}", program=world.program)
+
+
+ABSENT: Final = "a" * 64
+
+TABLE: Final[dict[str, tuple[Request, Row]]] = {
+    "ArtifactService.FindMissing": (lambda w, c: artifact_pb2.FindMissingRequest(digests=[w.outputs]), MOVERS),
+    "ArtifactService.GetUploadStatus": (lambda w, c: artifact_pb2.GetUploadStatusRequest(digest=w.outputs), MOVERS),
+    "ArtifactService.Upload": (fresh, MOVERS),
+    "ArtifactService.Download": (
+        lambda w, c: artifact_pb2.DownloadRequest(digest=w.pte.digest), READ | {"agent": OK, "other_agent": GONE},
+    ),
+    "ArtifactService.List": (fixed(artifact_pb2.ListArtifactsRequest()), READERS),
+    "ArtifactService.Delete": (fixed(artifact_pb2.DeleteArtifactRequest(digest=ABSENT)), ADMINS),
+    "ArtifactService.Collect": (fixed(artifact_pb2.CollectArtifactsRequest(keep_bytes=1 << 60)), ADMINS),
+    "ArtifactService.Verify": (fixed(artifact_pb2.VerifyArtifactsRequest()), ADMINS),
+    "CompileService.ListRecipes": (fixed(compile_pb2.ListRecipesRequest()), LIST),
+    "CompileService.GetCompilation": (lambda w, c: compile_pb2.GetCompilationRequest(key=w.compilation), READ),
+    # Who holds nothing of the program cannot have it compiled; an admin's own jobs are those of `default`.
+    "JobService.Submit": (submit, people(PRECONDITION, OK, OK, PRECONDITION, DENIED, DENIED)),
+    "JobService.Get": (of_job(job_pb2.GetJobRequest), READ),
+    "JobService.List": (fixed(job_pb2.ListJobsRequest()), LIST),
+    "JobService.Watch": (of_job(job_pb2.WatchRequest), READ),
+    "JobService.Cancel": (of_job(job_pb2.CancelRequest), OWN),
+    "JobService.Retry": (of_job(job_pb2.RetryRequest), USERS),
+    "JobService.TailLog": (of_job(job_pb2.TailLogRequest), READ),
+    "DeviceService.List": (fixed(device_pb2.ListDevicesRequest()), LIST),
+    "DeviceService.Get": (lambda w, c: device_pb2.GetDeviceRequest(device_id=w.device), LIST),
+    "DeviceService.Watch": (fixed(device_pb2.WatchDevicesRequest()), READERS),
+    "DeviceService.Reserve": (fixed(device_pb2.ReserveRequest()), USERS),
+    "DeviceService.Renew": (fixed(device_pb2.RenewRequest()), USERS),
+    "DeviceService.Release": (fixed(device_pb2.ReleaseRequest()), USERS),
+    "DeviceService.Label": (lambda w, c: device_pb2.LabelRequest(device_id="nothing"), ADMINS),
+    "DeviceService.Drain": (lambda w, c: device_pb2.DrainRequest(device_id="nothing"), ADMINS),
+    "DeviceService.Forget": (lambda w, c: device_pb2.ForgetDeviceRequest(device_id="nothing"), ADMINS),
+    "DeviceService.Restrict": (lambda w, c: device_pb2.RestrictDeviceRequest(device_id=w.device), ADMINS | {"admin": OK}),
+    "SessionService.Open": (open_session, people(PRECONDITION, OK, OK, PRECONDITION, DENIED, DENIED)),
+    # The call is empty: who may call is told so.
+    "SessionService.Call": (
+        lambda w, c: session_pb2.CallRequest(session_id=w.session, call_id="c"),
+        people(INVALID, INVALID, DENIED, GONE, DENIED, DENIED),
+    ),
+    "AgentService.Connect": (
+        fixed(agent_pb2.AgentMessage(hello=agent_pb2.Hello(agent_id="nobody", protocol_version=9))),
+        people(PRECONDITION, *[DENIED] * 5) | {"agent": PRECONDITION, "other_agent": PRECONDITION},
+    ),
+    "AgentService.ServeSession": (
+        lambda w, c: agent_pb2.SessionReply(attempt_id=w.attempt, ready=session_pb2.SessionReady()),
+        people(*[DENIED] * 6) | {"agent": TAKEN},
+    ),
+    "AgentService.Enroll": (
+        fixed(agent_pb2.EnrollAgentRequest(agent_id=str(uuid.UUID(int=0)))),
+        ADMINS | {"agent": PASSES, "other_agent": PASSES},
+    ),
+    "AgentService.ListAgents": (fixed(agent_pb2.ListAgentsRequest()), ADMINS),
+    "AgentService.BindAgent": (fixed(agent_pb2.BindAgentRequest(agent_id="nobody", principal="nobody")), ADMINS),
+    "ReportService.Get": (of_job(report_pb2.GetReportsRequest), READ),
+    "ReportService.ListOperators": (lambda w, c: report_pb2.ListOperatorsRequest(report_id=w.report), READ),
+    "ReportService.Compare": (lambda w, c: report_pb2.CompareRequest(base=w.job, candidate=w.job), READ),
+    "ReportService.Tag": (
+        lambda w, c: report_pb2.TagRequest(job_id=w.job, tag=f"tag-of-{c}"), people(OK, OK, OK, GONE, DENIED, DENIED),
+    ),
+    "ReportService.ListHistory": (lambda w, c: report_pb2.ListHistoryRequest(model=w.model), READ),
+    "ReportService.Analyze": (of_job(report_pb2.AnalyzeJobRequest), OWN),
+    "FarmService.GetServerInfo": (fixed(farm_pb2.GetServerInfoRequest()), EVERYBODY),
+    "FarmService.ListBundles": (fixed(farm_pb2.ListBundlesRequest()), EVERYBODY),
+    "FarmService.AddBundle": (fixed(farm_pb2.AddBundleRequest(digest=ABSENT)), ADMINS | {"admin": PRECONDITION}),
+    "TokenService.Create": (fixed(token_pb2.CreateTokenRequest()), ADMINS),
+    "TokenService.List": (fixed(token_pb2.ListTokensRequest()), ADMINS),
+    "TokenService.Revoke": (fixed(token_pb2.RevokeTokenRequest(id="nothing")), ADMINS),
+    "TokenService.Rotate": (fixed(token_pb2.RotateTokenRequest(id="nothing")), row(**dict.fromkeys(NAMES, PASSES))),
+    "ProjectService.Create": (lambda w, c: project_pb2.CreateProjectRequest(name=f"of-{c}"), ADMINS | {"admin": OK}),
+    "ProjectService.List": (fixed(project_pb2.ListProjectsRequest()), LIST),
+    "ProjectService.Update": (fixed(project_pb2.UpdateProjectRequest(name="vision-lab")), ADMINS | {"admin": OK}),
+    "ProjectService.AddMember": (
+        fixed(project_pb2.AddMemberRequest(project="vision-lab", principal="dan")), ADMINS | {"admin": OK},
+    ),
+    "ProjectService.RemoveMember": (
+        fixed(project_pb2.RemoveMemberRequest(project="vision-lab", principal="eve")), ADMINS | {"admin": GONE},
+    ),
+    "AuditService.List": (fixed(audit_pb2.ListAuditRequest()), ADMINS),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("table")
+    tokens = folder / "tokens"
+    tokens.touch(mode=0o600)
+    secrets = {caller: f"secret-of-{name}-0123456789" for caller, (name, _, _) in NAMES.items()}
+    tokens.write_text("".join(f"{name} {role} {secrets[caller]}\n" for caller, (name, role, _) in NAMES.items()))
+    server = Daemon(
+        ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--exit-with-stdin",
+         "--tokens", str(tokens)],
+        folder / "serve.log",
+    )  # fmt: skip
+    server.start()
+    agent = None
+    try:
+        made = World(server.expect("listening on").rpartition(" ")[2], secrets)
+        make_projects(made)
+        agent = start_agent(made, folder)
+        run_a_job(made, folder)
+        session = hold_session(made)
+        try:
+            yield made
+        finally:
+            session.cancel()
+    finally:
+        if agent is not None:
+            agent.stop()
+        assert server.stop() == 0
+
+
+def make_projects(world: World) -> None:
+    """Two projects with a user and a viewer each, and tokens that are none any more."""
+    with Farm(world.address, token=world.secrets["admin"]) as farm:
+        farm.add_bundle(runner_archive())
+        for project in ("vision-lab", "audio-lab"):
+            farm.create_project(project, [name for name, _, of in NAMES.values() if of == project])
+    world.secrets |= {"expired": unusable(world, "expired"), "revoked": unusable(world, "revoked")}
+
+
+def unusable(world: World, why: str) -> str:
+    """A token of a member of the project that is expired or revoked; one that was never made where the server makes none."""
+    lifetime_s = 1e-3 if why == "expired" else None
+    request = token_pb2.CreateTokenRequest(
+        principal=why, role=common_pb2.ROLE_USER, lifetime_s=lifetime_s, projects=["vision-lab"]
+    )
+    status, answers, _ = world.call("admin", "TokenService.Create", request)
+    if status == "UNIMPLEMENTED":
+        return f"secret-that-is-{why}-0123456789"
+    assert status == OK
+    (made,) = answers
+    assert isinstance(made, token_pb2.CreateTokenResponse)
+    if why == "revoked":
+        assert world.call("admin", "TokenService.Revoke", token_pb2.RevokeTokenRequest(id=made.token.id))[0] == OK
+    return made.secret
+
+
+def start_agent(world: World, folder: Path) -> Daemon:
+    """A real agent with the token of `agent`, connected."""
+    know_own_runners(folder / "agent")
+    agent = Daemon(
+        ["agent", "--server", world.address, "--data", str(folder / "agent"), "--name", "board", "--exit-with-stdin"],
+        folder / "agent.log",
+        {"ETFARM_TOKEN": world.secrets["agent"]},
+    )
+    agent.start()
+    agent.expect("connected to")
+    return agent
+
+
+class Secretive(torch.nn.Module):
+    """A network that its project's strangers must not hear of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) + 1
+
+
+def run_a_job(world: World, folder: Path) -> None:
+    """A model that is compiled, measured and tagged by the owner."""
+    data = program("add").bytes
+    (folder / "add.pte").write_bytes(data)
+    with Farm(world.address, token=world.secrets["owner"]) as farm:
+        farm.compile(folder / "add.pte", recipes=[]).wait()
+        job = farm.bench(
+            Secretive().eval(),
+            ["portable"],
+            example_inputs=(torch.ones(2, 3),),
+            name="secret-job",
+            iterations=20,
+            warmup=1,
+            threads=[1],
+        )
+        state = job.wait()
+        (report,) = json.loads(json.dumps(job.result().json()))["reports"]
+        assert state.value == "SUCCEEDED", report["error"]
+        farm.tag(job.id, "secret-tag")
+    status, answers, _ = world.call("owner", "JobService.Get", job_pb2.GetJobRequest(job_id=job.id))
+    assert status == OK
+    (known,) = answers
+    assert isinstance(known, job_pb2.Job)
+    assert known.project == "vision-lab"
+    cell = known.cells[0]
+    world.job, world.report, world.compilation, world.model = job.id, report["id"], cell.compilation_key, report["model"]["name"]
+    world.device, world.outputs = cell.attempts[0].device_id, cell.outputs.digest
+    world.pte = artifact_of(data)
+    world.program = compile_pb2.Program(pte=world.pte, digest=digest.of_program(world.pte.digest, {}))
+    world.private = {
+        NAMES["owner"][0], "vision-lab", "secret-job", "secret-tag", world.job, world.report, world.compilation, cell.id,
+        cell.attempts[0].id, world.model, world.outputs, cell.program.pte.digest, cell.etrecord.digest, world.pte.digest,
+    }  # fmt: skip
+    assert all(world.private)
+
+
+def hold_session(world: World) -> Any:
+    """A session of the owner, ready on the agent's device; the stream to cancel in the end."""
+    channel = grpc.insecure_channel(world.address)
+    open_ = channel.unary_stream(
+        "/etfarm.v1.SessionService/Open",
+        request_serializer=session_pb2.OpenSessionRequest.SerializeToString,
+        response_deserializer=session_pb2.SessionEvent.FromString,
+    )
+    request = session_pb2.OpenSessionRequest(selector=f"id={world.device}", program=world.program, idle_timeout_s=3600)
+    events = open_(request, metadata=[("authorization", f"Bearer {world.secrets['owner']}")])
+    ready = next(event for event in events if event.WhichOneof("event") in ("ready", "ended"))
+    assert ready.HasField("ready"), ready
+    status, answers, _ = world.call("owner", "DeviceService.Get", device_pb2.GetDeviceRequest(device_id=world.device))
+    assert status == OK
+    world.session, world.attempt = ready.session_id, answers[0].attempt_id  # type: ignore[attr-defined]
+    assert world.session and world.attempt
+    world.private |= {world.session, world.attempt}
+    return events
+
+
+def test_every_rpc_has_a_row_with_every_caller() -> None:
+    assert set(TABLE) == set(RPCS)
+    for rpc, (_, answers) in TABLE.items():
+        assert set(answers) == {*NAMES, *VOID}, rpc
+
+
+@pytest.mark.parametrize("rpc", sorted(RPCS))
+def test_each_caller_is_answered_as_the_table_says_and_strangers_learn_nothing(world: World, rpc: str) -> None:
+    request_of, answers = TABLE[rpc]
+    wrong = []
+    for caller, expected in answers.items():
+        request = request_of(world, caller)
+        status, messages, details = world.call(caller, rpc, request)
+        passed = status not in (DENIED, ANONYMOUS, "INTERNAL", "UNKNOWN") if expected == PASSES else status == expected
+        if not passed and (rpc, caller) not in AWAITED:
+            wrong.append(f"{caller}: {status} instead of {expected} ({details[:200]})")
+        asked = str(request)
+        told = details + "".join(str(message) for message in messages)
+        leaked = sorted(secret for secret in world.private if secret in told and secret not in asked)
+        if caller in OUTSIDERS and leaked and (rpc, caller) not in AWAITED:
+            wrong.append(f"{caller} is told of {leaked}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("rpc", "request_of"),
+    [
+        ("JobService.Get", lambda key: job_pb2.GetJobRequest(job_id=key)),
+        ("JobService.Watch", lambda key: job_pb2.WatchRequest(job_id=key)),
+        ("JobService.Cancel", lambda key: job_pb2.CancelRequest(job_id=key)),
+        ("JobService.TailLog", lambda key: job_pb2.TailLogRequest(job_id=key)),
+        ("ReportService.Get", lambda key: report_pb2.GetReportsRequest(job_id=key)),
+        ("ReportService.ListOperators", lambda key: report_pb2.ListOperatorsRequest(report_id=key)),
+        ("ReportService.Compare", lambda key: report_pb2.CompareRequest(base=key, candidate=key)),
+        ("ReportService.Tag", lambda key: report_pb2.TagRequest(job_id=key, tag="mine")),
+        ("ReportService.ListHistory", lambda key: report_pb2.ListHistoryRequest(model=key)),
+        ("CompileService.GetCompilation", lambda key: compile_pb2.GetCompilationRequest(key=key)),
+        ("ArtifactService.Download", lambda key: artifact_pb2.DownloadRequest(digest=key)),
+        ("SessionService.Call", lambda key: session_pb2.CallRequest(session_id=key, call_id="c")),
+    ],
+)  # fmt: skip
+def test_what_is_anothers_is_answered_in_the_words_of_what_does_not_exist(
+    world: World, rpc: str, request_of: Callable[[str], Message]
+) -> None:
+    named = {
+        "ReportService.ListOperators": [world.report], "CompileService.GetCompilation": [world.compilation],
+        "ReportService.ListHistory": [world.model, "secret"], "SessionService.Call": [world.session],
+        "ArtifactService.Download": [world.outputs, world.pte.digest],
+    }  # fmt: skip
+    for key in named.get(rpc, [world.job, world.job[:6], "secret-tag"]):
+        absent = hashlib.sha256(b"what nobody has").hexdigest()[: len(key)]
+        status, _, details = world.call("stranger", rpc, request_of(key))
+        control, _, words = world.call("stranger", rpc, request_of(absent))
+        assert status == control == GONE
+        assert details.replace(key, "K").replace(key[:12], "K") == words.replace(absent, "K").replace(absent[:12], "K")
+
+
+def test_latest_and_tags_are_those_of_the_callers_project(world: World) -> None:
+    latest = job_pb2.GetJobRequest(job_id="latest")
+    assert world.call("member", "JobService.Get", latest)[0] == OK
+    assert world.call("stranger", "JobService.Get", latest)[0] == GONE
+    assert world.call("viewer", "JobService.Get", job_pb2.GetJobRequest(job_id="secret-tag"))[0] == OK
+    # The tag is another's, though of the same project; of another project it could be everybody's.
+    take = report_pb2.TagRequest(job_id=world.job, tag="secret-tag")
+    assert world.call("member", "ReportService.Tag", take)[0] == DENIED
+
+
+def test_a_stranger_holds_nothing_of_what_others_stored_and_sees_no_jobs(world: World) -> None:
+    wanted = artifact_pb2.FindMissingRequest(digests=[world.outputs, world.pte.digest])
+    for caller, missing in (("owner", []), ("member", []), ("stranger", list(wanted.digests))):
+        status, answers, _ = world.call(caller, "ArtifactService.FindMissing", wanted)
+        assert (status, list(answers[0].missing)) == (OK, missing), caller  # type: ignore[attr-defined]
+    status, answers, _ = world.call(
+        "stranger", "ArtifactService.GetUploadStatus", artifact_pb2.GetUploadStatusRequest(digest=world.outputs)
+    )
+    assert answers == [artifact_pb2.UploadStatus(digest=world.outputs)]
+    for caller, count in (("stranger", 0), ("other_viewer", 0), ("admin", 1), ("viewer", 1)):
+        _, answers, _ = world.call(caller, "JobService.List", job_pb2.ListJobsRequest())
+        assert bool(answers[0].jobs) == bool(count), caller  # type: ignore[attr-defined]
+
+
+def test_a_stranger_sees_that_a_device_is_busy_and_not_with_what(world: World) -> None:
+    for caller, attempt in (("owner", world.attempt), ("admin", world.attempt), ("stranger", ""), ("other_viewer", "")):
+        _, answers, _ = world.call(caller, "DeviceService.Get", device_pb2.GetDeviceRequest(device_id=world.device))
+        (device,) = answers
+        assert isinstance(device, device_pb2.Device)
+        assert (device.state, device.attempt_id) == (device_pb2.DEVICE_STATE_BUSY, attempt), caller
+
+
+def test_the_project_of_a_call_is_one_of_the_callers(world: World) -> None:
+    with Farm(world.address, token=world.secrets["stranger"], project="audio-lab") as farm:
+        assert farm.jobs() == []
+    for project in ("vision-lab", "default", "no-such-project"):
+        with pytest.raises(Exception, match=f"There is no project '{project}'"):
+            Farm(world.address, token=world.secrets["stranger"], project=project).__enter__()
+    with Farm(world.address, token=world.secrets["admin"], project="vision-lab") as farm:
+        assert farm.job("latest").info.project == "vision-lab"
+        assert [project.name for project in farm.projects()][:2] == ["audio-lab", "default"]
+    with pytest.raises(Exception, match="There is no project 'no-such-project'"):
+        Farm(world.address, token=world.secrets["admin"], project="no-such-project").__enter__()
+
+
+def test_a_compilation_that_others_did_first_gives_the_project_files_of_its_own(world: World) -> None:
+    with Farm(world.address, token=world.secrets["stranger"]) as farm:
+        job = farm.compile(Secretive().eval(), ["portable"], example_inputs=(torch.ones(2, 3),))
+        assert job.wait().value == "SUCCEEDED"
+    _, answers, _ = world.call("stranger", "JobService.Get", job_pb2.GetJobRequest(job_id=job.id))
+    (known,) = answers
+    assert isinstance(known, job_pb2.Job)
+    cell = known.cells[0]
+    assert cell.compile_cached
+    for artifact in (cell.program.pte, cell.etrecord):
+        request = artifact_pb2.DownloadRequest(digest=artifact.digest)
+        assert world.call("stranger", "ArtifactService.Download", request)[0] == OK
+    request = compile_pb2.GetCompilationRequest(key=cell.compilation_key)
+    assert world.call("stranger", "CompileService.GetCompilation", request)[0] == OK
+    # What the other project ran with it stays its own.
+    request = artifact_pb2.DownloadRequest(digest=world.outputs)
+    assert world.call("stranger", "ArtifactService.Download", request)[0] == GONE
