@@ -109,9 +109,7 @@ async def test_projects_and_members_are_there_after_a_restart(database: Database
     assert again.storage_limit_bytes("vision") is None
 
 
-@pytest.mark.parametrize(
-    "name", ["", "Vision", "a" * 65, "-a", "a b", "agent:pi", "vision/../x", "farm", "é", "a\n", ".hidden"]
-)
+@pytest.mark.parametrize("name", ["", "Vision", "a" * 65, "-a", "a b", "agent:pi", "vision/../x", "farm", "é", "a\n", ".hidden"])
 async def test_a_name_that_is_none_or_that_a_holder_has_is_refused(projects: Projects, name: str) -> None:
     with pytest.raises(BadProject):
         await projects.create(name, [], None, by="root")
