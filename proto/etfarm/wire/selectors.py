@@ -20,10 +20,18 @@ if TYPE_CHECKING:
 KEYS: Final = ("id", "name", "arch", "soc", "model", "os", "memory", "cores", "feature", "backend", "emulated", "label.KEY")
 _WORDY: Final = ("soc", "model", "os")
 _NUMERIC: Final = ("memory", "cores")
-_TERM = re.compile(r"\s*([a-z][a-zA-Z0-9_.\-]*)\s*(>=|<=|!=|=)(?!=)\s*(.*?)\s*\Z")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\Z")
+# One pass each: a selector comes from anybody, and backtracking over its blanks would take quadratic time.
+_COMPARISON = re.compile(r"([a-z][a-zA-Z0-9_.\-]*)\s*(>=|<=|!=|=)(?!=)")
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s{0,9}([KMGT]i?B|B)?\Z")
 _UNITS: dict[str, int] = {"B": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
 _UNITS |= {f"{prefix}iB": 1 << (10 * power) for power, prefix in enumerate("KMGT", 1)}
+
+
+MAX_CHARACTERS: Final = 4096
+"""Of a whole selector."""
+
+MAX_TERMS: Final = 64
+"""Of one selector."""
 
 
 class UnknownSelectorKey(UserError):
@@ -63,26 +71,39 @@ def parse(text: str) -> Selector:
 
     Raises:
         UnknownSelectorKey: a key is none of `KEYS`.
-        BadSelector: a term is not KEY OP VALUE, or its value is of the wrong sort.
+        BadSelector: the text is too long or has too many terms, a term is not KEY OP VALUE, or its value is of the wrong sort.
     """
-    return Selector(tuple(_term(part) for part in text.split(",") if part.strip()))
+    if len(text) > MAX_CHARACTERS:
+        raise BadSelector(
+            f"A selector must have at most {MAX_CHARACTERS} characters, got {len(text)}.", "Select by `id` or a label.",
+            limit=MAX_CHARACTERS, got=len(text),
+        )  # fmt: skip
+    parts = [part for part in text.split(",") if part.strip()]
+    if len(parts) > MAX_TERMS:
+        raise BadSelector(
+            f"A selector must have at most {MAX_TERMS} terms, got {len(parts)}.", "Select by `id` or a label.",
+            limit=MAX_TERMS, got=len(parts),
+        )  # fmt: skip
+    return Selector(tuple(_term(part) for part in parts))
 
 
 def _term(text: str) -> Term:
-    found = _TERM.match(text)
-    if found is None:
+    bare = text.strip()
+    found = _COMPARISON.match(bare)
+    if found is None or "\n" in bare[found.end() :].strip():
         raise BadSelector(
-            f"The selector {text.strip()!r} is not KEY OP VALUE.",
+            f"The selector {bare!r} is not KEY OP VALUE.",
             f"Keys: {', '.join(KEYS)}; operators: = != >= <=.",
             term=text,
         )
-    key, operator, value = found.groups()
+    key, operator = found.groups()
+    value = bare[found.end() :].strip()
     if key not in KEYS and not (key.startswith("label.") and len(key) > len("label.")):
         near = difflib.get_close_matches(key, KEYS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UnknownSelectorKey(f"Devices have no {key!r} to select by.{hint}", f"Keys: {', '.join(KEYS)}.", key=key)
     if not value:
-        raise BadSelector(f"The selector {text.strip()!r} has no value.", "Give KEY=VALUE.", term=text)
+        raise BadSelector(f"The selector {bare!r} has no value.", "Give KEY=VALUE.", term=text)
     if key in _NUMERIC:
         return Term(key, operator, _number(key, value))
     if operator in (">=", "<="):

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, TypeGuard
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Final, TypeGuard
 
 from etfarm.wire.errors import UserError
 
@@ -23,7 +25,20 @@ if TYPE_CHECKING:
 
 MAGIC = b"ETT1"
 _ALIGN = 64
-_MAX_HEADER_BYTES = 16 << 20
+
+MAX_HEADER_BYTES: Final = 2 << 20
+"""Of a file's JSON header: it is read whole, and parsing it holds up every other thread."""
+
+MAX_VALUES: Final = 10_000
+"""Of one file."""
+
+MAX_RANK: Final = 64
+"""Dims of a tensor: what numpy and torch can hold."""
+
+MAX_NAME_CHARACTERS: Final = 1_000
+"""Of a value's name: the path of a leaf in its tree."""
+
+_MAX_NUMBER: Final = (1 << 63) - 1
 
 ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -40,6 +55,22 @@ class BadTensorFile(UserError):
 
 
 @dataclass(frozen=True)
+class Layout:
+    """What a file's header says of one tensor: all but its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    dim_order: tuple[int, ...]
+    offset: int
+    """Of the payload, from the end of the header."""
+    size_bytes: int
+
+    def __post_init__(self) -> None:
+        _validate(self.name, self.dtype, self.shape, self.dim_order, self.size_bytes)
+
+
+@dataclass(frozen=True)
 class Tensor:
     """One dense tensor. `data` holds the elements in the physical order that `dim_order` gives (outermost first)."""
 
@@ -52,15 +83,7 @@ class Tensor:
     def __post_init__(self) -> None:
         if not self.dim_order:
             object.__setattr__(self, "dim_order", tuple(range(len(self.shape))))
-        if self.dtype not in ITEM_BYTES:
-            raise BadTensorFile(f"Tensor {self.name!r} has the dtype {self.dtype!r}, which etfarm does not carry.")
-        if sorted(self.dim_order) != list(range(len(self.shape))):
-            raise BadTensorFile(f"Tensor {self.name!r} has the dim order {self.dim_order}, no order of its dims.")
-        expected = math.prod(self.shape) * ITEM_BYTES[self.dtype]
-        if len(self.data) != expected:
-            raise BadTensorFile(
-                f"Tensor {self.name!r} has {len(self.data)} bytes where {self.dtype} {list(self.shape)} needs {expected}."
-            )
+        _validate(self.name, self.dtype, self.shape, self.dim_order, len(self.data))
 
     @property
     def is_contiguous(self) -> bool:
@@ -77,6 +100,19 @@ class Scalar:
 
 
 Value = Tensor | Scalar
+
+
+def _validate(name: str, dtype: str, shape: tuple[int, ...], dim_order: tuple[int, ...], size_bytes: int) -> None:
+    """Refuse what is no tensor. The rank comes first: the other checks take time that grows with it."""
+    if len(shape) > MAX_RANK:
+        raise BadTensorFile(f"Tensor {name!r} must have at most {MAX_RANK} dims, got {len(shape)}.")
+    if dtype not in ITEM_BYTES:
+        raise BadTensorFile(f"Tensor {name!r} has the dtype {dtype[:80]!r}, which etfarm does not carry.")
+    if len(dim_order) != len(shape) or sorted(dim_order) != list(range(len(shape))):
+        raise BadTensorFile(f"Tensor {name!r} has the dim order {dim_order[:MAX_RANK]}, no order of its dims.")
+    expected = math.prod(shape) * ITEM_BYTES[dtype]
+    if size_bytes != expected:
+        raise BadTensorFile(f"Tensor {name!r} has {size_bytes} bytes where {dtype} {list(shape)} needs {expected}.")
 
 
 def encode(values: Iterable[Value]) -> bytes:
@@ -108,21 +144,63 @@ def decode(data: bytes | memoryview) -> list[Value]:
         BadTensorFile: `data` is none, or a payload lies outside of it.
     """
     view = memoryview(data)
-    if len(view) < 8 or bytes(view[:4]) != MAGIC:
-        raise BadTensorFile("These bytes are no etfarm tensor file.")
-    (size,) = struct.unpack("<I", view[4:8])
-    if size > _MAX_HEADER_BYTES or 8 + size > len(view):
-        raise BadTensorFile("The tensor file is cut off in its header.")
+    size = _header_size(bytes(view[:8]), len(view))
     payload = view[8 + size :]
+    return [
+        value if isinstance(value, Scalar) else _tensor(value, payload)
+        for value in _parse_header(bytes(view[8 : 8 + size]), len(payload))
+    ]
+
+
+def _tensor(layout: Layout, payload: memoryview) -> Tensor:
+    data = bytes(payload[layout.offset : layout.offset + layout.size_bytes])
+    return Tensor(layout.name, layout.dtype, layout.shape, data, layout.dim_order)
+
+
+def read_header(path: Path) -> list[Layout | Scalar]:
+    """Return what a tensor file says of its values, without reading their bytes.
+
+    Raises:
+        BadTensorFile: the file is no tensor file, or a payload lies outside of it.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        total = os.fstat(file.fileno()).st_size
+        size = _header_size(file.read(8), total)
+        return _parse_header(file.read(size), total - 8 - size)
+
+
+def _header_size(start: bytes, total: int) -> int:
+    if len(start) < 8 or start[:4] != MAGIC:
+        raise BadTensorFile("These bytes are no etfarm tensor file.")
+    (size,) = struct.unpack("<I", start[4:8])
+    if 8 + size > total:
+        raise BadTensorFile("The tensor file is cut off in its header.")
+    if size > MAX_HEADER_BYTES:
+        raise BadTensorFile(f"The header of a tensor file must have at most {MAX_HEADER_BYTES} bytes, got {size}.")
+    return int(size)
+
+
+def _parse_header(text: bytes, payload_bytes: int) -> list[Layout | Scalar]:
     try:
-        entries = json.loads(bytes(view[8 : 8 + size]))["values"]
-        return [_value(entry, payload) for entry in entries]
+        entries = json.loads(text)["values"]
+        if not isinstance(entries, list):
+            raise ValueError("`values` is no list")
+        if len(entries) > MAX_VALUES:
+            raise BadTensorFile(f"A tensor file must have at most {MAX_VALUES} values, got {len(entries)}.")
+        values = [_parse_value(entry, payload_bytes) for entry in entries]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadTensorFile(f"The tensor file's header cannot be read: {error}.") from None
+    # Payloads that overlap would let a small file ask for any amount of memory.
+    if sum(value.size_bytes for value in values if isinstance(value, Layout)) > payload_bytes:
+        raise BadTensorFile("The payloads of the tensor file overlap.")
+    return values
 
 
-def _value(entry: dict[str, object], payload: memoryview) -> Value:
+def _parse_value(entry: dict[str, object], payload_bytes: int) -> Layout | Scalar:
     name = str(entry["name"])
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise BadTensorFile(f"A value's name must have at most {MAX_NAME_CHARACTERS} characters, got {len(name)}.")
     if entry["kind"] == "scalar":
         value = entry["value"]
         if value is not None and not isinstance(value, bool | int | float):
@@ -130,15 +208,19 @@ def _value(entry: dict[str, object], payload: memoryview) -> Value:
         return Scalar(name, value)
     start, size = entry["offset"], entry["size_bytes"]
     shape, order = entry["shape"], entry["dim_order"]
-    if not (isinstance(start, int) and isinstance(size, int) and _is_counts(shape) and _is_counts(order)):
+    if not (_is_count(start) and _is_count(size) and _is_counts(shape) and _is_counts(order)):
         raise ValueError(f"tensor {name!r} lacks its place or its shape")
-    if start < 0 or size < 0 or start + size > len(payload):
+    if start + size > payload_bytes:
         raise BadTensorFile(f"The tensor file is cut off in {name!r}.")
-    return Tensor(name, str(entry["dtype"]), tuple(shape), bytes(payload[start : start + size]), tuple(order))
+    return Layout(name, str(entry["dtype"]), tuple(shape), tuple(order) or tuple(range(len(shape))), start, size)
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= _MAX_NUMBER
 
 
 def _is_counts(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and all(map(_is_count, value))
 
 
 def read(file: BinaryIO) -> list[Value]:

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 
 from etfarm.server.compile.result import DimRange, MethodFacts, ValueFacts
 from etfarm.wire.errors import UserError
-from etfarm.wire.tensors import Scalar, Value
+from etfarm.wire.tensors import Layout, Scalar, Tensor
 
 _KINDS = {"int": int, "float": float, "bool": bool}
+
+
+Value = Tensor | Layout | Scalar
+"""What is checked: the bytes of a tensor are not looked at."""
 
 
 class InputMismatch(UserError):

@@ -392,7 +392,7 @@ def _deadline_s(job: Job, candidates: int) -> float:
 
 
 def _check_file(path: Path, method: str, facts: MethodFacts) -> None:
-    check_inputs(method, facts, tensors.decode(path.read_bytes()))
+    check_inputs(method, facts, tensors.read_header(path))
 
 
 def check_device(facts: compile_pb2.MethodFacts, runner: Runner, device: Device) -> None:
