@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from etfarm.wire.errors import UserError
 from etfarm.wire.recipes.values import shown
+
+
+_COMPARED: Final = 200
+"""Characters of a text that is compared with the known ones, which takes quadratic time."""
 
 
 class UnknownRecipe(UserError):
@@ -15,7 +20,7 @@ class UnknownRecipe(UserError):
     reason = "UNKNOWN_RECIPE"
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
-        near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+        near = difflib.get_close_matches(name[:_COMPARED], list(known), n=3, cutoff=0.5)
         remedy = f"Did you mean {alternatives(near)}?" if near else "`etfarm recipes list` shows those there are."
         super().__init__(f"There is no recipe {name!r}.", remedy, recipe=name, nearest=",".join(near))
 
@@ -86,7 +91,7 @@ class BadCombination(UserError):
 
 def did_you_mean(said: object, known: Sequence[str]) -> str:
     """` Did you mean X?`, or nothing where nothing is near."""
-    near = difflib.get_close_matches(str(said), known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(said)[:_COMPARED], known, n=1, cutoff=0.5)
     return f" Did you mean {near[0]}?" if near else ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Final
 
 from etfarm.wire import stages as export_stages
@@ -19,6 +19,12 @@ OPTIONS: Final = ("name", "strict", "per_op", "stages", "partitioners", "quantiz
 
 TOP: Final = ("recipe", "combine", "arguments", *OPTIONS)
 """The fields of a file."""
+
+MAX_COMPONENTS: Final = 64
+"""Partitioners, or quantizers, or stages of one list."""
+
+MAX_METHODS: Final = 256
+"""Methods with options of their own."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _METHOD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
@@ -73,6 +79,7 @@ def _stages(said: object) -> tuple[str, ...] | None:
         return None
     if not isinstance(said, list) or not all(isinstance(stage, str) for stage in said):
         raise BadRecipeField("stages", said, f"a list of {', '.join(export_stages.STAGES)}")
+    _require_few("stages", said, MAX_COMPONENTS)
     for stage in said:
         if stage not in export_stages.STAGES:
             raise BadRecipeField("stages", stage, ", ".join(export_stages.STAGES), did_you_mean(stage, export_stages.STAGES))
@@ -81,6 +88,7 @@ def _stages(said: object) -> tuple[str, ...] | None:
 
 def _methods(said: object) -> dict[str, MethodOptions]:
     result = {}
+    _require_few("[methods]", _table("methods", said), MAX_METHODS)
     for method, table in _table("methods", said).items():
         if not _METHOD.fullmatch(method):
             raise BadRecipeField("[methods]", method, "methods' names, of letters, digits and _")
@@ -113,6 +121,7 @@ def _components(where: str, said: object, known: Mapping[str, ComponentSpecifica
         return None
     if not isinstance(said, list):
         raise BadRecipeField(where, said, f"a list of {', '.join(known)}, or [[{where}]] tables with a name")
+    _require_few(where, said, MAX_COMPONENTS)
     return tuple(_component(where, one, known) for one in said)
 
 
@@ -146,6 +155,11 @@ def _values(table: str, said: object, known: Mapping[str, Argument], what: str =
         if argument.default is not None:
             result.setdefault(argument.name, argument.default)
     return result
+
+
+def _require_few(field: str, said: Sized, most: int) -> None:
+    if len(said) > most:
+        raise BadRecipeField(field, f"{len(said)} entries", f"at most {most} entries")
 
 
 def _table(name: str, said: object) -> dict[str, object]:

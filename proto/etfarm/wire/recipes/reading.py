@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from etfarm.wire.recipes import fields, pipeline
 from etfarm.wire.recipes.errors import BadRecipeArgument, BadRecipeField, BadRecipeText, UnknownRecipe, UnknownRecipeArgument
@@ -17,6 +17,15 @@ from etfarm.wire.recipes.values import Plain, plain, spoken
 
 PLUGIN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}(\.[A-Za-z_][A-Za-z0-9_]{0,63}){1,4}")
 """A name with a dot: an installed plug-in's."""
+
+MAX_CHARACTERS: Final = 256 << 10
+"""Of a recipe as JSON or TOML."""
+
+MAX_PARTS: Final = 32
+"""Recipes that are combined."""
+
+MAX_ARGUMENTS: Final = 64
+"""Of one recipe."""
 
 _ARGUMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
@@ -28,7 +37,8 @@ def parse(text: str) -> Recipe:
         BadRecipeText: the text has another form.
         UnknownRecipe, UnknownRecipeArgument, BadRecipeArgument, BadCombination: as they say.
     """
-    return _checked(Recipe(_merged([_part(one, text) for one in text.split("+")])))
+    _require_short(text)
+    return _checked(Recipe(_merged([_part(one, text) for one in _bounded_parts(text.split("+"))])))
 
 
 def resolve(name: str, given: Mapping[str, object]) -> Recipe:
@@ -53,6 +63,7 @@ def from_toml(text: str, name: str = "") -> Recipe:
         BadRecipeField: a field is unknown, or its value is not allowed.
         BadStages, BadCombination, UnknownRecipe, UnknownRecipeArgument, BadRecipeArgument: as they say.
     """
+    _require_short(text)
     try:
         said = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -68,6 +79,7 @@ def from_json(text: str) -> Recipe:
         BadRecipeText: it is no JSON object of that form.
         BadRecipeField, BadStages, BadCombination, UnknownRecipe, UnknownRecipeArgument, BadRecipeArgument: as they say.
     """
+    _require_short(text)
     try:
         said = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -113,6 +125,22 @@ def with_plugins(recipe: Recipe, known: Mapping[str, Specification]) -> Recipe:
     return _checked(replace(recipe, parts=tuple(parts)))
 
 
+def _require_short(text: str) -> None:
+    if len(text) > MAX_CHARACTERS:
+        raise BadRecipeText(
+            f"A recipe must have at most {MAX_CHARACTERS} characters, got {len(text)}.", "Name modules by a common parent.",
+            limit=MAX_CHARACTERS, got=len(text),
+        )  # fmt: skip
+
+
+def _bounded_parts(parts: list[Any]) -> list[Any]:
+    if len(parts) > MAX_PARTS:
+        raise BadRecipeText(
+            f"At most {MAX_PARTS} recipes can be combined, got {len(parts)}.", "Leave some out.", limit=MAX_PARTS, got=len(parts)
+        )
+    return parts
+
+
 def _checked(recipe: Recipe) -> Recipe:
     options = recipe.options
     methods = (method.partitioners for method in options.methods.values())
@@ -151,6 +179,10 @@ def _part(text: str, whole: str) -> Part:
 
 
 def _named(name: str, given: Mapping[str, object]) -> Part:
+    if len(given) > MAX_ARGUMENTS:
+        raise BadRecipeText(
+            f"A recipe must have at most {MAX_ARGUMENTS} arguments, got {len(given)}.", limit=MAX_ARGUMENTS, got=len(given)
+        )
     if PLUGIN.fullmatch(name):
         return Part(Specification(name, "", Quantization.NONE, "", resolved=False), _any_arguments(name, given))
     specification = RECIPES.get(name)
@@ -213,7 +245,7 @@ def _combined(said: object) -> tuple[Part, ...]:
     if not isinstance(said, list) or not said:
         raise BadRecipeField("combine", said, allowed)
     parts = []
-    for one in said:
+    for one in _bounded_parts(said):
         if isinstance(one, str):
             parts.append(_part(one, one))
         elif isinstance(one, dict) and isinstance(one.get("recipe"), str) and isinstance(one.get("arguments", {}), dict):

@@ -12,6 +12,9 @@ Plain = str | int | bool | float | tuple[int, ...] | tuple[str, ...]
 
 _GREATEST = 1 << 63
 
+MAX_ITEMS = 4096
+"""Of a list or tuple."""
+
 
 @dataclass(frozen=True)
 class Argument:
@@ -88,7 +91,7 @@ def plain(value: object) -> Plain | None:
         return value if -_GREATEST <= value < _GREATEST else None
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and len(value) <= MAX_ITEMS:
         if all(isinstance(item, int) and not isinstance(item, bool) and -_GREATEST <= item < _GREATEST for item in value):
             return tuple(value)
         if all(isinstance(item, str) and _encodable(item) for item in value):
@@ -129,11 +132,13 @@ def _converted(kind: type[object], value: object) -> Plain | None:
         return integer(value)
     if kind is list:
         texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        if not isinstance(texts, list | tuple) or len(texts) > MAX_ITEMS or not all(isinstance(text, str) for text in texts):
             return None
         return tuple(sorted(set(texts)))
     if kind is tuple:
         parts: Sequence[object] = value.split("x") if isinstance(value, str) else _list(value)
+        if len(parts) > MAX_ITEMS:
+            return None
         numbers = [integer(part) for part in parts]
         return tuple(n for n in numbers if n is not None) if None not in numbers else None
     return value if isinstance(value, str) else None
