@@ -9,7 +9,6 @@ from typing import Final
 from etfarm.wire.errors import UserError
 from etfarm.wire.recipes.values import shown
 
-
 _COMPARED: Final = 200
 """Characters of a text that is compared with the known ones, which takes quadratic time."""
 

@@ -54,13 +54,17 @@ def rpc_of(method: str) -> str:
 class Auditor:
     """Writes one call's entry."""
 
-    def __init__(self, audit: AuditLog, method: str, principal: Principal, peer: str, request: Any) -> None:
+    def __init__(self, audit: AuditLog, method: str, principal: Principal, peer: str) -> None:
         self._audit = audit
         self._rpc = rpc_of(method)
         self._principal = principal
         self._peer = peer
-        self._request = request if isinstance(request, Message) else None
+        self._request: Message | None = None
         self._done = self._rpc not in CHANGES
+
+    def examine(self, request: Any) -> None:
+        """Take what names the subject from the call's request, once that is within the limits; streams of requests name none."""
+        self._request = request if isinstance(request, Message) else None
 
     def succeeded(self, answer: Any = None) -> None:
         """Write that the call was carried out; at its first answer where there are several."""

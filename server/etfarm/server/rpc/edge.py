@@ -13,6 +13,7 @@ from grpc.aio import ServicerContext
 
 from etfarm.server.access.audit import AuditLog
 from etfarm.server.access.tokens import Credential
+from etfarm.server.rpc import admission
 from etfarm.server.rpc.auditing import Auditor, entry_of, rpc_of
 from etfarm.server.rpc.auth import Resolve, enter, resolve_default
 from etfarm.server.rpc.calls import Call, Calls
@@ -105,18 +106,18 @@ class Edge(grpc.aio.ServerInterceptor):
         except EtfarmError as error:
             return self._refusal(error, method, principal)
 
-        def admit(request: Any, context: ServicerContext[Any, Any]) -> Auditor | None:
+        def admit(context: ServicerContext[Any, Any]) -> Auditor | None:
             peer = context.peer()
             if self._connections is not None and credential.key:
                 self._connections.trust(peer)
-            return None if self._audit is None else Auditor(self._audit, method, call.principal, address_of(peer), request)
+            return None if self._audit is None else Auditor(self._audit, method, call.principal, address_of(peer))
 
         kind = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
         wrap = _streaming if handler.response_streaming else _single
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         made: grpc.RpcMethodHandler[Any, Any] = make(
             wrap(getattr(handler, kind), admit, call),
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=admission.deserializer(method, handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
         return made
@@ -143,14 +144,17 @@ def _text(metadata: Any, key: str) -> str | None:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-Admit = Callable[[Any, ServicerContext[Any, Any]], Auditor | None]
+Admit = Callable[[ServicerContext[Any, Any]], Auditor | None]
 
 
 def _single(behavior: Callable[..., Any], admit: Admit, call: Call) -> Callable[..., Awaitable[Any]]:
     async def answer(request: Any, context: ServicerContext[Any, Any]) -> Any:
-        auditor = admit(request, context)
+        auditor = admit(context)
         try:
-            answered = await _awaited(behavior(request, context))
+            admitted = await admission.admitted(request)
+            if auditor is not None:
+                auditor.examine(admitted)
+            answered = await _awaited(behavior(admitted, context))
         except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001 - the edge: every error becomes a status
             await _fail(context, error, call, auditor)
         if auditor is not None:
@@ -162,9 +166,12 @@ def _single(behavior: Callable[..., Any], admit: Admit, call: Call) -> Callable[
 
 def _streaming(behavior: Callable[..., Any], admit: Admit, call: Call) -> Callable[..., AsyncIterator[Any]]:
     async def answer(request: Any, context: ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        auditor = admit(request, context)
+        auditor = admit(context)
         try:
-            async for message in behavior(request, context):
+            admitted = await admission.admitted(request)
+            if auditor is not None:
+                auditor.examine(admitted)
+            async for message in behavior(admitted, context):
                 if auditor is not None:
                     auditor.succeeded(message)
                 yield message

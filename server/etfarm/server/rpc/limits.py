@@ -1,0 +1,358 @@
+"""How large a request may be: one table for all messages of the contract, checked at the edge before any servicer sees them.
+
+Every string, bytes, repeated and map field has a bound by its kind, so that a field that is added has one too; LIMITS has the
+exceptions. Floats must be finite and enums known. `admission` has what the interceptor calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from etfarm.wire import digest, selectors
+from etfarm.wire.errors import UserError
+
+
+class LimitExceeded(UserError):
+    """A request has more of something than the farm takes."""
+
+    reason = "LIMIT_EXCEEDED"
+
+    refused: Message | None = None
+    """The message of a stream that was refused; None for a single request."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A bound of one field: characters of a text, bytes, entries of a list or map."""
+
+    most: int
+    reason: str = LimitExceeded.reason
+    """Of the refusal; the field's own where the contract names one."""
+    remedy: str = ""
+
+
+TEXT: Final = Limit(1_000)
+BYTES: Final = Limit(1 << 20)
+ENTRIES: Final = Limit(1_000)
+"""Of a field that LIMITS does not name, by its kind. A map counts as a list of entries, whose key and value are fields."""
+
+_NAME = Limit(256)
+_SELECTOR = Limit(selectors.MAX_CHARACTERS, "BAD_SELECTOR", "Select by `id` or a label.")
+_LABELS = Limit(64)
+_KEY = Limit(100)
+_VALUE = Limit(200)
+_RANK = Limit(64)
+_LINE = Limit(64 << 10)
+_VALUES = Limit(10_000)
+_CELLS = Limit(1_000, "TOO_MANY_CELLS", "Send it as several jobs.")
+
+LIMITS: Final[dict[str, Limit]] = {
+    # Jobs.
+    "JobSpec.name": _NAME,
+    "JobSpec.labels": _LABELS,
+    "JobSpec.LabelsEntry.key": _KEY,
+    "JobSpec.LabelsEntry.value": _VALUE,
+    "JobSpec.candidates": _CELLS,
+    "JobSpec.devices": _CELLS,
+    "Candidate.name": _NAME,
+    "Candidate.recipe": Limit(256 << 10),
+    "Candidate.stages_done": Limit(32),
+    "Model.name": _NAME,
+    "MethodSource.calibration": Limit(10_000, "BAD_JOB", "Give fewer: some hundreds calibrate as well."),
+    "DeviceChoice.selector": _SELECTOR,
+    # Sessions. What may be inline is less, and its refusal says what to do instead.
+    "OpenSessionRequest.selector": _SELECTOR,
+    "SessionTensors.inline": Limit(4 << 20),
+    "SessionMethod.inputs": _VALUES,
+    "SessionMethod.outputs": _VALUES,
+    "SessionValue.shape": _RANK,
+    "SessionValue.dim_order": _RANK,
+    "SessionReply.log_line": _LINE,
+    # Artifacts. The store takes chunks of 1 MiB.
+    "FindMissingRequest.digests": Limit(10_000, "DIGEST_MALFORMED", "Ask for 10,000 at a time."),
+    "Chunk.data": Limit(2 << 20, "TOO_MANY_BYTES", "Send chunks of at most 1 MiB."),
+    # Devices and reports.
+    "ListDevicesRequest.selector": _SELECTOR,
+    "WatchDevicesRequest.selector": _SELECTOR,
+    "ReserveRequest.selector": _SELECTOR,
+    "ListHistoryRequest.device": _SELECTOR,
+    "LabelRequest.set": _LABELS,
+    "LabelRequest.remove": _LABELS,
+    "LabelRequest.SetEntry.key": _KEY,
+    "LabelRequest.SetEntry.value": _VALUE,
+    # What agents say of themselves.
+    "Hello.devices": Limit(1_000, remedy="Serve them with several agents."),
+    "Hello.unacknowledged_attempts": Limit(10_000),
+    "Device.id": _VALUE,
+    "Device.name": _VALUE,
+    "Device.labels": _LABELS,
+    "Device.LabelsEntry.key": _KEY,
+    "Device.LabelsEntry.value": _VALUE,
+    "Device.features": Limit(500),
+    "Device.clusters": Limit(256),
+    "Device.own_runners": Limit(16),
+    "Cluster.cpus": Limit(4_096),
+    "DeviceRunner.operators": Limit(5_000),
+    # What they say of a run.
+    "RunProgress.log_lines": Limit(1_000),
+    "RunProgress.log_lines[]": _LINE,
+    "RunProgress.message": Limit(8 << 10),
+    "RunResult.candidates": Limit(64),
+    "CandidateResult.traced_ns": Limit(1_000_000),
+    "CandidateResult.blocks": Limit(100_000),
+    "SystemReading.cpus": Limit(4_096),
+    "Repeatability.differences": _VALUES,
+    "OutputDifference.at": _RANK,
+    "Error.message": Limit(32 << 10),
+    "Error.remedy": Limit(8 << 10),
+    "Error.metadata": Limit(100),
+    "Error.MetadataEntry.key": _KEY,
+    "Error.MetadataEntry.value": Limit(32 << 10),
+}  # fmt: skip
+"""By field, without the package; `[]` for the texts of a list."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A bound of a whole message."""
+
+    most_bytes: int = 256 << 10
+    most_entries: int = 20_000
+    """Messages and texts of lists in it, all together."""
+
+
+SIZES: Final[dict[str, Size]] = {
+    # 10,000 calibration samples for each of some recipes and methods.
+    "etfarm.v1.SubmitRequest": Size(8 << 20, 150_000),
+    "etfarm.v1.FindMissingRequest": Size(1 << 20),
+    "etfarm.v1.UploadRequest": Size(4 << 20),
+    "etfarm.v1.CallRequest": Size(8 << 20),
+    # 1,000 devices; eight programs that took turns, each with its samples.
+    "etfarm.v1.AgentMessage": Size(64 << 20, 300_000),
+    "etfarm.v1.SessionReply": Size(8 << 20, 50_000),
+}
+"""By the type of the request; the default for all others."""
+
+
+class Check:
+    """A look at every field of a message, in slices."""
+
+    def __init__(self, message: Message) -> None:
+        self._waiting = [message]
+        self._entries = 0
+        self._most = SIZES.get(message.DESCRIPTOR.full_name, Size()).most_entries
+        self._name = message.DESCRIPTOR.name
+
+    def slices(self, steps: int) -> Iterator[None]:
+        """Check all fields, about `steps` of them between two yields.
+
+        Raises:
+            LimitExceeded: as `run`.
+        """
+        while not self.run(steps):
+            yield
+
+    def run(self, steps: int) -> bool:
+        """Check about as many fields; return whether all are checked.
+
+        Raises:
+            LimitExceeded: the sentence names the field.
+        """
+        while self._waiting and steps > 0:
+            message = self._waiting.pop()
+            rules = _rules(message.DESCRIPTOR)
+            for field, value in message.ListFields():
+                steps -= 1
+                below = rules[field.number](value)
+                if below:
+                    self._entries += len(below)
+                    self._waiting += below if isinstance(below[0], Message) else ()
+            if self._entries > self._most:
+                raise exceeded(self._name, Limit(self._most), "entries", self._entries)
+        return not self._waiting
+
+
+def check(message: Message) -> None:
+    """Refuse a message that the table does not allow.
+
+    Raises:
+        LimitExceeded: the sentence names the field.
+    """
+    Check(message).run(1 << 62)
+
+
+def shorten(message: Message) -> None:
+    """Cut every text of a message that is longer than its limit: for what an agent tells of a program, which may print
+    anything."""
+    for field, value in message.ListFields():
+        name = _name(field)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            _shorten_map(field, value)
+        elif field.message_type is not None:
+            for below in value if field.is_repeated else (value,):
+                shorten(below)
+        elif field.type == FieldDescriptor.TYPE_STRING:
+            most = limit_of(field, item=field.is_repeated).most
+            if field.is_repeated:
+                value[:] = [_cut(text, most) for text in value]
+            elif name.rpartition(".")[2] != "digest":
+                setattr(message, field.name, _cut(value, most))
+
+
+def _shorten_map(field: FieldDescriptor, entries: Any) -> None:
+    value_field = _entry_of(field).fields_by_name["value"]
+    for key in list(entries):
+        if value_field.type == FieldDescriptor.TYPE_STRING:
+            entries[key] = _cut(entries[key], limit_of(value_field).most)
+        elif value_field.message_type is not None:
+            shorten(entries[key])
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def limit_of(field: FieldDescriptor, *, item: bool = False) -> Limit:
+    """Return the bound of a string, bytes, repeated or map field.
+
+    Args:
+        item: of each text or bytes of a list instead.
+    """
+    if field.is_repeated and not item:
+        return LIMITS.get(_name(field), ENTRIES)
+    default = BYTES if field.type == FieldDescriptor.TYPE_BYTES else TEXT
+    return LIMITS.get(f"{_name(field)}[]" if item else _name(field), default)
+
+
+def _name(field: FieldDescriptor) -> str:
+    full: str = field.full_name
+    return full.removeprefix("etfarm.v1.")
+
+
+def _entry_of(field: FieldDescriptor) -> Descriptor:
+    assert field.message_type is not None
+    return field.message_type
+
+
+_FLOATS: Final = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
+
+Rule = Callable[[Any], list[Any]]
+"""Refuses a value; gives the messages and texts below it."""
+
+
+@cache
+def _rules(descriptor: Descriptor) -> dict[int, Rule]:
+    return {field.number: _rule(field) for field in descriptor.fields}
+
+
+def _rule(field: FieldDescriptor) -> Rule:
+    if field.is_repeated:
+        return _rule_of_map(field) if _is_map(field) else _rule_of_list(field)
+    if field.message_type is not None:
+        return lambda value: [value]
+    single = _rule_of_scalar(field)
+
+    def rule(value: Any) -> list[Any]:
+        single(value)
+        return []
+
+    return rule
+
+
+def _rule_of_list(field: FieldDescriptor) -> Rule:
+    limit, name = limit_of(field), _name(field)
+    is_text = field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+    is_checked = is_text or field.enum_type is not None or field.type in _FLOATS
+    item = _rule_of_scalar(field) if is_checked else None
+
+    def rule(values: Any) -> list[Any]:
+        if len(values) > limit.most:
+            raise exceeded(name, limit, "entries", len(values))
+        if field.message_type is not None:
+            return list(values)
+        if item is not None:
+            for value in values:
+                item(value)
+        return list(values) if is_text else []
+
+    return rule
+
+
+def _rule_of_map(field: FieldDescriptor) -> Rule:
+    limit, name = limit_of(field), _name(field)
+    key_rule = _rule_of_scalar(_entry_of(field).fields_by_name["key"])
+    value_field = _entry_of(field).fields_by_name["value"]
+    value_rule = _rule_of_scalar(value_field) if value_field.message_type is None else None
+
+    def rule(entries: Any) -> list[Any]:
+        if len(entries) > limit.most:
+            raise exceeded(name, limit, "entries", len(entries))
+        for key in entries:
+            key_rule(key)
+        values = list(entries.values())
+        if value_rule is not None:
+            for value in values:
+                value_rule(value)
+        return values
+
+    return rule
+
+
+def _rule_of_scalar(field: FieldDescriptor) -> Callable[[Any], None]:
+    name, limit = _name(field), limit_of(field, item=field.is_repeated)
+    if field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
+        return _text_rule(name, limit, "characters" if field.type == FieldDescriptor.TYPE_STRING else "bytes")
+    if field.type in _FLOATS:
+        return _finite_rule(name)
+    if field.enum_type is not None:
+        return _enum_rule(name, frozenset(field.enum_type.values_by_number))
+    return lambda value: None
+
+
+def _text_rule(name: str, limit: Limit, unit: str) -> Callable[[Any], None]:
+    is_digest = name == "Artifact.digest"
+
+    def rule(value: Any) -> None:
+        if len(value) > limit.most:
+            raise exceeded(name, limit, unit, len(value))
+        if is_digest and not digest.is_digest(value):
+            error = LimitExceeded(f"{value!r} is no sha256 in lower-case hex.", field=name)
+            error.reason = "DIGEST_MALFORMED"
+            raise error
+
+    return rule
+
+
+def _finite_rule(name: str) -> Callable[[Any], None]:
+    def rule(value: float) -> None:
+        if not math.isfinite(value):
+            raise LimitExceeded(f"`{name}` must be a finite number, got {value}.", "Leave it out.", field=name, got=value)
+
+    return rule
+
+
+def _enum_rule(name: str, known: frozenset[int]) -> Callable[[Any], None]:
+    def rule(value: int) -> None:
+        if value not in known:
+            raise LimitExceeded(f"`{name}` has no value {value}.", "Install the same etfarm on both.", field=name, got=value)
+
+    return rule
+
+
+def exceeded(name: str, limit: Limit, unit: str, got: int) -> LimitExceeded:
+    """Return the refusal of a field or message that has more than `limit`."""
+    message = f"`{name}` must have at most {limit.most:,} {unit}, got {got:,}."
+    error = LimitExceeded(message, limit.remedy or "Send less.", field=name, limit=limit.most, got=got)
+    error.reason = limit.reason
+    return error
+
+
+def _is_map(field: FieldDescriptor) -> bool:
+    return bool(field.message_type is not None and field.message_type.GetOptions().map_entry)
