@@ -290,3 +290,71 @@ async def test_jobs_are_listed_newest_first_in_pages_without_specs(world: World)
     assert before is None
     assert [job.id for job in seen] == ["job-4", "job-3", "job-2", "job-1", "job-0"]
     assert not any(job.HasField("spec") for job in seen)
+
+
+async def test_a_watcher_that_lags_behind_reads_what_it_missed(world: World) -> None:
+    count = 1_200  # more than a subscription keeps
+    job = await world.submit(cells=count)
+    watching = world.journal.watch(job.id, 0)
+    seen = [(await anext(watching)).sequence]
+    await asyncio.gather(*(world.step(cell, model.COMPILING) for cell in job.cells))
+    async with asyncio.timeout(WAIT_S):
+        while len(seen) <= count:
+            seen.append((await anext(watching)).sequence)
+    await watching.aclose()  # type: ignore[attr-defined]
+    assert seen == list(range(1, count + 2))
+
+
+async def test_jobs_that_were_stored_with_endless_names_can_be_listed_and_watched(world: World) -> None:
+    huge = "x" * (8 << 20)
+    for number in range(3):
+        spec = JobSpec(name=huge, labels={"k": "v", "long": huge})
+        job = Job(id=f"job-{number}", name=huge, owner="ann", spec=spec, labels=spec.labels)
+        job.submitted_at.FromDatetime(START)
+        job.cells.add(id=f"c-{number}", job_id=job.id, state=model.QUEUED, version=1, candidate_name=huge)
+        await world.journal.submit(job, job.id)
+    jobs, following = await world.journal.list(50, None)
+    assert [job.id for job in jobs] == ["job-2", "job-1", "job-0"]
+    assert following is None
+    assert sum(job.ByteSize() for job in jobs) < 16 << 20
+    assert all(job.name.endswith("…") and len(job.name) == 1000 for job in jobs)
+    watching = world.journal.watch("job-0", 0)
+    event = await anext(watching)
+    await watching.aclose()  # type: ignore[attr-defined]
+    assert (event.sequence, event.job.id) == (1, "job-0")
+    assert event.ByteSize() < 1 << 20
+
+
+async def test_labels_are_listed_whatever_follows_them(world: World) -> None:
+    spec = JobSpec(name="n", labels={f"k{number}": "ä" * 200 for number in range(64)})
+    spec.candidates.add(name="net").model.methods["forward"].calibration.add(digest="a" * 64)
+    spec.inputs["forward"].digest = "b" * 64
+    job = Job(id="job-0", name="n", owner="ann", spec=spec)
+    job.submitted_at.FromDatetime(START)
+    job.cells.add(id="c", job_id=job.id, state=model.QUEUED, version=1)
+    await world.journal.submit(job, "r")
+    (listed,), _ = await world.journal.list(50, None)
+    assert dict(listed.labels) == dict(spec.labels)
+
+
+async def test_a_page_of_jobs_ends_before_it_is_too_large(world: World) -> None:
+    for number in range(12):
+        spec = JobSpec()
+        job = Job(id=f"job-{number:02}", owner="ann", spec=spec)
+        job.submitted_at.FromDatetime(START)
+        for index in range(100):
+            name = f"{index}" * 20_000
+            job.cells.add(id=f"{job.id}-{index}", job_id=job.id, index=index, state=model.QUEUED, version=1, method=name)
+        await world.journal.submit(job, job.id)
+    listed: list[str] = []
+    before: int | None = None
+    pages = 0
+    while True:
+        jobs, before = await world.journal.list(500, before)
+        assert sum(job.ByteSize() for job in jobs) <= 16 << 20
+        listed += [job.id for job in jobs]
+        pages += 1
+        if before is None:
+            break
+    assert listed == [f"job-{number:02}" for number in reversed(range(12))]
+    assert pages > 1

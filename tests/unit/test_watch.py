@@ -18,12 +18,21 @@ def line(number: int) -> JobEvent:
     return JobEvent(log=LogLine(number=number))
 
 
-async def test_journaled_events_are_complete_and_in_order_however_slow_the_watcher() -> None:
+async def test_the_newest_journaled_events_are_kept_in_order_for_a_slow_watcher() -> None:
     announcer = Announcer()
     with announcer.subscribe("j") as subscription:
         for number in range(5000):
             announcer.announce("j", changed(number))
-        assert [event.sequence for event in await subscription.take()] == list(range(5000))
+        assert [event.sequence for event in await subscription.take()] == list(range(4000, 5000))
+
+
+async def test_phases_that_an_agent_makes_up_do_not_grow_without_end() -> None:
+    announcer = Announcer()
+    with announcer.subscribe("j") as subscription:
+        for number in range(20_000):
+            announcer.announce("j", progress(f"PHASE_{number}"))
+        told = [event.progress.phase for event in await subscription.take()]
+    assert (len(told), told[-1]) == (5000, "PHASE_19999")
 
 
 async def test_of_progress_the_latest_of_each_phase_is_kept_and_ends_are_kept_apart() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
+from typing import Final
 
 from sqlalchemy import Connection, delete, select
 from sqlalchemy.dialects.sqlite import insert
@@ -53,6 +54,20 @@ class DeviceOffline(DeviceError):
     """The device's agent is not connected."""
 
     reason = "DEVICE_OFFLINE"
+
+
+class TooManyDevices(UserError):
+    """An agent announces more devices than it, or the farm, may have."""
+
+    reason = "TOO_MANY_DEVICES"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+
+MAX_DEVICES_OF_AGENT: Final = 1_000
+"""Offline ones among them."""
+
+MAX_DEVICES: Final = 10_000
+"""Known to the farm, offline ones among them."""
 
 
 class Registry:
@@ -217,6 +232,7 @@ class Registry:
         Raises:
             AgentConnected: another connection of the same agent is alive, or one of another agent with the same device.
             DeviceNotYours: all of its devices belong to agents with another principal's token.
+            TooManyDevices: there is no room for its new devices.
         """
         while (former := self._sessions.get(hello.agent_id)) is not None and former.is_alive():
             if "" != former.boot_id != session.boot_id != "" and not await former.is_heard_again():
@@ -230,6 +246,7 @@ class Registry:
         if hello.devices and not owned:
             raise _foreign(hello.devices[0].id)
         mine = [device for device in owned if not self._is_anothers(device, hello.agent_id)]
+        self._require_room(hello.agent_id, mine)
         if hello.devices and not mine and not any(device.HasField("problem") for device in hello.devices):
             raise _served(hello.devices[0], self._serving[hello.devices[0].id])
         self._sessions[hello.agent_id] = session
@@ -314,6 +331,7 @@ class Registry:
         Raises:
             DeviceNotYours: it belongs to an agent with another principal's token.
             AgentConnected: another live agent serves it, and goes on to.
+            TooManyDevices: there is no room for one more.
         """
         if not self._may_serve(session, device.id):
             raise _foreign(device.id)
@@ -321,8 +339,26 @@ class Registry:
             if device.HasField("problem"):
                 return
             raise _served(device, self._serving[device.id])
+        self._require_room(session.agent_id, [device])
         await self._serve(session, device)
         self.changed()
+
+    def _require_room(self, agent_id: str, devices: Sequence[Device]) -> None:
+        """Refuse devices that the farm does not know yet and has no room for.
+
+        Raises:
+            TooManyDevices: the agent or the farm would have too many.
+        """
+        new = {device.id for device in devices} - self._known.keys()
+        if not new:
+            return
+        of_agent = sum(device.agent_id == agent_id for device in self._known.values())
+        for limit, known, whose in ((MAX_DEVICES_OF_AGENT, of_agent, "the agent"), (MAX_DEVICES, len(self._known), "the farm")):
+            if known + len(new) > limit:
+                raise TooManyDevices(
+                    f"A device more than {limit:,} of {whose} was announced; {known:,} are known already.",
+                    "Ask an admin to remove offline ones with `etfarm devices forget`.", limit=limit, known=known,
+                )  # fmt: skip
 
     def gone(self, session: AgentSession, device_id: str, reason: str = "") -> None:
         """A device left its agent; what ran on it is lost."""

@@ -14,6 +14,10 @@ _MISSED = 3
 """Heartbeats that may stay out before an agent is taken for dead."""
 
 
+MAX_WAITING = 10_000
+"""Messages for an agent that does not read them."""
+
+
 class AgentSession:
     """The server's end of AgentService.Connect for one agent.
 
@@ -36,6 +40,7 @@ class AgentSession:
         self._heard_at = clock()
         self._sign = asyncio.Event()
         self._ended = False
+        self._on_overflow: Callable[[], object] = lambda: None
 
     def heard(self) -> None:
         """The agent said something."""
@@ -61,9 +66,22 @@ class AgentSession:
         return self._heard_at + _MISSED * HEARTBEAT_INTERVAL_S - self._clock()
 
     def send(self, message: agent_pb2.ServerMessage) -> None:
-        """Queues a message; never waits. After the end it goes nowhere: what matters is said again at the next Hello."""
-        if not self._ended:
-            self._outgoing.put_nowait(message)
+        """Queues a message; never waits. After the end it goes nowhere: what matters is said again at the next Hello.
+
+        An agent that does not read is ended.
+        """
+        if self._ended:
+            return
+        if self._outgoing.qsize() >= MAX_WAITING:
+            self._outgoing = asyncio.Queue()
+            self.end()
+            self._on_overflow()
+            return
+        self._outgoing.put_nowait(message)
+
+    def on_overflow(self, do: Callable[[], object]) -> None:
+        """Calls `do` when the agent is ended because it does not read: its stream has to be cut from outside."""
+        self._on_overflow = do
 
     def end(self) -> None:
         """Closes the stream once what is queued was sent."""

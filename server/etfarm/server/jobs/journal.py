@@ -13,6 +13,7 @@ from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.access.scope import DEFAULT_PROJECT, Scope
 from etfarm.server.jobs import model
+from etfarm.server.jobs.listing import LIST_BYTES, listed_events, listed_job, state_of
 from etfarm.server.jobs.tags import LATEST, find_tag, tags_of
 from etfarm.server.jobs.watch import Announcer
 from etfarm.server.reports.series import without_rows
@@ -21,8 +22,6 @@ from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, job_pb2, report_pb2
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent
 from etfarm.wire.errors import FarmError, Kind, UserError
-
-_PAGE = 500
 
 PAGE_BYTES: Final = 16 << 20
 """Of the reports of a page: a quarter of what a message may have, and one report is a few MiB at most."""
@@ -156,9 +155,10 @@ class Journal:
             _write_attempt(connection, after, result)
         if report is not None:
             connection.execute(schema.reports.insert().values(_report_row(after, report)))
-        job = job_row(connection, after.job_id, with_spec=False)
-        written = [self._append(connection, after.job_id, JobEvent(cell=after), job.state)]
-        if after.state in model.TERMINAL and model.is_terminal(job.state):
+        state = state_of(connection, after.job_id)
+        written = [self._append(connection, after.job_id, JobEvent(cell=after), state)]
+        if after.state in model.TERMINAL and model.is_terminal(state):
+            job = job_row(connection, after.job_id, with_spec=False)
             job.finished_at.FromDatetime(self._now())
             row = {"finished_at": _utc(job.finished_at)}
             connection.execute(update(schema.jobs).where(schema.jobs.c.id == job.id).values(row))
@@ -185,7 +185,7 @@ class Journal:
         return await self._database.read(lambda connection: job_row(connection, _resolved(connection, key, scope)))
 
     async def list(self, size: int, before: int | None, scope: Scope) -> tuple[Sequence[Job], int | None]:
-        """A scope's jobs without specs, newest first, and where the next page begins."""
+        """A scope's jobs without specs, newest first, and where the next page begins; fewer than `size` where they are large."""
 
         def read(connection: Connection) -> tuple[Sequence[Job], int | None]:
             query = select(schema.jobs.c.id, schema.jobs.c.number).where(scope.clause(schema.jobs.c.project))
@@ -193,8 +193,15 @@ class Journal:
             if before is not None:
                 query = query.where(schema.jobs.c.number <= before)
             rows = connection.execute(query).all()
-            following = rows[size].number if len(rows) > size else None
-            return [job_row(connection, row.id, with_spec=False) for row in rows[:size]], following
+            jobs: list[Job] = []
+            left = LIST_BYTES
+            for row in rows[:size]:
+                job = job_row(connection, row.id, with_spec=False)
+                left -= job.ByteSize()
+                if jobs and left < 0:
+                    return jobs, row.number
+                jobs.append(job)
+            return jobs, rows[size].number if len(rows) > size else None
 
         return await self._database.read(read)
 
@@ -220,18 +227,25 @@ class Journal:
             seen = after
             while seen < last:
                 # A page may hold more than `last`: what happened meanwhile, the end of the job included.
-                for event in await self._database.read(partial(_events, job_id=job_id, after=seen)):
+                for event in await self._database.read(partial(listed_events, job_id=job_id, after=seen)):
                     seen = event.sequence
                     job.state = _state_after(event, job.state)
                     yield event
             while not model.is_terminal(job.state):
                 for event in await subscription.take():
-                    if event.HasField("sequence"):
-                        if event.sequence <= seen:
-                            continue
+                    if not event.HasField("sequence"):
+                        yield event
+                        continue
+                    # What a slow watcher's subscription left out is read again.
+                    while seen < event.sequence - 1:
+                        for missed in await self._database.read(partial(listed_events, job_id=job_id, after=seen)):
+                            seen = missed.sequence
+                            job.state = _state_after(missed, job.state)
+                            yield missed
+                    if event.sequence > seen:
                         seen = event.sequence
                         job.state = _state_after(event, job.state)
-                    yield event
+                        yield event
 
     async def results_of(self, attempt_id: str) -> dict[str, agent_pb2.CandidateResult]:
         """What an attempt gave, by cell in the order of the job's cells; empty for a cell that got nothing."""
@@ -310,25 +324,30 @@ class Journal:
 
 
 def job_row(connection: Connection, job_id: str, *, with_spec: bool = True) -> Job:
-    """The job as the database has it.
+    """The job as the database has it; without the spec, long texts are cut as well.
 
     Raises:
         JobNotFound: it has none of this id.
     """
+    job = _whole_job(connection, job_id) if with_spec else listed_job(connection, job_id)
+    if job is None:
+        raise job_not_found(job_id)
+    return job
+
+
+def _whole_job(connection: Connection, job_id: str) -> Job | None:
     row = connection.execute(select(schema.jobs).where(schema.jobs.c.id == job_id)).one_or_none()
     if row is None:
-        raise job_not_found(job_id)
+        return None
     bodies = select(schema.cells.c.body).where(schema.cells.c.job_id == job_id).order_by(schema.cells.c.index)
-    spec = job_pb2.JobSpec.FromString(row.spec)
-    job = Job(id=row.id, name=row.name, labels=spec.labels, owner=row.owner, project=row.project)
-    job.tags.extend(tags_of(connection, row.id))
+    job = Job(id=row.id, name=row.name, owner=row.owner, project=row.project, tags=tags_of(connection, row.id))
+    job.spec.ParseFromString(row.spec)
+    job.labels.update(job.spec.labels)
     job.cells.extend(Cell.FromString(body) for body in connection.execute(bodies).scalars())
     job.state = model.job_state(job.cells)
     job.submitted_at.FromDatetime(row.submitted_at)
     if row.finished_at is not None:
         job.finished_at.FromDatetime(row.finished_at)
-    if with_spec:
-        job.spec.CopyFrom(spec)
     return job
 
 
@@ -354,12 +373,6 @@ def _resolved(connection: Connection, key: str, scope: Scope) -> str:
     if len(matching) != 1:
         raise job_not_found(key, "Several jobs begin with" if matching else "There is no job")
     return matching[0]
-
-
-def _events(connection: Connection, job_id: str, after: int) -> Sequence[JobEvent]:
-    table = schema.events
-    query = select(table.c.body).where(table.c.job_id == job_id, table.c.sequence > after).order_by(table.c.sequence).limit(_PAGE)
-    return [JobEvent.FromString(body) for body in connection.execute(query).scalars()]
 
 
 def _state_after(event: JobEvent, before: job_pb2.JobState.ValueType) -> job_pb2.JobState.ValueType:

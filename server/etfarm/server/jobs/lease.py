@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Final
 
 from etfarm.v1 import agent_pb2, session_pb2
@@ -20,6 +21,18 @@ IDLE_TIMEOUT_S: Final = 600.0
 
 MAX_CALLS: Final = 64
 """Of one session, the one under way among them: each may hold its tensors here, 1 MiB inline."""
+
+
+MAX_WAITING_BYTES: Final = 32 << 20
+"""Of the inline tensors of one session's calls that are under way."""
+
+MAX_EVENTS: Final = 1_000
+MAX_EVENT_BYTES: Final = 4 << 20
+"""What an owner who does not read may leave behind. Log lines and reasons to wait beyond that are dropped; how the session
+goes on is not."""
+
+MAX_TENSORS: Final = 100_000
+"""Digests that a session remembers in order to clear them away."""
 
 
 class BadSession(UserError):
@@ -141,9 +154,11 @@ class Session:
         self.request = request
         self.order = order
         self.events: asyncio.Queue[SessionEvent | None] = asyncio.Queue()
+        self._event_bytes = 0
         self.turn = asyncio.Lock()
         self.lease: Lease | None = None
-        self.calls: set[str] = set()
+        self.calls: dict[str, int] = {}
+        """Calls that are under way, by id, with the size of their inline tensors."""
         self.tensors: set[str] = set()
         """Digests of what its calls carried by the store."""
         self.exchanges: set[asyncio.Task[SessionAnswer]] = set()
@@ -151,8 +166,11 @@ class Session:
         self.over: EtfarmError | None = None
         """Why it ended, once it has."""
 
-    def admit(self, call_id: str) -> Lease:
+    def admit(self, call_id: str, size_bytes: int = 0) -> Lease:
         """Where a new call goes.
+
+        Args:
+            size_bytes: of its inline tensors.
 
         Raises:
             SessionNotReady: nowhere yet.
@@ -168,12 +186,34 @@ class Session:
                 f"{MAX_CALLS} calls of the session {self.id} are under way, which is the most.",
                 "Wait for an answer before the next one.", session=self.id, limit=MAX_CALLS,
             )  # fmt: skip
+        if self.calls and sum(self.calls.values()) + size_bytes > MAX_WAITING_BYTES:
+            raise TooManyCalls(
+                f"The calls of the session {self.id} that are under way have {MAX_WAITING_BYTES >> 20} MiB of tensors.",
+                "Wait for an answer before the next one.", session=self.id, limit=MAX_WAITING_BYTES,
+            )  # fmt: skip
         return self.lease
 
     def tell(self, event: SessionEvent) -> None:
-        """Tells the owner."""
+        """Tells the owner. What is not needed is dropped where the owner does not read."""
         event.session_id = self.id
+        size = event.ByteSize()
+        is_full = self.events.qsize() >= MAX_EVENTS or self._event_bytes + size > MAX_EVENT_BYTES
+        if is_full and event.WhichOneof("event") in ("log_line", "waiting"):
+            return
+        self._event_bytes += size
         self.events.put_nowait(event)
+
+    async def next_event(self) -> SessionEvent | None:
+        """Wait for the owner's next event; None after the last."""
+        event = await self.events.get()
+        self._event_bytes -= event.ByteSize() if event is not None else 0
+        return event
+
+    def remember(self, digests: Iterable[str]) -> None:
+        """Keep in mind what the session's calls brought into the store."""
+        for each in digests:
+            if len(self.tensors) < MAX_TENSORS:
+                self.tensors.add(each)
 
     def end(self, error: EtfarmError) -> None:
         """Tells the owner why it is over; the last event."""

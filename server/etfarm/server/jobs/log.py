@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import datetime
 from functools import partial
+from typing import Final
 
 import structlog
 from sqlalchemy import Connection, func, select
@@ -23,6 +24,13 @@ log = structlog.get_logger()
 
 _PAGE = 500
 
+MAX_LINES: Final = 100_000
+MAX_CHARACTERS: Final = 32 << 20
+"""Of one job's log; a last line says that it is full."""
+
+_LINE: Final = 8000
+"""Characters of one line."""
+
 
 class JobLog:
     """What compilers and runners printed, a line each, numbered within the job. Lines are written in batches."""
@@ -32,27 +40,33 @@ class JobLog:
         self._announcer = announcer
         self._now = now
         self._numbers: dict[str, int] = {}
+        self._characters: dict[str, int] = {}
         self._waiting: list[dict[str, object]] = []
         self._flushing: asyncio.Task[None] | None = None
 
     def add(self, job_id: str, cell_id: str, source: str, text: str) -> None:
         """Takes one line; watchers get it at once, the database soon."""
-        number = self._numbers.get(job_id, 0) + 1
+        number, characters = self._numbers.get(job_id, 0) + 1, self._characters.get(job_id, 0)
+        if number > MAX_LINES or characters > MAX_CHARACTERS:
+            return
         self._numbers[job_id] = number
+        text = text[:_LINE]
+        self._characters[job_id] = characters + len(text)
+        if number == MAX_LINES or characters + len(text) > MAX_CHARACTERS:
+            cell_id, source, text = "", "FARM", "The job's log is full: what follows is left out."
         at = self._now()
-        self._waiting.append(
-            {"job_id": job_id, "number": number, "at": at, "cell_id": cell_id, "source": source, "text": text[:8000]}
-        )
-        line = LogLine(number=number, cell_id=cell_id, source=source, text=text[:8000])
+        self._waiting.append({"job_id": job_id, "number": number, "at": at, "cell_id": cell_id, "source": source, "text": text})
+        line = LogLine(number=number, cell_id=cell_id, source=source, text=text)
         line.at.FromDatetime(at)
         self._announcer.announce(job_id, JobEvent(at=line.at, log=line))
         self._begin()
 
     async def resume(self, job_id: str) -> None:
         """Goes on counting where an earlier server stopped."""
-        query = select(func.max(schema.log_lines.c.number)).where(schema.log_lines.c.job_id == job_id)
-        last = await self._database.read(lambda connection: connection.execute(query).scalar())
-        self._numbers[job_id] = int(last or 0)
+        table = schema.log_lines.c
+        query = select(func.max(table.number), func.sum(func.length(table.text))).where(table.job_id == job_id)
+        last, characters = await self._database.read(lambda connection: connection.execute(query).one())
+        self._numbers[job_id], self._characters[job_id] = int(last or 0), int(characters or 0)
 
     async def flush(self) -> None:
         """Returns when all lines so far are written down. A caller that is cancelled meanwhile takes none along."""

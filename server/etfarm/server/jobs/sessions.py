@@ -107,7 +107,7 @@ class Sessions:
         log.info("session opened", session=session.id, owner=owner)
         try:
             session.tell(SessionEvent(waiting=session_pb2.SessionWaiting()))
-            while (event := await session.events.get()) is not None:
+            while (event := await session.next_event()) is not None:
                 yield event
         finally:
             del self._sessions[session.id]
@@ -153,14 +153,15 @@ class Sessions:
         sessions.check_task(request.task)
         if session.over is not None:
             return SessionAnswer(error=to_proto(session.over))
-        lease = session.admit(request.call_id)
+        size = len(request.task.inputs.inline)
+        lease = session.admit(request.call_id, size)
         for wanted in stored(request.task.inputs):
             if not await self._store.is_held(wanted, [session.project]):
                 raise _artifact_missing(wanted)
-            session.tensors.add(wanted)
+            session.remember([wanted])
             self._runs.permit(lease.attempt_id, [wanted])
         begun = asyncio.Event()
-        session.calls.add(request.call_id)
+        session.calls[request.call_id] = size
         exchange = asyncio.create_task(self._exchange(session, lease, request, begun), name=f"call-{request.call_id}")
         session.exchanges.add(exchange)
         exchange.add_done_callback(session.exchanges.discard)
@@ -193,7 +194,7 @@ class Sessions:
                 finally:
                     lease.answers.pop(request.call_id, None)
         finally:
-            session.calls.discard(request.call_id)
+            session.calls.pop(request.call_id, None)
 
     async def serve(
         self, replies: AsyncIterator[agent_pb2.SessionReply], principal: str, holder: str
@@ -390,7 +391,7 @@ class Sessions:
                 if kind == "answered":
                     said = checked(reply.answered.answer)
                     gave = stored(said.outputs, said.measured.samples)
-                    session.tensors.update(gave)
+                    session.remember(gave)
                     # Not whatever digest an agent names: what it has uploaded.
                     uploaded = [each for each in gave if await self._store.is_held(each, [holder, session.project])]
                     await self._store.hold(session.project, uploaded, session.owner, for_now=True)

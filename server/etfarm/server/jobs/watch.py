@@ -1,4 +1,4 @@
-"""Who listens to a job: subscriptions that get every journaled event and the latest of everything else."""
+"""Who listens to a job: subscriptions that get the newest journaled events and the latest of everything else."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ _MAX_LOG_LINES = 1000
 """Log lines that a slow watcher may lag behind; older ones are left out and stay in TailLog."""
 
 
+_MAX_JOURNALED = 1000
+"""Changes that a slow watcher may lag behind; older ones are left out, and `Journal.watch` reads them again."""
+
+_MAX_PROGRESS = 5000
+"""Phases of cells that a slow watcher may lag behind: agents name phases as they like."""
+
+
 class Subscription:
-    """One listener's events: journaled ones complete and in order, progress by cell, the newest log lines."""
+    """One listener's events: the newest journaled ones in order, progress by cell, the newest log lines."""
 
     def __init__(self) -> None:
-        self._journaled: deque[JobEvent] = deque()
+        self._journaled: deque[JobEvent] = deque(maxlen=_MAX_JOURNALED)
         self._progress: dict[str, JobEvent] = {}
         self._log: deque[JobEvent] = deque(maxlen=_MAX_LOG_LINES)
         self._something = asyncio.Event()
@@ -31,6 +38,8 @@ class Subscription:
             key = f"{event.progress.cell_id} {event.progress.phase} {event.progress.HasField('duration_ms')}"
             self._progress.pop(key, None)
             self._progress[key] = event
+            if len(self._progress) > _MAX_PROGRESS:
+                del self._progress[next(iter(self._progress))]
         else:
             self._log.append(event)
         self._something.set()

@@ -9,13 +9,14 @@ import structlog
 
 from etfarm.server.access.identities import Identities, Identity
 from etfarm.server.access.scope import agent_holder
-from etfarm.server.devices.registry import AgentConnected, DeviceNotYours, Registry
+from etfarm.server.devices.registry import AgentConnected, DeviceNotYours, Registry, TooManyDevices
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
 from etfarm.server.jobs.sessions import Sessions
 from etfarm.server.rpc.artifacts import holder_of
 from etfarm.server.rpc.auth import ADMIN, caller
 from etfarm.server.rpc.enrolment import Enrolment
+from etfarm.server.rpc.salvage import Salvaged
 from etfarm.v1 import agent_pb2, agent_pb2_grpc
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.names import PROTOCOL_VERSION
@@ -61,6 +62,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     async def Connect(
         self, request_iterator: AsyncIterator[agent_pb2.AgentMessage], context: object
     ) -> AsyncIterator[agent_pb2.ServerMessage]:
+        request_iterator = Salvaged(request_iterator)
         first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("message") != "hello":
             raise NoHello("The first message of an agent is Hello.")
@@ -75,6 +77,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         session = AgentSession(
             hello.agent_id, hello.boot_id, self._clock, principal=principal.name, is_admin=principal.role == ADMIN
         )
+        if (task := asyncio.current_task()) is not None:
+            session.on_overflow(task.cancel)
         session.send(
             agent_pb2.ServerMessage(
                 welcome=agent_pb2.Welcome(server_version=self._version, heartbeat_interval_s=HEARTBEAT_INTERVAL_S)
@@ -103,7 +107,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     async def ServeSession(
         self, request_iterator: AsyncIterator[agent_pb2.SessionReply], context: object
     ) -> AsyncIterator[agent_pb2.SessionCall]:
-        async for call in self._sessions.serve(request_iterator, caller().name, holder_of(caller())):
+        async for call in self._sessions.serve(Salvaged(request_iterator), caller().name, holder_of(caller())):
             yield call
 
     async def Enroll(self, request: agent_pb2.EnrollAgentRequest, context: object) -> agent_pb2.EnrollAgentResponse:
@@ -165,7 +169,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         elif kind == "device_update":
             try:
                 await self._registry.update(session, message.device_update.device)
-            except (AgentConnected, DeviceNotYours) as error:
+            except (AgentConnected, DeviceNotYours, TooManyDevices) as error:
                 # Its other devices are not to suffer for it.
                 log.warning("a device is left out", agent=session.agent_id, why=error.message)
         elif kind == "device_gone":

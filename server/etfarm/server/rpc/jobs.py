@@ -10,11 +10,13 @@ from typing import Any
 from etfarm.server.jobs import model
 from etfarm.server.jobs.conductor import Conductor
 from etfarm.server.jobs.journal import Journal, job_not_found
+from etfarm.server.jobs.listing import JOB_BYTES
 from etfarm.server.jobs.log import JobLog
 from etfarm.server.jobs.submission import BadJob, Submission
 from etfarm.server.jobs.watch import Announcer
 from etfarm.server.rpc.auth import active_project, caller, require_owner, scope
 from etfarm.server.rpc.edge import later
+from etfarm.server.state.cut import fit
 from etfarm.v1 import job_pb2, job_pb2_grpc
 
 
@@ -63,15 +65,19 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         return job
 
     async def Get(self, request: job_pb2.GetJobRequest, context: object) -> job_pb2.Job:
-        return self._own(await self._journal.get(request.job_id, scope()))
+        job = await self._journal.get(request.job_id, scope())
+        if job.ByteSize() > JOB_BYTES:
+            await asyncio.to_thread(fit, job, JOB_BYTES)
+        return self._own(job)
 
     async def List(self, request: job_pb2.ListJobsRequest, context: object) -> job_pb2.ListJobsResponse:
-        if request.page_token and not (request.page_token.isdecimal() and len(request.page_token) < 18):
-            raise BadJob(f"{request.page_token!r} is no page token.", "Send next_page_token of the page before.")
+        token = request.page_token
+        if token and not (token.isascii() and token.isdecimal() and len(token) < 18):
+            raise BadJob(f"{token[:80]!r} is no page token.", "Send next_page_token of the page before.")
         if request.page_size < 0:
             raise BadJob(f"A page of {request.page_size} jobs is none.", "Give a page_size of 1 to 500, or 0 for 50.")
         size = min(request.page_size or 50, 500)
-        jobs, following = await self._journal.list(size, int(request.page_token) if request.page_token else None, scope())
+        jobs, following = await self._journal.list(size, int(token) if token else None, scope())
         token = "" if following is None else str(following)
         return job_pb2.ListJobsResponse(jobs=[self._own(job) for job in jobs], next_page_token=token)
 
