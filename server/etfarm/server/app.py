@@ -41,6 +41,7 @@ from etfarm.server.jobs.revision import Revision
 from etfarm.server.jobs.sessions import Sessions
 from etfarm.server.jobs.submission import Submission
 from etfarm.server.jobs.tags import Tags
+from etfarm.server.jobs.takeups import CleanEnd, Takeups
 from etfarm.server.jobs.watch import Announcer
 from etfarm.server.reports.analyst import Analyst
 from etfarm.server.reports.findings import Findings
@@ -155,6 +156,7 @@ async def running(config: Config) -> AsyncIterator[str]:
     workers = Workers(preload=PRELOAD, limits=limits, folder=children, concurrency=config.workers, gate=quiet.work)
     workers.start()
     database = Database(config.data / DATABASE)
+    clean_end = CleanEnd(config.data)
     background: list[asyncio.Task[None]] = []
     store: Store | None = None
     try:
@@ -240,7 +242,8 @@ async def running(config: Config) -> AsyncIterator[str]:
         else:
             bundles.settled.set()
         # In this order: what has to work goes before what may measure, and agents find their runs waited for.
-        await conductor.resume()
+        was_clean = clean_end.begin()
+        await conductor.resume(None if was_clean else Takeups(database))
         await server.start()
         for service in ("", *SERVICES):
             await healthy.set(service, health_pb2.HealthCheckResponse.SERVING)
@@ -268,6 +271,7 @@ async def running(config: Config) -> AsyncIterator[str]:
         if store is not None:
             store.close()
         database.close()
+        clean_end.end()
 
 
 async def _is_needed(runs: Runs, registry: Registry, principal: str, digest: str) -> bool:

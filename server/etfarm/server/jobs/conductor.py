@@ -22,6 +22,7 @@ from etfarm.server.jobs.groups import Groups, base_of
 from etfarm.server.jobs.journal import Journal, StaleVersion
 from etfarm.server.jobs.log import JobLog
 from etfarm.server.jobs.numerics import NumericsPrograms
+from etfarm.server.jobs.takeups import CARE_S, HANDLED, IN_SERVER, MOST, STABLE_S, SetAside, Takeups, is_handled
 from etfarm.server.jobs.watch import Announcer
 from etfarm.server.jobs.way import Steps, Way, to_the_end
 from etfarm.server.reports.analyst import Analyst
@@ -75,6 +76,9 @@ class Conductor:
         self._jobs: dict[str, tuple[str, str]] = {}
         """By cell on its way, its job's id and project."""
         self._cancelled: set[str] = set()
+        self._held: dict[str, Job] = {}
+        """Live jobs whose turn to be taken up has not come."""
+        self._careful: asyncio.Task[None] | None = None
 
     @property
     def live(self) -> int:
@@ -82,8 +86,9 @@ class Conductor:
         return self.count_live(EVERYTHING)
 
     def count_live(self, scope: Scope) -> int:
-        """Return how many jobs of a scope have cells on their way."""
-        return len({job_id for job_id, project in self._jobs.values() if scope.allows(project)})
+        """Return how many jobs of a scope have cells on their way, or wait to be taken up."""
+        live = {job_id for job_id, project in self._jobs.values() if scope.allows(project)}
+        return len(live | {job.id for job in self._held.values() if scope.allows(job.project)})
 
     def start(self, job: Job) -> None:
         """Begins, or goes on, with the live cells of a job."""
@@ -98,18 +103,69 @@ class Conductor:
     def _forget(self, cell_id: str, _: asyncio.Task[None]) -> None:
         del self._tasks[cell_id], self._jobs[cell_id]
 
-    async def resume(self) -> None:
+    async def resume(self, takeups: Takeups | None = None) -> None:
         """Takes up what an earlier server left. Call it before agents can connect: one that came first would be told to
-        stop what it runs, since nobody would wait for it yet."""
+        stop what it runs, since nobody would wait for it yet.
+
+        Args:
+            takeups: counts jobs, after a server that did not end cleanly: those that it was handling are taken up one after
+                the other, in the background, and those that were at the third time are set aside.
+        """
+        counts = await takeups.counts() if takeups is not None else {}
         for job in await self._journal.live():
             await self._joblog.resume(job.id)
-            log.info("taking up a job", job=job.id)
             self._execution.rejoin(job, self.progress, self._joblog.add)
+            if takeups is None or not is_handled(job):
+                log.info("taking up a job", job=job.id)
+                self.start(job)
+            elif counts.get(job.id, 0) + 1 >= MOST:
+                await self._set_aside(job)
+            else:
+                self._held[job.id] = job
+        if takeups is not None:
+            self._careful = asyncio.create_task(self._take_up(takeups), name="take-up")
+
+    async def _take_up(self, takeups: Takeups) -> None:
+        """Takes the held jobs up one at a time; then clears the counts, once the server has lived for a while."""
+        while self._held:
+            job = self._held[next(iter(self._held))]
+            await takeups.count(job.id)
+            if self._held.pop(job.id, None) is None:
+                continue  # it was cancelled meanwhile
+            log.info("taking up a job with care", job=job.id)
+            if await self._comes_to_rest(job):
+                await takeups.uncount(job.id)
+        await asyncio.sleep(STABLE_S)
+        await takeups.clear()
+
+    async def _comes_to_rest(self, job: Job) -> bool:
+        """Begins with a job, alone for a while; whether nothing of it can be heard of any more but from a device to come."""
+        states = {cell.id: cell.state for cell in job.cells}
+        with self._announcer.subscribe(job.id) as subscription:
             self.start(job)
+            try:
+                async with asyncio.timeout(CARE_S):
+                    while any(state in IN_SERVER for state in states.values()):
+                        for event in await subscription.take():
+                            if event.WhichOneof("event") == "cell":
+                                states[event.cell.id] = event.cell.state
+            except TimeoutError:
+                return False
+        return not any(state in HANDLED for state in states.values())
+
+    async def _set_aside(self, job: Job) -> None:
+        """Ends a job's live cells without a look at anything that belongs to it."""
+        error = SetAside(job.id)
+        log.error("a job is set aside", job=job.id, why=error.message)
+        for cell in job.cells:
+            if cell.state not in model.TERMINAL:
+                await self._finish(Way(job, cell), model.FAILED, error)
 
     async def cancel(self, job: Job) -> None:
         """Ends the job's live cells; returns when they are terminal."""
         # A task that was made in this very moment has its first step before it is cancelled, else it would just vanish.
+        if (held := self._held.pop(job.id, None)) is not None:
+            self.start(held)
         await asyncio.sleep(0)
         tasks = [(cell.id, task) for cell in job.cells if (task := self._tasks.get(cell.id)) is not None]
         for cell_id, task in tasks:
@@ -121,7 +177,7 @@ class Conductor:
 
     async def stop(self) -> None:
         """Lets go of all cells; they stay in the journal as they are, and a new server goes on with them."""
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *([self._careful] if self._careful is not None else [])]
         for task in tasks:
             task.cancel()
         if tasks:

@@ -1,0 +1,102 @@
+"""Jobs that were being handled when a server died: counted, taken up one at a time, and set aside at the third time.
+
+What kills a server may be in a job. So after a server that did not end cleanly each job that it was handling is counted, on disk,
+right before a new server touches it; a job that then comes to rest is not counted any more, so that the count that stays is
+the guilty one's. A server that lives for a while clears all counts: its predecessors died of something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from sqlalchemy import case, select, update
+
+from etfarm.server.jobs import model
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+from etfarm.v1.job_pb2 import Job
+from etfarm.wire.errors import FarmError
+
+MOST: Final = 3
+"""The take-up at which a job is set aside."""
+
+CARE_S: Final = 10.0
+"""How long a job that is taken up is alone at most, before the next one."""
+
+STABLE_S: Final = 600.0
+"""A server that lives for so long clears the counts."""
+
+IN_SERVER: Final = frozenset({model.QUEUED, model.COMPILING, model.ANALYZING})
+"""States in which the server itself works on a cell."""
+
+HANDLED: Final = IN_SERVER | {model.RUNNING}
+"""States in which a cell may be what killed a server: a run's result may come at any moment."""
+
+
+class SetAside(FarmError):
+    """The server died three times while it was handling the job."""
+
+    reason = "SET_ASIDE"
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(
+            f"The server died {MOST} times while it was handling job {job_id}, which is set aside so that the others go on.",
+            "Tell the farm's admin: the server's log has what happened. Submit the job again once that is understood.",
+            job=job_id, times=MOST,
+        )  # fmt: skip
+
+
+def is_handled(job: Job) -> bool:
+    """Return whether a server was working on a job, or was about to take a result of it."""
+    return any(cell.state in HANDLED for cell in job.cells)
+
+
+class Takeups:
+    """The counts of live jobs."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def counts(self) -> Mapping[str, int]:
+        """Return how often each live job was taken up before."""
+        jobs = schema.jobs.c
+        query = select(jobs.id, jobs.takeups).where(jobs.finished_at.is_(None))
+        rows = await self._database.read(lambda connection: connection.execute(query).all())
+        return {row.id: row.takeups for row in rows}
+
+    async def count(self, job_id: str) -> None:
+        """Count one more take-up; on disk when this returns."""
+        await self._add(job_id, 1)
+
+    async def uncount(self, job_id: str) -> None:
+        """Take the last take-up back: the job came to rest."""
+        await self._add(job_id, -1)
+
+    async def _add(self, job_id: str, number: int) -> None:
+        takeups = schema.jobs.c.takeups + number
+        change = update(schema.jobs).where(schema.jobs.c.id == job_id).values(takeups=case((takeups < 0, 0), else_=takeups))
+        await self._database.write(lambda connection: connection.execute(change) and None, durable=number > 0)
+
+    async def clear(self) -> None:
+        """Forget all counts."""
+        change = update(schema.jobs).where(schema.jobs.c.takeups > 0).values(takeups=0)
+        await self._database.write(lambda connection: connection.execute(change) and None)
+
+
+class CleanEnd:
+    """A file that is there while a server runs, and after it only where it did not end cleanly."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "server.running"
+
+    def begin(self) -> bool:
+        """Note that a server runs; return whether the one before ended cleanly."""
+        was_clean = not self._file.exists()
+        self._file.touch(mode=0o600)
+        return was_clean
+
+    def end(self) -> None:
+        """Note that the server ends cleanly."""
+        self._file.unlink(missing_ok=True)
