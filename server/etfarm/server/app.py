@@ -170,7 +170,7 @@ async def running(config: Config) -> AsyncIterator[str]:
         projects = Projects(database, now)
         await projects.load()
         announcer = Announcer()
-        journal = Journal(database, announcer, now)
+        journal = Journal(database, announcer, now, config.quotas)
         joblog = JobLog(database, announcer, now)
         bundles = Bundles(store, database, config.data / "work")
         await bundles.load()
@@ -186,7 +186,9 @@ async def running(config: Config) -> AsyncIterator[str]:
         analyst = Analyst(Findings(workers, database, now, deadline_s=config.analysis_deadline_s), store)
         placement = Placement(registry, runs)
         execution = Execution(registry, runs, placement, bundles, store, new_id)
-        sessions = Sessions(registry, runs, placement, bundles, compiler, store, execution, quiet, now=now, new_id=new_id)
+        sessions = Sessions(
+            registry, runs, placement, bundles, compiler, store, execution, quiet, now=now, new_id=new_id, quotas=config.quotas
+        )
         conductor = Conductor(
             journal, joblog, announcer, compiler, execution, analyst, quiet,
             thresholds=config.thresholds, now=now, clock=time.monotonic, new_id=new_id,
@@ -203,7 +205,7 @@ async def running(config: Config) -> AsyncIterator[str]:
             ArtifactService(store, partial(_is_needed, runs, registry)), server
         )
         compile_pb2_grpc.add_CompileServiceServicer_to_server(CompileService(compiler), server)
-        jobs = JobService(journal, joblog, announcer, submission, conductor, version=own_version, now=now)
+        jobs = JobService(journal, joblog, announcer, submission, conductor, version=own_version, now=now, quotas=config.quotas)
         job_pb2_grpc.add_JobServiceServicer_to_server(jobs, server)
         device_pb2_grpc.add_DeviceServiceServicer_to_server(DeviceService(registry, projects), server)
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(sessions), server)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from etfarm.server.access.tokens import has_tokens
 from etfarm.server.artifacts.limits import StoreLimits
+from etfarm.server.jobs.quotas import Quotas
 from etfarm.server.reports.verdict import Thresholds
 from etfarm.wire.channel import Address
 from etfarm.wire.errors import UserError
@@ -70,6 +71,9 @@ class Config:
     """Size of one artifact."""
     thresholds: Thresholds = field(default_factory=Thresholds)
     """When a measurement is called invalid."""
+
+    quotas: Quotas = field(default_factory=Quotas)
+    """How much work one user or project may have under way."""
 
     @property
     def store_limits(self) -> StoreLimits:

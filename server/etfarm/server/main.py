@@ -11,12 +11,14 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import structlog
 
 from etfarm.server.app import running
 from etfarm.server.config import Config
+from etfarm.server.jobs.quotas import Quotas
 from etfarm.server.reports import thresholds
 from etfarm.server.reports.thresholds import Thresholds
 from etfarm.wire.channel import parse_address
@@ -84,10 +86,16 @@ def parser() -> argparse.ArgumentParser:
                       help="size of one artifact (default %(default)s)")  # fmt: skip
     made.add_argument("--thresholds", type=Path, metavar="FILE",
                       help="TOML of what makes a measurement INVALID, as max_drift = 0.2 (default: built in)")  # fmt: skip
+    made.add_argument("--quota", action="append", default=[], metavar="NAME=N",
+                      help=f"how much one user or project may have under way, once for each of: {_quotas()}")  # fmt: skip
     made.add_argument("--no-bundle", action="store_true", help="do not build the runner bundle for this machine")
     made.add_argument("--address-file", type=Path, metavar="FILE", help="write the address there once listening")
     made.add_argument("--exit-with-stdin", action="store_true", help="end when stdin ends")
     return made
+
+
+def _quotas() -> str:
+    return ", ".join(f"{field.name} ({field.default:,})" for field in fields(Quotas))
 
 
 def _positive(text: str) -> int:
@@ -134,6 +142,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
         patience_s=arguments.patience, address_file=arguments.address_file,
         exit_with_stdin=arguments.exit_with_stdin, build_bundle=not arguments.no_bundle,
         project_storage_bytes=arguments.project_storage_gib, max_artifact_bytes=arguments.max_artifact_gib << 30,
+        quotas=Quotas.of(arguments.quota),
         thresholds=thresholds.read(arguments.thresholds) if arguments.thresholds else Thresholds(),
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from sqlalchemy.dialects.sqlite import insert
 from etfarm.server.access.scope import DEFAULT_PROJECT, Scope
 from etfarm.server.jobs import model
 from etfarm.server.jobs.listing import LIST_BYTES, listed_events, listed_job, state_of
+from etfarm.server.jobs.quotas import Quotas
 from etfarm.server.jobs.tags import LATEST, find_tag, tags_of
 from etfarm.server.jobs.watch import Announcer
 from etfarm.server.reports.series import without_rows
@@ -58,7 +59,10 @@ class StaleVersion(FarmError):
 class Journal:
     """Reads and writes jobs. `announcer` hears of each change right after its transaction."""
 
-    def __init__(self, database: Database, announcer: Announcer, now: Callable[[], datetime]) -> None:
+    def __init__(
+        self, database: Database, announcer: Announcer, now: Callable[[], datetime], quotas: Quotas | None = None
+    ) -> None:
+        self._quotas = quotas or Quotas()
         self._database = database
         self._announcer = announcer
         self._now = now
@@ -68,12 +72,16 @@ class Journal:
 
         Returns:
             The job and whether it is new.
+
+        Raises:
+            QuotaExceeded: its owner or project has too much under way.
         """
 
         def write(connection: Connection) -> tuple[Job, JobEvent | None]:
             known = select(schema.jobs.c.id).where(schema.jobs.c.owner == job.owner, schema.jobs.c.request_id == request_id)
             if (job_id := connection.execute(known).scalar()) is not None:
                 return job_row(connection, job_id), None
+            self._quotas.check_job(connection, job)
             number = (connection.execute(select(func.max(schema.jobs.c.number))).scalar() or 0) + 1
             connection.execute(
                 schema.jobs.insert().values(

@@ -7,8 +7,8 @@ device answers comes on the agent's stream (`Sessions.serve`). Nothing of it is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, suppress
 from datetime import datetime
 from typing import Any, Final
 
@@ -39,6 +39,7 @@ from etfarm.server.jobs.lease import (
     stored,
 )
 from etfarm.server.jobs.placement import Placement
+from etfarm.server.jobs.quotas import Counted, Quotas
 from etfarm.server.workers.quiet import Quiet
 from etfarm.v1 import agent_pb2, compile_pb2, job_pb2, session_pb2
 from etfarm.v1.session_pb2 import SessionAnswer, SessionEvent
@@ -74,7 +75,9 @@ class Sessions:
         *,
         now: Callable[[], datetime],
         new_id: Callable[[], str],
+        quotas: Quotas | None = None,
     ) -> None:
+        self._counted = Counted("sessions_per_user", "sessions", (quotas or Quotas()).sessions_per_user)
         self._registry = registry
         self._runs = runs
         self._placement = placement
@@ -97,6 +100,12 @@ class Sessions:
         Raises:
             EtfarmError: before the first event, as SessionService.Open says.
         """
+        with self._counted.hold(owner):
+            async with aclosing(self._events(request, owner, project)) as events:
+                async for event in events:
+                    yield event
+
+    async def _events(self, request: session_pb2.OpenSessionRequest, owner: str, project: str) -> AsyncGenerator[SessionEvent]:
         selector = await self._check(request, project)
         facts = await self._facts(request, owner, project)
         for method in facts:

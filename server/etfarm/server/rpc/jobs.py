@@ -12,6 +12,7 @@ from etfarm.server.jobs.conductor import Conductor
 from etfarm.server.jobs.journal import Journal, job_not_found
 from etfarm.server.jobs.listing import JOB_BYTES
 from etfarm.server.jobs.log import JobLog
+from etfarm.server.jobs.quotas import Counted, Quotas
 from etfarm.server.jobs.submission import BadJob, Submission
 from etfarm.server.jobs.watch import Announcer
 from etfarm.server.rpc.auth import active_project, caller, require_owner, scope
@@ -35,7 +36,9 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         *,
         version: str,
         now: Callable[[], datetime],
+        quotas: Quotas | None = None,
     ) -> None:
+        self._streams = Counted("streams_per_user", "watched jobs and followed logs", (quotas or Quotas()).streams_per_user)
         self._journal = journal
         self._joblog = joblog
         self._announcer = announcer
@@ -83,8 +86,9 @@ class JobService(job_pb2_grpc.JobServiceServicer):
 
     async def Watch(self, request: job_pb2.WatchRequest, context: object) -> AsyncIterator[job_pb2.JobEvent]:
         job = await self._journal.get(request.job_id, scope())
-        async for event in self._journal.watch(job.id, request.after_sequence):
-            yield event
+        with self._streams.hold(caller().name):
+            async for event in self._journal.watch(job.id, request.after_sequence):
+                yield event
 
     async def Cancel(self, request: job_pb2.CancelRequest, context: object) -> job_pb2.Job:
         job = await self._journal.get(request.job_id, scope())
@@ -95,8 +99,9 @@ class JobService(job_pb2_grpc.JobServiceServicer):
     async def TailLog(self, request: job_pb2.TailLogRequest, context: object) -> AsyncIterator[job_pb2.LogLine]:
         job = await self._journal.get(request.job_id, scope())
         live = request.follow and not model.is_terminal(job.state)
-        async for line in self._joblog.tail(job.id, request.cell_id, follow=live):
-            yield line
+        with self._streams.hold(caller().name):
+            async for line in self._joblog.tail(job.id, request.cell_id, follow=live):
+                yield line
 
     def _own(self, job: job_pb2.Job) -> job_pb2.Job:
         job.server_version = self._version

@@ -1,0 +1,118 @@
+"""How much work one user or project may have under way at a time. The defaults admit a farm of 300 phones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+
+from sqlalchemy import ColumnElement, Connection, func, select
+
+from etfarm.server.access.scope import DEFAULT_PROJECT
+from etfarm.server.jobs import model
+from etfarm.server.state import schema
+from etfarm.v1.job_pb2 import CellState, Job
+from etfarm.wire.errors import Kind, UserError
+
+
+class QuotaExceeded(UserError):
+    """A user or a project has as much under way as it may."""
+
+    reason = "QUOTA_EXCEEDED"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+    def __init__(self, quota: str, whose: str, what: str, limit: int, got: int, remedy: str) -> None:
+        super().__init__(
+            f"{whose} may have at most {limit:,} {what}, and would have {got:,}.", remedy, quota=quota, limit=limit, got=got
+        )
+
+
+class UnknownQuota(UserError):
+    """A quota is set that there is none of."""
+
+    reason = "UNKNOWN_QUOTA"
+
+
+@dataclass(frozen=True)
+class Quotas:
+    """The limits of work under way."""
+
+    live_jobs_per_user: int = 1_000
+    live_jobs_per_project: int = 5_000
+    live_cells_per_user: int = 20_000
+    live_cells_per_project: int = 50_000
+    sessions_per_user: int = 1_000
+    """Open or waiting for a device: a data set over all phones takes one for each."""
+    streams_per_user: int = 1_000
+    """Watched jobs and followed logs."""
+
+    @classmethod
+    def of(cls, settings: list[str]) -> Quotas:
+        """Return the defaults with what settings of the form NAME=N change.
+
+        Raises:
+            UnknownQuota: a name or a number is none.
+        """
+        names = [field.name for field in fields(cls)]
+        quotas = cls()
+        for setting in settings:
+            name, _, number = setting.partition("=")
+            if name not in names or not (number.isascii() and number.isdecimal() and 0 < len(number) < 10):
+                raise UnknownQuota(f"{setting[:80]!r} sets no quota.", f"Give NAME=N with one of {', '.join(names)}.")
+            quotas = replace(quotas, **{name: int(number)})
+        return quotas
+
+    def check_job(self, connection: Connection, job: Job) -> None:
+        """Refuse a job that is one too many; call it in the transaction that writes the job.
+
+        Raises:
+            QuotaExceeded: its owner or its project has too many live jobs or cells.
+        """
+        project = job.project or DEFAULT_PROJECT
+        jobs, cells = schema.jobs.c, schema.cells.c
+        remedy = "Wait until some are done, or cancel them with `etfarm jobs cancel`."
+        terminal = [CellState.Name(state).removeprefix("CELL_STATE_") for state in model.TERMINAL]
+        of: tuple[tuple[str, str, ColumnElement[bool]], ...] = (
+            ("user", f"The user {job.owner}", jobs.owner == job.owner),
+            ("project", f"The project {project}", jobs.project == project),
+        )
+        for kind, whose, condition in of:
+            is_live = (jobs.finished_at.is_(None), condition)
+            live_jobs = connection.execute(select(func.count()).select_from(schema.jobs).where(*is_live)).scalar_one()
+            joined = schema.cells.join(schema.jobs, jobs.id == cells.job_id)
+            counted = select(func.count()).select_from(joined).where(*is_live, cells.state.not_in(terminal))
+            live_cells = connection.execute(counted).scalar_one()
+            for what, got in (("jobs", live_jobs + 1), ("cells", live_cells + len(job.cells))):
+                quota = f"live_{what}_per_{kind}"
+                if got > getattr(self, quota):
+                    raise QuotaExceeded(quota, whose, f"live {what}", getattr(self, quota), got, remedy)
+
+
+class Counted:
+    """What principals hold open, counted against one quota."""
+
+    def __init__(self, quota: str, what: str, limit: int) -> None:
+        self._quota = quota
+        self._what = what
+        self._limit = limit
+        self._open: Counter[str] = Counter()
+
+    @contextmanager
+    def hold(self, principal: str) -> Iterator[None]:
+        """Count one more while the context lasts.
+
+        Raises:
+            QuotaExceeded: the principal holds as many as it may.
+        """
+        got = self._open[principal] + 1
+        if got > self._limit:
+            remedy = "Close some of those that are open."
+            raise QuotaExceeded(self._quota, f"The user {principal}", self._what, self._limit, got, remedy)
+        self._open[principal] = got
+        try:
+            yield
+        finally:
+            self._open[principal] -= 1
+            if not self._open[principal]:
+                del self._open[principal]

@@ -1,0 +1,88 @@
+"""Quotas of work under way: counted where jobs are written, so that two requests at once cannot both be the last one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.jobs import model
+from etfarm.server.jobs.journal import Journal
+from etfarm.server.jobs.quotas import Counted, QuotaExceeded, Quotas, UnknownQuota
+from etfarm.server.jobs.watch import Announcer
+from etfarm.server.state.engine import Database
+from etfarm.v1.job_pb2 import Job
+from etfarm.wire.errors import Kind
+
+AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+@pytest.fixture
+async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
+    database = Database(tmp_path / "farm.sqlite")
+    await database.open()
+    quotas = Quotas(live_jobs_per_user=2, live_jobs_per_project=3, live_cells_per_user=5, live_cells_per_project=50)
+    yield Journal(database, Announcer(), lambda: AT, quotas)
+    database.close()
+
+
+async def submit(journal: Journal, name: str, *, owner: str = "ann", cells: int = 1) -> Job:
+    job = Job(id=name, owner=owner)
+    job.submitted_at.FromDatetime(AT)
+    for index in range(cells):
+        job.cells.add(id=f"{name}-{index}", job_id=name, index=index, state=model.QUEUED, version=1)
+    written, _ = await journal.submit(job, name)
+    return written
+
+
+async def test_the_last_job_that_is_allowed_is_written_once_however_many_come_at_once(journal: Journal) -> None:
+    outcomes = await asyncio.gather(*(submit(journal, f"job-{n}") for n in range(8)), return_exceptions=True)
+    refused = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    assert len(refused) == 6
+    for error in refused:
+        assert isinstance(error, QuotaExceeded)
+        assert (error.reason, error.kind) == ("QUOTA_EXCEEDED", Kind.RESOURCE_EXHAUSTED)
+        assert (error.metadata["quota"], error.metadata["limit"]) == ("live_jobs_per_user", "2")
+    assert len((await journal.list(50, None))[0]) == 2
+
+
+async def test_a_job_that_is_over_makes_room_and_a_request_that_is_known_needs_none(journal: Journal) -> None:
+    first, _ = await submit(journal, "job-0"), await submit(journal, "job-1")
+    assert await submit(journal, "job-0") == first
+    await journal.change(model.advance(first.cells[0], model.CANCELLED, at=AT))
+    await submit(journal, "job-2")
+
+
+async def test_cells_are_counted_over_all_live_jobs_of_a_user(journal: Journal) -> None:
+    job = await submit(journal, "job-0", cells=3)
+    with pytest.raises(QuotaExceeded, match="live cells"):
+        await submit(journal, "job-1", cells=3)
+    await journal.change(model.advance(job.cells[0], model.CANCELLED, at=AT))
+    await submit(journal, "job-1", cells=3)
+
+
+async def test_the_users_of_a_project_share_its_quota(journal: Journal) -> None:
+    for name, owner in (("job-0", "ann"), ("job-1", "ann"), ("job-2", "bob")):
+        await submit(journal, name, owner=owner)
+    with pytest.raises(QuotaExceeded, match="The project default may have at most 3 live jobs"):
+        await submit(journal, "job-3", owner="eve")
+
+
+def test_what_is_held_open_is_counted_for_each_principal_and_given_back() -> None:
+    counted = Counted("streams_per_user", "streams", 2)
+    with counted.hold("ann"), counted.hold("bob"):
+        with counted.hold("ann"), pytest.raises(QuotaExceeded, match="ann may have at most 2 streams"), counted.hold("ann"):
+            raise AssertionError("one too many was let in")
+        with counted.hold("ann"):
+            pass
+    assert not counted._open
+
+
+def test_quotas_are_set_by_name() -> None:
+    assert Quotas.of(["sessions_per_user=3"]) == Quotas(sessions_per_user=3)
+    for wrong in ("sessions", "sessions=3", "sessions_per_user=", "sessions_per_user=-1", "sessions_per_user=²"):
+        with pytest.raises(UnknownQuota, match="live_jobs_per_user"):
+            Quotas.of([wrong])
