@@ -65,6 +65,7 @@ from etfarm.server.state.engine import Database
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.server.workers.quiet import Quiet
+from etfarm.server.workers.readers import Readers
 from etfarm.v1 import (
     agent_pb2,
     agent_pb2_grpc,
@@ -157,6 +158,7 @@ async def running(config: Config) -> AsyncIterator[str]:
     workers.start()
     database = Database(config.data / DATABASE)
     clean_end = CleanEnd(config.data)
+    readers = Readers()
     background: list[asyncio.Task[None]] = []
     store: Store | None = None
     try:
@@ -172,7 +174,7 @@ async def running(config: Config) -> AsyncIterator[str]:
         announcer = Announcer()
         journal = Journal(database, announcer, now, config.quotas)
         joblog = JobLog(database, announcer, now)
-        bundles = Bundles(store, database, config.data / "work")
+        bundles = Bundles(store, database, config.data / "work", readers)
         await bundles.load()
         runs = Runs(config.patience_s)
         identities = Identities(database, lambda agent_id: registry.is_agent_known(agent_id), now)
@@ -185,7 +187,7 @@ async def running(config: Config) -> AsyncIterator[str]:
         )  # fmt: skip
         analyst = Analyst(Findings(workers, database, now, deadline_s=config.analysis_deadline_s), store)
         placement = Placement(registry, runs)
-        execution = Execution(registry, runs, placement, bundles, store, new_id)
+        execution = Execution(registry, runs, placement, bundles, store, new_id, readers)
         sessions = Sessions(
             registry, runs, placement, bundles, compiler, store, execution, quiet, now=now, new_id=new_id, quotas=config.quotas
         )
@@ -194,7 +196,7 @@ async def running(config: Config) -> AsyncIterator[str]:
             thresholds=config.thresholds, now=now, clock=time.monotonic, new_id=new_id,
         )  # fmt: skip
         revision = Revision(journal, joblog, compiler, execution, analyst, thresholds=config.thresholds)
-        submission = Submission(store, registry.devices, compiler.check, new_id)
+        submission = Submission(store, registry.devices, compiler.check, new_id, readers)
         ready = asyncio.Event()
         own_version = version("etfarm")
 
@@ -272,6 +274,7 @@ async def running(config: Config) -> AsyncIterator[str]:
         await workers.stop()
         if store is not None:
             store.close()
+        readers.close()
         database.close()
         clean_end.end()
 

@@ -13,7 +13,7 @@ import sys
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +27,7 @@ from etfarm.server.access.scope import FARM_HOLDER
 from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.workers.readers import Readers
 from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.wire import elf
 from etfarm.wire.errors import EtfarmError, FarmError, UserError
@@ -34,6 +35,9 @@ from etfarm.wire.errors import EtfarmError, FarmError, UserError
 log = structlog.get_logger()
 
 _MANIFEST_BYTES = 4 << 20
+_FILES = 256
+_BYTES = 2 << 30
+"""Of an unpacked bundle, as agents take it."""
 
 
 class NotABundle(UserError):
@@ -65,7 +69,8 @@ class Bundles:
     """The farm's runner bundles. For an architecture the newest one is used whose ExecuTorch is the one that the server lowers
     with, since a program and its runtime belong together; where there is none, the newest of another."""
 
-    def __init__(self, store: Store, database: Database, folder: Path) -> None:
+    def __init__(self, store: Store, database: Database, folder: Path, readers: Readers | None = None) -> None:
+        self._readers = readers or Readers()
         self._store = store
         self._database = database
         self._builds = folder / "bundle"
@@ -146,7 +151,7 @@ class Bundles:
             raise ArtifactMissing(f"Artifact {digest[:12]} is not stored.", "Upload it first.", digest=digest)
         await self._store.require_whole([digest])
         path = self._store.path(digest)
-        bundle = await asyncio.to_thread(_read_manifest, path)
+        bundle = await self._readers.run(_read_manifest, path)
         bundle.artifact.CopyFrom(common_pb2.Artifact(digest=digest, size_bytes=path.stat().st_size))
         row = {"digest": digest, "arch": bundle.arch, "body": bundle.SerializeToString(), "added_at": datetime.now(UTC)}
 
@@ -215,7 +220,9 @@ async def _bundle_command(scratch: Path, *arguments: str) -> str:
 def _read_manifest(path: Path) -> agent_pb2.RunnerBundle:
     try:
         with tarfile.open(path) as archive:
-            member = archive.getmember("bundle.json")
+            member = next((each for each in _members(archive) if each.name == "bundle.json"), None)
+            if member is None:
+                raise ValueError("it has no bundle.json")
             if member.size > _MANIFEST_BYTES or (file := archive.extractfile(member)) is None:
                 raise ValueError("bundle.json is no file of a sane size")
             manifest = json.load(file)
@@ -247,11 +254,21 @@ def _read_manifest(path: Path) -> agent_pb2.RunnerBundle:
         raise NotABundle(f"This is no runner bundle: {what}.", "Make one with `etfarm bundle build -o FILE`.") from None
 
 
+def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The files of an archive, as many and as large as a bundle's may be."""
+    left = _BYTES
+    for count, member in enumerate(archive):
+        left -= member.size
+        if count >= _FILES or left < 0:
+            raise ValueError(f"it has more than {_FILES} files or {_BYTES} bytes")
+        yield member
+
+
 def _programs_of_another_arch(path: Path, manifest: Mapping[str, Any]) -> str:
     """What in the archive is not for the manifest's architecture, as a clause; empty where all is."""
     wanted = {manifest.get("entry"), manifest.get("loader")}
     with tarfile.open(path) as archive:
-        for member in archive:
+        for member in _members(archive):
             if member.name in wanted and (file := archive.extractfile(member)) is not None:
                 arch = elf.arch_of(file.read(elf.HEAD_BYTES))
                 if arch is not None and arch != manifest["arch"]:

@@ -22,6 +22,7 @@ from etfarm.server.jobs import model
 from etfarm.server.jobs.placement import Placement
 from etfarm.server.jobs.plausibility import ImplausibleResult, Plan, artifacts_of, check_attempt, check_candidate
 from etfarm.server.jobs.way import Way
+from etfarm.server.workers.readers import Readers
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Attempt, Cell, Job, Progress
@@ -72,8 +73,16 @@ class Execution:
     """Runs cells on devices."""
 
     def __init__(
-        self, registry: Registry, runs: Runs, placement: Placement, bundles: Bundles, store: Store, new_id: Callable[[], str]
+        self,
+        registry: Registry,
+        runs: Runs,
+        placement: Placement,
+        bundles: Bundles,
+        store: Store,
+        new_id: Callable[[], str],
+        readers: Readers | None = None,
     ) -> None:
+        self._readers = readers or Readers()
         self._registry = registry
         self._runs = runs
         self._placement = placement
@@ -101,7 +110,8 @@ class Execution:
         given = job.spec.inputs.get(cell.method)
         if given is not None:
             await self._store.require_whole([given.digest])
-            await asyncio.to_thread(_check_file, self._store.path(given.digest), cell.method, facts_of(methods[cell.method]))
+            path = self._store.path(given.digest)
+            await self._readers.run(_check_file, path, cell.method, facts_of(methods[cell.method]))
 
     def inputs_of(self, job: Job, cell: Cell, compilation: compile_pb2.Compilation) -> common_pb2.Artifact | None:
         """What the program is run on: the job's inputs, else the model's own; None where the runner makes them."""
@@ -338,7 +348,7 @@ class Execution:
             foreign = next((artifact.digest for artifact in artifacts_of(candidate) if artifact.digest not in own), None)
             if foreign is not None and not candidate.HasField("error"):
                 raise ImplausibleResult(f"it names the artifact {foreign[:12]!r}, which its agent did not upload")
-            await asyncio.to_thread(check_candidate, candidate, plan, self._store.path)
+            await self._readers.run(check_candidate, candidate, plan, self._store.path)
         except ImplausibleResult as error:
             return error
         # From now on reports refer to them, whatever a session that names them too does.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from etfarm.server.compile.screen import screen_pte, screen_upload
 from etfarm.server.devices import schedule
 from etfarm.server.jobs import groups
 from etfarm.server.jobs.execution import MethodMissing
+from etfarm.server.workers.readers import Readers
 from etfarm.v1 import common_pb2, job_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import digest as digests
@@ -31,6 +31,7 @@ _MAX_TIMED = 1_000_000
 """Calibration samples of one method: a full ImageNet validation would calibrate no better, and take a day."""
 
 _METHOD_BYTES = 100
+_SMALL_RECIPE = 4096
 _LABEL = 100
 _LABELS = "Give at most 100 printable characters."
 
@@ -70,7 +71,9 @@ class Submission:
         devices: Callable[[], Sequence[Device]],
         check_recipe: Callable[[Recipe], Awaitable[Recipe]],
         new_id: Callable[[], str],
+        readers: Readers | None = None,
     ) -> None:
+        self._readers = readers or Readers()
         self._store = store
         self._check_recipe = check_recipe
         self._devices = devices
@@ -93,9 +96,10 @@ class Submission:
         if missing := await self._store.missing(wanted, project):
             raise _artifact_missing(missing[0])
         # There may be tens of thousands of calibration samples.
-        await asyncio.to_thread(self._check_stored, spec)
+        await self._readers.run(self._check_stored, spec)
         names = [await self._check_candidate(candidate, spec) for candidate in spec.candidates]
-        choices = self._choices(spec, project)
+        devices = schedule.open_to(project, self._devices()) if spec.devices else ()
+        choices = await self._readers.run(self._choices, spec, devices)
         for candidate in spec.candidates:
             await self._screen(candidate)
         job = job_pb2.Job(id=self._new_id(), name=spec.name, labels=spec.labels, owner=owner, project=project, spec=spec)
@@ -106,8 +110,7 @@ class Submission:
             cell.updated_at.FromDatetime(at)
             job.cells.append(cell)
             if len(job.cells) > MAX_CELLS:
-                what = f"The job would have more than {MAX_CELLS} cells."
-                raise TooManyCells(what, "Send it as several jobs.", limit=MAX_CELLS)
+                raise _too_many_cells()
         _check_together(job)
         job.state = job_pb2.JobState.JOB_STATE_QUEUED
         return job
@@ -148,7 +151,7 @@ class Submission:
         if source is None or not candidate.model.methods:
             raise NoCandidate(f"The candidate {candidate.name!r} has neither a model nor a program.", "Give one of them.")
         _check_methods(candidate, spec)
-        recipe = recipes.from_json(candidate.recipe)
+        recipe = await self._recipe(candidate.recipe)
         if recipe.json != candidate.recipe:
             raise BadJob(f"The recipe of {candidate.name} is not in canonical form.", f"Send {recipe.json}.")
         label = candidate.recipe_label
@@ -164,7 +167,11 @@ class Submission:
             stages.check_stop_after(recipe, spec.stop_after)
         return recipe.text
 
-    def _choices(self, spec: job_pb2.JobSpec, project: str) -> list[tuple[int | None, str]]:
+    async def _recipe(self, text: str) -> Recipe:
+        """The recipe of a JSON text; large ones are parsed in a thread."""
+        return recipes.from_json(text) if len(text) < _SMALL_RECIPE else await self._readers.run(recipes.from_json, text)
+
+    def _choices(self, spec: job_pb2.JobSpec, devices: Sequence[Device]) -> list[tuple[int | None, str]]:
         """(index of the choice, selector of the cell) for each cell on the device axis."""
         if spec.stop_after not in ("", "TO_EXECUTORCH") and (spec.devices or spec.HasField("measurement")):
             raise BadJob(
@@ -175,11 +182,16 @@ class Submission:
             if spec.HasField("measurement"):
                 raise BadJob("A measurement needs a device.", "Choose one, or leave the measurement out.")
             return [(None, "")]
-        devices = schedule.open_to(project, self._devices())
         choices: list[tuple[int | None, str]] = []
+        matching: dict[str, list[Device]] = {}
         for index, choice in enumerate(spec.devices):
-            found = schedule.matching(selectors.parse(choice.selector), choice.selector, devices)
+            found = matching.get(choice.selector)
+            if found is None:
+                found = schedule.matching(selectors.parse(choice.selector), choice.selector, devices)
+                matching[choice.selector] = found
             choices += [(index, f"id={device.id}") for device in found] if choice.all else [(index, choice.selector)]
+            if len(choices) > MAX_CELLS:
+                raise _too_many_cells()
         return choices
 
     async def _screen(self, candidate: job_pb2.Candidate) -> None:
@@ -198,12 +210,16 @@ class Submission:
         # By what was looked for as well: bytes that pass for a .pte are not therefore a safe .pt2.
         if (screen, digest) not in self._screened:
             await self._store.require_whole([digest])
-            await asyncio.to_thread(screen, self._store.path(digest))
+            await self._readers.run(screen, self._store.path(digest))
             self._screened.add((screen, digest))
 
 
 def _artifact_missing(digest: str) -> ArtifactMissing:
     return ArtifactMissing(f"Artifact {digest[:12]} is not stored.", "Upload it first.", digest=digest)
+
+
+def _too_many_cells() -> TooManyCells:
+    return TooManyCells(f"The job would have more than {MAX_CELLS} cells.", "Send it as several jobs.", limit=MAX_CELLS)
 
 
 def _check_together(job: job_pb2.Job) -> None:

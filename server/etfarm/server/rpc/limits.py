@@ -135,7 +135,7 @@ SIZES: Final[dict[str, Size]] = {
     "etfarm.v1.UploadRequest": Size(4 << 20),
     "etfarm.v1.CallRequest": Size(8 << 20),
     # 1,000 devices; eight programs that took turns, each with its samples.
-    "etfarm.v1.AgentMessage": Size(64 << 20, 300_000),
+    "etfarm.v1.AgentMessage": Size(32 << 20, 300_000),
     "etfarm.v1.SessionReply": Size(8 << 20, 50_000),
 }
 """By the type of the request; the default for all others."""

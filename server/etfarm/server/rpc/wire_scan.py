@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
+from etfarm.server.rpc.limits import limit_of
+
 _VARINT: Final = 0
 _FIXED64: Final = 1
 _LENGTH: Final = 2
 _FIXED32: Final = 5
+
+_NUMBER_BYTES: Final = 10
+"""Of the longest varint."""
 
 _FIELDS_PER_ENTRY: Final = 8
 """Fields of any kind that are looked at for each entry that is allowed."""
@@ -37,7 +43,7 @@ class Scan:
         self._most = most_entries
         self._entries = 0
         self._fields = 0
-        self._open: list[tuple[int, int, dict[int, Descriptor | None]]] = [(0, len(data), _children(descriptor))]
+        self._open: list[tuple[int, int, _Known]] = [(0, len(data), _known(descriptor))]
         """Stretches of the bytes that are left: start, end, and what the fields of their message are."""
 
     def slices(self, steps: int) -> Iterator[None]:
@@ -57,10 +63,10 @@ class Scan:
         """
         data = self._data
         while self._open:
-            at, end, children = self._open.pop()
+            at, end, known = self._open.pop()
             while at < end:
                 if steps <= 0:
-                    self._open.append((at, end, children))
+                    self._open.append((at, end, known))
                     self._require_few()
                     return False
                 steps -= 1
@@ -71,13 +77,15 @@ class Scan:
                     _, at = _varint(data, at, end)
                 elif kind == _LENGTH:
                     size, at = _varint(data, at, end)
-                    if number in children:
+                    if number in known.entries:
                         self._entries += 1
-                        child = children[number]
+                        child = known.entries[number]
                         if child is not None and 0 < size <= end - at:
-                            self._open.append((at + size, end, children))
-                            end, children = at + size, _children(child)
+                            self._open.append((at + size, end, known))
+                            end, known = at + size, _known(child)
                             continue
+                    elif size > known.packed_bytes.get(number, size):
+                        raise TooManyFields(known.packed_bytes[number] // _NUMBER_BYTES, size)
                     at += size
                 elif kind in (_FIXED64, _FIXED32):
                     at += 8 if kind == _FIXED64 else 4
@@ -103,17 +111,25 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
     return 0, end
 
 
-@cache
-def _children(descriptor: Descriptor) -> dict[int, Descriptor | None]:
+@dataclass(frozen=True)
+class _Known:
+    """What the scan has to know of a message's fields, by number."""
+
+    entries: dict[int, Descriptor | None]
     """What counts as an entry: messages, by their type, and the texts of lists."""
-    return {
-        field.number: field.message_type
-        for field in descriptor.fields
-        if field.message_type is not None or (field.is_repeated and field.type in _TEXTS)
-    }
+    packed_bytes: dict[int, int]
+    """Lists of numbers, and how many bytes of them may be packed."""
 
 
-_TEXTS: Final = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+@cache
+def _known(descriptor: Descriptor) -> _Known:
+    texts = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+    lists = [field for field in descriptor.fields if field.is_repeated and field.message_type is None]
+    messages = {field.number: field.message_type for field in descriptor.fields if field.message_type is not None}
+    return _Known(
+        messages | {field.number: None for field in lists if field.type in texts},
+        {field.number: limit_of(field).most * _NUMBER_BYTES for field in lists if field.type not in texts},
+    )
 
 
 @cache

@@ -1,0 +1,27 @@
+"""Threads that look at what users and agents sent, apart from those that move bytes: neither waits for the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
+
+THREADS: Final = 2
+
+
+class Readers:
+    """A few threads; what comes while all are busy waits its turn."""
+
+    def __init__(self, threads: int = THREADS) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="reader")
+
+    async def run(self, look: Callable[..., T], *arguments: Any) -> T:
+        """Call `look` in one of the threads and return what it returns."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, look, *arguments)
+
+    def close(self) -> None:
+        """End the threads; what has not begun never does."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
