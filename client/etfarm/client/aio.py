@@ -412,8 +412,13 @@ class AsyncFarm:
         """
         selectors.parse(selector)
         request = device_pb2.ListDevicesRequest(selector=selector)
-        answer = await repeat(lambda: self._open.devices.List(request), server=self.address)
-        return [decode.device(device) for device in answer.devices]
+        devices: list[Device] = []
+        while True:
+            answer = await repeat(lambda: self._open.devices.List(request), server=self.address)
+            devices += [decode.device(device) for device in answer.devices]
+            if not answer.next_page_token:
+                return devices
+            request.page_token = answer.next_page_token
 
     async def device(self, device_id: str) -> Device:
         """A device by its id, a unique prefix of it, or its name.

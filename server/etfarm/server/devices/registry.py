@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
@@ -15,11 +16,13 @@ from etfarm.server.devices.runners import known_runner
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
 from etfarm.server.state import schema
+from etfarm.server.state.cut import fit
 from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, device_pb2
 from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.wire.errors import DeviceError, Kind, UserError
 from etfarm.wire.names import boot_id
+from etfarm.wire.selectors import Selector
 
 
 class DeviceNotFound(UserError):
@@ -56,6 +59,12 @@ class DeviceOffline(DeviceError):
     reason = "DEVICE_OFFLINE"
 
 
+class DeviceTooLarge(UserError):
+    """An agent tells more of a device than the farm keeps."""
+
+    reason = "DEVICE_TOO_LARGE"
+
+
 class TooManyDevices(UserError):
     """An agent announces more devices than it, or the farm, may have."""
 
@@ -68,6 +77,13 @@ MAX_DEVICES_OF_AGENT: Final = 1_000
 
 MAX_DEVICES: Final = 10_000
 """Known to the farm, offline ones among them."""
+
+MAX_DEVICE_BYTES: Final = 128 << 10
+"""Of what is known of one device."""
+
+_SLICE: Final = 100
+_NAMED: Final = 20
+"""Devices that a refusal names."""
 
 
 class Registry:
@@ -115,8 +131,34 @@ class Registry:
             self._projects[row.device_id] = self._projects.get(row.device_id, frozenset()) | {row.project}
         for row in rows:
             device = Device.FromString(row.body)
+            fit(device, MAX_DEVICE_BYTES)
             device.last_seen_at.FromDatetime(row.last_seen_at)
             self._known[row.id] = device
+
+    async def page(
+        self, selector: Selector, start: int, size: int, most_bytes: int, scope: Scope = EVERYTHING
+    ) -> tuple[Sequence[Device], int | None]:
+        """Some of the known devices that a selector matches, by name, and where the next page begins.
+
+        Args:
+            start: of how many devices in their order the pages before told.
+            size: how many devices at most.
+            most_bytes: of all of them together, which one alone may exceed.
+            scope: as in `devices`.
+        """
+        listed: list[Device] = []
+        in_order, busy = sorted(self._visible(scope).values(), key=_place_of), self._runs.busy()
+        for place in range(start, len(in_order)):
+            if place % _SLICE == _SLICE - 1:
+                await asyncio.sleep(0)  # thousands of devices must not hold up anybody else
+            device = self._seen(in_order[place], scope, busy)
+            if not selector.matches(device):
+                continue
+            most_bytes -= device.ByteSize()
+            if listed and (len(listed) >= size or most_bytes < 0):
+                return listed, place
+            listed.append(device)
+        return listed, None
 
     def devices(self, scope: Scope = EVERYTHING) -> Sequence[Device]:
         """The known devices by name, with their states as of now.
@@ -124,8 +166,8 @@ class Registry:
         Args:
             scope: what the caller sees: neither devices that are restricted to other projects, nor what others run on a device.
         """
-        known = self._visible(scope).values()
-        return sorted((self._seen(device, scope) for device in known), key=lambda device: (device.name, device.id))
+        known, busy = self._visible(scope).values(), self._runs.busy()
+        return sorted((self._seen(device, scope, busy) for device in known), key=_place_of)
 
     def get(self, key: str, scope: Scope = EVERYTHING) -> Device:
         """The device of an id, a unique prefix of one, or a name.
@@ -142,7 +184,8 @@ class Registry:
         found = [device for device in known.values() if device.name == key]
         found = found or [device for device in known.values() if key and device.id.startswith(key)]
         if len(found) != 1:
-            names = ", ".join(sorted(f"{device.name} ({device.id})" for device in found or known.values())) or "none"
+            named = sorted(f"{device.name} ({device.id})" for device in found or known.values())
+            names = ", ".join(named[:_NAMED]) + (f" and {len(named) - _NAMED} more" if len(named) > _NAMED else "") or "none"
             what = "Several devices are called" if found else "There is no device"
             raise DeviceNotFound(f"{what} {key!r}.", f"Known: {names}.", device=key)
         return self._seen(found[0], scope)
@@ -180,10 +223,10 @@ class Registry:
             if not (projects := self._projects.get(device_id)) or any(map(scope.allows, projects))
         }
 
-    def _seen(self, device: Device, scope: Scope) -> Device:
+    def _seen(self, device: Device, scope: Scope, busy: Mapping[str, str] | None = None) -> Device:
         seen = Device()
         seen.CopyFrom(device)
-        attempt = self._runs.on_device(device.id)
+        attempt = self._runs.on_device(device.id) if busy is None else busy.get(device.id)
         seen.attempt_id = attempt or ""
         if device.id not in self._serving:
             seen.state = DeviceState.DEVICE_STATE_OFFLINE
@@ -347,8 +390,15 @@ class Registry:
         """Refuse devices that the farm does not know yet and has no room for.
 
         Raises:
+            DeviceTooLarge: too much is told of one.
             TooManyDevices: the agent or the farm would have too many.
         """
+        for device in devices:
+            if (size := device.ByteSize()) > MAX_DEVICE_BYTES:
+                raise DeviceTooLarge(
+                    f"What is told of device {device.id} must have at most {MAX_DEVICE_BYTES} bytes, got {size}.",
+                    "Give it fewer or shorter labels.", device=device.id, limit=MAX_DEVICE_BYTES, got=size,
+                )  # fmt: skip
         new = {device.id for device in devices} - self._known.keys()
         if not new:
             return
@@ -414,6 +464,10 @@ class Registry:
                 connection.execute(insert(schema.devices).values(row).on_conflict_do_update(index_elements=["id"], set_=again))
 
         await self._database.write(write)
+
+
+def _place_of(device: Device) -> tuple[str, str]:
+    return device.name, device.id
 
 
 def _state(device: Device) -> DeviceState.ValueType:

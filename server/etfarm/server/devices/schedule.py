@@ -66,6 +66,30 @@ class Assignment:
     device_id: str
 
 
+class Fitting:
+    """Which of some devices each cell may run on: cells of one job mostly ask for the same, which is worked out once."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = devices
+        self._by_id: dict[str, list[Device]] = {}
+        for device in devices:
+            self._by_id.setdefault(device.id.lower(), []).append(device)
+        self._known: dict[tuple[Selector, frozenset[str]], list[Device]] = {}
+
+    def of(self, cell: Waiting) -> list[Device]:
+        """Return the devices that the cell fits."""
+        key = (cell.selector, cell.unfit)
+        if key not in self._known:
+            self._known[key] = [device for device in self._candidates(cell.selector) if cell.fits(device)]
+        return self._known[key]
+
+    def _candidates(self, selector: Selector) -> Sequence[Device]:
+        for term in selector.terms:
+            if term.key == "id" and term.operator == "=":
+                return self._by_id.get(str(term.value).lower(), [])
+        return self._devices
+
+
 def schedule(waiting: Sequence[Waiting], devices: Sequence[Device]) -> list[Assignment]:
     """Which cell goes to which idle device now. No I/O, no clock: equal arguments give equal answers.
 
@@ -73,9 +97,12 @@ def schedule(waiting: Sequence[Waiting], devices: Sequence[Device]) -> list[Assi
     repeated runs meet the same device. A cell that waits holds up nobody who could run elsewhere.
     """
     idle = {device.id: device for device in devices if device.state == IDLE}
-    assignments = []
+    assignments: list[Assignment] = []
+    fit = Fitting(list(idle.values()))
     for cell in sorted(waiting, key=lambda cell: (-cell.priority, cell.order)):
-        fitting = [device for device in idle.values() if cell.fits(device)]
+        if not idle:
+            break
+        fitting = [device for device in fit.of(cell) if device.id in idle]
         if not fitting:
             continue
         chosen = min(fitting, key=lambda device: (device.id in cell.avoid, device.emulated, device.id))
@@ -108,13 +135,14 @@ def describe(device: Device) -> str:
     return f"{device.name} (id={device.id}, arch={device.arch}, soc={device.soc}, cores={device.cores}{emulated}, {state})"
 
 
-def why_waiting(cell: Waiting, devices: Sequence[Device], runs: Mapping[str, str]) -> str:
+def why_waiting(cell: Waiting, devices: Sequence[Device] | Fitting, runs: Mapping[str, str]) -> str:
     """What a cell that got no device waits for; empty when that is only its turn on one.
 
     Args:
+        devices: the known ones, or what fits of them where several cells are asked of.
         runs: device id to the attempt that runs there.
     """
-    fitting = [device for device in devices if cell.fits(device)]
+    fitting = (devices if isinstance(devices, Fitting) else Fitting(devices)).of(cell)
     if not fitting:
         return "no known device matches any more"
     if all(device.state in (OFFLINE, UNUSABLE) for device in fitting):

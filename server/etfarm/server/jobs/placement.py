@@ -67,8 +67,13 @@ class Placement:
             self._runs.begin(request.attempt_id, assignment.device_id, request.on_progress, project=request.waiting.project)
             request.chosen.set_result(assignment.device_id)
         busy = self._runs.busy()
+        fitting = schedule.Fitting(devices)
+        reasons: dict[object, str] = {}
         for request in requests.values():
-            why = schedule.why_waiting(request.waiting, devices, busy)
+            key = (request.waiting.selector, request.waiting.unfit)
+            if key not in reasons:
+                reasons[key] = schedule.why_waiting(request.waiting, fitting, busy)
+            why = reasons[key]
             if why != request.why:
                 request.why = why
                 request.on_wait(why)

@@ -9,7 +9,7 @@ import structlog
 
 from etfarm.server.access.identities import Identities, Identity
 from etfarm.server.access.scope import agent_holder
-from etfarm.server.devices.registry import AgentConnected, DeviceNotYours, Registry, TooManyDevices
+from etfarm.server.devices.registry import AgentConnected, DeviceNotYours, DeviceTooLarge, Registry, TooManyDevices
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
 from etfarm.server.jobs.sessions import Sessions
@@ -169,7 +169,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         elif kind == "device_update":
             try:
                 await self._registry.update(session, message.device_update.device)
-            except (AgentConnected, DeviceNotYours, TooManyDevices) as error:
+            except (AgentConnected, DeviceNotYours, DeviceTooLarge, TooManyDevices) as error:
                 # Its other devices are not to suffer for it.
                 log.warning("a device is left out", agent=session.agent_id, why=error.message)
         elif kind == "device_gone":

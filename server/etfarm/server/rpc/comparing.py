@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from typing import Final
 
 from etfarm.server.access.scope import Scope
 from etfarm.server.jobs.journal import Journal
@@ -12,7 +13,19 @@ from etfarm.server.reports.series import without_series
 from etfarm.v1 import job_pb2, report_pb2
 from etfarm.wire import comparison
 from etfarm.wire.comparison import Side
+from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.report import job_json, report_json
+
+_MOST_BYTES: Final = 60 << 20
+"""Of the document, in a message of 64 MiB at most."""
+
+
+class ComparisonTooLarge(UserError):
+    """A comparison has more than a message can carry."""
+
+    reason = "COMPARISON_TOO_LARGE"
+    kind = Kind.RESOURCE_EXHAUSTED
+
 
 Found = tuple[job_pb2.Job, Sequence[report_pb2.Report], str | None]
 
@@ -51,8 +64,13 @@ async def _reports(journal: Journal, job_id: str) -> Sequence[report_pb2.Report]
 
 
 def _answer(base: Found, candidate: Found) -> report_pb2.CompareResponse:
-    document = comparison.compare(_side(*base), _side(*candidate))
-    return report_pb2.CompareResponse(document=json.dumps(document, allow_nan=False, ensure_ascii=False))
+    document = json.dumps(comparison.compare(_side(*base), _side(*candidate)), allow_nan=False, ensure_ascii=False)
+    if (size := len(document.encode())) > _MOST_BYTES:
+        raise ComparisonTooLarge(
+            f"The comparison must have at most {_MOST_BYTES:,} bytes, got {size:,}.",
+            "Compare a cell at a time: write JOB#0 and JOB#0.", limit=_MOST_BYTES, got=size,
+        )  # fmt: skip
+    return report_pb2.CompareResponse(document=document)
 
 
 def _side(job: job_pb2.Job, reports: Sequence[report_pb2.Report], choice: str | None) -> Side:

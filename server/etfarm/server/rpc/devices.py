@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from etfarm.server.access.projects import Projects
-from etfarm.server.devices.registry import Registry
+from etfarm.server.devices.registry import MAX_DEVICES, Registry
 from etfarm.server.rpc.auth import scope
 from etfarm.server.rpc.edge import later
+from etfarm.server.rpc.pages import page_size, page_start
 from etfarm.v1 import device_pb2, device_pb2_grpc
 from etfarm.wire import selectors
+
+_PAGE_BYTES: Final = 16 << 20
 
 
 class DeviceService(device_pb2_grpc.DeviceServiceServicer):
@@ -28,9 +31,10 @@ class DeviceService(device_pb2_grpc.DeviceServiceServicer):
 
     async def List(self, request: device_pb2.ListDevicesRequest, context: object) -> device_pb2.ListDevicesResponse:
         selector = selectors.parse(request.selector)
-        return device_pb2.ListDevicesResponse(
-            devices=[device for device in self._registry.devices(scope()) if selector.matches(device)]
-        )
+        start, size = page_start(request.page_token), page_size(request.page_size, MAX_DEVICES, MAX_DEVICES)
+        devices, following = await self._registry.page(selector, start, size, _PAGE_BYTES, scope())
+        token = "" if following is None else str(following)
+        return device_pb2.ListDevicesResponse(devices=devices, next_page_token=token)
 
     async def Get(self, request: device_pb2.GetDeviceRequest, context: object) -> device_pb2.Device:
         return self._registry.get(request.device_id, scope())

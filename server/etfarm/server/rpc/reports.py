@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from etfarm.server.access.scope import Scope
-from etfarm.server.jobs.history import BadPageToken, History, Wanted
+from etfarm.server.jobs.history import History, Wanted
 from etfarm.server.jobs.journal import PAGE_BYTES, Journal
 from etfarm.server.jobs.revision import Revision
 from etfarm.server.jobs.tags import Tags
 from etfarm.server.reports.series import without_series
 from etfarm.server.rpc.auth import ADMIN, caller, require_owner, scope
 from etfarm.server.rpc.comparing import compare
+from etfarm.server.rpc.pages import page_size, page_start
 from etfarm.v1 import job_pb2, report_pb2, report_pb2_grpc
 from etfarm.wire import selectors, views
 from etfarm.wire.report import report_json
@@ -55,7 +56,7 @@ class ReportService(report_pb2_grpc.ReportServiceServicer):
     async def Get(self, request: report_pb2.GetReportsRequest, context: object) -> report_pb2.GetReportsResponse:
         job = await self._journal.get(request.job_id, scope())
         reports, following = await self._journal.reports_page(
-            job.id, start=_start(request.page_token), most_bytes=self._page_bytes, cell_id=request.cell
+            job.id, start=page_start(request.page_token), most_bytes=self._page_bytes, cell_id=request.cell
         )
         token = "" if following is None else str(following)
         return report_pb2.GetReportsResponse(reports=reports, next_page_token=token)
@@ -63,8 +64,8 @@ class ReportService(report_pb2_grpc.ReportServiceServicer):
     async def ListOperators(self, request: report_pb2.ListOperatorsRequest, context: object) -> report_pb2.ListOperatorsResponse:
         sort = request.sort or "own"
         views.check(request.by or views.BY[0], sort)
-        start = _start(request.page_token)
-        size = _size(request.page_size, *_PAGE_OF_OPERATORS)
+        start = page_start(request.page_token)
+        size = page_size(request.page_size, *_PAGE_OF_OPERATORS)
         report = await self._journal.report(request.report_id, scope())
         return await asyncio.to_thread(_operators, report, request.by, sort, start, size)
 
@@ -89,7 +90,8 @@ class ReportService(report_pb2_grpc.ReportServiceServicer):
             request.method or None,
             request.threads if request.HasField("threads") else None,
         )
-        return await self._history.page(wanted, _size(request.page_size, *_PAGE_OF_HISTORY), request.page_token, scope())
+        size = page_size(request.page_size, *_PAGE_OF_HISTORY)
+        return await self._history.page(wanted, size, request.page_token, scope())
 
     async def Analyze(self, request: report_pb2.AnalyzeJobRequest, context: object) -> report_pb2.AnalyzeJobResponse:
         job = await self._journal.get(request.job_id, scope())
@@ -117,19 +119,22 @@ def _operators(report: report_pb2.Report, by: str, sort: str, start: int, size: 
         by_index = {row.index: row for row in report.operators}
         in_order = sorted(rows, key=_ORDERS["own" if sort == "total" else sort])
         count = len(in_order)
-        answer.operators.extend(by_index[row["index"]] for row in in_order[start : start + size])
-    if start + size < count:
-        answer.next_page_token = str(start + size)
+        for row in in_order[start : start + size]:
+            answer.operators.append(by_index[row["index"]])
+    return _cut_off(answer, start, count)
+
+
+def _cut_off(answer: report_pb2.ListOperatorsResponse, start: int, count: int) -> report_pb2.ListOperatorsResponse:
+    """The page as far as a message can carry it, with the token of the next one."""
+    entries = answer.operators or answer.groups
+    left = PAGE_BYTES
+    told = 0
+    for entry in entries:
+        left -= entry.ByteSize()
+        if left < 0 and told:
+            break
+        told += 1
+    del entries[told:]
+    if start + told < count:
+        answer.next_page_token = str(start + told)
     return answer
-
-
-def _size(asked: int, usual: int, most: int) -> int:
-    if asked < 0:
-        raise BadPageToken(f"A page of {asked} is none.", f"Give a page_size of 1 to {most}, or 0 for {usual}.")
-    return min(asked or usual, most)
-
-
-def _start(token: str) -> int:
-    if token and not (token.isascii() and token.isdecimal() and len(token) < 10):
-        raise BadPageToken(f"{token[:80]!r} is no page token.", "Send next_page_token of the page before.")
-    return int(token or 0)
