@@ -213,3 +213,24 @@ def test_what_a_plugin_tells_of_itself_is_checked_and_changes_no_digest() -> Non
     silent = recipes.from_toml(f'recipe = "acme.fast"\narguments = {{level = 1}}\n{stages}')
     with pytest.raises(BadStages, match="silently be fp32"):
         recipes.with_plugins(silent, known)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"recipe": "portable", "options": {"name": "x" * (256 << 10)}}),
+        json.dumps({"combine": ["portable"] * 33}),
+        json.dumps({"recipe": "a.b", "arguments": {f"k{number}": 1 for number in range(65)}}),
+        json.dumps({"recipe": "a.b", "arguments": {"k": [1] * 4097}}),
+        json.dumps({"options": {"partitioners": ["xnnpack"] * 65}}),
+        json.dumps({"options": {"partitioners": ["xnnpack"], "methods": {f"m{number}": {} for number in range(257)}}}),
+        json.dumps({"options": {"partitioners": ["xnnpack"], "stages": ["TO_EDGE"] * 65}}),
+        "[" * 200_000,
+        '{"recipe":' * 20_000,
+        "x" * 250_000,
+    ],
+    ids=["length", "parts", "arguments", "list", "components", "methods", "stages", "depth", "nesting", "name"],
+)
+def test_a_recipe_without_measure_is_refused(text: str) -> None:
+    with pytest.raises(UserError):
+        recipes.from_json(text)

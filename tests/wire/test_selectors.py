@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -145,3 +148,31 @@ def test_any_text_is_a_selector_or_a_users_error_with_a_remedy(text: str, device
         assert error.remedy
     else:
         assert selector.matches(device) in (True, False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name=" + " " * 500_000 + "x\ny",
+        "name=x" + " " * 500_000 + "y\n",
+        "a" * 500_000 + " " * 500_000,
+        "memory>=" + "1" * 500_000 + " " * 500_000,
+        "memory>=1" + " " * 500_000 + "x",
+        " " * 1_000_000,
+    ],
+    ids=["blanks before a value", "blanks in a value", "key", "digits", "blanks after a number", "blanks"],
+)
+def test_a_term_is_parsed_in_linear_time(text: str) -> None:
+    started = time.perf_counter()
+    with contextlib.suppress(UserError):
+        selectors._term(text)
+    assert time.perf_counter() - started < 10, "where time is quadratic this takes hours"
+
+
+def test_a_selector_has_a_bounded_length_and_a_bounded_number_of_terms() -> None:
+    selectors.parse(",".join(["id=a"] * 64))
+    with pytest.raises(BadSelector, match="at most 64 terms, got 65"):
+        selectors.parse(",".join(["id=a"] * 65))
+    selectors.parse("name=" + "a" * 4091)
+    with pytest.raises(BadSelector, match="at most 4096 characters, got 4097"):
+        selectors.parse("name=" + "a" * 4092)

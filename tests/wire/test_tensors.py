@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -158,3 +160,40 @@ def test_arrays_of_another_byte_order_or_layout_are_laid_out_little_endian() -> 
 def test_what_etfarm_does_not_carry_is_refused_by_name() -> None:
     with pytest.raises(BadTensorFile, match="'x' has the dtype 'complex64'"):
         tensors.from_array("x", np.zeros(2, dtype=np.complex64))
+
+
+def test_a_file_of_too_many_dims_values_or_names_is_refused_before_they_are_looked_at() -> None:
+    rank = 60_000
+    dims = ENTRY | {"shape": [(1 << 62) + 1] * rank, "dim_order": list(range(rank))}
+    named = ENTRY | {"name": "n" * 1_001}
+    many = [{"name": "s", "kind": "scalar", "value": 1}] * 10_001
+    for values, match in (([dims], "at most 64 dims"), ([named], "at most 1000 characters"), (many, "at most 10000 values")):
+        with pytest.raises(BadTensorFile, match=match):
+            tensors.decode(with_header({"values": values}, bytes(16)))
+    with pytest.raises(BadTensorFile, match="at most 2097152 bytes"):
+        tensors.decode(with_header(b" " * (2 << 20) + b"{}"))
+
+
+def test_payloads_that_overlap_are_refused() -> None:
+    with pytest.raises(BadTensorFile, match="overlap"):
+        tensors.decode(with_header({"values": [ENTRY] * 2}, bytes(16)))
+
+
+def test_a_header_is_read_without_its_payloads(tmp_path: Path) -> None:
+    values = [Tensor("x", "float32", (2, 3), bytes(24), (1, 0)), Scalar("k", 3), Tensor("y", "int8", (5,), bytes(5))]
+    path = tmp_path / "x.ett"
+    path.write_bytes(tensors.encode(values))
+    read = tensors.read_header(path)
+    assert [(v.name, v.dtype, v.shape, v.dim_order, v.size_bytes) for v in read if isinstance(v, tensors.Layout)] == [
+        ("x", "float32", (2, 3), (1, 0), 24), ("y", "int8", (5,), (0,), 5),
+    ]  # fmt: skip
+    assert read[1] == Scalar("k", 3)
+    sparse = tmp_path / "sparse.ett"
+    entry = ENTRY | {"name": "z", "dtype": "uint8", "shape": [1 << 33], "dim_order": [0], "size_bytes": 1 << 33}
+    sparse.write_bytes(with_header({"values": [entry]}))
+    os.truncate(sparse, sparse.stat().st_size + (1 << 33))
+    (layout,) = tensors.read_header(sparse)
+    assert isinstance(layout, tensors.Layout) and layout.size_bytes == 1 << 33
+    os.truncate(sparse, sparse.stat().st_size - 1)
+    with pytest.raises(BadTensorFile, match="cut off in 'z'"):
+        tensors.read_header(sparse)
