@@ -1,0 +1,404 @@
+"""Hostile input of users and agents through a real server: it is refused by name, and everybody else is served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from etfarm.client import Farm
+from etfarm.v1 import (
+    agent_pb2,
+    agent_pb2_grpc,
+    artifact_pb2_grpc,
+    common_pb2,
+    device_pb2,
+    device_pb2_grpc,
+    farm_pb2,
+    farm_pb2_grpc,
+    job_pb2,
+    job_pb2_grpc,
+    report_pb2,
+    report_pb2_grpc,
+    session_pb2,
+)
+from etfarm.wire import digest, tensors
+from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.chunks import artifact_of, upload
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.status import from_rpc_error
+from tests.rpc.test_session_calls import Agent, Caller
+from tests.support.farm import FarmProcess, wait_until
+from tests.support.programs import program
+from tests.support.runner import runner_archive
+
+WAIT_S = 120.0
+"""For what needs a compile worker, which has to warm up first."""
+PROMPTLY_S = 10.0
+"""For a refusal and for the answers to others, on a busy machine: what froze the farm took 39 s on an idle one."""
+OTHERS = 20
+BLANKS = "name=" + " " * 100_000 + "x\ny"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
+    """A server that tests share; what they leave there does no harm to the others."""
+    running = FarmProcess(tmp_path_factory.mktemp("limits"), bundle=False)
+    try:
+        running.restart()
+        with running.client() as farm:
+            farm.add_bundle(runner_archive())
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+async def channel(served: FarmProcess) -> AsyncIterator[grpc.aio.Channel]:
+    async with open_channel(Access(served.address)) as opened:
+        yield opened
+
+
+async def refusal(call: Awaitable[Any]) -> EtfarmError:
+    """Why a call is refused, before long."""
+    async with asyncio.timeout(PROMPTLY_S):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call
+    return from_rpc_error(refused.value, server="here")
+
+
+async def first_event(stream: Any) -> Any:
+    return await stream.read()
+
+
+@contextlib.asynccontextmanager
+async def others_are_served(address: str) -> AsyncIterator[None]:
+    """Another client is answered while the block runs."""
+    async with open_channel(Access(address)) as channel:
+        farm, jobs = farm_pb2_grpc.FarmServiceStub(channel), job_pb2_grpc.JobServiceStub(channel)
+        devices = device_pb2_grpc.DeviceServiceStub(channel)
+        await farm.GetServerInfo(farm_pb2.GetServerInfoRequest())
+
+        async def ask() -> None:
+            async with asyncio.timeout(PROMPTLY_S):
+                for _ in range(OTHERS):
+                    await farm.GetServerInfo(farm_pb2.GetServerInfoRequest())
+                    await jobs.List(job_pb2.ListJobsRequest())
+                    await devices.List(device_pb2.ListDevicesRequest(selector="arch=none"))
+
+        asking = asyncio.create_task(ask())
+        try:
+            yield
+        finally:
+            await asking
+
+
+def rss_peak_bytes(pid: int) -> int:
+    """The most memory that a process has had, since the last reset."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+
+
+def forget_peak(pid: int) -> int:
+    """Starts the peak anew, from what the process has now; gives that."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    return rss_peak_bytes(pid)
+
+
+def pid_of(served: FarmProcess) -> int:
+    assert served.server is not None
+    return served.server.pid
+
+
+SELECTORS: dict[str, Callable[[grpc.aio.Channel], Awaitable[Any]]] = {
+    "DeviceService.List": lambda channel: device_pb2_grpc.DeviceServiceStub(channel).List(
+        device_pb2.ListDevicesRequest(selector=BLANKS)
+    ),
+    "JobService.Submit": lambda channel: job_pb2_grpc.JobServiceStub(channel).Submit(
+        job_pb2.SubmitRequest(request_id="r", spec=job_pb2.JobSpec(devices=[job_pb2.DeviceChoice(selector=BLANKS)]))
+    ),
+    "ReportService.ListHistory": lambda channel: report_pb2_grpc.ReportServiceStub(channel).ListHistory(
+        report_pb2.ListHistoryRequest(model="net", device=BLANKS)
+    ),
+    "SessionService.Open": lambda channel: first_event(
+        Caller(channel, session_pb2.OpenSessionRequest(selector=BLANKS, program={"digest": "d"})).events  # type: ignore[arg-type]
+    ),
+}
+
+
+@pytest.mark.parametrize("rpc", SELECTORS)
+async def test_a_selector_that_froze_the_farm_is_refused_and_others_are_served(
+    served: FarmProcess, channel: grpc.aio.Channel, rpc: str
+) -> None:
+    async with others_are_served(served.address):
+        errors = await asyncio.gather(*(refusal(SELECTORS[rpc](channel)) for _ in range(4)))
+    assert {error.reason for error in errors} == {"BAD_SELECTOR"}
+    assert errors[0].metadata["limit"] == "4096"
+
+
+async def test_the_longest_selectors_that_are_allowed_hold_up_nobody(served: FarmProcess, channel: grpc.aio.Channel) -> None:
+    stub = device_pb2_grpc.DeviceServiceStub(channel)
+    longest = "name=y" + " " * 4088 + "\nx"
+    async with others_are_served(served.address):
+        errors = await asyncio.gather(*(refusal(stub.List(device_pb2.ListDevicesRequest(selector=longest))) for _ in range(50)))
+    assert {error.reason for error in errors} == {"BAD_SELECTOR"}
+
+
+async def test_names_that_would_make_lists_unreadable_are_refused(served: FarmProcess, channel: grpc.aio.Channel) -> None:
+    stub = job_pb2_grpc.JobServiceStub(channel)
+    huge = "x" * (7 << 20)
+    specs = {
+        "JobSpec.name": job_pb2.JobSpec(name=huge),
+        "JobSpec.LabelsEntry.value": job_pb2.JobSpec(labels={"k": huge}),
+        "JobSpec.LabelsEntry.key": job_pb2.JobSpec(labels={huge: "v"}),
+        "JobSpec.labels": job_pb2.JobSpec(labels={str(number): "v" for number in range(65)}),
+        "Candidate.name": job_pb2.JobSpec(candidates=[job_pb2.Candidate(name=huge)]),
+        "Candidate.recipe": job_pb2.JobSpec(candidates=[job_pb2.Candidate(recipe=huge)]),
+        "SubmitRequest": job_pb2.JobSpec(name="x" * (25 << 20)),
+    }
+    for field, spec in specs.items():
+        async with others_are_served(served.address):
+            error = await refusal(stub.Submit(job_pb2.SubmitRequest(request_id=field, spec=spec)))
+        assert (error.reason, error.metadata["field"]) == ("LIMIT_EXCEEDED", field)
+    assert (await stub.List(job_pb2.ListJobsRequest())).jobs is not None
+
+
+async def test_bytes_that_decode_to_gigabytes_are_refused_without_their_memory(
+    served: FarmProcess, channel: grpc.aio.Channel
+) -> None:
+    empty_candidates = b"\x12" + b"\xfe\xff\xff\x03" + b"\x1a\x00" * ((4 << 20) - 1)
+    submit = channel.unary_unary("/etfarm.v1.JobService/Submit")
+    before = forget_peak(pid_of(served))
+    async with others_are_served(served.address):
+        errors = [await refusal(submit(empty_candidates)) for _ in range(3)]
+    assert {(error.reason, error.metadata["field"]) for error in errors} == {("LIMIT_EXCEEDED", "SubmitRequest")}
+    assert rss_peak_bytes(pid_of(served)) - before < 200 << 20, "decoded they take 600 MB"
+
+
+def announced(agent_id: str, devices: list[device_pb2.Device]) -> agent_pb2.AgentMessage:
+    return agent_pb2.AgentMessage(hello=agent_pb2.Hello(agent_id=agent_id, protocol_version=1, devices=devices))
+
+
+async def test_agents_can_neither_flood_the_farm_with_devices_nor_make_its_list_unreadable(breakable: FarmProcess) -> None:
+    breakable.restart()
+    known: set[str] = set()
+    async with open_channel(Access(breakable.address)) as channel:
+        stub, devices = agent_pb2_grpc.AgentServiceStub(channel), device_pb2_grpc.DeviceServiceStub(channel)
+
+        async def connect(message: agent_pb2.AgentMessage) -> Any:
+            stream = stub.Connect()
+            await stream.write(message)
+            return stream
+
+        flood = [device_pb2.Device(id=f"flood-{number}") for number in range(12_000)]
+        async with others_are_served(breakable.address):
+            error = await refusal((await connect(announced("a", flood))).read())
+        assert (error.reason, error.metadata["field"]) == ("LIMIT_EXCEEDED", "Hello.devices")
+        labels = {"k": "x" * (20 << 20)}
+        error = await refusal((await connect(announced("b", [device_pb2.Device(id="b", labels=labels)]))).read())
+        assert (error.reason, error.metadata["field"]) == ("LIMIT_EXCEEDED", "Device.LabelsEntry.value")
+        fat = device_pb2.Device(id="c", features=["f" * 900] * 400)
+        error = await refusal((await connect(announced("c", [fat]))).read())
+        assert (error.reason, error.metadata["device"]) == ("DEVICE_TOO_LARGE", "c")
+        # As many as an agent may have, and then others, one after the other.
+        mine = [device_pb2.Device(id=f"mine-{number:04}", name="n" * 200) for number in range(1_000)]
+        stream = await connect(announced("d", mine))
+        assert (await stream.read()).HasField("welcome")
+        for number in range(50):
+            more = agent_pb2.DeviceUpdate(device=device_pb2.Device(id=f"more-{number}"))
+            await stream.write(agent_pb2.AgentMessage(device_update=more))
+        late = agent_pb2.RunResult(attempt_id="nobody's")
+        await stream.write(agent_pb2.AgentMessage(run_result=late))
+        assert (await stream.read()).ack.attempt_id == "nobody's", "all before it was looked at"
+        stream.cancel()
+        token = ""
+        while True:
+            answer = await devices.List(device_pb2.ListDevicesRequest(page_size=300, page_token=token))
+            assert len(answer.devices) <= 300
+            assert not known.intersection(device.id for device in answer.devices)
+            known.update(device.id for device in answer.devices)
+            if not (token := answer.next_page_token):
+                break
+    assert known == {device.id for device in mine}
+    breakable.kill9()
+    breakable.restart()
+    with breakable.client() as farm:
+        assert {device.id for device in farm.devices()} == known
+
+
+async def test_an_agent_that_does_not_read_is_cut_off(served: FarmProcess, channel: grpc.aio.Channel) -> None:
+    stub = agent_pb2_grpc.AgentServiceStub(channel)
+    before = forget_peak(pid_of(served))
+    attempt = "x" * 900
+
+    async def results() -> AsyncIterator[agent_pb2.AgentMessage]:
+        yield announced("deaf", [])
+        for number in range(200_000):
+            yield agent_pb2.AgentMessage(run_result=agent_pb2.RunResult(attempt_id=f"{attempt}{number}"))
+        await asyncio.Event().wait()
+
+    stream = stub.Connect(results())
+    async with others_are_served(served.address), asyncio.timeout(WAIT_S):
+        assert await stream.code() is not grpc.StatusCode.OK
+    assert rss_peak_bytes(pid_of(served)) - before < 150 << 20
+    with Farm(served.address) as farm:
+        assert farm.devices() is not None
+
+
+def tensor_file(entries: list[dict[str, Any]], payload: bytes = b"") -> bytes:
+    text = json.dumps({"values": entries}).encode()
+    return tensors.MAGIC + struct.pack("<I", len(text)) + text + payload
+
+
+async def submitted(channel: grpc.aio.Channel, inputs: bytes, agent: Agent) -> job_pb2.Job:
+    """A job of a ready program with these inputs, once it has ended."""
+    artifacts, jobs = artifact_pb2_grpc.ArtifactServiceStub(channel), job_pb2_grpc.JobServiceStub(channel)
+    made = program("conv")
+    for data in (made.bytes, inputs):
+        await upload(artifacts, artifact_of(data), data)
+    spec = job_pb2.JobSpec(name="inputs", devices=[job_pb2.DeviceChoice(selector=f"id={agent.devices[0].id}")])
+    candidate = spec.candidates.add(name="conv")
+    candidate.program.pte.digest = digest.of_bytes(made.bytes)
+    spec.inputs["forward"].digest = digest.of_bytes(inputs)
+    job = await jobs.Submit(job_pb2.SubmitRequest(request_id=digest.of_bytes(inputs), spec=spec))
+    async with asyncio.timeout(WAIT_S):
+        async for event in jobs.Watch(job_pb2.WatchRequest(job_id=job.id)):
+            if event.job_state in (job_pb2.JOB_STATE_FAILED, job_pb2.JOB_STATE_SUCCEEDED):
+                break
+    return await jobs.Get(job_pb2.GetJobRequest(job_id=job.id))
+
+
+async def test_an_inputs_file_of_60000_dimensions_freezes_nobody(served: FarmProcess, channel: grpc.aio.Channel) -> None:
+    rank = 60_000
+    entry = {
+        "name": "x", "kind": "tensor", "dtype": "float32", "shape": [(1 << 62) + 1] * rank,
+        "dim_order": list(reversed(range(rank))), "offset": 0, "size_bytes": 16,
+    }  # fmt: skip
+    agent = Agent(channel, "dims")
+    await agent.stream.read()
+    async with others_are_served(served.address):
+        job = await submitted(channel, tensor_file([entry], bytes(16)), agent)
+    agent.outgoing.put_nowait(None)
+    (cell,) = job.cells
+    assert (cell.state, cell.error.reason) == (job_pb2.CELL_STATE_FAILED, "BAD_TENSOR_FILE")
+    assert "at most 64 dims, got 60000" in cell.error.message
+
+
+async def test_the_inputs_of_a_user_are_not_loaded_into_the_daemon(served: FarmProcess, channel: grpc.aio.Channel) -> None:
+    size = 256 << 20
+    inputs = tensors.encode([tensors.Tensor("x", "uint8", (size,), bytes(size))])
+    agent = Agent(channel, "large")
+    await agent.stream.read()
+    before = forget_peak(pid_of(served))
+    async with others_are_served(served.address):
+        job = await submitted(channel, inputs, agent)
+    agent.outgoing.put_nowait(None)
+    assert job.cells[0].error.reason == "INPUT_MISMATCH"
+    assert rss_peak_bytes(pid_of(served)) - before < 150 << 20
+
+
+async def test_a_session_whose_owner_does_not_read_does_not_grow(served: FarmProcess, channel: grpc.aio.Channel) -> None:
+    made = program("conv")
+    await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), artifact_of(made.bytes), made.bytes)
+    agent = Agent(channel, "chatty")
+    await agent.stream.read()
+    pte = artifact_of(made.bytes)
+    asked = session_pb2.OpenSessionRequest(selector=f"id={agent.devices[0].id}")
+    asked.program.pte.CopyFrom(pte)
+    asked.program.digest = digest.of_program(pte.digest, {})
+    async with open_channel(Access(served.address)) as owners:
+        caller = Caller(owners, asked)
+        serving = agent.serve(await agent.started())
+        await caller.event("ready")
+        before = forget_peak(pid_of(served))
+        line = "y" * (60 << 10)
+        async with others_are_served(served.address):
+            for _ in range(5_000):  # 300 MB
+                serving.line(line)
+            serving.end()
+            async with asyncio.timeout(WAIT_S):
+                await serving.stream.code()
+        assert rss_peak_bytes(pid_of(served)) - before < 100 << 20
+        assert (await caller.event("ended")).ended.reason == "SESSION_LOST"
+    agent.outgoing.put_nowait(None)
+
+
+async def test_quotas_are_refused_by_name_and_others_go_on(tmp_path_factory: pytest.TempPathFactory) -> None:
+    quotas = ["--quota", "live_jobs_per_user=1", "--quota", "streams_per_user=1", "--quota", "sessions_per_user=1"]
+    running = FarmProcess(tmp_path_factory.mktemp("quotas"), bundle=False, serve=quotas)
+    try:
+        running.restart()
+        with running.client() as farm:
+            farm.add_bundle(runner_archive())
+        async with open_channel(Access(running.address)) as channel:
+            jobs = job_pb2_grpc.JobServiceStub(channel)
+            agent = Agent(channel, "one")
+            await agent.stream.read()
+            data = program("conv").bytes
+            await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), artifact_of(data), data)
+            spec = job_pb2.JobSpec(devices=[job_pb2.DeviceChoice()])
+            spec.candidates.add(name="conv").program.pte.digest = digest.of_bytes(data)
+            first = await jobs.Submit(job_pb2.SubmitRequest(request_id="1", spec=spec))
+            error = await refusal(jobs.Submit(job_pb2.SubmitRequest(request_id="2", spec=spec)))
+            assert (error.reason, error.metadata["quota"]) == ("QUOTA_EXCEEDED", "live_jobs_per_user")
+            assert "etfarm jobs cancel" in error.remedy
+            watching = jobs.Watch(job_pb2.WatchRequest(job_id=first.id))
+            assert (await watching.read()).sequence == 1
+            error = await refusal(jobs.Watch(job_pb2.WatchRequest(job_id=first.id)).read())
+            assert (error.reason, error.metadata["quota"]) == ("QUOTA_EXCEEDED", "streams_per_user")
+            asked = session_pb2.OpenSessionRequest()
+            asked.program.pte.CopyFrom(artifact_of(data))
+            asked.program.digest = digest.of_program(asked.program.pte.digest, {})
+            caller = Caller(channel, asked)
+            await caller.event("waiting")
+            error = await refusal(Caller(channel, asked).events.read())
+            assert (error.reason, error.metadata["quota"]) == ("QUOTA_EXCEEDED", "sessions_per_user")
+            caller.events.cancel()
+            await jobs.Cancel(job_pb2.CancelRequest(job_id=first.id))
+            async with asyncio.timeout(WAIT_S):
+                while await watching.read() is not grpc.aio.EOF:
+                    pass
+            second = await jobs.Submit(job_pb2.SubmitRequest(request_id="3", spec=spec))
+            await jobs.Cancel(job_pb2.CancelRequest(job_id=second.id))
+            agent.outgoing.put_nowait(None)
+    finally:
+        running.stop()
+
+
+async def test_a_job_under_which_the_server_dies_three_times_is_set_aside(breakable: FarmProcess) -> None:
+    breakable.restart()
+    data = program("conv").bytes
+    async with open_channel(Access(breakable.address)) as channel:
+        await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), artifact_of(data), data)
+        jobs = job_pb2_grpc.JobServiceStub(channel)
+        spec = job_pb2.JobSpec(name="deadly")
+        spec.candidates.add(name="conv").program.pte.digest = digest.of_bytes(data)
+        # The workers are not warm yet, so that it cannot be over before the server is killed.
+        job = await jobs.Submit(job_pb2.SubmitRequest(request_id="r", spec=spec))
+        async with asyncio.timeout(WAIT_S):
+            async for event in jobs.Watch(job_pb2.WatchRequest(job_id=job.id)):
+                if event.cell.state == job_pb2.CELL_STATE_COMPILING:
+                    break
+    log = breakable.folder / "serve.log"
+    for times in (1, 2):
+        breakable.kill9()
+        breakable.restart()
+        assert wait_until(lambda times=times: log.read_text().count("taking up a job with care") == times)  # type: ignore[misc]
+    breakable.kill9()
+    breakable.restart()
+    async with open_channel(Access(breakable.address)) as channel:
+        again = await job_pb2_grpc.JobServiceStub(channel).Get(job_pb2.GetJobRequest(job_id=job.id))
+    (cell,) = again.cells
+    assert (cell.state, cell.error.reason, cell.error.fault) == (
+        job_pb2.CELL_STATE_FAILED, "SET_ASIDE", common_pb2.FAULT_FARM,
+    )  # fmt: skip
+    assert "Submit the job again" in cell.error.remedy
+    with breakable.client() as farm:
+        assert [job.state for job in farm.jobs()] == ["FAILED"]
