@@ -1,4 +1,4 @@
-"""A stand-in for the daemon: starts workers, runs `linger`, prints the pids, and waits to be killed."""
+"""A stand-in for the daemon: starts workers, prints the forkserver's pid, runs `linger`, and waits to be killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ async def main() -> None:
     workers.start()
     assert workers.forkserver_pid is not None
     print(json.dumps({"pids": [workers.forkserver_pid]}), flush=True)
-    await workers.run("tests.support.worker_tasks:linger", None, deadline_s=60, on_event=lambda e: print(e.decode(), flush=True))
+    await workers.run("tests.support.worker_tasks:linger", None, deadline_s=60, on_event=lambda _: print("lingers", flush=True))
 
 
 if __name__ == "__main__":

@@ -77,12 +77,12 @@ def look_around(request: object, folder: Path, emit: Emit) -> bytes:
     port, name, token_owner = json.loads(str(request))
     outcome = {}
     for what, family, address in (("tcp", socket.AF_INET, ("127.0.0.1", port)), ("abstract", socket.AF_UNIX, name)):
-        with socket.socket(family) as probe:
-            try:
+        try:
+            with socket.socket(family) as probe:
                 probe.connect(address)
                 outcome[what] = "connected"
-            except OSError as error:
-                outcome[what] = type(error).__name__
+        except OSError as error:
+            outcome[what] = type(error).__name__
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         way_back = os.open(f"/proc/{token_owner}/ns/net", os.O_RDONLY)
@@ -96,16 +96,17 @@ def look_around(request: object, folder: Path, emit: Emit) -> bytes:
 
 
 def linger(request: object, folder: Path, emit: Emit) -> bytes:
-    """Starts a grandchild in a session of its own, tells both pids, and waits for ever."""
-    grandchild = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    emit(json.dumps({"pids": [os.getpid(), grandchild.pid]}).encode())
+    """Starts a grandchild in a session of its own, emits an event, and waits for ever."""
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    emit(b'{"event": "lingers"}')
     signal.pause()
     return b""
 
 
 def leave_behind(request: object, folder: Path, emit: Emit) -> bytes:
-    """Ends well, but leaves a process in a session of its own."""
-    return str(subprocess.Popen(["sleep", "600"], start_new_session=True).pid).encode()
+    """Ends well, but leaves a process in a session of its own: a sleep of `request` seconds."""
+    left = subprocess.Popen(["sleep", str(request)], start_new_session=True)
+    return b"running" if left.poll() is None else b"ended"
 
 
 def spin(request: object, folder: Path, emit: Emit) -> bytes:

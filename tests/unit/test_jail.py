@@ -13,21 +13,23 @@ import pytest
 from etfarm.server.workers import jail
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
+from etfarm.wire.sandbox import namespaces
 
 ROOT = Path(__file__).resolve().parents[2]
 
 AS_ANOTHER_USER = """
 import ctypes, os, pathlib
 from etfarm.server.workers import jail
+from etfarm.wire.sandbox import namespaces, syscalls
 
-network = jail.network_namespace()
+network = namespaces.network_inode()
 os.setgroups([])
 os.setresgid(65534, 65534, 65534)
 os.setresuid(65534, 65534, 65534)
 ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: /proc/self is a daemon's own, as it is a login's
 jail._remove_network()
 jail.check_network(network)
-jail._drop_capabilities()
+syscalls.drop_capabilities()
 status = pathlib.Path("/proc/self/status").read_text()
 print(status.partition("CapEff:")[2].split()[0], os.geteuid())
 """
@@ -35,7 +37,7 @@ print(status.partition("CapEff:")[2].split()[0], os.geteuid())
 
 def test_a_process_in_the_daemons_network_is_refused() -> None:
     with pytest.raises(jail.NetworkNotRemoved, match="daemon's network namespace"):
-        jail.check_network(jail.network_namespace())
+        jail.check_network(namespaces.network_inode())
 
 
 def test_another_namespace_with_a_network_is_refused() -> None:

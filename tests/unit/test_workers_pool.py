@@ -20,6 +20,7 @@ from etfarm.server.workers.faults import MAX_METADATA, MAX_TEXT, ChildDied, Chil
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers, WorkersDown
 from etfarm.wire.errors import EtfarmError, FarmError, Fault
+from tests.support.farm import descendants
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = "tests.support.worker_tasks"
@@ -65,8 +66,16 @@ async def gone(pids: Sequence[int], within_s: float) -> bool:
     return True
 
 
+def read(file: Path) -> bytes:
+    """The file's bytes; none of a process that has ended."""
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
+
+
 def daemon_like(folder: Path, preload: str) -> subprocess.Popen[bytes]:
-    """A process with workers of its own, which tells the pids of what it started."""
+    """A process with workers of its own, which prints its forkserver's pid, then `lingers` once a child lingers."""
     command = [sys.executable, "-m", "tests.support.daemon", str(folder), preload]
     return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
 
@@ -173,11 +182,13 @@ async def test_cpu_time_ends_a_child(tmp_path: Path) -> None:
 
 async def cancelled(workers: Workers) -> float:
     """Seconds from the cancel of a run until its child and its grandchild are gone."""
-    pids: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-    run = asyncio.create_task(
-        workers.run(f"{TASKS}:linger", None, deadline_s=60, on_event=lambda e: pids.set_result(json.loads(e)["pids"]))
-    )
-    tree = await pids
+    lingers: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    run = asyncio.create_task(workers.run(f"{TASKS}:linger", None, deadline_s=60, on_event=lingers.set_result))
+    await lingers
+    # The child knows itself and its grandchild by the ids of its own process namespace only.
+    assert workers.forkserver_pid is not None
+    tree = list(descendants(workers.forkserver_pid))
+    assert len(tree) == 3  # the supervisor, the child, the grandchild
     began = time.monotonic()
     run.cancel()
     await gone(tree, 60)
@@ -196,8 +207,10 @@ async def test_cancelling_kills_the_child_and_its_grandchild_within_100_ms(worke
 
 
 async def test_what_a_finished_child_left_running_is_ended(workers: Workers) -> None:
-    async with await workers.run(f"{TASKS}:leave_behind", None, deadline_s=60) as finished:
-        assert await gone([int(finished.result)], 60)
+    seconds = str(600 + os.getpid() / 10_000_000)  # a command line that no other process has
+    async with await workers.run(f"{TASKS}:leave_behind", seconds, deadline_s=60) as finished:
+        assert finished.result == b"running"
+    assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if seconds.encode() in read(p)]
 
 
 async def test_cancelling_while_the_forkserver_warms_up_leaves_nothing(tmp_path: Path) -> None:
@@ -262,7 +275,9 @@ async def test_kill_9_of_the_daemon_takes_forkserver_children_and_grandchildren(
     assert daemon.stdout is not None
     pids = json.loads(daemon.stdout.readline())["pids"]
     if not warming:
-        pids += json.loads(daemon.stdout.readline())["pids"]
+        assert daemon.stdout.readline() == b"lingers\n"
+        pids += descendants(daemon.pid)
+        assert len(pids) >= 4
     daemon.kill()
     daemon.wait()
     await gone(pids, 60)

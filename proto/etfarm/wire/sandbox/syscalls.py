@@ -25,6 +25,8 @@ CLONE_NEWNET: Final = 0x40000000
 CLONE_NEW_ANY: Final = CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
 """Every flag of clone(2) that makes a namespace. CLONE_NEWTIME lies in clone's signal byte: only unshare and clone3 take it."""
 
+CAP_SYS_ADMIN: Final = 21
+
 MS_RDONLY: Final = 0x1
 MS_NOSUID: Final = 0x2
 MS_NODEV: Final = 0x4
@@ -115,14 +117,27 @@ def become(user: int, group: int) -> None:
     os.setresuid(user, user, user)
 
 
-def drop_capabilities() -> None:
-    """Give up every capability in every set, the bounding set where the process may change it."""
+def has_capability(capability: int) -> bool:
+    """Return whether this process has a capability in its user namespace."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> capability & 1)
+    return False
+
+
+def drop_bounding_set() -> None:
+    """Make it impossible to ever gain a capability by exec, as far as the process has CAP_SETPCAP. Call it before `become`."""
     highest = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
     for capability in range(highest + 1):
         try:
             prctl(PR_CAPBSET_DROP, capability)
         except PermissionError:
             break  # without CAP_SETPCAP; forbid_new_privileges keeps exec from using the bounding set
+
+
+def drop_capabilities() -> None:
+    """Give up every capability in every set, the bounding set where the process may change it."""
+    drop_bounding_set()
     try:
         prctl(PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     except OSError as error:
@@ -152,6 +167,11 @@ def adopt_orphans() -> None:
 def hide_memory() -> None:
     """Make this process undumpable: its memory and /proc entries belong to root."""
     prctl(PR_SET_DUMPABLE, 0)
+
+
+def show_memory() -> None:
+    """Let this process read its own /proc entries again, which a change of user takes away."""
+    prctl(PR_SET_DUMPABLE, 1)
 
 
 def _checked(result: int, call: str) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.keys import program_digest
 from etfarm.server.compile.result import DimRange, MethodFacts, ValueFacts
+from etfarm.server.workers import outputs
 from etfarm.v1 import common_pb2, compile_pb2
 from etfarm.v1.compile_pb2 import Compilation
 from etfarm.wire.errors import FarmError
@@ -19,9 +20,6 @@ from etfarm.wire.stages import STAGES
 
 MAX_ANSWER_BYTES: Final = 16 << 20
 """Largest answer that is read: 20 places of each of 150 operators are half a MiB a method. What is large comes as files."""
-
-_NAME_BYTES: Final = 255
-"""The longest name of a file that Linux has."""
 
 _GREATEST_MS: Final = 1 << 53
 
@@ -90,11 +88,11 @@ class Files:
         self._project = project
 
     async def adopt(self, name: str) -> common_pb2.Artifact:
-        """Takes one file: a name, never a way out of the folder, never a link."""
-        path = self._folder / name
-        is_elsewhere = "/" in name or len(name.encode()) > _NAME_BYTES or path.is_symlink() or self._folder.is_symlink()
-        if is_elsewhere or not path.is_file():
-            raise BadWorkerAnswer(f"The compile worker names {name[:100]!r}, which is no file of its folder.")
+        """Takes one file: a name, never a way out of the folder, never a link or anything else than a file."""
+        try:
+            path = await asyncio.to_thread(outputs.claim, self._folder, name)
+        except outputs.BadOutputFile as error:
+            raise BadWorkerAnswer(error.message) from None
         return await self._store.adopt(path, self._owner, holder=self._project)
 
     async def adopt_all(self, names: Mapping[str, str], into: Mapping[str, common_pb2.Artifact]) -> None:

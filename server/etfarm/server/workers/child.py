@@ -1,8 +1,9 @@
 """The child that runs one task, and the supervisor beside it that leaves nothing of it behind.
 
 forkserver -> supervisor -> child (jailed, leader of its own session) -> whatever the task starts.
-The supervisor never touches a user's bytes. It ends the whole tree when the child ends, and when the daemon closes its
-end of the status socket: by cancelling, or by dying, however it died.
+The supervisor never touches a user's bytes. It is the first process of the child's process namespace, makes the child's control
+group, and ends the whole tree when the child ends, and when the daemon closes its end of the status socket: by cancelling, or
+by dying, however it died.
 """
 
 from __future__ import annotations
@@ -18,14 +19,21 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from etfarm.server.workers import faults, frames, jail
+from etfarm.server.workers.jail import Jail
 from etfarm.server.workers.limits import Limits
+from etfarm.server.workers.measures import JailReport
+from etfarm.server.workers.tree import TreeMemory
 from etfarm.wire.errors import EtfarmError, FarmError
+from etfarm.wire.sandbox import cgroups, syscalls
+
+_POLL_MS: Final = 500
+"""How often a supervisor looks at the memory of its tree where the kernel does not end all of it."""
 
 
 @dataclass(frozen=True)
@@ -36,32 +44,37 @@ class Order:
     """`module:function`, called as function(request, folder, emit) -> bytes."""
     folder: str
     """The child's own, existing, empty folder."""
-    daemon_network: int
-    """Inode of the daemon's network namespace."""
     limits: Limits
+    jail: Jail
 
 
-def supervise(order: Order, channel: socket.socket, log: int, status: socket.socket) -> NoReturn:
-    """Forks the child, waits for its end or for the daemon's hang-up, sweeps, and reports.
+def supervise(order: Order, shared: Sequence[Path], channel: socket.socket, log: int, status: socket.socket) -> NoReturn:
+    """Fork the child, wait for its end or for the daemon's hang-up, sweep, and report.
 
-    Sends `{"exit": N, "peak_rss_bytes": N, "cpu_s": X}` on `status`; N is the exit code, or -signal.
+    Sends `{"exit": N, "peak_rss_bytes": N, "cpu_s": X, "out_of_memory": B, "too_many_processes": B}` on `status`; `exit` is the
+    exit code, or -signal.
+
+    Args:
+        shared: the code, which the child may read.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    jail.adopt_orphans()
+    syscalls.adopt_orphans()
     me = os.getpid()
     hang_up = select.poll()
     hang_up.register(status, select.POLLIN | select.POLLRDHUP)
     if hang_up.poll(0):
         os._exit(0)
+    group = _group(order)
+    watch = None if group is not None and group.limits_memory else TreeMemory(jail.tree_bytes(order.limits))
     child = os.fork()
     if child == 0:
         status.close()
-        run(order, channel, log, me)
+        run(order, shared, channel, log, me, group)
     channel.close()
     os.close(log)
     ended = os.pidfd_open(child)
     hang_up.register(ended, select.POLLIN)
-    hang_up.poll()
+    _wait(hang_up, group, watch)
     with contextlib.suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
     _, waited, used = os.wait4(child, 0)
@@ -70,19 +83,50 @@ def supervise(order: Order, channel: socket.socket, log: int, status: socket.soc
         "exit": os.waitstatus_to_exitcode(waited),
         "peak_rss_bytes": used.ru_maxrss * 1024,
         "cpu_s": used.ru_utime + used.ru_stime,
+        "out_of_memory": bool((group is not None and group.oom_kills()) or (watch is not None and watch.is_exceeded)),
+        "too_many_processes": bool(group is not None and group.refused_forks()),
     }
+    if group is not None:
+        group.remove()
     with contextlib.suppress(OSError):
         status.sendall(json.dumps(report).encode())
     os._exit(0)
 
 
+def _group(order: Order) -> cgroups.Group | None:
+    place = order.jail.place
+    if place is None:
+        return None
+    memory_bytes = jail.tree_bytes(order.limits)
+    name = Path(order.folder).name
+    try:
+        return cgroups.Group(place, order.jail.cgroup, name, memory_bytes=memory_bytes, processes=order.limits.processes)
+    except OSError:
+        traceback.print_exc()
+        return None
+
+
+def _wait(events: select.poll, group: cgroups.Group | None, watch: TreeMemory | None) -> None:
+    """Wait until the child has ended, the daemon has hung up, or the tree has used up its memory."""
+    # Version 2 ends the whole group at once; elsewhere the kernel ends one process, and the others would go on.
+    is_polled = watch is not None or (group is not None and group.version == 1)
+    while not events.poll(_POLL_MS if is_polled else None):
+        if watch is not None and watch.is_above():
+            return
+        if group is not None and group.oom_kills():
+            # Time for the child to say itself what the death of its process means.
+            events.poll(_POLL_MS)
+            return
+
+
 def _sweep(child: int) -> None:
-    """Ends everything that the child left: its process group at once, then adopted orphans until there are none."""
+    """End everything that the child left: all processes of the namespace at once, or adopted orphans until there are none."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)
-    own = Path(f"/proc/self/task/{os.getpid()}/children")
+        # As process 1 of a namespace: all others in it.
+        os.kill(-1, signal.SIGKILL) if os.getpid() == 1 else os.killpg(child, signal.SIGKILL)
+    own = Path("/proc/thread-self/children")
     while True:
-        for orphan in own.read_text().split():
+        for orphan in own.read_text().split() if os.getpid() != 1 else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(orphan), signal.SIGKILL)
         try:
@@ -91,19 +135,28 @@ def _sweep(child: int) -> None:
             return
 
 
-def run(order: Order, channel: socket.socket, log: int, supervisor: int) -> NoReturn:
-    """The child's whole life: the jail, the request, the task, the answer."""
+def run(
+    order: Order, shared: Sequence[Path], channel: socket.socket, log: int, supervisor: int, group: cgroups.Group | None
+) -> NoReturn:
+    """Live the child's whole life: the jail, the request, the task, the answer."""
     folder = Path(order.folder)
     answers = frames.FrameWriter(channel)
     code = 1
     try:
-        jail.enter(folder, order.limits, order.daemon_network, log)
-        jail.die_with_parent(supervisor)
+        kind, data = frames.receive(channel)
+        if kind != frames.FILES:
+            raise FarmError(f"The child was sent a frame of kind {kind!r} first.")
+        report = jail.enter(
+            folder, order.limits, order.jail, log=log, channel=channel.fileno(), shared=shared,
+            files=[Path(path) for path in json.loads(data)], group=group, is_first_process=supervisor == 1, watches_memory=True,
+        )  # fmt: skip
+        described.append(report)
+        syscalls.die_with_parent(supervisor)
         os.close(log)
         _prepare(order.limits)
         kind, data = frames.receive(channel)
         if kind != frames.REQUEST:
-            raise FarmError(f"The child was sent a frame of kind {kind!r} first.")
+            raise FarmError(f"The child was sent a frame of kind {kind!r} as its request.")
         task = _task(order.task)
         result = task(pickle.loads(data), folder, lambda event: answers.send(frames.EVENT, event))
         sys.stdout.flush()
@@ -115,6 +168,15 @@ def run(order: Order, channel: socket.socket, log: int, supervisor: int) -> NoRe
     finally:
         # No atexit, no destructors of native libraries: they crash after a good answer.
         os._exit(code)
+
+
+described: Final[list[JailReport]] = []
+"""In a child: its own jail."""
+
+
+def describe_jail(request: object, folder: Path, emit: Callable[[bytes], None]) -> bytes:
+    """Task: answer with this child's own `JailReport` as JSON."""
+    return described[0].to_json()
 
 
 def _prepare(limits: Limits) -> None:
@@ -139,6 +201,8 @@ def _report(error: BaseException, order: Order, answers: frames.FrameWriter) -> 
         error.__traceback__ = None
         error.__context__ = None
         told = faults.ChildOutOfMemory(order.task, order.limits.memory_bytes, detail=str(error)[:500])
+    elif faults.is_out_of_processes(error):
+        told = faults.ChildTooManyProcesses(order.task, order.limits.processes)
     elif isinstance(error, OSError) and faults.is_disk_full(error):
         told = faults.ChildDiskFull(order.task, error.strerror or str(error))
     elif isinstance(error, EtfarmError):

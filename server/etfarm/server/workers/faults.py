@@ -51,6 +51,21 @@ class ChildOutOfMemory(UserError):
         )  # fmt: skip
 
 
+class ChildTooManyProcesses(UserError):
+    """A child, with all that it started, wanted more processes or threads than a job may have."""
+
+    reason = "CHILD_TOO_MANY_PROCESSES"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+    def __init__(self, task: str, processes: int, stage: str = "") -> None:
+        where = f" in {stage}" if stage else ""
+        super().__init__(
+            f"The job started more than the {processes} processes and threads that it may have{where}.",
+            "Lower the server's --threads if the job's own work needs so many.",
+            stage=stage, task=task, processes=processes,
+        )  # fmt: skip
+
+
 class ChildDiskFull(FarmError):
     """A child could not write its files. It says nothing of the model."""
 
@@ -99,6 +114,11 @@ def signal_name(number: int) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that the memory budget is used up; torch says it in a RuntimeError's text."""
     return isinstance(error, MemoryError) or any(mark in str(error) for mark in _OUT_OF_MEMORY)
+
+
+def is_out_of_processes(error: BaseException) -> bool:
+    """Whether an exception means that no further process or thread could be started."""
+    return isinstance(error, BlockingIOError) or "can't start new thread" in str(error)
 
 
 def is_disk_full(error: BaseException) -> bool:

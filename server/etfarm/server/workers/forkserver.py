@@ -11,6 +11,7 @@ into each child, blocks in `Process.start()` while it warms up, and leaves grand
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -23,8 +24,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from etfarm.server.workers import view
 from etfarm.server.workers.child import Order, supervise
+from etfarm.server.workers.jail import Jail
 from etfarm.server.workers.limits import Limits
+from etfarm.wire.sandbox import cgroups, namespaces, syscalls
 
 MAX_ORDER_BYTES = 1 << 16
 
@@ -34,9 +38,12 @@ def main(arguments: Sequence[str]) -> None:
     control = socket.socket(fileno=int(arguments[0]))
     alive = int(arguments[1])
     _end_with(alive)
+    _take_rights()
+    forks = namespaces.PidNamespaceForks()
     # Ended supervisors are reaped by the kernel.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     failed = warm(arguments[2:])
+    shared = view.code_paths()
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page
     control.send(json.dumps({"failed": failed}).encode())
@@ -46,12 +53,12 @@ def main(arguments: Sequence[str]) -> None:
             return
         sys.stdout.flush()
         sys.stderr.flush()
-        if os.fork() == 0:
+        if forks.fork() == 0:
             try:
                 control.close()
                 os.close(alive)
                 channel, log, status = descriptors
-                supervise(_order(message), socket.socket(fileno=channel), log, socket.socket(fileno=status))
+                supervise(_order(message), shared, socket.socket(fileno=channel), log, socket.socket(fileno=status))
             except BaseException:  # noqa: BLE001 - a supervisor must never return into the forkserver's loop
                 traceback.print_exc()
             finally:
@@ -77,7 +84,16 @@ def warm(entries: Sequence[str]) -> dict[str, str]:
 
 def _order(message: bytes) -> Order:
     said = json.loads(message)
-    return Order(said["task"], said["folder"], said["daemon_network"], Limits(**said["limits"]))
+    place = said["jail"].pop("place")
+    jail = Jail(**said["jail"], place=None if place is None else cgroups.Place(**place))
+    return Order(said["task"], said["folder"], Limits(**said["limits"]), jail)
+
+
+def _take_rights() -> None:
+    # Without the right to make namespaces it needs a user namespace, here once, so that children's parents have them too.
+    with contextlib.suppress(OSError):
+        if not syscalls.has_capability(syscalls.CAP_SYS_ADMIN):
+            namespaces.enter_user_namespace()
 
 
 def _end_with(alive: int) -> None:

@@ -10,6 +10,8 @@ from typing import Final
 
 from etfarm.server.workers.faults import BadAnswer
 
+FILES: Final = b"f"
+"""The first frame that a child is sent: a JSON list of the files that it may read."""
 REQUEST: Final = b"q"
 EVENT: Final = b"e"
 RESULT: Final = b"r"

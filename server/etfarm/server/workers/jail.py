@@ -1,38 +1,46 @@
-"""The jail of a child: no network, no capabilities, no secrets, limits, its own folder, dead when its parent is.
+"""The jail of a child: what a user's bytes could use if they got to run code, taken away one measure after the other.
 
-It takes away what a user's bytes could use if they got to run code. `compile.screen` keeps them from running any.
-Files that the daemon's user may read stay readable: run the daemon as a user of its own.
-Source: unshare(2), capabilities(7), prctl(2), user_namespaces(7), netdevice(7).
+Of its own are the child's user, its mounts (see `view`), processes, network and limits; it keeps no capability, cannot gain any,
+and a filter refuses system calls that reach for more. What the host does not allow is recorded in `measures`, except for the
+network: a child that still has one loads nothing. `compile.screen` keeps users' bytes from running any code in the first place.
+
+Children are forks of a process that has loaded torch, so tools that wrap a command (bubblewrap) cannot jail them: the load takes
+seconds, a fork milliseconds.
+Source: namespaces(7), capabilities(7), prctl(2), seccomp(2), cgroups(7).
 """
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
+import contextlib
 import os
 import resource
-import signal
-import socket
-import struct
 import tempfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from etfarm.server.workers import measures
 from etfarm.server.workers.limits import Limits
+from etfarm.server.workers.measures import JailIncomplete, JailReport, Progress
+from etfarm.server.workers.view import View
 from etfarm.wire.errors import FarmError
-
-_CLONE_NEWUSER: Final = 0x10000000
-_CLONE_NEWNET: Final = 0x40000000
-_PR_SET_PDEATHSIG: Final = 1
-_PR_CAPBSET_DROP: Final = 24
-_PR_SET_CHILD_SUBREAPER: Final = 36
-_PR_SET_NO_NEW_PRIVS: Final = 38
-_CAPABILITY_VERSION_3: Final = 0x20080522
-_SIOCGIFFLAGS: Final = 0x8913
-_IFF_UP: Final = 1
+from etfarm.wire.sandbox import cgroups, namespaces, seccomp, syscalls
 
 KEPT_VARIABLES: Final = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH")
 """All of the daemon's environment that its forkserver and children see. Tokens and passwords are not among it."""
+
+POLICY: Final = seccomp.Policy()
+"""The system calls that a child is refused."""
+
+_FIRST_USER: Final = 1_900_000_000
+_BLOCK: Final = 256
+_BLOCKS: Final = 900_000
+"""Users that neither distributions, systemd nor container runtimes give away. Source: systemd's UIDS-GIDS.md."""
+
+_OWN_MEMORY_BYTES: Final = 256 << 20
+"""What a tree may use on top of its limit and the forkserver's pages: the kernel's own memory and pages of files."""
 
 
 class NetworkNotRemoved(FarmError):
@@ -49,17 +57,67 @@ class NetworkNotRemoved(FarmError):
         )
 
 
-def network_namespace() -> int:
-    """The inode of this process's network namespace."""
-    return Path("/proc/self/ns/net").stat().st_ino
+@dataclass(frozen=True)
+class Jail:
+    """One child's jail, as the daemon asks for it; travels as JSON."""
+
+    daemon_network: int
+    """`namespaces.network_inode()` of the daemon, which must not be the child's."""
+    point: str
+    """An existing empty folder that the child's root is mounted on."""
+    user: int | None = None
+    """User and group of the child, where the daemon is root; None where it has no users to give away."""
+    hidden: tuple[str, ...] = ()
+    """Files and folders that stay invisible even where they lie within the code."""
+    readable: tuple[str, ...] = ()
+    """Further files and folders that every child may read."""
+    required: bool = False
+    """Whether a child that lacks a measure refuses its task."""
+    cgroup: str = ""
+    """Name of the control groups of this daemon's children."""
+    place: cgroups.Place | None = None
+    """Where these are made; None where the host allows none."""
+
+
+@dataclass(frozen=True)
+class JailOptions:
+    """What a server's configuration says of its children's jail."""
+
+    hidden: tuple[Path, ...] = ()
+    """Files and folders that no child may see, even where they lie within the code: the data folder, tokens, keys."""
+    readable: tuple[Path, ...] = ()
+    """Further files and folders that every child may read: libraries outside of the usual places."""
+    required: bool = False
+    """Whether a child that lacks a measure refuses its task."""
+    first_user: int | None = None
+    """First of the users that a server that is root gives its children, one for each that runs at a time; None to choose."""
+
+
+def choose_users(folder: Path, count: int) -> int | None:
+    """Return the first of `count` users that no account has and no other server is likely to use; None where there are none.
+
+    Args:
+        folder: of the server; others have other users.
+    """
+    if os.geteuid() != 0:
+        return None
+    block = zlib.crc32(os.fsencode(folder)) % _BLOCKS
+    wanted = _FIRST_USER + block * _BLOCK
+    if count <= _BLOCK and has_user(wanted) and has_user(wanted + count - 1):
+        return wanted
+    # A container's namespace often has 65,536 users; its uppermost but for nobody's are rarely anybody's.
+    fallback = 65_000 - count
+    return fallback if fallback > 60_000 and has_user(fallback) and has_user(65_000) else None
 
 
 def clean_environment(folder: Path) -> dict[str, str]:
-    """An environment without secrets, whose home, caches and temporary files lie in `folder`."""
+    """Return an environment without secrets, whose home, caches and temporary files lie in `folder`."""
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     return kept | {
         "HOME": str(folder),
         "TMPDIR": str(folder),
+        "USER": "child",
+        "LOGNAME": "child",
         # A fork of a process whose torch or BLAS has threads hangs.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
@@ -70,86 +128,173 @@ def clean_environment(folder: Path) -> dict[str, str]:
     }
 
 
-def enter(folder: Path, limits: Limits, daemon_network: int, log: int) -> None:
-    """Shuts this single-threaded, freshly forked process in.
+def enter(
+    folder: Path,
+    limits: Limits,
+    jail: Jail,
+    *,
+    log: int,
+    channel: int,
+    shared: Sequence[Path] = (),
+    files: Sequence[Path] = (),
+    group: cgroups.Group | None = None,
+    is_first_process: bool = False,
+    watches_memory: bool = False,
+) -> JailReport:
+    """Shut this single-threaded, freshly forked process in.
 
     Args:
-        folder: becomes the working directory, HOME and TMPDIR.
-        daemon_network: `network_namespace()` of the daemon, which must be another.
+        folder: becomes the working directory, HOME and TMPDIR, and the only place to write besides /tmp.
         log: file descriptor that stdout and stderr are from now on, for Python, C and subprocesses alike.
+        channel: the one other descriptor that stays open.
+        shared: the code, from `view.code_paths`.
+        files: of the request; readable, and nothing else of the daemon is.
+        group: control group to join.
+        is_first_process: whether the process namespace is the child's own.
+        watches_memory: whether the supervisor ends the tree above its memory.
 
     Raises:
         NetworkNotRemoved: the kernel refused or the check afterwards failed.
+        JailIncomplete: a measure is missing and the jail is required.
     """
+    _detach(folder, log, channel)
+    progress = Progress()
+    _join(progress, group, watches_memory=watches_memory)
+    _remove_network()
+    check_network(jail.daemon_network)
+    progress.add(measures.NETWORK, "a network namespace without interfaces")
+    user = _own_user(progress, jail)
+    if jail.user is not None and user == jail.user:
+        os.chown(folder, user, user)
+    _isolate(progress, folder, jail, shared, files, user, is_first_process=is_first_process)
+    os.chdir(folder)
+    _limit(limits, own_user=user == jail.user, progress=progress)
+    _drop(progress, user)
+    report = progress.report()
+    if jail.required and report.missing:
+        raise JailIncomplete(report.missing)
+    return report
+
+
+def _detach(folder: Path, log: int, channel: int) -> None:
     os.setsid()
+    os.umask(0o022)
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names, of which one is gone already
+        # A descriptor of a folder outside would be a way out of the child's root.
+        if int(name) > 2 and int(name) not in (log, channel):
+            with contextlib.suppress(OSError):
+                os.close(int(name))
     environment = clean_environment(folder)
     for name in set(os.environ) - set(environment):
         del os.environ[name]
     os.environ.update(environment)
-    os.chdir(folder)
     tempfile.tempdir = None
-    _remove_network()
-    check_network(daemon_network)
-    _drop_capabilities()
-    _limit(limits)
 
 
-def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when `parent`, its parent, dies. After `enter`: a change of credentials clears it."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def adopt_orphans() -> None:
-    """Makes this process the new parent of whatever its children leave behind."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def _join(progress: Progress, group: cgroups.Group | None, *, watches_memory: bool) -> None:
+    try:
+        if group is not None:
+            group.join()
+    except OSError as error:
+        progress.fail(measures.MEMORY, str(error))
+        return
+    version = f"control group, version {group.version}" if group is not None else ""
+    if group is not None and group.limits_processes:
+        progress.add(measures.PROCESS_LIMIT, version)
+    if group is not None and group.limits_memory:
+        progress.add(measures.MEMORY, version)
+    elif watches_memory:
+        progress.add(measures.MEMORY, "the tree's memory is measured every half second")
 
 
 def check_network(daemon_network: int) -> None:
-    """Verifies that this process has no way out: another namespace than the daemon's, and only a `lo` that is down.
+    """Verify that this process has no way out: another namespace than the daemon's, and only a `lo` that is down.
 
     Raises:
         NetworkNotRemoved: otherwise.
     """
-    if network_namespace() == daemon_network:
-        raise NetworkNotRemoved("it is still in the daemon's network namespace")
-    names = [name for _, name in socket.if_nameindex()]
-    if names not in ([], ["lo"]):
-        raise NetworkNotRemoved(f"it has the interfaces {', '.join(names)}")
-    if names:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            answer = fcntl.ioctl(probe, _SIOCGIFFLAGS, struct.pack("16sH22x", b"lo", 0))
-        if struct.unpack("16sH22x", answer)[1] & _IFF_UP:
-            raise NetworkNotRemoved("its loopback interface is up")
+    if way_out := namespaces.find_network(daemon_network):
+        raise NetworkNotRemoved(way_out)
 
 
 def _remove_network() -> None:
-    user, group = os.geteuid(), os.getegid()
-    flags = _CLONE_NEWNET if user == 0 else _CLONE_NEWUSER | _CLONE_NEWNET
-    if _libc().unshare(flags):
-        raise NetworkNotRemoved(f"unshare said {os.strerror(ctypes.get_errno())!r}")
-    if flags & _CLONE_NEWUSER:
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    try:
+        namespaces.leave_network()
+    except OSError as error:
+        raise NetworkNotRemoved(f"unshare said {os.strerror(error.errno or 0)!r}") from None
 
 
-def _drop_capabilities() -> None:
-    # With CAP_SYS_ADMIN a child could walk back into the daemon's network by setns, with CAP_SYS_PTRACE into its memory.
-    for capability in range(int(Path("/proc/sys/kernel/cap_last_cap").read_text()) + 1):
-        _prctl(_PR_CAPBSET_DROP, capability)
-    header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)
-    if _libc().capset(header, bytes(24)):
-        raise OSError(ctypes.get_errno(), "capset")
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+def _own_user(progress: Progress, jail: Jail) -> int:
+    """Return the user that the child will be."""
+    own = os.geteuid()
+    if jail.user is not None and own == 0 and has_user(jail.user):
+        progress.add(measures.USER, f"user {jail.user}, of this child alone")
+        return jail.user
+    if own == 0:
+        progress.fail(measures.USER, "the server is root, and its namespace has no users to give away")
+    else:
+        progress.add(measures.USER, f"user {own} in a user namespace of its own")
+    return own
 
 
-def _limit(limits: Limits) -> None:
+def has_user(user: int) -> bool:
+    """Return whether this process's user namespace has a user of that number."""
+    rows = [[int(number) for number in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    return any(first <= user < first + count for first, _, count in rows)
+
+
+def _isolate(
+    progress: Progress,
+    folder: Path,
+    jail: Jail,
+    shared: Sequence[Path],
+    files: Sequence[Path],
+    user: int,
+    *,
+    is_first_process: bool,
+) -> None:
+    apart = syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP
+    with contextlib.suppress(OSError):  # seccomp refuses what of these a child could use to meet another
+        syscalls.unshare(apart)
+    if is_first_process:
+        progress.add(measures.PROCESSES, "a process namespace")
+    else:
+        progress.fail(measures.PROCESSES, "the host allows no process namespace")
+    with progress.attempt(measures.MOUNTS, "a root of its own: system and code read-only, its folder, its request's files"):
+        syscalls.unshare(syscalls.CLONE_NEWNS)
+        view = View(Path(jail.point))
+        view.build([*shared, *map(Path, jail.readable)], [Path(path) for path in jail.hidden], user)
+        view.add_folder(folder)
+        view.add_files(files)
+        if is_first_process:
+            try:
+                view.add_own_proc()
+            except OSError as error:
+                progress.fail(measures.PROCESSES, f"a process namespace, but no /proc of its own: {error}")
+                view.add_host_proc()
+        else:
+            view.add_host_proc()
+        view.enter()
+
+
+def _drop(progress: Progress, user: int) -> None:
+    syscalls.drop_bounding_set()
+    if os.geteuid() != user:
+        syscalls.become(user, user)
+        # A change of user makes /proc/self root's; torch and Python read it.
+        syscalls.show_memory()
+    syscalls.drop_capabilities()
+    syscalls.forbid_new_privileges()
+    progress.add(measures.PRIVILEGES, "no capabilities, no new privileges")
+    with progress.attempt(measures.SECCOMP, f"{len(POLICY.denied)} system calls refused"):
+        seccomp.install(POLICY)
+
+
+def _limit(limits: Limits, *, own_user: bool, progress: Progress) -> None:
     # RLIMIT_AS below what is mapped already would be a SIGSEGV; RLIMIT_DATA on top of it makes allocations fail.
     own = data_bytes()
     _lower(resource.RLIMIT_DATA, own + limits.memory_bytes, own + limits.memory_bytes)
@@ -157,8 +302,21 @@ def _limit(limits: Limits) -> None:
     # The soft limit's SIGXCPU is a death that can be told from others; the hard one's SIGKILL comes if it is ignored.
     _lower(resource.RLIMIT_CPU, limits.cpu_s, limits.cpu_s + 5)
     _lower(resource.RLIMIT_FSIZE, limits.file_bytes, limits.file_bytes)
+    if own_user or _counts_by_namespace():
+        # Above the group's limit, which counts what it refuses.
+        _lower(resource.RLIMIT_NPROC, limits.processes + 16, limits.processes + 16)
+        if measures.PROCESS_LIMIT not in progress.measures:
+            progress.add(measures.PROCESS_LIMIT, "resource limit of the child's user")
+    elif measures.PROCESS_LIMIT not in progress.measures:
+        progress.fail(measures.PROCESS_LIMIT, "no control group, and before Linux 5.14 a user's processes are counted together")
     # When the host itself runs out of memory, the kernel takes this process rather than the daemon.
     Path("/proc/self/oom_score_adj").write_text("800")
+
+
+def _counts_by_namespace() -> bool:
+    """Whether RLIMIT_NPROC counts the processes of a user in this user namespace, and not all that the user has."""
+    release = os.uname().release.split(".")
+    return os.geteuid() != 0 and tuple(int(part) for part in release[:2] if part.isdigit()) >= (5, 14)
 
 
 def _lower(which: int, soft: int, hard: int) -> None:
@@ -169,18 +327,14 @@ def _lower(which: int, soft: int, hard: int) -> None:
     resource.setrlimit(which, (soft, hard))
 
 
+def tree_bytes(limits: Limits) -> int:
+    """Return the memory that a whole tree may use; the pages that it shares with the forkserver count when it writes them."""
+    return limits.memory_bytes + data_bytes() + _OWN_MEMORY_BYTES
+
+
 def data_bytes() -> int:
-    """VmData of this process: the private writable memory that RLIMIT_DATA counts."""
+    """Return VmData of this process: the private writable memory that RLIMIT_DATA counts."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
     raise OSError("no VmData in /proc/self/status")
-
-
-def _prctl(option: int, value: int) -> None:
-    if _libc().prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), f"prctl {option}")
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)

@@ -10,7 +10,8 @@ class Limits:
     """Limits of each child, enforced by the kernel (see `jail`)."""
 
     memory_bytes: int = 8 << 30
-    """Private memory on top of what the forkserver had when the child was forked. Above it allocations fail."""
+    """Private memory on top of what the forkserver had when the child was forked. Above it allocations fail. What the child
+    starts shares it: the whole tree is ended above it."""
 
     cpu_s: int = 3600
     """CPU time over all threads; a child that spins without ever ending is killed after it."""
@@ -20,3 +21,6 @@ class Limits:
 
     threads: int = 2
     """torch's intra-op threads in the child. The forkserver itself stays at one: a fork of a threaded torch hangs."""
+
+    processes: int = 512
+    """Processes and threads of the whole tree at a time."""

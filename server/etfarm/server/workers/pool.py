@@ -6,11 +6,12 @@ Loads neither torch nor numpy. Nothing here blocks the event loop.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import hashlib
 import json
 import os
 import pickle
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,16 +20,27 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
-from etfarm.server.workers import faults, frames, jail
+from etfarm.server.workers import faults, frames, inputs, jail, outputs
 from etfarm.server.workers.hearing import Heard, follow, listen
+from etfarm.server.workers.jail import Jail, JailOptions
 from etfarm.server.workers.limits import Limits
+from etfarm.server.workers.measures import JailReport
 from etfarm.wire.errors import FarmError
+from etfarm.wire.sandbox import cgroups, namespaces
+
+_POINT = "view"
+"""Folder in the children's that each child's root is mounted on, in a mount namespace of its own."""
 
 _KILL_S = 5.0
 """How long the end of a killed tree may take before the daemon goes on without having seen it."""
+
+
+_DESCRIBE_S = 120.0
+"""How long a child may take that only describes its jail."""
 
 
 class WorkersDown(FarmError):
@@ -76,6 +88,7 @@ class Workers:
         folder: existing or new folder for the children's folders; its old content is deleted at the start.
         concurrency: children at a time; more callers of `run` wait their turn, in order.
         gate: entered around each child's life.
+        options: of the children's jail. The children's folders are hidden from each other in any case.
     """
 
     def __init__(
@@ -86,6 +99,7 @@ class Workers:
         folder: Path,
         concurrency: int,
         gate: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
+        options: JailOptions = JailOptions(),  # noqa: B008 - frozen
     ) -> None:
         self._preload = tuple(preload)
         self._limits = limits
@@ -93,13 +107,22 @@ class Workers:
         self._slots = asyncio.Semaphore(concurrency)
         self._gate = gate
         self._server: _Forkserver | None = None
-        self._network = jail.network_namespace()
+        self._network = namespaces.network_inode()
+        self._options = options
+        first = options.first_user
+        if first is None or os.geteuid() != 0:
+            first = jail.choose_users(self._folder, concurrency)
+        self._users = [None if first is None else first + number for number in range(concurrency)]
+        self._family = f"etfarm-{hashlib.sha256(os.fsencode(self._folder)).hexdigest()[:12]}"
         self._running: set[asyncio.Task[object]] = set()
 
     def start(self) -> None:
         """Starts the forkserver and returns within milliseconds; it warms up by itself. Call it in the event loop."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if (place := _place()) is not None:
+            cgroups.remove_family(place, self._family)  # of a server that was killed
+        outputs.delete(self._folder)
         self._folder.mkdir(parents=True, mode=0o700)
+        (self._folder / _POINT).mkdir(mode=0o700)
         self._server = self._launch()
 
     @property
@@ -147,6 +170,8 @@ class Workers:
     ) -> Finished:
         """Runs `task` in a fresh jailed child and gives its result and folder.
 
+        Of the host's files, the child may read the system's, the installed code, and every Path that is in `request`.
+
         Args:
             task: `module:function`; called in the child as function(request, folder, emit) -> bytes.
             request: pickled to the child; of a type that the child can import.
@@ -160,7 +185,10 @@ class Workers:
         Raises:
             EtfarmError: the task raised it; its fault, reason, sentence, stage and metadata are kept.
             ChildDied: the child died of a signal or ended without an answer.
-            ChildOutOfMemory: it needed more memory than the limits give.
+            ChildOutOfMemory: it, with all that it started, needed more memory than the limits give.
+            ChildTooManyProcesses: it started more processes and threads than the limits give.
+            TooManyFiles: `request` names more files than a child can be shown.
+            JailIncomplete: the host does not allow a measure, and the options require all.
             ChildTimedOut: it, or one of its stages, was not done by the deadline.
             WorkersDown: there is no forkserver.
         A cancelled caller's child and all of its descendants are killed before CancelledError goes on.
@@ -172,11 +200,14 @@ class Workers:
             await self.ready()
             async with self._slots, self._gate():
                 folder = Path(tempfile.mkdtemp(prefix="job-", dir=self._folder))
+                user = self._users.pop()
                 try:
-                    return await self._attend(task, request, folder, deadline_s, stage_deadline_s, on_event, on_log)
+                    return await self._attend(task, request, folder, user, deadline_s, stage_deadline_s, on_event, on_log)
                 except BaseException:
                     await asyncio.shield(_delete(folder))
                     raise
+                finally:
+                    self._users.append(user)
         finally:
             self._running.discard(me)
 
@@ -185,6 +216,7 @@ class Workers:
         task: str,
         request: object,
         folder: Path,
+        user: int | None,
         deadline_s: float,
         stage_deadline_s: float | None,
         on_event: Callable[[bytes], None],
@@ -197,8 +229,8 @@ class Workers:
             if stage_deadline_s is not None and not stage_clock.expired():
                 stage_clock.reschedule(asyncio.get_running_loop().time() + stage_deadline_s)
 
-        data = frames.encode(frames.REQUEST, pickle.dumps(request))
-        channel, log, status = self._order(task, folder)
+        data = await asyncio.to_thread(_encode, request)
+        channel, log, status = self._order(task, folder, user)
         reader, writer = await asyncio.open_unix_connection(sock=channel)
         ended, hang_up = await asyncio.open_unix_connection(sock=status)
         lines = await _reader(log)
@@ -220,18 +252,27 @@ class Workers:
             writer.close()
         return self._conclude(task, folder, heard, final.result())
 
-    def _order(self, task: str, folder: Path) -> tuple[socket.socket, int, socket.socket]:
+    async def describe_jail(self) -> JailReport:
+        """Return the measures that a child of this host is kept apart with, as a child finds them.
+
+        Raises:
+            JailIncomplete, NetworkNotRemoved: as of `run`.
+        """
+        async with await self.run("etfarm.server.workers.child:describe_jail", None, deadline_s=_DESCRIBE_S) as finished:
+            return JailReport.from_json(finished.result)
+
+    def _order(self, task: str, folder: Path, user: int | None) -> tuple[socket.socket, int, socket.socket]:
         """Sends the forkserver an order. Gives this side's ends of the channel, the log and the status."""
         server = self._current()
         channel, channel_child = socket.socketpair()
         status, status_child = socket.socketpair()
         log, log_child = os.pipe()
-        order = {
-            "task": task,
-            "folder": str(folder),
-            "daemon_network": self._network,
-            "limits": asdict(self._limits),
-        }
+        asked = Jail(
+            daemon_network=self._network, point=str(self._folder / _POINT), user=user, place=_place(), cgroup=self._family,
+            hidden=tuple(map(str, (self._folder, *self._options.hidden))), readable=tuple(map(str, self._options.readable)),
+            required=self._options.required,
+        )  # fmt: skip
+        order = {"task": task, "folder": str(folder), "limits": asdict(self._limits), "jail": asdict(asked)}
         try:
             # Orders are small and at most `concurrency` are on their way: this never blocks.
             children = [channel_child.fileno(), log_child, status_child.fileno()]
@@ -253,6 +294,12 @@ class Workers:
             status = int(said["exit"])
         except (ValueError, KeyError, TypeError):
             raise faults.ChildDied(task, -signal.SIGKILL, heard.stage, "\n".join(heard.tail)) from None
+        if heard.result is None or status != 0:
+            # A process of the tree was refused or ended for it, whatever the child made of that.
+            if said["out_of_memory"]:
+                raise faults.ChildOutOfMemory(task, self._limits.memory_bytes, heard.stage, "\n".join(heard.tail)[-2000:])
+            if said["too_many_processes"]:
+                raise faults.ChildTooManyProcesses(task, self._limits.processes, heard.stage)
         if heard.error is not None:
             stage = heard.error.stage = heard.error.stage or heard.stage
             if heard.error.reason == faults.ChildOutOfMemory.reason:
@@ -350,7 +397,22 @@ async def _hang_up(writer: asyncio.StreamWriter, ended: asyncio.StreamReader) ->
 
 
 async def _delete(folder: Path) -> None:
-    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    await asyncio.to_thread(outputs.delete, folder)
+
+
+def _encode(request: object) -> bytes:
+    """Return the frames that a child is sent: the files that it may read, then the request."""
+    files = json.dumps([str(path) for path in inputs.files_of(request)]).encode()
+    return frames.encode(frames.FILES, files) + frames.encode(frames.REQUEST, pickle.dumps(request))
+
+
+@cache
+def _place() -> cgroups.Place | None:
+    """Return where this process can limit its children's trees; it stays so for the process's life."""
+    place = cgroups.find_place()
+    if place is not None:
+        atexit.register(cgroups.leave, place)
+    return place
 
 
 def _first(group: ExceptionGroup[Exception]) -> Exception:

@@ -1,0 +1,114 @@
+"""The measures that keep a child apart from its host: which of them are active, how, and why not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Final
+
+from etfarm.wire.errors import EtfarmError, FarmError, Kind
+
+NETWORK: Final = "network"
+USER: Final = "user"
+MOUNTS: Final = "mounts"
+PROCESSES: Final = "processes"
+PRIVILEGES: Final = "privileges"
+SECCOMP: Final = "seccomp"
+MEMORY: Final = "memory"
+PROCESS_LIMIT: Final = "process limit"
+
+NAMES: Final = (NETWORK, USER, MOUNTS, PROCESSES, PRIVILEGES, SECCOMP, MEMORY, PROCESS_LIMIT)
+"""Of every measure, in the order in which they are reported."""
+
+_MAX_TEXT: Final = 500
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One measure of a child's jail."""
+
+    name: str
+    """One of `NAMES`."""
+    active: bool
+    detail: str
+    """How it is done, or why the host does not allow it."""
+
+
+@dataclass(frozen=True)
+class JailReport:
+    """What keeps a child apart, as a real child has found it."""
+
+    measures: tuple[Measure, ...]
+
+    @property
+    def missing(self) -> tuple[Measure, ...]:
+        """The measures that are not active."""
+        return tuple(measure for measure in self.measures if not measure.active)
+
+    def to_json(self) -> bytes:
+        """Return the report for the way from the child to the daemon."""
+        return json.dumps([asdict(measure) for measure in self.measures]).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> JailReport:
+        """Read what `to_json` wrote. A measure that is not mentioned counts as missing."""
+        rows = {str(row["name"]): row for row in json.loads(data)}
+        none = {"active": False, "detail": "not reported"}
+        return cls(
+            tuple(
+                Measure(name, rows.get(name, none)["active"] is True, str(rows.get(name, none)["detail"])[:_MAX_TEXT])
+                for name in NAMES
+            )
+        )
+
+
+class JailIncomplete(FarmError):
+    """The host does not allow measures that the server requires."""
+
+    reason = "JAIL_INCOMPLETE"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, missing: Sequence[Measure]) -> None:
+        names = ", ".join(measure.name for measure in missing)
+        why = "; ".join(f"{measure.name}: {measure.detail}" for measure in missing)
+        super().__init__(
+            f"This host does not allow the whole jail of compile processes. Missing: {why}.",
+            "Run the server as root or where unprivileged user namespaces are allowed, on Linux 5.12 or newer; `etfarm serve "
+            "--check` lists every measure. With --no-require-jail the server starts without the missing ones.",
+            measures=names,
+        )  # fmt: skip
+
+
+@dataclass
+class Progress:
+    """The measures taken so far in a child."""
+
+    measures: dict[str, Measure] = field(default_factory=dict)
+
+    def add(self, name: str, detail: str) -> None:
+        """Record an active measure."""
+        self.measures[name] = Measure(name, True, detail)
+
+    def fail(self, name: str, why: str) -> None:
+        """Record a measure that the host does not allow."""
+        self.measures[name] = Measure(name, False, why)
+
+    @contextmanager
+    def attempt(self, name: str, detail: str = "") -> Iterator[Callable[[str], None]]:
+        """Take a measure; an OSError inside records that the host does not allow it. Yields a way to change `detail`."""
+        said = [detail]
+        try:
+            yield lambda text: said.__setitem__(0, text)
+        except EtfarmError:
+            raise
+        except (OSError, ValueError) as error:
+            self.fail(name, str(error) or type(error).__name__)
+        else:
+            self.add(name, said[0])
+
+    def report(self) -> JailReport:
+        """Return all measures in order; those not taken are missing."""
+        absent = "not taken"
+        return JailReport(tuple(self.measures.get(name, Measure(name, False, absent)) for name in NAMES))

@@ -1,0 +1,43 @@
+"""The memory of a tree of processes, measured where no control group limits it."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+
+class TreeMemory:
+    """What this process's descendants use together.
+
+    Args:
+        limit_bytes: above it `is_above` answers True.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self.is_exceeded = False
+        """Whether `is_above` has ever answered True."""
+
+    def is_above(self) -> bool:
+        """Measure the tree; return whether it uses more than its limit."""
+        self.is_exceeded = self.is_exceeded or sum(map(_own_bytes, _descendants())) > self._limit_bytes
+        return self.is_exceeded
+
+
+def _descendants() -> list[str]:
+    """Return the processes below this one, by their ids in the process namespace that /proc belongs to."""
+    found = Path("/proc/thread-self/children").read_text().split()
+    for pid in found:  # grows meanwhile
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                found += (task / "children").read_text().split()
+    return found
+
+
+def _own_bytes(pid: str) -> int:
+    """Return a process's proportional share of memory: pages of several processes count once. 0 for one that has ended."""
+    try:
+        rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(row.split()[1]) * 1024 for row in rows if row.startswith(("Pss_Anon:", "Pss_Shmem:")))

@@ -1,0 +1,201 @@
+"""The files that a child sees: a root of its own, with the system and the code read-only, and its folder.
+
+The root is a small tmpfs in the child's mount namespace. Bind mounts show, at the paths that they have outside, the system's
+programs and libraries, Python and the installed code, the child's folder and exactly the files of its request. All else of the
+host, the daemon's data, home folders and other children's folders, has no path in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Final
+
+from etfarm.wire.sandbox import syscalls
+
+MAX_READABLE: Final = 50_000
+"""Files that a request may name. Each is a mount, of which the kernel allows 100,000 in a namespace."""
+
+_SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
+_SETTINGS: Final = (
+    "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "timezone", "nsswitch.conf", "locale.alias",
+    "ssl/openssl.cnf",
+)  # fmt: skip
+_KERNEL: Final = ("/sys/devices/system",)  # torch, OpenMP and cpuinfo read the processors' topology
+_PLUGIN_GROUPS: Final = ("etfarm.recipes", "etfarm.stages")
+_DEVICES: Final = ("null", "zero", "full", "random", "urandom")
+_LINKS: Final = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
+_SCRATCH_BYTES: Final = 256 << 20
+"""Size of /tmp and of /dev/shm, which are memory. TMPDIR is the child's folder."""
+
+_READ_ONLY: Final = syscalls.MOUNT_ATTR_RDONLY | syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NODEV
+_NO_PRIVILEGE: Final = syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NODEV
+
+
+def code_paths() -> list[Path]:
+    """Return the paths that hold this Python and everything it can import: prefixes, sys.path, editable installs, plug-ins."""
+    found = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *sys.path]
+    found += os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    for finder in sys.meta_path:
+        # setuptools' editable installs map packages to folders by a finder of their own.
+        mapping = getattr(sys.modules.get(getattr(finder, "__module__", "")), "MAPPING", {})
+        found += mapping.values() if isinstance(mapping, dict) else []
+    found += _origins(sorted({name.partition(".")[0] for name in sys.modules}))
+    plugins = [entry.module.partition(".")[0] for group in _PLUGIN_GROUPS for entry in entry_points(group=group)]
+    found += _origins(sorted(set(plugins)))
+    return [Path(path) for path in dict.fromkeys(map(str, found)) if path.startswith("/") and path != "/" and Path(path).exists()]
+
+
+def _origins(packages: Iterable[str]) -> Iterator[str]:
+    """Yield where top-level packages and modules lie, without importing any."""
+    for package in packages:
+        try:
+            spec = importlib.util.find_spec(package)
+        except (ImportError, ValueError, AttributeError):  # a module without a spec, such as __main__
+            continue
+        if spec is None:
+            continue
+        yield from spec.submodule_search_locations or ()
+        if spec.has_location and spec.origin and not spec.submodule_search_locations:
+            yield spec.origin
+
+
+class View:
+    """A child's root under construction. Make it in a mount namespace of the child's own, with the right to mount there.
+
+    Args:
+        point: an existing empty folder to mount the root on.
+    """
+
+    def __init__(self, point: Path) -> None:
+        self._point = point
+        self._bound: list[Path] = []
+        self._links: list[Path] = []
+        self._empty: list[Path] = []
+        syscalls.mount("", "/", flags=syscalls.MS_REC | syscalls.MS_PRIVATE)
+        self._mount_empty(Path("/"), "mode=755,size=64m")
+
+    def build(self, shared: Sequence[Path], hidden: Sequence[Path], user: int) -> None:
+        """Show the system and `shared` read-only, except for what is in `hidden`.
+
+        Args:
+            user: the one that the child becomes.
+        """
+        self._add_devices()
+        self._scratch(Path("/tmp"))
+        wanted: dict[Path, bool] = {}
+        for path in (*map(Path, (*_SYSTEM, *_KERNEL)), *(Path("/etc") / name for name in _SETTINGS), *shared):
+            if path.is_symlink() and path.parent == Path("/"):
+                self._inside(path).symlink_to(str(path.resolve()).lstrip("/"))  # /bin -> usr/bin
+                self._links.append(path)
+            elif path.exists():
+                wanted |= {path: True, path.resolve(): True}
+        wanted |= {path.resolve(): False for path in hidden}
+        for path in sorted(wanted, key=lambda path: len(path.parts)):
+            if wanted[path]:
+                self._show(path)
+            else:
+                self._hide(path)
+        self._add_accounts(user)
+
+    def add_folder(self, folder: Path) -> None:
+        """Show the child's own folder, writable."""
+        self._bind(folder, _NO_PRIVILEGE)
+
+    def add_files(self, files: Sequence[Path]) -> None:
+        """Show single files read-only; one that does not exist stays away."""
+        for file in files:
+            for path in dict.fromkeys((file, file.resolve())):
+                if path.is_file() and not (path.is_symlink() and self._is_bound(path)):
+                    self._bind(path, _READ_ONLY)
+
+    def enter(self) -> None:
+        """Make it the root of this process and forget the former one."""
+        for path in self._empty:
+            syscalls.restrict_mount(self._inside(path), _READ_ONLY)
+        syscalls.change_root(self._point)
+
+    def _show(self, path: Path) -> None:
+        if not self._is_bound(path) and not (path in self._empty or path == Path("/tmp")):
+            self._bind(path, _READ_ONLY)
+            self._bound.append(path)
+
+    def _hide(self, path: Path) -> None:
+        if not self._is_bound(path) or not path.exists():
+            return
+        if path.is_dir():
+            self._mount_empty(path, "mode=755,size=64m")
+        else:
+            syscalls.mount("/dev/null", self._inside(path), flags=syscalls.MS_BIND)
+
+    def _is_bound(self, path: Path) -> bool:
+        """Whether a bind mount shows the path already: the nearest mount above it is one."""
+        for above in (path, *path.parents):
+            if above in self._empty:
+                return False
+            if above in self._bound or above in self._links:
+                return True
+        return False
+
+    def _bind(self, path: Path, attributes: int) -> None:
+        target = self._make_point(path, is_folder=path.is_dir())
+        syscalls.mount(path, target, flags=syscalls.MS_BIND | syscalls.MS_REC)
+        syscalls.restrict_mount(target, attributes, recursive=True)
+
+    def _mount_empty(self, path: Path, options: str) -> None:
+        target = self._inside(path)
+        syscalls.mount("tmpfs", target, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
+        self._empty.append(path)
+
+    def _scratch(self, path: Path) -> None:
+        target = self._make_point(path, is_folder=True)
+        flags = syscalls.MS_NOSUID | syscalls.MS_NODEV
+        syscalls.mount("tmpfs", target, "tmpfs", flags, f"mode=1777,size={_SCRATCH_BYTES}")
+
+    def _make_point(self, path: Path, *, is_folder: bool) -> Path:
+        target = self._inside(path)
+        with contextlib.suppress(FileExistsError):
+            if is_folder:
+                target.mkdir(parents=True)
+            else:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.touch(exist_ok=False)
+        return target
+
+    def _inside(self, path: Path) -> Path:
+        return self._point / path.relative_to("/")
+
+    def _add_devices(self) -> None:
+        for name in _DEVICES:
+            target = self._make_point(Path("/dev") / name, is_folder=False)
+            syscalls.mount(f"/dev/{name}", target, flags=syscalls.MS_BIND)
+            syscalls.restrict_mount(target, syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NOEXEC)
+        for name, link in _LINKS.items():
+            self._inside(Path("/dev") / name).symlink_to(link)
+        self._scratch(Path("/dev/shm"))
+
+    def _add_accounts(self, user: int) -> None:
+        """Name the child's user, which libraries look up, and no other account of the host."""
+        etc = self._inside(Path("/etc"))
+        etc.mkdir(exist_ok=True)
+        (etc / "passwd").write_text(f"child:x:{user}:{user}::/tmp:/bin/false\n")
+        (etc / "group").write_text(f"child:x:{user}:\n")
+
+    def add_own_proc(self) -> None:
+        """Mount the /proc of this process's own process namespace.
+
+        Raises:
+            OSError: the host does not allow it, as where parts of its own /proc are masked.
+        """
+        target = self._make_point(Path("/proc"), is_folder=True)
+        syscalls.mount("proc", target, "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
+
+    def add_host_proc(self) -> None:
+        """Show the host's /proc."""
+        target = self._make_point(Path("/proc"), is_folder=True)
+        syscalls.mount("/proc", target, flags=syscalls.MS_BIND | syscalls.MS_REC)
