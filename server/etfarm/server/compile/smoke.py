@@ -12,7 +12,6 @@ import os
 import re
 import select
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -81,15 +80,19 @@ class SmokeRunner:
         self._log = log
         self._count = 0
         self._begun: tuple[Run, Path, float]
-        self._channel, theirs = socket.socketpair()
+        # Pipes: a child may make no sockets, not even a pair.
+        their_orders, self._orders = os.pipe()
+        answers, their_answers = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
         self._pid = os.fork()
         if self._pid == 0:
-            self._channel.close()
-            _serve(theirs, log)
-        theirs.close()
-        self._answers = self._channel.makefile("rb")
+            os.close(self._orders)
+            os.close(answers)
+            _serve(their_orders, their_answers, log)
+        os.close(their_orders)
+        os.close(their_answers)
+        self._answers = os.fdopen(answers, "rb")
 
     def run(self, pte: Path, data: Mapping[str, Path] | None, runs: Sequence[Run], timeout_s: float) -> list[Outcome]:
         """Executes each of `runs` in a process of its own, one after the other. Gives one outcome a run, in order.
@@ -114,7 +117,7 @@ class SmokeRunner:
         }  # fmt: skip
         self._begun = (run, log, timeout_s)
         try:
-            self._channel.sendall(json.dumps(order).encode() + b"\n")
+            _write_all(self._orders, json.dumps(order).encode() + b"\n")
         except OSError:
             traceback.print_exc()
 
@@ -146,7 +149,7 @@ class SmokeRunner:
         if not self._pid:
             return
         self._answers.close()
-        self._channel.close()
+        os.close(self._orders)
         until = time.monotonic() + _CLOSE_S
         while os.waitpid(self._pid, os.WNOHANG)[0] == 0:
             if time.monotonic() > until:
@@ -173,13 +176,13 @@ def _read(log: Path) -> str:
     return log.read_text(errors="replace") if log.exists() else ""
 
 
-def _serve(channel: socket.socket, log: Path) -> NoReturn:
-    """The forking process: an order a line, an answer a line, until the channel ends."""
+def _serve(orders: int, answers: int, log: Path) -> NoReturn:
+    """The forking process: an order a line, an answer a line, until the orders end."""
     code = 1
     try:
         _redirect(log)
-        for line in channel.makefile("rb"):
-            channel.sendall(json.dumps(_forked(json.loads(line), channel)).encode() + b"\n")
+        for line in os.fdopen(orders, "rb"):
+            _write_all(answers, json.dumps(_forked(json.loads(line), orders, answers)).encode() + b"\n")
         code = 0
     except BaseException:  # noqa: BLE001 - a forked process must never return into its parent's code
         traceback.print_exc()
@@ -187,17 +190,23 @@ def _serve(channel: socket.socket, log: Path) -> NoReturn:
         os._exit(code)
 
 
-def _forked(order: dict[str, Any], channel: socket.socket) -> dict[str, object]:
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _forked(order: dict[str, Any], orders: int, outcomes: int) -> dict[str, object]:
     """Runs one order in a fork. Ends the fork when its time is up, or when nobody waits for the answer any more."""
     readable, writable = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(readable)
-        channel.close()
+        os.close(orders)
+        os.close(outcomes)
         _child(order, writable)
     os.close(writable)
     with os.fdopen(readable, "rb") as answers:
-        waited: list[Any] = [answers, channel]
+        waited: list[Any] = [answers, orders]
         ready, _, _ = select.select(waited, [], [], order["timeout_s"])
         if answers not in ready:
             os.kill(pid, signal.SIGKILL)
