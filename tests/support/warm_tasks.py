@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 
 def look(request: object, folder: Path, emit: Callable[[bytes], None]) -> bytes:
-    """The threads of the forkserver, those that torch has here, and how many of XNNPACK's patterns are traced."""
+    """The threads that torch has here, and how many of XNNPACK's patterns are traced."""
     import torch
     from executorch.backends.xnnpack.partition.graphs import bilinear_2d, sdpa
 
-    stat = Path(f"/proc/{os.getppid()}/stat").read_text()
-    forkserver = int(stat.rpartition(")")[2].split()[1])
     caches = (bilinear_2d._get_bilinear_2d_graphs, sdpa.get_graphs)
     return json.dumps(
         {
-            "forkserver_threads": len(list(Path(f"/proc/{forkserver}/task").iterdir())),
             "torch_threads": torch.get_num_threads(),
             "patterns": [cache.cache_info().currsize for cache in caches],
         }

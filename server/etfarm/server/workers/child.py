@@ -29,6 +29,7 @@ from etfarm.server.workers.jail import Jail
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.measures import JailReport
 from etfarm.server.workers.tree import TreeMemory
+from etfarm.server.workers.view import Step
 from etfarm.wire.errors import EtfarmError, FarmError
 from etfarm.wire.sandbox import cgroups, syscalls
 
@@ -48,14 +49,14 @@ class Order:
     jail: Jail
 
 
-def supervise(order: Order, shared: Sequence[Path], channel: socket.socket, log: int, status: socket.socket) -> NoReturn:
+def supervise(order: Order, shared: Sequence[Step], channel: socket.socket, log: int, status: socket.socket) -> NoReturn:
     """Fork the child, wait for its end or for the daemon's hang-up, sweep, and report.
 
     Sends `{"exit": N, "peak_rss_bytes": N, "cpu_s": X, "out_of_memory": B, "too_many_processes": B}` on `status`; `exit` is the
     exit code, or -signal.
 
     Args:
-        shared: the code, which the child may read.
+        shared: what all children see of the host.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     syscalls.adopt_orphans()
@@ -136,7 +137,7 @@ def _sweep(child: int) -> None:
 
 
 def run(
-    order: Order, shared: Sequence[Path], channel: socket.socket, log: int, supervisor: int, group: cgroups.Group | None
+    order: Order, shared: Sequence[Step], channel: socket.socket, log: int, supervisor: int, group: cgroups.Group | None
 ) -> NoReturn:
     """Live the child's whole life: the jail, the request, the task, the answer."""
     folder = Path(order.folder)

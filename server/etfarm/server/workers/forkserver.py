@@ -1,9 +1,10 @@
 """The forkserver: imports and warms what compiling needs once, then forks a supervisor per order, for ever.
 
-Run as `python -m etfarm.server.workers.forkserver CONTROL ALIVE PRELOAD...`, CONTROL and ALIVE being inherited file
-descriptors. CONTROL is a SEQPACKET socket: first it says `{"failed": {entry: why}}` when it is warm, then each message
-from the daemon is an Order as JSON with three file descriptors: channel, log, status. ALIVE is a pipe whose other end
-only the daemon holds, so that its end is the daemon's death.
+Run as `python -m etfarm.server.workers.forkserver CONTROL ALIVE SIGHT PRELOAD...`, CONTROL and ALIVE being inherited file
+descriptors, SIGHT a JSON object of the paths that no child sees (`hidden`) and that all see besides the code (`readable`).
+CONTROL is a SEQPACKET socket: first it says `{"failed": {entry: why}}` when it is warm, then each message from the daemon is an
+Order as JSON with three file descriptors: channel, log, status. ALIVE is a pipe whose other end only the daemon holds, so that
+its end is the daemon's death.
 
 Not multiprocessing's forkserver: that one inherits the daemon's environment (tokens), imports the daemon's `__main__`
 into each child, blocks in `Process.start()` while it warms up, and leaves grandchildren behind when it is killed.
@@ -23,6 +24,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from etfarm.server.workers import view
 from etfarm.server.workers.child import Order, supervise
@@ -42,8 +44,9 @@ def main(arguments: Sequence[str]) -> None:
     forks = namespaces.PidNamespaceForks()
     # Ended supervisors are reaped by the kernel.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    failed = warm(arguments[2:])
-    shared = view.code_paths()
+    failed = warm(arguments[3:])
+    sight = json.loads(arguments[2])
+    shared = view.plan([*view.code_paths(), *map(Path, sight["readable"])], map(Path, sight["hidden"]))
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page
     control.send(json.dumps({"failed": failed}).encode())

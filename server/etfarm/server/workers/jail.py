@@ -24,7 +24,7 @@ from typing import Final
 from etfarm.server.workers import measures
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.measures import JailIncomplete, JailReport, Progress
-from etfarm.server.workers.view import View
+from etfarm.server.workers.view import Step, View
 from etfarm.wire.errors import FarmError
 from etfarm.wire.sandbox import cgroups, namespaces, seccomp, syscalls
 
@@ -67,10 +67,6 @@ class Jail:
     """An existing empty folder that the child's root is mounted on."""
     user: int | None = None
     """User and group of the child, where the daemon is root; None where it has no users to give away."""
-    hidden: tuple[str, ...] = ()
-    """Files and folders that stay invisible even where they lie within the code."""
-    readable: tuple[str, ...] = ()
-    """Further files and folders that every child may read."""
     required: bool = False
     """Whether a child that lacks a measure refuses its task."""
     cgroup: str = ""
@@ -135,7 +131,7 @@ def enter(
     *,
     log: int,
     channel: int,
-    shared: Sequence[Path] = (),
+    shared: Sequence[Step] = (),
     files: Sequence[Path] = (),
     group: cgroups.Group | None = None,
     is_first_process: bool = False,
@@ -147,7 +143,7 @@ def enter(
         folder: becomes the working directory, HOME and TMPDIR, and the only place to write besides /tmp.
         log: file descriptor that stdout and stderr are from now on, for Python, C and subprocesses alike.
         channel: the one other descriptor that stays open.
-        shared: the code, from `view.code_paths`.
+        shared: what all children see, from `view.plan`.
         files: of the request; readable, and nothing else of the daemon is.
         group: control group to join.
         is_first_process: whether the process namespace is the child's own.
@@ -251,7 +247,7 @@ def _isolate(
     progress: Progress,
     folder: Path,
     jail: Jail,
-    shared: Sequence[Path],
+    shared: Sequence[Step],
     files: Sequence[Path],
     user: int,
     *,
@@ -267,7 +263,7 @@ def _isolate(
     with progress.attempt(measures.MOUNTS, "a root of its own: system and code read-only, its folder, its request's files"):
         syscalls.unshare(syscalls.CLONE_NEWNS)
         view = View(Path(jail.point))
-        view.build([*shared, *map(Path, jail.readable)], [Path(path) for path in jail.hidden], user)
+        view.build(shared, user)
         view.add_folder(folder)
         view.add_files(files)
         if is_first_process:

@@ -269,7 +269,6 @@ class Workers:
         log, log_child = os.pipe()
         asked = Jail(
             daemon_network=self._network, point=str(self._folder / _POINT), user=user, place=_place(), cgroup=self._family,
-            hidden=tuple(map(str, (self._folder, *self._options.hidden))), readable=tuple(map(str, self._options.readable)),
             required=self._options.required,
         )  # fmt: skip
         order = {"task": task, "folder": str(folder), "limits": asdict(self._limits), "jail": asdict(asked)}
@@ -328,10 +327,12 @@ class Workers:
         alive_child, alive = os.pipe()
         home = self._folder / "home"
         home.mkdir(exist_ok=True)
+        hidden = [str(path) for path in (self._folder, *self._options.hidden)]
+        sight = json.dumps({"hidden": hidden, "readable": [str(path) for path in self._options.readable]})
         try:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "etfarm.server.workers.forkserver", str(control_child.fileno()),
-                 str(alive_child), *self._preload],
+                 str(alive_child), sight, *self._preload],
                 stdin=subprocess.DEVNULL, pass_fds=(control_child.fileno(), alive_child), cwd=home,
                 env=jail.clean_environment(home), start_new_session=True,
             )  # fmt: skip

@@ -12,6 +12,8 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
@@ -30,6 +32,10 @@ _KERNEL: Final = ("/sys/devices/system",)  # torch, OpenMP and cpuinfo read the 
 _PLUGIN_GROUPS: Final = ("etfarm.recipes", "etfarm.stages")
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom")
 _LINKS: Final = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
+_SCRATCH: Final = Path("/tmp")
+_NEVER: Final = (Path("/"), _SCRATCH)
+"""Shown by no path of the code; what lies in them is shown one by one."""
+
 _SCRATCH_BYTES: Final = 256 << 20
 """Size of /tmp and of /dev/shm, which are memory. TMPDIR is the child's folder."""
 
@@ -48,7 +54,17 @@ def code_paths() -> list[Path]:
     found += _origins(sorted({name.partition(".")[0] for name in sys.modules}))
     plugins = [entry.module.partition(".")[0] for group in _PLUGIN_GROUPS for entry in entry_points(group=group)]
     found += _origins(sorted(set(plugins)))
-    return [Path(path) for path in dict.fromkeys(map(str, found)) if path.startswith("/") and path != "/" and Path(path).exists()]
+    return _outermost(Path(path) for path in dict.fromkeys(map(str, found)) if path.startswith("/"))
+
+
+def _outermost(paths: Iterable[Path]) -> list[Path]:
+    """Return existing paths and what they resolve to, without those inside of others, the shortest first."""
+    known = {path for given in paths for path in (given, given.resolve()) if path not in _NEVER and given.exists()}
+    kept: dict[Path, None] = {}
+    for path in sorted(known, key=lambda path: len(path.parts)):
+        if not any(above in kept for above in path.parents):
+            kept[path] = None
+    return list(kept)
 
 
 def _origins(packages: Iterable[str]) -> Iterator[str]:
@@ -65,6 +81,48 @@ def _origins(packages: Iterable[str]) -> Iterator[str]:
             yield spec.origin
 
 
+class Action(Enum):
+    """What is done for one path of a view."""
+
+    LINK = "link"
+    SHOW = "show"
+    HIDE = "hide"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One path of a view that all children share."""
+
+    action: Action
+    path: Path
+    is_folder: bool
+    target: str = ""
+    """Of a LINK, relative."""
+
+
+def plan(shared: Iterable[Path], hidden: Iterable[Path]) -> list[Step]:
+    """Return what shows the system and `shared` read-only, except for what is in `hidden`; done once for many children."""
+    steps = []
+    wanted: dict[Path, Action] = {}
+    for path in map(Path, _SYSTEM):
+        if path.is_symlink():  # /bin -> usr/bin
+            steps.append(Step(Action.LINK, path, False, str(path.resolve()).lstrip("/")))
+        elif path.exists():
+            wanted[path] = Action.SHOW
+    more = [*map(Path, _KERNEL), *(Path("/etc") / name for name in _SETTINGS)]
+    links = {step.path for step in steps}
+    wanted |= {path: Action.SHOW for path in _outermost([*more, *shared]) if not links.intersection(path.parents)}
+    wanted |= {path.resolve(): Action.HIDE for path in hidden}
+    shown: dict[Path, Action] = {}
+    for path in sorted(wanted, key=lambda path: len(path.parts)):
+        # What the nearest one above does decides whether there is anything to do.
+        nearest = next((shown[above] for above in path.parents if above in shown), Action.HIDE)
+        if wanted[path] is not nearest:
+            shown[path] = wanted[path]
+            steps.append(Step(wanted[path], path, path.is_dir()))
+    return [step for step in steps if step.action is not Action.HIDE or step.path.exists()]
+
+
 class View:
     """A child's root under construction. Make it in a mount namespace of the child's own, with the right to mount there.
 
@@ -74,83 +132,80 @@ class View:
 
     def __init__(self, point: Path) -> None:
         self._point = point
-        self._bound: list[Path] = []
-        self._links: list[Path] = []
-        self._empty: list[Path] = []
+        self._read_only: list[Path] = []
+        self._visible: dict[Path, Action] = {}
         syscalls.mount("", "/", flags=syscalls.MS_REC | syscalls.MS_PRIVATE)
-        self._mount_empty(Path("/"), "mode=755,size=64m")
+        self._mount_empty(Path("/"))
 
-    def build(self, shared: Sequence[Path], hidden: Sequence[Path], user: int) -> None:
-        """Show the system and `shared` read-only, except for what is in `hidden`.
+    def build(self, steps: Sequence[Step], user: int) -> None:
+        """Show what all children share.
 
         Args:
             user: the one that the child becomes.
         """
+        self._scratch(_SCRATCH)
         self._add_devices()
-        self._scratch(Path("/tmp"))
-        wanted: dict[Path, bool] = {}
-        for path in (*map(Path, (*_SYSTEM, *_KERNEL)), *(Path("/etc") / name for name in _SETTINGS), *shared):
-            if path.is_symlink() and path.parent == Path("/"):
-                self._inside(path).symlink_to(str(path.resolve()).lstrip("/"))  # /bin -> usr/bin
-                self._links.append(path)
-            elif path.exists():
-                wanted |= {path: True, path.resolve(): True}
-        wanted |= {path.resolve(): False for path in hidden}
-        for path in sorted(wanted, key=lambda path: len(path.parts)):
-            if wanted[path]:
-                self._show(path)
+        for step in steps:
+            if step.action is Action.LINK:
+                self._inside(step.path).symlink_to(step.target)
+                continue
+            self._visible[step.path] = step.action
+            if step.action is Action.SHOW:
+                with contextlib.suppress(FileNotFoundError):  # it went since the plan was made
+                    self._bind(step.path, _READ_ONLY, is_folder=step.is_folder)
+            elif step.is_folder:
+                self._mount_empty(step.path)
             else:
-                self._hide(path)
+                syscalls.mount("/dev/null", self._inside(step.path), flags=syscalls.MS_BIND)
         self._add_accounts(user)
 
     def add_folder(self, folder: Path) -> None:
-        """Show the child's own folder, writable."""
-        self._bind(folder, _NO_PRIVILEGE)
+        """Show the child's own folder, writable. Its path has no symbolic link."""
+        self._bind(folder, _NO_PRIVILEGE, is_folder=True)
 
     def add_files(self, files: Sequence[Path]) -> None:
         """Show single files read-only; one that does not exist stays away."""
         for file in files:
-            for path in dict.fromkeys((file, file.resolve())):
-                if path.is_file() and not (path.is_symlink() and self._is_bound(path)):
-                    self._bind(path, _READ_ONLY)
+            whole = file.resolve()
+            if whole.is_file():
+                self._bind(whole, _READ_ONLY, is_folder=False)
+                # A path over a link is there already where the link itself is shown.
+                if whole != file and not self._is_shown(file):
+                    self._bind(file, _READ_ONLY, is_folder=False)
+
+    def add_own_proc(self) -> None:
+        """Mount the /proc of this process's own process namespace.
+
+        Raises:
+            OSError: the host does not allow it, as where parts of its own /proc are masked.
+        """
+        target = self._make_point(Path("/proc"), is_folder=True)
+        syscalls.mount("proc", target, "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
+
+    def add_host_proc(self) -> None:
+        """Show the host's /proc."""
+        target = self._make_point(Path("/proc"), is_folder=True)
+        syscalls.mount("/proc", target, flags=syscalls.MS_BIND | syscalls.MS_REC)
 
     def enter(self) -> None:
         """Make it the root of this process and forget the former one."""
-        for path in self._empty:
+        for path in self._read_only:
             syscalls.restrict_mount(self._inside(path), _READ_ONLY)
         syscalls.change_root(self._point)
 
-    def _show(self, path: Path) -> None:
-        if not self._is_bound(path) and not (path in self._empty or path == Path("/tmp")):
-            self._bind(path, _READ_ONLY)
-            self._bound.append(path)
+    def _is_shown(self, path: Path) -> bool:
+        nearest = next((self._visible[above] for above in path.parents if above in self._visible), Action.HIDE)
+        return nearest is Action.SHOW
 
-    def _hide(self, path: Path) -> None:
-        if not self._is_bound(path) or not path.exists():
-            return
-        if path.is_dir():
-            self._mount_empty(path, "mode=755,size=64m")
-        else:
-            syscalls.mount("/dev/null", self._inside(path), flags=syscalls.MS_BIND)
-
-    def _is_bound(self, path: Path) -> bool:
-        """Whether a bind mount shows the path already: the nearest mount above it is one."""
-        for above in (path, *path.parents):
-            if above in self._empty:
-                return False
-            if above in self._bound or above in self._links:
-                return True
-        return False
-
-    def _bind(self, path: Path, attributes: int) -> None:
-        target = self._make_point(path, is_folder=path.is_dir())
+    def _bind(self, path: Path, attributes: int, *, is_folder: bool) -> None:
+        target = self._make_point(path, is_folder=is_folder)
         syscalls.mount(path, target, flags=syscalls.MS_BIND | syscalls.MS_REC)
         syscalls.restrict_mount(target, attributes, recursive=True)
 
-    def _mount_empty(self, path: Path, options: str) -> None:
-        target = self._inside(path)
-        syscalls.mount("tmpfs", target, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
-        self._empty.append(path)
+    def _mount_empty(self, path: Path) -> None:
+        flags = syscalls.MS_NOSUID | syscalls.MS_NODEV
+        syscalls.mount("tmpfs", self._inside(path), "tmpfs", flags, "mode=755,size=64m")
+        self._read_only.append(path)
 
     def _scratch(self, path: Path) -> None:
         target = self._make_point(path, is_folder=True)
@@ -185,17 +240,3 @@ class View:
         etc.mkdir(exist_ok=True)
         (etc / "passwd").write_text(f"child:x:{user}:{user}::/tmp:/bin/false\n")
         (etc / "group").write_text(f"child:x:{user}:\n")
-
-    def add_own_proc(self) -> None:
-        """Mount the /proc of this process's own process namespace.
-
-        Raises:
-            OSError: the host does not allow it, as where parts of its own /proc are masked.
-        """
-        target = self._make_point(Path("/proc"), is_folder=True)
-        syscalls.mount("proc", target, "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
-
-    def add_host_proc(self) -> None:
-        """Show the host's /proc."""
-        target = self._make_point(Path("/proc"), is_folder=True)
-        syscalls.mount("/proc", target, flags=syscalls.MS_BIND | syscalls.MS_REC)
