@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
+from etfarm.server import preflight
 from etfarm.server.access.audit import AuditLog
 from etfarm.server.access.identities import Identities
 from etfarm.server.access.projects import Projects
@@ -62,7 +63,6 @@ from etfarm.server.rpc.reports import ReportService
 from etfarm.server.rpc.sessions import SessionService
 from etfarm.server.rpc.tokens import TokenService
 from etfarm.server.state.engine import Database
-from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.server.workers.quiet import Quiet
 from etfarm.server.workers.readers import Readers
@@ -151,10 +151,12 @@ async def running(config: Config) -> AsyncIterator[str]:
     config.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     (config.data / "work").mkdir(exist_ok=True)
     # Before gRPC starts a thread: what it forks must have been single-threaded all along.
-    limits = Limits(memory_bytes=config.memory_bytes, cpu_s=config.cpu_s, threads=config.threads)
     quiet = Quiet()
-    children = config.data / "work" / "children"
-    workers = Workers(preload=PRELOAD, limits=limits, folder=children, concurrency=config.workers, gate=quiet.work)
+    jail = await preflight.require_jail(config) if config.is_jail_required else None
+    workers = Workers(
+        preload=PRELOAD, limits=preflight.limits(config), folder=config.data / "work" / "children", concurrency=config.workers,
+        gate=quiet.work, options=preflight.jail_options(config),
+    )  # fmt: skip
     workers.start()
     database = Database(config.data / DATABASE)
     clean_end = CleanEnd(config.data)
@@ -216,7 +218,9 @@ async def running(config: Config) -> AsyncIterator[str]:
         agent_pb2_grpc.add_AgentServiceServicer_to_server(agents, server)
         reports = ReportService(journal, History(database, registry.devices), Tags(database, now), revision, version=own_version)
         report_pb2_grpc.add_ReportServiceServicer_to_server(reports, server)
-        farm = FarmService(registry, bundles, version=own_version, workers_ready=ready.is_set, live=conductor.count_live)
+        farm = FarmService(
+            registry, bundles, version=own_version, workers_ready=ready.is_set, live=conductor.count_live, jail=lambda: jail
+        )
         farm_pb2_grpc.add_FarmServiceServicer_to_server(farm, server)
         token_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(tokens, authentication, audit), server)
         project_pb2_grpc.add_ProjectServiceServicer_to_server(ProjectService(projects), server)
@@ -236,11 +240,18 @@ async def running(config: Config) -> AsyncIterator[str]:
             async with quiet.work():
                 await bundles.build_own()
 
+        async def look_at_jail() -> None:
+            nonlocal jail
+            jail = jail or await preflight.find_jail(config)
+            for measure in jail.missing:
+                log.warning("a measure of the compile processes' jail is missing", measure=measure.name, why=measure.detail)
+
         background.append(asyncio.create_task(authentication.watch(edge.calls.end_invalid), name="tokens"))
         background.append(asyncio.create_task(audit.write_on(), name="audit"))
         if not address.startswith("unix:"):
             background.append(asyncio.create_task(connections.watch(int(address.rpartition(":")[2])), name="connections"))
         background.append(asyncio.create_task(warm(), name="workers-ready"))
+        background.append(asyncio.create_task(look_at_jail(), name="jail"))
         if config.build_bundle:
             background.append(asyncio.create_task(build(), name="bundle-build"))
         else:

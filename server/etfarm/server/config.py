@@ -69,6 +69,12 @@ class Config:
     that asks for tokens, else no bound."""
     max_artifact_bytes: int = 16 << 30
     """Size of one artifact."""
+    require_jail: bool | None = None
+    """Whether to refuse to start where a measure of the children's jail is missing; None: where other machines reach it."""
+    jail_readable: tuple[Path, ...] = ()
+    """Files and folders besides the system and the installed code that the children may read."""
+    jail_user: int | None = None
+    """First of the users that children run as, one for each at a time, where the server is root; None to choose."""
     thresholds: Thresholds = field(default_factory=Thresholds)
     """When a measurement is called invalid."""
 
@@ -109,6 +115,11 @@ class Config:
                 "Give them, listen on 127.0.0.1, or say --insecure if you trust everybody who can reach it.",
                 address=self.listen.text,
             )  # fmt: skip
+
+    @property
+    def is_jail_required(self) -> bool:
+        """Whether a missing measure of the children's jail is fatal."""
+        return not self.listen.is_local if self.require_jail is None else self.require_jail
 
     def identity(self) -> tuple[bytes, bytes] | None:
         """The certificate chain and its key; None without TLS.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import structlog
 
+from etfarm.server import preflight
 from etfarm.server.app import running
 from etfarm.server.config import Config
 from etfarm.server.jobs.quotas import Quotas
@@ -88,6 +89,18 @@ def parser() -> argparse.ArgumentParser:
                       help="TOML of what makes a measurement INVALID, as max_drift = 0.2 (default: built in)")  # fmt: skip
     made.add_argument("--quota", action="append", default=[], metavar="NAME=N",
                       help=f"how much one user or project may have under way, once for each of: {_quotas()}")  # fmt: skip
+    made.add_argument("--require-jail", action=argparse.BooleanOptionalAction,
+                      help="refuse to start where the host does not allow a measure of the compile processes' jail "
+                      "(default: where other machines reach the address)")  # fmt: skip
+    made.add_argument("--jail-readable", type=Path, action="append", default=[], metavar="PATH",
+                      help="a file or folder, besides the system and the installed code, that compile processes may read; "
+                      "repeatable")  # fmt: skip
+    made.add_argument("--jail-user", type=_positive, metavar="UID",
+                      help="first of the users that compile processes run as, one for each at a time, where the server is root "
+                      "(default: chosen, above 1900000000)")  # fmt: skip
+    made.add_argument("--check", action="store_true",
+                      help="print the configuration, the measures of the jail and every problem, and start nothing; exit 1 where "
+                      "the server would not start")  # fmt: skip
     made.add_argument("--no-bundle", action="store_true", help="do not build the runner bundle for this machine")
     made.add_argument("--address-file", type=Path, metavar="FILE", help="write the address there once listening")
     made.add_argument("--exit-with-stdin", action="store_true", help="end when stdin ends")
@@ -121,7 +134,10 @@ def _seconds(text: str) -> float:
 
 def main(argv: list[str]) -> int:
     """Serves until SIGTERM, SIGINT or, with --exit-with-stdin, the end of stdin."""
-    config = config_of(parser().parse_args(argv))
+    arguments = parser().parse_args(argv)
+    config = config_of(arguments)
+    if arguments.check:
+        return preflight.check(config)
     config.check()
     _configure_logging()
     with _locked(config.data):
@@ -143,6 +159,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
         exit_with_stdin=arguments.exit_with_stdin, build_bundle=not arguments.no_bundle,
         project_storage_bytes=arguments.project_storage_gib, max_artifact_bytes=arguments.max_artifact_gib << 30,
         quotas=Quotas.of(arguments.quota),
+        require_jail=arguments.require_jail, jail_readable=tuple(arguments.jail_readable), jail_user=arguments.jail_user,
         thresholds=thresholds.read(arguments.thresholds) if arguments.thresholds else Thresholds(),
     )  # fmt: skip
 

@@ -10,7 +10,9 @@ from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.schedule import OFFLINE
 from etfarm.server.rpc.auth import caller, scope
+from etfarm.server.workers.measures import JailReport
 from etfarm.v1 import agent_pb2, farm_pb2, farm_pb2_grpc
+from etfarm.v1.common_pb2 import Role
 from etfarm.wire.status import to_proto
 
 
@@ -25,12 +27,14 @@ class FarmService(farm_pb2_grpc.FarmServiceServicer):
         version: str,
         workers_ready: Callable[[], bool],
         live: Callable[[Scope], int],
+        jail: Callable[[], JailReport | None],
     ) -> None:
         self._registry = registry
         self._bundles = bundles
         self._version = version
         self._workers_ready = workers_ready
         self._live = live
+        self._jail = jail
 
     async def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: object) -> farm_pb2.ServerInfo:
         seen = scope()
@@ -44,6 +48,10 @@ class FarmService(farm_pb2_grpc.FarmServiceServicer):
         )  # fmt: skip
         if self._bundles.own_error is not None:
             info.bundle_error.CopyFrom(to_proto(self._bundles.own_error))
+        report = self._jail()
+        if report is not None and caller().role == Role.ROLE_ADMIN:
+            for measure in report.measures:
+                info.jail.add(name=measure.name, active=measure.active, detail=measure.detail)
         return info
 
     async def ListBundles(self, request: farm_pb2.ListBundlesRequest, context: object) -> farm_pb2.ListBundlesResponse:

@@ -52,6 +52,11 @@ class JailReport:
         return json.dumps([asdict(measure) for measure in self.measures]).encode()
 
     @classmethod
+    def of_nothing(cls, name: str, why: str) -> JailReport:
+        """Return the report of a child that could not be jailed at all, because of one measure."""
+        return cls(tuple(Measure(each, False, why if each == name else f"not tried without {name}") for each in NAMES))
+
+    @classmethod
     def from_json(cls, data: bytes) -> JailReport:
         """Read what `to_json` wrote. A measure that is not mentioned counts as missing."""
         rows = {str(row["name"]): row for row in json.loads(data)}
