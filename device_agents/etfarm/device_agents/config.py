@@ -9,6 +9,7 @@ from pathlib import Path
 
 from etfarm.device_agents.emulator import Emulator
 from etfarm.device_agents.gates import GateLimits
+from etfarm.device_agents.jail.options import JailOptions
 from etfarm.wire.channel import Access
 from etfarm.wire.names import data_folder
 
@@ -83,6 +84,8 @@ class AgentConfig:
     governor: str | None = "performance"
     """The cpus' clock governor while something is measured, where the agent may write it; None leaves it. Others let the clock
     follow the load, so that short programs are timed on a clock that is still on its way up."""
+    jail: JailOptions = field(default_factory=JailOptions)
+    """How runners on this machine are confined."""
     progress_interval_s: float = 0.25
     """The shortest time between two RunProgress of one phase."""
     retry_first_s: float = 0.2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Collection, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +14,7 @@ import psutil
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.gates import Gates, Surroundings
 from etfarm.device_agents.governor import KEPT_GOVERNORS, Governors
+from etfarm.device_agents.jail.confine import Jail, python_programs
 from etfarm.device_agents.runners.bundle import Bundle
 from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.device_agents.runners.process import Limits, OnLog
@@ -34,10 +35,12 @@ class Machine:
     Args:
         config: the agent's; its emulator decides which of the two it is.
         device: what it is.
+        jail: confines its runners; one of its own where None.
     """
 
-    def __init__(self, config: AgentConfig, device: device_pb2.Device) -> None:
+    def __init__(self, config: AgentConfig, device: device_pb2.Device, jail: Jail | None = None) -> None:
         self.device = device
+        self.jail = jail or Jail(config.jail)
         self.gates = Gates(config.gates, Surroundings.of_machine(), config.data / "measured")
         self.tried = set[str]()
         self.restricted = config.cores is not None
@@ -56,13 +59,34 @@ class Machine:
         self, bundle: Bundle | None, folder: Path, on_log: OnLog | None
     ) -> AbstractAsyncContextManager[RemoteRunner]:
         """See `Target.start_runner`; it works in `folder`."""
+        return self._runner(bundle, folder, on_log)
+
+    @asynccontextmanager
+    async def _runner(self, bundle: Bundle | None, folder: Path, on_log: OnLog | None) -> AsyncIterator[RemoteRunner]:
         emulator = self._config.emulator
         data_bytes = int(psutil.virtual_memory().available * self._config.memory_share)
         limits = Limits(data_bytes, NO_DEADLINE_S)
-        if bundle is None:
-            return PythonRunner.start(folder, limits=limits, on_log=on_log)
-        command = bundle.command(() if emulator is None else emulator.within(data_bytes))
-        return NativeRunner.start(command, folder, limits=limits, on_log=on_log)
+        prefix = () if emulator is None else emulator.within(data_bytes)
+        if not (await self.jail.measures()).active:
+            started: AbstractAsyncContextManager[RemoteRunner]
+            if bundle is None:
+                started = PythonRunner.start(folder, limits=limits, on_log=on_log)
+            else:
+                started = NativeRunner.start(bundle.command(prefix), folder, limits=limits, on_log=on_log)
+            async with started as runner:
+                yield runner
+            return
+        with self.jail.box(folder) as box:
+            if bundle is None:
+                spawn = self.jail.spawn(box, python_programs())
+                started = PythonRunner.start(folder, limits=limits, on_log=on_log, spawn=spawn)
+            else:
+                command = box.place_bundle(bundle).command(prefix, working_folder=box.folder)
+                spawn = self.jail.spawn(box, [] if emulator is None else [Path(emulator.path)])
+                started = NativeRunner.start(command, folder, limits=limits, on_log=on_log, spawn=spawn)
+            async with started as runner:
+                runner.path_for_runner = box.path_for_runner
+                yield runner
 
     def watch(self, cpus: Collection[int] | None) -> AbstractAsyncContextManager[Watch]:
         """See `Target.watch`."""

@@ -123,13 +123,13 @@ class Bundle:
     folder: Path
     manifest: BundleManifest
 
-    def command(self, emulator: Sequence[str] = ()) -> list[str]:
-        """The command line that starts the runner, in any working folder.
+    def command(self, emulator: Sequence[str] = (), *, working_folder: Path | None = None) -> list[str]:
+        """The command line that starts the runner, in any working folder, or in `working_folder` alone, which has the bundle.
 
         `emulator` goes in front, for example `("/usr/bin/qemu-aarch64-static", "-cpu", "cortex-a76")`; its path is
         absolute, since a runner's environment has no PATH.
         """
-        folder = self.folder.absolute()
+        folder = self.folder.absolute() if working_folder is None else self.folder.relative_to(working_folder)
         loader, entry = folder / self.manifest.loader, folder / self.manifest.entry
         return [*emulator, str(loader), "--library-path", str(folder), str(entry)]
 

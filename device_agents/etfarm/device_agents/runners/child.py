@@ -118,6 +118,10 @@ class LocalChild:
         """The process, and its group."""
         return self._process.pid
 
+    def from_now(self) -> LocalChild:
+        """Return the same process as if it had started now, for one that waited until it was needed."""
+        return LocalChild(self._process, oom_kills())
+
     @property
     def ended(self) -> bool:
         """Whether it was seen to end."""
@@ -153,7 +157,7 @@ def oom_kills() -> int | None:
     return int(found[1]) if found else None
 
 
-async def spawn_here(command: Sequence[str], folder: Path) -> Child:
+async def spawn_here(command: Sequence[str], folder: Path) -> LocalChild:
     """A process of `command` on this machine.
 
     Raises:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar
 
+from etfarm.device_agents.runners.child import Spawn, spawn_here
 from etfarm.device_agents.runners.process import Limits, LogLine, OnLog
 from etfarm.device_agents.runners.remote import PROTOCOL, RemoteRunner
 
@@ -21,12 +22,13 @@ class NativeRunner(RemoteRunner):
     @classmethod
     @asynccontextmanager
     async def start(
-        cls, command: Sequence[str], folder: Path, *, limits: Limits | None = None, on_log: OnLog | None = None
+        cls, command: Sequence[str], folder: Path, *, limits: Limits | None = None, on_log: OnLog | None = None,
+        spawn: Spawn = spawn_here,
     ) -> AsyncIterator[NativeRunner]:
         """A runner started by `command` (`Bundle.command()`), working in `folder`; killed and reaped at the end.
 
         Raises:
             RunnerBroken: it cannot be started.
         """
-        async with cls.connect(command, folder, limits or Limits(), on_log) as runner:
+        async with cls.connect(command, folder, limits or Limits(), on_log, spawn) as runner:
             yield runner

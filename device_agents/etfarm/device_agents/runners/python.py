@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar
 
+from etfarm.device_agents.runners.child import Spawn, spawn_here
 from etfarm.device_agents.runners.process import Limits, OnLog
 from etfarm.device_agents.runners.remote import RemoteRunner
 
@@ -32,12 +33,13 @@ class PythonRunner(RemoteRunner):
     @classmethod
     @asynccontextmanager
     async def start(
-        cls, folder: Path, *, limits: Limits | None = None, on_log: OnLog | None = None
+        cls, folder: Path, *, limits: Limits | None = None, on_log: OnLog | None = None,
+        spawn: Spawn = spawn_here,
     ) -> AsyncIterator[PythonRunner]:
         """A child that works in `folder`; killed and reaped at the end. Its first answer takes about a second.
 
         Raises:
             RunnerBroken: it cannot be started.
         """
-        async with cls.connect(cls.command(), folder, limits or Limits(), on_log) as runner:
+        async with cls.connect(cls.command(), folder, limits or Limits(), on_log, spawn) as runner:
             yield runner

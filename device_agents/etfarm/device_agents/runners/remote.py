@@ -44,6 +44,8 @@ class RemoteRunner:
     def __init__(self, process: RunnerProcess) -> None:
         self._process = process
         self._method: MethodInfo | None = None
+        self.path_for_runner: Callable[[Path], Path] = Path.absolute
+        """Gives a file of this machine as the runner finds it."""
 
     @classmethod
     @asynccontextmanager
@@ -116,8 +118,8 @@ class RemoteRunner:
     async def load(self, program: Path, data: Sequence[Path] = ()) -> Loaded:
         """Loads a .pte with its .ptd files; ProgramFailed where they are damaged."""
         self._process.without_data = not data
-        arguments: list[tuple[str, Argument]] = [("path", program.absolute())]
-        arguments += [("data", path.absolute()) for path in data]
+        arguments: list[tuple[str, Argument]] = [("path", self.path_for_runner(program))]
+        arguments += [("data", self.path_for_runner(path)) for path in data]
         event, _ = await self._process.request("load", arguments, stage="LOAD")
         return Loaded(event["load_ns"], tuple(event["methods"]), event["threads"])
 
@@ -203,7 +205,7 @@ class RemoteRunner:
         """`iterations` traced ones into `etdump`; the method must be loaded with `trace` alone."""
         event, payload = await self._process.request(
             "trace",
-            [("iterations", iterations), ("warmup", warmup), ("path", etdump.absolute())],
+            [("iterations", iterations), ("warmup", warmup), ("path", self.path_for_runner(etdump))],
             stage="TRACED",
             on_progress=_progress(on_progress),
         )
@@ -212,7 +214,10 @@ class RemoteRunner:
     async def debug(self, etdump: Path, dump: Path, *, max_bytes: int | None = None) -> Debugged:
         """One iteration with intermediate outputs; the method must be loaded with `trace` and `debug`. DeviceStorageFailed
         where the outputs take more than `max_bytes`, or cannot be written."""
-        arguments: list[tuple[str, Argument]] = [("path", etdump.absolute()), ("dump", dump.absolute())]
+        arguments: list[tuple[str, Argument]] = [
+            ("path", self.path_for_runner(etdump)),
+            ("dump", self.path_for_runner(dump)),
+        ]
         if max_bytes is not None:
             arguments.append(("max_bytes", max_bytes))
         event, _ = await self._process.request("debug", arguments, stage="DEBUG")

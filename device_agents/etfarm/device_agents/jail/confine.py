@@ -1,0 +1,269 @@
+"""Starts runners that are confined: a user of their own where the agent is root, Landlock, seccomp, no new privileges."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import marshal
+import os
+import pwd
+import resource
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from etfarm.device_agents.jail.box import Box
+from etfarm.device_agents.jail.filters import runner_filters
+from etfarm.device_agents.jail.options import JailOptions
+from etfarm.device_agents.runners.child import Child, LocalChild, Spawn, spawn_here
+from etfarm.wire.errors import DeviceError, EtfarmError
+from etfarm.wire.sandbox import landlock, launch
+
+log = logging.getLogger(__name__)
+
+_ANSWER_S: Final = 10.0
+_PROCESSES: Final = 4096
+"""Threads of one user: no runner needs as many, and a kernel without seccomp bounds forks by it."""
+_DEVICES: Final = ("/dev/null", "/dev/zero", "/dev/full")
+_RANDOM: Final = ("/dev/random", "/dev/urandom")
+_MEASURED: Final = (
+    "/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/loadavg", "/proc/uptime", "/proc/version", "/proc/filesystems",
+    "/proc/pressure", "/proc/sys/vm", "/proc/sys/kernel/osrelease",
+)  # fmt: skip
+"""What a runner, XNNPACK, the C library and qemu read of the kernel. Of processes, the runner's own alone."""
+_HARDWARE: Final = ("/sys/devices/system", "/sys/devices/soc0", "/sys/devices/virtual/thermal", "/sys/class/thermal", "/sys/firmware/devicetree")
+_LIBRARIES: Final = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
+_ENVIRONMENT: Final = {"LC_ALL": "C", "HOME": ".", "TMPDIR": "."}
+
+
+class JailIncomplete(DeviceError):
+    """The kernel lacks a measure without which runners must not be started."""
+
+    reason = "JAIL_INCOMPLETE"
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What confines runners here."""
+
+    active: frozenset[str] = frozenset()
+    missing: dict[str, str] = field(default_factory=dict)
+    """Why others do not, by name."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a runner can neither reach files nor processes nor the network that are not its own."""
+        files = {launch.USER, launch.LANDLOCK} & self.active
+        return bool(files) and {launch.SECCOMP, launch.PRIVILEGES, launch.CAPABILITIES} <= self.active
+
+    def __str__(self) -> str:
+        told = [f"runners are confined by {', '.join(sorted(self.active)) or 'nothing'}"]
+        return "; ".join(told + [f"{name} is not available ({why})" for name, why in sorted(self.missing.items())])
+
+
+class Jail:
+    """Confines the runners of one agent. `close` it where `keep_ready` was called.
+
+    Args:
+        options: the agent's.
+    """
+
+    def __init__(self, options: JailOptions) -> None:
+        self._options = options
+        self._measures: Measures | None = None
+        self._ready: asyncio.Task[LocalChild] | None = None
+        self._keeps_ready = False
+        # Agents of one machine start at different places of the range.
+        offset = os.getpid() * 61 % max(1, len(options.users))
+        self._users: Iterator[int] = itertools.cycle([*options.users[offset:], *options.users[:offset]])
+
+    async def measures(self) -> Measures:
+        """What the kernel lets this agent do; tried out once, with a process that confines itself.
+
+        Raises:
+            JailIncomplete: something that is required is missing.
+        """
+        if self._measures is None:
+            self._measures = await self._probe()
+        if self._options.required and not self._measures.is_complete:
+            raise JailIncomplete(
+                f"Runners cannot be confined on this machine: {self._measures}.",
+                "Start the agent as root or use a kernel with Landlock and seccomp, or leave out --require-jail.",
+                missing=",".join(sorted(self._measures.missing)),
+            )
+        return self._measures
+
+    @contextmanager
+    def box(self, folder: Path) -> Iterator[Box]:
+        """A folder for one runner, as long as it lives. `measures` was called."""
+        assert self._measures is not None  # it was asked for
+        box = Box(folder, self._user_of(folder) if launch.USER in self._measures.active else None)
+        try:
+            yield box
+        finally:
+            box.close()
+            self._prepare()
+
+    def spawn(self, box: Box, programs: Sequence[Path] = ()) -> Spawn:
+        """Starts a confined process in a box.
+
+        Args:
+            programs: further files and folders that it runs or loads, as an emulator or an interpreter.
+        """
+
+        async def start(command: Sequence[str], folder: Path) -> Child:
+            measures = await self.measures()
+            child = await self._launcher()
+            specification = self._specification(measures, box, command, programs, child.pid)
+            # A launcher that has ended already is told from its end of the stream.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                child.stdin.write(launch.encode(specification))
+                await child.stdin.drain()
+            return child
+
+        return start
+
+    async def keep_ready(self) -> None:
+        """Have a launcher wait for the next runner from now on, which then starts without a moment's delay."""
+        self._keeps_ready = True
+        self._prepare()
+
+    async def close(self) -> None:
+        """End the launcher that waits."""
+        self._keeps_ready = False
+        if self._ready is not None:
+            ready, self._ready = self._ready, None
+            with contextlib.suppress(EtfarmError):
+                child = await ready
+                child.kill()
+                await child.wait()
+
+    def _prepare(self) -> None:
+        if self._keeps_ready and self._ready is None:
+            self._ready = asyncio.create_task(spawn_here(launcher_command(), Path("/")), name="launcher")
+
+    async def _launcher(self) -> LocalChild:
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            with contextlib.suppress(EtfarmError):
+                child = await ready
+                if not child.ended:
+                    return child.from_now()
+        return await spawn_here(launcher_command(), Path("/"))
+
+    async def _probe(self) -> Measures:
+        if not self._options.enabled:
+            return Measures()
+        try:
+            child = await spawn_here(launcher_command(), Path("/"))
+        except EtfarmError as error:
+            return Measures(missing={"launcher": error.message})
+        told: dict[str, Any] | None = None
+        try:
+            users = next(self._users) if os.geteuid() == 0 and self._options.users else None
+            probe = _specification(child.pid, "/", ["-"], user=users, rules=[], probe=True)
+            async with asyncio.timeout(_ANSWER_S):
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    child.stdin.write(launch.encode(probe))
+                    await child.stdin.drain()
+                size = int.from_bytes(await child.stdout.readexactly(8), "little")
+                told = marshal.loads(await child.stdout.readexactly(size))  # noqa: S302 - a program of ours wrote it
+        except (TimeoutError, asyncio.IncompleteReadError):
+            errors = (await child.stderr.read(4096)).decode(errors="replace").strip() if child.ended else ""
+            return Measures(missing={"launcher": errors.splitlines()[-1] if errors else "it does not answer"})
+        finally:
+            child.kill()
+            await child.wait()
+        missing = dict(told["missing"])
+        if not probe["filters"]:
+            missing[launch.SECCOMP] = f"there is no table of system calls for {os.uname().machine}"
+        return Measures(frozenset(told["active"]), missing)
+
+    def _specification(
+        self, measures: Measures, box: Box, command: Sequence[str], programs: Sequence[Path], pid: int
+    ) -> dict[str, Any]:
+        run = [(str(path), landlock.RUN, False) for path in (box.shared, *programs)]
+        if programs:
+            run += [(path, landlock.RUN, False) for path in _LIBRARIES]
+        rules = [*run, (str(box.folder), landlock.WORK, False), *_common_rules()]
+        # An interpreter in somebody's home, for example.
+        closed = box.user is not None and not all(map(_is_open_to_all, programs))
+        made = _specification(
+            pid, str(box.folder), command,
+            user=box.user, rules=rules if launch.LANDLOCK in measures.active else None, reads_as_root=closed,
+        )  # fmt: skip
+        if closed and launch.LANDLOCK not in measures.active:
+            # It could read every file with that capability, and without it cannot be started.
+            made["user"] = None
+        if self._options.required:
+            made["required"] = sorted(measures.active)
+        return made
+
+    def _user_of(self, folder: Path) -> int:
+        """The user of a folder's earlier runner, whose files are there, or the next one that nobody has."""
+        owner: int = folder.stat().st_uid
+        if owner in self._options.users:
+            return owner
+        for user in itertools.islice(self._users, len(self._options.users)):
+            try:
+                pwd.getpwuid(user)
+            except KeyError:
+                return user
+        return next(self._users)
+
+
+def launcher_command() -> list[str]:
+    """The command line of the program that confines itself and becomes the runner."""
+    return [sys.executable, "-I", "-S", "-B", str(Path(launch.__file__).absolute())]
+
+
+def python_programs() -> list[Path]:
+    """What a Python child loads: this interpreter, and wherever it looks for modules."""
+    folders = {sys.prefix, sys.base_prefix, sys.exec_prefix, *filter(None, sys.path)}
+    found = {Path(each).absolute() for each in folders if Path(each).is_absolute() and Path(each).exists()}
+    return [Path(sys.executable).resolve(), *sorted(found | {each.resolve() for each in found})]
+
+
+def _specification(
+    pid: int,
+    folder: str,
+    command: Sequence[str],
+    *,
+    user: int | None,
+    rules: list[tuple[str, int, bool]] | None,
+    reads_as_root: bool = False,
+    probe: bool = False,
+) -> dict[str, Any]:
+    limits = [(resource.RLIMIT_CORE, 0)]
+    if user is not None:
+        limits.append((resource.RLIMIT_NPROC, _PROCESSES))
+    return {
+        "argv": list(command), "env": dict(_ENVIRONMENT), "folder": folder, "parent": os.getpid(),
+        "user": user, "reads_as_root": reads_as_root, "rules": rules, "filters": runner_filters(pid),
+        "limits": limits, "required": [], "probe": probe,
+    }  # fmt: skip
+
+
+def _common_rules() -> list[tuple[str, int, bool]]:
+    return [
+        *((path, landlock.USE, False) for path in _DEVICES),
+        *((path, landlock.READ, False) for path in _RANDOM),
+        *((path, landlock.READ, True) for path in _MEASURED),
+        *((path, landlock.READ, False) for path in _HARDWARE),
+    ]
+
+
+def _is_open_to_all(path: Path) -> bool:
+    """Whether any user may read a file or folder, and reach it."""
+    try:
+        mode = path.stat().st_mode
+        wanted = stat.S_IROTH | stat.S_IXOTH if stat.S_ISDIR(mode) else stat.S_IROTH
+        return mode & wanted == wanted and all(parent.stat().st_mode & stat.S_IXOTH for parent in path.resolve().parents)
+    except OSError:
+        return False

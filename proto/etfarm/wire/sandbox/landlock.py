@@ -1,0 +1,95 @@
+"""Landlock: which files a process may reach, decided by itself, without privileges. Linux 5.13 and later, where it is enabled.
+
+A `Ruleset` refuses everything that it knows of and that no rule allows: files, TCP, and with Linux 6.12 abstract unix sockets and
+signals to processes outside. What an older kernel's Landlock does not know stays allowed.
+Source: Documentation/userspace-api/landlock.rst, include/uapi/linux/landlock.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from typing import Final
+
+from etfarm.wire.sandbox import syscalls
+
+EXECUTE: Final = 1 << 0
+WRITE_FILE: Final = 1 << 1
+READ_FILE: Final = 1 << 2
+READ_DIR: Final = 1 << 3
+REMOVE_FILE: Final = 1 << 5
+MAKE_REGULAR: Final = 1 << 8
+TRUNCATE: Final = 1 << 14
+
+READ: Final = READ_FILE | READ_DIR
+"""Rights of a file or folder that is only read."""
+RUN: Final = READ | EXECUTE
+"""Rights of programs and the libraries that they load."""
+USE: Final = READ_FILE | WRITE_FILE
+"""Rights of a device such as /dev/null."""
+WORK: Final = READ | WRITE_FILE | REMOVE_FILE | MAKE_REGULAR | TRUNCATE
+"""Rights of a folder for plain files: no folders, links, sockets or devices can be made in it."""
+
+_FILE_RIGHTS: Final = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
+"""What a rule about a file, and not a folder, may grant."""
+_RIGHTS_BY_ABI: Final = {1: 13, 2: 14, 3: 15, 5: 16}
+"""Number of rights that a kernel knows, by the first version of the interface that has them."""
+_NETWORK_ABI: Final = 4
+_ALL_TCP: Final = 0b11
+_SCOPE_ABI: Final = 6
+_ALL_SCOPES: Final = 0b11
+_CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
+"""Numbers of the system calls, equal on all architectures."""
+_VERSION_QUERY: Final = 1
+_PATH_BENEATH: Final = 1
+_EOPNOTSUPP: Final = 95
+
+
+def abi() -> int:
+    """Return the version of the kernel's Landlock interface; 0 where it has none, or it is disabled."""
+    return max(0, _call(_CREATE, None, 0, _VERSION_QUERY))
+
+
+class Ruleset:
+    """Rules that this process puts on itself, with `restrict`.
+
+    Raises:
+        OSError: the kernel has no Landlock.
+    """
+
+    def __init__(self) -> None:
+        version = abi()
+        if version == 0:
+            raise OSError(_EOPNOTSUPP, "the kernel has no Landlock, or it is disabled")
+        count = max(count for first, count in _RIGHTS_BY_ABI.items() if first <= version)
+        self._known = (1 << count) - 1
+        attributes = struct.pack("Q", self._known)
+        if version >= _NETWORK_ABI:
+            attributes += struct.pack("Q", _ALL_TCP)
+        if version >= _SCOPE_ABI:
+            attributes += struct.pack("Q", _ALL_SCOPES)
+        self._descriptor = _checked(_call(_CREATE, attributes, len(attributes), 0), "landlock_create_ruleset")
+
+    def allow(self, descriptor: int, rights: int, *, is_folder: bool) -> None:
+        """Grant rights on what an open descriptor stands for, and on everything below a folder."""
+        rights &= self._known if is_folder else self._known & _FILE_RIGHTS
+        rule = struct.pack("=Qi", rights, descriptor)
+        _checked(_call(_ADD_RULE, self._descriptor, _PATH_BENEATH, rule, 0), "landlock_add_rule")
+
+    def restrict(self) -> None:
+        """Confine this process and all its descendants for good. Needs `syscalls.forbid_new_privileges` before."""
+        _checked(_call(_RESTRICT, self._descriptor, 0), "landlock_restrict_self")
+        os.close(self._descriptor)
+
+
+def _call(number: int, *arguments: bytes | int | None) -> int:
+    given = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
+    return int(syscalls.libc().syscall(ctypes.c_long(number), *given))
+
+
+def _checked(result: int, call: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")
+    return result
