@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import fcntl
 import hashlib
@@ -61,6 +62,9 @@ class DataFolder:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
+            # Results, the cache and the agent's identity are no other user's business, runners' least of all.
+            with contextlib.suppress(PermissionError):  # somebody else's folder that this agent may write
+                path.chmod(0o700)
             self._lock: IO[str] = (path / "lock").open("a+")
         except OSError as error:
             raise FolderUnusable(path, error.strerror or str(error)) from None

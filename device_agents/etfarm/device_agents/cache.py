@@ -11,13 +11,14 @@ import logging
 import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import grpc
 
 from etfarm.device_agents.errors import DiskFull, MalformedDigest
+from etfarm.device_agents.jail.box import require_plain_file
 from etfarm.device_agents.runners.bundle import BadBundle, Bundle, unpack
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import chunks, digest
@@ -41,6 +42,8 @@ _TRY_AGAIN: Final = frozenset(
 )
 _CORRUPTIONS: Final = 3
 """Times that one artifact may arrive damaged before it is no accident."""
+_MODE: Final = 0o444
+"""Of a whole artifact: nobody changes it, and a runner of another user that has a link to it reads it."""
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -70,6 +73,8 @@ class Transfers:
     async def upload(self, source: bytes | Path, on_progress: Progressed | None = None) -> common_pb2.Artifact:
         """The artifact that `source` is, once the server holds it whole."""
         if isinstance(source, Path):
+            # Written by a runner, which may read less than this process.
+            require_plain_file(source)
             artifact = await chunks.artifact_of_file(source)
         else:
             artifact = chunks.artifact_of(source)
@@ -121,6 +126,9 @@ class Cache:
         self._leases: list[Lease] = []
         for path in (self._blobs, self._bundles):
             path.mkdir(parents=True, exist_ok=True)
+        # Runners get links to the files of their own attempt, and reach nothing here.
+        with suppress(PermissionError):  # somebody else's folder that this agent may write
+            folder.chmod(0o700)
         # Folders that an ended process was unpacking into.
         for staging in self._bundles.glob(".*"):
             shutil.rmtree(staging, ignore_errors=True)
@@ -181,6 +189,7 @@ class Cache:
                     if error.errno in _NO_ROOM:
                         raise _disk_full(artifact, path) from error
                     raise
+                path.chmod(_MODE)
                 self._verified.add(artifact.digest)
                 self.evict()
             os.utime(path)

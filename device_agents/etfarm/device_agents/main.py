@@ -32,6 +32,9 @@ from etfarm.device_agents.enrolment import enroll
 from etfarm.device_agents.errors import NoCores
 from etfarm.device_agents.gates import GateLimits
 from etfarm.device_agents.governor import KEPT_GOVERNORS, Governors
+from etfarm.device_agents.jail.confine import Jail
+from etfarm.device_agents.jail.options import DEFAULT_USERS, JailOptions
+from etfarm.device_agents.jail.secrets import forget_variable, hide_memory
 from etfarm.device_agents.machine import Machine
 from etfarm.device_agents.own_runners import own_runners
 from etfarm.device_agents.service import unit_of_this
@@ -79,6 +82,9 @@ def main(argv: list[str]) -> int:
     # Only one that was asked for: no kernel must have the default.
     if options.governor is not None and not config.phones and config.emulator is None:
         Governors(config.data / KEPT_GOVERNORS, config.governor).check(config.cores)
+    # The token is in the configuration now.
+    forget_variable()
+    hide_memory()
     folder = DataFolder(config.data)
     try:
         asyncio.run(_serve(config, device, folder, options.exit_with_stdin))
@@ -111,17 +117,23 @@ async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: 
         version=version("etfarm"), host=socket.gethostname(), boot="" if device is None else boot_id(),
     )  # fmt: skip
     fleet = None if device is not None else await _fleet(config, agent, agent_id, cache)
+    jail = Jail(config.jail)
     _say(f"etfarm agent: connecting to {config.access.server}")
     if device is not None:
         device.id, device.agent_id = _device_id(config, agent_id), agent_id
+        measures = await jail.measures()
+        if not measures.is_complete:
+            log.warning("%s", measures)
         # Before the farm can send anything, which this would disturb.
         device.own_runners.extend(await _own_runners(config, stop))
-        agent.attach(Machine(config, device))
+        agent.attach(Machine(config, device, jail))
+        await jail.keep_ready()
     following = None if fleet is None else asyncio.create_task(fleet.run(), name="phones")
     try:
         await session.run(stop)
     finally:
         await agent.close()
+        await jail.close()
         if following is not None:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
@@ -206,6 +218,7 @@ def _config(options: argparse.Namespace) -> AgentConfig:
             idle_wait_s=options.idle_wait,
         ),
         governor=None if options.governor == "keep" else options.governor or AgentConfig.governor,
+        jail=JailOptions(users=options.runner_users, required=options.require_jail),
     )
 
 
@@ -279,6 +292,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--governor", metavar="NAME",
         help="the cpus' clock governor during measurements, where this agent may write it (as root); it is put back afterwards, "
         "also after a crash; keep: leave it as it is; default: " f"{AgentConfig.governor}")  # fmt: skip
+    confinement = parser.add_argument_group(
+        "confinement",
+        "A program sees its own folder, its runner and no network. Where the agent is root, it has a user of its own. What this "
+        "machine's kernel lacks is left out and logged.",
+    )
+    add = confinement.add_argument
+    add("--require-jail", action="store_true", help="do not start where programs cannot be confined")
+    add("--runner-users", metavar="FIRST-LAST", type=_users, default=DEFAULT_USERS,
+        help="numbers of users, without accounts, that programs run as where the agent is root; default: "
+        f"{DEFAULT_USERS.start}-{DEFAULT_USERS.stop - 1}")  # fmt: skip
     add = parser.add_argument
     add("--print-unit", action="store_true", help="print a systemd unit that runs this command from the machine's start on, and "
         "end; its first lines say how to install it")  # fmt: skip
@@ -298,6 +321,13 @@ def _cores(text: str) -> frozenset[int]:
         return inventory.parse_cpu_list(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of cpus such as 4-7 or 0,2") from None
+
+
+def _users(text: str) -> range:
+    first, dash, last = text.partition("-")
+    if not (dash and first.isascii() and first.isdigit() and last.isascii() and last.isdigit() and 0 < int(first) <= int(last)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST-LAST, as 64000-64999")
+    return range(int(first), int(last) + 1)
 
 
 def _size(text: str) -> int:

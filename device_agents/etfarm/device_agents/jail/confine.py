@@ -33,11 +33,17 @@ _PROCESSES: Final = 4096
 _DEVICES: Final = ("/dev/null", "/dev/zero", "/dev/full")
 _RANDOM: Final = ("/dev/random", "/dev/urandom")
 _MEASURED: Final = (
-    "/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/loadavg", "/proc/uptime", "/proc/version", "/proc/filesystems",
-    "/proc/pressure", "/proc/sys/vm", "/proc/sys/kernel/osrelease",
+    "/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/loadavg", "/proc/uptime", "/proc/version",
+    "/proc/filesystems", "/proc/pressure", "/proc/sys/vm", "/proc/sys/kernel/osrelease",
 )  # fmt: skip
 """What a runner, XNNPACK, the C library and qemu read of the kernel. Of processes, the runner's own alone."""
-_HARDWARE: Final = ("/sys/devices/system", "/sys/devices/soc0", "/sys/devices/virtual/thermal", "/sys/class/thermal", "/sys/firmware/devicetree")
+_HARDWARE: Final = (
+    "/sys/devices/system",
+    "/sys/devices/soc0",
+    "/sys/devices/virtual/thermal",
+    "/sys/class/thermal",
+    "/sys/firmware/devicetree",
+)
 _LIBRARIES: Final = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
 _ENVIRONMENT: Final = {"LC_ALL": "C", "HOME": ".", "TMPDIR": "."}
 
@@ -77,6 +83,7 @@ class Jail:
     def __init__(self, options: JailOptions) -> None:
         self._options = options
         self._measures: Measures | None = None
+        self._is_logged = False
         self._ready: asyncio.Task[LocalChild] | None = None
         self._keeps_ready = False
         # Agents of one machine start at different places of the range.
@@ -103,6 +110,9 @@ class Jail:
     def box(self, folder: Path) -> Iterator[Box]:
         """A folder for one runner, as long as it lives. `measures` was called."""
         assert self._measures is not None  # it was asked for
+        if not self._is_logged:
+            log.info("%s", self._measures)
+            self._is_logged = True
         box = Box(folder, self._user_of(folder) if launch.USER in self._measures.active else None)
         try:
             yield box
@@ -173,7 +183,7 @@ class Jail:
                     child.stdin.write(launch.encode(probe))
                     await child.stdin.drain()
                 size = int.from_bytes(await child.stdout.readexactly(8), "little")
-                told = marshal.loads(await child.stdout.readexactly(size))  # noqa: S302 - a program of ours wrote it
+                told = marshal.loads(await child.stdout.readexactly(size))
         except (TimeoutError, asyncio.IncompleteReadError):
             errors = (await child.stderr.read(4096)).decode(errors="replace").strip() if child.ended else ""
             return Measures(missing={"launcher": errors.splitlines()[-1] if errors else "it does not answer"})

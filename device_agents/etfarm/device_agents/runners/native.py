@@ -22,7 +22,12 @@ class NativeRunner(RemoteRunner):
     @classmethod
     @asynccontextmanager
     async def start(
-        cls, command: Sequence[str], folder: Path, *, limits: Limits | None = None, on_log: OnLog | None = None,
+        cls,
+        command: Sequence[str],
+        folder: Path,
+        *,
+        limits: Limits | None = None,
+        on_log: OnLog | None = None,
         spawn: Spawn = spawn_here,
     ) -> AsyncIterator[NativeRunner]:
         """A runner started by `command` (`Bundle.command()`), working in `folder`; killed and reaped at the end.

@@ -33,7 +33,11 @@ class PythonRunner(RemoteRunner):
     @classmethod
     @asynccontextmanager
     async def start(
-        cls, folder: Path, *, limits: Limits | None = None, on_log: OnLog | None = None,
+        cls,
+        folder: Path,
+        *,
+        limits: Limits | None = None,
+        on_log: OnLog | None = None,
         spawn: Spawn = spawn_here,
     ) -> AsyncIterator[PythonRunner]:
         """A child that works in `folder`; killed and reaped at the end. Its first answer takes about a second.

@@ -64,7 +64,7 @@ def encode(specification: dict[str, Any]) -> bytes:
 
 def main() -> NoReturn:
     """Do it."""
-    given: dict[str, Any] = marshal.loads(_read(int.from_bytes(_read(_LENGTH_BYTES), "little")))  # noqa: S302 - the parent's own
+    given: dict[str, Any] = marshal.loads(_read(int.from_bytes(_read(_LENGTH_BYTES), "little")))
     os.chdir(given["folder"])
     for which, limit in given["limits"]:
         resource.setrlimit(which, (limit, limit))
