@@ -1,0 +1,171 @@
+"""A hostile program on a device: native code in the runner of a real agent that tries whatever a process can."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from etfarm.client import Farm
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.jail.confine import Jail, python_programs
+from etfarm.device_agents.jail.options import JailOptions
+from etfarm.wire.sandbox import landlock, seccomp
+from tests.support.emulation import need_compiler, need_emulator
+from tests.support.farm import FarmProcess, wait_until
+from tests.support.faults import faulty_archive, faulty_program
+from tests.support.programs import program
+
+HOSTILE = Path(__file__).parents[1] / "support" / "hostile.cpp"
+BY_LANDLOCK = {
+    "command line", "processes", "world-readable file", "world-writable folder", "accounts", "tmp", "var tmp", "shared memory",
+    "exec",
+}  # fmt: skip
+"""What nothing else keeps a runner from that has a user of its own."""
+TOKEN = "s3cret-of-the-agent"
+
+needs_seccomp = pytest.mark.skipif(not seccomp.is_available(), reason="this kernel has no seccomp filters")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="runners get users of their own where the agent is root")
+
+
+@contextmanager
+def hostile_farm(folder: Path, *arguments: str, archive: Path, **environment: str) -> Iterator[FarmProcess]:
+    """A real farm whose runner has the hostile kernels; beside the agent's data folder lie a token and files of others."""
+    folder.mkdir(exist_ok=True)
+    farm = FarmProcess(folder, bundle=False)
+    try:
+        farm.start(agents=0)
+        (folder / "token").write_text(TOKEN)
+        (folder / "token").chmod(0o600)
+        (folder / "open").mkdir(mode=0o777)
+        (folder / "open").chmod(0o777)
+        (folder / "open" / "readme").write_text("of somebody else")
+        farm.add_agent(
+            "--idle-wait", "0", "--cool-down", "0", *arguments, bare=True, environment={"ETFARM_TOKEN": TOKEN, **environment}
+        )  # fmt: skip
+        with farm.client() as client:
+            client.add_bundle(archive)
+        yield farm
+    finally:
+        farm.stop()
+
+
+def hostile_program(folder: Path, kernel: str) -> Path:
+    """A file of the program `add` with a kernel of hostile.cpp."""
+    path = folder / f"{kernel}.pte"
+    path.write_bytes(faulty_program(kernel))
+    return path
+
+
+@contextmanager
+def listener() -> Iterator[int]:
+    """A port on loopback to which nothing must have connected at the end."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        yield listening.getsockname()[1]
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+
+
+def pry(client: Farm, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """What became of each attack, and of each thing that a runner needs, by name, as the program told."""
+    with listener() as port:
+        first = np.zeros((2, 3), np.float32)
+        first[0, 0] = port
+        job = client.run(hostile_program(folder, "pry"), inputs={"0": first, "1": np.ones((2, 3), np.float32)})
+        (report,) = job.result().reports
+        lines = [line.text for line in job.logs()]
+    assert report.state == "SUCCEEDED" and any("probes are over" in line for line in lines), (report.failure, lines)
+    text = "\n".join(lines)
+    told = {kind: dict(re.findall(rf"{kind} ([^:]+): (.*)", text)) for kind in ("probe", "need")}
+    return told["probe"], told["need"]
+
+
+def require_contained(probes: dict[str, str], needs: dict[str, str], *, own_user: bool) -> None:
+    """Fail with the names of attacks that got through."""
+    assert len(probes) >= 50 and len(needs) >= 10, (probes, needs)
+    excused = set[str]() if landlock.abi() else BY_LANDLOCK
+    assert own_user or landlock.abi(), "without both nothing is promised"
+    reached = {name for name, what in probes.items() if what == "REACHED"} - excused
+    assert not reached, sorted(reached)
+    assert set(needs.values()) == {"works"}, needs
+
+
+def of_runners() -> list[int]:
+    """Processes of the users that runners get."""
+    users = JailOptions().users
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.uids().real in users and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hostile")
+
+
+@pytest.fixture(scope="module")
+def farm(folder: Path) -> Iterator[FarmProcess]:
+    with hostile_farm(folder, archive=faulty_archive(HOSTILE)) as running:
+        yield running
+
+
+@needs_seccomp
+@needs_root
+def test_a_hostile_program_reaches_nothing_and_the_agent_lives(farm: FarmProcess, tmp_path: Path) -> None:
+    agent = psutil.Process(farm.agents[0].pid)
+    with farm.client() as client:
+        require_contained(*pry(client, tmp_path), own_user=True)
+        # The same device runs the next program.
+        report = client.run(program("add").path).result().report
+    assert report.state == "SUCCEEDED" and agent.is_running()
+    assert "runners are confined by" in farm.agents[0].log.read_text()
+
+
+@needs_seccomp
+@needs_root
+def test_a_program_that_forks_away_leaves_nothing(farm: FarmProcess, tmp_path: Path) -> None:
+    with farm.client() as client:
+        job = client.run(hostile_program(tmp_path, "hid"), timeout_s=5)
+        (report,) = job.result().reports
+        assert report.failure is not None and report.failure.reason == "PROGRAM_TIMED_OUT", report.failure
+        assert any("probe daemon: refused" in line.text for line in job.logs())
+        assert client.run(program("add").path).result().report.state == "SUCCEEDED"
+    assert wait_until(lambda: not of_runners(), 10.0), of_runners()
+
+
+@needs_seccomp
+@needs_root
+def test_a_hostile_program_in_the_emulator_reaches_nothing(tmp_path: Path) -> None:
+    need_emulator()
+    need_compiler()
+    with hostile_farm(tmp_path / "farm", "--emulate", "aarch64", archive=faulty_archive(HOSTILE, "aarch64")) as farm:
+        with farm.client() as client:
+            require_contained(*pry(client, tmp_path), own_user=True)
+            assert client.run(program("add").path).result().report.state == "SUCCEEDED"
+
+
+def test_the_agents_token_is_in_no_environment(farm: FarmProcess) -> None:
+    agent = farm.agents[0]
+    assert TOKEN.encode() not in Path(f"/proc/{agent.pid}/environ").read_bytes()
+    for child in psutil.Process(agent.pid).children(recursive=True):
+        assert TOKEN.encode() not in Path(f"/proc/{child.pid}/environ").read_bytes()
+    data = farm.folder / "agent-0"
+    for private in (data, data / "cache"):
+        assert private.stat().st_mode & 0o777 == 0o700
