@@ -72,7 +72,7 @@ def test_the_service_is_there_for_good_and_outlives_its_programs(tmp_path: Path)
     for name, value in (
         ("Restart", "always"), ("OOMScoreAdjust", "-500"), ("OOMPolicy", "continue"), ("KillMode", "mixed"),
         ("ProtectSystem", "strict"), ("ProtectKernelTunables", "no"), ("StateDirectory", "etfarm"),
-        ("CapabilityBoundingSet", "cap_dac_read_search"),
+        ("CapabilityBoundingSet", "cap_chown cap_dac_read_search cap_kill cap_setgid cap_setuid cap_setpcap"),
     ):  # fmt: skip
         assert told(dump, name) == [value], name
     assert told(dump, "EnvironmentFile") == [f"-{TOKEN_FILE}"]

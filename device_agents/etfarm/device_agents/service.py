@@ -23,6 +23,8 @@ _VARIABLES: Final = (
     SERVER_VARIABLE, TLS_CA_VARIABLE, DATA_VARIABLE, "ADB_SERVER_SOCKET", "ANDROID_ADB_SERVER_ADDRESS", "ANDROID_ADB_SERVER_PORT",
 )  # fmt: skip
 """What the command may have been told by its environment, but for the token."""
+_OF_JAIL: Final = "CAP_SETUID CAP_SETGID CAP_SETPCAP CAP_CHOWN CAP_KILL"
+"""To give each program a user of its own with fewer rights, and to end it."""
 _PLAIN: Final = re.compile(r"[\w@+=:,./\[\]-]+", re.ASCII)
 _ESCAPES: Final = {"\\": r"\\", '"': r"\"", "\n": r"\n", "\t": r"\t", "%": "%%"}
 
@@ -58,11 +60,15 @@ TimeoutStopSec=15
 OOMScoreAdjust=-500
 OOMPolicy=continue
 
-# What a program can break. Nothing here filters system calls, which would slow down what is measured, and /sys stays
+# What the agent can break; it confines programs further itself: to a user of their own, their folder and no network. Nothing here
+# filters system calls, which the agent does for its programs in a way that does not slow down what is measured, and /sys stays
 # writable for the governor (so no ProtectKernelTunables). Root may read all files, as a user's TLS key, and write its own.
 NoNewPrivileges=yes
 {protection}PrivateTmp=yes
 ProtectControlGroups=yes
+# systemd has read it; neither the agent nor a program needs to.
+InaccessiblePaths=-{token_file}
+LimitCORE=0
 UMask=0077
 
 [Install]
@@ -100,11 +106,14 @@ def unit(
         settings.append("WorkingDirectory=" + str(folder).replace("%", "%%"))
     if not own_data:
         settings += [f"StateDirectory={_STATE}", "StateDirectoryMode=0700", "Environment=XDG_DATA_HOME=%S"]
-    if own_data or phones:
-        # What is written may be anywhere, and anybody's.
+    if phones:
+        # adb's keys may be anywhere, and programs run elsewhere.
         protection = ["CapabilityBoundingSet=CAP_DAC_READ_SEARCH CAP_DAC_OVERRIDE", "ProtectSystem=full"]
+    elif own_data:
+        # What is written may be anywhere, and anybody's.
+        protection = [f"CapabilityBoundingSet=CAP_DAC_READ_SEARCH CAP_DAC_OVERRIDE {_OF_JAIL}", "ProtectSystem=full"]
     else:
-        protection = ["CapabilityBoundingSet=CAP_DAC_READ_SEARCH", "ProtectSystem=strict", "ProtectHome=read-only"]
+        protection = [f"CapabilityBoundingSet=CAP_DAC_READ_SEARCH {_OF_JAIL}", "ProtectSystem=strict", "ProtectHome=read-only"]
     return _TEMPLATE.format(
         # A machine may have one of each.
         name=f"{UNIT_NAME}-phones" if phones else UNIT_NAME,

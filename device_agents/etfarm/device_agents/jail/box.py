@@ -37,9 +37,10 @@ class Box:
         """What it may read and not write: hard links to files of the agent's cache, which it cannot reach there."""
         self._files: dict[Path, Path] = {}
         self.shared.chmod(0o755)
-        if user is not None:
-            os.chown(folder, user, user)
-            folder.chmod(0o700)
+        if user is not None and folder.stat().st_uid != user:
+            # The agent's group, so that an agent whose service has few capabilities can still clear it.
+            folder.chmod(0o770)
+            os.chown(folder, user, -1)
 
     def close(self) -> None:
         """Take back what it may read; its own files stay."""

@@ -7,6 +7,7 @@ give equal bytes.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gzip
 import io
 import json
@@ -37,7 +38,7 @@ from etfarm.device_agents.native.toolchain import (
     ExecutorchPackage,
 )
 from etfarm.device_agents.native.wheels import fetch_wheel
-from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle, BundledFile, BundleManifest
+from etfarm.device_agents.runners.bundle import CONFINE, MANIFEST_NAME, Bundle, BundledFile, BundleManifest
 from etfarm.wire import digest
 from etfarm.wire.errors import FarmError, UserError
 
@@ -54,6 +55,7 @@ _LINK_FLAGS: Final = (
     # Kernel and backend libraries only register themselves; nothing refers to them, and they must be loaded all the same.
     "-pie", "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", "-Wl,--build-id=none", "-s",
 )  # fmt: skip
+_OPTIONS: Final = (CONFINE,)
 _PROBE_SECONDS: Final = 30
 
 Say = Callable[[str], None]
@@ -228,7 +230,7 @@ def _end_with_stdin() -> None:
 def _probed(arch: str, version: str, folder: Path) -> BundleManifest:
     """The manifest of `folder`, with what the runner there says of itself."""
     files = {path.name: BundledFile(digest.of_file(path), path.stat().st_size) for path in folder.iterdir()}
-    manifest = BundleManifest(arch, version, source_digest(), (), (), files, LOADERS[arch], ENTRY)
+    manifest = BundleManifest(arch, version, source_digest(), (), (), files, LOADERS[arch], ENTRY, options=_OPTIONS)
     emulator: Sequence[str] = ()
     if arch != platform.machine():
         try:
@@ -237,7 +239,7 @@ def _probed(arch: str, version: str, folder: Path) -> BundleManifest:
             emulator = ()
         if not emulator:
             note = f"Backends and operators are not listed: this machine cannot run programs for {arch}."
-            return BundleManifest(arch, version, manifest.source_digest, (), (), files, LOADERS[arch], ENTRY, note)
+            return dataclasses.replace(manifest, note=note)
     try:
         done = subprocess.run(
             Bundle(folder, manifest).command(emulator),
@@ -253,7 +255,7 @@ def _probed(arch: str, version: str, folder: Path) -> BundleManifest:
         raise RunnerUnusable(f"The runner for {arch} was built and does not start: {why}", arch=arch) from None
     except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, StopIteration) as error:
         raise RunnerUnusable(f"The runner for {arch} was built and does not answer: {error}", arch=arch) from None
-    return BundleManifest(arch, version, manifest.source_digest, backends, operators, files, LOADERS[arch], ENTRY)
+    return dataclasses.replace(manifest, backends=backends, operators=operators)
 
 
 def _sources(pattern: str) -> list[Path]:

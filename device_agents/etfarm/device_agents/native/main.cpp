@@ -13,6 +13,7 @@
 #include <executorch/runtime/kernel/operator_registry.h>
 #include <sched.h>
 
+#include "confine.h"
 #include "log.h"
 #include "passes.h"
 #include "self_test.h"
@@ -40,6 +41,9 @@ constexpr int kProtocol = 1;
 constexpr std::int64_t kMaxPayloadBytes = std::int64_t{1} << 33;
 constexpr std::int64_t kMaxTimeNs = std::int64_t{1} << 60;
 
+// What this process took from itself at its start.
+std::vector<std::string> confined;
+
 Json result_of(const Command& command) { return Json().text("event", "result").text("command", command.name()); }
 
 void send_values(Json result, const std::vector<Json>& headers, const Bytes& payload) {
@@ -62,7 +66,8 @@ void hello(Session&, Command& command) {
                           .text("executorch", ETFARM_EXECUTORCH_VERSION)
                           .text("arch", ETFARM_ARCH)
                           .texts("backends", {backends.begin(), backends.end()})
-                          .texts("operators", {operators.begin(), operators.end()}));
+                          .texts("operators", {operators.begin(), operators.end()})
+                          .texts("confined", confined));
 }
 
 void self_test_command(Session&, Command& command) {
@@ -251,16 +256,25 @@ bool serve(Session& session, const std::string& line) {
 
 int run_main(int argc, char** argv) {
   std::optional<std::int64_t> limit;
+  bool confines = false;
+  std::vector<std::string> readable;
   for (int i = 1; i < argc; ++i) {
-    if (std::strcmp(argv[i], "--limit-data-bytes") != 0 || i + 1 >= argc || std::atoll(argv[i + 1]) <= 0) {
-      std::fprintf(stderr, "usage: etfarm-runner [--limit-data-bytes N]\n");
+    const std::string option = argv[i];
+    if (option == "--confine") {
+      confines = true;
+    } else if (option == "--readable" && i + 1 < argc) {
+      readable.emplace_back(argv[++i]);
+    } else if (option == "--limit-data-bytes" && i + 1 < argc && std::atoll(argv[i + 1]) > 0) {
+      limit = std::atoll(argv[++i]);
+    } else {
+      std::fprintf(stderr, "usage: etfarm-runner [--confine [--readable PATH]...] [--limit-data-bytes N]\n");
       return 2;
     }
-    limit = std::atoll(argv[++i]);
   }
   restrain(limit);
   Channel& channel = Channel::get();
   log::capture();
+  if (confines) confined = confine(readable);
   Session session;
   for (;;) {
     try {

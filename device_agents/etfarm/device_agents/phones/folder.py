@@ -72,6 +72,11 @@ class PhoneFolder:
         """The bundle as it lies on the phone: its command line is for there."""
         return Bundle(Path(self.root, "bundles", _bundle_digest(bundle)), bundle.manifest)
 
+    @property
+    def files(self) -> str:
+        """Where programs and data files lie on the phone."""
+        return posixpath.join(self.root, "files")
+
     def file(self, path: Path) -> str:
         """Where a file of the agent's cache, which has its digest for a name, lies on the phone."""
         return posixpath.join(self.root, "files", path.name)

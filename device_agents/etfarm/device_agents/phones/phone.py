@@ -22,7 +22,7 @@ from etfarm.device_agents.machine import NO_DEADLINE_S
 from etfarm.device_agents.phones.errors import PhoneRefused
 from etfarm.device_agents.phones.folder import PhoneFolder
 from etfarm.device_agents.phones.runner import OwnPhoneRunner, PhoneRunner, spawn
-from etfarm.device_agents.runners.bundle import Bundle
+from etfarm.device_agents.runners.bundle import CONFINE, Bundle
 from etfarm.device_agents.runners.process import Limits, OnLog
 from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.device_agents.sampler import Sampled, Watch
@@ -120,21 +120,25 @@ class Phone:
             command = shlex.split(self._own_runner)
         else:
             assert bundle is not None  # it has no runner of its own
-            command = self.folder.bundle(bundle).command()
+            there = self.folder.bundle(bundle)
+            command = there.command()
+            if CONFINE in bundle.manifest.options:
+                # The agent has no other rights on a phone than the program itself, so the runner gives them up.
+                command += [CONFINE, "--readable", str(there.folder), "--readable", self.folder.files]
         known = self._available_bytes
         limits = Limits(None if known is None else int(known * self._config.memory_share), NO_DEADLINE_S)
-        there = self.folder.run(uuid4().hex)
+        work = self.folder.run(uuid4().hex)
         kind = OwnPhoneRunner if self._own_runner else PhoneRunner
-        started = kind.connect(command, Path(there), limits, on_log, partial(spawn, self._adb, self.serial, lambda: self.gone))
+        started = kind.connect(command, Path(work), limits, on_log, partial(spawn, self._adb, self.serial, lambda: self.gone))
         self._runners += 1
         try:
             async with started as runner:
-                runner.files, runner.folder = self.folder, there
+                runner.files, runner.folder = self.folder, work
                 yield runner
         finally:
             self._runners -= 1
             if not self.gone:
-                await self._delete(there)
+                await self._delete(work)
 
     def start_runner(
         self, bundle: Bundle | None, folder: Path, on_log: OnLog | None

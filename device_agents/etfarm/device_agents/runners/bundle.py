@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 SCHEMA: Final = "etfarm.bundle/1"
 MANIFEST_NAME: Final = "bundle.json"
+CONFINE: Final = "--confine"
+"""The option of runners that confine themselves; see native/PROTOCOL.md."""
 _MAX_BYTES: Final = 2 << 30
 """Unpacked size above which an archive is refused: it is none of ours, or made to fill a disk."""
 _MAX_FILES: Final = 256
@@ -67,6 +69,8 @@ class BundleManifest:
     """The runner itself."""
     note: str = ""
     """Why something above is empty."""
+    options: tuple[str, ...] = ()
+    """Those of the runner that not every bundle has, such as CONFINE."""
 
     def to_json(self) -> dict[str, object]:
         """The manifest as `bundle.json` holds it."""
@@ -81,6 +85,7 @@ class BundleManifest:
             "loader": self.loader,
             "entry": self.entry,
             "note": self.note,
+            "options": list(self.options),
         }
 
     @classmethod
@@ -104,6 +109,7 @@ class BundleManifest:
                 loader=_text(document["loader"]),
                 entry=_text(document["entry"]),
                 note=_text(document.get("note", "")),
+                options=tuple(_text(name) for name in document.get("options", ())),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadBundle(f"its {MANIFEST_NAME} cannot be read ({error})") from None

@@ -22,6 +22,8 @@ class Hello:
     """Delegates that are usable on this machine."""
     operators: tuple[str, ...]
     """Names of the kernels, such as `aten::add.out`."""
+    confined: tuple[str, ...] = ()
+    """What the runner took from itself: `no-new-privileges`, `landlock`, `seccomp`."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,10 @@ class RemoteRunner:
         event, _ = await self._process.request("hello", stage="START")
         if event["protocol"] != PROTOCOL:
             raise errors.RunnerBroken(f"The runner speaks protocol {event['protocol']}, not {PROTOCOL}.")
-        return Hello(event["protocol"], event["executorch"], event["arch"], tuple(event["backends"]), tuple(event["operators"]))
+        return Hello(
+            event["protocol"], event["executorch"], event["arch"], tuple(event["backends"]), tuple(event["operators"]),
+            tuple(event.get("confined", ())),
+        )  # fmt: skip
 
     async def self_test(self) -> tuple[str, ...]:
         """Kernels and backends that gave known results; RunnerBroken names the first that did not."""
