@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +18,11 @@ import psutil
 import pytest
 
 from etfarm.client import Farm
-from etfarm.device_agents.config import AgentConfig
-from etfarm.device_agents.jail.confine import Jail, python_programs
+from etfarm.device_agents.jail.confine import Jail, JailIncomplete, python_programs
 from etfarm.device_agents.jail.options import JailOptions
 from etfarm.wire.sandbox import landlock, seccomp
 from tests.support.emulation import need_compiler, need_emulator
-from tests.support.farm import FarmProcess, wait_until
+from tests.support.farm import Daemon, FarmProcess, wait_until
 from tests.support.faults import faulty_archive, faulty_program
 from tests.support.programs import program
 
@@ -34,13 +33,15 @@ BY_LANDLOCK = {
 }  # fmt: skip
 """What nothing else keeps a runner from that has a user of its own."""
 TOKEN = "s3cret-of-the-agent"
+AGENT_USER = 61234
+"""Without an account, and none of those that runners get."""
 
 needs_seccomp = pytest.mark.skipif(not seccomp.is_available(), reason="this kernel has no seccomp filters")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="runners get users of their own where the agent is root")
 
 
 @contextmanager
-def hostile_farm(folder: Path, *arguments: str, archive: Path, **environment: str) -> Iterator[FarmProcess]:
+def hostile_farm(folder: Path, *arguments: str, archive: Path, agent: bool = True) -> Iterator[FarmProcess]:
     """A real farm whose runner has the hostile kernels; beside the agent's data folder lie a token and files of others."""
     folder.mkdir(exist_ok=True)
     farm = FarmProcess(folder, bundle=False)
@@ -51,9 +52,9 @@ def hostile_farm(folder: Path, *arguments: str, archive: Path, **environment: st
         (folder / "open").mkdir(mode=0o777)
         (folder / "open").chmod(0o777)
         (folder / "open" / "readme").write_text("of somebody else")
-        farm.add_agent(
-            "--idle-wait", "0", "--cool-down", "0", *arguments, bare=True, environment={"ETFARM_TOKEN": TOKEN, **environment}
-        )  # fmt: skip
+        if agent:
+            given = ("--idle-wait", "0", "--cool-down", "0", "--require-jail", *arguments)
+            farm.add_agent(*given, bare=True, environment={"ETFARM_TOKEN": TOKEN})
         with farm.client() as client:
             client.add_bundle(archive)
         yield farm
@@ -155,10 +156,99 @@ def test_a_program_that_forks_away_leaves_nothing(farm: FarmProcess, tmp_path: P
 def test_a_hostile_program_in_the_emulator_reaches_nothing(tmp_path: Path) -> None:
     need_emulator()
     need_compiler()
-    with hostile_farm(tmp_path / "farm", "--emulate", "aarch64", archive=faulty_archive(HOSTILE, "aarch64")) as farm:
+    archive = faulty_archive(HOSTILE, "aarch64")
+    with hostile_farm(tmp_path / "farm", "--emulate", "aarch64", archive=archive) as farm, farm.client() as client:
+        require_contained(*pry(client, tmp_path), own_user=True)
+        assert client.run(program("add").path).result().report.state == "SUCCEEDED"
+
+
+@needs_seccomp
+@needs_root
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv: apt-get install util-linux")
+@pytest.mark.skipif(not landlock.abi(), reason="without a user of its own a program is kept from files by Landlock")
+def test_a_hostile_program_reaches_nothing_of_an_agent_that_is_no_root(tmp_path: Path) -> None:
+    folder = tmp_path / "farm"
+    with hostile_farm(folder, archive=faulty_archive(HOSTILE), agent=False) as farm:
+        data = folder / "agent-0"
+        data.mkdir()
+        for path in (data, folder / "token"):
+            os.chown(path, AGENT_USER, AGENT_USER)
+        agent = Daemon(
+            ["agent", "--server", farm.address, "--data", str(data), "--exit-with-stdin", "--idle-wait", "0", "--cool-down", "0"],
+            folder / "agent-0.log",
+            {"ETFARM_TOKEN": TOKEN},
+        )
+        # The capability is for this checkout's Python, which may lie where only root looks. Its runners have none.
+        user = [f"--reuid={AGENT_USER}", f"--regid={AGENT_USER}", "--clear-groups"]
+        reading = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+        agent._arguments = ["setpriv", *user, *reading, *agent._arguments]
+        farm.agents.append(agent)
+        agent.start()
+        agent.expect("connected to")
         with farm.client() as client:
-            require_contained(*pry(client, tmp_path), own_user=True)
+            require_contained(*pry(client, tmp_path), own_user=False)
             assert client.run(program("add").path).result().report.state == "SUCCEEDED"
+
+
+PROBE = """
+import ctypes, errno, json, os, socket, sys
+agent, port, data, other = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+def sends():
+    with socket.create_connection(("127.0.0.1", port), 5): pass
+def forks():
+    if os.fork() == 0: os._exit(0)
+attacks = {
+    "environ": lambda: open(f"/proc/{agent}/environ", "rb").read(),
+    "memory": lambda: open(f"/proc/{agent}/mem", "rb"),
+    "signal": lambda: os.kill(agent, 0),
+    "secret": lambda: open(f"{data}/secret").read(),
+    "change": lambda: open(f"{data}/secret", "w"),
+    "listing": lambda: os.listdir(data),
+    "elsewhere": lambda: open(other, "x"),
+    "inet": sends,
+    "unix": lambda: socket.socket(socket.AF_UNIX),
+    "fork": forks,
+    "setuid": lambda: os.setuid(0) or (os.getuid() == 0 and None),
+    "own code": lambda: open(json.__file__, "r+"),
+}
+reached = []
+for name, attack in attacks.items():
+    try:
+        attack()
+        reached.append(name)
+    except OSError:
+        pass
+open("mine", "w").write("x")
+print(json.dumps(reached))
+"""
+
+
+@needs_seccomp
+@needs_root
+async def test_code_in_the_python_child_reaches_nothing(tmp_path: Path) -> None:
+    data, folder = tmp_path / "data", tmp_path / "data" / "run"
+    folder.mkdir(parents=True)
+    data.chmod(0o700)
+    (data / "secret").write_text("s3cret")
+    jail = Jail(JailOptions(required=True))
+    measures = await jail.measures()
+    with listener() as port, jail.box(folder) as box:
+        arguments = [str(os.getpid()), str(port), str(data), str(tmp_path / "made")]
+        child = await jail.spawn(box, python_programs())([sys.executable, "-P", "-c", PROBE, *arguments], folder)
+        said, errors = await child.stdout.read(), await child.stderr.read()
+        assert await child.wait() == 0, errors
+    excused = set[str]() if "landlock" in measures.active else {"elsewhere"}
+    assert set(json.loads(said)) <= excused and (folder / "mine").exists()
+
+
+async def test_a_runner_is_not_started_where_it_cannot_be_confined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A machine whose system calls nobody has a table of.
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(JailIncomplete, match="seccomp is not available") as refused:
+        await Jail(JailOptions(required=True)).measures()
+    assert "--require-jail" in refused.value.remedy
+    relaxed = await Jail(JailOptions()).measures()
+    assert not relaxed.is_complete and relaxed.active, relaxed
 
 
 def test_the_agents_token_is_in_no_environment(farm: FarmProcess) -> None:

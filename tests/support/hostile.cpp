@@ -169,16 +169,14 @@ void attack(int port) {
   tell("shared memory", writes("/dev/shm/etfarm-hostile-made", true));
 
   // The bundle and the program, which others will use too.
-  DIR* folder = ::opendir(".");
-  while (const dirent* entry = folder ? ::readdir(folder) : nullptr) {
-    const std::string name = entry->d_name;
-    if (name.rfind(".read-only", 0) != 0) continue;
-    tell("program write", writes(name + "/file-0", false));
-    tell("program delete", ::unlink((name + "/file-0").c_str()) == 0);
-    tell("program mode", ::chmod((name + "/file-0").c_str(), 0666) == 0);
-    tell("bundle write", writes(name + "/etfarm-runner", false));
-    tell("bundle move", ::rename(name.c_str(), "moved") == 0);
-  }
+  const std::string program = program_invocation_name, name = program.substr(0, program.rfind('/'));
+  must("own bundle", reads(name + "/etfarm-runner"));
+  tell("program write", writes(name + "/file-0", false));
+  tell("program delete", ::unlink((name + "/file-0").c_str()) == 0);
+  tell("program mode", ::chmod((name + "/file-0").c_str(), 0666) == 0);
+  tell("bundle addition", writes(name + "/made", true));
+  tell("bundle write", writes(name + "/etfarm-runner", false));
+  tell("bundle move", ::rename(name.c_str(), "moved") == 0);
   tell("link", ::link("/etc/passwd", "linked") == 0);
   tell("symlink", ::symlink("/etc/shadow", "linked") == 0);
   tell("folder", ::mkdir("deep", 0700) == 0);
@@ -206,8 +204,8 @@ void attack(int port) {
   tell("spawn", spawns());
   tell("signal of the agent", ::kill(agent, 0) == 0);
   tell("signal to all", ::kill(-1, 0) == 0);
-  char name[] = "sh";
-  char* const arguments[] = {name, nullptr};
+  char shell[] = "sh";
+  char* const arguments[] = {shell, nullptr};
   ::execve("/bin/sh", arguments, arguments + 1);
   tell("exec", false);
   std::fprintf(stderr, "probes are over\n");

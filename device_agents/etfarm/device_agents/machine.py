@@ -81,7 +81,7 @@ class Machine:
                 spawn = self.jail.spawn(box, python_programs())
                 started = PythonRunner.start(folder, limits=limits, on_log=on_log, spawn=spawn)
             else:
-                command = box.place_bundle(bundle).command(prefix, working_folder=box.folder)
+                command = box.place_bundle(bundle, prefix)
                 spawn = self.jail.spawn(box, [] if emulator is None else [Path(emulator.path)])
                 started = NativeRunner.start(command, folder, limits=limits, on_log=on_log, spawn=spawn)
             async with started as runner:

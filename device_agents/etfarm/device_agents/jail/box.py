@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +24,11 @@ class ForeignFile(FarmError):
 
 
 class Box:
-    """A runner's folder. Paths that the runner is given are relative to it, since folders above it may be closed to the runner.
+    """A runner's folder, and a second one with what it may only read.
+
+    A runner with a user of its own has the second inside of the first, where it may change nothing. For a runner with the agent's
+    user it lies beside, since what Landlock grants on a folder holds for everything below. All paths are relative to the runner's
+    folder: those above may be closed to it.
 
     Args:
         folder: where it works; it becomes the runner's.
@@ -33,7 +38,8 @@ class Box:
     def __init__(self, folder: Path, user: int | None) -> None:
         self.folder = folder.absolute()
         self.user = user
-        self.shared = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
+        where = self.folder if user is not None else self.folder.parent
+        self.shared = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=where))
         """What it may read and not write: hard links to files of the agent's cache, which it cannot reach there."""
         self._files: dict[Path, Path] = {}
         self.shared.chmod(0o755)
@@ -46,11 +52,11 @@ class Box:
         """Take back what it may read; its own files stay."""
         shutil.rmtree(self.shared, ignore_errors=True)
 
-    def place_bundle(self, bundle: Bundle) -> Bundle:
-        """Put a bundle's files into the box; the bundle as it lies there."""
+    def place_bundle(self, bundle: Bundle, emulator: Sequence[str] = ()) -> list[str]:
+        """Put a bundle's files into the box; the command line that starts it there."""
         for name in bundle.manifest.files:
             self._place(bundle.folder / name, self.shared / name)
-        return Bundle(self.shared, bundle.manifest)
+        return Bundle(self.shared, bundle.manifest).command(emulator, working_folder=self.folder)
 
     def path_for_runner(self, path: Path) -> Path:
         """A file's path as the runner must be given it; one from outside is put into the box first.
@@ -59,12 +65,12 @@ class Box:
             OSError: it cannot be put there.
         """
         path = path.absolute()
-        if path.is_relative_to(self.folder.absolute()):
-            return path.relative_to(self.folder.absolute())
+        if path.is_relative_to(self.folder):
+            return path.relative_to(self.folder)
         if path not in self._files:
             inside = self.shared / f"file-{len(self._files)}"
             self._place(path, inside)
-            self._files[path] = inside.relative_to(self.folder)
+            self._files[path] = Path(os.path.relpath(inside, self.folder))
         return self._files[path]
 
     def _place(self, source: Path, target: Path) -> None:

@@ -130,12 +130,14 @@ class Bundle:
     manifest: BundleManifest
 
     def command(self, emulator: Sequence[str] = (), *, working_folder: Path | None = None) -> list[str]:
-        """The command line that starts the runner, in any working folder, or in `working_folder` alone, which has the bundle.
+        """The command line that starts the runner, in any working folder, or by a relative path in `working_folder` alone.
 
         `emulator` goes in front, for example `("/usr/bin/qemu-aarch64-static", "-cpu", "cortex-a76")`; its path is
         absolute, since a runner's environment has no PATH.
         """
-        folder = self.folder.absolute() if working_folder is None else self.folder.relative_to(working_folder)
+        folder = self.folder.absolute()
+        if working_folder is not None:
+            folder = Path(os.path.relpath(folder, working_folder))
         loader, entry = folder / self.manifest.loader, folder / self.manifest.entry
         return [*emulator, str(loader), "--library-path", str(folder), str(entry)]
 
