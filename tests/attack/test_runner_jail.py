@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
 import re
 import shutil
 import socket
+import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,9 +20,14 @@ import psutil
 import pytest
 
 from etfarm.client import Farm
-from etfarm.device_agents.jail.confine import Jail, JailIncomplete, python_programs
+from etfarm.device_agents.jail.confine import Jail, JailIncomplete, launcher_command, python_programs
 from etfarm.device_agents.jail.options import JailOptions
-from etfarm.wire.sandbox import landlock, seccomp
+from etfarm.device_agents.runners.bundle import CONFINE, unpack
+from etfarm.device_agents.runners.child import LocalChild, spawn_here
+from etfarm.device_agents.runners.native import NativeRunner
+from etfarm.device_agents.service import unit
+from etfarm.wire import tensors
+from etfarm.wire.sandbox import landlock, launch, seccomp
 from tests.support.emulation import need_compiler, need_emulator
 from tests.support.farm import Daemon, FarmProcess, wait_until
 from tests.support.faults import faulty_archive, faulty_program
@@ -32,6 +39,12 @@ BY_LANDLOCK = {
     "exec",
 }  # fmt: skip
 """What nothing else keeps a runner from that has a user of its own."""
+OF_PROCESSES = {
+    "ptrace", "process_vm_readv", "link", "symlink", "folder", "fifo", "program mode", "bundle move", "inet", "udp", "unix",
+    "netlink", "socketpair", "io_uring", "user namespace", "mount", "chroot", "limits of the agent", "priority of the agent",
+    "outliving the agent", "fork", "spawn", "signal of the agent", "signal to all", "exec",
+}  # fmt: skip
+"""What is left to a runner that can only confine itself: no files are hidden."""
 TOKEN = "s3cret-of-the-agent"
 AGENT_USER = 61234
 """Without an account, and none of those that runners get."""
@@ -162,32 +175,57 @@ def test_a_hostile_program_in_the_emulator_reaches_nothing(tmp_path: Path) -> No
         assert client.run(program("add").path).result().report.state == "SUCCEEDED"
 
 
+needs_setpriv = pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv: apt-get install util-linux")
+
+
+def add_agent(farm: FarmProcess, folder: Path, *within: str) -> Path:
+    """A connected agent behind a command that takes rights from it; its data folder."""
+    data = folder / "agent-0"
+    agent = Daemon(
+        ["agent", "--server", farm.address, "--data", str(data), "--exit-with-stdin", "--idle-wait", "0", "--cool-down", "0"],
+        folder / "agent-0.log",
+        {"ETFARM_TOKEN": TOKEN},
+    )
+    agent._arguments = [*within, *agent._arguments]
+    farm.agents.append(agent)
+    agent.start()
+    agent.expect("connected to")
+    return data
+
+
 @needs_seccomp
 @needs_root
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv: apt-get install util-linux")
+@needs_setpriv
 @pytest.mark.skipif(not landlock.abi(), reason="without a user of its own a program is kept from files by Landlock")
 def test_a_hostile_program_reaches_nothing_of_an_agent_that_is_no_root(tmp_path: Path) -> None:
     folder = tmp_path / "farm"
-    with hostile_farm(folder, archive=faulty_archive(HOSTILE), agent=False) as farm:
-        data = folder / "agent-0"
-        data.mkdir()
-        for path in (data, folder / "token"):
+    # The capability is for this checkout's Python, which may lie where only root looks. Its runners have none.
+    user = [f"--reuid={AGENT_USER}", f"--regid={AGENT_USER}", "--clear-groups"]
+    reading = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+    with hostile_farm(folder, archive=faulty_archive(HOSTILE), agent=False) as farm, farm.client() as client:
+        (folder / "agent-0").mkdir()
+        for path in (folder / "agent-0", folder / "token"):
             os.chown(path, AGENT_USER, AGENT_USER)
-        agent = Daemon(
-            ["agent", "--server", farm.address, "--data", str(data), "--exit-with-stdin", "--idle-wait", "0", "--cool-down", "0"],
-            folder / "agent-0.log",
-            {"ETFARM_TOKEN": TOKEN},
-        )
-        # The capability is for this checkout's Python, which may lie where only root looks. Its runners have none.
-        user = [f"--reuid={AGENT_USER}", f"--regid={AGENT_USER}", "--clear-groups"]
-        reading = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
-        agent._arguments = ["setpriv", *user, *reading, *agent._arguments]
-        farm.agents.append(agent)
-        agent.start()
-        agent.expect("connected to")
-        with farm.client() as client:
-            require_contained(*pry(client, tmp_path), own_user=False)
-            assert client.run(program("add").path).result().report.state == "SUCCEEDED"
+        add_agent(farm, folder, "setpriv", *user, *reading)
+        require_contained(*pry(client, tmp_path), own_user=False)
+        assert client.run(program("add").path).result().report.state == "SUCCEEDED"
+
+
+@needs_seccomp
+@needs_root
+@needs_setpriv
+def test_the_rights_of_the_systemd_unit_are_enough_to_confine_and_to_clear_up(tmp_path: Path) -> None:
+    folder = tmp_path / "farm"
+    granted = re.findall(r"CapabilityBoundingSet=(.*)", unit(["--server", "h:1"], program=["/bin/true"]))[0].split()
+    bounding = ",".join(["-all", *(f"+{name.removeprefix('CAP_').lower()}" for name in granted)])
+    umask = ["sh", "-c", 'umask 077; exec "$@"', "sh"]
+    with hostile_farm(folder, archive=faulty_archive(HOSTILE), agent=False) as farm, farm.client() as client:
+        data = add_agent(farm, folder, *umask, "setpriv", f"--bounding-set={bounding}", "--no-new-privs")
+        require_contained(*pry(client, tmp_path), own_user=True)
+        assert client.bench(program("conv").path, iterations=5, min_time_s=0.0).result().report.state == "SUCCEEDED"
+        (report,) = client.run(hostile_program(tmp_path, "hid"), timeout_s=5).result().reports
+        assert report.failure is not None and report.failure.reason == "PROGRAM_TIMED_OUT"
+        assert wait_until(lambda: not of_runners(), 10.0) and wait_until(lambda: not list(data.glob("runs/*")), 10.0)
 
 
 PROBE = """
@@ -239,6 +277,44 @@ async def test_code_in_the_python_child_reaches_nothing(tmp_path: Path) -> None:
         assert await child.wait() == 0, errors
     excused = set[str]() if "landlock" in measures.active else {"elsewhere"}
     assert set(json.loads(said)) <= excused and (folder / "mine").exists()
+
+
+@needs_seccomp
+@needs_root
+async def test_a_runner_that_confines_itself_keeps_a_program_from_processes_and_the_network(tmp_path: Path) -> None:
+    """As on a phone: no user of its own, and a kernel without Landlock."""
+    bundle = unpack(faulty_archive(HOSTILE), tmp_path / "bundle")
+    lines: list[str] = []
+    without_landlock = struct.pack(
+        "HBBI" * 4, 0x20, 0, 0, 0, 0x15, 0, 1, landlock.CREATE_RULESET, 0x06, 0, 0, 0x50000 | errno.ENOSYS, 0x06, 0, 0, 0x7FFF0000
+    )
+
+    async def spawn(command: Sequence[str], folder: Path) -> LocalChild:
+        child = await spawn_here(launcher_command(), folder)
+        specification = {
+            "argv": list(command), "env": {}, "folder": str(folder), "parent": os.getpid(), "user": None,
+            "reads_as_root": False, "rules": None, "filters": [without_landlock], "limits": [], "required": [launch.SECCOMP],
+            "probe": False,
+        }  # fmt: skip
+        child.stdin.write(launch.encode(specification))
+        return child
+
+    command = [*bundle.command(), CONFINE, "--readable", str(tmp_path)]
+    assert CONFINE in bundle.manifest.options
+    with listener() as port:
+        async with NativeRunner.start(command, tmp_path, on_log=lambda line: lines.append(line.message), spawn=spawn) as runner:
+            assert (await runner.hello()).confined == ("no-new-privileges", "seccomp")
+            await runner.threads(2)
+            await runner.load(hostile_program(tmp_path, "pry"))
+            await runner.load_method("forward")
+            first = np.zeros((2, 3), np.float32)
+            first[0, 0] = port
+            await runner.set_inputs([tensors.from_array("0", first), tensors.from_array("1", np.ones((2, 3), np.float32))])
+            await runner.run()
+            await runner.memory()
+    told = dict(re.findall(r"probe ([^:]+): (.*)", "\n".join(lines)))
+    assert set(told) >= OF_PROCESSES, OF_PROCESSES - set(told)
+    assert not {name for name in OF_PROCESSES if told[name] == "REACHED"}
 
 
 async def test_a_runner_is_not_started_where_it_cannot_be_confined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

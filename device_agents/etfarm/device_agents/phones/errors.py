@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from etfarm.device_agents.adb import Phone, State
 from etfarm.wire.errors import DeviceError, Kind
 
@@ -129,4 +131,18 @@ class PhoneStorageDamaged(DeviceError):
             "Look at its storage: `adb shell df /data` and `adb shell dmesg`.",
             serial=serial,
             files=files,
+        )
+
+
+class RunnerNotConfined(DeviceError):
+    """The agent requires confined runners, and the one on the phone is not."""
+
+    reason = "RUNNER_NOT_CONFINED"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, active: Sequence[str]) -> None:
+        super().__init__(
+            f"The runner on the phone is confined by {', '.join(active) or 'nothing'}, and not by seccomp.",
+            "Build a new bundle with `etfarm bundle build`, or start the agent without --require-jail.",
+            active=",".join(active),
         )

@@ -134,6 +134,7 @@ class Phone:
         try:
             async with started as runner:
                 runner.files, runner.folder = self.folder, work
+                runner.must_be_confined = self._config.jail.required
                 yield runner
         finally:
             self._runners -= 1

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from etfarm.device_agents.adb import AdbServer, PhoneSilent, ShellProcess
-from etfarm.device_agents.phones.errors import PhoneRefused
+from etfarm.device_agents.phones.errors import PhoneRefused, RunnerNotConfined
 from etfarm.device_agents.phones.folder import PhoneFolder
 from etfarm.device_agents.runners.child import MAX_LINE_BYTES, Child
 from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.device_agents.runners.process import RunnerProcess
-from etfarm.device_agents.runners.protocol import Debugged, Loaded, OnProgress, Traced
+from etfarm.device_agents.runners.protocol import Debugged, Hello, Loaded, OnProgress, Traced
 from etfarm.wire.chunks import Progressed
 from etfarm.wire.errors import DeviceError, EtfarmError
 
@@ -135,12 +135,27 @@ class PhoneRunner(NativeRunner):
     files: PhoneFolder
     folder: str
     """Where it works, on the phone."""
+    must_be_confined = False
+    """Whether a runner is refused that does not keep programs from processes and the network."""
 
     def __init__(self, process: RunnerProcess) -> None:
         super().__init__(process)
         self._written: dict[Path, int] = {}
         """Files that are there still, by where they are to be here, with their bytes."""
         self._collecting = False
+
+    async def hello(self) -> Hello:
+        """See `Runner.hello`.
+
+        Raises:
+            RunnerNotConfined: it, or the phone's kernel, does not do what the agent requires.
+            As `RemoteRunner.hello`.
+        """
+        hello = await super().hello()
+        if self.must_be_confined and "seccomp" not in hello.confined:
+            raise RunnerNotConfined(hello.confined)
+        log.debug("the phone's runner is confined by %s", ", ".join(hello.confined) or "nothing")
+        return hello
 
     async def load(self, program: Path, data: Sequence[Path] = ()) -> Loaded:
         """See `Runner.load`; the files were installed."""

@@ -39,8 +39,9 @@ _NETWORK_ABI: Final = 4
 _ALL_TCP: Final = 0b11
 _SCOPE_ABI: Final = 6
 _ALL_SCOPES: Final = 0b11
-_CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
-"""Numbers of the system calls, equal on all architectures."""
+CREATE_RULESET: Final = 444
+"""The number of the first of three system calls, equal on all architectures."""
+_ADD_RULE, _RESTRICT = 445, 446
 _VERSION_QUERY: Final = 1
 _PATH_BENEATH: Final = 1
 _EOPNOTSUPP: Final = 95
@@ -48,7 +49,7 @@ _EOPNOTSUPP: Final = 95
 
 def abi() -> int:
     """Return the version of the kernel's Landlock interface; 0 where it has none, or it is disabled."""
-    return max(0, _call(_CREATE, None, 0, _VERSION_QUERY))
+    return max(0, _call(CREATE_RULESET, None, 0, _VERSION_QUERY))
 
 
 class Ruleset:
@@ -69,7 +70,7 @@ class Ruleset:
             attributes += struct.pack("Q", _ALL_TCP)
         if version >= _SCOPE_ABI:
             attributes += struct.pack("Q", _ALL_SCOPES)
-        self._descriptor = _checked(_call(_CREATE, attributes, len(attributes), 0), "landlock_create_ruleset")
+        self._descriptor = _checked(_call(CREATE_RULESET, attributes, len(attributes), 0), "landlock_create_ruleset")
 
     def allow(self, descriptor: int, rights: int, *, is_folder: bool) -> None:
         """Grant rights on what an open descriptor stands for, and on everything below a folder."""
