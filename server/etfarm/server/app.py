@@ -28,6 +28,7 @@ from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.prewarm import PRELOAD as COMPILE_PRELOAD
+from etfarm.server.compile.screening import Screening
 from etfarm.server.config import DATABASE, Config
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import Registry
@@ -163,6 +164,7 @@ async def running(config: Config) -> AsyncIterator[str]:
     readers = Readers()
     background: list[asyncio.Task[None]] = []
     store: Store | None = None
+    screening: Screening | None = None
     try:
         await database.open()
         store = Store(config.data / "artifacts", database, config.store_limits)
@@ -185,7 +187,7 @@ async def running(config: Config) -> AsyncIterator[str]:
         await registry.load()
         compiler = Compiler(
             workers, store, database, deadline_s=config.compile_deadline_s, stage_deadline_s=config.stage_deadline_s,
-            threads=config.threads,
+            threads=config.threads, operators=config.operators,
         )  # fmt: skip
         analyst = Analyst(Findings(workers, database, now, deadline_s=config.analysis_deadline_s), store)
         placement = Placement(registry, runs)
@@ -198,7 +200,8 @@ async def running(config: Config) -> AsyncIterator[str]:
             thresholds=config.thresholds, now=now, clock=time.monotonic, new_id=new_id,
         )  # fmt: skip
         revision = Revision(journal, joblog, compiler, execution, analyst, thresholds=config.thresholds)
-        submission = Submission(store, registry.devices, compiler.check, new_id, readers)
+        screening = Screening(store.path, config.operators)
+        submission = Submission(store, registry.devices, compiler.check, new_id, readers, screening)
         ready = asyncio.Event()
         own_version = version("etfarm")
 
@@ -282,6 +285,8 @@ async def running(config: Config) -> AsyncIterator[str]:
         for outcome in await asyncio.gather(*background, return_exceptions=True):
             if isinstance(outcome, Exception):
                 log.error("a background task failed", error=str(outcome))
+        if screening is not None:
+            screening.close()
         await workers.stop()
         if store is not None:
             store.close()

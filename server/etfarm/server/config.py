@@ -7,6 +7,7 @@ from pathlib import Path
 
 from etfarm.server.access.tokens import has_tokens
 from etfarm.server.artifacts.limits import StoreLimits
+from etfarm.server.compile.operators import Operators
 from etfarm.server.jobs.quotas import Quotas
 from etfarm.server.reports.verdict import Thresholds
 from etfarm.wire.channel import Address
@@ -75,6 +76,8 @@ class Config:
     """Files and folders besides the system and the installed code that the children may read."""
     jail_user: int | None = None
     """First of the users that children run as, one for each at a time, where the server is root; None to choose."""
+    operators: Operators = field(default_factory=Operators)
+    """That uploaded programs may use."""
     thresholds: Thresholds = field(default_factory=Thresholds)
     """When a measurement is called invalid."""
 

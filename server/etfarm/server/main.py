@@ -18,6 +18,7 @@ import structlog
 
 from etfarm.server import preflight
 from etfarm.server.app import running
+from etfarm.server.compile import operators
 from etfarm.server.config import Config
 from etfarm.server.jobs.quotas import Quotas
 from etfarm.server.reports import thresholds
@@ -101,6 +102,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--check", action="store_true",
                       help="print the configuration, the measures of the jail and every problem, and start nothing; exit 1 where "
                       "the server would not start")  # fmt: skip
+    made.add_argument("--allow-operators", type=Path, action="append", default=[], metavar="FILE",
+                      help="operators that uploaded models may use beside the built-in list, one NAMESPACE.NAME.OVERLOAD a "
+                      "line, # begins a comment; may be given several times. A plug-in allows its own with an entry point in the "
+                      f"group {operators.PLUGINS}: the operator is its name, the module that registers it its value")  # fmt: skip
     made.add_argument("--no-bundle", action="store_true", help="do not build the runner bundle for this machine")
     made.add_argument("--address-file", type=Path, metavar="FILE", help="write the address there once listening")
     made.add_argument("--exit-with-stdin", action="store_true", help="end when stdin ends")
@@ -160,6 +165,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
         project_storage_bytes=arguments.project_storage_gib, max_artifact_bytes=arguments.max_artifact_gib << 30,
         quotas=Quotas.of(arguments.quota),
         require_jail=arguments.require_jail, jail_readable=tuple(arguments.jail_readable), jail_user=arguments.jail_user,
+        operators=operators.read(arguments.allow_operators),
         thresholds=thresholds.read(arguments.thresholds) if arguments.thresholds else Thresholds(),
     )  # fmt: skip
 

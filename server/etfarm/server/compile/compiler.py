@@ -17,6 +17,7 @@ from etfarm.server.compile import answers
 from etfarm.server.compile.cache import Cache, Outcome, is_lasting
 from etfarm.server.compile.flights import Audience, Flights, Listener
 from etfarm.server.compile.keys import Plan, original_of, plan, toolchain
+from etfarm.server.compile.operators import Operators
 from etfarm.server.compile.request import InspectRequest, LowerRequest, QuantizeRequest
 from etfarm.server.state.engine import Database
 from etfarm.server.workers.pool import Workers
@@ -73,6 +74,7 @@ class Compiler:
         deadline_s: of one child, wall clock.
         stage_deadline_s: of one stage, wall clock.
         threads: that a child may use.
+        operators: that programs may use.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Compiler:
         stage_deadline_s: float,
         threads: int,
         tasks: Tasks | None = None,
+        operators: Operators | None = None,
     ) -> None:
         self._workers = workers
         self._store = store
@@ -93,6 +96,7 @@ class Compiler:
         self._stage_deadline_s = stage_deadline_s
         self._threads = threads
         self._tasks = tasks or Tasks()
+        self._operators = operators or Operators()
         self._toolchain = toolchain()
         self._compilations: Flights[Outcome] = Flights("compile")
         self._quantizations: Flights[Outcome] = Flights("quantize")
@@ -135,7 +139,7 @@ class Compiler:
             stop_after: a stage of the candidate's recipe; empty for a whole program.
             quantize_again: with `fresh`, the shared stages too.
         """
-        todo = plan(candidate, await self._recipe_of(candidate), stop_after)
+        todo = plan(candidate, await self._recipe_of(candidate), stop_after, self._operators)
         outcome = await self._outcome(todo, owner, project, fresh, quantize_again, listener)
         await self._cache.give(project, outcome.made, owner)
         return outcome
@@ -184,7 +188,7 @@ class Compiler:
                 originals=self._paths({name: original_of(method) for name, method in model.methods.items()}),
                 quantized_here=lowered_from is not sources, model_name=_ANY_MODEL,
                 recipe_json=todo.candidate.recipe, constant_methods=self._paths(model.constant_methods),
-                stop_after=todo.stop_after or None, threads=self._threads,
+                stop_after=todo.stop_after or None, threads=self._threads, operators=self._operators,
             )  # fmt: skip
         except EtfarmError as error:
             return _failed(made, error)
@@ -227,7 +231,7 @@ class Compiler:
             models=self._paths({name: method.exported_program for name, method in model.methods.items()}),
             model_name=_ANY_MODEL, recipe_json=todo.candidate.recipe,
             calibration={name: [self._store.path(digest) for digest in digests] for name, digests in samples.items()},
-            threads=self._threads,
+            threads=self._threads, operators=self._operators,
         )  # fmt: skip
 
     async def _inspect(self, todo: Plan, made: Compilation, owner: str, project: str, audience: Audience) -> Outcome:

@@ -12,15 +12,23 @@ import json
 import re
 from typing import Final
 
-from etfarm.server.compile.refusals import UnknownOperator, UnsafeModel
+from etfarm.server.compile import operators
+from etfarm.server.compile.refusals import OperatorNotAllowed, UnknownOperator, UnsafeModel
 from etfarm.wire.errors import UserError
 
 MAX_EXPRESSION: Final = 20_000
 MAX_DEPTH: Final = 60
+MAX_DEGREE: Final = 64
+"""Greatest product of the exponents of powers within powers."""
+MAX_PRECISION: Final = 256
+"""Most bits of a float in an expression; torch's have 53."""
 MAX_NAME: Final = 2000
 
 _SYMBOL: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.]*")
+_IDENTIFIER: Final = re.compile(r"[A-Za-z0-9_]*")
+_FUNCTION: Final = re.compile(r"[A-Za-z0-9_.<>\- ]*")
+_VERIFIERS: Final = frozenset({"", "ATEN", "TRAINING"})
 _PATH: Final = re.compile(r"[A-Za-z0-9_.@\-]*")
 _TREE_TEXT: Final = re.compile(r"[A-Za-z0-9_.\- :/]*")
 _RANGE: Final = re.compile(r"[A-Za-z0-9_*+\-/ (),.]{1,2000}")
@@ -63,25 +71,15 @@ _GUARD_METHODS: Final = frozenset({"size", "stride", "storage_offset"})
 _OPERATORS: Final = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Div, ast.Mod)
 _COMPARISONS: Final = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
-_NAMESPACES: Final = (
-    "aten|prim|prims|quantized|quantized_decomposed|torchao|executorch|executorch_prim|dim_order_ops|llama|"
-    "torchvision|higher_order|et_vk|cortex_m|tosa"
+_OPERATOR: Final = re.compile(r"torch\.ops\.([A-Za-z_][A-Za-z0-9_]*)\.([A-Za-z_][A-Za-z0-9_]*)(?:\.([A-Za-z][A-Za-z0-9_]*))?")
+_OWN: Final = _words(
+    "_c10d_functional _dtensor _quantized aten c10d c10d_functional debugprims dim_order_ops executorch executorch_prim fsdp "
+    "higher_order inductor inductor_prims mkl mkldnn mkldnn_prepacked onednn prim prims profiler quantized quantized_decomposed "
+    "rngprims rpc sparse static_runtime streams symm_mem torchao"
 )
-_OP: Final = r"(_{0,2}[A-Za-z][A-Za-z0-9_]*[A-Za-z0-9]_?|[A-Za-z]|__(and|or|xor|lshift|rshift)__)"
-_TARGET: Final = re.compile(
-    r"torch\.ops\.quant\.dequantize_codebook\.default|"  # others of this library choose values, which no program does
-    rf"torch\.ops\.higher_order\.[a-z][a-z0-9_]*|torch\.ops\.({_NAMESPACES})\.{_OP}\.[A-Za-z][A-Za-z0-9_]*"
-    r"|torch\.(_sym|sym)_(int|float|max|min|not|ite|sum|sqrt|abs)"
-    r"|_operator\.(eq|ne|le|ge|lt|gt|neg|pos|mul|add|sub|floordiv|truediv|mod|pow|and_|or_|lshift|rshift|getitem)"
-    r"|math\.(trunc|ceil|floor|sqrt)"
-)
-_CUSTOM: Final = re.compile(r"torch\.ops\.([A-Za-z][A-Za-z0-9_]*)\.([A-Za-z][A-Za-z0-9_]*)\.[A-Za-z][A-Za-z0-9_]*")
+"""Namespaces of torch, torchao and ExecuTorch themselves: an operator of one that is on no list is refused as unsafe, and one of
+another as unknown, which is what a user's own library is."""
 _EDGE: Final = re.compile(r"executorch\.exir\.dialects\.edge\.[A-Za-z0-9_.]{1,200}")
-_HIGHER_ORDER_REFUSED: Final = frozenset(
-    f"torch.ops.higher_order.{name}"
-    for name in ("call_torchbind", "aoti_call_delegate", "triton_kernel_wrapper_functional", "run_const_graph",
-                 "triton_kernel_wrapper_mutation", "inductor_compiled_code", "print", "with_effects")
-)  # fmt: skip
 
 
 def check_symbol(text: str, where: str) -> None:
@@ -91,9 +89,27 @@ def check_symbol(text: str, where: str) -> None:
         UnsafeModel: it is anything else.
     """
     tree = _parsed(text, where, "expr_str")
-    for node in _nodes(tree, text, where, "expr_str"):
-        if not _is_symbol_node(node):
-            raise _refused("UNSAFE_EXPRESSION", where, "expr_str", text)
+    nodes = _nodes(tree, text, where, "expr_str")
+    # A power of powers is a short way to write a number without end.
+    if not all(map(_is_symbol_node, nodes)) or _degree(nodes) > MAX_DEGREE:
+        raise _refused("UNSAFE_EXPRESSION", where, "expr_str", text)
+
+
+def _degree(nodes: list[ast.AST]) -> int:
+    """At most the product of the exponents that are around any one node; capped.
+
+    Args:
+        nodes: of a tree that passed, each after the one that it is in.
+    """
+    around = {id(nodes[0]): 1}
+    for node in nodes:
+        degree = around[id(node)]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Pow":
+            degree *= _EXPONENTS.get(ast.unparse(node.args[1]), 1)
+        if degree > MAX_DEGREE:
+            return degree
+        around.update((id(child), degree) for child in ast.iter_child_nodes(node))
+    return 1
 
 
 def _is_symbol_node(node: ast.AST) -> bool:
@@ -115,7 +131,7 @@ def _is_symbol_node(node: ast.AST) -> bool:
 def _is_symbol_call(node: ast.Call) -> bool:
     if not isinstance(node.func, ast.Name) or any(k.arg not in _SYMBOL_FLAGS for k in node.keywords):
         return False
-    if any(not isinstance(k.value, ast.Constant) or isinstance(k.value.value, str) for k in node.keywords):
+    if not all(isinstance(k.value, ast.Constant) and _is_flag(k.value.value) for k in node.keywords):
         return False
     name, texts = node.func.id, [a.value for a in node.args if isinstance(a, ast.Constant) and _is_str(a)]
     if name == "Symbol":
@@ -125,9 +141,23 @@ def _is_symbol_call(node: ast.Call) -> bool:
     if texts:
         return False
     if name == "Pow":  # towers of powers are a way to keep a CPU busy
-        exponent = node.args[1:] and ast.unparse(node.args[1])
-        return bool(re.fullmatch(r"(Integer\(-?[1-8]\)|Rational\(-?1, 2\)|-?[1-8])", str(exponent)))
+        return len(node.args) == 2 and _is_exponent(node.args[1])
     return name in _SYMBOL_FUNCTIONS
+
+
+_EXPONENTS: Final = {f"{sign}{n}": n for n in range(1, 9) for sign in ("", "-")}
+_EXPONENTS.update({f"Integer({text})": n for text, n in list(_EXPONENTS.items())})
+"""What sizes are raised to, as Python writes it, by its amount. A root raises nothing."""
+_ROOTS: Final = ("Rational(1, 2)", "Rational(-1, 2)")
+
+
+def _is_exponent(node: ast.AST) -> bool:
+    # Bounded before it is written out: an exponent may itself be a tree.
+    return sum(1 for _ in ast.walk(node)) <= 12 and (ast.unparse(node) in _EXPONENTS or ast.unparse(node) in _ROOTS)
+
+
+def _is_flag(value: object) -> bool:
+    return value is None or isinstance(value, bool) or (isinstance(value, int) and 0 <= value <= MAX_PRECISION)
 
 
 def check_guard(text: str, where: str) -> None:
@@ -137,8 +167,11 @@ def check_guard(text: str, where: str) -> None:
         UnsafeModel: it is anything else.
     """
     tree = _parsed(text, where, "guards_code")
-    for node in _nodes(tree, text, where, "guards_code"):
-        if not _is_guard_node(node):
+    nodes = _nodes(tree, text, where, "guards_code")
+    keys = {id(node.slice) for node in nodes if isinstance(node, ast.Subscript)}
+    for node in nodes:
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if not _is_guard_node(node) or (is_text and id(node) not in keys):
             raise _refused("UNSAFE_GUARD", where, "guards_code", text)
 
 
@@ -166,34 +199,68 @@ def _is_guard_node(node: ast.AST) -> bool:
     return isinstance(node, allowed)
 
 
-def check_target(text: str, where: str) -> None:
-    """A node's target, which torch looks up by getattr: an operator of a known library, or arithmetic on sizes.
+def check_target(text: str, where: str, allowed: frozenset[str] | None = None) -> None:
+    """A node's target, or an operator as an argument, which torch looks up by getattr: one of those that are allowed.
+
+    Args:
+        allowed: as in `screen.screen_pt2`.
 
     Raises:
+        OperatorNotAllowed: an operator of torch's or ExecuTorch's that is on no list.
         UnknownOperator: an operator of another library.
         EdgeDialectProgram: an operator of the edge dialect.
         UnsafeModel: it is anything else.
     """
+    if text in (operators.builtin() if allowed is None else allowed):
+        return
     if _EDGE.fullmatch(text):
         raise EdgeDialectProgram(text)
-    custom = _CUSTOM.fullmatch(text)
-    if custom and not _TARGET.fullmatch(text):
-        raise UnknownOperator(f"{custom[1]}::{custom[2]}")
-    if not _TARGET.fullmatch(text) or text in _HIGHER_ORDER_REFUSED:
+    operator = _OPERATOR.fullmatch(text) if len(text) <= MAX_NAME else None
+    if operator is None or (operator[3] is None and operator[1] != "higher_order"):
         raise _refused("UNSAFE_TARGET", where, "target", text)
+    namespace, name, overload = operator.groups()
+    if namespace in _OWN:
+        raise OperatorNotAllowed(where, namespace, name, overload or "")
+    raise UnknownOperator(f"{namespace}::{name}")
+
+
+def check_functions(text: str, where: str) -> None:
+    """A `source_fn_stack` such as `conv,torch.nn.modules.conv.Conv2d;...`, whose paths torch looks up by getattr.
+
+    Raises:
+        UnsafeModel: a path is none, or leads to what is not public.
+    """
+    for entry in text.split(";"):
+        path = entry.rpartition(",")[2]
+        if len(path) > MAX_NAME or not _FUNCTION.fullmatch(path) or "__" in path:
+            raise _refused("UNSAFE_NAME", where, "source_fn_stack", entry)
+
+
+def check_verifiers(values: object, where: str) -> None:
+    """The `verifiers`, by which torch finds the class that verifies the program: those of ATen programs.
+
+    Raises:
+        UnsafeModel: it names another.
+    """
+    if not isinstance(values, list) or not all(isinstance(value, str) and value in _VERIFIERS for value in values):
+        raise _refused("UNSAFE_VERIFIER", where, "verifier", str(values))
 
 
 def check_tree(text: str, where: str) -> None:
     """A treespec as JSON, whose dict keys torch pastes into the code of guards: no quotes, nothing that ends a string.
 
+    Nothing in it is imported either: torch imports the module of an enum and of a defaultdict's factory by its name.
+
     Raises:
-        UnsafeModel: it is no JSON of plain texts.
+        UnsafeModel: it is no JSON of plain texts, or names what would be imported.
     """
     try:
         stack: list[object] = [json.loads(text)]
         while stack:
             found = stack.pop()
             if isinstance(found, dict):
+                if not found.keys().isdisjoint(_IMPORTED) and not _is_plain_factory(found):
+                    raise _refused("UNSAFE_TREE", where, "pytree", text)
                 stack.extend([*found.keys(), *found.values()])
             elif isinstance(found, list):
                 stack.extend(found)
@@ -203,23 +270,55 @@ def check_tree(text: str, where: str) -> None:
         raise _refused("UNSAFE_TREE", where, "pytree", text) from None
 
 
-def check_path(text: str, where: str) -> None:
-    """A module's path like `layers.0.conv@1`.
+_IMPORTED: Final = frozenset({"__enum__", "default_factory_module", "default_factory_name"})
+
+
+def _is_plain_factory(context: dict[str, object]) -> bool:
+    module, factory = context.get("default_factory_module"), context.get("default_factory_name")
+    return "__enum__" not in context and module == "builtins" and factory in ("dict", "float", "int", "list", "set", "tuple")
+
+
+def check_float(text: str, where: str) -> None:
+    """A float that JSON has no number for.
 
     Raises:
         UnsafeModel: it is anything else.
     """
-    if len(text) > MAX_NAME or not _PATH.fullmatch(text):
+    if text not in ("Infinity", "-Infinity", "NaN"):
+        raise _refused("UNSAFE_NAME", where, "number", text)
+
+
+def check_path(text: str, where: str) -> None:
+    """The path of a module, a parameter or a buffer like `layers.0.conv@1` or `block4-5.weight`; torch sets attributes by it.
+
+    Raises:
+        UnsafeModel: it is anything else, or has an attribute of Python's own.
+    """
+    if len(text) > MAX_NAME or not _PATH.fullmatch(text) or _is_own_attribute(text):
         raise _refused("UNSAFE_NAME", where, "path", text)
 
 
 def check_name(text: str, where: str) -> None:
-    """A name of a node, an argument, a parameter or a field; torch.fx pastes them into source code.
+    """A name of a parameter or a field, or a type's; torch.fx pastes them into source code, and sets attributes by them.
 
     Raises:
-        UnsafeModel: it has other characters than letters, digits, underscores and dots.
+        UnsafeModel: it has other characters than letters, digits, underscores and dots, or an attribute of Python's own.
     """
-    if len(text) > MAX_NAME or not _NAME.fullmatch(text):
+    if len(text) > MAX_NAME or not _NAME.fullmatch(text) or ("." in text and _is_own_attribute(text)):
+        raise _refused("UNSAFE_NAME", where, "name", text)
+
+
+def _is_own_attribute(path: str) -> bool:
+    return any(part.startswith("__") and part.endswith("__") and len(part) > 4 for part in path.split("."))
+
+
+def check_identifier(text: str, where: str) -> None:
+    """A name of a node or an argument, which torch.fx makes a variable of.
+
+    Raises:
+        UnsafeModel: it has other characters than letters, digits and underscores.
+    """
+    if len(text) > MAX_NAME or not _IDENTIFIER.fullmatch(text):
         raise _refused("UNSAFE_NAME", where, "name", text)
 
 

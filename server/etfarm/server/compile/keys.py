@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from types import MappingProxyType
 from typing import Final
 
+from etfarm.server.compile.operators import Operators
 from etfarm.v1 import common_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire.recipes import Component, Quantization, Recipe
@@ -91,12 +92,13 @@ class Plan:
         return said if "TORCH_EXPORT" in said else (*said, "TORCH_EXPORT")
 
 
-def plan(candidate: job_pb2.Candidate, recipe: Recipe | None, stop_after: str = "") -> Plan:
+def plan(candidate: job_pb2.Candidate, recipe: Recipe | None, stop_after: str = "", operators: Operators | None = None) -> Plan:
     """What is to be done for a candidate that Submit has accepted.
 
     Args:
         recipe: the candidate's, with what is known of plug-ins; None for a ready program.
         stop_after: a stage of the recipe; empty for all of them.
+        operators: that programs may use; what is allowed beside the committed list may change an outcome.
     """
     if recipe is None:
         described = {"schema": "etfarm.inspection/2", "program": program_digest(candidate.program), **_versions()}
@@ -108,6 +110,7 @@ def plan(candidate: job_pb2.Candidate, recipe: Recipe | None, stop_after: str = 
         "methods": {name: method.exported_program.digest for name, method in candidate.model.methods.items()},
         "calibration": calibration_of(candidate) if quantizes else {},
         "stages_done": draft.done,
+        **({"operators": added} if (added := _added(operators)) else {}),
         **_versions(),
     }
     whole = {
@@ -130,6 +133,10 @@ def plan(candidate: job_pb2.Candidate, recipe: Recipe | None, stop_after: str = 
         **common,
     }
     return Plan(candidate, recipe, draft.stop_after, digests.of_value(whole), digests.of_value(quantization) if quantizes else "")
+
+
+def _added(operators: Operators | None) -> dict[str, str]:
+    return {one.name: f"{one.module} {one.origin}" for one in operators.added} if operators is not None else {}
 
 
 def original_of(method: job_pb2.MethodSource) -> common_pb2.Artifact:

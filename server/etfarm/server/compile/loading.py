@@ -19,8 +19,9 @@ import torch
 from torch._export.serde import schema, serialize
 from torch.export.pt2_archive._package import load_pt2
 
-from etfarm.server.compile import screen
+from etfarm.server.compile import archives, screen
 from etfarm.server.compile.explain import first_line
+from etfarm.server.compile.operators import Operators
 from etfarm.server.compile.refusals import DimWithoutMaximum, NotAPt2, Pt2OfAnotherTorch, TrainingMode
 from etfarm.server.workers.faults import is_out_of_memory
 from etfarm.wire.errors import UserError
@@ -36,8 +37,11 @@ _VERSION: Final = re.compile(r"[0-9]{1,4}(\.[0-9]{1,8}){1,3}[0-9a-z.+]{0,40}")
 _MAX_MAJOR: Final = 1_000_000
 
 
-def load(model: Path, folder: Path) -> Any:
+def load(model: Path, folder: Path, operators: Operators | None = None) -> Any:
     """The exported program of a .pt2, screened once more with the readers that load it.
+
+    Args:
+        operators: that it may use; the committed list's when None.
 
     Raises:
         Pt2OfAnotherTorch: torch cannot read it, and it was written by another torch.
@@ -48,14 +52,17 @@ def load(model: Path, folder: Path) -> Any:
     link = folder / "model.pt2"
     if not link.exists():
         link.symlink_to(model)
-    screen.screen_pt2(model)
+    operators = operators or Operators()
+    screen.screen_pt2(model, operators.targets)
     records = _torch_records(str(link))
-    screen.screen_records(records, lambda _, data: _torch_records(io.BytesIO(data)))
+    screen.screen_records(records, lambda _, data: _torch_records(io.BytesIO(data)), allowed=operators.targets)
     graph = records.read("models/model.json")
     try:
         for namespace, module in _LIBRARIES.items():
             if namespace in graph:
                 importlib.import_module(module)
+        for module in operators.modules(graph):
+            importlib.import_module(module)
         # Not torch.export.load: on a failure that one falls back to the older, unscreened layout.
         with _hints_read_once():
             return _with_symbols_only(load_pt2(str(link)).exported_programs["model"])
@@ -139,10 +146,11 @@ def _with_symbols_only(program: Any) -> Any:
     return program
 
 
-def _torch_records(source: str | io.BytesIO) -> screen.Records:
+def _torch_records(source: str | io.BytesIO) -> archives.Records:
     try:
         reader = torch._C.PyTorchFileReader(source)
-        return screen.Records(tuple(reader.get_all_records()), reader.get_record)
+        names = tuple(reader.get_all_records())
+        return archives.Records(names, reader.get_record, {name: reader.get_record_size(name) for name in names})
     except RuntimeError as error:
         raise NotAPt2(f"torch cannot open it ({first_line(error)})") from None
 

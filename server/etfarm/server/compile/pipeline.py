@@ -29,6 +29,7 @@ from etfarm.server.compile import (
 )
 from etfarm.server.compile import values as wire_values
 from etfarm.server.compile.explain import first_line
+from etfarm.server.compile.operators import Operators
 from etfarm.server.compile.refusals import QuantizedNothing, RecipeNeedsEagerModule, StageFailed
 from etfarm.server.compile.request import LowerRequest, QuantizeRequest
 from etfarm.server.compile.result import Fp32Operator, LowerResult, QuantizeResult, StageEvent, Warning
@@ -57,7 +58,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
     """
     torch.set_num_threads(request.threads)
     recipe = build.resolved(recipes.from_json(request.recipe_json))
-    programs = _loaded(request.models, folder)
+    programs = _loaded(request.models, folder, request.operators)
     stages = lowering.Stages(_emitter(emit), programs)
     result: QuantizeResult = {"stages": stages.times, "programs": {}, "warnings": [], "stayed_fp32": {}}
     quantizing = {method: found for method in programs if (found := build.quantization(recipe, method)) is not None}
@@ -124,7 +125,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     recipe = build.resolved(recipes.from_json(request.recipe_json))
     built = build.export_recipe(recipe, sorted(request.models))
     remaining = _remaining(recipe, built, request)
-    programs = _loaded(request.models, folder)
+    programs = _loaded(request.models, folder, request.operators)
     again = {method: path for method, path in request.originals.items() if request.models[method] != path}
     result: LowerResult = {
         "stages": [], "program": None, "etrecord": None, "stage_files": {}, "inputs": checks.example_files(programs, folder),
@@ -173,7 +174,9 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
 
     if again:
         save_etrecord()
-    originals = programs | _loaded(again, folder)  # only now: their weights are not beside those that are lowered
+    originals = programs | _loaded(
+        again, folder, request.operators
+    )  # only now: their weights are not beside those that are lowered
     for method, original in originals.items():
         facts.add_exported(found, method, original)
     result["sizes"] = sizes.of_program(described, data)
@@ -210,7 +213,7 @@ def _quantizing(recipe: Recipe) -> str:
     return "+".join(parts or sorted({one.name for ones in own for one in ones or ()})) or recipe.name
 
 
-def _loaded(models: Mapping[str, Path], folder: Path) -> dict[str, Any]:
+def _loaded(models: Mapping[str, Path], folder: Path, operators: Operators) -> dict[str, Any]:
     """Programs by method, sorted, so that equal models give equal bytes; each is checked."""
     programs = {}
     for method, path in sorted(models.items()):
@@ -218,7 +221,7 @@ def _loaded(models: Mapping[str, Path], folder: Path) -> dict[str, Any]:
             raise ValueError(f"{method!r} is no method's name")
         own = folder / f"load-{len(list(folder.glob('load-*')))}"
         own.mkdir()
-        programs[method] = loading.load(path, own)
+        programs[method] = loading.load(path, own, operators)
         loading.check(programs[method], method)
     return programs
 

@@ -68,12 +68,32 @@ class UnsafeModel(UserError):
     reason = "UNSAFE_MODEL"
     kind = Kind.PERMISSION_DENIED
 
-    def __init__(self, vector: str, where: str, what: str) -> None:
+    def __init__(self, vector: str, where: str, what: str, remedy: str = "") -> None:
         super().__init__(
             f"The model was refused before it was loaded: {where} {what}.",
-            "Export plain tensors and operators with torch.export.save of the server's torch.",
+            remedy or "Export plain tensors and operators with torch.export.save of the server's torch.",
             vector=vector, where=where, what=what,
         )  # fmt: skip
+
+
+class OperatorNotAllowed(UnsafeModel):
+    """The model uses an operator of torch or ExecuTorch that is not on the server's list: it may do more than compute.
+
+    Args:
+        where: the archive's member.
+        namespace: the operator's.
+        name: within the namespace.
+        overload: empty for a higher-order operator, which has none.
+    """
+
+    def __init__(self, where: str, namespace: str, name: str, overload: str) -> None:
+        listed = ".".join(filter(None, (namespace, name, overload)))
+        super().__init__(
+            "OPERATOR_NOT_ALLOWED", where, f"uses the operator {namespace}::{name}, which is not on the server's list",
+            "Decompose it before the export (program.run_decompositions()). If it does nothing but compute, the server's owner "
+            f"can add the line {listed} to a file for `etfarm serve --allow-operators FILE`.",
+        )  # fmt: skip
+        self.metadata["operator"] = listed
 
 
 class UnknownOperator(UserError):
@@ -84,7 +104,8 @@ class UnknownOperator(UserError):
     def __init__(self, operator: str) -> None:
         super().__init__(
             f"The model uses the operator {operator}, which this server does not know.",
-            "Decompose it before the export (program.run_decompositions()), or use operators of PyTorch.",
+            "Decompose it before the export (program.run_decompositions()), or use operators of PyTorch. The server's owner can "
+            "install the operator's library as a plug-in with an entry point in etfarm.operators.",
             operator=operator,
         )
 

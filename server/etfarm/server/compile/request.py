@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from etfarm.server.compile.operators import Operators
+
 
 @dataclass(frozen=True)
 class QuantizeRequest:
@@ -22,6 +24,8 @@ class QuantizeRequest:
     carries. Read one after the other, so there may be many."""
     threads: int = 1
     """torch's intra-op threads."""
+    operators: Operators = field(default_factory=Operators)
+    """That the models may use."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class LowerRequest:
     want_etrecord: bool = True
     """Whether to write an ETRecord, which takes about twice the weights' size."""
     threads: int = 1
+    operators: Operators = field(default_factory=Operators)
+    """That the models may use."""
 
 
 @dataclass(frozen=True)

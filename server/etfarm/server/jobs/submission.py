@@ -9,7 +9,7 @@ from datetime import datetime
 
 from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.compile.refusals import RecipeNeedsEagerModule
-from etfarm.server.compile.screen import screen_pte, screen_upload
+from etfarm.server.compile.screening import Screening
 from etfarm.server.devices import schedule
 from etfarm.server.jobs import groups
 from etfarm.server.jobs.execution import MethodMissing
@@ -63,6 +63,7 @@ class Submission:
         check_recipe: gives a recipe with what is known of its plug-ins; raises for one that this server is known to lack
             something for.
         new_id: gives ids that nobody has.
+        screening: looks into the uploads; one with the committed list of operators when None.
     """
 
     def __init__(
@@ -72,13 +73,14 @@ class Submission:
         check_recipe: Callable[[Recipe], Awaitable[Recipe]],
         new_id: Callable[[], str],
         readers: Readers | None = None,
+        screening: Screening | None = None,
     ) -> None:
         self._readers = readers or Readers()
         self._store = store
         self._check_recipe = check_recipe
         self._devices = devices
         self._new_id = new_id
-        self._screened: set[tuple[Callable[..., None], str]] = set()
+        self._screening = screening or Screening(store.path)
 
     async def make(self, spec: job_pb2.JobSpec, *, owner: str, project: str, at: datetime) -> job_pb2.Job:
         """The job of a spec, all of its cells queued.
@@ -199,19 +201,15 @@ class Submission:
             program = candidate.program
             data = {name: artifact.digest for name, artifact in program.data.items()}
             program.digest = digests.of_program(program.pte.digest, data)
-            await self._once(program.pte.digest, screen_pte)
+            await self._store.require_whole([program.pte.digest])
+            await self._screening.screen_pte(program.pte.digest)
             return
         for method in candidate.model.methods.values():
-            await self._once(method.exported_program.digest, screen_upload)
+            references = [method.reference.digest] if method.HasField("reference") else []
+            await self._store.require_whole([method.exported_program.digest, *references])
+            await self._screening.screen_pt2(method.exported_program.digest)
             if method.HasField("reference"):
-                await self._once(method.reference.digest, screen_upload)
-
-    async def _once(self, digest: str, screen: Callable[..., None]) -> None:
-        # By what was looked for as well: bytes that pass for a .pte are not therefore a safe .pt2.
-        if (screen, digest) not in self._screened:
-            await self._store.require_whole([digest])
-            await self._readers.run(screen, self._store.path(digest))
-            self._screened.add((screen, digest))
+                await self._screening.screen_pt2(method.reference.digest)
 
 
 def _artifact_missing(digest: str) -> ArtifactMissing:

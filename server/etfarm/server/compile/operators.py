@@ -1,0 +1,110 @@
+"""Which operators an uploaded .pt2 may use: the committed list, plug-ins', and the server's owner's. Stdlib only.
+
+An operator is named as in `torch.ops`: `aten.add.Tensor`, `higher_order.cond`. Whatever is on no list is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Final
+
+from etfarm.wire.errors import UserError
+
+LIST: Final = Path(__file__).with_name("operators.txt")
+"""Made by server/generate_operators.py; a test compares it with the installed toolchain."""
+PLUGINS: Final = "etfarm.operators"
+"""Entry points of this group allow operators: the name is the operator, the value the module that registers it."""
+MAX_LIST_BYTES: Final = 1 << 20
+
+_NAME: Final = re.compile(r"(?!(_operator|math|torch)\.)[A-Za-z_][A-Za-z0-9_]*\.[A-Za-z_][A-Za-z0-9_]*\.[A-Za-z][A-Za-z0-9_]*")
+_HIGHER_ORDER: Final = re.compile(r"higher_order\.[a-z][a-z0-9_]*")
+
+
+class BadOperators(UserError):
+    """A list of operators that the server was started with cannot be used."""
+
+    reason = "BAD_OPERATORS"
+
+
+@dataclass(frozen=True)
+class Added:
+    """An operator that is allowed beside the committed list."""
+
+    name: str
+    """`NAMESPACE.NAME.OVERLOAD`."""
+    module: str = ""
+    """Imported by a child before it loads a program that uses the operator; empty where torch has the operator anyway."""
+    origin: str = ""
+    """Who allows it: a plug-in's distribution with its version, or empty for the server's owner."""
+
+
+@dataclass(frozen=True)
+class Operators:
+    """The operators that uploaded programs may use. Goes to the children with each request."""
+
+    added: tuple[Added, ...] = ()
+
+    @cached_property
+    def targets(self) -> frozenset[str]:
+        """All of them, as the `target` of a .pt2's nodes has them: `torch.ops.aten.add.Tensor`, `_operator.add`."""
+        return builtin() | {f"torch.ops.{one.name}" for one in self.added}
+
+    def modules(self, graph: bytes) -> list[str]:
+        """The modules to import before a program is loaded.
+
+        Args:
+            graph: the program's JSON, screened.
+        """
+        return sorted({one.module for one in self.added if one.module and f'"torch.ops.{one.name}"'.encode() in graph})
+
+
+@cache
+def builtin() -> frozenset[str]:
+    """The committed list's operators as targets."""
+    lines = LIST.read_text(encoding="ascii").splitlines()
+    names = (line for line in lines if line and not line.startswith("#"))
+    return frozenset(name if name.startswith(("_operator.", "math.", "torch.")) else f"torch.ops.{name}" for name in names)
+
+
+def read(files: Iterable[Path] = ()) -> Operators:
+    """The operators that this server allows: the committed list, those of installed plug-ins, and those in `files`.
+
+    Raises:
+        BadOperators: a file cannot be read, or it or a plug-in names something that is no operator.
+    """
+    added = [one for file in files for one in _of_file(file)]
+    for point in entry_points(group=PLUGINS):
+        origin = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unnamed distribution"
+        _require_operator(point.name, f"the plug-in {origin}")
+        added.append(Added(point.name, point.module, origin))
+    return Operators(tuple(sorted(set(added), key=lambda one: (one.name, one.module, one.origin))))
+
+
+def _of_file(file: Path) -> list[Added]:
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(MAX_LIST_BYTES + 1)
+        if len(data) > MAX_LIST_BYTES:
+            raise BadOperators(f"{file} must be at most {MAX_LIST_BYTES} bytes.", "Name one operator a line.")
+        lines = data.decode().splitlines()
+    except OSError as error:
+        raise BadOperators(f"The list of operators {file} cannot be read: {error.strerror}.", "Check its path.") from None
+    except UnicodeDecodeError:
+        raise BadOperators(f"The list of operators {file} is not text.", "Name one operator a line.") from None
+    names = [line.partition("#")[0].strip() for line in lines]
+    for name in filter(None, names):
+        _require_operator(name, str(file))
+    return [Added(name) for name in names if name]
+
+
+def _require_operator(name: str, where: str) -> None:
+    if not _NAME.fullmatch(name) and not _HIGHER_ORDER.fullmatch(name):
+        raise BadOperators(
+            f"{where} allows {name[:100]!r}, which is no operator's name.",
+            "Name it like aten.add.Tensor: the namespace, the name, and the overload or `default`.", operator=name[:100],
+        )  # fmt: skip
