@@ -15,8 +15,9 @@ import pytest
 from sqlalchemy import Connection
 
 from etfarm.server.artifacts.store import ArtifactMissing, Store
+from etfarm.server.compile import screen
 from etfarm.server.devices.schedule import NoSuchDevice
-from etfarm.server.jobs import groups, model, submission
+from etfarm.server.jobs import groups, model
 from etfarm.server.jobs.execution import MethodMissing
 from etfarm.server.jobs.journal import Journal
 from etfarm.server.jobs.submission import MAX_CELLS, MAX_SAMPLES, BadJob, RecipeNeedsEagerModule, Submission
@@ -77,7 +78,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     made = World(Store(tmp_path, database), database)
     # What a .pt2 must be is another room's; here it only has to be asked.
     for name in ("screen_upload", "screen_pte"):
-        monkeypatch.setattr(submission, name, made.screened.append)
+        monkeypatch.setattr(screen, name, lambda path, allowed=None: made.screened.append(path))
     yield made
     database.close()
 
@@ -287,8 +288,8 @@ async def test_bytes_that_passed_as_a_program_are_screened_again_as_a_model(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked = []
-    monkeypatch.setattr(submission, "screen_pte", lambda path: looked.append("pte"))
-    monkeypatch.setattr(submission, "screen_upload", lambda path: looked.append("pt2"))
+    monkeypatch.setattr(screen, "screen_pte", lambda path: looked.append("pte"))
+    monkeypatch.setattr(screen, "screen_upload", lambda path, allowed: looked.append("pt2"))
     program = Candidate(name="x.pte")
     program.program.pte.CopyFrom(await world.stored(b"both"))
     await world.make(JobSpec(candidates=[program]))
