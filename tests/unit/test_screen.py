@@ -12,15 +12,17 @@ import tracemalloc
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etfarm.server.compile import archives, expressions, pickles, screen
+from etfarm.server.compile import archives, expressions, payloads, pickles, screen
 from etfarm.server.compile.refusals import NotAPt2, NotAPte, TruncatedProgram, UnknownOperator, UnsafeModel
+from etfarm.wire.errors import UserError
 
 torch = pytest.importorskip("torch")
 
@@ -467,3 +469,154 @@ def test_a_program_of_the_edge_dialect_is_told_as_one_before_it_is_loaded(tmp_pa
 def test_what_only_begins_like_the_edge_dialect_is_still_code(target: str) -> None:
     with pytest.raises(UnsafeModel):
         expressions.check_target(target, "here")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "Pow(Pow(Pow(Integer(9), Integer(8)), Integer(8)), Integer(8))",
+        "Pow(Integer(9), Pow(Integer(9), Integer(8)))",
+        "Pow(Integer(9))",
+        "Float('0.1', precision=1000000000000)",
+        "Symbol('s0', integer=9**9)",
+    ],
+)
+def test_an_expression_that_grows_without_end_is_refused(expression: str) -> None:
+    with pytest.raises(UnsafeModel):
+        expressions.check_symbol(expression, "here")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "Pow(Symbol('s0', positive=True, integer=True), Integer(2))",
+        "Mul(Integer(8), Pow(Add(Symbol('s1'), Integer(-1)), Integer(-1)), Pow(Symbol('s1'), Rational(1, 2)))",
+        "FloorDiv(Add(Symbol('s77', positive=True, integer=True), Integer(-1)), Integer(2))",
+        "Float('0.5', precision=53)",
+    ],
+)
+def test_what_torch_prints_of_sizes_passes(expression: str) -> None:
+    expressions.check_symbol(expression, "here")
+
+
+@pytest.mark.parametrize("guard", ["'a' * 99999999999", "L['x'].size()[0] == 'a' * 9999999999"])
+def test_a_guard_that_multiplies_a_text_is_refused(guard: str) -> None:
+    with pytest.raises(UnsafeModel):
+        expressions.check_guard(guard, "here")
+
+
+def test_numbers_that_json_has_not_and_modules_with_dashes_pass(good: Members, tmp_path: Path) -> None:
+    """Paddings of -inf, and torchvision's regnets, whose blocks are called block1-0."""
+
+    def change(program: Any) -> None:
+        inputs = program["graph_module"]["graph"]["nodes"][0]["inputs"]
+        inputs.append({"name": "value", "arg": {"as_float": "-Infinity"}, "kind": 1})
+        inputs.append({"name": "values", "arg": {"as_floats": [1.0, "NaN", "Infinity"]}, "kind": 1})
+        specs = program["graph_module"]["signature"]["input_specs"]
+        next(spec["parameter"] for spec in specs if "parameter" in spec)["parameter_name"] = "block4-5.f.c.weight"
+
+    screen.screen_pt2(write(tmp_path / "m", changed(good, change)))
+
+
+def test_a_graph_as_utf16_is_no_json(good: Members, tmp_path: Path) -> None:
+    """json.loads of bytes would read it; torch would not."""
+    with pytest.raises(NotAPt2):
+        screen.screen_pt2(write(tmp_path / "m", good | {MODEL: good[MODEL].decode().encode("utf-16")}))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides", "offset", "passes"),
+    [
+        ([2, 3], [3, 1], 0, True),
+        ([], [], 0, True),
+        ([0, 5], [5, 1], 0, True),
+        ([1 << 20, 2], [0, 1], 0, True),  # expanded
+        ([24], [1], 0, True),
+        ([25], [1], 0, False),
+        ([2], [1], 23, False),
+        ([1 << 40], [0], 0, False),
+        ([1, 1], [1], 0, False),
+    ],
+)
+def test_a_payload_lies_within_its_member(sizes: list[int], strides: list[int], offset: int, passes: bool) -> None:
+    meta = {
+        "sizes": [{"as_int": one} for one in sizes], "strides": [{"as_int": one} for one in strides],
+        "storage_offset": {"as_int": offset},
+    }  # fmt: skip
+    config = {"config": {"w": {"path_name": "weight_0", "use_pickle": False, "tensor_meta": meta}}}
+    check = partial(payloads.check, "data/weights/model_weights_config.json", config, {"data/weights/weight_0": 24})
+    if passes:
+        check()
+        return
+    with pytest.raises(UnsafeModel) as caught:
+        check()
+    assert caught.value.metadata["vector"] == "OUT_OF_BOUNDS"
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=30)
+    | st.sampled_from(["torch.ops.aten.add.Tensor", "torch.ops.aten.from_file.default", "Symbol('s0')", "__enum__", "as_expr"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12) | st.sampled_from(
+        ["target", "as_operator", "expr_str", "metadata", "as_tensor", "name", "as_custom_obj", "config", "sizes", "in_spec"]
+    ), inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+
+
+def places(document: Any) -> list[tuple[Any, Any]]:
+    """Every container of a JSON document with each of its keys."""
+    found: list[tuple[Any, Any]] = []
+    stack = [document]
+    while stack:
+        value = stack.pop()
+        keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+        for key in list(keys):
+            found.append((value, key))
+            stack.append(value[key])
+    return found
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_a_pt2_with_anything_in_its_json_is_refused_as_the_users_error_or_passes(
+    good: Members, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from([MODEL, "data/weights/model_weights_config.json"]))
+    document = json.loads(good[name])
+    for _ in range(data.draw(st.integers(1, 3))):
+        choices = places(document)
+        container, key = choices[data.draw(st.integers(0, len(choices) - 1))]
+        container[key] = data.draw(JSON_VALUES)
+    path = write(tmp_path_factory.getbasetemp() / "mutated", good | {name: json.dumps(document).encode()})
+    with suppress(UserError):
+        screen.screen_pt2(path)
+
+
+@settings(max_examples=300)
+@given(
+    edits=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8), tail=st.booleans()
+)
+def test_a_pt2_with_any_bytes_changed_is_refused_as_the_users_error_or_passes(
+    good: Members, tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[float, int]], tail: bool
+) -> None:
+    path = write(tmp_path_factory.getbasetemp() / "flipped", good)
+    data = bytearray(path.read_bytes())
+    directory = struct.unpack_from("<I", data, len(data) - 6)[0] if tail else 0
+    for place, value in edits:
+        data[directory + int(place * (len(data) - directory))] = value
+    path.write_bytes(data)
+    with suppress(UserError):
+        screen.screen_pt2(path)
+
+
+@settings(max_examples=200)
+@given(edits=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=6))
+def test_sample_inputs_with_any_bytes_changed_are_refused_or_pass(
+    good: Members, tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[float, int]]
+) -> None:
+    samples = bytearray(good[SAMPLES])
+    for place, value in edits:
+        samples[int(place * len(samples))] = value
+    path = write(tmp_path_factory.getbasetemp() / "samples", good | {SAMPLES: bytes(samples)})
+    with suppress(UserError):
+        screen.screen_pt2(path)

@@ -28,7 +28,7 @@ from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.prewarm import PRELOAD as COMPILE_PRELOAD
-from etfarm.server.compile.screening import Screening
+from etfarm.server.compile.screening import Screening, screen_before_loading
 from etfarm.server.config import DATABASE, Config
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import Registry
@@ -189,7 +189,8 @@ async def running(config: Config) -> AsyncIterator[str]:
             workers, store, database, deadline_s=config.compile_deadline_s, stage_deadline_s=config.stage_deadline_s,
             threads=config.threads, operators=config.operators,
         )  # fmt: skip
-        analyst = Analyst(Findings(workers, database, now, deadline_s=config.analysis_deadline_s), store)
+        screen = partial(screen_before_loading, operators=config.operators)
+        analyst = Analyst(Findings(workers, database, now, deadline_s=config.analysis_deadline_s, screen=screen), store)
         placement = Placement(registry, runs)
         execution = Execution(registry, runs, placement, bundles, store, new_id, readers)
         sessions = Sessions(

@@ -216,7 +216,7 @@ def check_target(text: str, where: str, allowed: frozenset[str] | None = None) -
     if _EDGE.fullmatch(text):
         raise EdgeDialectProgram(text)
     operator = _OPERATOR.fullmatch(text) if len(text) <= MAX_NAME else None
-    if operator is None or (operator[3] is None and operator[1] != "higher_order"):
+    if operator is None or (operator[3] is None and (operator[1] != "higher_order" or operator[2].startswith("__"))):
         raise _refused("UNSAFE_TARGET", where, "target", text)
     namespace, name, overload = operator.groups()
     if namespace in _OWN:

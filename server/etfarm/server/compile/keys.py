@@ -98,7 +98,7 @@ def plan(candidate: job_pb2.Candidate, recipe: Recipe | None, stop_after: str = 
     Args:
         recipe: the candidate's, with what is known of plug-ins; None for a ready program.
         stop_after: a stage of the recipe; empty for all of them.
-        operators: that programs may use; what is allowed beside the committed list may change an outcome.
+        operators: that programs may use; a model that was refused may pass by another list.
     """
     if recipe is None:
         described = {"schema": "etfarm.inspection/2", "program": program_digest(candidate.program), **_versions()}
@@ -110,7 +110,7 @@ def plan(candidate: job_pb2.Candidate, recipe: Recipe | None, stop_after: str = 
         "methods": {name: method.exported_program.digest for name, method in candidate.model.methods.items()},
         "calibration": calibration_of(candidate) if quantizes else {},
         "stages_done": draft.done,
-        **({"operators": added} if (added := _added(operators)) else {}),
+        "operators": (operators or Operators()).digest,
         **_versions(),
     }
     whole = {
@@ -133,10 +133,6 @@ def plan(candidate: job_pb2.Candidate, recipe: Recipe | None, stop_after: str = 
         **common,
     }
     return Plan(candidate, recipe, draft.stop_after, digests.of_value(whole), digests.of_value(quantization) if quantizes else "")
-
-
-def _added(operators: Operators | None) -> dict[str, str]:
-    return {one.name: f"{one.module} {one.origin}" for one in operators.added} if operators is not None else {}
 
 
 def original_of(method: job_pb2.MethodSource) -> common_pb2.Artifact:

@@ -53,9 +53,7 @@ def load(model: Path, folder: Path, operators: Operators | None = None) -> Any:
     if not link.exists():
         link.symlink_to(model)
     operators = operators or Operators()
-    screen.screen_pt2(model, operators.targets)
-    records = _torch_records(str(link))
-    screen.screen_records(records, lambda _, data: _torch_records(io.BytesIO(data)), allowed=operators.targets)
+    records = screen_whole(link, operators)
     graph = records.read("models/model.json")
     try:
         for namespace, module in _LIBRARIES.items():
@@ -71,6 +69,18 @@ def load(model: Path, folder: Path, operators: Operators | None = None) -> Any:
             raise
         traceback.print_exc()
         raise _unreadable(graph, first_line(error)) from None
+
+
+def screen_whole(model: Path, operators: Operators) -> archives.Records:
+    """Screens a .pt2 with Python's reader and with torch's, which is the one that loads it; gives what torch's reads.
+
+    Raises:
+        NotAPt2, UnsafeModel, UnknownOperator: as `screen.screen_pt2`.
+    """
+    screen.screen_pt2(model, operators.targets)
+    records = _torch_records(str(model))
+    screen.screen_records(records, lambda _, data: _torch_records(io.BytesIO(data)), allowed=operators.targets)
+    return records
 
 
 def _unreadable(graph: bytes, why: str) -> UserError:

@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
 
+from etfarm.wire import digest as digests
 from etfarm.wire.errors import UserError
 
 LIST: Final = Path(__file__).with_name("operators.txt")
@@ -53,6 +54,11 @@ class Operators:
     def targets(self) -> frozenset[str]:
         """All of them, as the `target` of a .pt2's nodes has them: `torch.ops.aten.add.Tensor`, `_operator.add`."""
         return builtin() | {f"torch.ops.{one.name}" for one in self.added}
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all that may decide whether a program is refused, and of what computes it."""
+        return digests.of_value([digests.of_file(LIST), [[one.name, one.module, one.origin] for one in self.added]])
 
     def modules(self, graph: bytes) -> list[str]:
         """The modules to import before a program is loaded.

@@ -19,6 +19,17 @@ MAX_KEPT: Final = 100_000
 """Digests of which it is remembered that they passed; the oldest are screened again."""
 
 
+def screen_before_loading(model: Path, operators: Operators) -> None:
+    """For children that load a .pt2 outside of a compilation: screens it whole, with every reader that will see it.
+
+    Raises:
+        NotAPt2, UnsafeModel, UnknownOperator: as `screen.screen_pt2`.
+    """
+    from etfarm.server.compile import loading  # needs torch, which the daemon has not
+
+    loading.screen_whole(model, operators)
+
+
 class Screening:
     """Screens stored files once each.
 

@@ -63,7 +63,7 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
         with _part("NUMERICS", report, emit):
             numerics.fill(
                 report, request.method, request.model, request.inputs, request.numerics, deadline_s,
-                lambda code, message: _warn(report, code, message),
+                lambda code, message: _warn(report, code, message), request.screen,
             )  # fmt: skip
     return report.SerializeToString()
 
@@ -142,7 +142,7 @@ def _fill_accuracy(
     report: report_pb2.Report, request: AnalyzeRequest, outputs: Path, inputs: Path, model: Path, against: str
 ) -> None:
     given = tensors.decode(outputs.read_bytes())
-    wanted = reference.run(model, tensors.decode(inputs.read_bytes()))
+    wanted = reference.run(model, tensors.decode(inputs.read_bytes()), request.screen)
     rows = []
     for index, (expected, actual) in enumerate(accuracy.pair(wanted, given)):
         name = request.output_names[index] if index < len(request.output_names) else actual.name or str(index)

@@ -92,6 +92,7 @@ class Findings:
     Args:
         deadline_s: of one child, wall clock.
         kept_bytes: what findings may take in the database; the oldest go.
+        screen: as `AnalyzeRequest.screen`.
     """
 
     def __init__(
@@ -102,12 +103,14 @@ class Findings:
         *,
         deadline_s: float,
         kept_bytes: int = KEPT_BYTES,
+        screen: Callable[[Path], None] | None = None,
     ) -> None:
         self._workers = workers
         self._database = database
         self._now = now
         self._deadline_s = deadline_s
         self._kept_bytes = kept_bytes
+        self._screen = screen
 
     async def of(self, request: AnalyzeRequest, on_log: Callable[[str], None], *, fresh: bool = False) -> report_pb2.Report:
         """The measured parts of a report, as `etfarm.server.reports.analyze` finds them, and `analysis`.
@@ -156,7 +159,8 @@ class Findings:
                 request = replace(request, **nothing)
 
     async def _child(self, request: AnalyzeRequest, on_log: Callable[[str], None]) -> report_pb2.Report:
-        request = replace(request, limit_s=self._deadline_s)  # no part of the key: a whole result does not hang on it
+        # No parts of the key: a whole result does not hang on them.
+        request = replace(request, limit_s=self._deadline_s, screen=self._screen)
         finished = await self._workers.run(ANALYZE_TASK, request, deadline_s=self._deadline_s, on_log=on_log)
         async with finished:
             try:

@@ -53,7 +53,14 @@ class Side:
 
 
 def fill(
-    report: report_pb2.Report, method: str, model: Path | None, inputs: Path, given: Numerics, deadline_s: float, warn: Warn
+    report: report_pb2.Report,
+    method: str,
+    model: Path | None,
+    inputs: Path,
+    given: Numerics,
+    deadline_s: float,
+    warn: Warn,
+    screen: reference.Screen | None = None,
 ) -> None:
     """Fills `numeric_gap`, and of `numerics` what it says about that.
 
@@ -62,6 +69,7 @@ def fill(
         inputs: tensor file of what the device was given.
         deadline_s: by time.monotonic(); what the host has not reached by then has no row.
         warn: takes a code ANALYSIS_NUMERICS_... and a sentence, for what is left out.
+        screen: as `reference.load` takes it.
 
     Raises:
         BadRecording, BadRecord, BadProgram, OtherExport, NothingToCompare: nothing can be said.
@@ -96,7 +104,7 @@ def fill(
     for name, path in ((QUANTIZED, given.quantized), (EAGER, model)):
         if path is not None:
             try:
-                exported = reference.load(path)
+                exported = reference.load(path, screen)
                 sides.append(_side(name, Counterparts(operators, exported, executed), outputs))
                 observe = Observer(sides[-1].slots, recording, numbers, deadline_s, judges=name == judged)
                 reference.run_nodes(exported, leaves, observe)

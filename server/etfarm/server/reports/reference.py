@@ -24,13 +24,25 @@ class ReferenceNotRunnable(UserError):
     reason = "REFERENCE_NOT_RUNNABLE"
 
 
-def load(model: Path) -> ExportedProgram:
+Screen = Callable[[Path], None]
+"""Raises a UserError for a .pt2 that must not be loaded."""
+
+
+def load(model: Path, screen: Screen | None = None) -> ExportedProgram:
     """The program of a .pt2. Loading it executes code: only in a jailed child, and only the layout that is screened when a
     model is compiled; what torch wrote before that one is refused.
 
+    Args:
+        screen: looks into the file first. It passed when it was compiled, maybe under an older version's rules.
+
     Raises:
-        ReferenceNotRunnable: torch cannot read it.
+        ReferenceNotRunnable: torch cannot read it, or it did not pass the screen.
     """
+    if screen is not None:
+        try:
+            screen(model)
+        except UserError as error:
+            raise ReferenceNotRunnable(error.message, error.remedy) from error
     import torchao  # noqa: F401 - the same
     from torch.export.pt2_archive._package import load_pt2
 
@@ -42,11 +54,12 @@ def load(model: Path) -> ExportedProgram:
         raise ReferenceNotRunnable(f"torch cannot load the model: {_first_line(error)}.", detail=_first_line(error)) from error
 
 
-def run(model: Path, inputs: list[Value]) -> list[Value]:
+def run(model: Path, inputs: list[Value], screen: Screen | None = None) -> list[Value]:
     """The outputs of an exported program, flattened, named `0`, `1`, ...; tensors contiguous.
 
     Args:
         model: a .pt2, as `load` takes it.
+        screen: as `load` takes it.
         inputs: the flattened leaves of (args, kwargs).
 
     Raises:
@@ -55,7 +68,7 @@ def run(model: Path, inputs: list[Value]) -> list[Value]:
     import torch
     from torch.utils import _pytree as pytree
 
-    program = load(model)
+    program = load(model, screen)
     _check_count(program, inputs)
     args, kwargs = pytree.tree_unflatten([to_torch(value) for value in inputs], program.call_spec.in_spec)
     try:

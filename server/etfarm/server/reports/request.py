@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,5 +62,7 @@ class AnalyzeRequest:
     """The method exported (.pt2) as `pte`'s compilation lowered it, where a stage quantized. See `reference.load`."""
     limit_s: float = 600.0
     """How long the analysis may take; a child that takes longer is ended, and what it found is gone."""
+    screen: Callable[[Path], None] | None = None
+    """Looks into each .pt2 before it is loaded, and raises for what may not be; pickled, so a module's function."""
     numerics: Numerics | None = None
     """Set where --numerics was asked for and the pass gave its files."""

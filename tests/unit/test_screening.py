@@ -1,0 +1,97 @@
+"""Screening by digest: once each, in threads of its own, and nothing is remembered of what failed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.compile import screen, screening
+from etfarm.server.compile.refusals import UnsafeModel
+from etfarm.server.compile.screening import Screening
+
+
+class Gate:
+    """A screen that holds its threads until it is opened."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Semaphore(0)
+        self.open = threading.Event()
+        self.looked: list[str] = []
+        self.error: Exception | None = None
+
+    def look(self, path: Path, allowed: frozenset[str] | None = None) -> None:
+        self.looked.append(path.name)
+        self.entered.release()
+        assert self.open.wait(60)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    made = Gate()
+    monkeypatch.setattr(screen, "screen_upload", made.look)
+    monkeypatch.setattr(screen, "screen_pte", made.look)
+    return made
+
+
+@pytest.fixture
+async def screened(gate: Gate) -> AsyncIterator[Screening]:
+    made = Screening(Path)
+    yield made
+    gate.open.set()
+    made.close()
+
+
+async def test_submissions_of_the_same_file_screen_it_once(screened: Screening, gate: Gate) -> None:
+    waiting = [asyncio.create_task(screened.screen_pt2("same")) for _ in range(20)]
+    await asyncio.to_thread(gate.entered.acquire)
+    gate.open.set()
+    await asyncio.gather(*waiting)
+    await screened.screen_pt2("same")
+    assert gate.looked == ["same"]
+
+
+async def test_a_file_that_failed_is_screened_again(screened: Screening, gate: Gate) -> None:
+    gate.open.set()
+    gate.error = UnsafeModel("X", "it", "is evil")
+    for _ in range(2):
+        with pytest.raises(UnsafeModel):
+            await screened.screen_pt2("bad")
+    gate.error = None
+    await screened.screen_pt2("bad")
+    assert gate.looked == ["bad", "bad", "bad"]
+
+
+async def test_a_caller_that_goes_away_leaves_the_others_their_answer(screened: Screening, gate: Gate) -> None:
+    gone, stays = (asyncio.create_task(screened.screen_pt2("same")) for _ in range(2))
+    await asyncio.to_thread(gate.entered.acquire)
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    gate.open.set()
+    await stays
+    assert gate.looked == ["same"]
+
+
+async def test_files_that_take_for_ever_take_no_thread_of_others(screened: Screening, gate: Gate) -> None:
+    waiting = [asyncio.create_task(screened.screen_pt2(f"slow{index}")) for index in range(50)]
+    for _ in range(screening.THREADS):
+        await asyncio.to_thread(gate.entered.acquire)
+    # What the transfers and the store use is free, and no third screen has begun.
+    assert await asyncio.gather(*(asyncio.to_thread(int, str(index)) for index in range(100))) == list(range(100))
+    assert len(gate.looked) == screening.THREADS
+    gate.open.set()
+    await asyncio.gather(*waiting)
+
+
+async def test_what_passed_is_remembered_up_to_a_bound(screened: Screening, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screening, "MAX_KEPT", 2)
+    gate.open.set()
+    for name in ("a", "b", "c", "c", "a"):
+        await screened.screen_pt2(name)
+    assert gate.looked == ["a", "b", "c", "a"]
