@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 import unicodedata
@@ -100,3 +101,57 @@ def test_a_file_of_others_is_shown_and_a_pipe_gets_its_json_as_it_is(tmp_path: P
     exported = [*command, "export", "r.json", "--format", "json"]
     piped = subprocess.run(exported, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     assert name in piped.stdout
+
+
+MARKUP = "[red]x[/red] [link=https://x.y]y[/link] [/] :skull: [bold"
+
+
+def test_no_name_is_markup_in_the_live_table() -> None:
+    from datetime import UTC, datetime
+
+    from etfarm.client.cli.display import LiveDisplay
+    from etfarm.client.models import Cell, CellState, Progress
+
+    def cell(number: int) -> Cell:
+        return Cell(
+            id=f"c{number}", index=number, state=CellState.RUNNING, model=f"{MARKUP} {number}", recipe="r", method="forward",
+            threads=None, device=None, attempts=0, error=None, waiting_for=MARKUP,
+        )  # fmt: skip
+
+    display = LiveDisplay()
+    display.cells([cell(0), cell(1)])
+    display.event(Progress(datetime.now(UTC), "c0", "", "", None, None, None, MARKUP))
+    console = output.PlainConsole(file=io.StringIO(), width=240, force_terminal=True, color_system=None, legacy_windows=False)
+    console.print(display)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown.count(MARKUP) == 4, shown
+    assert "\x1b]8;" not in shown
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_servers_log_does_not_steer_the_terminal_that_shows_it(is_terminal: bool, tmp_path: Path) -> None:
+    program = (
+        "import sys, structlog\n"
+        f"sys.stderr.isatty = lambda: {is_terminal}\n"
+        "from etfarm.server import main\n"
+        "main._configure_logging()\n"
+        f"name = {STEERING[:-1]!r}\n"
+        "log = structlog.get_logger()\n"
+        "log.warning('a device' + name, device=name)\n"
+        "try:\n    raise ValueError(name)\nexcept ValueError:\n    log.exception('failed')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, check=True, cwd=tmp_path)
+    shown = done.stderr.decode()
+    assert_harmless(re.sub(r"\x1b\[\d+m", "", shown))  # structlog's own colours
+    assert "a device" in shown and "failed" in shown
+
+
+def test_an_agents_log_is_one_line_that_steers_nothing() -> None:
+    import logging
+
+    from etfarm.device_agents.main import _OneLine
+
+    record = logging.LogRecord("n", logging.INFO, "f", 1, "a phone %s", (f"x\ny{STEERING}",), None)
+    shown = _OneLine("%(message)s").format(record)
+    assert_harmless(shown)
+    assert "\n" not in shown and shown.startswith("a phone x | y")

@@ -41,6 +41,7 @@ from etfarm.device_agents.service import unit_of_this
 from etfarm.device_agents.session import Outgoing, Session
 from etfarm.v1 import device_pb2
 from etfarm.wire.channel import Access, parse_address
+from etfarm.wire.escapes import in_a_line, printable
 from etfarm.wire.names import DATA_VARIABLE, SERVER_VARIABLE, boot_id
 from etfarm.wire.owner import at_end_of_stdin
 
@@ -360,14 +361,14 @@ def _share_one_heap() -> None:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    print(printable(line), flush=True)
 
 
 class _OneLine(logging.Formatter):
-    """A record, its traceback included, on one line."""
+    """A record, its traceback included, on one line, without what of others would steer a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).replace("\n", " | ")
+        return in_a_line(super().format(record).replace("\n", " | "))
 
 
 def _log_to_stderr() -> None:

@@ -25,6 +25,7 @@ from etfarm.server.reports import thresholds
 from etfarm.server.reports.thresholds import Thresholds
 from etfarm.wire.channel import parse_address
 from etfarm.wire.errors import UserError
+from etfarm.wire.escapes import in_a_line, printable
 from etfarm.wire.names import data_folder
 from etfarm.wire.owner import at_end_of_stdin
 
@@ -210,15 +211,26 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def _without_steering(_: object, __: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
+    """Mark what of others would steer the terminal that shows the log; a traceback keeps its lines."""
+    return {
+        key: value if not isinstance(value, str) else printable(value) if key == "exception" else in_a_line(value)
+        for key, value in event.items()
+    }
+
+
 def _configure_logging() -> None:
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"])
-            if not sys.stderr.isatty()
-            else structlog.dev.ConsoleRenderer(),
+            # Only the console's renderer shows texts as they are.
+            *(
+                [_without_steering, structlog.dev.ConsoleRenderer()]
+                if sys.stderr.isatty()
+                else [structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"])]
+            ),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),

@@ -64,7 +64,7 @@ class Outcome:
         elif cause is not None and self.can_be_verbose:
             print("The original error: the same command with --verbose.", file=sys.stderr)
         if self.failed_job and not self.verbose:
-            print(f"What was printed meanwhile: `etfarm jobs logs {self.failed_job}`.", file=sys.stderr)
+            tell(f"What was printed meanwhile: `etfarm jobs logs {self.failed_job}`.", to_stderr=True)
 
     def goes_to(self, file: str | None) -> None:
         """Takes FILE of `--json`, checked: a job of an hour is not run to be refused its file.

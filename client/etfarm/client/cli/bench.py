@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, run_async
+from etfarm.client.cli.terminal import tell
 
 if TYPE_CHECKING:
     from etfarm.client.export.spec import ModelSpec
@@ -249,7 +249,7 @@ def say_made_up(specs: Sequence[ModelSpec], inputs: Path | None) -> None:
     programs = [spec.path.name for spec in specs if isinstance(spec, PteFile)]
     if programs and inputs is None:
         run = "runs" if len(programs) == 1 else "run"
-        print(f"No --inputs: {', '.join(programs)} {run} on made-up inputs, seed 0.", file=sys.stderr)
+        tell(f"No --inputs: {', '.join(programs)} {run} on made-up inputs, seed 0.", to_stderr=True)
 
 
 def print_result(result: object, *, to_stderr: bool) -> None:
@@ -269,5 +269,5 @@ def print_result(result: object, *, to_stderr: bool) -> None:
 
 def print_detached(job_id: str, *, to_stderr: bool) -> None:
     """Prints a job's id, alone on stdout, and what to do with it."""
-    print(job_id, file=sys.stderr if to_stderr else sys.stdout)
-    print(f"It goes on: `etfarm jobs watch {job_id}`, then `etfarm report show {job_id}`.", file=sys.stderr)
+    tell(job_id, to_stderr=to_stderr)
+    tell(f"It goes on: `etfarm jobs watch {job_id}`, then `etfarm report show {job_id}`.", to_stderr=True)

@@ -9,6 +9,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute, run_async
+from etfarm.client.cli.terminal import tell
 
 if TYPE_CHECKING:
     from etfarm.client.models import Bundle
@@ -43,7 +44,7 @@ def add_(
     _show([added])
     if added not in used:
         first = next(bundle for bundle in used if bundle.arch == added.arch)
-        print(f"It is kept and not used: the one of ExecuTorch {first.executorch}, which the farm lowers with, goes before it.")
+        tell(f"It is kept and not used: the one of ExecuTorch {first.executorch}, which the farm lowers with, goes before it.")
 
 
 def list_bundles(server: options.Server = None, tls_ca: options.TlsCa = None) -> None:

@@ -48,7 +48,7 @@ def list_(
 
     found = run_async(fetch)
     if not found:
-        print(f"No device matches {device!r}." if device else "No device has connected so far: run `etfarm agent` on one.")
+        tell(f"No device matches {device!r}." if device else "No device has connected so far: run `etfarm agent` on one.")
         return
     now = datetime.now(UTC)
     rows = [

@@ -110,7 +110,7 @@ class LiveDisplay:
 
         self._live = Live(
             # This very file: exporting swaps sys.stderr for a while, and a table half drawn elsewhere leaves its rest here.
-            console=PlainConsole(file=sys.stderr, highlight=False),
+            console=PlainConsole(file=sys.stderr),
             get_renderable=lambda: self,
             refresh_per_second=8,
             transient=True,

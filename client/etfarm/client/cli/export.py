@@ -13,7 +13,7 @@ import typer
 from etfarm.client import formats, units
 from etfarm.client.cli import documents, options
 from etfarm.client.cli.app import STDOUT, Outcome, Usage, must_be_writable, run_async, write_whole
-from etfarm.client.cli.terminal import put
+from etfarm.client.cli.terminal import put, tell
 from etfarm.client.errors import OutputUnwritable
 from etfarm.client.formats import tables
 from etfarm.client.jobs import safe_name
@@ -97,7 +97,7 @@ def export(
             continue
         path = Path(name) if target is None else target / name if in_folder else target
         write_whole(path, data)
-        print(f"Wrote {path}, {units.size(len(data))}.", file=sys.stderr)
+        tell(f"Wrote {path}, {units.size(len(data))}.", to_stderr=True)
     return 0
 
 
@@ -213,7 +213,7 @@ def save_raw_files(
             return folders
 
     for folder in run_async(fetch, outcome):
-        print(f"Wrote {folder}: see README.txt there.", file=sys.stderr)
+        tell(f"Wrote {folder}: see README.txt there.", to_stderr=True)
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -12,6 +11,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from etfarm.client.cli.app import Usage
+from etfarm.client.cli.terminal import tell
 
 Item = TypeVar("Item")
 
@@ -111,7 +111,7 @@ def once(what: str, items: Sequence[Item], key: Callable[[Item], object] = lambd
         elif str(item) not in dropped:
             dropped.append(str(item))
     if dropped:
-        print(f"Given twice, taken once: {what} {', '.join(dropped)}.", file=sys.stderr)
+        tell(f"Given twice, taken once: {what} {', '.join(dropped)}.", to_stderr=True)
     return kept
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import IO
+from typing import IO, Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
@@ -28,7 +28,11 @@ LEAST_WIDTH = 8
 
 
 class PlainConsole(Console):
-    """A console on which only rich itself steers the terminal: what it is given to show is `printable`, however deep inside."""
+    """A console on which only rich itself steers the terminal: what it is given to show is `printable`, however deep inside,
+    and no text is read as markup: `[red]`, `[link=...]` and `:name:` are shown as they are."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "emoji": False, "highlight": False, **options})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """As rich does, with marks in place of what steers."""
@@ -43,7 +47,7 @@ def open_console(*, to_stderr: bool = False) -> Console:
     """The console for results: stdout, or stderr where stdout is taken by `--json -`. NO_COLOR is respected by rich."""
     file = sys.stderr if to_stderr else sys.stdout
     width = PIPE_WIDTH if _is_pipe(file) else None
-    console = PlainConsole(file=file, width=width, highlight=False, markup=False, emoji=False)
+    console = PlainConsole(file=file, width=width)
     if console.width > WIDEST:
         console.width = WIDEST
     return console

@@ -95,7 +95,7 @@ class Bar:
             SpinnerColumn(),
             BarColumn(bar_width=30),
             TextColumn("{task.description}", markup=False),
-            console=PlainConsole(file=sys.stderr, highlight=False),
+            console=PlainConsole(file=sys.stderr),
             transient=True,
             redirect_stdout=False,
         )

@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from typing import Final
 
-MARK: Final = "\ufffd"
-"""What stands for a character that steers: one column, so that widths can be told before."""
+from etfarm.wire.escapes import MARK, in_a_line, printable
 
-_CONTROLS: Final = r"\x00-\x08\x0b-\x1f\x7f-\x9f"
-_LINES_ENDS: Final = r"\u2028\u2029"
-_BIDI: Final = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
-_LONE_SURROGATES: Final = r"\ud800-\udfff"
-
-_STEERING: Final = re.compile(f"[{_CONTROLS}{_LINES_ENDS}{_BIDI}{_LONE_SURROGATES}]")
-"""C0 but for newline and tab, DEL, C1, what turns the direction of writing, and what no encoding has."""
-
-
-def printable(text: str) -> str:
-    """`text` with a mark for each character that steers a terminal instead of being seen. Newlines and tabs stay."""
-    return _STEERING.sub(MARK, text)
-
-
-def in_a_line(text: str) -> str:
-    """`printable`, of what has one line of a table: newlines and tabs are marks, too."""
-    return printable(text).replace("\n", MARK).replace("\t", MARK)
+__all__ = ("MARK", "in_a_line", "printable", "put", "tell")
 
 
 def tell(text: str, *, to_stderr: bool = False, flush: bool = False) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from etfarm.client import units
-from etfarm.client.formats import sentences
+from etfarm.client.formats import escapes, sentences
 from etfarm.wire import changes
 from etfarm.wire.comparison import EXACT_DB, label, traits
 from etfarm.wire.delegation import GLUE
@@ -23,8 +22,6 @@ TOP: Final = 5
 
 _ONCE = ("first run", "load program", "load method")
 """Times that were taken once, and differ from any run to the next."""
-
-_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~@!&$])")
 
 
 @dataclass(frozen=True)
@@ -167,12 +164,12 @@ def markdown(document: Json) -> str:
 def _markdown(document: Json) -> Iterator[str]:
     gate = document["gate"]
     if gate:
-        yield f"**{'✅ gate passed' if gate['passed'] else '❌ gate not passed'}** ({_text(limits(gate))})"
+        yield f"**{'✅ gate passed' if gate['passed'] else '❌ gate not passed'}** ({escapes.text(limits(gate))})"
         yield ""
         for reason in gate["reasons"]:
-            yield f"- ❌ {_text(reason['message'])}"
+            yield f"- ❌ {escapes.text(reason['message'])}"
         for note in gate["notes"]:
-            yield f"- ⚠️ {_text(note['message'])}"
+            yield f"- ⚠️ {escapes.text(note['message'])}"
         if gate["reasons"] or gate["notes"]:
             yield ""
     yield "| | p50 | candidate / base | | size | peak memory | SQNR |"
@@ -180,21 +177,22 @@ def _markdown(document: Json) -> Iterator[str]:
     for pair in document["pairs"]:
         yield _row(pair)
     for one in document["unpaired"]:
-        yield f"| {_text(label(one['report']))} | | only in the {one['side'].lower()} | | | | |"
+        yield f"| {escapes.text(label(one['report']))} | | only in the {one['side'].lower()} | | | | |"
     for pair in document["pairs"]:
         yield from _details(pair, several=len(document["pairs"]) > 1)
     yield ""
     for note in document["notes"]:
-        yield f"<sub>{_text(note)}</sub>  "
+        yield f"<sub>{escapes.text(note)}</sub>  "
     names = [_source(document[side]) for side in ("base", "candidate")]
-    yield f"<sub>etfarm: {_text(names[0])} (base), {_text(names[1])} (candidate)</sub>"
+    yield f"<sub>etfarm: {escapes.text(names[0])} (base), {escapes.text(names[1])} (candidate)</sub>"
 
 
 def _row(pair: Json) -> str:
     known = {fact.name: fact for fact in facts(pair)}
     latency = pair["latency"]
     p50, ratio, outcome = known.get("p50"), "", ""
-    if latency and latency["ratio"] is not None:
+    succeeded = all(pair[side]["state"] == "SUCCEEDED" for side in ("base", "candidate"))
+    if succeeded and latency and latency["ratio"] is not None:
         ratio, _, outcome = answer(pair).partition("  ")
         if (found := status(pair)) not in (None, "VALID"):
             outcome += f" ({str(found).replace('_', ' ')})"
@@ -202,10 +200,10 @@ def _row(pair: Json) -> str:
         outcome = answer(pair)
     sqnr = next((_accuracy(one, alone=True) for one in sorted(pair["accuracy"], key=_least_exact)), None)
     cells = [
-        f"**{_text(heading(pair))}**",
+        f"**{escapes.text(heading(pair))}**",
         f"{p50.base} → {p50.candidate}" if p50 else "",
         ratio,
-        f"**{_text(outcome)}**" if latency and latency["outcome"] in ("faster", "slower") else _text(outcome),
+        f"**{escapes.text(outcome)}**" if latency and latency["outcome"] in ("faster", "slower") else escapes.text(outcome),
         *(_cell(known.get(name)) for name in ("program", "peak memory")),
         _cell(sqnr),
     ]
@@ -218,24 +216,24 @@ def _details(pair: Json, *, several: bool) -> Iterator[str]:
     if not (rows or others or operators or joins):
         return
     yield ""
-    yield f"<details><summary>What changed{f' in {_html(heading(pair))}' if several else ''}</summary>"
+    yield f"<details><summary>What changed{f' in {escapes.html(heading(pair))}' if several else ''}</summary>"
     if others:
         yield ""
-        yield from (f"- {_text(one)}" for one in others)
+        yield from (f"- {escapes.text(one)}" for one in others)
     if rows:
         yield ""
         yield "| | base | candidate | change |"
         yield "| --- | ---: | ---: | ---: |"
-        yield from (f"| {_text(fact.name.strip())} | {fact.base} | {fact.candidate} | {fact.change} |" for fact in rows)
+        yield from (f"| {escapes.text(fact.name.strip())} | {fact.base} | {fact.candidate} | {fact.change} |" for fact in rows)
     if operators:
         yield ""
         yield f"| {'module' if pair['operators']['by'] == 'MODULE' else 'operator'} | | base | candidate | change |"
         yield "| --- | --- | ---: | ---: | ---: |"
         for one in operators:
-            yield f"| {_text(one.what)} | {_text(one.place)} | {one.base} | {one.candidate} | {one.change} |"
+            yield f"| {escapes.text(one.what)} | {escapes.text(one.place)} | {one.base} | {one.candidate} | {one.change} |"
     if joins:
         yield ""
-        yield from (f"- {_text(one)}" for one in joins)
+        yield from (f"- {escapes.text(one)}" for one in joins)
     yield ""
     yield "</details>"
 
@@ -338,15 +336,6 @@ def _short(name: str) -> str:
     """`conv2d` of `aten.conv2d.default`."""
     parts = name.split(".")
     return parts[1] if len(parts) == 3 else name
-
-
-def _text(text: object) -> str:
-    """Text as it is, whatever of it means something to Markdown."""
-    return _SPECIAL.sub(r"\\\1", " ".join(str(text).split()))
-
-
-def _html(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[int]:

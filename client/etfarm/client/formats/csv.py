@@ -1,6 +1,7 @@
 """Step 10, client: operators or samples as CSV (RFC 4180, UTF-8, a head, dots as decimal points).
 
-Null is empty, truths are true and false, lists are JSON; numbers are as exact as in the document.
+Null is empty, truths are true and false, lists are JSON; numbers are as exact as in the document. A text that a spreadsheet
+would evaluate is behind an apostrophe: names and code come from others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from etfarm.client.formats import tables
+from etfarm.wire.escapes import spreadsheet_cell, spreadsheet_text
 
 Json = Mapping[str, Any]
 
@@ -42,7 +44,7 @@ def _cell(value: Any) -> Any:
         return str(value).lower()
     if isinstance(value, list | tuple):
         return json.dumps(list(value), ensure_ascii=False)
-    return value
+    return spreadsheet_cell(value) if isinstance(value, str) else value
 
 
 def _value(text: str, kind: tables.Kind) -> Any:
@@ -57,4 +59,4 @@ def _value(text: str, kind: tables.Kind) -> Any:
             return text == "true"
         case tables.Kind.TEXTS | tables.Kind.INTEGERS:
             return json.loads(text)
-    return text
+    return spreadsheet_text(text)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etfarm.client.formats import label
+from etfarm.wire.escapes import in_a_line
 
 Json = Mapping[str, Any]
 
@@ -53,7 +54,7 @@ def readme(report: Json, files: Sequence[str]) -> str:
         lines.append(f"python {SCRIPT}   needs pip install executorch=={version}" if version else f"python {SCRIPT}")
     else:
         lines.append(f"The Inspector needs {' and '.join(missing)}, which this report does not have.")
-    return "\n".join(lines) + "\n"
+    return "".join(f"{in_a_line(line)}\n" for line in lines)
 
 
 def script(report: Json, files: Sequence[str]) -> str:

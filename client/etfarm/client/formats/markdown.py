@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from etfarm.client import units
-from etfarm.client.formats import answers, gaps, label, sentences
+from etfarm.client.formats import answers, escapes, gaps, label, sentences
 
 Json = Mapping[str, Any]
 
 TOP = 8
 """Operators of each report."""
 
-_SPECIAL = re.compile(r"([\\`*{}\[\]<>#|~@!&$]|(?<!\w)_|_(?!\w))")
 _SAID = {"VALID": "✅ valid", "INVALID": "❌ **invalid**", "NOT_BENCHMARKABLE": "⚪ not benchmarkable"}
 
 
@@ -36,7 +34,8 @@ def _lines(document: Json) -> Iterator[str]:
     job = document["job"]
     if job:
         yield ""
-        yield f"<sub>etfarm job {_text(job['id'])} · {_text(job['state'].lower())} · {_text(job['submitted_at'])}</sub>"
+        facts = (f"etfarm job {job['id']}", job["state"].lower(), job["submitted_at"])
+        yield f"<sub>{' · '.join(map(escapes.text, facts))}</sub>"
 
 
 def _overview(reports: Sequence[Json]) -> Iterator[str]:
@@ -45,17 +44,17 @@ def _overview(reports: Sequence[Json]) -> Iterator[str]:
     yield _row(heads)
     yield _row(["---", "---:", "---", "---:", "---:", "---:", "---:", *(["---"] if compared else [])])
     for report in reports:
-        cells = [f"**{_text(label(report))}**"]
+        cells = [f"**{escapes.text(label(report))}**"]
         if report["state"] != "SUCCEEDED":
-            reason = _text(report["error"]["reason"]) if report["error"] else ""
-            yield _row([*cells, f"❌ {_text(report['state'].lower())} {reason}", *[""] * (len(heads) - 2)])
+            reason = escapes.text(report["error"]["reason"]) if report["error"] else ""
+            yield _row([*cells, f"❌ {escapes.text(report['state'].lower())} {reason}", *[""] * (len(heads) - 2)])
             continue
         time, share = answers.latency(report), answers.delegated(report)
-        cells.append(" ".join(filter(None, (time.text, _text(time.detail)))))
+        cells.append(" ".join(filter(None, (time.text, escapes.text(time.detail)))))
         cells.append(_SAID.get(str((report["verdict"] or {}).get("status")), ""))
-        cells += [share.text, _text(answers.accuracy(report).text), answers.size(report).text, answers.memory(report).text]
+        cells += [share.text, escapes.text(answers.accuracy(report).text), answers.size(report).text, answers.memory(report).text]
         if compared:
-            cells.append(_text(_paired(report, reports)))
+            cells.append(escapes.text(_paired(report, reports)))
         yield _row(cells)
 
 
@@ -70,17 +69,17 @@ def _paired(report: Json, reports: Sequence[Json]) -> str:
 
 def _report(report: Json) -> Iterator[str]:
     if report["error"]:
-        yield f"**{_text(label(report))}**: {_error(report['error'])}"
+        yield f"**{escapes.text(label(report))}**: {_error(report['error'])}"
         return
     if reasons := sentences.verdict(report):
-        yield f"> {_text(label(report))}: {_SAID.get(report['verdict']['status'], '')}"
-        yield from (f"> - {_text(str(reason))}" for reason in reasons)
+        yield f"> {escapes.text(label(report))}: {_SAID.get(report['verdict']['status'], '')}"
+        yield from (f"> - {escapes.text(str(reason))}" for reason in reasons)
         yield ""
     folded = [*_operators(report), *_accuracy(report), *_gap(report), *_compiled(report)]
     if folded:
         slow = answers.slowest(report)
-        said = f": {_text(slow.text)} of the time in {_code(slow.detail)}" if slow.text else ""
-        yield f"<details><summary>{_html(label(report))}</summary>"
+        said = f": {escapes.text(slow.text)} of the time in {escapes.code(slow.detail)}" if slow.text else ""
+        yield f"<details><summary>{escapes.html(label(report))}</summary>"
         yield ""
         if said:
             yield f"Slowest{said}"
@@ -98,8 +97,14 @@ def _operators(report: Json) -> Iterator[str]:
     for row in rows:
         where = answers.place(row)
         code = row["source"]["code"].strip() if row["source"] and row["source"]["code"] else ""
-        source = " ".join(part for part in (_code(where) if where else "", _code(code) if code else "") if part)
-        told = [units.percent(row["share"]), _text(answers.time_of(row)), _text(row["name"]), _text(answers.backend(row)), source]
+        source = " ".join(part for part in (escapes.code(where) if where else "", escapes.code(code) if code else "") if part)
+        told = [
+            units.percent(row["share"]),
+            escapes.text(answers.time_of(row)),
+            escapes.text(row["name"]),
+            escapes.text(answers.backend(row)),
+            source,
+        ]
         yield _row(told)
     yield ""
 
@@ -115,8 +120,8 @@ def _accuracy(report: Json) -> Iterator[str]:
         decibels = "equal" if one["equal"] else f"{one['sqnr_db']:.1f} dB" if one["sqnr_db"] is not None else ""
         yield _row(
             [
-                _text(one["output"] or "output"),
-                _text(one["reference"] or ""),
+                escapes.text(one["output"] or "output"),
+                escapes.text(one["reference"] or ""),
                 decibels,
                 *told,
                 units.percent(one["top1_agreement"]),
@@ -139,7 +144,7 @@ def _gap(report: Json) -> Iterator[str]:
     for one in bad:
         decibels = f"{one['snr_db']:.1f} dB" if one["snr_db"] is not None else "no SNR"
         where = answers.place(one)
-        what, at = _text(", ".join(one["ops"])), f", {_code(where)}" if where else ""
+        what, at = escapes.text(", ".join(one["ops"])), f", {escapes.code(where)}" if where else ""
         against = answers.REFERENCES.get(one["reference"], "reference")
         yield f"Numerics: the first bad operator is {what} with {decibels} against the {against}{at}."
     yield ""
@@ -148,7 +153,7 @@ def _gap(report: Json) -> Iterator[str]:
 def _compiled(report: Json) -> Iterator[str]:
     missed = answers.undelegated(report)
     if missed and report["recipe"] != "portable":
-        named = ", ".join(f"{_text(op)} ({count} x)" for _, op, count, _ in missed[:TOP])
+        named = ", ".join(f"{escapes.text(op)} ({count} x)" for _, op, count, _ in missed[:TOP])
         more = f" and {len(missed) - TOP} more" if len(missed) > TOP else ""
         yield f"Not delegated: {named}{more}."
         yield ""
@@ -161,13 +166,13 @@ def _compiled(report: Json) -> Iterator[str]:
     if runner:
         facts.append(f"{runner['kind']} runner with ExecuTorch {runner['executorch']}")
     if facts:
-        yield f"<sub>{_html(' · '.join(facts))}</sub>"
+        yield f"<sub>{escapes.html(' · '.join(facts))}</sub>"
         yield ""
 
 
 def _error(error: Json) -> str:
-    remedy = f" {_text(error['remedy'])}" if error["remedy"] else ""
-    return f"**{_text(error['reason'])}** {_text(error['message'])}{remedy}"
+    remedy = f" {escapes.text(error['remedy'])}" if error["remedy"] else ""
+    return f"**{escapes.text(error['reason'])}** {escapes.text(error['message'])}{remedy}"
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -176,24 +181,3 @@ def _row(cells: Sequence[str]) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
-
-
-def _text(value: Any) -> str:
-    """Text that is shown as it is, in one line: no Markdown, no HTML, no mention of anybody."""
-    return _SPECIAL.sub(r"\\\1", " ".join(str(value).split())).replace("\\<", "&lt;").replace("\\@", "&#64;")
-
-
-def _html(value: Any) -> str:
-    """The same between HTML tags, where Markdown is not read."""
-    text = " ".join(str(value).split())
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("@", "&#64;")
-
-
-def _code(value: str) -> str:
-    """Code, in a cell of a table too."""
-    text = " ".join(value.split()).replace("|", "\\|")
-    # A run of backticks in it needs a longer one around.
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * (longest + 1)
-    space = " " if longest else ""
-    return f"{fence}{space}{text}{space}{fence}" if text else ""

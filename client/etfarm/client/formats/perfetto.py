@@ -17,6 +17,7 @@ from typing import Any
 
 from etfarm.client import units
 from etfarm.client.formats import label
+from etfarm.wire.escapes import in_a_line
 
 Json = Mapping[str, Any]
 
@@ -64,7 +65,7 @@ def _facts(report: Json) -> dict[str, Any]:
 
 def _named(process: int, name: str, sort: int) -> list[Json]:
     return [
-        {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}},
+        {"ph": "M", "pid": process, "name": "process_name", "args": {"name": in_a_line(name)}},
         {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": sort}},
     ]
 
@@ -136,7 +137,7 @@ def _slice(process: int, name: str, start_ns: float, end_ns: float, arguments: J
         "ph": "X",
         "pid": process,
         "tid": 1,
-        "name": name,
+        "name": in_a_line(name),
         "cat": "reconstructed" if made_up else "recorded",
         # Whole nanoseconds: by a rounding error alone siblings would lie within each other.
         "ts": round(start_ns) / 1e3,
@@ -167,14 +168,14 @@ def _timeline(reports: Sequence[Json], job: str | None) -> list[Json]:
             thread = 1 + len(lanes)
             name = phase["actor"] if lane == 0 else f"{phase['actor']} ({lane + 1})"
             events += [
-                {"ph": "M", "pid": JOB_PROCESS, "tid": thread, "name": "thread_name", "args": {"name": name}},
+                {"ph": "M", "pid": JOB_PROCESS, "tid": thread, "name": "thread_name", "args": {"name": in_a_line(name)}},
                 {"ph": "M", "pid": JOB_PROCESS, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}},
             ]
         lanes[phase["actor"], lane] = start_us + length_us
         thread = 1 + list(lanes).index((phase["actor"], lane))
         arguments = {"cell": of, "start_ms": phase["start_ms"]}
         events.append(
-            {"ph": "X", "pid": JOB_PROCESS, "tid": thread, "name": phase["phase"], "cat": "phase", "ts": start_us,
+            {"ph": "X", "pid": JOB_PROCESS, "tid": thread, "name": in_a_line(phase["phase"] or ""), "cat": "phase", "ts": start_us,
              "dur": length_us, "args": arguments}
         )  # fmt: skip
     return events

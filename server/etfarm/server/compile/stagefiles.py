@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from etfarm.server.compile.result import Delegation
+from etfarm.wire.escapes import spreadsheet_cell
 
 
 def of_exported(models: Mapping[str, Path], programs: Mapping[str, Any], folder: Path) -> dict[str, str]:
@@ -54,4 +55,4 @@ def _write_table(delegation: Mapping[str, Delegation], path: Path) -> None:
         table.writerow(("method", "op", "delegated", "non_delegated"))
         for method, delegated in sorted(delegation.items()):
             for row in delegated["operators"]:
-                table.writerow((method, row["op"], row["delegated"], row["non_delegated"]))
+                table.writerow((spreadsheet_cell(method), spreadsheet_cell(row["op"]), row["delegated"], row["non_delegated"]))

@@ -18,6 +18,7 @@ from etfarm.client import units
 from etfarm.client.formats import answers, compared, gaps, label, sentences
 from etfarm.client.formats.html import charts, facts
 from etfarm.wire import views
+from etfarm.wire.escapes import printable
 
 Json = Mapping[str, Any]
 
@@ -66,7 +67,7 @@ def write(document: Json, comparison: Json | None = None) -> bytes:
         script=Markup(script),
         script_hash=hashed,
     )
-    return text.encode()
+    return printable(text).encode()
 
 
 def _uplot() -> str:
