@@ -29,6 +29,9 @@ _SETTINGS: Final = (
     "ssl/openssl.cnf",
 )  # fmt: skip
 _KERNEL: Final = ("/sys/devices/system",)  # torch, OpenMP and cpuinfo read the processors' topology
+_KERNEL_SETTINGS: Final = ("sys", "sysrq-trigger", "irq", "bus")
+"""Parts of /proc that change the whole host."""
+
 _PLUGIN_GROUPS: Final = ("etfarm.recipes", "etfarm.stages")
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom")
 _LINKS: Final = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
@@ -181,6 +184,11 @@ class View:
         """
         target = self._make_point(Path("/proc"), is_folder=True)
         syscalls.mount("proc", target, "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
+        # Where the server is root and has no users to give away, the child could write the kernel's settings.
+        for name in _KERNEL_SETTINGS:
+            if (target / name).exists():
+                syscalls.mount(target / name, target / name, flags=syscalls.MS_BIND)
+                syscalls.restrict_mount(target / name, _READ_ONLY)
 
     def add_host_proc(self) -> None:
         """Show the host's /proc."""

@@ -1,0 +1,519 @@
+"""What hostile code would try from inside a compile child: each attack is real, bounded, and harmless where it succeeds.
+
+`attack` runs them in a child; each answers "refused: WHY" or says what it achieved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import mmap
+import os
+import platform
+import resource
+import signal
+import socket
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import etfarm.wire.errors
+from etfarm.wire.sandbox import seccomp, syscalls
+
+Context = Mapping[str, Any]
+Attack = Callable[[Context], object]
+Emit = Callable[[bytes], None]
+
+ATTACKS: Final[dict[str, Attack]] = {}
+
+MAX_FORKS: Final = 2000
+"""What a fork bomb stops at where nothing else stops it."""
+
+
+def named(attack: Attack) -> Attack:
+    """Add an attack under its function's name."""
+    ATTACKS[attack.__name__] = attack
+    return attack
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `attack` is asked: the targets as JSON, and the one file that the child may read."""
+
+    targets: str
+    input: Path
+
+
+def attack(request: Request, folder: Path, emit: Emit) -> bytes:
+    """Task: try every attack; answer with the outcomes by name as JSON."""
+    context = {**json.loads(request.targets), "folder": folder}
+    return json.dumps({name: _outcome(one, context) for name, one in ATTACKS.items()}).encode()
+
+
+def _outcome(one: Attack, context: Context) -> str:
+    try:
+        return f"SUCCEEDED: {one(context)!r}"[:300]
+    except (OSError, ValueError) as error:
+        number = getattr(error, "errno", None)
+        return f"refused: {errno.errorcode.get(number, number) if number else error}"
+
+
+def _call(name: str, *arguments: object) -> int:
+    """Make a system call by its number, past every check of a library."""
+    number = seccomp.NUMBERS[name][list(seccomp.ARCHITECTURES).index(platform.machine())]
+    result = syscalls.libc().syscall(
+        ctypes.c_long(number or -1), *(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments)
+    )
+    if result < 0:
+        raise OSError(ctypes.get_errno(), name)
+    return int(result)
+
+
+# Files
+
+
+@named
+def read_the_tokens(context: Context) -> object:
+    return Path(context["tokens"]).read_text()
+
+
+@named
+def read_tokens_inside_of_the_code(context: Context) -> object:
+    return Path(context["tokens_in_code"]).read_text() or _empty()
+
+
+def _empty() -> object:
+    raise OSError(errno.ENOENT, "an empty file stands for it")
+
+
+@named
+def list_the_data_folder(context: Context) -> object:
+    # What of it is there was made for the way to this child's folder and its request's files.
+    seen = {
+        path.name for path in Path(context["data"]).rglob("*") if path.is_file() and not path.is_relative_to(context["folder"])
+    }
+    if others := seen - {Path(context["input"]).name}:
+        return others
+    raise OSError(errno.ENOENT, "nothing of others")
+
+
+@named
+def read_another_artifact(context: Context) -> object:
+    return Path(context["artifact"]).read_bytes()
+
+
+@named
+def read_another_childs_folder(context: Context) -> object:
+    return list(Path(context["sibling"]).iterdir())
+
+
+@named
+def read_the_hosts_accounts(context: Context) -> object:
+    return Path("/etc/shadow").read_text()
+
+
+@named
+def find_another_users_files(context: Context) -> object:
+    return Path(context["home"]).joinpath(".ssh", "id_ed25519").read_text()
+
+
+@named
+def write_to_the_code(context: Context) -> object:
+    return Path(etfarm.wire.errors.__file__).open("ab").close()
+
+
+@named
+def write_to_the_system(context: Context) -> object:
+    return _touch(Path("/usr/lib/etfarm-was-here"))
+
+
+@named
+def write_to_the_root(context: Context) -> object:
+    return _touch(Path("/etfarm-was-here"))
+
+
+@named
+def write_beside_its_folder(context: Context) -> object:
+    folder = Path(context["folder"])
+    if folder.parent.stat().st_dev != folder.stat().st_dev:
+        raise OSError(errno.ENOENT, "what is beside its folder is not the host's")
+    return _touch(folder.parent / "etfarm-was-here")
+
+
+def _touch(path: Path) -> None:
+    path.touch()
+    path.unlink()
+
+
+@named
+def write_to_its_input(context: Context) -> object:
+    return Path(context["input"]).open("ab").close()
+
+
+@named
+def give_rights_on_its_input(context: Context) -> object:
+    return Path(context["input"]).chmod(0o777)
+
+
+@named
+def link_its_input_into_its_folder(context: Context) -> object:
+    return os.link(context["input"], Path(context["folder"], "linked"))
+
+
+@named
+def write_kernel_settings(context: Context) -> object:
+    return Path("/proc/sys/kernel/core_pattern").open("r+").close()
+
+
+@named
+def leave_its_control_group(context: Context) -> object:
+    return [path.open("a").close() for path in Path("/sys/fs/cgroup").iterdir()] or list(Path("/sys/fs/cgroup").iterdir())
+
+
+@named
+def open_a_descriptor_of_a_folder(context: Context) -> object:
+    found = []
+    for descriptor in range(3, 1024):
+        try:
+            mode = os.fstat(descriptor).st_mode
+        except OSError:
+            continue
+        if not stat.S_ISSOCK(mode):
+            found.append((descriptor, mode))
+    if found:
+        return found
+    raise OSError(errno.EBADF, "no descriptor but the channel")
+
+
+@named
+def fill_the_memory_behind_tmp(context: Context) -> object:
+    path = Path("/tmp/much")
+    try:
+        with path.open("wb") as file:
+            for _ in range(10):
+                file.write(b"x" * (32 << 20))
+    finally:
+        path.unlink(missing_ok=True)
+    return "320 MiB"
+
+
+# Processes
+
+
+@named
+def kill_a_process_of_the_host(context: Context) -> object:
+    return os.kill(context["victim"], signal.SIGTERM)
+
+
+@named
+def kill_everything(context: Context) -> object:
+    if os.getppid() != 1:
+        return "no process namespace: not tried"
+    return os.kill(-1, signal.SIGKILL)  # ends all that this child may end: its own descendants, of which there are none
+
+
+@named
+def kill_its_supervisor(context: Context) -> object:
+    if os.getppid() != 1:
+        return "no process namespace: not tried"
+    os.kill(1, signal.SIGKILL)
+    raise OSError(errno.EPERM, "it lives: process 1 takes no signal from its namespace")
+
+
+@named
+def see_other_processes(context: Context) -> object:
+    others = {int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()} - {1, os.getpid()}
+    return others or _empty()
+
+
+@named
+def trace_its_supervisor(context: Context) -> object:
+    return syscalls.libc().ptrace(16, 1, 0, 0) == 0 or _raise()
+
+
+@named
+def read_its_supervisors_memory(context: Context) -> object:
+    return Path("/proc/1/mem").open("rb").close()
+
+
+@named
+def enter_its_supervisors_root(context: Context) -> object:
+    return list(Path("/proc/1/root/").iterdir())
+
+
+@named
+def read_its_supervisors_environment(context: Context) -> object:
+    return Path("/proc/1/environ").read_bytes()
+
+
+@named
+def take_a_descriptor_of_its_supervisor(context: Context) -> object:
+    return _call("pidfd_getfd", os.pidfd_open(1), 0, 0)
+
+
+# Network
+
+
+def _socket(family: int) -> Attack:
+    return lambda context: socket.socket(family, socket.SOCK_DGRAM).close()
+
+
+for _name in ("AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG", "AF_TIPC"):
+    ATTACKS[f"make_a_socket_of_{_name}"] = _socket(getattr(socket, _name))
+
+
+@named
+def make_a_pair_of_sockets(context: Context) -> object:
+    return [end.close() for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)]
+
+
+@named
+def connect_its_channel_to_a_socket(context: Context) -> object:
+    address = b"\1\0" + os.fsencode(context["socket"]) + b"\0"
+    return [_call("connect", descriptor, address, len(address)) for descriptor in _sockets()]
+
+
+@named
+def connect_its_channel_to_an_abstract_socket(context: Context) -> object:
+    address = b"\1\0\0" + context["abstract"].encode()
+    return [_call("connect", descriptor, address, len(address)) for descriptor in _sockets()]
+
+
+@named
+def see_the_socket_of_a_service(context: Context) -> object:
+    return Path(context["socket"]).stat()
+
+
+@named
+def use_io_uring_for_a_socket(context: Context) -> object:
+    return _call("io_uring_setup", 8, ctypes.create_string_buffer(120))
+
+
+def _sockets() -> list[int]:
+    found = []
+    for descriptor in range(1024):
+        with contextlib.suppress(OSError):
+            found += [descriptor] if stat.S_ISSOCK(os.fstat(descriptor).st_mode) else []
+    return found
+
+
+# Namespaces, privileges, the kernel
+
+
+def _unshare(flag: int) -> Attack:
+    return lambda context: syscalls.unshare(flag)
+
+
+def _clone(flag: int) -> Attack:
+    def attempt(context: Context) -> object:
+        pid = _call("clone", flag | signal.SIGCHLD, 0, 0, 0, 0)
+        if pid == 0:
+            os._exit(0)
+        return os.waitpid(pid, 0)
+
+    return attempt
+
+
+for _name in ("NEWUSER", "NEWNS", "NEWNET", "NEWPID", "NEWIPC", "NEWUTS", "NEWCGROUP"):
+    ATTACKS[f"unshare_{_name}"] = _unshare(getattr(syscalls, f"CLONE_{_name}"))
+    ATTACKS[f"clone_{_name}"] = _clone(getattr(syscalls, f"CLONE_{_name}"))
+
+
+@named
+def clone3_with_a_namespace(context: Context) -> object:
+    return _call("clone3", (ctypes.c_ulonglong * 8)(syscalls.CLONE_NEWUSER, 0, 0, 0, signal.SIGCHLD), 64)
+
+
+@named
+def enter_its_supervisors_namespace(context: Context) -> object:
+    return _call("setns", os.open("/proc/1/ns/mnt", os.O_RDONLY), 0)
+
+
+@named
+def become_root(context: Context) -> object:
+    return os.setresuid(0, 0, 0)
+
+
+@named
+def become_roots_group(context: Context) -> object:
+    return os.setresgid(0, 0, 0)
+
+
+@named
+def take_groups(context: Context) -> object:
+    return os.setgroups([0])
+
+
+@named
+def take_capabilities(context: Context) -> object:
+    return _call("capset", b"\x22\x05\x08\x20\0\0\0\0", b"\xff" * 24)
+
+
+@named
+def have_capabilities_or_groups_or_no_filter(context: Context) -> object:
+    status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
+    wrong = {name: status[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb") if int(status[name], 16)}
+    wrong |= {} if (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2") else {"filter": status["Seccomp"]}
+    # Without root nobody can leave a group; in the user namespace they are of no use.
+    wrong |= {"groups": status["Groups"]} if status["Groups"].strip() and context["is_root"] else {}
+    return wrong or _raise()
+
+
+@named
+def mount_a_file_system(context: Context) -> object:
+    syscalls.mount("tmpfs", context["folder"], "tmpfs")
+    return syscalls.unmount(context["folder"])
+
+
+@named
+def make_its_code_writable(context: Context) -> object:
+    return syscalls.mount("", "/usr", flags=syscalls.MS_REMOUNT | syscalls.MS_BIND)
+
+
+@named
+def unmount_what_hides_the_host(context: Context) -> object:
+    return syscalls.unmount(context["folder"])
+
+
+@named
+def change_its_root(context: Context) -> object:
+    return os.chroot(context["folder"])
+
+
+@named
+def make_a_device(context: Context) -> object:
+    return os.mknod(Path(context["folder"], "disk"), 0o666 | stat.S_IFBLK, os.makedev(254, 0))
+
+
+@named
+def open_a_disk(context: Context) -> object:
+    return [
+        path.open("rb").close() for path in (Path("/dev/vda"), Path("/dev/sda"), Path("/dev/mem")) if path.exists()
+    ] or _empty()
+
+
+@named
+def type_into_the_terminal(context: Context) -> object:
+    return fcntl.ioctl(0, 0x5412, b"x")
+
+
+@named
+def raise_its_limits(context: Context) -> object:
+    return resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+@named
+def be_the_last_to_die_of_memory(context: Context) -> object:
+    return Path("/proc/self/oom_score_adj").write_text("-1000")
+
+
+@named
+def share_memory_with_other_children(context: Context) -> object:
+    return _call("shmget", 0x0E7FA12, 4096, 0o1600)
+
+
+def _raise() -> object:
+    raise OSError(errno.EPERM, "nothing")
+
+
+# Attacks that end a child
+
+
+def fork_a_lot(request: object, folder: Path, emit: Emit) -> bytes:
+    """Fork until a fork fails; the forks wait for a pipe that ends with this process."""
+    readable, writable = os.pipe()
+    for _ in range(MAX_FORKS):
+        if os.fork() == 0:
+            os.close(writable)
+            os.read(readable, 1)
+            os._exit(0)
+    return b"%d forks" % MAX_FORKS
+
+
+def fork_a_lot_and_swallow_it(request: object, folder: Path, emit: Emit) -> bytes:
+    """As `fork_a_lot`, by code that does not stop at an error, and dies of another one."""
+    try:
+        fork_a_lot(request, folder, emit)
+    except OSError:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return b"not stopped"
+
+
+def eat_in_many_processes(request: int, folder: Path, emit: Emit) -> bytes:
+    """Hold `request` MiB in each of eight processes, each below a process's own limit, for at most half a minute."""
+    processes = []
+    for _ in range(8):
+        readable, writable = os.pipe()
+        if os.fork() == 0:
+            hoard = b"x" * (request << 20)
+            os.write(writable, b"%d" % bool(hoard))
+            signal.alarm(30)
+            signal.pause()
+        os.close(writable)
+        processes.append(readable)
+    full = [os.read(readable, 1) for readable in processes]
+    # Where memory is measured from time to time only, it is by then.
+    return b"%d processes" % sum(map(bool, full)) if not _stay(20) else b""
+
+
+def _stay(seconds: float) -> bool:
+    """Wait for a signal; return False after `seconds`."""
+    return signal.sigtimedwait([signal.SIGUSR2], seconds) is not None
+
+
+def eat_shared_memory(request: int, folder: Path, emit: Emit) -> bytes:
+    """Hold `request` MiB that no limit of a process counts."""
+    hoard = mmap.mmap(-1, request << 20, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+    for start in range(0, len(hoard), 1 << 20):
+        hoard[start : start + (1 << 20)] = b"x" * (1 << 20)
+    return b"not stopped" if not _stay(20) else b""
+
+
+def leave_traps(request: dict[str, Any], folder: Path, emit: Emit) -> bytes:
+    """Leave a link, a hard link, a FIFO where it can, a folder, a nest and a folder without rights where files are expected."""
+    (folder / "good").write_bytes(b"good")
+    (folder / "good").chmod(0o4755)
+    (folder / "symlink").symlink_to(request["secret"])
+    (folder / "first").write_bytes(b"x")
+    os.link(folder / "first", folder / "hardlink")
+    (folder / "folder").mkdir()
+    if not _made_fifo(folder / "fifo"):
+        (folder / "fifo").symlink_to("/proc/self/fd/0")
+    os.chdir(folder)
+    for _ in range(3000):
+        Path("deep").mkdir()
+        os.chdir("deep")
+    os.chdir(folder)
+    (folder / "closed").mkdir()
+    (folder / "closed" / "file").touch()
+    (folder / "closed").chmod(0)
+    return b""
+
+
+def _made_fifo(path: Path) -> bool:
+    try:
+        os.mkfifo(path)
+    except OSError:
+        return False
+    return True
+
+
+def wait_for_ever(request: object, folder: Path, emit: Emit) -> bytes:
+    """Write a secret, and stay."""
+    (folder / "secret").write_text("a sibling's")
+    emit(json.dumps({"folder": str(folder)}).encode())
+    signal.pause()
+    return b""
+
+
+def read_text(request: dict[str, Any], folder: Path, emit: Emit) -> bytes:
+    """Read the file at `request`'s `path`."""
+    try:
+        return Path(request["path"]).read_bytes()
+    except OSError as error:
+        return type(error).__name__.encode()
