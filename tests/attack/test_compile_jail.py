@@ -108,29 +108,39 @@ async def test_a_child_that_dies_of_its_fork_bomb_is_told_from_a_crash(workers: 
         await workers.run(f"{TASKS}:fork_a_lot_and_swallow_it", None, deadline_s=120)
 
 
-class TestFilesThatAChildLeaves:
-    """The daemon moves a child's files into the store: only real files of the child's own, and never what a link leads to."""
-
-    @pytest.fixture
-    async def folder(self, workers: Workers, tmp_path: Path) -> AsyncIterator[Path]:
-        (tmp_path / "secret").write_text("s3cret")
-        async with await workers.run(f"{TASKS}:leave_traps", {"secret": str(tmp_path / "secret")}, deadline_s=60) as finished:
-            yield finished.folder
-        assert not finished.folder.exists()
-
-    @pytest.mark.parametrize(
-        "name",
-        ["symlink", "hardlink", "first", "fifo", "folder", "absent", "", ".", "..", "../home", "/etc/passwd", "x" * 300, "\0"],
-    )
-    async def test_what_is_no_file_of_its_own_is_refused(self, folder: Path, name: str) -> None:
-        with pytest.raises(outputs.BadOutputFile) as caught:
-            outputs.claim(folder, name)
-        assert str(folder) not in str(caught.value)
-
-    async def test_a_file_becomes_the_daemons(self, folder: Path) -> None:
-        assert (folder / "good").stat().st_uid != os.geteuid()
-        claimed = outputs.claim(folder, "good").stat()
+async def test_only_real_files_of_its_own_leave_a_childs_folder(workers: Workers, tmp_path: Path) -> None:
+    """The daemon moves files into the store: never what a link leads to, never what would make it wait."""
+    (tmp_path / "secret").write_text("s3cret")
+    no_files = [
+        "symlink",
+        "hardlink",
+        "first",
+        "fifo",
+        "folder",
+        "absent",
+        "",
+        ".",
+        "..",
+        "../home",
+        "/etc/passwd",
+        "x" * 300,
+        "\0",
+    ]
+    async with await workers.run(f"{TASKS}:leave_traps", {"secret": str(tmp_path / "secret")}, deadline_s=60) as finished:
+        for name in no_files:
+            with pytest.raises(outputs.BadOutputFile) as caught:
+                outputs.claim(finished.folder, name)
+            assert str(finished.folder) not in str(caught.value)
+        assert (finished.folder / "good").stat().st_uid != os.geteuid()
+        claimed = outputs.claim(finished.folder, "good").stat()
         assert (claimed.st_uid, claimed.st_gid, stat.S_IMODE(claimed.st_mode)) == (os.geteuid(), os.getegid(), 0o644)
+    assert not finished.folder.exists()
+
+
+async def test_a_folder_deeper_than_any_path_is_deleted(workers: Workers) -> None:
+    async with await workers.run(f"{TASKS}:leave_a_nest", 1100, deadline_s=120) as finished:
+        pass
+    assert not finished.folder.exists()
 
 
 async def test_a_finished_child_leaves_no_control_group(workers: Workers) -> None:

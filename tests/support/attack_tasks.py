@@ -475,7 +475,7 @@ def eat_shared_memory(request: int, folder: Path, emit: Emit) -> bytes:
 
 
 def leave_traps(request: dict[str, Any], folder: Path, emit: Emit) -> bytes:
-    """Leave a link, a hard link, a FIFO where it can, a folder, a nest and a folder without rights where files are expected."""
+    """Leave a link, a hard link, a FIFO where it can, and a folder where files are expected."""
     (folder / "good").write_bytes(b"good")
     (folder / "good").chmod(0o4755)
     (folder / "symlink").symlink_to(request["secret"])
@@ -484,14 +484,17 @@ def leave_traps(request: dict[str, Any], folder: Path, emit: Emit) -> bytes:
     (folder / "folder").mkdir()
     if not _made_fifo(folder / "fifo"):
         (folder / "fifo").symlink_to("/proc/self/fd/0")
-    os.chdir(folder)
-    for _ in range(3000):
-        Path("deep").mkdir()
-        os.chdir("deep")
-    os.chdir(folder)
+    return b""
+
+
+def leave_a_nest(request: int, folder: Path, emit: Emit) -> bytes:
+    """Leave `request` folders inside of each other, more than Python recurses, and one without rights."""
     (folder / "closed").mkdir()
     (folder / "closed" / "file").touch()
     (folder / "closed").chmod(0)
+    for _ in range(request):
+        Path("deep").mkdir()
+        os.chdir("deep")
     return b""
 
 

@@ -304,6 +304,8 @@ class Workers:
             if heard.error.reason == faults.ChildOutOfMemory.reason:
                 detail = heard.error.metadata.get("detail", "")
                 raise faults.ChildOutOfMemory(task, self._limits.memory_bytes, stage, detail)
+            if heard.error.reason == faults.ChildTooManyProcesses.reason:
+                raise faults.ChildTooManyProcesses(task, self._limits.processes, stage)
             raise heard.error
         if heard.result is not None and status == 0:
             return Finished(heard.result, folder, int(said["peak_rss_bytes"]), float(said["cpu_s"]))
