@@ -14,6 +14,7 @@ if __name__ == "__main__":  # without site-packages: this package alone
     sys.path.insert(0, os.path.abspath(__file__ + "/../../../.."))  # noqa: PTH100 - pathlib takes milliseconds to load
 
 import ctypes
+import errno
 import resource
 import signal
 import stat
@@ -83,7 +84,8 @@ def main() -> NoReturn:
     try:
         os.execve(given["argv"][0], given["argv"], given["env"])
     except OSError as error:
-        _end(NOT_STARTED, f"{given['argv'][0]} cannot be started: {error.strerror}")
+        name = errno.errorcode.get(error.errno or 0, str(error.errno))
+        _end(NOT_STARTED, f"{given['argv'][0]} cannot be started: {error.strerror} ({name})")
 
 
 def _confine(given: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
