@@ -123,6 +123,17 @@ async def test_a_crash_is_the_programs_and_named_by_its_signal(server: Server, l
     assert not (await connection.result("a2")).candidates[0].HasField("error")
 
 
+async def test_the_runner_on_a_phone_confines_itself(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+    connection, device_id = await ready(server, launch, adb_phone, "--require-jail")
+    connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id=device_id)
+    await connection.phase("TIMED")
+    (runner,) = adb_phone.call("pgrep", "-f", "library-path.*etfarm-runner").split()
+    status = dict(line.split(":\t") for line in adb_phone.call("cat", f"/proc/{runner}/status").splitlines() if ":\t" in line)
+    assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+    connection.cancel("a1")
+    await connection.result("a1")
+
+
 async def test_a_cancelled_run_leaves_nothing_on_the_phone(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
     connection, device_id = await ready(server, launch, adb_phone)
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id=device_id)

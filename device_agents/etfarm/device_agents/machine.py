@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -78,7 +79,7 @@ class Machine:
             return
         with self.jail.box(folder) as box:
             if bundle is None:
-                spawn = self.jail.spawn(box, python_programs())
+                spawn = self.jail.spawn(box, await asyncio.to_thread(python_programs))
                 started = PythonRunner.start(folder, limits=limits, on_log=on_log, spawn=spawn)
             else:
                 command = box.place_bundle(bundle, prefix)

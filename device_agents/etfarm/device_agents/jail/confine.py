@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
+import json
 import logging
 import marshal
 import os
 import pwd
 import resource
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -233,11 +236,17 @@ def launcher_command() -> list[str]:
     return [sys.executable, "-I", "-S", "-B", str(Path(launch.__file__).absolute())]
 
 
-def python_programs() -> list[Path]:
-    """What a Python child loads: this interpreter, and wherever it looks for modules."""
-    folders = {sys.prefix, sys.base_prefix, sys.exec_prefix, *filter(None, sys.path)}
-    found = {Path(each).absolute() for each in folders if Path(each).is_absolute() and Path(each).exists()}
-    return [Path(sys.executable).resolve(), *sorted(found | {each.resolve() for each in found})]
+@functools.cache
+def python_programs() -> tuple[Path, ...]:
+    """What a Python child loads: this interpreter, and wherever such a child looks for modules. Blocks for a moment.
+
+    Not where this process looks, which may be any folder that it was started in.
+    """
+    ask = [sys.executable, "-P", "-c", "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, *sys.path]))"]
+    done = subprocess.run(ask, env=_ENVIRONMENT, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    told = json.loads(done.stdout) if done.returncode == 0 else [sys.prefix, sys.base_prefix]
+    found = {Path(each) for each in told if Path(each).is_absolute() and Path(each).exists()} - {Path("/")}
+    return (Path(sys.executable).resolve(), *sorted(found | {each.resolve() for each in found}))
 
 
 def _specification(
