@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -30,6 +31,15 @@ from etfarm.server.compile import expressions, operators, payloads, pickles
 from etfarm.server.compile.archives import Opened, Records, pt2_records, tensor_records
 from etfarm.server.compile.refusals import NotAPt2, NotAPte, TruncatedProgram, UnsafeModel
 
+UPLOAD_EXPRESSION_BYTES: Final = 256 << 10
+"""Largest sum of the different expressions that the daemon itself parses: half a second."""
+MAX_JSON_BYTES: Final = 512 << 20
+"""Largest archived JSON; a large language model's graph has some ten megabytes."""
+UPLOAD_PARSED_BYTES: Final = 2 << 20
+"""Largest sum of the JSON and sample inputs that the daemon itself looks into. Of 190 common networks four in five have less;
+parsing more would hold up the whole daemon for too long."""
+UPLOAD_EXPRESSION_BYTES: Final = 256 << 10
+"""Largest sum of the different expressions that the daemon itself parses: half a second."""
 MAX_JSON_BYTES: Final = 512 << 20
 """Largest archived JSON; a large language model's graph has some ten megabytes."""
 UPLOAD_PARSED_BYTES: Final = 4 << 20
@@ -38,8 +48,20 @@ UPLOAD_PARSED_BYTES: Final = 4 << 20
 
 _Check = Callable[[str, str], None]
 """Looks at one text of a member; raises for what must not be there."""
-_Screen = Callable[[str, Records, Opened, frozenset[str]], None]
-"""Looks into one member; gets the targets that are allowed as well."""
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """How closely members are looked at."""
+
+    allowed: frozenset[str]
+    """Targets that nodes may have."""
+    expression_bytes: int | None
+    """Expressions and guards that are parsed at most, None for any: what goes beyond is left to the child."""
+
+
+_Screen = Callable[[str, Records, Opened, _Rules], None]
+"""Looks into one member."""
 
 
 def screen_upload(path: Path, allowed: frozenset[str] | None = None) -> None:
@@ -97,9 +119,11 @@ def screen_records(
     parsed = [(name, screen) for name in records.names if (screen := _screen_of(name)) is not None]
     if at_most_bytes is not None and sum(records.sizes[name] for name, _ in parsed) > at_most_bytes:
         return
-    targets = operators.builtin() if allowed is None else allowed
+    rules = _Rules(
+        operators.builtin() if allowed is None else allowed, None if at_most_bytes is None else UPLOAD_EXPRESSION_BYTES
+    )
     for name, screen in parsed:
-        screen(name, records, opened or tensor_records, targets)
+        screen(name, records, opened or tensor_records, rules)
 
 
 def screen_pte(path: Path) -> None:
@@ -162,13 +186,13 @@ def _screen_of(name: str) -> _Screen | None:
 _TOP: Final = frozenset({"archive_format", "archive_version", "byteorder", "version"})
 
 
-def _screen_samples(name: str, records: Records, opened: Opened, allowed: frozenset[str]) -> None:
+def _screen_samples(name: str, records: Records, opened: Opened, rules: _Rules) -> None:
     data = records.read(name)
     if data:  # none: a program without example inputs
         screen_tensor_records(name, opened(name, data))
 
 
-def _screen_payloads(name: str, records: Records, opened: Opened, allowed: frozenset[str]) -> None:
+def _screen_payloads(name: str, records: Records, opened: Opened, rules: _Rules) -> None:
     """Weights or constants by name: raw tensors only, in this archive's own members."""
     config = _json(name, records)
     for key, text in _strings(config):
@@ -179,14 +203,21 @@ def _screen_payloads(name: str, records: Records, opened: Opened, allowed: froze
     payloads.check(name, config, records.sizes)
 
 
-def _screen_program(name: str, records: Records, opened: Opened, allowed: frozenset[str]) -> None:
+def _screen_program(name: str, records: Records, opened: Opened, rules: _Rules) -> None:
     program = _json(name, records)
     if not isinstance(program, dict) or not isinstance(program.get("graph_module"), dict):
         raise NotAPt2(f"{name} is no exported program")
-    target = partial(expressions.check_target, allowed=allowed)
+    target = partial(expressions.check_target, allowed=rules.allowed)
     checks: dict[str, _Check] = {**_CHECKS, "target": target, "as_operator": target}
+    parsed = set()
     for key, text in _strings(program):
-        checks.get(key, expressions.check_name)(text, name)
+        if key in _PARSED:
+            parsed.add((key, text))  # a program repeats its sizes in every node
+        else:
+            checks.get(key, expressions.check_name)(text, name)
+    if rules.expression_bytes is None or sum(len(text) for _, text in parsed) <= rules.expression_bytes:
+        for key, text in sorted(parsed):
+            _PARSED[key](text, name)
     if _has_objects(program):
         raise UnsafeModel("CODE_CONSTANT", name, "uses script objects, whose loading runs code")
     expressions.check_verifiers(program.get("verifiers", []), name)
@@ -196,9 +227,9 @@ def _accept(text: str, where: str) -> None:
     """For texts that torch keeps, compares, or pastes as their repr()."""
 
 
+_PARSED: Final[dict[str, _Check]] = {"expr_str": expressions.check_symbol, "guards_code": expressions.check_guard}
+"""What Python's parser is needed for, which takes microseconds a character."""
 _CHECKS: Final[dict[str, _Check]] = {
-    "expr_str": expressions.check_symbol,
-    "guards_code": expressions.check_guard,
     "in_spec": expressions.check_tree,
     "out_spec": expressions.check_tree,
     "fqn": expressions.check_path,
@@ -220,7 +251,7 @@ _CHECKS: Final[dict[str, _Check]] = {
 name."""
 
 
-_FIELDS: Final = frozenset({*_CHECKS, "target"})
+_FIELDS: Final = frozenset({*_CHECKS, *_PARSED, "target"})
 
 
 def _strings(value: object) -> Iterator[tuple[str, str]]:
