@@ -135,6 +135,11 @@ class Registry:
             device.last_seen_at.FromDatetime(row.last_seen_at)
             self._known[row.id] = device
 
+    def count(self, scope: Scope = EVERYTHING) -> tuple[int, int]:
+        """Return how many devices a scope knows, and how many of them have a connected agent."""
+        known = self._visible(scope)
+        return len(known), sum(device_id in known for device_id in self._serving)
+
     async def page(
         self, selector: Selector, start: int, size: int, most_bytes: int, scope: Scope = EVERYTHING
     ) -> tuple[Sequence[Device], int | None]:

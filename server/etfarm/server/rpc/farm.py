@@ -8,7 +8,6 @@ from etfarm.server.access.scope import Scope
 from etfarm.server.compile.keys import toolchain
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import Registry
-from etfarm.server.devices.schedule import OFFLINE
 from etfarm.server.rpc.auth import caller, scope
 from etfarm.server.workers.measures import JailReport
 from etfarm.v1 import agent_pb2, farm_pb2, farm_pb2_grpc
@@ -38,12 +37,12 @@ class FarmService(farm_pb2_grpc.FarmServiceServicer):
 
     async def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: object) -> farm_pb2.ServerInfo:
         seen = scope()
-        devices = self._registry.devices(seen)
+        known, online = self._registry.count(seen)
         ready = self._workers_ready()
         starting = self._bundles.starting or ("" if ready else "warming the compile workers")
         info = farm_pb2.ServerInfo(
-            version=self._version, workers_ready=ready, principal=caller(), devices_known=len(devices),
-            devices_online=sum(device.state != OFFLINE for device in devices), live_jobs=self._live(seen), starting=starting,
+            version=self._version, workers_ready=ready, principal=caller(), devices_known=known,
+            devices_online=online, live_jobs=self._live(seen), starting=starting,
             toolchain=toolchain() if ready else None,
         )  # fmt: skip
         if self._bundles.own_error is not None:
