@@ -86,3 +86,19 @@ def test_quotas_are_set_by_name() -> None:
     for wrong in ("sessions", "sessions=3", "sessions_per_user=", "sessions_per_user=-1", "sessions_per_user=²"):
         with pytest.raises(UnknownQuota, match="live_jobs_per_user"):
             Quotas.of([wrong])
+
+
+async def test_the_specs_of_live_jobs_are_counted_in_bytes(tmp_path: Path) -> None:
+    database = Database(tmp_path / "farm.sqlite")
+    await database.open()
+    journal = Journal(database, Announcer(), lambda: AT, Quotas(live_spec_bytes_per_user=1_000))
+    for name in ("job-0", "job-1"):
+        job = Job(id=name, owner="ann", spec={"name": "n" * 400})  # type: ignore[arg-type]
+        job.submitted_at.FromDatetime(AT)
+        job.cells.add(id=f"{name}-0", job_id=name, state=model.QUEUED, version=1)
+        await journal.submit(job, name)
+    job.id = "job-2"
+    job.cells[0].id = "c"
+    with pytest.raises(QuotaExceeded, match="bytes of live jobs' specs"):
+        await journal.submit(job, "job-2")
+    database.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.access.scope import EVERYTHING
-from etfarm.server.jobs.tags import TagNotFound, TagNotYours, Tags, tags_of
+from etfarm.server.jobs.tags import MAX_TAGS, TagNotFound, TagNotYours, Tags, TooManyTags, tags_of
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 
@@ -63,3 +63,13 @@ async def test_a_job_may_have_several_tags(database: Database) -> None:
     for tag in ("v2", "baseline"):
         await tags.put(tag, "one", project="default", caller="ann", is_admin=False)
     assert await of(database, "one") == ["baseline", "v2"]
+
+
+async def test_a_job_may_not_have_any_number_of_tags(database: Database) -> None:
+    tags = Tags(database, lambda: NOW)
+    for number in range(MAX_TAGS):
+        await tags.put(f"t{number:03}", "one", project="default", caller="ann", is_admin=False)
+    with pytest.raises(TooManyTags, match="has 100 tags"):
+        await tags.put("one-more", "one", project="default", caller="ann", is_admin=False)
+    await tags.put("t000", "one", project="default", caller="ann", is_admin=False)
+    assert len(await of(database, "one")) == MAX_TAGS

@@ -42,6 +42,9 @@ class Quotas:
     live_jobs_per_project: int = 5_000
     live_cells_per_user: int = 20_000
     live_cells_per_project: int = 50_000
+    live_spec_bytes_per_user: int = 512 << 20
+    live_spec_bytes_per_project: int = 900 << 20
+    """Of the jobs as they were submitted: live ones are in memory. One with 10,000 calibration samples has 700 kB."""
     sessions_per_user: int = 1_000
     """Open or waiting for a device: a data set over all phones takes one for each."""
     streams_per_user: int = 1_000
@@ -79,14 +82,21 @@ class Quotas:
         )
         for kind, whose, condition in of:
             is_live = (jobs.finished_at.is_(None), condition)
-            live_jobs = connection.execute(select(func.count()).select_from(schema.jobs).where(*is_live)).scalar_one()
+            totals = select(func.count(), func.coalesce(func.sum(func.length(jobs.spec)), 0)).where(*is_live)
+            live_jobs, live_bytes = connection.execute(totals).one()
             joined = schema.cells.join(schema.jobs, jobs.id == cells.job_id)
             counted = select(func.count()).select_from(joined).where(*is_live, cells.state.not_in(terminal))
             live_cells = connection.execute(counted).scalar_one()
-            for what, got in (("jobs", live_jobs + 1), ("cells", live_cells + len(job.cells))):
+            counts = {
+                "jobs": live_jobs + 1,
+                "cells": live_cells + len(job.cells),
+                "spec_bytes": live_bytes + job.spec.ByteSize(),
+            }
+            for what, got in counts.items():
                 quota = f"live_{what}_per_{kind}"
                 if got > getattr(self, quota):
-                    raise QuotaExceeded(quota, whose, f"live {what}", getattr(self, quota), got, remedy)
+                    words = "bytes of live jobs' specs" if what == "spec_bytes" else f"live {what}"
+                    raise QuotaExceeded(quota, whose, words, getattr(self, quota), got, remedy)
 
 
 class Counted:

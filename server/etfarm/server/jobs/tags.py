@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Final
 
 from sqlalchemy import Connection, delete, select
 from sqlalchemy.dialects.sqlite import insert
@@ -18,6 +19,9 @@ from etfarm.wire.errors import Kind, UserError
 LATEST = "latest"
 """What stands for the newest job; no tag."""
 
+MAX_TAGS: Final = 100
+"""Of one job."""
+
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _JOB_ID = re.compile(r"[0-9a-f]{16}\Z")
 
@@ -26,6 +30,12 @@ class BadTag(UserError):
     """A tag has other characters than tags have, or would be taken for a job's id."""
 
     reason = "BAD_TAG"
+
+
+class TooManyTags(BadTag):
+    """A job has as many tags as a job may have."""
+
+    reason = "TOO_MANY_TAGS"
 
 
 class TagNotFound(UserError):
@@ -76,6 +86,7 @@ class Tags:
 
         Raises:
             BadTag: it is no name for a job.
+            TooManyTags: the job has too many others.
             TagNotYours: it is another caller's.
         """
         _check(tag)
@@ -83,6 +94,10 @@ class Tags:
         def write(connection: Connection) -> str:
             known = find_tag(connection, tag, Scope(frozenset({project})))
             _validate_owner(tag, known, caller, is_admin)
+            if len(set(tags_of(connection, job_id)) - {tag}) >= MAX_TAGS:
+                raise TooManyTags(
+                    f"Job {job_id} has {MAX_TAGS} tags.", "Remove one with `etfarm report tag NAME --remove`.", limit=MAX_TAGS
+                )
             row = {
                 "project": project,
                 "name": tag,
@@ -141,8 +156,8 @@ def find_tag(connection: Connection, name: str, scope: Scope) -> Tag | None:
 
 
 def tags_of(connection: Connection, job_id: str) -> Sequence[str]:
-    """A job's tags, by name."""
-    query = select(schema.tags.c.name).where(schema.tags.c.job_id == job_id).order_by(schema.tags.c.name)
+    """A job's tags, by name; no more than a job may have now."""
+    query = select(schema.tags.c.name).where(schema.tags.c.job_id == job_id).order_by(schema.tags.c.name).limit(MAX_TAGS)
     return connection.execute(query).scalars().all()
 
 
