@@ -14,12 +14,15 @@ is 0, 2, 3, 1. The array itself keeps its logical shape.
 from __future__ import annotations
 
 import io
+import lzma
+import math
 import re
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value, dtype_of, from_array, to_array
@@ -264,6 +267,17 @@ def told_of(key: str, keys: Collection[str]) -> str | None:
     return base if base != key and base in keys else None
 
 
+_DEFLATE_RATIO: Final = 1032
+"""The most that a byte of deflate stands for. Source: zlib's technical details."""
+
+_UNREADABLE: Final = (
+    OSError, ValueError, TypeError, EOFError, KeyError, MemoryError, OverflowError, SyntaxError, RecursionError,
+    zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError,
+    # zipfile's of a compression or an encryption that it does not have.
+    NotImplementedError, RuntimeError,
+)  # fmt: skip
+
+
 def load(path: Path) -> dict[str, NDArray[Any]]:
     """All arrays of an .npz by key.
 
@@ -278,15 +292,49 @@ def load(path: Path) -> dict[str, NDArray[Any]]:
         if isinstance(loaded, np.ndarray):
             raise InputFileUnreadable(f"{path} is one .npy array, not an .npz.", again, path=path)
         with loaded:
+            size = path.stat().st_size
+            for info in loaded.zip.infolist():
+                _check_entry(loaded.zip, info, size)
             return {key: loaded[key] for key in loaded.files}
     except FileNotFoundError:
         raise InputFileUnreadable(f"There is no file {path}.", again, path=path) from None
-    except (OSError, ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error, SyntaxError) as error:
+    except _UNREADABLE as error:
         if "allow_pickle" in str(error):
             what = "it is no .npz, or holds Python objects, which are never loaded"
         else:
             what = str(error).strip().rstrip(".") or type(error).__name__
         raise InputFileUnreadable(f"{path} cannot be read: {what}.", again, path=path) from None
+
+
+def _check_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo, archive_bytes: int) -> None:
+    """Refuse an array that says more elements than it has bytes: numpy would take the memory before it reads them.
+
+    Args:
+        archive_bytes: of the whole file.
+
+    Raises:
+        ValueError: it does, or its header is none of a plain array.
+    """
+    import numpy as np
+
+    ratio = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: _DEFLATE_RATIO}.get(info.compress_type)
+    if ratio is None:
+        raise ValueError(f"{info.filename} is compressed in another way than numpy does")
+    if info.header_offset + info.compress_size > archive_bytes:
+        raise ValueError(f"{info.filename} ends behind the file")
+    most = min(info.file_size, ratio * info.compress_size)
+    with archive.open(info) as file:
+        if file.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
+            return  # no array, which numpy gives as bytes
+        file.seek(0)
+        version = np.lib.format.read_magic(file)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+        if read is None:
+            raise ValueError(f"{info.filename} is of numpy's format {version[0]}.{version[1]}, which no plain array needs")
+        shape, _, dtype = read(file)
+        needed = math.prod(shape) * dtype.itemsize
+        if needed > most or min(shape, default=0) < 0:
+            raise ValueError(f"{info.filename} says {needed} bytes of {dtype.name} {list(shape)[:8]}, and has at most {most}")
 
 
 def _laid_out(path: Path, key: str, value: Value, said: NDArray[Any]) -> Tensor:

@@ -41,7 +41,7 @@ READING_COMMANDS: Final[Mapping[str, str]] = {
     DISK: "df /data",
 }
 
-_PROPERTY: Final = re.compile(r"^\[([^\]\n]+)\]: \[([^\n]*)\]\s*$", re.MULTILINE)
+_PROPERTY: Final = re.compile(r"^\[([^\]\n]+)\]: \[([^\n]*)\][ \t\r]*$", re.MULTILINE)
 _ABIS: Final = {
     "arm64-v8a": "aarch64", "x86_64": "x86_64", "riscv64": "riscv64", "armeabi-v7a": "armv7l", "armeabi": "armv7l", "x86": "i686",
 }  # fmt: skip
@@ -141,7 +141,7 @@ def charging(facts: Facts) -> bool | None:
 
 def thermal_status(facts: Facts) -> int | None:
     """How severely the system slows down against heat: 0 none to 6 shutdown."""
-    found = re.search(r"^\s*Thermal Status: ([0-6])\s*$", facts.get(THERMAL, ""), re.MULTILINE)
+    found = re.search(r"^[ \t]{0,16}Thermal Status: ([0-6])[ \t\r]*$", facts.get(THERMAL, ""), re.MULTILINE)
     return int(found.group(1)) if found else None
 
 
@@ -152,7 +152,7 @@ def temperatures(facts: Facts) -> list[report_pb2.ThermalZone]:
     """
     said = facts.get(THERMAL, "")
     _, now, behind = said.partition("Current temperatures from HAL:")
-    section = re.split(r"^\S.*:\s*$", behind, maxsplit=1, flags=re.MULTILINE)[0] if now else said
+    section = re.split(r"^\S.*:[ \t\r]*$", behind, maxsplit=1, flags=re.MULTILINE)[0] if now else said
     found: dict[str, float] = {}
     for value, kind, name in _TEMPERATURE.findall(section):
         if int(kind) in _NO_TEMPERATURES:
@@ -192,7 +192,9 @@ def page_size_bytes(facts: Facts) -> int | None:
 def _battery(facts: Facts) -> dict[str, str]:
     """The service's state, the first of what it dumps."""
     said: dict[str, str] = {}
-    for key, value in re.findall(r"^\s+([A-Za-z ]{1,40}): (\S{1,40})\s*$", facts.get(BATTERY, ""), re.MULTILINE):
+    for key, value in re.findall(
+        r"^[ \t]{1,16}([A-Za-z][A-Za-z ]{0,39}): (\S{1,40})[ \t\r]*$", facts.get(BATTERY, ""), re.MULTILINE
+    ):
         said.setdefault(key, value)
     return said
 

@@ -68,18 +68,29 @@ class Cpu:
     """What the scheduler thinks of its speed, 1024 for the fastest."""
 
 
+MOST_CPUS: Final = 1 << 13
+"""Linux has at most 8192: a larger number is no cpu's."""
+_MOST_LIST: Final = 1 << 16
+"""Characters of a cpu list, and numbers that its ranges name: far above what 8192 cpus need, each named once."""
+
+
 def parse_cpu_list(text: str) -> frozenset[int]:
     """The numbers of a kernel cpu list such as "0-3,6", or "0 1 2".
 
     Raises:
         ValueError: it is no such list, or an empty one.
     """
+    if len(text) > _MOST_LIST:
+        raise ValueError(f"a list of {len(text)} characters")
     numbers: set[int] = set()
+    named = 0
     for part in re.split(r"\s*,\s*|\s+", text.strip()):
         first, dash, last = part.partition("-")
         low, high = int(first), int(last if dash else first)
-        if not 0 <= low <= high < 1 << 16:
-            raise ValueError(f"{part!r} is no range of cpus")
+        if not 0 <= low <= high < MOST_CPUS:
+            raise ValueError(f"{part[:40]!r} is no range of cpus")
+        if (named := named + high - low + 1) > _MOST_LIST:
+            raise ValueError(f"a list that names {named} cpus and more")
         numbers.update(range(low, high + 1))
     return frozenset(numbers)
 
@@ -118,7 +129,8 @@ def parse_cpus(facts: Facts, stanzas: Sequence[Stanza], cores: Collection[int] |
     shared = _shared(stanzas)
     # Kernels for one cpu alone give it no number.
     alone = frozenset({0} if shared else ())
-    own = {int(stanza["processor"]): stanza for stanza in reversed(stanzas) if is_count(stanza.get("processor", ""))}
+    numbered = [(int(stanza["processor"]), stanza) for stanza in reversed(stanzas) if is_count(stanza.get("processor", ""))]
+    own = {number: stanza for number, stanza in numbered if number < MOST_CPUS}
     return [
         _cpu(number, facts, {**shared, **own.get(number, {})}, policies)
         for number in sorted(_allowed(facts, own.keys() or alone, cores))
@@ -206,9 +218,13 @@ def _cpu_list(text: str) -> frozenset[int] | None:
 def _policies(facts: Facts) -> dict[int, str]:
     """Folders of the frequency files that speak of a cpu."""
     folders: dict[int, str] = {}
-    for path, text in facts.items():
-        if (found := _POLICY_FILE.match(path)) is not None:
-            for number in _cpu_list(text) or ():
+    # A policy has at least one cpu: what is behind that many is none.
+    policies = [(found, text) for path, text in facts.items() if (found := _POLICY_FILE.match(path)) is not None][:MOST_CPUS]
+    named = 0
+    for found, text in policies:
+        numbers = _cpu_list(text) or frozenset()
+        if (named := named + len(numbers)) <= _MOST_LIST:
+            for number in numbers:
                 folders.setdefault(number, found.group(1))
     return folders
 

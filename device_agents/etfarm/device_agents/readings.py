@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.device_agents import android
-from etfarm.device_agents.processors import parse_cpu_list
+from etfarm.device_agents.processors import MOST_CPUS, parse_cpu_list
 from etfarm.v1 import report_pb2
 
 Facts = Mapping[str, str]
@@ -46,7 +46,7 @@ _CLOCKS: Final = ("scaling_cur_freq", "scaling_max_freq", "scaling_governor")
 _CHARGING: Final = {"Charging": True, "Full": True, "Not charging": True, "Discharging": False}
 _SUPPLY_FILE: Final = re.compile(r"/sys/class/power_supply/[^/]+/type\Z")
 _POLICY_FILE: Final = re.compile(r"(/sys/devices/system/cpu/cpufreq/policy\d+/)related_cpus\Z")
-_CPU_FILE: Final = re.compile(r"/sys/devices/system/cpu/cpu(\d+)/(?:cpufreq|thermal_throttle)/(\w+)\Z")
+_CPU_FILE: Final = re.compile(r"/sys/devices/system/cpu/cpu(\d{1,4})/(?:cpufreq|thermal_throttle)/(\w+)\Z")
 _NS_PER_TICK: Final = 10_000_000
 """/proc/stat counts in USER_HZ, which is 100 a second on every Linux that ExecuTorch runs on."""
 _NO_TEMPERATURE: Final = re.compile(r"soc|socd|vbat(_.*)?|ibat(-.*)?|.*-(ibat|vbat|bcl)-.*")
@@ -132,7 +132,7 @@ def runnable(loadavg: str) -> int | None:
 def waited_us(pressure: str) -> int | None:
     """Of /proc/pressure/cpu: time since the start in which some task waited."""
     total = _pressure(pressure, "total")
-    return None if total is None else int(total)
+    return int(total) if total is not None and total < _LARGEST else None
 
 
 def zones(facts: Facts) -> list[report_pb2.ThermalZone]:
@@ -197,13 +197,17 @@ def _cpus(facts: Facts) -> list[report_pb2.CpuReading]:
 def _clocks(facts: Facts) -> dict[int, dict[str, str]]:
     """By cpu, texts of its frequency files by their names; of those of its policy where it has none of its own."""
     found: dict[int, dict[str, str]] = {}
+    named = 0
     for path, text in facts.items():
         if (own := _CPU_FILE.match(path)) is not None:
-            if said := text.strip():
+            if (said := text.strip()) and int(own.group(1)) < MOST_CPUS:
                 found.setdefault(int(own.group(1)), {})[own.group(2)] = said
         elif (policy := _POLICY_FILE.match(path)) is not None:
             shared = {name: facts.get(f"{policy.group(1)}{name}", "").strip() for name in _CLOCKS}
-            for number in _cpu_list(text):
+            numbers = _cpu_list(text)
+            # Each cpu has one policy; a device that says many of all says nothing.
+            named += len(numbers)
+            for number in numbers if named <= 2 * MOST_CPUS else ():
                 cpu = found.setdefault(number, {})
                 cpu.update({name: said for name, said in shared.items() if said and name not in cpu})
     return found

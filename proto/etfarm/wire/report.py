@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from google.protobuf import message_factory
+from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -75,7 +76,7 @@ def error_json(error: EtfarmError | common_pb2.Error) -> Json:
     if isinstance(error, EtfarmError):
         fields = (error.fault.value, error.reason, error.message, error.remedy, error.stage, error.metadata)
     else:
-        fault = common_pb2.Fault.Name(error.fault).removeprefix("FAULT_").removeprefix("UNSPECIFIED")
+        fault = _enum_name(common_pb2.Fault.DESCRIPTOR, error.fault).removeprefix("FAULT_").removeprefix("UNSPECIFIED")
         fields = (fault, error.reason, error.message, error.remedy, error.stage, dict(error.metadata))
     keys = ("fault", "reason", "message", "remedy", "stage", "metadata")
     return {key: (None if value == "" else value) for key, value in zip(keys, fields, strict=True)}
@@ -87,7 +88,7 @@ def job_json(job: job_pb2.Job) -> Json:
         "id": job.id,
         "name": job.name or None,
         "labels": dict(job.labels),
-        "state": job_pb2.JobState.Name(job.state).removeprefix("JOB_STATE_"),
+        "state": (_enum_name(job_pb2.JobState.DESCRIPTOR, job.state) or "JOB_STATE_UNSPECIFIED").removeprefix("JOB_STATE_"),
         "submitted_at": _instant(job.submitted_at),
         "finished_at": _instant(job.finished_at) if job.HasField("finished_at") else None,
         "server_version": job.server_version,
@@ -257,14 +258,20 @@ def _field(message: Message, field: Any) -> Any:
     return _single(field, value)
 
 
+def _enum_name(enum: EnumDescriptor, number: int) -> str:
+    """Return the name of an enum's value; empty for a number that this version has no name for."""
+    known = enum.values_by_number.get(number)
+    return "" if known is None else str(known.name)
+
+
 def _single(field: Any, value: Any) -> Any:
     if isinstance(value, Timestamp):
         return _instant(value)
     if isinstance(value, Message):
         return _message(value)
     if field.enum_type is not None:
-        name = field.enum_type.values_by_number[value].name.removeprefix(_ENUM_PREFIXES[field.enum_type.full_name])
-        return None if name == "UNSPECIFIED" else name
+        name = _enum_name(field.enum_type, value).removeprefix(_ENUM_PREFIXES[field.enum_type.full_name])
+        return None if name in ("", "UNSPECIFIED") else name
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -6,6 +6,7 @@ import re
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -86,17 +87,30 @@ def _unreachable(details: str) -> tuple[str, str]:
 
 
 def _from_details(data: bytes) -> EtfarmError | None:
+    try:
+        return _decoded(data)
+    except DecodeError:
+        return None  # of another program, or of a server that lies: the code says enough
+
+
+def _decoded(data: bytes) -> EtfarmError | None:
     status = status_pb2.Status.FromString(data)
     for detail in status.details:
         info = error_details_pb2.ErrorInfo()
         if not (detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN):
             continue
         metadata = dict(info.metadata)
-        fault = Fault(metadata.pop("fault", Fault.FARM.value))
+        fault = _fault(metadata.pop("fault", ""))
         message, remedy, stage = (metadata.pop(key, "") for key in ("message", "remedy", "stage"))
-        kind = Kind(code_pb2.Code.Name(status.code))
+        code = code_pb2.Code.Name(status.code) if status.code in code_pb2.Code.values() else ""
+        kind = Kind(code) if code in Kind.__members__ else Kind.INTERNAL
         return error_of(fault, info.reason, message or status.message, remedy, kind=kind, stage=stage, metadata=metadata)
     return None
+
+
+def _fault(name: str) -> Fault:
+    """Return the fault of that name; FARM for one that this version does not know."""
+    return Fault(name) if name in Fault.__members__ else Fault.FARM
 
 
 def to_proto(error: EtfarmError) -> common_pb2.Error:
@@ -113,6 +127,7 @@ def to_proto(error: EtfarmError) -> common_pb2.Error:
 
 def from_proto(error: common_pb2.Error) -> EtfarmError:
     """The exception that a cell's or a result's error stands for."""
-    name = common_pb2.Fault.Name(error.fault).removeprefix("FAULT_")
-    fault = Fault(name) if name in Fault.__members__ else Fault.FARM
+    # A newer version, or one that lies, may send a number that has no name here.
+    name = common_pb2.Fault.Name(error.fault) if error.fault in common_pb2.Fault.values() else ""
+    fault = _fault(name.removeprefix("FAULT_"))
     return error_of(fault, error.reason, error.message, error.remedy, stage=error.stage, metadata=error.metadata)

@@ -173,9 +173,9 @@ def _timeline(reports: Sequence[Json], job: str | None) -> list[Json]:
             ]
         lanes[phase["actor"], lane] = start_us + length_us
         thread = 1 + list(lanes).index((phase["actor"], lane))
-        arguments = {"cell": of, "start_ms": phase["start_ms"]}
+        arguments, name = {"cell": of, "start_ms": phase["start_ms"]}, in_a_line(phase["phase"] or "")
         events.append(
-            {"ph": "X", "pid": JOB_PROCESS, "tid": thread, "name": in_a_line(phase["phase"] or ""), "cat": "phase",
-             "ts": start_us, "dur": length_us, "args": arguments}
+            {"ph": "X", "pid": JOB_PROCESS, "tid": thread, "name": name, "cat": "phase", "ts": start_us,
+             "dur": length_us, "args": arguments}
         )  # fmt: skip
     return events

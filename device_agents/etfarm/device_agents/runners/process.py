@@ -18,11 +18,15 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 from urllib.parse import quote
 
-from etfarm.device_agents.runners import errors
+from etfarm.device_agents.runners import answers, errors
 from etfarm.device_agents.runners.child import Child, Spawn, spawn_here
 from etfarm.wire.errors import EtfarmError
 
-_MAX_PAYLOAD_BYTES: Final = 1 << 33
+_MEMORY_INFO: Final = Path("/proc/meminfo")
+_MEMORY_SHARE: Final = 4
+"""A payload takes at most this part of the memory that is free: the runner may be a hostile program's."""
+_LEAST_PAYLOAD_BYTES: Final = 64 << 20
+_MOST_PAYLOAD_BYTES: Final = 1 << 33
 _KEPT_LINES: Final = 60
 _REAP_SECONDS: Final = 5.0
 """Within which a killed process is gone, but for one stuck in the kernel, which nobody can help."""
@@ -124,6 +128,7 @@ class RunnerProcess:
         stage: str,
         deadline_s: float | None = None,
         on_progress: OnEvent | None = None,
+        max_payload_bytes: int = 0,
     ) -> tuple[Event, bytes]:
         """One command's result and its payload.
 
@@ -134,6 +139,7 @@ class RunnerProcess:
             stage: what errors are said to have happened in, until a progress event names another.
             deadline_s: for the whole of it; `Limits.command_s` by default.
             on_progress: takes progress events.
+            max_payload_bytes: of the answer's payload; more is no protocol. `room_for_payload` for tensors.
 
         Raises:
             ProgramCrashed, ProgramHung, ProgramOutOfMemory: the process is over.
@@ -150,7 +156,7 @@ class RunnerProcess:
             try:
                 async with asyncio.timeout(seconds):
                     await self._send(command, arguments, payload)
-                    event, data = await self._receive(command, on_progress)
+                    event, data = await self._receive(command, on_progress, max_payload_bytes)
             except TimeoutError:
                 await self._over(errors.ProgramHung(self.stage, seconds, self._lines()))
             except asyncio.IncompleteReadError:
@@ -182,6 +188,11 @@ class RunnerProcess:
         if reason:
             event["message"] += f": {reason}"
 
+    def distrust(self, error: EtfarmError) -> None:
+        """End the process, whose answer was none: `error` is what every later command raises."""
+        self._ended = self._ended or error
+        self.kill()
+
     def kill(self) -> None:
         """SIGKILL to the whole group, now; harmless where it has ended."""
         if self._ended is None:
@@ -212,27 +223,29 @@ class RunnerProcess:
                 stdin.write(payload)
             await stdin.drain()
 
-    async def _receive(self, command: str, on_progress: OnEvent | None) -> tuple[Event, bytes]:
+    async def _receive(self, command: str, on_progress: OnEvent | None, max_payload_bytes: int) -> tuple[Event, bytes]:
         stdout = self._child.stdout
         while True:
             try:
                 line = await stdout.readuntil(b"\n")
                 event = json.loads(line)
-                kind = event["event"]
+                kind = answers.text(event, "event")
                 if kind == "log":
-                    self._take(LogLine("runtime", event["level"], event["where"], event["message"]))
+                    self._take(LogLine("runtime", *(answers.text(event, key) for key in ("level", "where", "message"))))
                 elif kind == "progress":
-                    self.stage = event["stage"]
+                    self.stage = answers.text(event, "stage")
+                    answers.whole(event, "done")
+                    answers.whole(event, "elapsed_ns")
                     if on_progress is not None:
                         on_progress(event)
                 elif kind in ("result", "error") and event["command"] == command:
-                    size = event.get("payload_bytes", 0)
-                    if not 0 <= size <= _MAX_PAYLOAD_BYTES:
-                        raise ValueError(f"a payload of {size} bytes")
+                    if kind == "error":
+                        _check_error(event)
+                    size = answers.whole(event, "payload_bytes", max_payload_bytes) if "payload_bytes" in event else 0
                     return event, await stdout.readexactly(size) if size else b""
                 else:
                     raise ValueError(f"a {kind} of {event.get('command')!r}")
-            except (ValueError, KeyError, TypeError, AttributeError, asyncio.LimitOverrunError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError, asyncio.LimitOverrunError) as error:
                 raise errors.RunnerBroken(f"The runner's answer to {command} is no protocol: {error}.") from error
 
     async def _over(self, error: EtfarmError | None) -> NoReturn:
@@ -280,7 +293,7 @@ class RunnerProcess:
     def _refusal(self, event: Mapping[str, Any]) -> EtfarmError:
         """The error that an `error` event describes; the process is still usable."""
         stage, message, runtime_code = self.stage, str(event["message"]), event.get("runtime_code") or ""
-        log, names = [str(line) for line in event.get("log", [])], [str(name) for name in event.get("names", [])]
+        log, names = list(answers.texts(event, "log", ())), list(answers.texts(event, "names", ()))
         limited = self.limits.data_bytes is not None
         match event["code"]:
             case "INPUT_MISMATCH":
@@ -339,6 +352,24 @@ class RunnerProcess:
         line = LogLine("runtime", "", told[1], told[2]) if told else LogLine("stderr", "", "", text)
         self._since.append(line)
         self._take(line)
+
+
+def room_for_payload() -> int:
+    """Return how many bytes of tensors an answer may have: a part of the memory that is free here."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d{1,15}) kB", _MEMORY_INFO.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    free = int(found[1]) * 1024 // _MEMORY_SHARE if found else _LEAST_PAYLOAD_BYTES
+    return min(max(free, _LEAST_PAYLOAD_BYTES), _MOST_PAYLOAD_BYTES)
+
+
+def _check_error(event: Event) -> None:
+    """Check the fields of an `error` event; texts become such as any message can carry."""
+    event |= {key: answers.text(event, key) for key in ("code", "message")}
+    event |= {key: list(answers.texts(event, key)) for key in ("log", "names") if key in event}
+    if event.get("runtime_code") is not None:
+        event["runtime_code"] = answers.text(event, "runtime_code")
 
 
 def _signal_name(number: int) -> str:

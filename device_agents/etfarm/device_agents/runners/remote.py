@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import sys
 from array import array
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
-from etfarm.device_agents.runners import errors
+from etfarm.device_agents.runners import answers, errors
 from etfarm.device_agents.runners.child import Spawn, spawn_here
-from etfarm.device_agents.runners.process import Argument, Event, Limits, OnLog, RunnerProcess
+from etfarm.device_agents.runners.process import Argument, Event, Limits, OnLog, RunnerProcess, room_for_payload
 from etfarm.device_agents.runners.protocol import (
     Debugged,
     Hello,
@@ -29,8 +29,9 @@ from etfarm.device_agents.runners.protocol import (
     Traced,
 )
 from etfarm.wire.chunks import Progressed
-from etfarm.wire.tensors import Scalar, Tensor, Value
+from etfarm.wire.tensors import BadTensorFile, Scalar, Tensor, Value
 
+_SAMPLE_BYTES: Final = 8
 PROTOCOL: Final = 1
 """The version of `native/PROTOCOL.md` that is spoken here."""
 
@@ -97,22 +98,27 @@ class RemoteRunner:
             RunnerBroken: another version of the protocol, or none.
         """
         event, _ = await self._process.request("hello", stage="START")
-        if event["protocol"] != PROTOCOL:
-            raise errors.RunnerBroken(f"The runner speaks protocol {event['protocol']}, not {PROTOCOL}.")
-        return Hello(
-            event["protocol"], event["executorch"], event["arch"], tuple(event["backends"]), tuple(event["operators"]),
-            tuple(event.get("confined", ())),
-        )  # fmt: skip
+        with self._reading("hello"):
+            protocol = answers.whole(event, "protocol")
+        if protocol != PROTOCOL:
+            raise errors.RunnerBroken(f"The runner speaks protocol {protocol}, not {PROTOCOL}.")
+        with self._reading("hello"):
+            executorch, arch = (answers.text(event, key) for key in ("executorch", "arch"))
+            backends, operators = (answers.texts(event, key) for key in ("backends", "operators"))
+            confined = answers.texts(event, "confined") if "confined" in event else ()
+            return Hello(protocol, executorch, arch, backends, operators, confined)
 
     async def self_test(self) -> tuple[str, ...]:
         """Kernels and backends that gave known results; RunnerBroken names the first that did not."""
         event, _ = await self._process.request("self_test", stage="START")
-        return tuple(event["passed"])
+        with self._reading("self_test"):
+            return answers.texts(event, "passed")
 
     async def threads(self, count: int) -> int:
         """Sets the size of the thread pool; RunnerBroken after `load`."""
         event, _ = await self._process.request("threads", [("n", count)], stage="START")
-        return int(event["threads"])
+        with self._reading("threads"):
+            return answers.whole(event, "threads")
 
     async def affinity(self, cores: Sequence[int]) -> None:
         """Binds the process; CoresUnavailable where it may not run there."""
@@ -124,18 +130,20 @@ class RemoteRunner:
         arguments: list[tuple[str, Argument]] = [("path", self.path_for_runner(program))]
         arguments += [("data", self.path_for_runner(path)) for path in data]
         event, _ = await self._process.request("load", arguments, stage="LOAD")
-        return Loaded(event["load_ns"], tuple(event["methods"]), event["threads"])
+        with self._reading("load"):
+            return Loaded(answers.whole(event, "load_ns"), answers.texts(event, "methods"), answers.whole(event, "threads"))
 
     async def method(self, name: str) -> MethodInfo:
         """What a method takes and gives; ProgramFailed where there is none of that name."""
         event, _ = await self._process.request("method", [("name", name)], stage="LOAD")
-        return MethodInfo(
-            event["name"],
-            tuple(_tensor_info(value) for value in event["inputs"]),
-            tuple(_tensor_info(value) for value in event["outputs"]),
-            tuple(event["planned_bytes"]),
-            tuple(event["backends"]),
-        )
+        with self._reading("method"):
+            return MethodInfo(
+                answers.text(event, "name"),
+                tuple(_tensor_info(value) for value in answers.events(event, "inputs")),
+                tuple(_tensor_info(value) for value in answers.events(event, "outputs")),
+                answers.wholes(event, "planned_bytes"),
+                answers.texts(event, "backends"),
+            )
 
     async def load_method(self, name: str, *, trace: bool = False, debug: bool = False, keep: bool = False) -> MethodLoaded:
         """Makes `name` the loaded method; OperatorMissing and BackendMissing name what the runner lacks."""
@@ -144,8 +152,10 @@ class RemoteRunner:
         if keep:
             arguments.append(("keep", 1))
         event, _ = await self._process.request("load_method", arguments, stage="LOAD_METHOD")
+        with self._reading("load_method"):
+            load_method_ns = answers.whole(event, "load_method_ns")
         self._method = await self.method(name)
-        return MethodLoaded(event["load_method_ns"])
+        return MethodLoaded(load_method_ns)
 
     async def select(self, name: str) -> None:
         """Makes a method that was loaded with `keep` the one that commands are for."""
@@ -166,18 +176,23 @@ class RemoteRunner:
 
     async def default_inputs(self, seed: int) -> list[Value]:
         """Sets and gives inputs made from `seed`, 0 to 2**63 - 1."""
-        event, payload = await self._process.request("default_inputs", [("seed", seed)], stage="INPUTS")
-        return _values(event, payload, "INPUTS")
+        room = room_for_payload()
+        arguments: list[tuple[str, Argument]] = [("seed", seed)]
+        event, payload = await self._process.request("default_inputs", arguments, stage="INPUTS", max_payload_bytes=room)
+        with self._reading("default_inputs"):
+            return _values(event, payload, "INPUTS")
 
     async def run(self) -> Ran:
         """One execution."""
         event, _ = await self._process.request("run", stage="RUN")
-        return Ran(event["run_ns"])
+        with self._reading("run"):
+            return Ran(answers.whole(event, "run_ns"))
 
     async def outputs(self) -> list[Value]:
         """What the latest execution gave, in order; named by the program or else by position."""
-        event, payload = await self._process.request("outputs", stage="OUTPUTS")
-        return _values(event, payload, "OUTPUTS")
+        event, payload = await self._process.request("outputs", stage="OUTPUTS", max_payload_bytes=room_for_payload())
+        with self._reading("outputs"):
+            return _values(event, payload, "OUTPUTS")
 
     async def measure(self, plan: MeasurePlan, on_progress: OnProgress | None = None) -> Measured:
         """The timed pass. Its deadline is the warm-up's, the timed iterations' and `Limits.command_s` together."""
@@ -196,13 +211,10 @@ class RemoteRunner:
             stage="WARMUP" if plan.warmup or plan.steady else "TIMED",
             deadline_s=self._process.limits.command_s + (max_warmup_ns + plan.max_time_ns) / 1e9,
             on_progress=_progress(on_progress),
+            max_payload_bytes=_SAMPLE_BYTES * max(plan.max_samples, plan.iterations),
         )
-        names = (
-            "warmup", "warmup_ns", "steady", "first_run_ns", "iterations", "duration_ns", "stop_reason", "wall_ns", "cpu_ns",
-            "voluntary_switches", "involuntary_switches", "minor_faults", "major_faults", "cpu_pressure_us",
-            "peak_rss_bytes",
-        )  # fmt: skip
-        return Measured(**{name: event[name] for name in names}, samples_ns=_int64s(payload))
+        with self._reading("measure"):
+            return _measured(event, payload)
 
     async def trace(self, iterations: int, etdump: Path, *, warmup: int = 1, on_progress: OnProgress | None = None) -> Traced:
         """`iterations` traced ones into `etdump`; the method must be loaded with `trace` alone."""
@@ -211,8 +223,10 @@ class RemoteRunner:
             [("iterations", iterations), ("warmup", warmup), ("path", self.path_for_runner(etdump))],
             stage="TRACED",
             on_progress=_progress(on_progress),
+            max_payload_bytes=_SAMPLE_BYTES * iterations,
         )
-        return Traced(event["iterations"], _int64s(payload), etdump, event["etdump_bytes"])
+        with self._reading("trace"):
+            return Traced(answers.whole(event, "iterations"), _samples(payload), etdump, answers.whole(event, "etdump_bytes"))
 
     async def debug(self, etdump: Path, dump: Path, *, max_bytes: int | None = None) -> Debugged:
         """One iteration with intermediate outputs; the method must be loaded with `trace` and `debug`. DeviceStorageFailed
@@ -224,12 +238,29 @@ class RemoteRunner:
         if max_bytes is not None:
             arguments.append(("max_bytes", max_bytes))
         event, _ = await self._process.request("debug", arguments, stage="DEBUG")
-        return Debugged(event["run_ns"], etdump, event["etdump_bytes"], dump, event["dump_bytes"])
+        with self._reading("debug"):
+            run_ns, etdump_bytes, dump_bytes = (answers.whole(event, key) for key in ("run_ns", "etdump_bytes", "dump_bytes"))
+            return Debugged(run_ns, etdump, etdump_bytes, dump, dump_bytes)
 
     async def memory(self) -> Memory:
         """Memory of the process now."""
         event, _ = await self._process.request("memory", stage=self._process.stage)
-        return Memory(event["rss_bytes"], event["peak_rss_bytes"], event["data_bytes"])
+        with self._reading("memory"):
+            return Memory(*(answers.optional_whole(event, key) for key in ("rss_bytes", "peak_rss_bytes", "data_bytes")))
+
+    @contextmanager
+    def _reading(self, command: str) -> Iterator[None]:
+        """End a runner whose answer to a command has other fields than the protocol's.
+
+        Raises:
+            RunnerBroken: it has.
+        """
+        try:
+            yield
+        except (ValueError, TypeError, KeyError, OverflowError, BadTensorFile) as error:
+            broken = errors.RunnerBroken(f"The runner's answer to {command} is no protocol: {error}.")
+            self._process.distrust(broken)
+            raise broken from error
 
     async def close(self) -> None:
         """Kills and reaps the process; later commands raise RunnerClosed."""
@@ -269,18 +300,22 @@ def _input(index: int, value: Value, expected: str) -> tuple[list[tuple[str, Arg
 
 def _values(event: Event, payload: bytes, stage: str) -> list[Value]:
     values: list[Value] = []
-    for head in event["values"]:
-        name = head["name"] or str(head["index"])
-        match head["kind"]:
-            case "tensor" if head["dtype"] != "unsupported":
-                data = payload[head["offset"] : head["offset"] + head["size_bytes"]]
-                values.append(Tensor(name, head["dtype"], tuple(head["shape"]), data, tuple(head["dim_order"])))
+    for head in answers.events(event, "values"):
+        name = answers.text(head, "name") or str(answers.whole(head, "index"))
+        match answers.text(head, "kind"):
+            case "tensor" if (dtype := answers.text(head, "dtype")) != "unsupported":
+                offset, size = answers.whole(head, "offset"), answers.whole(head, "size_bytes")
+                shape, order = (answers.wholes(head, key, answers.MOST_DIMS) for key in ("shape", "dim_order"))
+                values.append(Tensor(name, dtype, shape, payload[offset : offset + size], order))
             case "int":
-                values.append(Scalar(name, int(head["value"])))
+                number = int(answers.text(head, "value"))
+                if not -(1 << 63) <= number < 1 << 63:
+                    raise answers.BadAnswer(f"an integer of {number.bit_length()} bits")
+                values.append(Scalar(name, number))
             case "double":
-                values.append(Scalar(name, float.fromhex(head["value"])))
+                values.append(Scalar(name, float.fromhex(answers.text(head, "value"))))
             case "bool":
-                values.append(Scalar(name, head["value"] == "1"))
+                values.append(Scalar(name, answers.text(head, "value") == "1"))
             case "none":
                 values.append(Scalar(name, None))
             case kind:
@@ -291,24 +326,51 @@ def _values(event: Event, payload: bytes, stage: str) -> list[Value]:
 
 
 def _tensor_info(value: Mapping[str, Any]) -> TensorInfo:
-    if value["kind"] != "tensor":
-        return TensorInfo(value["index"], value["kind"])
+    index, kind = answers.whole(value, "index"), answers.text(value, "kind")
+    if kind != "tensor":
+        return TensorInfo(index, kind)
     return TensorInfo(
-        value["index"],
+        index,
         "tensor",
-        value["name"],
-        value["dtype"],
-        tuple(value["shape"]),
-        tuple(value["dim_order"]),
-        value["size_bytes"],
-        value["planned"],
-        value.get("dynamic"),
+        answers.text(value, "name"),
+        answers.text(value, "dtype"),
+        answers.wholes(value, "shape", answers.MOST_DIMS),
+        answers.wholes(value, "dim_order", answers.MOST_DIMS),
+        answers.whole(value, "size_bytes"),
+        answers.truth(value, "planned"),
+        answers.optional_truth(value, "dynamic"),
     )
 
 
-def _int64s(payload: bytes) -> array[int]:
+def _measured(event: Event, payload: bytes) -> Measured:
+    numbers = {key: answers.whole(event, key) for key in ("warmup", "first_run_ns", "iterations", "duration_ns", "wall_ns")}
+    counters = {
+        key: answers.optional_whole(event, key)
+        for key in (
+            "cpu_ns", "voluntary_switches", "involuntary_switches", "minor_faults", "major_faults", "cpu_pressure_us",
+            "peak_rss_bytes", "warmup_ns",
+        )
+    }  # fmt: skip
+    return Measured(
+        **numbers,
+        **counters,  # type: ignore[arg-type]
+        stop_reason=answers.text(event, "stop_reason"),
+        samples_ns=_samples(payload),
+        steady=answers.optional_truth(event, "steady"),
+    )
+
+
+def _samples(payload: bytes) -> array[int]:
+    """Times, of which none is negative.
+
+    Raises:
+        BadAnswer: one is.
+        ValueError: the payload ends within one.
+    """
     samples = array("q")
     samples.frombytes(payload)
     if sys.byteorder == "big":
         samples.byteswap()
+    if samples and min(samples) < 0:
+        raise answers.BadAnswer("a sample is negative")
     return samples

@@ -151,7 +151,7 @@ class Bundles:
             raise ArtifactMissing(f"Artifact {digest[:12]} is not stored.", "Upload it first.", digest=digest)
         await self._store.require_whole([digest])
         path = self._store.path(digest)
-        bundle = await self._readers.run(_read_manifest, path)
+        bundle = await self._readers.run(read_manifest, path)
         bundle.artifact.CopyFrom(common_pb2.Artifact(digest=digest, size_bytes=path.stat().st_size))
         row = {"digest": digest, "arch": bundle.arch, "body": bundle.SerializeToString(), "added_at": datetime.now(UTC)}
 
@@ -217,7 +217,7 @@ async def _bundle_command(scratch: Path, *arguments: str) -> str:
     return out.decode().strip()
 
 
-def _read_manifest(path: Path) -> agent_pb2.RunnerBundle:
+def read_manifest(path: Path) -> agent_pb2.RunnerBundle:
     try:
         with tarfile.open(path) as archive:
             member = next((each for each in _members(archive) if each.name == "bundle.json"), None)

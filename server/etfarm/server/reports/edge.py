@@ -7,7 +7,6 @@ Read from the record's JSON, as `graph` does: what would load it executes code.
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +94,7 @@ def read(path: Path, method: str) -> EdgeGraph:
         metas = found["tensor_values"]
         operators = tuple(_operator(index, node, metas) for index, node in enumerate(found["nodes"]))
         outputs = frozenset(graph.tensor_names(found["outputs"]))
-    except (zipfile.BadZipFile, OSError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except graph.UNREADABLE as error:
         detail = f"{type(error).__name__}: {error}"
         raise BadRecord(f"The ETRecord's graph cannot be read for the method {method!r} ({detail}).", method=method) from error
     users: dict[str, list[int]] = {}

@@ -13,6 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_TABLE_BYTES = 8
+"""Of the smallest: the offset that leads to it, and its own."""
+_TIMES = 8
+"""How often the bytes may be read: writers share what is equal."""
+_LEAST = 1 << 16
+
 Positions = NDArray[np.int64]
 """[n] places in the bytes; 0 stands for what is not there."""
 
@@ -20,12 +26,14 @@ Positions = NDArray[np.int64]
 class Table:
     """One table, field by field. Slots are the fields' numbers in the schema; a union takes two, its type and its table.
 
-    What points outside of the bytes raises struct.error or ValueError.
+    What points outside of the bytes raises struct.error or ValueError; so does reading more tables, numbers and texts by way of
+    one root than its bytes could hold several times over, since vectors of vectors may all lead to the same one.
     """
 
-    def __init__(self, data: bytes | memoryview, at: int) -> None:
+    def __init__(self, data: bytes | memoryview, at: int, left: list[int] | None = None) -> None:
         self._data = data
         self._at = at
+        self._left = [_TIMES * len(data) + _LEAST] if left is None else left
         (back,) = struct.unpack_from("<i", data, at)
         self._fields = at - back
         if self._fields < 0:
@@ -44,15 +52,19 @@ class Table:
 
     def table(self, slot: int) -> Table | None:
         at = self._place(slot)
-        return None if at is None else Table(self._data, self._target(at))
+        return None if at is None else Table(self._data, self._target(at), self._left)
 
     def tables(self, slot: int) -> Iterator[Table]:
-        for at in self.places(slot):
-            yield Table(self._data, self._target(at))
+        places = self.places(slot)
+        self._take(_TABLE_BYTES * len(places))
+        for at in places:
+            yield Table(self._data, self._target(at), self._left)
 
     def numbers(self, slot: int) -> tuple[int, ...]:
         """A vector of 32-bit numbers."""
-        return tuple(struct.unpack_from("<I", self._data, at)[0] for at in self.places(slot))
+        places = self.places(slot)
+        self._take(4 * len(places))
+        return tuple(struct.unpack_from("<I", self._data, at)[0] for at in places)
 
     def places(self, slot: int, width: int = 4) -> range:
         """Where the elements of a vector lie, each of `width` bytes; none where the table does not have it."""
@@ -72,7 +84,14 @@ class Table:
 
     def text(self, slot: int) -> str:
         """A string; "" where the table does not have it."""
-        return str(self.content(slot), "utf-8")
+        content = self.content(slot)
+        self._take(len(content))
+        return str(content, "utf-8")
+
+    def _take(self, size: int) -> None:
+        self._left[0] -= size
+        if self._left[0] < 0:
+            raise ValueError("its vectors hold more than its bytes")
 
     def _place(self, slot: int) -> int | None:
         offset = 4 + 2 * slot

@@ -7,10 +7,12 @@ Both are read without loading a graph: an ETRecord is a zip whose graphs are JSO
 from __future__ import annotations
 
 import json
+import lzma
 import math
 import re
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,6 +131,20 @@ class Instruction:
     """What the backend made of its part of the graph; None for a kernel, and where the bytes are in another file."""
 
 
+_MOST_DIMS: Final = 64
+"""PyTorch's own limit."""
+_MOST_FOLLOWERS: Final = 1000
+"""Absorbed nodes behind each other: more is a graph that goes in circles."""
+
+UNREADABLE: Final = (
+    zipfile.BadZipFile, OSError, EOFError, KeyError, ValueError, TypeError, AttributeError, OverflowError, zlib.error,
+    lzma.LZMAError,
+    # RuntimeError is zipfile's of an encrypted entry, and of a compression that it does not have.
+    RuntimeError,
+)  # fmt: skip
+"""What reading a damaged archive, or JSON of another form, raises; RecursionError is a RuntimeError."""
+
+
 def base_name(name: str) -> str:
     """An operator's name without namespace and overload: `addmm` of `aten.addmm.default`, `aten.addmm.out`, `addmm.out`."""
     parts = name.split(".")
@@ -170,7 +186,7 @@ def read_record(path: Path, method: str) -> Record:
             {int(instruction): str(delegate.get("name")) for instruction, delegate in delegates.items()},
             tuple(_operator(node, graph.get("tensor_values") or {}) for node in graph["nodes"]),
         )
-    except (zipfile.BadZipFile, OSError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except UNREADABLE as error:
         detail = f"{type(error).__name__}: {error}"
         raise BadRecord(f"The ETRecord cannot be read for the method {method!r} ({detail}).", method=method) from error
 
@@ -210,7 +226,11 @@ def _instructions(plan: Table, program: Table, file: memoryview) -> Iterator[tup
         operator.text(0).replace("::", ".") + (f".{more}" if (more := operator.text(1)) else "")
         for operator in plan.tables(_PLAN_OPERATORS)
     ]
-    delegates = list(plan.tables(_PLAN_DELEGATES))
+    delegates, inline, segments = (
+        list(plan.tables(_PLAN_DELEGATES)),
+        list(program.tables(_DELEGATE_DATA)),
+        list(program.tables(_SEGMENTS)),
+    )
     for chain_index, chain in enumerate(plan.tables(_PLAN_CHAINS)):
         for index, instruction in enumerate(chain.tables(_CHAIN_INSTRUCTIONS)):
             kind, call = instruction.number(0, "<B"), instruction.table(1)
@@ -218,11 +238,13 @@ def _instructions(plan: Table, program: Table, file: memoryview) -> Iterator[tup
                 yield (chain_index, index), Instruction(operators[call.number(0)], delegate=False)
             elif kind == _DELEGATE_CALL and call is not None:
                 delegate = delegates[call.number(0)]
-                data = _processed(delegate.table(1), program, file)
+                data = _processed(delegate.table(1), inline, segments, file)
                 yield (chain_index, index), Instruction(delegate.text(0), True, data)
 
 
-def _processed(reference: Table | None, program: Table, file: memoryview) -> memoryview | None:
+def _processed(
+    reference: Table | None, inline: Sequence[Table], segments: Sequence[Table], file: memoryview
+) -> memoryview | None:
     """A delegate's bytes: within the program's own flatbuffer, or in a segment behind it.
 
     Source: executorch/exir/_serialize/_program.py, _ExtendedHeader.
@@ -231,17 +253,20 @@ def _processed(reference: Table | None, program: Table, file: memoryview) -> mem
         return None
     index = reference.number(1)
     if reference.number(0, "<b") == _INLINE:
-        return list(program.tables(_DELEGATE_DATA))[index].content(0)
+        return inline[index].content(0)
     if bytes(file[8:12]) != _EXTENDED_HEADER:
         return None
-    segment = list(program.tables(_SEGMENTS))[index]
+    segment = segments[index]
     start = int.from_bytes(file[24:32], "little") + segment.number(0, "<Q")
     return file[start : start + segment.number(1, "<Q")]
 
 
 def _load(archive: zipfile.ZipFile, entry: str) -> Any:
-    if archive.getinfo(entry).file_size > _MAX_ENTRY_BYTES:
-        raise ValueError(f"{entry} has {archive.getinfo(entry).file_size} bytes")
+    info = archive.getinfo(entry)
+    if info.file_size > _MAX_ENTRY_BYTES:
+        raise ValueError(f"{entry} has {info.file_size} bytes")
+    if info.header_offset + info.compress_size > archive.start_dir:
+        raise ValueError(f"{entry} ends behind the archive's entries")
     return json.loads(archive.read(entry))
 
 
@@ -284,7 +309,10 @@ def _operator(node: Mapping[str, Any], metas: Mapping[str, Any]) -> Operator:
 
 def _elements(meta: Mapping[str, Any] | None) -> int:
     """Of a tensor as serialized; 0 where a dim is dynamic or nothing is known of it."""
-    return 0 if meta is None else math.prod(int(size.get("as_int") or 0) for size in meta["sizes"])
+    shape = [] if meta is None else [int(size.get("as_int") or 0) for size in meta["sizes"]]
+    if len(shape) > _MOST_DIMS or any(abs(size) >= 1 << 63 for size in shape):
+        raise ValueError(f"a tensor has {len(shape)} dims of {shape[:8]}")
+    return 0 if meta is None else math.prod(shape)
 
 
 def _followers(graph: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
@@ -299,10 +327,13 @@ def _followers(graph: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
     for node in nodes:
         behind: list[int] = []
         at = node
+        followed = 0
         while len(users := takers.get(next(tensor_names(at["outputs"]), ""), [])) == 1 and users[0] >= 0:
             at = nodes[users[0]]
             if base_name(str(at["target"])) not in _ABSORBED:
                 break
+            if (followed := followed + 1) > _MOST_FOLLOWERS:
+                raise ValueError(f"{_MOST_FOLLOWERS} nodes in a row only change how a value lies")
             behind.extend(handles_of(at["metadata"].get("debug_handle")))
         if behind:
             found.update((handle, tuple(behind)) for handle in handles_of(node["metadata"].get("debug_handle")))

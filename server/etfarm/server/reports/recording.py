@@ -33,6 +33,11 @@ _DTYPES: Final = {
 """torch's names by executorch_flatbuffer.ScalarType."""
 
 
+_SMALLEST_EVENT: Final = 16
+"""Bytes: an offset in the vector, and a table of one field. More events than fit are the same ones again."""
+_MOST_DIMS: Final = 64
+
+
 class BadRecording(DeviceError):
     """The numerics pass's files cannot be read, or do not belong together."""
 
@@ -127,8 +132,11 @@ def _instructions(data: bytes) -> Iterator[Recorded]:
     found: dict[tuple[int, int], list[Stored]] = {}
     repeated: set[tuple[int, int]] = set()
     before = None
-    with_values = 0
+    with_values = events_in_all = 0
     for run in runs:
+        events_in_all += len(run.places(_EVENTS))
+        if events_in_all * _SMALLEST_EVENT > len(data):
+            raise ValueError("it says more events than its bytes can hold")
         events = columns.targets(np.array(run.places(_EVENTS), dtype=np.int64))
         tables = columns.targets(columns.fields(events, _DEBUG_EVENT))
         tables = tables[tables > 0]
@@ -158,11 +166,15 @@ def _values(data: bytes, columns: Columns, entries: Positions) -> Iterator[list[
     kinds = columns.scalars(entries, _KIND, "<i1", 0).tolist()
     tensors = columns.targets(columns.fields(entries, _TENSOR)).tolist()
     lists = columns.targets(columns.fields(entries, _LIST)).tolist()
+    left = len(data) // _SMALLEST_EVENT
     for kind, tensor, several in zip(kinds, tensors, lists, strict=True):
         if kind == _TENSOR_KIND:
             yield [_stored(data, tensor)]
         elif kind == _LIST_KIND:
-            yield [_stored(data, at + _offset(data, at)) for at in Table(data, several).places(0)]
+            places = Table(data, several).places(0)
+            if (left := left - len(places)) < 0:
+                raise ValueError("it says more tensors than its bytes can hold")
+            yield [_stored(data, at + _offset(data, at)) for at in places]
         else:
             yield []
 
@@ -172,6 +184,8 @@ def _stored(data: bytes, at: int) -> Stored:
     code = table.number(_SCALAR_TYPE, "<b")
     if code not in _DTYPES:
         raise ValueError(f"a tensor has the unknown type {code}")
+    if max(len(table.places(slot, 8)) for slot in (_SIZES, _STRIDES)) > _MOST_DIMS:
+        raise ValueError(f"a tensor has more than {_MOST_DIMS} dims")
     shape, strides = (
         tuple(struct.unpack_from("<q", data, place)[0] for place in table.places(slot, 8)) for slot in (_SIZES, _STRIDES)
     )

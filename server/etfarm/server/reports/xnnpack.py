@@ -101,6 +101,10 @@ OPERATORS: Final[Mapping[str, frozenset[str]]] = {
 """Operators that become a kind of node, by their base names; only of kinds that one decomposed operator has together."""
 
 
+_MOST_DIMS: Final = 16
+"""XNNPACK has 6."""
+
+
 class BadGraph(FarmError):
     """A delegate's bytes are no graph of XNNPACK's."""
 
@@ -170,7 +174,18 @@ def _value(table: Table) -> tuple[int, Value]:
     if value is None:
         raise ValueError("a value is empty")
     output = bool(value.number(5) & _EXTERNAL_OUTPUT)
-    return value.number(6), Value(value.number(0, "<h"), output, value.number(3) != 0, math.prod(value.numbers(2)))
+    return value.number(6), Value(value.number(0, "<h"), output, value.number(3) != 0, _elements(value.numbers(2)))
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    """Return how many elements a tensor has; 0 where a dimension is dynamic.
+
+    Raises:
+        ValueError: it has more than any memory holds: numbers of a million digits take hours.
+    """
+    if len(shape) > _MOST_DIMS or (0 not in shape and math.prod(shape) >= 1 << 63):
+        raise ValueError(f"a value has {len(shape)} dims of {shape[:_MOST_DIMS]}")
+    return math.prod(shape)
 
 
 def _node(table: Table, values: Mapping[int, Value]) -> XNode:

@@ -1,0 +1,25 @@
+"""ETDumps of a device's traced pass, `etfarm.server.reports.etdump`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from etfarm.server.reports import etdump
+
+TOKENS = (b"ED00", b"Method::execute", b"DELEGATE_CALL", b"native_call_cumsum.out")
+
+
+def seeds() -> list[bytes]:
+    """Return the dump of three executions of a real program."""
+    return [(Path(__file__).parent / "seeds" / "trace.etdp").read_bytes()]
+
+
+def fuzz(data: bytes) -> None:
+    """A dump is a trace whose times fit its iterations, or a BadTrace."""
+    try:
+        trace = etdump.read(data)
+    except etdump.BadTrace as error:
+        assert str(error)
+        return
+    assert all(call.times_ns.shape == trace.method_ns.shape for call in trace.calls)
+    assert (trace.method_ns >= 0).all()

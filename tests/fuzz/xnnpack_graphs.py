@@ -1,0 +1,25 @@
+"""XNNPACK's own graphs within a program, `etfarm.server.reports.xnnpack`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from etfarm.server.reports import graph, xnnpack
+
+TOKENS = (b"XH00", b"XN00", b"XN01")
+
+
+def seeds() -> list[bytes]:
+    """Return the graphs of a real program's delegates."""
+    found = graph.read_program(Path(__file__).parent / "seeds" / "program.pte", "forward")
+    return [bytes(instruction.data) for instruction in found.values() if instruction.data is not None]
+
+
+def fuzz(data: bytes) -> None:
+    """A delegate's bytes are its graph, or a BadGraph."""
+    try:
+        found = xnnpack.read(data)
+    except xnnpack.BadGraph as error:
+        assert str(error)
+        return
+    assert all(set(node.outputs) <= found.values.keys() for node in found.nodes)
