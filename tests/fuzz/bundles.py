@@ -82,6 +82,23 @@ def seeds() -> list[bytes]:
     ]
 
 
+def attacks() -> list[bytes]:
+    """Return small archives that unpack to much: headers, names, members, and a window of xz."""
+
+    def header(kind: bytes, size: int) -> bytes:
+        member = tarfile.TarInfo("x")
+        member.type, member.size = kind, size
+        return member.tobuf(tarfile.GNU_FORMAT)
+
+    large = 96 << 20
+    said = [header(kind, large) + bytes(large) for kind in (tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_SPARSE)]
+    said.append((header(tarfile.XHDTYPE, 512) + bytes(512)) * 5_000)
+    said.append(header(tarfile.REGTYPE, 0) * 60_000)
+    said.append(header(tarfile.REGTYPE, 1 << 40))
+    window = lzma.compress(archive(), filters=[{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 1536 << 20}])
+    return [*(gzip.compress(one, 9, mtime=0) for one in said), window]
+
+
 def fuzz(data: bytes) -> None:
     """An archive is unpacked into its own folder, verified, or is refused."""
     with tempfile.TemporaryDirectory(prefix="etfarm-fuzz-") as name:

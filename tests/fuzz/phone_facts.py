@@ -57,7 +57,8 @@ def seeds() -> list[bytes]:
         "/sys/class/power_supply/battery/type": "Battery\n",
         "/sys/class/power_supply/battery/capacity": "88\n",
         android.BATTERY: "Current Battery Service state:\n  AC powered: false\n  level: 93\n  scale: 100\n  temperature: 270\n",
-        android.THERMAL: "Thermal Status: 1\nCurrent temperatures from HAL:\n\tTemperature{mValue=38.5, mType=0, mName=cpu, mStatus=0}\n",
+        android.THERMAL: "Thermal Status: 1\nCurrent temperatures from HAL:\n"
+        "\tTemperature{mValue=38.5, mType=0, mName=cpu, mStatus=0}\n",
         android.POWER: "Display Power: state=ON\n",
         android.DISK: "Filesystem 1K-blocks Used Available Use%\n/d 100 50 50 50% /data\n",
         android.GETPROP: "[ro.product.model]: [Pixel 8]\n[ro.product.cpu.abilist]: [arm64-v8a]\n",

@@ -10,14 +10,13 @@ import json
 import logging
 import os
 import shutil
-import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
-from etfarm.wire import digest, elf
+from etfarm.wire import archives, digest, elf
 from etfarm.wire.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -29,6 +28,9 @@ CONFINE: Final = "--confine"
 _MAX_BYTES: Final = 2 << 30
 """Unpacked size above which an archive is refused: it is none of ours, or made to fill a disk."""
 _MAX_FILES: Final = 256
+_MAX_NAME_BYTES: Final = 255
+"""What Linux's file systems take."""
+_MAX_MANIFEST_BYTES: Final = 4 << 20
 
 
 class BadBundle(UserError):
@@ -111,7 +113,7 @@ class BundleManifest:
                 note=_text(document.get("note", "")),
                 options=tuple(_text(name) for name in document.get("options", ())),
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise BadBundle(f"its {MANIFEST_NAME} cannot be read ({error})") from None
         for name, file in manifest.files.items():
             if not _is_plain(name) or not digest.is_digest(file.digest) or file.size < 0:
@@ -162,16 +164,9 @@ def unpack(archive: Path, folder: Path) -> Bundle:
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         try:
-            with tarfile.open(archive, "r:*") as tar:
-                _extract(tar, staging)
-        except (tarfile.TarError, OSError, EOFError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise  # the disk's; gzip has OSErrors of its own
-            raise BadBundle(str(error) or type(error).__name__, file=archive.name) from error
-        except Exception as error:
-            # zlib.error and lzma.LZMAError share no base with the rest.
-            if type(error).__module__ not in ("zlib", "_lzma", "lzma"):
-                raise
+            with archive.open("rb") as packed:
+                _extract(packed, staging)
+        except archives.BadArchive as error:
             raise BadBundle(str(error), file=archive.name) from error
         bundle = open_folder(staging)
         staging.chmod(0o755)
@@ -195,7 +190,8 @@ def open_folder(folder: Path) -> Bundle:
         OSError: a file cannot be read.
     """
     try:
-        manifest = BundleManifest.parse((folder / MANIFEST_NAME).read_bytes())
+        with (folder / MANIFEST_NAME).open("rb") as said:
+            manifest = BundleManifest.parse(said.read(_MAX_MANIFEST_BYTES))
     except OSError as error:
         raise BadBundle(f"it has no readable {MANIFEST_NAME} ({error.strerror})") from None
     present = {entry.name for entry in os.scandir(folder)} - {MANIFEST_NAME}
@@ -214,25 +210,20 @@ def open_folder(folder: Path) -> Bundle:
     return Bundle(folder, manifest)
 
 
-def _extract(tar: tarfile.TarFile, into: Path) -> None:
+def _extract(packed: BinaryIO, into: Path) -> None:
     """Plain files only, by plain names only: an archive cannot reach out of `into`."""
-    total = 0
-    for count, member in enumerate(tar):
-        total += member.size
-        if not member.isreg() or not _is_plain(member.name):
-            raise BadBundle(f"it holds {member.name!r}, which is no plain file")
-        if total > _MAX_BYTES or count >= _MAX_FILES:
-            raise BadBundle(f"it unpacks to more than {_MAX_BYTES} bytes or {_MAX_FILES} files")
-        source = tar.extractfile(member)
-        if source is None or (into / member.name).exists():
+    for member, content in archives.members(packed, max_bytes=_MAX_BYTES, max_members=_MAX_FILES):
+        if not member.is_file or not _is_plain(member.name):
+            raise BadBundle(f"it holds {member.name[:100]!r}, which is no plain file")
+        if (into / member.name).exists():
             raise BadBundle(f"it holds {member.name!r} twice")
-        with source, (into / member.name).open("xb") as target:
-            shutil.copyfileobj(source, target, 1 << 20)
+        with (into / member.name).open("xb") as target:
+            shutil.copyfileobj(content, target, 1 << 20)
         (into / member.name).chmod(0o755 if member.mode & 0o100 else 0o644)
 
 
 def _is_plain(name: str) -> bool:
-    return bool(name) and name not in (".", "..") and "/" not in name and "\0" not in name
+    return 0 < len(os.fsencode(name)) <= _MAX_NAME_BYTES and name not in (".", "..") and "/" not in name and "\0" not in name
 
 
 def _text(value: object) -> str:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import lzma
 import os
 import platform
 import shutil
 import signal
 import sys
-import tarfile
 import tempfile
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -29,15 +26,16 @@ from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.workers.readers import Readers
 from etfarm.v1 import agent_pb2, common_pb2
-from etfarm.wire import elf
+from etfarm.wire import archives, elf
 from etfarm.wire.errors import EtfarmError, FarmError, UserError
 
 log = structlog.get_logger()
 
+_MANIFEST = "bundle.json"
 _MANIFEST_BYTES = 4 << 20
-_FILES = 256
-_BYTES = 2 << 30
-"""Of an unpacked bundle, as agents take it."""
+_MOST_BYTES = 2 << 30
+_MOST_FILES = 256
+"""As agents take them: what is larger no device could use."""
 
 
 class NotABundle(UserError):
@@ -218,59 +216,59 @@ async def _bundle_command(scratch: Path, *arguments: str) -> str:
 
 
 def read_manifest(path: Path) -> agent_pb2.RunnerBundle:
+    """Return what a bundle's archive says of itself, without its artifact.
+
+    Raises:
+        NotABundle: it is none, or goes beyond its bounds.
+        WrongArch: its programs are for another architecture than it says.
+    """
     try:
-        with tarfile.open(path) as archive:
-            member = next((each for each in _members(archive) if each.name == "bundle.json"), None)
-            if member is None:
-                raise ValueError("it has no bundle.json")
-            if member.size > _MANIFEST_BYTES or (file := archive.extractfile(member)) is None:
-                raise ValueError("bundle.json is no file of a sane size")
-            manifest = json.load(file)
+        manifest, heads = _read_archive(path)
         if manifest["schema"] != "etfarm.bundle/1":
-            raise ValueError(f"its schema is {manifest['schema']!r}")
+            raise ValueError(f"its schema is {str(manifest['schema'])[:100]!r}")
         # Protobuf would take null for "not said".
         if absent := [key for key in ("arch", "executorch", "source_digest") if not manifest[key]]:
             raise ValueError(f"it does not say its {absent[0]}")
-        wrong = _programs_of_another_arch(path, manifest)
+        wrong = _program_of_another_arch(heads, manifest)
         bundle = agent_pb2.RunnerBundle(
             arch=manifest["arch"], executorch_version=manifest["executorch"], source_digest=manifest["source_digest"],
             backends=manifest["backends"], operators=manifest["operators"],
         )  # fmt: skip
-        if wrong:
-            raise WrongArch(manifest["arch"], wrong)
-        return bundle
-    except (
-        tarfile.TarError,
-        zlib.error,
-        lzma.LZMAError,
-        KeyError,
-        ValueError,
-        TypeError,
-        OSError,
-        EOFError,
-        RecursionError,
-    ) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
         what = (str(error).splitlines() or ["it ends early"])[0].rstrip(":.")
         raise NotABundle(f"This is no runner bundle: {what}.", "Make one with `etfarm bundle build -o FILE`.") from None
+    if wrong:
+        raise WrongArch(bundle.arch, wrong)
+    return bundle
 
 
-def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The files of an archive, as many and as large as a bundle's may be."""
-    left = _BYTES
-    for count, member in enumerate(archive):
-        left -= member.size
-        if count >= _FILES or left < 0:
-            raise ValueError(f"it has more than {_FILES} files or {_BYTES} bytes")
-        yield member
+def _read_archive(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return an archive's manifest, and how its other files begin.
+
+    Raises:
+        ValueError: it is no archive, goes beyond its bounds, or has no manifest.
+    """
+    manifest, heads = b"", dict[str, bytes]()
+    with path.open("rb") as file:
+        for member, content in archives.members(file, max_bytes=_MOST_BYTES, max_members=_MOST_FILES):
+            if member.name != _MANIFEST:
+                heads[member.name] = content.read(elf.HEAD_BYTES)
+            elif not member.is_file or member.size_bytes > _MANIFEST_BYTES:
+                raise ValueError(f"{_MANIFEST} is no file of a sane size")
+            else:
+                manifest = content.read()
+    if not manifest:
+        raise ValueError(f"it has no {_MANIFEST}")
+    found = json.loads(manifest)
+    if not isinstance(found, dict):
+        raise ValueError(f"its {_MANIFEST} is no object")
+    return found, heads
 
 
-def _programs_of_another_arch(path: Path, manifest: Mapping[str, Any]) -> str:
+def _program_of_another_arch(heads: Mapping[str, bytes], manifest: Mapping[str, Any]) -> str:
     """What in the archive is not for the manifest's architecture, as a clause; empty where all is."""
-    wanted = {manifest.get("entry"), manifest.get("loader")}
-    with tarfile.open(path) as archive:
-        for member in _members(archive):
-            if member.name in wanted and (file := archive.extractfile(member)) is not None:
-                arch = elf.arch_of(file.read(elf.HEAD_BYTES))
-                if arch is not None and arch != manifest["arch"]:
-                    return f"its {member.name} is a program for {arch}"
+    for name in dict.fromkeys(str(manifest.get(key)) for key in ("loader", "entry")):
+        arch = elf.arch_of(heads.get(name, b""))
+        if arch is not None and arch != manifest["arch"]:
+            return f"its {name} is a program for {arch}"
     return ""
