@@ -171,7 +171,11 @@ def _streaming(behavior: Callable[..., Any], admit: Admit, call: Call) -> Callab
             admitted = await admission.admitted(request)
             if auditor is not None:
                 auditor.examine(admitted)
-            async for message in behavior(admitted, context):
+            answers = behavior(admitted, context)
+            if asyncio.iscoroutine(answers):  # a handler such as health's that writes by itself
+                await answers
+                return
+            async for message in answers:
                 if auditor is not None:
                     auditor.succeeded(message)
                 yield message

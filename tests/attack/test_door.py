@@ -1,0 +1,474 @@
+"""Who gets in, and what a stranger can cost: attacks on the door of a real server process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import resource
+import socket
+import sqlite3
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from etfarm.server.rpc.connections import most_connections
+from etfarm.v1 import (
+    agent_pb2,
+    agent_pb2_grpc,
+    artifact_pb2,
+    artifact_pb2_grpc,
+    audit_pb2,
+    audit_pb2_grpc,
+    common_pb2,
+    device_pb2,
+    farm_pb2,
+    token_pb2,
+    token_pb2_grpc,
+)
+from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.chunks import artifact_of, upload
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.status import from_rpc_error
+from tests.rpc.test_contract import WAIT_S, address_of, call
+from tests.support.farm import Daemon
+from tests.support.http2 import Http2
+
+MIB = 1 << 20
+ADMIN, USER = "secret-of-ann-0123456789", "secret-of-bob-0123456789"
+LINES = (f"ann admin {ADMIN}", f"bob user {USER}")
+SUBMIT = "/etfarm.v1.JobService/Submit"
+
+
+class Door:
+    """A server with a token file, on loopback."""
+
+    def __init__(self, folder: Path, *, files: int | None = None) -> None:
+        self.data, self.tokens = folder / "data", folder / "tokens"
+        self.tokens.touch(mode=0o600)
+        self.write(*LINES)
+        arguments = ["serve", "--listen", "127.0.0.1:0", "--data", str(self.data), "--no-bundle", "--exit-with-stdin"]
+        self.daemon = _Limited([*arguments, "--tokens", str(self.tokens)], folder / "serve.log")
+        self.daemon.files = files
+
+    def write(self, *lines: str) -> None:
+        """Replaces what the token file says."""
+        self.tokens.write_text("".join(f"{line}\n" for line in lines))
+
+    @property
+    def address(self) -> str:
+        return address_of(self.daemon)
+
+    def channel(self, token: str = ADMIN) -> grpc.aio.Channel:
+        return open_channel(Access(self.address, token))
+
+    def forget_peak(self) -> int:
+        """Starts the measurement of the server's memory; what it has now, in bytes."""
+        Path(f"/proc/{self.daemon.pid}/clear_refs").write_text("5")
+        return self.memory("VmRSS")
+
+    def memory(self, name: str = "VmHWM") -> int:
+        """The most memory since `forget_peak`."""
+        found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{self.daemon.pid}/status").read_text())
+        assert found is not None
+        return int(found[1]) << 10
+
+
+class _Limited(Daemon):
+    """A server that may open so many files, and no more."""
+
+    files: int | None = None
+
+    def start(self) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        super().start()
+        if self.files is not None:
+            resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (min(self.files, soft), min(self.files, hard)))
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    made = Door(tmp_path_factory.mktemp("door"))
+    made.daemon.start()
+    try:
+        yield made
+    finally:
+        assert made.daemon.stop() == 0
+        assert "Traceback" not in made.daemon.log.read_text()
+
+
+@pytest.fixture
+async def admin(door: Door) -> AsyncIterator[grpc.aio.Channel]:
+    async with door.channel() as channel:
+        await call(channel, "FarmService.GetServerInfo")
+        yield channel
+
+
+async def refusal(awaited: Any) -> EtfarmError:
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await awaited
+    return from_rpc_error(failed.value, server="here")
+
+
+async def ended(stream: Any) -> EtfarmError:
+    """How a stream of answers ends, whose answers are dropped."""
+
+    async def drain() -> None:
+        async for _ in stream:
+            pass
+
+    async with asyncio.timeout(WAIT_S):
+        return await refusal(drain())
+
+
+def watch(channel: grpc.aio.Channel) -> Any:
+    """A stream that stays open as long as it may."""
+    return health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+
+
+async def create(channel: grpc.aio.Channel, name: str, role: int = common_pb2.ROLE_USER, **more: Any) -> Any:
+    request = token_pb2.CreateTokenRequest(principal=name, role=role, **more)
+    return await token_pb2_grpc.TokenServiceStub(channel).Create(request)
+
+
+# What a stranger costs
+
+
+@pytest.mark.parametrize("token", ["", "guess-0123456789-guess"])
+async def test_large_messages_without_a_token_cost_no_memory(door: Door, admin: grpc.aio.Channel, token: str) -> None:
+    message = bytes(62 * MIB)
+    before = door.forget_peak()
+    for _ in range(4):  # sixteen in all, four at a time: the attacker needs the memory too
+        async with contextlib.AsyncExitStack() as stack:
+            channels = [
+                await stack.enter_async_context(
+                    grpc.aio.insecure_channel(
+                        door.address,
+                        options=[("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)],
+                    )
+                )
+                for _ in range(4)
+            ]
+            metadata = (("authorization", f"Bearer {token}"),) if token else ()
+            calls = [channel.unary_unary(SUBMIT)(message, metadata=metadata, timeout=WAIT_S) for channel in channels]
+            for error in await asyncio.gather(*(refusal(running) for running in calls)):
+                assert error.reason == "UNAUTHENTICATED"
+    assert door.memory() - before < 50 * MIB
+    await call(admin, "FarmService.GetServerInfo")
+
+
+@pytest.mark.parametrize("token", ["", ADMIN])
+async def test_a_gigabyte_of_zeros_in_a_megabyte_is_not_unpacked(door: Door, admin: grpc.aio.Channel, token: str) -> None:
+    packer = zlib.compressobj(9, wbits=31)
+    bomb = b"".join(packer.compress(bytes(MIB)) for _ in range(1024)) + packer.flush()
+    assert len(bomb) < 2 * MIB
+    before = door.forget_peak()
+
+    def attack() -> None:
+        headers = {"grpc-encoding": "gzip"} | ({"authorization": f"Bearer {token}"} if token else {})
+        for _ in range(4):
+            with Http2(door.address, timeout_s=WAIT_S) as connection:
+                connection.begin()
+                connection.call(SUBMIT, headers, bomb, compressed=True)
+
+    await asyncio.to_thread(attack)
+    assert door.memory() - before < 30 * MIB
+    await call(admin, "FarmService.GetServerInfo")
+
+
+async def test_a_thousand_idle_connections_keep_nobody_out(tmp_path: Path) -> None:
+    files, many = 700, 1300
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert hard > many + 200, "this test needs more open files"
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    door = Door(tmp_path, files=files)
+    door.daemon.start()
+    host, _, port = door.address.rpartition(":")
+    try:
+        async with door.channel() as first:
+            await call(first, "FarmService.GetServerInfo")
+            with contextlib.ExitStack() as stack:
+                for index in range(many):
+                    attacker = stack.enter_context(socket.socket())
+                    attacker.bind((f"127.0.0.{2 + index % 3}", 0))
+                    attacker.settimeout(WAIT_S)
+                    with contextlib.suppress(OSError):  # closed as it comes
+                        attacker.connect((host, int(port)))
+                        attacker.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
+                assert len(os.listdir(f"/proc/{door.daemon.pid}/fd")) < files - 50  # noqa: PTH208
+                # A call, a child of the compile workers, and somebody who comes now.
+                await call(first, "FarmService.GetServerInfo")
+                (recipes,) = await call(first, "CompileService.ListRecipes")
+                assert recipes.recipes
+                async with door.channel() as second:
+                    await farm_info(second)
+        assert "Too many open files" not in door.daemon.log.read_text()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert door.daemon.stop() == 0
+
+
+async def farm_info(channel: grpc.aio.Channel) -> farm_pb2.ServerInfo:
+    """As one who tries again when the connection is closed."""
+    ask = channel.unary_unary("/etfarm.v1.FarmService/GetServerInfo", response_deserializer=farm_pb2.ServerInfo.FromString)
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            try:
+                return await ask(b"", wait_for_ready=True)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+
+
+@pytest.mark.parametrize("greets", [False, True])
+async def test_a_connection_without_a_valid_token_is_closed(door: Door, greets: bool) -> None:
+    def idle() -> None:
+        with Http2(door.address, timeout_s=WAIT_S) as connection:
+            if greets:
+                connection.begin()
+            connection.until_closed()
+
+    await asyncio.to_thread(idle)
+
+
+def test_connections_leave_room_for_files() -> None:
+    for files in (256, 1024, 20_000, 65_536):
+        assert 0 < most_connections(files) <= files - 192 or files == 256
+    assert most_connections(65_536) == 8192
+
+
+async def test_who_fails_often_is_asked_to_wait_and_keeps_nobody_at_its_address_out(door: Door, admin: grpc.aio.Channel) -> None:
+    async with door.channel("guess-0123456789-guess") as stranger:
+        waits = []
+        for _ in range(130):
+            try:
+                await farm_info(stranger)
+            except grpc.aio.AioRpcError as error:
+                failed = from_rpc_error(error, server="here")
+                assert failed.reason == "UNAUTHENTICATED"
+                waits.append(float(failed.metadata.get("retry_after_s", 0)))
+        assert len(waits) == 130
+        assert waits[-1] == 60
+        await call(admin, "FarmService.GetServerInfo")
+        async with door.channel() as another:
+            await farm_info(another)
+
+
+# Tokens
+
+
+async def test_a_revoked_token_ends_the_streams_that_use_it_and_no_others(door: Door, admin: grpc.aio.Channel) -> None:
+    made, kept = await create(admin, "eve"), await create(admin, "eve")
+    assert made.secret.startswith("etf_") and made.secret not in str(made.token)
+    async with door.channel(made.secret) as channel, door.channel(kept.secret) as other:
+        stream, going_on = watch(channel), watch(other)
+        await stream.read()
+        await going_on.read()
+        await token_pb2_grpc.TokenServiceStub(admin).Revoke(token_pb2.RevokeTokenRequest(id=made.token.id))
+        assert (await refusal(farm_info(channel))).reason == "UNAUTHENTICATED"
+        error = await ended(stream)
+        assert (error.reason, error.kind) == ("UNAUTHENTICATED", "UNAUTHENTICATED")
+        await farm_info(other)
+        assert not going_on.done()
+        going_on.cancel()
+
+
+async def test_a_download_that_is_not_read_ends_with_its_token(door: Door, admin: grpc.aio.Channel) -> None:
+    data = os.urandom(32 * MIB)
+    artifact = artifact_of(data)
+    await upload(artifact_pb2_grpc.ArtifactServiceStub(admin), artifact, data)
+    made = await create(admin, "eve", common_pb2.ROLE_ADMIN)
+    async with door.channel(made.secret) as channel:
+        stream = artifact_pb2_grpc.ArtifactServiceStub(channel).Download(artifact_pb2.DownloadRequest(digest=artifact.digest))
+        beside = watch(channel)
+        await stream.read()
+        await beside.read()
+        await token_pb2_grpc.TokenServiceStub(admin).Revoke(token_pb2.RevokeTokenRequest(id=made.token.id))
+        assert (await ended(beside)).reason == "UNAUTHENTICATED"  # both are ended at the same moment
+        taken = 0
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+            async for chunk in stream:
+                taken += len(chunk.data)
+        assert taken < len(data) - MIB
+
+
+async def test_a_token_that_expires_ends_its_streams(door: Door, admin: grpc.aio.Channel) -> None:
+    made = await create(admin, "eve", lifetime_s=3.0)
+    async with door.channel(made.secret) as channel:
+        stream = watch(channel)
+        await stream.read()
+        assert (await ended(stream)).reason == "UNAUTHENTICATED"
+        assert "has expired" in (await refusal(farm_info(channel))).message
+
+
+async def test_a_token_that_leaves_the_file_ends_its_streams_and_a_broken_edit_changes_nothing(tmp_path: Path) -> None:
+    door = Door(tmp_path)
+    door.daemon.start()
+    try:
+        async with door.channel(USER) as users, door.channel() as admins:
+            stream, kept = watch(users), watch(admins)
+            await stream.read()
+            await kept.read()
+            door.write(LINES[0], "half a li")
+            async with asyncio.timeout(WAIT_S):
+                while "the tokens of before stay" not in door.daemon.log.read_text():  # noqa: ASYNC110 - another process's log
+                    await asyncio.sleep(0.1)  # until the server has looked
+            await farm_info(users)
+            assert not stream.done()
+            door.write(LINES[0], f"cy viewer {USER[::-1]}")
+            assert (await ended(stream)).reason == "UNAUTHENTICATED"
+            assert (await refusal(farm_info(users))).reason == "UNAUTHENTICATED"
+            async with door.channel(USER[::-1]) as viewers:
+                assert (await farm_info(viewers)).principal.name == "cy"
+            assert not kept.done()
+            kept.cancel()
+        assert ADMIN not in door.daemon.log.read_text()
+    finally:
+        assert door.daemon.stop() == 0
+
+
+async def test_a_token_is_rotated_by_its_owner_and_by_an_admin_only(door: Door, admin: grpc.aio.Channel) -> None:
+    mine, other = await create(admin, "eve"), await create(admin, "mallory")
+    async with door.channel(mine.secret) as channel:
+        tokens = token_pb2_grpc.TokenServiceStub(channel)
+        error = await refusal(tokens.Rotate(token_pb2.RotateTokenRequest(id=other.token.id)))
+        assert error.reason == "TOKEN_NOT_FOUND"
+        fresh = await tokens.Rotate(token_pb2.RotateTokenRequest())
+        assert (fresh.token.id, fresh.token.principal) == (mine.token.id, "eve")
+        assert (await refusal(farm_info(channel))).reason == "UNAUTHENTICATED"
+    async with door.channel(fresh.secret) as channel:
+        assert (await farm_info(channel)).principal.name == "eve"
+    async with door.channel(USER) as channel:
+        error = await refusal(token_pb2_grpc.TokenServiceStub(channel).Rotate(token_pb2.RotateTokenRequest()))
+        assert error.reason == "TOKEN_NOT_FOUND"
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"principal": "two words"}, "BAD_TOKEN_REQUEST"),
+        ({"principal": "x" * 65}, "BAD_TOKEN_REQUEST"),
+        ({"principal": "eve", "role": 0}, "BAD_TOKEN_REQUEST"),
+        ({"principal": "eve", "role": 99}, "BAD_TOKEN_REQUEST"),
+        ({"principal": "eve", "enrolment": True}, "BAD_TOKEN_REQUEST"),
+        ({"principal": "eve", "lifetime_s": 0.0}, "BAD_TOKEN_REQUEST"),
+        ({"principal": "eve", "lifetime_s": float("nan")}, "BAD_TOKEN_REQUEST"),
+        ({"principal": "eve", "lifetime_s": float("inf")}, "BAD_TOKEN_REQUEST"),
+        ({"principal": "eve", "projects": ["nowhere"]}, "PROJECT_NOT_FOUND"),
+    ],
+)
+async def test_a_token_that_means_nothing_is_not_made(admin: grpc.aio.Channel, given: dict[str, Any], reason: str) -> None:
+    request = token_pb2.CreateTokenRequest(**{"role": common_pb2.ROLE_USER, **given})
+    error = await refusal(token_pb2_grpc.TokenServiceStub(admin).Create(request))
+    assert error.reason == reason
+
+
+async def test_secrets_are_not_in_the_database_and_tokens_outlive_the_server(tmp_path: Path) -> None:
+    door = Door(tmp_path)
+    door.daemon.start()
+    async with door.channel() as channel:
+        made = await create(channel, "eve", projects=["default"])
+    door.daemon.kill9()
+    for path in door.data.glob("farm.sqlite*"):
+        assert made.secret.encode() not in path.read_bytes()
+    door.daemon.start()
+    try:
+        async with door.channel(made.secret) as channel:
+            assert (await farm_info(channel)).principal.name == "eve"
+    finally:
+        assert door.daemon.stop() == 0
+
+
+async def test_an_enrolment_token_makes_one_agent_and_nothing_else(door: Door, admin: grpc.aio.Channel) -> None:
+    made = await create(admin, "board-7", common_pb2.ROLE_AGENT, enrolment=True)
+    assert made.secret.startswith("etfe_")
+    async with door.channel(made.secret) as channel:
+        agents = agent_pb2_grpc.AgentServiceStub(channel)
+        assert (await refusal(farm_info(channel))).reason == "PERMISSION_DENIED"
+        assert (await refusal(agents.Connect(iter([agent_pb2.AgentMessage()])).read())).reason == "PERMISSION_DENIED"
+        enrolled = await agents.Enroll(agent_pb2.EnrollAgentRequest(agent_id="the-agent"))
+        assert enrolled.principal == "board-7"
+        error = await refusal(agents.Enroll(agent_pb2.EnrollAgentRequest(agent_id="another")))
+        assert error.reason == "NOT_AN_ENROLMENT_TOKEN"
+    async with door.channel(enrolled.token) as channel:
+        principal = (await farm_info(channel)).principal
+        assert (principal.name, principal.role, principal.agent_id) == ("board-7", common_pb2.ROLE_AGENT, "the-agent")
+        error = await refusal(agent_pb2_grpc.AgentServiceStub(channel).Enroll(agent_pb2.EnrollAgentRequest(agent_id="the-agent")))
+        assert error.reason == "NOT_AN_ENROLMENT_TOKEN"
+        # Another principal's enrolment does not take the identity; the same one's replaces a token that was lost.
+        thief = await create(admin, "thief", common_pb2.ROLE_AGENT, enrolment=True)
+        async with door.channel(thief.secret) as other:
+            error = await refusal(
+                agent_pb2_grpc.AgentServiceStub(other).Enroll(agent_pb2.EnrollAgentRequest(agent_id="the-agent"))
+            )
+            assert (error.reason, error.metadata["agent_id"]) == ("AGENT_BOUND", "the-agent")
+        again = await create(admin, "board-7", common_pb2.ROLE_AGENT, enrolment=True)
+        async with door.channel(again.secret) as other:
+            await agent_pb2_grpc.AgentServiceStub(other).Enroll(agent_pb2.EnrollAgentRequest(agent_id="the-agent"))
+        assert (await refusal(farm_info(channel))).reason == "UNAUTHENTICATED"
+
+
+async def test_an_enrolment_token_does_not_take_the_identity_of_an_agent_that_is_known(
+    door: Door, admin: grpc.aio.Channel
+) -> None:
+    stream = agent_pb2_grpc.AgentServiceStub(admin).Connect()
+    device = device_pb2.Device(id="door-pi", name="door-pi", arch="aarch64")
+    hello = agent_pb2.Hello(agent_id="old-agent", protocol_version=1, devices=[device], boot_id="here")
+    await stream.write(agent_pb2.AgentMessage(hello=hello))
+    assert (await stream.read()).HasField("welcome")
+    stream.cancel()
+    made = await create(admin, "thief", common_pb2.ROLE_AGENT, enrolment=True)
+    async with door.channel(made.secret) as channel:
+        enroll = agent_pb2_grpc.AgentServiceStub(channel).Enroll(agent_pb2.EnrollAgentRequest(agent_id="old-agent"))
+        assert (await refusal(enroll)).reason == "AGENT_BOUND"
+
+
+# The audit log
+
+
+async def entries(channel: grpc.aio.Channel, **which: Any) -> list[audit_pb2.AuditEntry]:
+    return list((await audit_pb2_grpc.AuditServiceStub(channel).List(audit_pb2.ListAuditRequest(**which))).entries)
+
+
+async def test_changes_and_refusals_are_recorded_for_good(door: Door, admin: grpc.aio.Channel) -> None:
+    made = await create(admin, "carol")
+    (entry,) = await entries(admin, action="TokenService.Create", page_size=1)
+    assert (entry.principal, entry.role, entry.peer, entry.outcome) == ("ann", common_pb2.ROLE_ADMIN, "127.0.0.1", "OK")
+    assert entry.subject == f"carol {made.token.id}"
+    with pytest.raises(grpc.aio.AioRpcError):
+        await call(admin, "JobService.Cancel")
+    (entry,) = await entries(admin, action="JobService.Cancel", page_size=1)
+    assert entry.outcome == "JOB_NOT_FOUND"
+    async with door.channel(USER) as users:
+        assert (
+            await refusal(audit_pb2_grpc.AuditServiceStub(users).List(audit_pb2.ListAuditRequest()))
+        ).reason == "PERMISSION_DENIED"
+    (entry,) = await entries(admin, principal="bob", action="AuditService.List")
+    assert entry.outcome == "PERMISSION_DENIED"
+    everything = await entries(admin, page_size=1000)
+    assert [entry.number for entry in everything] == list(range(len(everything), 0, -1))
+    assert not any(made.secret in str(entry) or ADMIN in str(entry) for entry in everything)
+    page = await entries(admin, page_size=2)
+    assert [entry.number for entry in page] == [entry.number for entry in everything[:2]]
+    with sqlite3.connect(door.data / "farm.sqlite", timeout=WAIT_S) as database:
+        for statement in ("DELETE FROM audit", "UPDATE audit SET principal = 'x'"):
+            with pytest.raises(sqlite3.IntegrityError, match="append-only"):
+                database.execute(statement)
+    database.close()
+
+
+async def test_a_flood_of_refused_calls_does_not_fill_the_audit_log(door: Door, admin: grpc.aio.Channel) -> None:
+    before = len(await entries(admin, page_size=1000))
+    async with door.channel("guess-0123456789-flood") as stranger:
+        ask = stranger.unary_unary("/etfarm.v1.JobService/Cancel")
+        for _ in range(40):
+            await asyncio.gather(*(refusal(farm_info(stranger)) for _ in range(25)))
+        assert (await refusal(ask(b""))).reason in ("UNAUTHENTICATED", "SERVER_UNREACHABLE")
+    assert len(await entries(admin, page_size=1000)) - before < 10
