@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from etfarm.server.access.tokens import Credential
@@ -32,16 +32,33 @@ class Call:
         self.principal = principal
         self.is_ended = False
         """The token it came with is no longer valid; the handler was cancelled for it."""
+        self.abort_sending: Callable[[Unauthenticated], Awaitable[None]] | None = None
+        """Sends the status of a call whose handler waits for gRPC to send an answer, which the caller may never read."""
         self._task = task
+        self._aborting: asyncio.Task[None] | None = None
 
     def end(self) -> None:
         """Cancel the handler; the caller gets `ending`."""
         self.is_ended = True
+        if self.abort_sending is None:
+            self._task.cancel()
+        else:
+            self._aborting = asyncio.create_task(self._abort(self.abort_sending), name="end of a call")
+
+    async def _abort(self, abort: Callable[[Unauthenticated], Awaitable[None]]) -> None:
+        # gRPC takes the status before it is cancelled, and sends it after the answers that are on their way.
+        sending = asyncio.ensure_future(abort(self.ending()))
+        await asyncio.sleep(0)
         self._task.cancel()
+        await sending
+
+    def recover(self) -> Unauthenticated:
+        """Return `ending` for the handler's task, which goes on to send it."""
+        self._task.uncancel()
+        return self.ending()
 
     def ending(self) -> Unauthenticated:
-        """Return the error that the caller of an ended call gets; the handler's task goes on to send it."""
-        self._task.uncancel()
+        """Return the error that the caller of an ended call gets."""
         return Unauthenticated("The token of this call was revoked, replaced or has expired.", "Set ETFARM_TOKEN to a valid one.")
 
 

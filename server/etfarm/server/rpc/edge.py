@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, Protocol
@@ -167,6 +168,11 @@ def _single(behavior: Callable[..., Any], admit: Admit, call: Call) -> Callable[
 def _streaming(behavior: Callable[..., Any], admit: Admit, call: Call) -> Callable[..., AsyncIterator[Any]]:
     async def answer(request: Any, context: ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         auditor = admit(context)
+
+        async def abort(error: EtfarmError) -> None:
+            with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError, asyncio.InvalidStateError):
+                await context.abort_with_status(to_status(error))
+
         try:
             admitted = await admission.admitted(request)
             if auditor is not None:
@@ -178,7 +184,9 @@ def _streaming(behavior: Callable[..., Any], admit: Admit, call: Call) -> Callab
             async for message in answers:
                 if auditor is not None:
                     auditor.succeeded(message)
+                call.abort_sending = abort
                 yield message
+                call.abort_sending = None
             if auditor is not None:
                 auditor.succeeded()
         except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001 - the edge: every error becomes a status
@@ -194,7 +202,7 @@ async def _fail(context: ServicerContext[Any, Any], error: BaseException, call: 
             error.reason if isinstance(error, EtfarmError) else "INTERNAL" if isinstance(error, Exception) else "CANCELLED"
         )
     if isinstance(error, asyncio.CancelledError) and call.is_ended:
-        await _abort(context, call.ending(), call.method)
+        await _abort(context, call.recover(), call.method)
     if isinstance(error, (asyncio.CancelledError, grpc.aio.AbortError)):
         raise error
     assert isinstance(error, Exception)
