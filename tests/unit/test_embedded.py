@@ -11,13 +11,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from etfarm.client import embedded
 from etfarm.client.embedded import Place, join
 from etfarm.client.errors import EmbeddedFarmFailed
 from etfarm.client.supervisor import last_words
+from etfarm.v1 import farm_pb2, farm_pb2_grpc
 from etfarm.wire import names
+from etfarm.wire.channel import Access, open_channel
 
 
 @pytest.fixture
@@ -68,6 +71,54 @@ async def test_the_last_one_out_leaves_nothing(place: Place) -> None:
     await lease.leave()
     assert _processes(place) == []
     assert not place.supervisor_socket.exists() and not place.server_socket.exists() and not place.address_file.exists()
+
+
+async def test_its_socket_alone_lets_nobody_in(place: Place) -> None:
+    lease = await join()
+    assert stat.S_IMODE(place.token_file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(place.server_socket.stat().st_mode) == 0o600
+    secret = place.token_file.read_text().split()[-1]
+    try:
+        for token, code in (
+            ("", grpc.StatusCode.UNAUTHENTICATED),
+            (f"{secret}x", grpc.StatusCode.UNAUTHENTICATED),
+            (secret, None),
+        ):
+            async with open_channel(Access(lease.address, token)) as channel:
+                failed = None
+                try:
+                    await farm_pb2_grpc.FarmServiceStub(channel).GetServerInfo(farm_pb2.GetServerInfoRequest())
+                except grpc.aio.AioRpcError as error:
+                    failed = error.code()
+            assert failed is code
+        # Commands of this user find the secret by themselves, and no process shows it.
+        assert Access.of(lease.address).token == secret
+        for pid in _processes(place):
+            assert secret.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    finally:
+        await lease.leave()
+    assert not place.token_file.exists()
+    again = await join()
+    assert place.token_file.read_text().split()[-1] != secret
+    await again.leave()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+async def test_another_user_cannot_join(place: Place) -> None:
+    lease = await join()
+    # As if the farm's folder did not keep others out.
+    place.data.chmod(0o711)
+    place.supervisor_socket.chmod(0o666)
+    code = (
+        "import os, socket; os.setgid(65534); os.setuid(65534); s = socket.socket(socket.AF_UNIX); "
+        f"s.connect({place.supervisor_socket.name!r}); print('connected', flush=True); s.sendall(b'{{}}\\n'); print(s.recv(100))"
+    )
+    stranger = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE, cwd=place.data)
+    said, _ = await stranger.communicate()
+    place.data.chmod(0o700)
+    assert said.startswith(b"connected") and b"{" not in said, "it was answered"
+    assert not await embedded.is_lasting()
+    await lease.leave()
 
 
 async def test_commands_at_once_share_one_farm(place: Place) -> None:

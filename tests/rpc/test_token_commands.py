@@ -1,0 +1,124 @@
+"""`etfarm tokens` and `etfarm audit` as commands against a real server, from the first admin's token on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.config import Config, Exposed
+from etfarm.wire.channel import parse_address
+from tests.rpc.test_contract import WAIT_S, address_of
+from tests.support.farm import Daemon
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("ETFARM_")}
+    return subprocess.run(
+        [sys.executable, "-m", "etfarm.wire.command", *arguments], env=kept | environment,
+        capture_output=True, text=True, timeout=WAIT_S, check=False,
+    )  # fmt: skip
+
+
+class Farm:
+    def __init__(self, folder: Path) -> None:
+        self.data = folder / "data"
+        arguments = ["serve", "--listen", "127.0.0.1:0", "--data", str(self.data), "--no-bundle", "--exit-with-stdin"]
+        self.daemon = Daemon(arguments, folder / "serve.log")
+
+    def __call__(self, token: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return run(*arguments, "--server", address_of(self.daemon), ETFARM_TOKEN=token)
+
+
+@pytest.fixture
+def farm(tmp_path: Path) -> Iterator[Farm]:
+    made = Farm(tmp_path)
+    made.daemon.start()
+    try:
+        yield made
+    finally:
+        assert made.daemon.stop() == 0
+
+
+def test_from_the_first_admin_to_a_revoked_user(farm: Farm, tmp_path: Path) -> None:
+    assert farm("", "devices", "list").returncode == 0, "without a token everybody is local"
+    refused = farm("", "tokens", "create", "bob")
+    assert refused.returncode == 2
+    assert "The first token must be an admin's" in refused.stderr
+    made = run("tokens", "init", "ann", "--data", str(farm.data))
+    assert made.returncode == 0, made.stderr
+    ann = made.stdout.strip()
+    assert re.fullmatch(r"etf_[A-Za-z0-9_-]{43}", ann)
+    until = time.monotonic() + WAIT_S
+    while farm("", "devices", "list").returncode == 0:  # until the running server has seen it
+        assert time.monotonic() < until
+    listed = farm(ann, "tokens", "list")
+    assert listed.returncode == 0, listed.stderr
+    assert "ann" in listed.stdout and "admin" in listed.stdout and ann not in listed.stdout
+    document = tmp_path / "bob.json"
+    made = farm(ann, "tokens", "create", "bob", "--expires", "30d", "--json", str(document))
+    bob = made.stdout.strip()
+    assert made.returncode == 0 and bob not in made.stderr
+    token = json.loads(document.read_text())
+    assert (token["principal"], token["role"], token["secret"], token["state"]) == ("bob", "user", bob, "valid")
+    assert document.stat().st_mode & 0o077 == 0
+    assert farm(bob, "devices", "list").returncode == 0
+    assert "is user and may not call TokenService.List" in farm(bob, "tokens", "list").stderr
+    fresh = farm(bob, "tokens", "rotate").stdout.strip()
+    assert fresh.startswith("etf_") and fresh != bob
+    assert farm(bob, "devices", "list").returncode != 0
+    assert farm(fresh, "devices", "list").returncode == 0
+    agent = farm(ann, "tokens", "create", "board-7", "--agent")
+    assert agent.stdout.startswith("etfe_") and "for one enrolment" in agent.stderr
+    revoked = farm(ann, "tokens", "revoke", token["id"])
+    assert revoked.stdout == f"Revoked: {token['id']} of bob (user).\n"
+    assert farm(fresh, "devices", "list").returncode != 0
+    states = {each["principal"]: each["state"] for each in json.loads(farm(ann, "tokens", "list", "--json", "-").stdout)}
+    assert states == {"ann": "valid", "bob": "revoked", "board-7": "valid"}
+    entries = json.loads(farm(ann, "audit", "--json", "-").stdout)
+    assert ["TokenService.Create", "OK"] in [[entry["action"], entry["outcome"]] for entry in entries]
+    assert {"TokenService.Revoke", "TokenService.Rotate"} <= {entry["action"] for entry in entries}
+    assert "UNAUTHENTICATED" in {entry["outcome"] for entry in entries}
+    only = farm(ann, "audit", "--principal", "bob", "--action", "TokenService.Rotate")
+    assert only.stdout.count("TokenService.Rotate") == 1 and ann not in only.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["create", "bob", "--expires", "soon"], "--expires must be a number with s, m, h or d, got 'soon'."),
+        (["create", "bob", "--role", "king"], "--role must be admin, user, viewer or agent, got 'king'."),
+        (["create", "bob", "--role", "user", "--agent"], "--agent makes a token of the role agent"),
+    ],
+)
+def test_a_command_that_means_nothing_is_refused_before_anything_is_asked(arguments: list[str], says: str) -> None:
+    done = run("tokens", *arguments, "--server", "127.0.0.1:1")
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def test_a_database_with_tokens_is_enough_where_others_reach_the_server(tmp_path: Path) -> None:
+    config = Config(listen=parse_address("0.0.0.0:0"), data=tmp_path / "data")
+    with pytest.raises(Exposed, match="no --tokens"):
+        config.check()
+    made = run("tokens", "init", "ann", "--data", str(tmp_path / "data"))
+    assert made.returncode == 0, made.stderr
+    assert (tmp_path / "data").stat().st_mode & 0o077 == 0
+    with pytest.raises(Exposed) as exposed:
+        config.check()
+    assert "--tokens" not in str(exposed.value) and "no --tls-cert" in str(exposed.value)
+    # Revoking the last one does not open the farm.
+    with sqlite3.connect(tmp_path / "data" / "farm.sqlite") as database:
+        database.execute("UPDATE tokens SET revoked_at = '2026-01-01 00:00:00'")
+    database.close()
+    with pytest.raises(Exposed) as exposed:
+        config.check()
+    assert "--tokens" not in str(exposed.value)
