@@ -10,7 +10,7 @@ import pytest
 
 from etfarm.server.rpc import connections
 from etfarm.server.rpc.connections import STRANGER_S, STRANGERS_OF_AN_ADDRESS, Connections
-from etfarm.server.rpc.failures import FORGET_S, FREE, MAX_ADDRESSES, MAX_WAIT_S, Failures, address_of
+from etfarm.server.rpc.failures import FLOOD, FORGET_S, FREE, MAX_ADDRESSES, MAX_WAIT_S, Failures, address_of
 
 
 class Clock:
@@ -116,8 +116,11 @@ def test_failures_are_forgiven_then_cost_time_and_are_forgotten() -> None:
     clock = Clock()
     failures = Failures(clock)
     assert [failures.note("a") for _ in range(FREE + 3)][-4:] == [0, 1, 2, 4]
-    assert failures.is_waiting("a") and not failures.is_waiting("b")
     assert max(failures.note("a") for _ in range(50)) == MAX_WAIT_S
+    assert not failures.is_flood("a")
+    for _ in range(FLOOD):
+        failures.note("a")
+    assert failures.is_flood("a") and not failures.is_flood("b")
     clock.now += FORGET_S + 1
     assert failures.note("a") == 0
 

@@ -208,7 +208,8 @@ async def running(config: Config) -> AsyncIterator[str]:
 
         connections = Connections(lambda: authentication.asks_for_tokens, time.monotonic)
         edge = Edge(authentication, projects.resolve, audit=audit, connections=connections)
-        server = grpc.aio.server(interceptors=[edge], options=[*SERVER_OPTIONS, *server_options(files)])
+        options = dict(SERVER_OPTIONS) | dict(server_options(files))
+        server = grpc.aio.server(interceptors=[edge], options=list(options.items()))
         artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(
             ArtifactService(store, partial(_is_needed, runs, registry)), server
         )
@@ -275,9 +276,8 @@ async def running(config: Config) -> AsyncIterator[str]:
             await conductor.stop()
             await joblog.flush()
             await server.stop(_GRACE_S)
-            audit.summarize(everything=True)
-            await audit.flush(durable=True)
-            await tokens.save_uses()
+            await audit.close()
+            await authentication.close()
             if config.address_file is not None:
                 config.address_file.unlink(missing_ok=True)
     finally:

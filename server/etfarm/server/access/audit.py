@@ -136,6 +136,14 @@ class AuditLog:
                 raise
             del self._waiting[: len(entries)]
 
+    async def close(self) -> None:
+        """Write down all that is left at the end of the server; a disk that takes nothing is logged."""
+        self.summarize(everything=True)
+        try:
+            await self.flush(durable=True)
+        except Exception:
+            log.exception("the last entries of the audit log are lost", entries=len(self._waiting))
+
     async def list(self, size: int, before: int | None, principal: str, action: str) -> list[audit_pb2.AuditEntry]:
         """Return entries with numbers below `before`, newest first; of one principal and of one action where they are given."""
         table = schema.audit

@@ -95,7 +95,7 @@ class Authentication:
         """
         loop = asyncio.get_running_loop()
         saved = loop.time()
-        while True:
+        while True:  # a look is two stats; a file's changes come by no other means over every file system
             await asyncio.sleep(POLL_S)
             try:
                 await self._look()
@@ -105,6 +105,13 @@ class Authentication:
             except Exception:
                 log.exception("the tokens could not be looked at")
             end_invalid()
+
+    async def close(self) -> None:
+        """Write down which tokens were used last, at the end of the server."""
+        try:
+            await self._table.save_uses()
+        except Exception:
+            log.exception("when tokens were used last could not be written")
 
     async def _look(self) -> None:
         signature, marked = await asyncio.to_thread(lambda: (_signature(self._file), _signature(self._marker)))

@@ -41,6 +41,12 @@ HANDSHAKE_MS: Final = 10_000
 MAX_STREAMS: Final = 1024
 """Calls at a time over one connection; a client's further ones wait there."""
 
+MAX_REQUEST_BYTES: Final = 32 << 20
+"""The largest message that is received, which is an agent's result of eight programs; those of other rpcs are far smaller."""
+
+MAX_METADATA_BYTES: Final = 16 << 10
+"""Of a request: a token and a project."""
+
 LOOK_S: Final = 1.0
 
 _FEWEST_RESERVED: Final = 192
@@ -68,6 +74,9 @@ def server_options(files: int) -> list[tuple[str, int]]:
         # Excess connections are closed as they come, and clients try again.
         ("grpc.max_allowed_incoming_connections", most_connections(files)),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         # Identity alone: no client of etfarm compresses, and a small message could become a large one.
         ("grpc.compression_enabled_algorithms_bitset", 1),

@@ -130,7 +130,7 @@ class Edge(grpc.aio.ServerInterceptor):
             address = address_of(context.peer())
             if error.kind is Kind.UNAUTHENTICATED and (wait_s := self._failures.note(address)) > 0:
                 error.metadata["retry_after_s"] = f"{wait_s:.0f}"
-                if self._connections is not None:
+                if self._connections is not None and self._failures.is_flood(address):
                     self._connections.distrust(context.peer())
             if self._audit is not None:
                 self._audit.refuse(entry_of(rpc_of(method), error.reason, principal, address))

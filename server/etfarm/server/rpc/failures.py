@@ -10,6 +10,9 @@ from urllib.parse import unquote
 FREE: Final = 100
 """Failures of an address that cost nothing: a client with an old token calls a few rpcs and tries again."""
 
+FLOOD: Final = 1000
+"""Failures of an address after which a connection that fails again is closed."""
+
 FORGET_S: Final = 300.0
 """After so long without a failure an address starts anew."""
 
@@ -42,10 +45,9 @@ class Failures:
             self._failed.popitem(last=False)
         return self._wait(count)
 
-    def is_waiting(self, address: str) -> bool:
-        """Return whether an address failed so often that it should wait now."""
-        count, last = self._failed.get(address, (0, 0.0))
-        return self._clock() - last < self._wait(count)
+    def is_flood(self, address: str) -> bool:
+        """Return whether an address failed so often that the connections it fails over are closed."""
+        return self._failed.get(address, (0, 0.0))[0] > FLOOD
 
     def _wait(self, count: int) -> float:
         return 0.0 if count <= FREE else min(MAX_WAIT_S, 2.0 ** min(count - FREE - 1, 10))
