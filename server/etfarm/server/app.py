@@ -7,7 +7,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -92,7 +92,7 @@ from etfarm.v1 import (
     token_pb2_grpc,
 )  # fmt: skip
 from etfarm.wire.channel import SERVER_OPTIONS
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import FarmError, UserError
 
 log = structlog.get_logger()
 
@@ -139,8 +139,11 @@ def new_id() -> str:
 
 
 @asynccontextmanager
-async def running(config: Config) -> AsyncIterator[str]:
+async def running(config: Config, on_damaged: Callable[[FarmError], None] = lambda error: None) -> AsyncIterator[str]:
     """A server that runs; gives the address that it listens on.
+
+    Args:
+        on_damaged: takes the error that the server should end with: its database turned out to be damaged.
 
     Raises:
         CannotListen: it cannot be listened on.
@@ -160,6 +163,7 @@ async def running(config: Config) -> AsyncIterator[str]:
     )  # fmt: skip
     workers.start()
     database = Database(config.data / DATABASE)
+    database.on_damaged = on_damaged
     clean_end = CleanEnd(config.data)
     readers = Readers()
     background: list[asyncio.Task[None]] = []

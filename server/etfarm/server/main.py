@@ -24,7 +24,7 @@ from etfarm.server.jobs.quotas import Quotas
 from etfarm.server.reports import thresholds
 from etfarm.server.reports.thresholds import Thresholds
 from etfarm.wire.channel import parse_address
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import FarmError, UserError
 from etfarm.wire.escapes import in_a_line, printable
 from etfarm.wire.names import data_folder
 from etfarm.wire.owner import at_end_of_stdin
@@ -178,11 +178,24 @@ async def _serve(config: Config) -> None:
         loop.add_signal_handler(number, stop.set)
     if config.exit_with_stdin:
         at_end_of_stdin(stop.set)
-    async with running(config) as address:
-        if config.insecure and not config.listen.is_local:
-            print("etfarm serve: INSECURE: anybody who reaches this address can run programs on the farm's devices", flush=True)
-        print(f"etfarm serve: listening on {address}", flush=True)
-        await stop.wait()
+    damage: list[FarmError] = []
+
+    def on_damaged(error: FarmError) -> None:
+        damage.append(error)
+        stop.set()
+
+    try:
+        async with running(config, on_damaged) as address:
+            if config.insecure and not config.listen.is_local:
+                print(
+                    "etfarm serve: INSECURE: anybody who reaches this address can run programs on the farm's devices", flush=True
+                )
+            print(f"etfarm serve: listening on {address}", flush=True)
+            await stop.wait()
+    finally:
+        if damage:
+            # Whatever else fails on the way out fails by it.
+            raise damage[0] from None
 
 
 @contextmanager

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import sqlite3
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import structlog
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import NullPool
 
+from etfarm.server.state import damage
+from etfarm.server.state.damage import DatabaseTooNew
 from etfarm.wire.errors import FarmError, Kind
+
+__all__ = ["HEAD", "Database", "DatabaseFull", "DatabaseTooNew"]
+
+log = structlog.get_logger()
 
 T = TypeVar("T")
 
@@ -27,29 +36,33 @@ class DatabaseFull(FarmError):
     kind = Kind.RESOURCE_EXHAUSTED
 
 
-class DatabaseTooNew(FarmError):
-    """A newer etfarm wrote this database."""
-
-    reason = "DATABASE_TOO_NEW"
-
-
 class Database:
     """A SQLite file. Work is given as functions of a connection; each runs in one transaction of its own."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
+        self._damage: FarmError | None = None
+        self.on_damaged: damage.OnDamaged = lambda error: None
+        """Takes, on the event loop, the error that this server should end with: the file turned out to be damaged."""
         self._engine = create_engine(f"sqlite:///{path}", poolclass=NullPool, connect_args={"check_same_thread": False})
         event.listen(self._engine, "connect", _configure)
         event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
-        self._writer = _Lane(self._engine, "db-writer")
-        self._reader = _Lane(self._engine, "db-reader")
+        self._writer = _Lane(self._engine, "db-writer", path)
+        self._reader = _Lane(self._engine, "db-reader", path)
 
     async def open(self) -> None:
-        """Creates or migrates the tables.
+        """Checks the file, then creates or migrates the tables.
 
         Raises:
-            DatabaseTooNew: its revision is none that this version knows.
+            DatabaseUnusable, DatabaseDamaged, DatabaseForeign, DatabaseTooNew: the file cannot be used.
+            DatabaseFull: there is no room for the tables.
         """
-        await asyncio.get_running_loop().run_in_executor(self._writer.thread, _migrate, self._engine)
+        await asyncio.get_running_loop().run_in_executor(self._writer.thread, self._open)
+
+    def _open(self) -> None:
+        damage.check(self._path, HEAD, _revisions())
+        with _translated(self._path):
+            _migrate(self._engine)
 
     async def write(self, do: Callable[[Connection], T], *, durable: bool = False) -> T:
         """`do` in a transaction, in order with all other writes.
@@ -57,11 +70,24 @@ class Database:
         Args:
             durable: wait for the disk, so that a power cut cannot take it back (about 8 ms instead of 0.2).
         """
-        return await self._writer.run(do, f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+        if self._damage is not None:
+            # What is left of it is not made worse.
+            raise self._damage
+        return await self._run(self._writer, do, f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
 
     async def read(self, do: Callable[[Connection], T]) -> T:
         """`do` on a snapshot that sees every write that has returned."""
-        return await self._reader.run(do, "PRAGMA query_only=ON")
+        return await self._run(self._reader, do, "PRAGMA query_only=ON")
+
+    async def _run(self, lane: _Lane, do: Callable[[Connection], T], pragma: str) -> T:
+        try:
+            return await lane.run(do, pragma)
+        except damage.DatabaseDamaged as error:
+            if self._damage is None:
+                self._damage = error
+                log.error("the database is damaged", path=str(self._path), why=error.metadata["why"])
+                self.on_damaged(error)
+            raise
 
     def close(self) -> None:
         """Ends both threads after the work that they were given."""
@@ -73,7 +99,8 @@ class Database:
 class _Lane:
     """One thread with one connection."""
 
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(self, engine: Engine, name: str, path: Path) -> None:
+        self._path = path
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._engine = engine
         self._connection: Connection | None = None
@@ -82,17 +109,13 @@ class _Lane:
         return await asyncio.get_running_loop().run_in_executor(self.thread, self._transaction, do, pragma)
 
     def _transaction(self, do: Callable[[Connection], T], pragma: str) -> T:
-        if self._connection is None:
-            self._connection = self._engine.connect()
-        # Outside of a transaction: SQLite ignores it within one.
-        self._connection.connection.driver_connection.execute(pragma)  # type: ignore[union-attr]
-        try:
+        with _translated(self._path):
+            if self._connection is None:
+                self._connection = self._engine.connect()
+            # Outside of a transaction: SQLite ignores it within one.
+            self._connection.connection.driver_connection.execute(pragma)  # type: ignore[union-attr]
             with self._connection.begin():
                 return do(self._connection)
-        except OperationalError as error:
-            if "disk is full" not in str(error):
-                raise
-            raise DatabaseFull("The server's disk is full.", "Free disk where its --data is; it goes on by itself.") from error
 
     def close(self) -> None:
         self.thread.submit(self._disconnect).result()
@@ -101,6 +124,30 @@ class _Lane:
     def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    """Turn SQLite's errors about the file and its disk into the farm's."""
+    try:
+        yield
+    except (DatabaseError, sqlite3.Error) as error:
+        original = error.orig if isinstance(error, DatabaseError) else error
+        if "disk is full" in str(error):
+            what = "The server's disk is full."
+            raise DatabaseFull(what, "Free disk where its --data is; it goes on by itself.") from error
+        if (known := damage.error_of(path, original)) is not None and not _is_of_a_reader(original):
+            raise known from error
+        raise
+
+
+def _is_of_a_reader(error: BaseException | None) -> bool:
+    """Return whether a statement wrote where only reading is allowed, which is a bug and nothing of the file."""
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_READONLY
+
+
+def _revisions() -> list[str]:
+    return [path.name.partition("_")[0] for path in (Path(__file__).parent / "migrations" / "versions").glob("[0-9]*.py")]
 
 
 def _configure(connection: object, _record: object) -> None:
@@ -120,10 +167,6 @@ def _migrate(engine: Engine) -> None:
             revision = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
     if revision == HEAD:
         return
-    if revision is not None and revision > HEAD:
-        raise DatabaseTooNew(
-            f"The database has revision {revision}, this etfarm knows {HEAD} at most.", "Update etfarm, or choose another --data."
-        )
     # Imported only when there is something to migrate: it costs 10 MB and 0.2 s.
     from alembic import command
     from alembic.config import Config

@@ -1,0 +1,207 @@
+"""Whether a database file is one that this server can use: checked before anything is written, and refused in one sentence."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote
+
+import structlog
+
+from etfarm.server.state import schema
+from etfarm.wire.errors import FarmError, Kind
+
+log = structlog.get_logger()
+
+CHECK_S: Final = 30.0
+"""How long looking at all pages may take: about 4 s a GB from memory. What is left of a larger one shows when it is read."""
+
+_MAGIC: Final = b"SQLite format 3\x00"
+_STEPS: Final = 100_000
+"""SQLite's instructions between two looks at the clock."""
+
+_DAMAGED_CODES: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+class DatabaseUnusable(FarmError):
+    """The database file cannot be opened or written."""
+
+    reason = "DATABASE_UNUSABLE"
+    kind = Kind.FAILED_PRECONDITION
+
+
+class DatabaseDamaged(FarmError):
+    """The database's bytes are not what SQLite wrote."""
+
+    reason = "DATABASE_DAMAGED"
+    kind = Kind.DATA_LOSS
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(
+            f"The database {path} is damaged: {why.rstrip('.')}.",
+            f"Stop the server, then put a copy of {path.name} in its place, or move {path.name}, {path.name}-wal and "
+            f"{path.name}-shm aside to begin with an empty one; the artifacts stay.",
+            path=path, why=why,
+        )  # fmt: skip
+
+
+class DatabaseForeign(FarmError):
+    """The file is a SQLite database of something else."""
+
+    reason = "DATABASE_FOREIGN"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(
+            f"{path} is not a database of etfarm: {why}.", "Move it aside, or choose another --data.", path=path, why=why
+        )
+
+
+class DatabaseTooNew(FarmError):
+    """A newer etfarm wrote this database."""
+
+    reason = "DATABASE_TOO_NEW"
+
+
+def check(path: Path, head: str, known: Iterable[str]) -> None:
+    """Refuse a file that is not a whole database of this etfarm or of an earlier one. One that is not there yet is accepted.
+
+    Args:
+        head: the newest revision, whose tables are compared.
+        known: all revisions that can be brought up to it.
+
+    Raises:
+        DatabaseUnusable, DatabaseDamaged, DatabaseForeign, DatabaseTooNew: the sentence says what to do.
+    """
+    if path.is_dir():
+        raise DatabaseUnusable(f"{path} is a directory, not a database.", "Move it aside, or choose another --data.", path=path)
+    _check_access(path)
+    wal = path.with_name(path.name + "-wal")
+    if not path.exists() or path.stat().st_size == 0:
+        if wal.exists() and wal.stat().st_size:
+            raise DatabaseDamaged(path, "the file is empty, and there is a write-ahead log of it")
+        return
+    with path.open("rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise DatabaseDamaged(path, "it does not begin as a SQLite database does")
+    with _translated(path):
+        connection = _open(path)
+        try:
+            _check_pages(connection, path)
+            _check_schema(connection, path, head, set(known))
+        finally:
+            connection.close()
+
+
+def _check_access(path: Path) -> None:
+    for each in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
+        if each.exists() and not os.access(each, os.R_OK | os.W_OK):
+            raise _no_access(each)
+    if not os.access(path.parent, os.R_OK | os.W_OK | os.X_OK):
+        raise _no_access(path.parent)
+
+
+def _no_access(path: Path) -> DatabaseUnusable:
+    return DatabaseUnusable(
+        f"The server may not read and write {path}.",
+        f"Give it to the user that runs `etfarm serve` (uid {os.geteuid()}), or choose another --data.", path=path,
+    )  # fmt: skip
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    """Turn SQLite's errors about the file's bytes into sentences."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        if (known := error_of(path, error)) is not None:
+            raise known from error
+        raise
+
+
+def error_of(path: Path, error: BaseException | None) -> FarmError | None:
+    """Return what an error of SQLite's means for the farm; None where it is not about the file."""
+    if not isinstance(error, sqlite3.Error):
+        return None
+    code = getattr(error, "sqlite_errorcode", None)
+    primary = None if code is None else code & 0xFF
+    if primary in _DAMAGED_CODES:
+        return DatabaseDamaged(path, str(error))
+    if primary == sqlite3.SQLITE_IOERR:
+        return DatabaseUnusable(f"The disk of the database {path} fails: {error}.", "Have the server's disk checked.", path=path)
+    if primary in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):
+        return DatabaseUnusable(
+            f"The database {path} cannot be written: {error}.", "Check the folder's permissions and mount.", path=path
+        )
+    if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return DatabaseUnusable(
+            f"Another program holds the database {path}: {error}.", "End it, `sqlite3` for example.", path=path
+        )
+    return None
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    """Open the file for reading alone: nothing of a log that belongs elsewhere is copied into it."""
+    return sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=10.0)
+
+
+def _check_pages(connection: sqlite3.Connection, path: Path) -> None:
+    began, late = time.monotonic(), False
+
+    def on_step() -> int:
+        nonlocal late
+        late = time.monotonic() - began > CHECK_S
+        return late
+
+    connection.set_progress_handler(on_step, _STEPS)
+    try:
+        rows = connection.execute("PRAGMA quick_check(1)").fetchall()
+    except sqlite3.OperationalError:
+        if not late:
+            raise
+        log.warning("the database is too large to be checked whole at the start", path=str(path), seconds=CHECK_S)
+        return
+    finally:
+        connection.set_progress_handler(None, 0)
+    if rows != [("ok",)]:
+        raise DatabaseDamaged(path, " ".join(str(rows[0][0]).split()))
+
+
+def _check_schema(connection: sqlite3.Connection, path: Path, head: str, known: set[str]) -> None:
+    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    tables = {name for name in tables if not name.startswith("sqlite_")}
+    if not tables:
+        return
+    if "alembic_version" not in tables:
+        raise DatabaseForeign(path, f"it has the tables {', '.join(sorted(tables)[:5])}")
+    revisions = [row[0] for row in connection.execute("SELECT version_num FROM alembic_version")]
+    if not revisions:
+        raise DatabaseDamaged(path, "it has no revision")
+    revision = str(revisions[0])
+    if revision in known:
+        if revision == head:
+            _check_tables(connection, path, tables)
+        return
+    if len(revisions) == 1 and revision.isdigit() and len(revision) == len(head) and revision > head:
+        raise DatabaseTooNew(
+            f"The database has revision {revision}, this etfarm knows {head} at most.", "Update etfarm, or choose another --data."
+        )
+    raise DatabaseForeign(path, f"its revision is {revision[:40]!r}")
+
+
+def _check_tables(connection: sqlite3.Connection, path: Path, tables: set[str]) -> None:
+    for name, table in schema.metadata.tables.items():
+        if name not in tables:
+            raise DatabaseDamaged(path, f"it has no table {name!r}")
+        columns = {row[1] for row in connection.execute(f'PRAGMA table_info("{name}")')}
+        if missing := sorted({column.name for column in table.columns} - columns):
+            raise DatabaseDamaged(path, f"its table {name!r} has no column {missing[0]!r}")
+
+
+OnDamaged = Callable[[FarmError], None]
+"""Takes the error that no further write can be trusted after."""

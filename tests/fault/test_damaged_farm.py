@@ -1,0 +1,81 @@
+"""`etfarm serve` over a damaged database: it ends with one sentence and what to do, at its start or when it finds out."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import grpc
+import pytest
+
+from etfarm.v1 import artifact_pb2
+from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
+from etfarm.wire import status
+from etfarm.wire.channel import Access, open_channel
+from tests.support.farm import FarmProcess, etfarm
+
+
+def overwrite_artifacts(path: Path) -> None:
+    """Put zeros where the pages of a table are."""
+    connection = sqlite3.connect(path)
+    root = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'artifacts'").fetchone()[0]
+    size = connection.execute("PRAGMA page_size").fetchone()[0]
+    connection.close()
+    with path.open("r+b") as file:
+        file.seek((root - 1) * size)
+        file.write(bytes(size))
+
+
+@pytest.mark.parametrize("damage", ["zeroed", "garbage", "directory"])
+def test_a_server_does_not_start_over_a_damaged_database(tmp_path: Path, damage: str) -> None:
+    farm = FarmProcess(tmp_path, bundle=False)
+    path = tmp_path / "server" / "farm.sqlite"
+    if damage == "directory":
+        path.mkdir(parents=True)
+    elif damage == "garbage":
+        path.parent.mkdir()
+        path.write_bytes(b"no database\n" * 1000)
+    else:
+        farm.restart()
+        farm.stop()
+        overwrite_artifacts(path)
+    done = etfarm(
+        "serve", "--listen", "127.0.0.1:0", "--data", str(path.parent), "--no-bundle", "--exit-with-stdin", cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr and "listening" not in done.stdout
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("etfarm")]
+    assert str(path) in line and "aside" in line
+
+
+def test_a_server_whose_database_breaks_says_so_and_ends(tmp_path: Path) -> None:
+    farm = FarmProcess(tmp_path, bundle=False)
+    try:
+        farm.restart()
+        path = tmp_path / "server" / "farm.sqlite"
+        connection = sqlite3.connect(path)
+        rows = [(f"{number:064x}", 1, "ann", "2025-01-02 03:04:05") for number in range(3000)]
+        connection.executemany("INSERT INTO artifacts VALUES (?, ?, ?, ?)", rows)
+        connection.executemany("INSERT INTO holdings VALUES ('default', ?, 'ann', ?)", [(row[0], row[3]) for row in rows])
+        connection.commit()
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        connection.close()
+        overwrite_artifacts(path)
+
+        async def ask() -> grpc.aio.AioRpcError:
+            async with open_channel(Access(farm.address)) as channel:
+                stub = ArtifactServiceStub(channel)
+                with pytest.raises(grpc.aio.AioRpcError) as failed:
+                    await stub.List(artifact_pb2.ListArtifactsRequest())
+                return failed.value
+
+        error = status.from_rpc_error(asyncio.run(ask()), server=farm.address)
+        assert (error.reason, error.fault) == ("DATABASE_DAMAGED", "FARM")
+        assert farm.server is not None and farm.server.process is not None
+        assert farm.server.process.wait(60) == 1
+        log = farm.server.log.read_text()
+        assert "Traceback" not in log
+        assert "is damaged" in log.splitlines()[-1] and "aside" in log.splitlines()[-1]
+    finally:
+        farm.stop()

@@ -1,0 +1,229 @@
+"""A database that cannot be used is refused at the start in one sentence; one that breaks later is not written again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from etfarm.server.state import damage as damage_module
+from etfarm.server.state.damage import DatabaseDamaged, DatabaseForeign, DatabaseUnusable
+from etfarm.server.state.engine import Database, DatabaseTooNew
+from etfarm.wire.errors import FarmError
+
+PAGE = 4096
+
+
+async def made(folder: Path, rows: int = 3000, prefix: str = "") -> Path:
+    """A closed database with artifacts in it."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "farm.sqlite"
+    database = Database(path)
+    await database.open()
+    values = ", ".join(f"('{prefix}{number:064x}', 1, 'ann', '2025-01-02 03:04:05')" for number in range(rows))
+    await database.write(lambda connection: connection.execute(text(f"INSERT INTO artifacts VALUES {values}")))
+    database.close()
+    return path
+
+
+async def refusal(path: Path) -> FarmError:
+    database = Database(path)
+    try:
+        with pytest.raises(FarmError) as refused:
+            await database.open()
+    finally:
+        database.close()
+    assert refused.value.remedy and str(path) in refused.value.message and "\n" not in str(refused.value)
+    return refused.value
+
+
+def overwrite(path: Path, offset: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def execute(path: Path, *statements: str) -> None:
+    connection = sqlite3.connect(path)
+    for statement in statements:
+        connection.execute(statement)
+    connection.commit()
+    connection.close()
+
+
+def zero_a_page_of_a_table(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    root = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'artifacts'").fetchone()[0]
+    connection.close()
+    overwrite(path, (root - 1) * PAGE, bytes(PAGE))
+
+
+def zero_the_second_half(path: Path) -> None:
+    size = path.stat().st_size
+    overwrite(path, size // 2, bytes(size - size // 2))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def cut_into_a_page(path: Path) -> None:
+    os.truncate(path, 1000)
+
+
+def fill_with_garbage(path: Path) -> None:
+    path.write_bytes(b"\x8f" * path.stat().st_size)
+
+
+def damage_the_header(path: Path) -> None:
+    overwrite(path, 16, b"\x00\x03")  # the size of its pages
+
+
+def damage_the_schema(path: Path) -> None:
+    overwrite(path, 100, b"\x77" * 200)
+
+
+def drop_a_table(path: Path) -> None:
+    execute(path, "DROP TABLE reports")
+
+
+def drop_a_column(path: Path) -> None:
+    execute(path, "ALTER TABLE holdings DROP COLUMN owner")
+
+
+def forget_the_revision(path: Path) -> None:
+    execute(path, "DELETE FROM alembic_version")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        zero_a_page_of_a_table, zero_the_second_half, truncate, cut_into_a_page, fill_with_garbage, damage_the_header,
+        damage_the_schema, drop_a_table, drop_a_column, forget_the_revision,
+    ],
+)  # fmt: skip
+async def test_a_damaged_database_is_refused_and_left_as_it_is(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    path = await made(tmp_path)
+    damage(path)
+    before = path.read_bytes()
+    error = await refusal(path)
+    assert isinstance(error, DatabaseDamaged), error
+    assert "aside" in error.remedy and "copy" in error.remedy
+    assert path.read_bytes() == before
+
+
+async def test_a_log_of_another_database_is_refused_and_nothing_of_it_is_taken(tmp_path: Path) -> None:
+    path = await made(tmp_path)
+    other = await made(tmp_path / "other", rows=200, prefix="f")
+    connection = sqlite3.connect(other)
+    connection.execute("PRAGMA wal_autocheckpoint=0")
+    connection.execute("CREATE TABLE strange (x)")
+    connection.executemany("INSERT INTO strange VALUES (?)", [(os.urandom(2000),) for _ in range(300)])
+    connection.execute("UPDATE artifacts SET owner = 'somebody else'")
+    connection.commit()
+    shutil.copyfile(f"{other}-wal", f"{path}-wal")
+    connection.close()
+    before = path.read_bytes()
+    error = await refusal(path)
+    assert isinstance(error, DatabaseDamaged)
+    assert path.read_bytes() == before
+    path.with_name("farm.sqlite-wal").unlink()
+    path.with_name("farm.sqlite-shm").unlink(missing_ok=True)
+    database = Database(path)
+    await database.open()
+    assert await database.read(lambda c: c.execute(text("SELECT count(*) FROM artifacts")).scalar()) == 3000
+    database.close()
+
+
+async def test_a_log_that_is_its_own_is_taken(tmp_path: Path) -> None:
+    path = await made(tmp_path / "source")
+    connection = sqlite3.connect(path)
+    connection.execute("UPDATE artifacts SET owner = 'bob'")
+    connection.commit()
+    copy = tmp_path / "farm.sqlite"
+    for end in ("", "-wal"):  # as after a server that was killed
+        shutil.copyfile(f"{path}{end}", f"{copy}{end}")
+    connection.close()
+    database = Database(copy)
+    await database.open()
+    assert await database.read(lambda c: c.execute(text("SELECT DISTINCT owner FROM artifacts")).scalars().all()) == ["bob"]
+    database.close()
+
+
+async def test_an_empty_file_with_a_log_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "farm.sqlite"
+    path.touch()
+    path.with_name("farm.sqlite-wal").write_bytes(b"something")
+    assert isinstance(await refusal(path), DatabaseDamaged)
+
+
+async def test_a_directory_in_its_place_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "farm.sqlite"
+    path.mkdir()
+    error = await refusal(path)
+    assert isinstance(error, DatabaseUnusable) and "is a directory" in error.message
+
+
+async def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "farm.sqlite"
+    execute(path, "CREATE TABLE moz_places (id INTEGER)")
+    before = path.read_bytes()
+    error = await refusal(path)
+    assert isinstance(error, DatabaseForeign) and "moz_places" in error.message
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("revision", "kind"), [("9999", DatabaseTooNew), ("1975ea83b712", DatabaseForeign), ("", DatabaseForeign)]
+)
+async def test_a_revision_that_is_unknown_is_refused(tmp_path: Path, revision: str, kind: type[FarmError]) -> None:
+    path = await made(tmp_path)
+    execute(path, f"UPDATE alembic_version SET version_num = '{revision}'")
+    database = Database(path)
+    with pytest.raises(kind):
+        await database.open()
+    database.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_file_that_the_server_may_not_write_is_refused(tmp_path: Path) -> None:
+    path = asyncio.run(made(tmp_path))
+    path.chmod(0o400)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder == Path("/tmp"):
+            break
+        folder.chmod(folder.stat().st_mode | 0o011)
+    pid = os.fork()
+    if pid == 0:  # it only looks
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            damage_module.check(path, "0006", ["0006"])
+        except DatabaseUnusable as error:
+            os._exit(42 if "may not read and write" in error.message else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
+
+
+async def test_pages_that_break_while_the_server_runs_end_its_writes(tmp_path: Path) -> None:
+    path = await made(tmp_path)
+    database = Database(path)
+    await database.open()
+    ends: list[FarmError] = []
+    database.on_damaged = ends.append
+    zero_a_page_of_a_table(path)
+    for _ in range(2):
+        with pytest.raises(DatabaseDamaged) as damaged:
+            await database.read(lambda c: c.execute(text("SELECT count(*) FROM artifacts WHERE owner = 'x'")).scalar())
+        assert damaged.value.reason == "DATABASE_DAMAGED" and "malformed" in damaged.value.message
+    assert len(ends) == 1
+    with pytest.raises(DatabaseDamaged):
+        await database.write(lambda c: c.execute(text("DELETE FROM jobs")))
+    database.close()
