@@ -26,8 +26,10 @@ PROMPTLY_S = 15.0
 class Daemon:
     """One process of etfarm whose stdout is read line by line; it ends with its stdin, so never outlives the test."""
 
-    def __init__(self, arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
-        self._arguments = [sys.executable, "-m", "etfarm.wire.command", *arguments]
+    def __init__(
+        self, arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None, within: Sequence[str] = ()
+    ) -> None:
+        self._arguments = [*within, sys.executable, "-m", "etfarm.wire.command", *arguments]
         self._environment = {**os.environ, **(environment or {})}
         self._environment.pop("ETFARM_SERVER", None)
         self.log = log
@@ -96,9 +98,14 @@ class Daemon:
 
 
 class FarmProcess:
-    """A server, and the agents that it is given. `folder` keeps its data over restarts."""
+    """A server, and the agents that it is given. `folder` keeps its data over restarts.
 
-    def __init__(self, folder: Path, *, bundle: bool = True, serve: Sequence[str] = ()) -> None:
+    Args:
+        within: what stands before the server's command and becomes it.
+    """
+
+    def __init__(self, folder: Path, *, bundle: bool = True, serve: Sequence[str] = (), within: Sequence[str] = ()) -> None:
+        self._within = within
         self.folder = folder
         self._bundle = bundle
         self._serve_arguments = serve
@@ -120,7 +127,7 @@ class FarmProcess:
         """Starts the server, on the port that it had before."""
         listen = self.address or "127.0.0.1:0"
         arguments = ["serve", "--listen", listen, "--data", str(self.folder / "server"), "--exit-with-stdin", "--no-bundle"]
-        self.server = Daemon([*arguments, *self._serve_arguments], self.folder / "serve.log")
+        self.server = Daemon([*arguments, *self._serve_arguments], self.folder / "serve.log", within=self._within)
         self.server.start()
         self.address = self.server.expect("listening on").rpartition(" ")[2]
 

@@ -24,6 +24,7 @@ from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import chunks, digest
 from etfarm.wire.chunks import Progressed
 from etfarm.wire.errors import DeviceError
+from etfarm.wire.status import from_rpc_error
 
 if TYPE_CHECKING:
     from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
@@ -40,6 +41,8 @@ _TRY_AGAIN: Final = frozenset(
         grpc.StatusCode.CANCELLED,
     }
 )
+_FULL: Final = frozenset({"DISK_FULL", "QUOTA_EXCEEDED"})
+"""Why the server has no room for a result now. What a device measured is worth waiting for."""
 _CORRUPTIONS: Final = 3
 """Times that one artifact may arrive damaged before it is no accident."""
 _MODE: Final = 0o444
@@ -98,11 +101,16 @@ class Transfers:
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.DATA_LOSS:
                     corruptions += 1
-                if corruptions == _CORRUPTIONS or error.code() not in _TRY_AGAIN | {grpc.StatusCode.DATA_LOSS}:
+                is_full = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _reason(error) in _FULL
+                if corruptions == _CORRUPTIONS or not (is_full or error.code() in _TRY_AGAIN | {grpc.StatusCode.DATA_LOSS}):
                     raise
                 log.info("a transfer was cut (%s); trying again in %.1f s", error.code().name, pause)
             await asyncio.sleep(pause)
         raise AssertionError("pauses never end")
+
+
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    return from_rpc_error(error, server="").reason
 
 
 class Cache:

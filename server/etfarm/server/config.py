@@ -78,6 +78,8 @@ class Config:
     """First of the users that children run as, one for each at a time, where the server is root; None to choose."""
     operators: Operators = field(default_factory=Operators)
     """That uploaded programs may use."""
+    keep_free_bytes: int = 256 << 20
+    """Disk that uploads leave free, so that the journal can always write."""
     thresholds: Thresholds = field(default_factory=Thresholds)
     """When a measurement is called invalid."""
 
@@ -90,7 +92,9 @@ class Config:
         project_bytes = self.project_storage_bytes
         if project_bytes is None:
             project_bytes = 20 << 30 if self.tokens is not None else 0
-        return StoreLimits(artifact_bytes=self.max_artifact_bytes, project_bytes=project_bytes or None)
+        return StoreLimits(
+            artifact_bytes=self.max_artifact_bytes, project_bytes=project_bytes or None, reserve_bytes=self.keep_free_bytes
+        )
 
     def check(self) -> None:
         """Refuses what would expose the farm.

@@ -87,6 +87,8 @@ def parser() -> argparse.ArgumentParser:
                       help="artifacts of a project; 0: no bound (default: 20 with --tokens, else no bound)")  # fmt: skip
     made.add_argument("--max-artifact-gib", type=_positive, default=16, metavar="N",
                       help="size of one artifact (default %(default)s)")  # fmt: skip
+    made.add_argument("--keep-free-mib", type=_positive, default=256, metavar="N",
+                      help="disk that uploads leave free (default %(default)s)")  # fmt: skip
     made.add_argument("--thresholds", type=Path, metavar="FILE",
                       help="TOML of what makes a measurement INVALID, as max_drift = 0.2 (default: built in)")  # fmt: skip
     made.add_argument("--quota", action="append", default=[], metavar="NAME=N",
@@ -167,6 +169,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
         quotas=Quotas.of(arguments.quota),
         require_jail=arguments.require_jail, jail_readable=tuple(arguments.jail_readable), jail_user=arguments.jail_user,
         operators=operators.read(arguments.allow_operators),
+        keep_free_bytes=arguments.keep_free_mib << 20,
         thresholds=thresholds.read(arguments.thresholds) if arguments.thresholds else Thresholds(),
     )  # fmt: skip
 

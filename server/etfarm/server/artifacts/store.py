@@ -204,10 +204,19 @@ class Store:
         return artifact
 
     async def receive(
-        self, artifact: common_pb2.Artifact, chunks: AsyncIterator[artifact_pb2.Chunk], holder: str, owner: str
+        self,
+        artifact: common_pb2.Artifact,
+        chunks: AsyncIterator[artifact_pb2.Chunk],
+        holder: str,
+        owner: str,
+        *,
+        is_result: bool = False,
     ) -> artifact_pb2.UploadStatus:
         """Take one upload from its committed size on; the holder holds the artifact once its bytes are whole. Bytes that only
         other holders have must come as well: knowing a digest does not prove possession of what it names.
+
+        Args:
+            is_result: it may use the disk that is set aside for results.
 
         Raises:
             EtfarmError: as ArtifactService.Upload says.
@@ -231,7 +240,7 @@ class Store:
                 raise DiskFull(f"The store cannot write: {error.strerror}.", "Free disk on the server.") from None
             await self._record(artifact, holder, owner)
 
-        is_whole = await self._staging.receive(artifact, chunks, holder, settle, is_result=_is_agent(holder))
+        is_whole = await self._staging.receive(artifact, chunks, holder, settle, is_result=is_result)
         return self._status(digest, holder, is_held=is_whole)
 
     async def take_results(self, holder: str, digests: Collection[str], owner: str) -> None:

@@ -66,6 +66,15 @@ class Attempts:
             ways = _without(ways, over)
             if not ways:
                 return over
+            await self._execution.set_room_aside(ways, self._progress)
+        try:
+            return over | await self._attempt(ways, is_new=is_new)
+        finally:
+            self._execution.give_room_back(ways)
+
+    async def _attempt(self, ways: Sequence[Way], *, is_new: bool) -> dict[str, EtfarmError]:
+        """Placing, sending, receiving; why those are over that do not go on, by cell."""
+        if is_new:
             await self._place(ways)
         else:
             for way in ways:
@@ -79,7 +88,7 @@ class Attempts:
                 errors |= await self._receive(_without(ways, errors))
         except EtfarmError as raised:
             errors = {way.cell.id: raised for way in ways} | errors
-        return over | await self._conclude(ways, errors)
+        return await self._conclude(ways, errors)
 
     async def _conclude(self, ways: Sequence[Way], errors: dict[str, EtfarmError]) -> dict[str, EtfarmError]:
         """Those that ran go on, and after a device fault all but those that are over by a fault of their own; gives these."""

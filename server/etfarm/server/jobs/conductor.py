@@ -28,6 +28,7 @@ from etfarm.server.jobs.way import Steps, Way, to_the_end
 from etfarm.server.reports.analyst import Analyst
 from etfarm.server.reports.assembly import assemble, since
 from etfarm.server.reports.verdict import Thresholds
+from etfarm.server.state.engine import retry_when_full
 from etfarm.server.workers.quiet import Quiet
 from etfarm.v1 import common_pb2, job_pb2
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent, Progress
@@ -274,12 +275,13 @@ class Conductor:
             way.device = self._execution.device_of(cell)
         started_ms, started = since(job, self._now()), self._clock()
         self.progress(job.id, Progress(cell_id=cell.id, actor="SERVER", phase="ANALYZE"))
-        way.analysis = await self._analyst.analyze(
-            model.candidate_of(job, cell), way.compilation, cell.method,
+        analyze = partial(
+            self._analyst.analyze, model.candidate_of(job, cell), way.compilation, cell.method,
             self._execution.inputs_of(job, cell, way.compilation), way.result,
             lambda line: self._joblog.add(job.id, cell.id, "ANALYSIS", line), base=base_of(cell.id, results),
             numerics=way.numerics, fresh=job.spec.no_cache,
         )  # fmt: skip
+        way.analysis = await retry_when_full(analyze)
         self._time(cell, "SERVER", "ANALYZE", started_ms, started)
         await self._finish(way, model.SUCCEEDED)
 

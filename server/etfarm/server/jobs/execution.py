@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.server.artifacts.store import Store
@@ -22,6 +23,7 @@ from etfarm.server.jobs import model
 from etfarm.server.jobs.placement import Placement
 from etfarm.server.jobs.plausibility import ImplausibleResult, Plan, artifacts_of, check_attempt, check_candidate
 from etfarm.server.jobs.way import Way
+from etfarm.server.state.engine import retry_when_full
 from etfarm.server.workers.readers import Readers
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2
 from etfarm.v1.device_pb2 import Device
@@ -67,6 +69,12 @@ class ResultMissing(DeviceError):
     """The agent answered without a result for the cell."""
 
     reason = "RESULT_MISSING"
+
+
+_RESULT_BYTES: Final = 16 << 20
+_NUMERICS_BYTES: Final = 64 << 20
+_OUTPUT_BYTES: Final = 256 << 20
+"""What the estimate of a result counts: samples and trace, recorded values, and at most for one output."""
 
 
 class Execution:
@@ -116,6 +124,19 @@ class Execution:
     def inputs_of(self, job: Job, cell: Cell, compilation: compile_pb2.Compilation) -> common_pb2.Artifact | None:
         """What the program is run on: the job's inputs, else the model's own; None where the runner makes them."""
         return job.spec.inputs.get(cell.method) or compilation.example_inputs.get(cell.method)
+
+    async def set_room_aside(self, ways: Sequence[Way], progress: ProgressTold) -> None:
+        """Wait until the server's disk has room for what an attempt of all may give, and keep it until `give_room_back`."""
+
+        def on_wait(why: str) -> None:
+            for way in ways:
+                progress(way.job.id, Progress(cell_id=way.cell.id, actor="SERVER", phase="WAIT_FOR_ROOM", message=why))
+
+        await self._store.wait_for_room(ways[0].cell.id, sum(map(_result_bytes, ways)), on_wait)
+
+    def give_room_back(self, ways: Sequence[Way]) -> None:
+        """Keep no room for the results of an attempt any more; harmless where none was."""
+        self._store.room.release_results(ways[0].cell.id)
 
     async def place(self, ways: Sequence[Way], progress: ProgressTold, line: LineTold) -> tuple[Device, Attempt]:
         """Waits for a device that can run the programs of all, and occupies it with a new attempt.
@@ -352,7 +373,7 @@ class Execution:
         except ImplausibleResult as error:
             return error
         # From now on reports refer to them, whatever a session that names them too does.
-        await self._store.take_results(project, own, way.job.owner)
+        await retry_when_full(lambda: self._store.take_results(project, own, way.job.owner))
         return candidate
 
     def end(self, cell: Cell) -> None:
@@ -389,6 +410,22 @@ class Execution:
         if not sharing:
             self._sharing.pop(attempt_id, None)
         return not sharing
+
+
+def _result_bytes(way: Way) -> int:
+    """Return what a cell's result may take on the server's disk: outputs, samples, trace and, with numerics, every value."""
+    outputs = sum(_most_bytes(spec) for spec in _facts(way).outputs)
+    return _RESULT_BYTES + 2 * outputs + (_NUMERICS_BYTES if way.job.spec.measurement.numerics else 0)
+
+
+def _most_bytes(spec: compile_pb2.ValueSpec) -> int:
+    # Dimensions without a finite maximum, and hostile ones, must not keep a job waiting for room that no disk has.
+    size_bytes = 8
+    for dim in spec.dims:
+        size_bytes *= max(dim.max, 0)
+        if not 0 < size_bytes < _OUTPUT_BYTES:
+            break
+    return min(size_bytes, _OUTPUT_BYTES)
 
 
 def _facts(way: Way) -> compile_pb2.MethodFacts:

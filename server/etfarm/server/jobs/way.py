@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.journal import Journal
+from etfarm.server.state.engine import retry_when_full
 from etfarm.v1 import agent_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Cell, Job
@@ -48,7 +49,8 @@ class Steps:
 
     async def advance(self, ways: Sequence[Way], to: job_pb2.CellState.ValueType) -> None:
         """One or several ways of one job a step on, all or none of them; what is terminal meanwhile stays so."""
-        await to_the_end(self._advance(ways, to))
+        # A result that came is not lost because it cannot be written now.
+        await retry_when_full(lambda: to_the_end(self._advance(ways, to)))
 
     async def _advance(self, ways: Sequence[Way], to: job_pb2.CellState.ValueType) -> None:
         async with AsyncExitStack() as locks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +19,7 @@ from etfarm.server.state import damage
 from etfarm.server.state.damage import DatabaseTooNew
 from etfarm.wire.errors import FarmError, Kind
 
-__all__ = ["HEAD", "Database", "DatabaseFull", "DatabaseTooNew"]
+__all__ = ["HEAD", "Database", "DatabaseFull", "DatabaseTooNew", "retry_when_full"]
 
 log = structlog.get_logger()
 
@@ -27,6 +27,10 @@ T = TypeVar("T")
 
 HEAD = "0006"
 """The newest migration; `Database.open` brings an older database up to it."""
+
+
+_AGAIN_S = 1.0
+"""Before another try to write on a disk that was full, of whose room nothing tells."""
 
 
 class DatabaseFull(FarmError):
@@ -94,6 +98,18 @@ class Database:
         self._writer.close()
         self._reader.close()
         self._engine.dispose()
+
+
+async def retry_when_full(work: Callable[[], Awaitable[T]]) -> T:
+    """Await `work`, and again while the disk is full: for what must not be lost. Cancel it to give up."""
+    while True:
+        try:
+            return await work()
+        except FarmError as error:
+            if error.reason != DatabaseFull.reason:
+                raise
+            log.warning("the disk is full, trying again", error=error.message, seconds=_AGAIN_S)
+        await asyncio.sleep(_AGAIN_S)
 
 
 class _Lane:

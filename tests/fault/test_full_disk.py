@@ -1,0 +1,91 @@
+"""A server whose disk is full: what a device measured is waited for, and nothing starts whose result would have no room."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etfarm.client.models import CellChanged, CellState, Progress
+from tests.support import models
+from tests.support.farm import FarmProcess, wait_until
+
+LONG = {"iterations": 100, "min_time_s": 4.0}
+MOUNT = 'mkdir -p "$0"; mount -t tmpfs -o size=160m none "$0" && exec "$@"'
+"""A small disk that only the server sees, and that is gone with it."""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[FarmProcess]:
+    enter = ["unshare", "--mount", "--propagation", "private"]
+    probe = subprocess.run([*enter, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True, check=False)
+    if probe.returncode != 0:
+        pytest.skip(f"needs root for a mount of its own: {probe.stderr}")
+    data = tmp_path / "server"
+    farm = FarmProcess(tmp_path, within=[*enter, "sh", "-c", MOUNT, str(data)], serve=["--keep-free-mib", "8"])
+    try:
+        yield farm
+    finally:
+        farm.stop()
+
+
+def filler(farm: FarmProcess) -> Path:
+    """A file on the server's disk."""
+    assert farm.server is not None
+    return Path(f"/proc/{farm.server.pid}/root{farm.folder}/server/filler")
+
+
+def fill(farm: FarmProcess) -> None:
+    """Leave not a byte."""
+    with pytest.raises(OSError, match="No space left"), filler(farm).open("ab", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+    with pytest.raises(OSError, match="No space left"), filler(farm).open("ab", buffering=0) as file:
+        while True:
+            file.write(b"x")
+
+
+def until(job: Any, phase: str) -> Progress:
+    for event in job.watch():
+        if isinstance(event, Progress) and event.phase == phase:
+            return event
+        if isinstance(event, CellChanged) and event.cell.state in (CellState.FAILED, CellState.SUCCEEDED):
+            raise AssertionError(f"the cell ended before {phase}: {event.cell.error}")
+    raise AssertionError(f"the job ended before {phase}")
+
+
+def test_a_run_that_finishes_while_the_disk_is_full_succeeds_once_there_is_room(small_disk: FarmProcess, tmp_path: Path) -> None:
+    small_disk.start()
+    with small_disk.client() as farm:
+        job = farm.bench(models.save(models.conv, tmp_path / "conv.pt2"), **LONG)
+        until(job, "TIMED")
+        fill(small_disk)
+        agent = small_disk.agents[0]
+        assert wait_until(lambda: "a transfer was cut (RESOURCE_EXHAUSTED)" in agent.log.read_text()), agent.log.read_text()
+        filler(small_disk).unlink()
+        report = job.result().report
+        assert report.state == "SUCCEEDED"
+        assert report.latency is not None and len(report.latency.samples_ns) >= 100
+        assert farm.job(job.id).info.cells[0].attempts == 1
+
+
+def test_nothing_starts_whose_result_would_have_no_room(small_disk: FarmProcess, tmp_path: Path) -> None:
+    small_disk.start()
+    model = models.save(models.conv, tmp_path / "conv.pt2")
+    with small_disk.client() as farm:
+        program = farm.compile(model)
+        program.wait()
+        assert small_disk.server is not None
+        free = subprocess.run(
+            ["nsenter", "-t", str(small_disk.server.pid), "-m", "df", "--output=avail", "-B1", str(tmp_path / "server")],
+            capture_output=True, text=True, check=True,
+        ).stdout.split()[-1]  # fmt: skip
+        filler(small_disk).write_bytes(bytes(int(free) - (14 << 20)))  # enough for the journal, and not for a result
+        job = farm.bench(model, iterations=100, min_time_s=0.0)
+        waiting = until(job, "WAIT_FOR_ROOM")
+        assert "the server's disk is full" in waiting.message
+        filler(small_disk).unlink()
+        assert job.result().report.state == "SUCCEEDED"
