@@ -21,6 +21,10 @@ _AGENTS = agent_holder("")
 """What an agent's holder begins with."""
 
 
+_TAKEN = "taken:"
+"""Goes before an agent's holder once a result of its was taken: such bytes count no more, and need not be sent again."""
+
+
 @dataclass(frozen=True)
 class Holding:
     """A holder's artifact."""
@@ -43,11 +47,12 @@ class Holdings:
     async def held(self, digests: Iterable[str], holders: Collection[str]) -> set[str]:
         """Return those of `digests` that at least one of `holders` holds."""
         table = schema.holdings
+        known = {*holders, *(f"{_TAKEN}{holder}" for holder in holders if holder.startswith(_AGENTS))}
 
         def read(connection: Connection) -> set[str]:
             rows: set[str] = set()
             for batch in _batches(digests):
-                query = select(table.c.digest).where(table.c.digest.in_(batch), table.c.holder.in_(sorted(holders)))
+                query = select(table.c.digest).where(table.c.digest.in_(batch), table.c.holder.in_(sorted(known)))
                 rows.update(connection.execute(query).scalars())
             return rows
 
@@ -88,15 +93,25 @@ class Holdings:
         return await self._database.read(lambda connection: connection.execute(query).scalar())
 
     async def release_agents(self, digests: Iterable[str]) -> None:
-        """Take artifacts out of the agents' hands: a result of theirs was taken, and its project holds them."""
-        wanted = list(digests)
+        """Count artifacts against their agents no more: a result was taken, and its project holds them."""
+        wanted, table = list(digests), schema.holdings
+
+        def write(connection: Connection) -> dict[str, int]:
+            rows = []
+            for batch in _batches(wanted):
+                query = select(table).where(table.c.digest.in_(batch), table.c.holder.startswith(_AGENTS))
+                rows += [{**row, "holder": f"{_TAKEN}{row['holder']}"} for row in connection.execute(query).mappings()]
+            if rows:
+                connection.execute(insert(table).on_conflict_do_nothing(), rows)
+            return _delete(connection, wanted, table.c.holder.startswith(_AGENTS))
+
         if wanted:
-            await self._delete(lambda connection: _delete(connection, wanted, schema.holdings.c.holder.startswith(_AGENTS)))
+            await self._delete(write)
 
     async def expire_agents(self, before: datetime) -> list[str]:
-        """Delete agents' holdings that no result was taken of since `before`; return the artifacts that have no holder left."""
+        """Delete agents' holdings of before `before`; return the artifacts that have no holder left."""
         table = schema.holdings
-        old = and_(table.c.holder.startswith(_AGENTS), table.c.held_at < before)
+        old = and_(_is_of_an_agent(), table.c.held_at < before)
         orphans: list[str] = []
 
         def write(connection: Connection) -> dict[str, int]:
@@ -131,7 +146,7 @@ class Holdings:
         table, artifacts = schema.holdings, schema.artifacts
         columns = (table.c.holder, table.c.digest, artifacts.c.size_bytes, table.c.owner, table.c.held_at)
         query = select(*columns).select_from(table.join(artifacts, artifacts.c.digest == table.c.digest))
-        query = query.where(~table.c.holder.startswith(_AGENTS) if holders is None else table.c.holder.in_(sorted(holders)))
+        query = query.where(~_is_of_an_agent() if holders is None else table.c.holder.in_(sorted(holders)))
         key = (table.c.held_at, table.c.digest, table.c.holder)
         if after is not None:
             query = query.where(tuple_(*key) < after)
@@ -148,6 +163,11 @@ class Holdings:
         for holder, size_bytes in freed.items():
             if holder in self._used:
                 self._used[holder] -= size_bytes
+
+
+def _is_of_an_agent() -> ColumnElement[bool]:
+    column = schema.holdings.c.holder
+    return column.startswith(_AGENTS) | column.startswith(f"{_TAKEN}{_AGENTS}")
 
 
 def _delete(connection: Connection, digests: Sequence[str], which: ColumnElement[bool]) -> dict[str, int]:

@@ -244,7 +244,7 @@ class Store:
         return self._status(digest, holder, is_held=is_whole)
 
     async def take_results(self, holder: str, digests: Collection[str], owner: str) -> None:
-        """Give a project what a result names; the agents that uploaded it hold it no longer, which makes room for others."""
+        """Give a project what a result names; it counts against the agents that uploaded it no longer."""
         await self.hold(holder, digests, owner)
         await self.holdings.release_agents(digests)
 
