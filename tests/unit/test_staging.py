@@ -238,7 +238,6 @@ class TestQuotas:
             assert await store.is_held(artifact_of(data).digest, ["vision"])
             assert await store.holdings.used_bytes("agent:pi") == 0
             assert await store.missing([artifact_of(data).digest], "agent:pi") == [], "it need not be sent again"
-            assert await store.not_uploaded([artifact_of(data).digest, DIGEST], "agent:pi") == [DIGEST]
             assert await send(store, os.urandom(300), "agent:pi")
 
     async def test_what_no_result_ever_names_expires(self, tmp_path: Path) -> None:

@@ -330,17 +330,20 @@ class Store:
         """Delete what has expired, now and every hour, until it is cancelled."""
         while True:
             try:
-                await self._run(self._staging.expire)
-                before = datetime.now(UTC) - timedelta(seconds=self.limits.agent_holding_age_s)
-                orphans = await self.holdings.expire_agents(before)
-                for digest in orphans:
-                    self.place(digest).unlink(missing_ok=True)
-                if orphans:
-                    log.info("uploads of agents that no result names expired", count=len(orphans))
-                    await self.holdings.forget(orphans)
+                await self.expire()
             except Exception:
                 log.exception("expired artifacts could not be deleted")
             await asyncio.sleep(_TEND_S)
+
+    async def expire(self) -> None:
+        """Delete unfinished uploads that nobody goes on with, and agents' uploads that no result was taken of."""
+        await self._run(self._staging.expire)
+        orphans = await self.holdings.expire_agents(datetime.now(UTC) - timedelta(seconds=self.limits.agent_holding_age_s))
+        for digest in orphans:
+            self.place(digest).unlink(missing_ok=True)
+        if orphans:
+            log.info("uploads of agents that no result names expired", count=len(orphans))
+            await self.holdings.forget(orphans)
 
     def close(self) -> None:
         """End the store's threads."""
