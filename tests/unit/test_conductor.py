@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from etfarm.server.access.scope import EVERYTHING
+from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.cache import FOUND_EARLIER, Outcome
 from etfarm.server.compile.flights import Listener
@@ -556,3 +556,11 @@ async def test_an_end_that_cannot_be_written_is_written_when_it_can(world: World
     states, _ = await world.end(await world.submit(on_device=False))
     assert states == ["COMPILING", "SUCCEEDED"]
     assert not failures
+
+
+async def test_live_jobs_are_counted_in_a_scope(world: World) -> None:
+    world.compiler.gate = asyncio.Event()
+    job = await world.submit(3)
+    assert world.conductor.count_live(Scope(frozenset({"default"}))) == 1
+    assert world.conductor.count_live(Scope(frozenset({"vision"}))) == 0
+    await world.conductor.cancel(job)

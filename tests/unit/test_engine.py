@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,14 @@ from alembic.config import Config
 from sqlalchemy import Connection, create_engine, func, inspect, select, text
 from sqlalchemy.exc import OperationalError
 
+from etfarm.server.access.projects import Projects
+from etfarm.server.access.scope import Scope
+from etfarm.server.jobs.journal import JobNotFound, Journal
+from etfarm.server.jobs.watch import Announcer
 from etfarm.server.state import engine as engine_module
 from etfarm.server.state import schema
 from etfarm.server.state.engine import HEAD, Database, DatabaseTooNew
-from etfarm.v1 import report_pb2
+from etfarm.v1 import job_pb2, report_pb2
 
 NOW = "2025-01-02 03:04:05"
 MIGRATIONS = Path(engine_module.__file__).parent / "migrations"
@@ -227,3 +232,44 @@ async def test_head_is_the_newest_migration(database: Database) -> None:
         lambda connection: connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
     )
     assert revision == HEAD
+
+
+async def test_all_that_an_older_etfarm_has_belongs_to_the_project_default(tmp_path: Path) -> None:
+    path = tmp_path / "farm.sqlite"
+    engine = create_engine(f"sqlite:///{path}")
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    cell = job_pb2.Cell(id="c", job_id="abcdef01", compilation_key="timed", numerics_compilation_key="separate")
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0005")
+        connection.execute(text(f"INSERT INTO jobs VALUES ('abcdef01', 1, '', 'ann', 'r', 0, x'', '{NOW}', '{NOW}', 0)"))
+        insert = text("INSERT INTO cells VALUES ('c', 'abcdef01', 0, 'SUCCEEDED', 1, :body)")
+        connection.execute(insert, {"body": cell.SerializeToString()})
+        connection.execute(text(f"INSERT INTO tags VALUES ('base', 'ann', 'abcdef01', '{NOW}')"))
+        for digest in ("model", "bundle"):
+            connection.execute(text(f"INSERT INTO artifacts VALUES ('{digest}', 7, 'ann', '{NOW}')"))
+        connection.execute(text(f"INSERT INTO bundles VALUES ('bundle', 'aarch64', x'', '{NOW}')"))
+    engine.dispose()
+    database = Database(path)
+    await database.open()
+    try:
+        journal = Journal(database, Announcer(), lambda: datetime.now(UTC))
+        default, other = Scope(frozenset({"default"}), "default"), Scope(frozenset({"vision"}), "vision")
+        for key in ("abcdef01", "abcd", "base", "latest"):
+            job = await journal.get(key, default)
+            assert (job.id, job.project, list(job.tags)) == ("abcdef01", "default", ["base"])
+            with pytest.raises(JobNotFound):
+                await journal.get(key, other)
+        holdings, compilations = schema.holdings.c, schema.project_compilations.c
+        held = await database.read(lambda connection: connection.execute(select(holdings.holder, holdings.digest)).all())
+        assert {tuple(row) for row in held} == {("default", "model"), ("default", "bundle"), ("farm", "bundle")}
+        known = await database.read(lambda connection: connection.execute(select(compilations.project, compilations.key)).all())
+        assert {tuple(row) for row in known} == {("default", "timed"), ("default", "separate")}
+        projects = Projects(database, lambda: datetime.now(UTC))
+        await projects.load()
+        project = await projects.get("default")
+        assert (project.members, project.created_by, project.storage_bytes) == ((), "farm", 14)
+        assert abs((datetime.now(UTC) - project.created_at).total_seconds()) < 86_400
+    finally:
+        database.close()

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from etfarm.server.access.scope import EVERYTHING
+from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.jobs import model
-from etfarm.server.jobs.journal import JobNotFound, Journal, SequenceUnknown, StaleVersion
+from etfarm.server.jobs.journal import JobNotFound, Journal, ReportNotFound, SequenceUnknown, StaleVersion
+from etfarm.server.jobs.tags import TagAmbiguous, Tags
 from etfarm.server.jobs.watch import Announcer
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
@@ -38,8 +39,17 @@ class World:
         self.looked += 1
         return START + timedelta(seconds=self.looked)
 
-    async def submit(self, name: str = "job00000", cells: int = 1, owner: str = "ann", request: str = "") -> Job:
-        job = Job(id=name, name=f"n-{name}", owner=owner, spec=JobSpec(priority=3, labels={"k": "v"}), labels={"k": "v"})
+    async def submit(
+        self, name: str = "job00000", cells: int = 1, owner: str = "ann", request: str = "", project: str = ""
+    ) -> Job:
+        job = Job(
+            id=name,
+            name=f"n-{name}",
+            owner=owner,
+            project=project,
+            spec=JobSpec(priority=3, labels={"k": "v"}),
+            labels={"k": "v"},
+        )
         job.submitted_at.FromDatetime(START)
         for index in range(cells):
             job.cells.add(id=f"{name}-{index}", job_id=name, index=index, state=model.QUEUED, version=1)
@@ -313,7 +323,7 @@ async def test_jobs_that_were_stored_with_endless_names_can_be_listed_and_watche
         job.submitted_at.FromDatetime(START)
         job.cells.add(id=f"c-{number}", job_id=job.id, state=model.QUEUED, version=1, candidate_name=huge)
         await world.journal.submit(job, job.id)
-    jobs, following = await world.journal.list(50, None)
+    jobs, following = await world.journal.list(50, None, EVERYTHING)
     assert [job.id for job in jobs] == ["job-2", "job-1", "job-0"]
     assert following is None
     assert sum(job.ByteSize() for job in jobs) < 16 << 20
@@ -333,7 +343,7 @@ async def test_labels_are_listed_whatever_follows_them(world: World) -> None:
     job.submitted_at.FromDatetime(START)
     job.cells.add(id="c", job_id=job.id, state=model.QUEUED, version=1)
     await world.journal.submit(job, "r")
-    (listed,), _ = await world.journal.list(50, None)
+    (listed,), _ = await world.journal.list(50, None, EVERYTHING)
     assert dict(listed.labels) == dict(spec.labels)
 
 
@@ -350,7 +360,7 @@ async def test_a_page_of_jobs_ends_before_it_is_too_large(world: World) -> None:
     before: int | None = None
     pages = 0
     while True:
-        jobs, before = await world.journal.list(500, before)
+        jobs, before = await world.journal.list(500, before, EVERYTHING)
         assert sum(job.ByteSize() for job in jobs) <= 16 << 20
         listed += [job.id for job in jobs]
         pages += 1
@@ -358,3 +368,66 @@ async def test_a_page_of_jobs_ends_before_it_is_too_large(world: World) -> None:
             break
     assert listed == [f"job-{number:02}" for number in reversed(range(12))]
     assert pages > 1
+
+
+VISION, AUDIO = Scope(frozenset({"vision"}), "vision"), Scope(frozenset({"audio"}), "audio")
+
+
+async def test_a_job_of_another_project_is_one_that_does_not_exist(world: World) -> None:
+    job = await world.submit("abcdef01", project="vision")
+    await world.step(job.cells[0], model.COMPILING, model.SUCCEEDED, report=Report(id="r1", cell=job.cells[0].id))
+    await Tags(world.database, world.now).put("base", job.id, project="vision", caller="ann", is_admin=False)
+    for key in ("abcdef01", "abcd", "base", "latest"):
+        assert (await world.journal.get(key, VISION)).project == "vision"
+        with pytest.raises(JobNotFound) as refused:
+            await world.journal.get(key, AUDIO)
+        assert str(refused.value) == f"There is no job {key!r}. See `etfarm jobs list`."
+    assert (await world.journal.report("r1", VISION)).id == "r1"
+    with pytest.raises(ReportNotFound) as missing:
+        await world.journal.report("r1", AUDIO)
+    with pytest.raises(ReportNotFound) as absent:
+        await world.journal.report("r2", AUDIO)
+    assert str(missing.value) == str(absent.value).replace("r2", "r1")
+
+
+async def test_a_prefix_is_unique_among_the_jobs_that_one_sees(world: World) -> None:
+    await world.submit("abcdef01", project="vision")
+    await world.submit("abcdef02", project="audio")
+    assert (await world.journal.get("abcd", VISION)).id == "abcdef01"
+    with pytest.raises(JobNotFound, match="Several jobs"):
+        await world.journal.get("abcd", EVERYTHING)
+
+
+async def test_latest_is_the_newest_of_the_active_project(world: World) -> None:
+    for number, project in enumerate(("vision", "audio", "vision", "audio")):
+        await world.submit(f"job-{number}", project=project)
+    both = frozenset({"audio", "vision"})
+    assert (await world.journal.get("latest", VISION)).id == "job-2"
+    assert (await world.journal.get("latest", Scope(both, "vision"))).id == "job-2"
+    assert (await world.journal.get("latest", Scope(both))).id == "job-3"
+
+
+async def test_pages_of_jobs_are_of_the_scope(world: World) -> None:
+    for number in range(6):
+        await world.submit(f"job-{number}", project=("vision", "audio")[number % 2])
+    seen, before = [], None
+    for expected in (2, 1):
+        page, before = await world.journal.list(2, before, VISION)
+        assert len(page) == expected
+        seen += page
+    assert before is None
+    assert [job.id for job in seen] == ["job-4", "job-2", "job-0"]
+    assert await world.journal.list(2, None, Scope(frozenset())) == ([], None)
+
+
+async def test_a_tag_of_several_projects_is_the_active_ones_else_ambiguous(world: World) -> None:
+    tags, both = Tags(world.database, world.now), frozenset({"audio", "vision"})
+    for name, project in (("job-1", "vision"), ("job-2", "audio")):
+        await world.submit(name, project=project)
+        assert await tags.put("base", name, project=project, caller=f"owner-of-{project}", is_admin=False) == ""
+    assert (await world.journal.get("base", Scope(both, "audio"))).id == "job-2"
+    assert (await world.journal.get("base", VISION)).id == "job-1"
+    with pytest.raises(TagAmbiguous, match="audio, vision"):
+        await world.journal.get("base", Scope(both))
+    assert await tags.remove("base", "", scope=AUDIO, caller="owner-of-audio", is_admin=False) == "job-2"
+    assert (await world.journal.get("base", Scope(both))).id == "job-1"

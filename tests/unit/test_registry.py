@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from etfarm.server.access.projects import Projects
+from etfarm.server.access.scope import Scope
 from etfarm.server.artifacts.store import Store
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import AgentConnected, DeviceNotFound, DeviceOffline, Registry
@@ -305,3 +307,54 @@ async def test_a_farewell_loses_what_runs_at_once(world: World) -> None:
     world.registry.farewell(session)
     with pytest.raises(AttemptLost):
         await world.runs.result("a1")
+
+
+VISION, AUDIO = Scope(frozenset({"vision"})), Scope(frozenset({"audio"}))
+
+
+async def make_projects(world: World) -> None:
+    projects = Projects(world.database, world.now)
+    for name in ("audio", "vision"):
+        await projects.create(name, [], None, by="root")
+
+
+async def test_a_restricted_device_does_not_exist_for_other_projects(world: World) -> None:
+    await make_projects(world)
+    await world.connect("pi", "xl")
+    assert list((await world.registry.restrict("board-pi", ["vision", "vision"])).projects) == ["vision"]
+    assert [device.id for device in world.registry.devices(VISION)] == ["pi", "xl"]
+    assert [device.id for device in world.registry.devices(AUDIO)] == ["xl"]
+    for key in ("pi", "board-pi", "p"):
+        with pytest.raises(DeviceNotFound) as refused:
+            world.registry.get(key, AUDIO)
+        assert str(refused.value) == f"There is no device {key!r}. Known: board-xl (xl)."
+    await world.registry.restrict("pi", [])
+    assert world.registry.get("pi", AUDIO).id == "pi"
+
+
+async def test_a_restriction_outlives_the_server_and_the_agents_word(world: World) -> None:
+    await make_projects(world)
+    session = await world.connect("pi")
+    await world.registry.restrict("pi", ["vision", "audio"])
+    await world.registry.update(session, Device(id="pi", name="board-pi", projects=["audio"]))
+    assert list(world.registry.get("pi").projects) == ["audio", "vision"]
+    # A caller is told of its own projects only.
+    assert list(world.registry.get("pi", VISION).projects) == ["vision"]
+    world.registry = world.new_registry()
+    await world.registry.load()
+    assert list(world.registry.get("pi").projects) == ["audio", "vision"]
+    assert world.registry.devices(Scope(frozenset({"default"}))) == []
+
+
+async def test_what_an_agent_says_of_projects_restricts_nothing(world: World) -> None:
+    session = world.session()
+    await world.registry.connect(session, Hello(agent_id="agent", devices=[Device(id="pi", name="pi", projects=["vision"])]))
+    assert list(world.registry.get("pi", AUDIO).projects) == []
+
+
+async def test_others_see_that_a_device_is_busy_and_not_with_what(world: World) -> None:
+    await world.connect("pi")
+    world.runs.begin("a1", "pi", lambda _: None, project="vision")
+    for scope, attempt in ((VISION, "a1"), (AUDIO, ""), (Scope(None), "a1")):
+        device = world.registry.get("pi", scope)
+        assert (device.state, device.attempt_id) == (BUSY, attempt)

@@ -159,3 +159,14 @@ def test_no_match_is_refused_with_what_there_is() -> None:
 )
 def test_why_a_cell_waits_is_said(known: list[Device], busy: dict[str, str], says: str) -> None:
     assert schedule.why_waiting(cell(), known, busy) == says
+
+
+def test_a_device_of_other_projects_does_not_exist_for_a_cell() -> None:
+    theirs = device("a", projects=["audio"])
+    waiting = Waiting("c", selectors.parse(""), 0, (0, 0), project="vision")
+    assert schedule.schedule([waiting], [theirs]) == []
+    assert schedule.why_waiting(waiting, [theirs], {"a": "attempt"}) == "no known device matches any more"
+    assert schedule.schedule([waiting], [theirs, device("b")]) == [Assignment("c", "b")]
+    both = device("c", projects=["audio", "vision"])
+    assert schedule.schedule([waiting], [theirs, both]) == [Assignment("c", "c")]
+    assert schedule.open_to("vision", [theirs, both, device("b")]) == [both, device("b")]

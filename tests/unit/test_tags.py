@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.access.scope import EVERYTHING
+from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.jobs.tags import MAX_TAGS, TagNotFound, TagNotYours, Tags, TooManyTags, tags_of
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
@@ -73,3 +73,13 @@ async def test_a_job_may_not_have_any_number_of_tags(database: Database) -> None
         await tags.put("one-more", "one", project="default", caller="ann", is_admin=False)
     await tags.put("t000", "one", project="default", caller="ann", is_admin=False)
     assert len(await of(database, "one")) == MAX_TAGS
+
+
+async def test_another_projects_tag_is_free_here_and_cannot_be_taken_away(database: Database) -> None:
+    tags, audio = Tags(database, lambda: NOW), Scope(frozenset({"audio"}), "audio")
+    await tags.put("baseline", "one", project="vision", caller="ann", is_admin=False)
+    with pytest.raises(TagNotFound, match="No job has"):
+        await tags.remove("baseline", "", scope=audio, caller="ann", is_admin=False)
+    # Neither refused, which would tell that it exists, nor moved.
+    assert await tags.put("baseline", "two", project="audio", caller="bob", is_admin=False) == ""
+    assert (await of(database, "one"), await of(database, "two")) == (["baseline"], ["baseline"])

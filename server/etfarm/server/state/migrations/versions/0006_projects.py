@@ -87,6 +87,8 @@ def _create_holdings() -> None:
         sa.Column("held_at", sa.DateTime, nullable=False),
     )
     op.execute(f"INSERT INTO holdings SELECT '{_DEFAULT}', digest, owner, stored_at FROM artifacts")
+    of_farm = "artifacts.digest IN (SELECT digest FROM bundles)"
+    op.execute(f"INSERT INTO holdings SELECT 'farm', digest, owner, stored_at FROM artifacts WHERE {of_farm}")
 
 
 def _create_project_compilations() -> None:
