@@ -1,0 +1,124 @@
+"""`etfarm projects`, `devices restrict` and `--project` against a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from etfarm.client import Farm
+from etfarm.client.cli import devices, jobs, projects
+from etfarm.client.cli.app import Usage
+from etfarm.client.cli.projects import size_of
+from etfarm.client.connection import CHOSEN_PROJECT
+from etfarm.wire.channel import Access, BadProjectName, open_channel
+from etfarm.wire.errors import UserError
+from etfarm.wire.names import PROJECT_VARIABLE, is_project_name
+from tests.support.farm import FarmProcess
+from tests.support.programs import program
+
+
+@pytest.fixture(scope="module")
+def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
+    made = FarmProcess(tmp_path_factory.mktemp("projects"), bundle=False)
+    try:
+        yield made.start(agents=1)
+    finally:
+        made.stop()
+
+
+@pytest.fixture(autouse=True)
+def no_choice() -> Iterator[None]:
+    """Commands of this process choose a project for this test only."""
+    token = CHOSEN_PROJECT.set(None)
+    yield
+    CHOSEN_PROJECT.reset(token)
+
+
+def test_projects_are_made_changed_and_listed(farm: FarmProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    server = ["--server", farm.address]
+    assert projects.main(["create", "vision", "--member", "ann", "--member", "bob", "--storage", "20GiB", *server]) == 0
+    assert projects.main(["add", "vision", "cat", "dan", *server]) == 0
+    assert projects.main(["remove", "vision", "bob", "dan", *server]) == 0
+    assert projects.main(["limit", "vision", "--storage", "default", *server]) == 0
+    capsys.readouterr()
+    assert projects.main(["list", *server]) == 0
+    head, *rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert head[:2] == ["PROJECT", "MEMBERS"]
+    assert ["vision", "ann,", "cat", "0", "0", "B", "default"] in rows
+    assert rows[0][0] == "default"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["create", "Vision"], 2, "'Vision' cannot be a project's name."),
+        (["create", "x", "--storage", "lots"], 2, "--storage must be a size or default, got 'lots'."),
+        (["add", "nothing", "ann"], 2, "There is no project 'nothing'."),
+        (["remove", "default", "ann"], 2, "'ann' is not a member of default."),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(
+    farm: FarmProcess, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str
+) -> None:
+    assert projects.main([*arguments, "--server", farm.address]) == code
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
+
+
+def test_a_device_is_restricted_and_opened_again(farm: FarmProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    server = ["--server", farm.address]
+    assert projects.main(["create", "audio", *server]) == 0
+    assert devices.main(["restrict", "board-0", "--project", "audio", *server]) == 0
+    assert "board-0 runs jobs of audio." in capsys.readouterr().out
+    with Farm(farm.address) as client, pytest.raises(UserError, match=r"No device has ever connected|No known device"):
+        client.run(_pte(farm), device="name=board-0")
+    assert devices.main(["restrict", "board-0", "--all", *server]) == 0
+    assert "board-0 runs jobs of every project." in capsys.readouterr().out
+    assert devices.main(["restrict", "board-0", *server]) == 2
+    assert devices.main(["restrict", "board-0", "--project", "nothing", *server]) == 2
+
+
+def _pte(farm: FarmProcess) -> Path:
+    path = farm.folder / "add.pte"
+    path.write_bytes(program("add").bytes)
+    return path
+
+
+def test_the_project_of_an_option_goes_before_the_environments(
+    farm: FarmProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Farm(farm.address) as client:
+        client.create_project("here")
+        client.create_project("there")
+    monkeypatch.setenv(PROJECT_VARIABLE, "there")
+    with Farm(farm.address) as client:
+        assert client.compile(_pte(farm), recipes=[]).info.project == "there"
+    with Farm(farm.address, project="here") as client:
+        assert client.compile(_pte(farm), recipes=[]).info.project == "here"
+    for chosen, code in ((["--project", "here"], 0), (["--project=nothing"], 2), (["--project"], 2), (["--project", "No"], 2)):
+        assert jobs.main(["show", "latest", "--server", farm.address, *chosen]) == code, capsys.readouterr().err
+    monkeypatch.setenv(PROJECT_VARIABLE, "default")
+    CHOSEN_PROJECT.set(None)
+    assert jobs.main(["show", "latest", "--server", farm.address]) == 2
+    assert "There is no job 'latest'." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["", "A", "a b", "a\n", "-a", "a" * 65, "agent:pi", "é"])
+def test_a_name_that_no_project_has_is_not_sent(name: str) -> None:
+    assert not is_project_name(name)
+    if name:
+        with pytest.raises(BadProjectName):
+            open_channel(Access("127.0.0.1:1", project=name))
+
+
+@pytest.mark.parametrize(("text", "size"), [("20GiB", 20 << 30), ("7", 7), ("1 mib", 1 << 20), ("default", None), ("", None)])
+def test_sizes_are_read(text: str, size: int | None) -> None:
+    assert size_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5GiB", "GiB", "1GB", "0x10", "9" * 30])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(Usage):
+        size_of(text)
