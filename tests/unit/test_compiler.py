@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from etfarm.server.access.scope import Scope
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.answers import MAX_ANSWER_BYTES, BadWorkerAnswer, parse
 from etfarm.server.compile.cache import FOUND_EARLIER, CompilationNotFound, Outcome, artifacts_of
@@ -41,9 +42,11 @@ class Watched(Workers):
     """Workers that count the tasks that they were given."""
 
     ran: list[str]
+    requests: list[str]
 
     async def run(self, task: str, request: object, **more: Any) -> Finished:
         self.ran.append(task.partition(":")[2])
+        self.requests.append(repr(request))
         return await super().run(task, request, **more)
 
 
@@ -83,14 +86,18 @@ class World:
         return made
 
     def compile(
-        self, candidate: Candidate, heard: Heard | None = None, *, fresh: bool = False, stop_after: str = ""
+        self,
+        candidate: Candidate,
+        heard: Heard | None = None,
+        *,
+        fresh: bool = False,
+        stop_after: str = "",
+        project: str = "default",
     ) -> asyncio.Task[Outcome]:
         heard = heard or Heard()
         listener = Listener(heard.told, heard.lines.append)
         return asyncio.create_task(
-            self.compiler.compile(
-                candidate, owner="ann", project="default", fresh=fresh, listener=listener, stop_after=stop_after
-            )
+            self.compiler.compile(candidate, owner="ann", project=project, fresh=fresh, listener=listener, stop_after=stop_after)
         )
 
     @property
@@ -128,7 +135,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     limits = Limits(memory_bytes=256 << 20, cpu_s=60, threads=1)
     workers = Watched(preload=[MODULE], limits=limits, folder=tmp_path / "children", concurrency=3)
-    workers.ran = []
+    workers.ran, workers.requests = [], []
     workers.start()
     database = Database(tmp_path / "farm.sqlite")
     await database.open()
@@ -488,3 +495,39 @@ async def test_what_a_plug_ins_recipe_does_to_numbers_its_server_knows(world: Wo
     made = (await world.compile(await world.model("x", recipes.parse("acme.static").json))).made
     assert names(made.stages) == [*QUANTIZED, *LOWERED]
     assert names((await world.compile(await world.model("x", recipes.parse("acme.plain").json))).made.stages) == LOWERED
+
+
+async def test_a_project_holds_what_it_asked_for_whoever_had_it_compiled_first(world: World) -> None:
+    vision, audio = Scope(frozenset({"vision"})), Scope(frozenset({"audio"}))
+    first = (await world.compile(await world.model("x", INT8), project="vision")).made
+    files = [artifact.digest for artifact in artifacts_of(first)]
+    assert files
+    assert await world.store.missing(files, "vision") == []
+    assert await world.store.missing(files, "audio") == files
+    assert await world.compiler.get_visible(first.key, vision) == first
+    with pytest.raises(CompilationNotFound) as refused:
+        await world.compiler.get_visible(first.key, audio)
+    with pytest.raises(CompilationNotFound) as absent:
+        await world.compiler.get_visible("0" * 64, audio)
+    assert str(refused.value).replace(first.key[:12], "K") == str(absent.value).replace("0" * 12, "K")
+    assert (await world.compile(await world.model("x", INT8), project="audio")).cached
+    assert await world.store.missing(files, "audio") == []
+    assert await world.compiler.get_visible(first.key, audio) == first
+
+
+async def test_a_compilation_that_another_project_has_replaced_is_still_readable(world: World) -> None:
+    await world.compile(await world.model("x", INT8), project="vision")
+    other = (await world.compile(await world.model("x", INT8), project="audio", fresh=True)).made
+    made = await world.compiler.get_visible(other.key, Scope(frozenset({"vision"})))
+    assert made == other
+    assert await world.store.missing([artifact.digest for artifact in artifacts_of(made)], "vision") == []
+
+
+async def test_children_whose_findings_serve_every_project_do_not_learn_what_this_one_calls_its_model(world: World) -> None:
+    candidate = await world.model("quantize refuse", INT8)
+    candidate.name = candidate.model.name = "the-name-that-vision-gave"
+    await world.compile(candidate, project="vision")
+    assert world.workers.requests and "the-name" not in "".join(world.workers.requests)
+    again = await world.compile(await world.model("quantize refuse", INT8), project="audio")
+    assert again.cached and again.error is not None
+    assert (await world.compiler.get_visible(again.made.key, Scope(frozenset({"audio"})))).HasField("error")

@@ -40,6 +40,7 @@ def list_(
         print("There are no jobs.")
         return
     tagged = any(job.tags for job in found)
+    several = len({job.project for job in found}) > 1
     now = datetime.now(UTC)
     rows = [
         (
@@ -48,13 +49,24 @@ def list_(
             job.name,
             _what(job),
             job.state.value,
+            *((job.project,) if several else ()),
             job.owner,
             units.ago(job.submitted_at, now),
             _took(job),
         )
         for job in found
     ]
-    heads = ("JOB", *(("TAGS",) if tagged else ()), "NAME", "WHAT", "STATE", "OWNER", "SUBMITTED", "TOOK")
+    heads = (
+        "JOB",
+        *(("TAGS",) if tagged else ()),
+        "NAME",
+        "WHAT",
+        "STATE",
+        *(("PROJECT",) if several else ()),
+        "OWNER",
+        "SUBMITTED",
+        "TOOK",
+    )
     output.show_table(heads, rows, right=("TOOK",), shrink=("NAME", "WHAT"))
 
 
@@ -77,6 +89,7 @@ def show(job: options.JobId, server: options.Server = None, tls_ca: options.TlsC
         ("tags", ", ".join(found.tags)),
         ("name", found.name),
         ("labels", labels),
+        ("project", found.project if found.project != "default" else ""),
         ("owner", found.owner),
         ("state", found.state.value),
         ("submitted", units.ago(found.submitted_at, now)),
