@@ -11,6 +11,8 @@ What every service of the contract uses. Conventions of the whole package:
 - Jobs, artifacts, sessions, tags and reports belong to a project. What belongs to none of the caller's projects is answered
   with NOT_FOUND, as if it did not exist. `etfarm-project: NAME` in the metadata of a call selects the project for what the
   call makes; NOT_FOUND, PROJECT_NOT_FOUND answers a project that the caller is not a member of.
+  FAILED_PRECONDITION, PROJECT_AMBIGUOUS answers a call that makes something for a member of several projects who names none and
+  is not a member of "default"; TAG_AMBIGUOUS a tag that several of the caller's projects have, but not the one of the call.
 - Every rpc may answer RESOURCE_EXHAUSTED, LIMIT_EXCEEDED or QUOTA_EXCEEDED, for a request above the limits that the message names.
 - Every rpc may answer UNAUTHENTICATED (no or an unknown token: set ETFARM_TOKEN), PERMISSION_DENIED (the token's role may
   not call it: ask an admin) and INTERNAL (a bug of the farm; ErrorInfo has what is known). They are not repeated below.
