@@ -160,15 +160,17 @@ class Sessions:
         """
         session = self.find(request.session_id)
         sessions.check_task(request.task)
+        wanted = stored(request.task.inputs)
+        missing = [each for each in wanted if not await self._store.is_held(each, [session.project])]
+        # Nothing is awaited from here until the call has its place: others may come meanwhile, and the session may end.
         if session.over is not None:
             return SessionAnswer(error=to_proto(session.over))
         size = len(request.task.inputs.inline)
         lease = session.admit(request.call_id, size)
-        for wanted in stored(request.task.inputs):
-            if not await self._store.is_held(wanted, [session.project]):
-                raise _artifact_missing(wanted)
-            session.remember([wanted])
-            self._runs.permit(lease.attempt_id, [wanted])
+        if missing:
+            raise _artifact_missing(missing[0])
+        session.remember(wanted)
+        self._runs.permit(lease.attempt_id, wanted)
         begun = asyncio.Event()
         session.calls[request.call_id] = size
         exchange = asyncio.create_task(self._exchange(session, lease, request, begun), name=f"call-{request.call_id}")
