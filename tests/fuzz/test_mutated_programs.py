@@ -1,0 +1,21 @@
+"""Damaged programs that pass the server's checks, on a real agent: it never dies, and the device is back at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.fuzz import mutated_programs
+
+COUNT = 24
+SEED = 20261122
+
+
+async def test_no_damaged_program_costs_the_agent_or_the_device(tmp_path: Path) -> None:
+    async with mutated_programs.agent(tmp_path) as (server, connection, process):
+        figures = await mutated_programs.run(COUNT, SEED, tmp_path, server, connection)
+        assert process.returncode is None
+    assert figures.run == COUNT
+    # The median alone: a machine that does other things holds up a few.
+    assert sorted(figures.back_s)[len(figures.back_s) // 2] < mutated_programs.BACK_S, str(figures)
+    assert sum(count for reason, count in figures.reasons.items() if reason) > COUNT // 4, "too few were damaged enough"
+    assert "Traceback" not in (tmp_path / "agent.log").read_text()
