@@ -6,7 +6,8 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from etfarm.server.config import Config
+from etfarm.server.access.tokens import has_tokens
+from etfarm.server.config import DATABASE, Config
 from etfarm.server.workers.jail import JailOptions, NetworkNotRemoved
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.measures import NETWORK, JailIncomplete, JailReport
@@ -87,13 +88,22 @@ def check(config: Config) -> int:
     return 1 if problems else 0
 
 
+def _tokens(config: Config) -> str:
+    """Return where the tokens are that callers are asked for."""
+    places = [
+        *([str(config.tokens)] if config.tokens else []),
+        *(["the data folder"] if has_tokens(config.data / DATABASE) else []),
+    ]
+    return " and ".join(places) or "none"
+
+
 def _shown(config: Config) -> list[tuple[str, object]]:
     def path(value: Path | None) -> str:
         return "none" if value is None else str(value)
 
     return [
         ("listen", f"{config.listen.text} ({'this machine only' if config.listen.is_local else 'other machines reach it'})"),
-        ("data", config.data), ("tokens", path(config.tokens)), ("tls certificate", path(config.tls_cert)),
+        ("data", config.data), ("tokens", _tokens(config)), ("tls certificate", path(config.tls_cert)),
         ("client certificates", path(config.tls_client_ca)), ("insecure", "yes" if config.insecure else "no"),
         ("jail required", "yes" if config.is_jail_required else "no"), ("workers", config.workers), ("threads", config.threads),
         ("memory of a job", f"{config.memory_bytes >> 20} MiB"), ("cpu time of a process", f"{config.cpu_s} s"),
