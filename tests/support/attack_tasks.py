@@ -417,6 +417,11 @@ def share_memory_with_other_children(context: Context) -> object:
     return _call("shmget", 0x0E7FA12, 4096, 0o1600)
 
 
+@named
+def hide_memory_behind_a_descriptor(context: Context) -> object:
+    return os.close(os.memfd_create("hidden"))
+
+
 def _raise() -> object:
     raise OSError(errno.EPERM, "nothing")
 

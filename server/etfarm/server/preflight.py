@@ -44,7 +44,9 @@ async def find_jail(config: Config) -> JailReport:
     workers.start()
     try:
         return await workers.describe_jail()
-    except NetworkNotRemoved as error:
+    except EtfarmError as error:
+        if error.reason != NetworkNotRemoved.reason:  # it comes from the child, so its class is only its fault
+            raise
         return JailReport.of_nothing(NETWORK, error.message)
     finally:
         await workers.stop()

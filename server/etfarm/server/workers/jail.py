@@ -12,6 +12,7 @@ Source: namespaces(7), capabilities(7), prctl(2), seccomp(2), cgroups(7).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import tempfile
@@ -31,8 +32,8 @@ from etfarm.wire.sandbox import cgroups, namespaces, seccomp, syscalls
 KEPT_VARIABLES: Final = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH")
 """All of the daemon's environment that its forkserver and children see. Tokens and passwords are not among it."""
 
-POLICY: Final = seccomp.Policy()
-"""The system calls that a child is refused."""
+POLICY: Final = seccomp.Policy().with_denied("memfd_create", error=errno.ENOSYS)
+"""The system calls that a child is refused; memory behind a descriptor would count as no process's where it is only measured."""
 
 _FIRST_USER: Final = 1_900_000_000
 _BLOCK: Final = 256
