@@ -52,8 +52,8 @@ class NetworkNotRemoved(FarmError):
     def __init__(self, why: str) -> None:
         super().__init__(
             f"The network of a compile process could not be taken away: {why}. No user's model is loaded like this.",
-            "Run the server as root or allow unprivileged user namespaces (kernel.unprivileged_userns_clone=1; in a "
-            "container, a seccomp profile that permits unshare).",
+            "Run the server as root or allow unprivileged user namespaces (kernel.unprivileged_userns_clone=1; on Ubuntu "
+            "kernel.apparmor_restrict_unprivileged_userns=0; in a container, a seccomp profile that permits unshare).",
             why=why,
         )
 

@@ -57,17 +57,13 @@ def code_paths() -> list[Path]:
     found += _origins(sorted({name.partition(".")[0] for name in sys.modules}))
     plugins = [entry.module.partition(".")[0] for group in _PLUGIN_GROUPS for entry in entry_points(group=group)]
     found += _origins(sorted(set(plugins)))
-    return _outermost(Path(path) for path in dict.fromkeys(map(str, found)) if path.startswith("/"))
+    return list(_existing(Path(path) for path in dict.fromkeys(map(str, found)) if path.startswith("/")))
 
 
-def _outermost(paths: Iterable[Path]) -> list[Path]:
-    """Return existing paths and what they resolve to, without those inside of others, the shortest first."""
-    known = {path for given in paths for path in (given, given.resolve()) if path not in _NEVER and given.exists()}
-    kept: dict[Path, None] = {}
-    for path in sorted(known, key=lambda path: len(path.parts)):
-        if not any(above in kept for above in path.parents):
-            kept[path] = None
-    return list(kept)
+def _existing(paths: Iterable[Path]) -> dict[Path, None]:
+    """Return the paths that exist, and what they resolve to."""
+    both = (path for given in paths for path in (given, given.resolve()) if path not in _NEVER and given.exists())
+    return dict.fromkeys(both)
 
 
 def _origins(packages: Iterable[str]) -> Iterator[str]:
@@ -114,7 +110,7 @@ def plan(shared: Iterable[Path], hidden: Iterable[Path]) -> list[Step]:
             wanted[path] = Action.SHOW
     more = [*map(Path, _KERNEL), *(Path("/etc") / name for name in _SETTINGS)]
     links = {step.path for step in steps}
-    wanted |= {path: Action.SHOW for path in _outermost([*more, *shared]) if not links.intersection(path.parents)}
+    wanted |= {path: Action.SHOW for path in _existing([*more, *shared]) if not links.intersection(path.parents)}
     wanted |= {path.resolve(): Action.HIDE for path in hidden}
     shown: dict[Path, Action] = {}
     for path in sorted(wanted, key=lambda path: len(path.parts)):
