@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
-from etfarm.wire.errors import EtfarmError, FarmError, Kind
+from etfarm.wire.errors import FarmError, Kind
 
 NETWORK: Final = "network"
 USER: Final = "user"
@@ -60,10 +60,10 @@ class JailReport:
     def from_json(cls, data: bytes) -> JailReport:
         """Read what `to_json` wrote. A measure that is not mentioned counts as missing."""
         rows = {str(row["name"]): row for row in json.loads(data)}
-        none = {"active": False, "detail": "not reported"}
+        unreported = {"active": False, "detail": "not reported"}
         return cls(
             tuple(
-                Measure(name, rows.get(name, none)["active"] is True, str(rows.get(name, none)["detail"])[:_MAX_TEXT])
+                Measure(name, rows.get(name, unreported)["active"] is True, str(rows.get(name, unreported)["detail"])[:_MAX_TEXT])
                 for name in NAMES
             )
         )
@@ -101,17 +101,14 @@ class Progress:
         self.measures[name] = Measure(name, False, why)
 
     @contextmanager
-    def attempt(self, name: str, detail: str = "") -> Iterator[Callable[[str], None]]:
-        """Take a measure; an OSError inside records that the host does not allow it. Yields a way to change `detail`."""
-        said = [detail]
+    def attempt(self, name: str, detail: str) -> Iterator[None]:
+        """Take a measure; an OSError inside records that the host does not allow it."""
         try:
-            yield lambda text: said.__setitem__(0, text)
-        except EtfarmError:
-            raise
-        except (OSError, ValueError) as error:
-            self.fail(name, str(error) or type(error).__name__)
+            yield
+        except OSError as error:
+            self.fail(name, str(error))
         else:
-            self.add(name, said[0])
+            self.add(name, detail)
 
     def report(self) -> JailReport:
         """Return all measures in order; those not taken are missing."""
