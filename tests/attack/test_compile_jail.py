@@ -10,12 +10,13 @@ import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from etfarm.server.workers import outputs, pool
-from etfarm.server.workers.faults import ChildOutOfMemory, ChildTooManyProcesses
+from etfarm.server.workers.faults import ChildDiskFull, ChildOutOfMemory, ChildTooManyProcesses
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.measures import NAMES
 from etfarm.server.workers.pool import Workers
@@ -106,6 +107,18 @@ async def test_a_child_that_dies_of_its_fork_bomb_is_told_from_a_crash(workers: 
         return  # only a control group counts what it refuses
     with pytest.raises(ChildTooManyProcesses):
         await workers.run(f"{TASKS}:fork_a_lot_and_swallow_it", None, deadline_s=120)
+
+
+async def test_a_child_ends_before_the_disk_is_full(tmp_path: Path) -> None:
+    # No disk has so much room: for a child it is as if it had filled it.
+    limits = replace(LIMITS, reserve_bytes=1 << 60)
+    running = Workers(preload=[TASKS], limits=limits, folder=tmp_path / "jobs", concurrency=1)
+    running.start()
+    try:
+        with pytest.raises(ChildDiskFull):
+            await running.run(f"{TASKS}:wait_for_ever", None, deadline_s=120)
+    finally:
+        await running.stop()
 
 
 async def test_only_real_files_of_its_own_leave_a_childs_folder(workers: Workers, tmp_path: Path) -> None:

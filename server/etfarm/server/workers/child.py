@@ -34,7 +34,7 @@ from etfarm.wire.errors import EtfarmError, FarmError
 from etfarm.wire.sandbox import cgroups, syscalls
 
 _POLL_MS: Final = 500
-"""How often a supervisor looks at the memory of its tree where the kernel does not end all of it."""
+"""How often a supervisor looks at what the kernel does not limit: the disk, and in places the memory of its tree."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Order:
 def supervise(order: Order, shared: Sequence[Step], channel: socket.socket, log: int, status: socket.socket) -> NoReturn:
     """Fork the child, wait for its end or for the daemon's hang-up, sweep, and report.
 
-    Sends `{"exit": N, "peak_rss_bytes": N, "cpu_s": X, "out_of_memory": B, "too_many_processes": B}` on `status`; `exit` is the
-    exit code, or -signal.
+    Sends `{"exit": N, "peak_rss_bytes": N, "cpu_s": X, "out_of_memory": B, "too_many_processes": B, "disk_full": B}` on `status`;
+    `exit` is the exit code, or -signal.
 
     Args:
         shared: what all children see of the host.
@@ -75,7 +75,7 @@ def supervise(order: Order, shared: Sequence[Step], channel: socket.socket, log:
     os.close(log)
     ended = os.pidfd_open(child)
     hang_up.register(ended, select.POLLIN)
-    _wait(hang_up, group, watch)
+    disk_full = _wait(hang_up, group, watch, order)
     with contextlib.suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
     _, waited, used = os.wait4(child, 0)
@@ -86,6 +86,7 @@ def supervise(order: Order, shared: Sequence[Step], channel: socket.socket, log:
         "cpu_s": used.ru_utime + used.ru_stime,
         "out_of_memory": bool((group is not None and group.oom_kills()) or (watch is not None and watch.is_exceeded)),
         "too_many_processes": bool(group is not None and group.refused_forks()),
+        "disk_full": disk_full,
     }
     if group is not None:
         group.remove()
@@ -107,17 +108,23 @@ def _group(order: Order) -> cgroups.Group | None:
         return None
 
 
-def _wait(events: select.poll, group: cgroups.Group | None, watch: TreeMemory | None) -> None:
-    """Wait until the child has ended, the daemon has hung up, or the tree has used up its memory."""
-    # Version 2 ends the whole group at once; elsewhere the kernel ends one process, and the others would go on.
-    is_polled = watch is not None or (group is not None and group.version == 1)
-    while not events.poll(_POLL_MS if is_polled else None):
+def _wait(events: select.poll, group: cgroups.Group | None, watch: TreeMemory | None, order: Order) -> bool:
+    """Wait until the child has ended, the daemon has hung up, or the tree has used up its memory or the disk.
+
+    Return whether it was the disk.
+    """
+    while not events.poll(_POLL_MS):
         if watch is not None and watch.is_above():
-            return
-        if group is not None and group.oom_kills():
+            return False
+        # Version 2 ends the whole group at once; version 1 ends one process, and the others would go on.
+        if group is not None and group.version == 1 and group.oom_kills():
             # Time for the child to say itself what the death of its process means.
             events.poll(_POLL_MS)
-            return
+            return False
+        disk = os.statvfs(order.folder)
+        if disk.f_bavail * disk.f_frsize < order.limits.reserve_bytes:
+            return True
+    return False
 
 
 def _sweep(child: int) -> None:

@@ -24,3 +24,6 @@ class Limits:
 
     processes: int = 512
     """Processes and threads of the whole tree at a time."""
+
+    reserve_bytes: int = 128 << 20
+    """Room that the disk of the child's folder keeps: a child is ended when less is free, so that the farm can go on writing."""

@@ -186,6 +186,7 @@ class Workers:
             EtfarmError: the task raised it; its fault, reason, sentence, stage and metadata are kept.
             ChildDied: the child died of a signal or ended without an answer.
             ChildOutOfMemory: it, with all that it started, needed more memory than the limits give.
+            ChildDiskFull: the disk of its folder is full, by itself or not.
             ChildTooManyProcesses: it started more processes and threads than the limits give.
             TooManyFiles: `request` names more files than a child can be shown.
             JailIncomplete: the host does not allow a measure, and the options require all.
@@ -297,6 +298,8 @@ class Workers:
             # A process of the tree was refused or ended for it, whatever the child made of that.
             if said["out_of_memory"]:
                 raise faults.ChildOutOfMemory(task, self._limits.memory_bytes, heard.stage, "\n".join(heard.tail)[-2000:])
+            if said["disk_full"]:
+                raise faults.ChildDiskFull(task, f"the disk has less than {self._limits.reserve_bytes >> 20} MiB left")
             if said["too_many_processes"]:
                 raise faults.ChildTooManyProcesses(task, self._limits.processes, heard.stage)
         if heard.error is not None:
