@@ -166,7 +166,7 @@ class View:
         """Show single files read-only; one that does not exist stays away."""
         for file in files:
             whole = file.resolve()
-            if whole.is_file():
+            if whole.exists() and not whole.is_dir():
                 self._bind(whole, _READ_ONLY, is_folder=False)
                 # A path over a link is there already where the link itself is shown.
                 if whole != file and not self._is_shown(file):
