@@ -33,8 +33,8 @@ Network = tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]
 
 CLASSIFIERS: Final = (
     "alexnet vgg11_bn resnet18 resnext50_32x4d squeezenet1_1 mobilenet_v2 mobilenet_v3_small efficientnet_b0 "
-    "efficientnet_v2_s shufflenet_v2_x1_0 mnasnet0_5 densenet121 googlenet inception_v3 regnet_y_400mf convnext_tiny vit_b_16 swin_t swin_v2_t "
-    "maxvit_t"
+    "efficientnet_v2_s shufflenet_v2_x1_0 mnasnet0_5 densenet121 googlenet inception_v3 regnet_y_400mf convnext_tiny vit_b_16 "
+    "swin_t swin_v2_t maxvit_t"
 )
 SEGMENTERS: Final = "fcn_resnet50 deeplabv3_mobilenet_v3_large lraspp_mobilenet_v3_large"
 VIDEO: Final = "r3d_18 mc3_18 s3d mvit_v2_s swin3d_t"
