@@ -276,7 +276,8 @@ class Compiler:
             )  # fmt: skip
             async with finished:
                 files = answers.Files(self._store, finished.folder, owner, project)
-                made.MergeFrom(await read(answers.parse(finished.result), files))
+                answer = await asyncio.to_thread(answers.parse, finished.result)
+                made.MergeFrom(await read(answer, files))
         except EtfarmError as error:
             made.stages.extend(ended)
             if lines and is_lasting(error):

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from etfarm.server.workers import faults, frames
 from etfarm.wire.errors import EtfarmError
 
+_MOST_BYTES = {frames.EVENT: 1 << 20, frames.ERROR: 16 << 20}
+"""Of what is decoded as it comes."""
+
 _LINE_BYTES = 64 << 10
 """A longer line of a child's log is told in pieces."""
 
@@ -38,6 +41,8 @@ async def listen(
     """
     while (frame := await frames.read(reader)) is not None:
         kind, data = frame
+        if len(data) > (most := _MOST_BYTES.get(kind, len(data))):
+            raise faults.BadAnswer(f"A child sent an event or an error of {len(data)} bytes, above {most}.")
         if kind == frames.EVENT:
             if (said := stage_of(data)) is not None:
                 stage, phase = said
@@ -47,7 +52,7 @@ async def listen(
         elif kind == frames.RESULT:
             heard.result = data
         elif kind == frames.ERROR:
-            heard.error = faults.from_json(data)
+            heard.error = await asyncio.to_thread(faults.from_json, data)
         else:
             raise faults.BadAnswer(f"A child sent a frame of kind {kind!r}.")
 
