@@ -213,9 +213,9 @@ async def test_agents_can_neither_flood_the_farm_with_devices_nor_make_its_list_
         for number in range(50):
             more = agent_pb2.DeviceUpdate(device=device_pb2.Device(id=f"more-{number}"))
             await stream.write(agent_pb2.AgentMessage(device_update=more))
-        late = agent_pb2.RunResult(attempt_id="nobody's")
+        late = agent_pb2.RunResult(attempt_id="unknown")
         await stream.write(agent_pb2.AgentMessage(run_result=late))
-        assert (await stream.read()).ack.attempt_id == "nobody's", "all before it was looked at"
+        assert (await stream.read()).ack.attempt_id == "unknown", "all before it was looked at"
         stream.cancel()
         token = ""
         while True:

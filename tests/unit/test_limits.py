@@ -176,7 +176,7 @@ async def admit(method: str, data: bytes, kind: type[Message]) -> Any:
     "data",
     [
         b"\x12" + b"\x80\x80\x80\x02" + b"\x1a\x00" * (2 << 20),  # empty candidates
-        b"\x10\x01" * (4 << 20),  # a field that is none
+        b"\x10\x01" * (4 << 20),  # a field that is not in the contract
         b"\x12\xff\xff\xff\x03" + b"\x2a\x00" * ((4 << 20) - 1),  # empty names of methods
         b"\x12\xff\xff\xff\x03" + b"\x30\x01" * ((4 << 20) - 1),  # thread counts, each by itself
         b"a" * (9 << 20),

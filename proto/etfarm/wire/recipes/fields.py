@@ -157,9 +157,9 @@ def _values(table: str, said: object, known: Mapping[str, Argument], what: str =
     return result
 
 
-def _require_few(field: str, said: Sized, most: int) -> None:
-    if len(said) > most:
-        raise BadRecipeField(field, f"{len(said)} entries", f"at most {most} entries")
+def _require_few(field: str, entries: Sized, most: int) -> None:
+    if len(entries) > most:
+        raise BadRecipeField(field, f"{len(entries)} entries", f"at most {most} entries")
 
 
 def _table(name: str, said: object) -> dict[str, object]:

@@ -60,7 +60,7 @@ class DeviceOffline(DeviceError):
 
 
 class DeviceTooLarge(UserError):
-    """An agent tells more of a device than the farm keeps."""
+    """The description of a device is larger than the farm keeps."""
 
     reason = "DEVICE_TOO_LARGE"
 
@@ -146,7 +146,7 @@ class Registry:
         """Some of the known devices that a selector matches, by name, and where the next page begins.
 
         Args:
-            start: of how many devices in their order the pages before told.
+            start: the number of known devices that come before the page.
             size: how many devices at most.
             most_bytes: of all of them together, which one alone may exceed.
             scope: as in `devices`.
@@ -395,13 +395,13 @@ class Registry:
         """Refuse devices that the farm does not know yet and has no room for.
 
         Raises:
-            DeviceTooLarge: too much is told of one.
+            DeviceTooLarge: the description of one is too large.
             TooManyDevices: the agent or the farm would have too many.
         """
         for device in devices:
             if (size := device.ByteSize()) > MAX_DEVICE_BYTES:
                 raise DeviceTooLarge(
-                    f"What is told of device {device.id} must have at most {MAX_DEVICE_BYTES} bytes, got {size}.",
+                    f"The description of device {device.id} must have at most {MAX_DEVICE_BYTES} bytes, got {size}.",
                     "Give it fewer or shorter labels.", device=device.id, limit=MAX_DEVICE_BYTES, got=size,
                 )  # fmt: skip
         new = {device.id for device in devices} - self._known.keys()

@@ -140,7 +140,7 @@ class Conductor:
         await takeups.clear()
 
     async def _comes_to_rest(self, job: Job) -> bool:
-        """Begins with a job, alone for a while; whether nothing of it can be heard of any more but from a device to come."""
+        """Start a job, alone for a while; return whether the server has nothing more to do for it until a device is free."""
         states = {cell.id: cell.state for cell in job.cells}
         with self._announcer.subscribe(job.id) as subscription:
             self.start(job)

@@ -29,7 +29,7 @@ class QuotaExceeded(UserError):
 
 
 class UnknownQuota(UserError):
-    """A quota is set that there is none of."""
+    """A setting names no quota, or gives it no number."""
 
     reason = "UNKNOWN_QUOTA"
 
@@ -55,14 +55,14 @@ class Quotas:
         """Return the defaults with what settings of the form NAME=N change.
 
         Raises:
-            UnknownQuota: a name or a number is none.
+            UnknownQuota: a setting names no quota, or its number is not 0 to 999,999,999.
         """
         names = [field.name for field in fields(cls)]
         quotas = cls()
         for setting in settings:
             name, _, number = setting.partition("=")
             if name not in names or not (number.isascii() and number.isdecimal() and 0 < len(number) < 10):
-                raise UnknownQuota(f"{setting[:80]!r} sets no quota.", f"Give NAME=N with one of {', '.join(names)}.")
+                raise UnknownQuota(f"{setting[:80]!r} does not set a quota.", f"Give NAME=N with one of {', '.join(names)}.")
             quotas = replace(quotas, **{name: int(number)})
         return quotas
 

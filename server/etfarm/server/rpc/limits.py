@@ -189,8 +189,8 @@ def check(message: Message) -> None:
 
 
 def shorten(message: Message) -> None:
-    """Cut every text of a message that is longer than its limit: for what an agent tells of a program, which may print
-    anything."""
+    """Cut every text of a message that is longer than its limit: for an agent's account of a program, which may
+    print anything."""
     for field, value in message.ListFields():
         name = _name(field)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:

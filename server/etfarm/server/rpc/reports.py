@@ -128,13 +128,13 @@ def _cut_off(answer: report_pb2.ListOperatorsResponse, start: int, count: int) -
     """The page as far as a message can carry it, with the token of the next one."""
     entries = answer.operators or answer.groups
     left = PAGE_BYTES
-    told = 0
+    count_on_page = 0
     for entry in entries:
         left -= entry.ByteSize()
-        if left < 0 and told:
+        if left < 0 and count_on_page:
             break
-        told += 1
-    del entries[told:]
-    if start + told < count:
-        answer.next_page_token = str(start + told)
+        count_on_page += 1
+    del entries[count_on_page:]
+    if start + count_on_page < count:
+        answer.next_page_token = str(start + count_on_page)
     return answer
