@@ -7,6 +7,7 @@ from pathlib import Path
 
 from etfarm.device_agents.runners.python_child import pte
 from etfarm.device_agents.runners.python_child.flatbuffer import BadBuffer
+from tests.fuzz import flatbuffers
 
 TOKENS = (b"ET12", b"eh00", b"FT01", b"XH00", b"forward")
 
@@ -14,6 +15,11 @@ TOKENS = (b"ET12", b"eh00", b"FT01", b"XH00", b"forward")
 def seeds() -> list[bytes]:
     """Return real programs, and a file of weights."""
     return [(Path(__file__).parent / "seeds" / name).read_bytes() for name in ("program.pte", "add.pte")]
+
+
+def attacks() -> list[bytes]:
+    """Return a program that says the same tables over and over."""
+    return [flatbuffers.program(10_000), flatbuffers.etdump(10_000).replace(b"ED00", b"FT01")]
 
 
 def fuzz(data: bytes) -> None:

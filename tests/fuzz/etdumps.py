@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from etfarm.server.reports import etdump
+from tests.fuzz import flatbuffers
 
 TOKENS = (b"ED00", b"Method::execute", b"DELEGATE_CALL", b"native_call_cumsum.out")
 
@@ -12,6 +13,11 @@ TOKENS = (b"ED00", b"Method::execute", b"DELEGATE_CALL", b"native_call_cumsum.ou
 def seeds() -> list[bytes]:
     """Return the dump of three executions of a real program."""
     return [(Path(__file__).parent / "seeds" / "trace.etdp").read_bytes()]
+
+
+def attacks() -> list[bytes]:
+    """Return a dump whose runs are all one run."""
+    return [flatbuffers.etdump(10_000)]
 
 
 def fuzz(data: bytes) -> None:

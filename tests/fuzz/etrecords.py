@@ -6,6 +6,7 @@ An input is a zip archive, or texts of entries: a name, a line feed, the text, a
 from __future__ import annotations
 
 import io
+import json
 import tempfile
 import zipfile
 from pathlib import Path
@@ -38,6 +39,24 @@ def seeds() -> list[bytes]:
     with zipfile.ZipFile(path) as archive:
         entries = [name.encode() + b"\n" + archive.read(name) for name in archive.namelist()]
     return [b"\0".join(entries), path.read_bytes()]
+
+
+def attacks() -> list[bytes]:
+    """Return graphs whose values take themselves, in a circle, and a tensor of many huge dims."""
+    node = {
+        "target": "aten.relu.default",
+        "inputs": [{"arg": {"as_tensor": {"name": "a"}}}],
+        "outputs": [{"as_tensor": {"name": "a"}}],
+        "metadata": {"debug_handle": "1"},
+    }
+    other = {**node, "outputs": [{"as_tensor": {"name": "b"}}]}
+    back = {**node, "inputs": [{"arg": {"as_tensor": {"name": "b"}}}]}
+    huge = {"a": {"dtype": 7, "sizes": [{"as_int": (1 << 63) - 1}] * 20_000}}
+    said = []
+    for nodes, values in (([node], {}), ([other, back], {}), ([other], huge)):
+        graph = {"nodes": nodes, "inputs": [], "outputs": [], "tensor_values": values}
+        said.append(json.dumps({"graph_module": {"graph": graph}}))
+    return [f"edge_dialect_exported_program\n{one}".encode() for one in said]
 
 
 def fuzz(data: bytes) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from etfarm.server.compile import screen
 from etfarm.server.reports import graph, xnnpack
 from etfarm.wire.errors import EtfarmError
+from tests.fuzz import flatbuffers
 
 TOKENS = (b"ET12", b"eh00", b"XH00", b"forward", b"XnnpackBackend")
 
@@ -15,6 +16,11 @@ TOKENS = (b"ET12", b"eh00", b"XH00", b"forward", b"XnnpackBackend")
 def seeds() -> list[bytes]:
     """Return a real program with XNNPACK's delegates and a kernel between them, and one of kernels alone."""
     return [(Path(__file__).parent / "seeds" / name).read_bytes() for name in ("program.pte", "add.pte")]
+
+
+def attacks() -> list[bytes]:
+    """Return a program that says ten thousand times ten thousand instructions."""
+    return [flatbuffers.program(10_000)]
 
 
 def fuzz(data: bytes) -> None:

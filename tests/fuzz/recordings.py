@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from etfarm.server.reports.recording import BadRecording, Recording
+from tests.fuzz import flatbuffers
 
 TOKENS = (b"ED00", struct.pack("<q", -1), struct.pack("<q", 1 << 40), struct.pack("<I", 1 << 20))
 _DEBUG = bytes(512)
@@ -15,6 +16,11 @@ _DEBUG = bytes(512)
 def seeds() -> list[bytes]:
     """Return the dump of a real program's one execution with its values."""
     return [(Path(__file__).parent / "seeds" / "numerics.etdp").read_bytes()]
+
+
+def attacks() -> list[bytes]:
+    """Return a dump whose runs are all one run."""
+    return [flatbuffers.etdump(10_000)]
 
 
 def fuzz(data: bytes) -> None:

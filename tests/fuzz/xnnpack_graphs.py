@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from etfarm.server.reports import graph, xnnpack
+from tests.fuzz import flatbuffers
 
 TOKENS = (b"XH00", b"XN00", b"XN01")
 
@@ -13,6 +14,11 @@ def seeds() -> list[bytes]:
     """Return the graphs of a real program's delegates."""
     found = graph.read_program(Path(__file__).parent / "seeds" / "program.pte", "forward")
     return [bytes(instruction.data) for instruction in found.values() if instruction.data is not None]
+
+
+def attacks() -> list[bytes]:
+    """Return a graph of one value with many dims, over and over."""
+    return [flatbuffers.xnnpack(10_000), flatbuffers.xnnpack(15)]
 
 
 def fuzz(data: bytes) -> None:

@@ -333,7 +333,7 @@ def _followers(graph: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
             if base_name(str(at["target"])) not in _ABSORBED:
                 break
             if (followed := followed + 1) > _MOST_FOLLOWERS:
-                raise ValueError(f"{_MOST_FOLLOWERS} nodes in a row only change how a value lies")
+                raise ValueError(f"more than {_MOST_FOLLOWERS} activations follow each other")
             behind.extend(handles_of(at["metadata"].get("debug_handle")))
         if behind:
             found.update((handle, tuple(behind)) for handle in handles_of(node["metadata"].get("debug_handle")))

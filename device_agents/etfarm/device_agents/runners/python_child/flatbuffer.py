@@ -6,15 +6,39 @@ Whatever is outside of the buffer raises `BadBuffer`; nothing is read that a dam
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 _SIZES: Final = {"b": 1, "B": 1, "?": 1, "h": 2, "H": 2, "i": 4, "I": 4, "q": 8, "Q": 8, "d": 8}
 Buffer = bytes | memoryview
 
 
+_TIMES: Final = 8
+"""How often the bytes may be read: writers share what is equal."""
+_LEAST: Final = 1 << 16
+_TABLE_BYTES: Final = 8
+"""Of the smallest: the offset that leads to it, and its own."""
+
+
 class BadBuffer(ValueError):
-    """An offset leads out of the buffer."""
+    """An offset leads out of the buffer, or its vectors hold more than its bytes."""
+
+
+class Budget:
+    """What may still be read of a buffer: vectors of vectors may all lead to the same table."""
+
+    def __init__(self, size: int) -> None:
+        self._left = _TIMES * size + _LEAST
+
+    def take(self, size: int) -> None:
+        """Count bytes that are read.
+
+        Raises:
+            BadBuffer: they are more than the buffer could hold several times over.
+        """
+        self._left -= size
+        if self._left < 0:
+            raise BadBuffer("its vectors hold more than its bytes")
 
 
 @dataclass(frozen=True)
@@ -23,11 +47,12 @@ class Table:
 
     buffer: Buffer
     position: int
+    budget: Budget = field(compare=False, repr=False)
 
     @classmethod
     def root(cls, buffer: Buffer) -> Table:
         """The table that the whole buffer is about."""
-        return cls(buffer, _read(buffer, 0, "I"))
+        return cls(buffer, _read(buffer, 0, "I"), Budget(len(buffer)))
 
     def number(self, field: int, kind: str) -> int:
         """An integer or a bool of `struct` kind; 0 where it is absent."""
@@ -42,11 +67,13 @@ class Table:
     def table(self, field: int) -> Table | None:
         """A table, or None."""
         position = self._target(field)
-        return None if position is None else Table(self.buffer, position)
+        return None if position is None else Table(self.buffer, position, self.budget)
 
     def text(self, field: int) -> str:
         """A string, with U+FFFD for what is no UTF-8; empty where it is absent."""
-        return bytes(self.data(field)).decode("utf-8", "replace")
+        data = self.data(field)
+        self.budget.take(len(data))
+        return bytes(data).decode("utf-8", "replace")
 
     def data(self, field: int) -> Buffer:
         """A vector of bytes; empty where it is absent."""
@@ -56,13 +83,15 @@ class Table:
     def numbers(self, field: int, kind: str) -> list[int]:
         """A vector of integers; empty where it is absent."""
         start, count = self._vector(field, _SIZES[kind])
+        self.budget.take(count * _SIZES[kind])
         return list(struct.unpack_from(f"<{count}{kind}", self.buffer, start))
 
     def tables(self, field: int) -> list[Table]:
         """A vector of tables; empty where it is absent."""
         start, count = self._vector(field, 4)
+        self.budget.take(count * _TABLE_BYTES)
         places = range(start, start + 4 * count, 4)
-        return [Table(self.buffer, place + _read(self.buffer, place, "I")) for place in places]
+        return [Table(self.buffer, place + _read(self.buffer, place, "I"), self.budget) for place in places]
 
     def _field(self, field: int) -> int | None:
         vtable = self.position - _read(self.buffer, self.position, "i")
