@@ -108,10 +108,12 @@ class ArtifactServiceServicer(object):
 
         Errors:
         OUT_OF_RANGE         CHUNK_OUT_OF_PLACE: chunk.offset is not the committed size: ask GetUploadStatus, continue there.
-        ABORTED              UPLOAD_IN_PROGRESS: another stream is writing this upload: wait for it, or try again.
+        ABORTED              UPLOAD_IN_PROGRESS: another stream of your project is writing this upload: wait for it, or try again.
+        UPLOAD_IDLE: the stream sent nothing for a minute: ask GetUploadStatus, continue there.
         DATA_LOSS            DIGEST_MISMATCH: all bytes came and their sha256 is another: the upload is discarded, start at 0.
         RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes` and `needed_bytes`; nothing of yours was deleted.
-        QUOTA_EXCEEDED: the project would hold more than `limit_bytes`.
+        QUOTA_EXCEEDED: the project would hold more than `limit_bytes`; `used_bytes` counts what is announced.
+        LIMIT_EXCEEDED: the artifact is larger than `limit_bytes`, or too many uploads are under way.
         INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES, BAD_UPLOAD: the stream breaks the rules above.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -122,7 +124,8 @@ class ArtifactServiceServicer(object):
         """The bytes from `offset` on, in order, in chunks of at most 1 MiB. The receiver verifies the sha256 of the whole.
 
         Errors:
-        NOT_FOUND            ARTIFACT_NOT_FOUND: the store does not hold it.
+        NOT_FOUND            ARTIFACT_NOT_FOUND: the store does not hold it, or not for you.
+        FAILED_PRECONDITION  ARTIFACT_DAMAGED: its bytes changed on the server's disk: upload it, or compile it, again.
         OUT_OF_RANGE         OFFSET_PAST_END: `offset` is larger than the size.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

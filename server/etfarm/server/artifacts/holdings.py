@@ -67,8 +67,12 @@ class Holdings:
         wanted = list(dict.fromkeys(digests))
         if not wanted:
             return
+        # A result is believed by its agent's holdings. Of others a later write, of a job that names them, waits for the disk.
+        durable = holder.startswith(_AGENTS)
         try:
-            added = await self._database.write(lambda connection: _insert(connection, holder, wanted, owner, sizes or {}))
+            added = await self._database.write(
+                lambda connection: _insert(connection, holder, wanted, owner, sizes or {}), durable=durable
+            )
         except BaseException:
             # Whether it was written is unknown: the next sum tells.
             self._used.pop(holder, None)

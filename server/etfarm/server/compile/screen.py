@@ -38,13 +38,6 @@ MAX_JSON_BYTES: Final = 512 << 20
 UPLOAD_PARSED_BYTES: Final = 2 << 20
 """Largest sum of the JSON and sample inputs that the daemon itself looks into. Of 190 common networks four in five have less;
 parsing more would hold up the whole daemon for too long."""
-UPLOAD_EXPRESSION_BYTES: Final = 256 << 10
-"""Largest sum of the different expressions that the daemon itself parses: half a second."""
-MAX_JSON_BYTES: Final = 512 << 20
-"""Largest archived JSON; a large language model's graph has some ten megabytes."""
-UPLOAD_PARSED_BYTES: Final = 4 << 20
-"""Largest sum of the JSON and sample inputs that the daemon itself looks into. Of 150 common networks nine in ten have less than
-3 MB; what has more would hold up the daemon for too long while it is parsed, and cost it hundreds of megabytes."""
 
 _Check = Callable[[str, str], None]
 """Looks at one text of a member; raises for what must not be there."""

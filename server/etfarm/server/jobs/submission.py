@@ -82,6 +82,14 @@ class Submission:
         self._new_id = new_id
         self._screening = screening or Screening(store.path)
 
+    async def require_quota(self, project: str) -> None:
+        """Refuse jobs of a project whose artifacts take all that they may: their results would take more.
+
+        Raises:
+            QuotaExceeded: with the limit and what is used.
+        """
+        await self._store.require_quota(project)
+
     async def make(self, spec: job_pb2.JobSpec, *, owner: str, project: str, at: datetime) -> job_pb2.Job:
         """The job of a spec, all of its cells queued.
 

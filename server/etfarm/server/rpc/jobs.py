@@ -54,7 +54,9 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         owner = caller().name
         if (known := await self._journal.submitted(owner, request.request_id)) is not None:
             return self._own(_visible(known, request.request_id))
-        made = await self._submission.make(request.spec, owner=owner, project=active_project(), at=self._now())
+        project = active_project()
+        await self._submission.require_quota(project)
+        made = await self._submission.make(request.spec, owner=owner, project=project, at=self._now())
         # A caller that goes away in the middle must not leave a job that is written down and that nobody leads.
         accepting = asyncio.create_task(self._accept(made, request.request_id), name=f"accept-{made.id}")
         self._accepting.add(accepting)
