@@ -620,3 +620,21 @@ def test_sample_inputs_with_any_bytes_changed_are_refused_or_pass(
     path = write(tmp_path_factory.getbasetemp() / "samples", good | {SAMPLES: bytes(samples)})
     with suppress(UserError):
         screen.screen_pt2(path)
+
+
+def test_the_daemon_leaves_many_expressions_to_the_child_and_parses_equal_ones_once(
+    good: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def many(count: int, different: bool) -> Callable[[Any], None]:
+        texts = [f"Add(Symbol('s0'), Integer({index if different else 0}))" for index in range(count)]
+        return lambda program: program.update(more=[{"expr_str": text} for text in texts])
+
+    looked: list[str] = []
+    monkeypatch.setitem(screen._PARSED, "expr_str", lambda text, where: looked.append(text))
+    screen.screen_upload(write(tmp_path / "m", changed(good, many(5000, different=False))))
+    assert len(looked) == len(set(looked)) < 100
+    looked.clear()
+    screen.screen_upload(write(tmp_path / "m", changed(good, many(10_000, different=True))))
+    assert looked == []
+    screen.screen_pt2(write(tmp_path / "m", changed(good, many(10_000, different=True))))
+    assert len(looked) > 10_000

@@ -31,13 +31,13 @@ from etfarm.server.compile import expressions, operators, payloads, pickles
 from etfarm.server.compile.archives import Opened, Records, pt2_records, tensor_records
 from etfarm.server.compile.refusals import NotAPt2, NotAPte, TruncatedProgram, UnsafeModel
 
-UPLOAD_EXPRESSION_BYTES: Final = 256 << 10
-"""Largest sum of the different expressions that the daemon itself parses: half a second."""
 MAX_JSON_BYTES: Final = 512 << 20
 """Largest archived JSON; a large language model's graph has some ten megabytes."""
 UPLOAD_PARSED_BYTES: Final = 2 << 20
 """Largest sum of the JSON and sample inputs that the daemon itself looks into. Of 190 common networks four in five have less;
 parsing more would hold up the whole daemon for too long."""
+UPLOAD_EXPRESSION_BYTES: Final = 256 << 10
+"""Largest sum of the different expressions that the daemon itself parses: half a second."""
 
 _Check = Callable[[str, str], None]
 """Looks at one text of a member; raises for what must not be there."""
