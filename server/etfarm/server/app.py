@@ -231,7 +231,7 @@ async def running(config: Config, on_damaged: Callable[[FarmError], None] = lamb
             registry, bundles, version=own_version, workers_ready=ready.is_set, live=conductor.count_live, jail=lambda: jail
         )
         farm_pb2_grpc.add_FarmServiceServicer_to_server(farm, server)
-        token_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(tokens, authentication, audit), server)
+        token_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(tokens, authentication, audit, projects.load), server)
         project_pb2_grpc.add_ProjectServiceServicer_to_server(ProjectService(projects), server)
         audit_pb2_grpc.add_AuditServiceServicer_to_server(AuditService(audit), server)
         healthy = health.HealthServicer()

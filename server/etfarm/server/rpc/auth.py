@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from etfarm.server.access.projects import require_active
+from etfarm.server.access.projects import ProjectNotFound, require_active
 from etfarm.server.access.scope import DEFAULT_PROJECT, EVERYTHING, Scope
 from etfarm.server.access.tokens import Credential, key_of
 from etfarm.v1 import common_pb2
@@ -120,13 +120,6 @@ class NotYours(UserError):
     kind = Kind.PERMISSION_DENIED
 
 
-class ProjectNotFound(UserError):
-    """The caller is a member of no project of this name, or it does not exist."""
-
-    reason = "PROJECT_NOT_FOUND"
-    kind = Kind.NOT_FOUND
-
-
 class BadTokenFile(UserError):
     """The token file cannot be used."""
 
@@ -236,7 +229,7 @@ def resolve_default(principal: Principal, requested: str) -> Principal:
     if principal.role == ADMIN:
         return with_projects(principal, (), requested or DEFAULT_PROJECT)
     if requested not in ("", DEFAULT_PROJECT):
-        raise ProjectNotFound(f"You are a member of no project {requested!r}.", "Ask the farm's admin.", project=requested)
+        raise ProjectNotFound(requested)
     return with_projects(principal, (DEFAULT_PROJECT,), DEFAULT_PROJECT)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from etfarm.server.access.audit import AuditLog
 from etfarm.server.access.tokens import BadTokenRequest, TokenNotFound, TokenTable
@@ -25,11 +25,11 @@ class TokenService(token_pb2_grpc.TokenServiceServicer):
     """See token.proto.
 
     Args:
-        on_members: called after a principal was made a member of projects.
+        on_members: called after a principal was made a member of projects, which others keep in memory.
     """
 
     def __init__(
-        self, table: TokenTable, authentication: Authentication, audit: AuditLog, on_members: Callable[[str], None] | None = None
+        self, table: TokenTable, authentication: Authentication, audit: AuditLog, on_members: Callable[[], Awaitable[None]]
     ) -> None:
         self._table = table
         self._authentication = authentication
@@ -46,8 +46,8 @@ class TokenService(token_pb2_grpc.TokenServiceServicer):
             request.principal, request.role, by=caller().name, enrolment=request.enrolment, projects=list(request.projects),
             lifetime_s=request.lifetime_s if request.HasField("lifetime_s") else None,
         )  # fmt: skip
-        if request.projects and self._on_members is not None:
-            self._on_members(request.principal)
+        if request.projects:
+            await self._on_members()
         return token_pb2.CreateTokenResponse(token=token, secret=secret)
 
     async def List(self, request: token_pb2.ListTokensRequest, context: object) -> token_pb2.ListTokensResponse:
