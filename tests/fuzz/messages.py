@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import struct
 from typing import Any, Final
@@ -10,6 +11,8 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+STORED: Final = hashlib.sha256(b"").hexdigest()
+"""The digest of no bytes, which a test may upload."""
 _TEXTS: Final = (
     "",
     "x",
@@ -44,6 +47,8 @@ _TEXTS: Final = (
     "key=value",
     "3%",
     "latest",
+    "d1",
+    STORED,
 )
 _WHOLES: Final = (
     0,

@@ -112,6 +112,15 @@ def seeds() -> list[bytes]:
     return [whole, refused, whole[:200] + b"\0terminate called after throwing\n[method.cpp:12] Out of memory\n"]
 
 
+def attacks() -> list[bytes]:
+    """Return answers of a hostile program that writes to its runner's pipe."""
+    hello = {"protocol": 1, "executorch": "\ud800", "arch": "\ud800", "backends": ["\ud800"], "operators": []}
+    odd = _event("result", "hello", **hello) + _event("error", "self_test", code="RUNTIME", message="\ud800", log=["\ud800"])
+    deep = b"[" * 500_000 + b"\n"
+    large = [b'{"event": "result", "command": "hello", "payload_bytes": %d}\n' % size for size in (8 << 30, 1 << 62, 1)]
+    return [odd, deep, *(one + bytes(1 << 20) for one in large), b'{"event": "log", "level": [], "where": {}, "message": 3}\n']
+
+
 class _Sink:
     def write(self, data: bytes) -> None:
         """Drop them."""
@@ -190,5 +199,7 @@ async def _use(data: bytes) -> None:
 def _check(given: object) -> None:
     """That numbers are whole and fit the contract's fields."""
     for name, value in vars(given).items() if hasattr(given, "__dataclass_fields__") else ():
+        for text in value if isinstance(value, tuple) else (value,):
+            assert not isinstance(text, str) or text.encode() is not None, name
         if name.endswith(("_ns", "_bytes")) and value is not None and not isinstance(value, tuple | array):
             assert type(value) is int and 0 <= value < 1 << 63, (name, value)

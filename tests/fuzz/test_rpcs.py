@@ -17,7 +17,7 @@ import grpc
 import psutil
 import pytest
 
-from etfarm.v1 import agent_pb2, artifact_pb2, common_pb2, device_pb2, farm_pb2, farm_pb2_grpc, session_pb2
+from etfarm.v1 import agent_pb2, agent_pb2_grpc, artifact_pb2, common_pb2, device_pb2, farm_pb2, farm_pb2_grpc, session_pb2
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.names import PROTOCOL_VERSION
 from tests.fuzz import engine, messages
@@ -79,9 +79,16 @@ async def _is_alive(address: str) -> None:
 
 @pytest.fixture
 async def channel(served: Served) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel, while the device `d1` is connected and the artifact of no bytes is stored: some messages name these."""
     known = len(served.bugs())
     async with open_channel(Access(served.address)) as opened:
+        header = artifact_pb2.UploadHeader(artifact=common_pb2.Artifact(digest=messages.STORED))
+        await send(opened, "ArtifactService.Upload", artifact_pb2.UploadRequest(header=header).SerializeToString())
+        agent = agent_pb2_grpc.AgentServiceStub(opened).Connect()
+        await agent.write(_hello(agent_id="00000000-1111-2222-3333-444444444444", devices=[_DEVICE]))
+        assert (await agent.read()).HasField("welcome")
         yield opened
+        agent.cancel()
     await _is_alive(served.address)
     assert not served.bugs()[known:]
     assert served.memory_bytes() - served.before_bytes < MEMORY_BYTES
@@ -141,6 +148,7 @@ def _hello(**more: object) -> agent_pb2.AgentMessage:
 
 
 _DEVICE = device_pb2.Device(id="d1", name="d1", arch="x86_64", cores=1)
+_OTHER = device_pb2.Device(id="d2", name="d2", arch="x86_64", cores=1)
 _HEADER = artifact_pb2.UploadRequest(
     header=artifact_pb2.UploadHeader(artifact=common_pb2.Artifact(digest="a" * 64, size_bytes=3))
 )
@@ -166,23 +174,23 @@ _OUT_OF_ORDER: Final = {
     "the largest size": ("ArtifactService.Upload", [_ODD_SIZES[2], _CHUNK]),
     "no hello": ("AgentService.Connect", [_RESULT]),
     "nothing at all": ("AgentService.Connect", []),
-    "two hellos": ("AgentService.Connect", [_hello(devices=[_DEVICE]), _hello(devices=[_DEVICE])]),
+    "two hellos": ("AgentService.Connect", [_hello(devices=[_OTHER]), _hello(devices=[_OTHER])]),
     "a hello without devices": ("AgentService.Connect", [_hello(), agent_pb2.AgentMessage()]),
     "a hello of nobody": ("AgentService.Connect", [_hello(agent_id="")]),
     "devices without ids": ("AgentService.Connect", [_hello(devices=[device_pb2.Device(), device_pb2.Device()])]),
     "results of unknown attempts": (
-        "AgentService.Connect", [_hello(devices=[_DEVICE], unacknowledged_attempts=["a", "a", ""]), _RESULT, _RESULT]
+        "AgentService.Connect", [_hello(devices=[_OTHER], unacknowledged_attempts=["a", "a", ""]), _RESULT, _RESULT]
     ),
     "progress of unknown attempts": (
         "AgentService.Connect",
-        [_hello(devices=[_DEVICE]), agent_pb2.AgentMessage(run_progress=agent_pb2.RunProgress(attempt_id="x", device_id="d1"))],
+        [_hello(devices=[_OTHER]), agent_pb2.AgentMessage(run_progress=agent_pb2.RunProgress(attempt_id="x", device_id="d2"))],
     ),
     "a device that is not there goes": (
         "AgentService.Connect",
-        [_hello(devices=[_DEVICE]), agent_pb2.AgentMessage(device_gone=agent_pb2.DeviceGone(device_id="other"))],
+        [_hello(devices=[_OTHER]), agent_pb2.AgentMessage(device_gone=agent_pb2.DeviceGone(device_id="other"))],
     ),
     "an update without a device": (
-        "AgentService.Connect", [_hello(devices=[_DEVICE]), agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate())]
+        "AgentService.Connect", [_hello(devices=[_OTHER]), agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate())]
     ),
     "answers of no session": (
         "AgentService.ServeSession",

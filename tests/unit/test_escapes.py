@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv as spreadsheet
 import io
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from etfarm.client.formats import compared, csv, escapes, html, markdown
+from etfarm.server.compile import stagefiles
 from etfarm.wire import escapes as wire
 from tests.support.documents import document, report, row
 
@@ -50,6 +52,15 @@ def test_no_cell_of_a_reports_csv_is_evaluated_and_its_numbers_are_numbers(name:
             assert not re.match(r"\s*[=+\-@]|[\t\r\n]", cell), (key, cell)
     (again,) = csv.read(csv.write(made))
     assert again["model"] == f"={name}" and again["job"] == f"@{name}" and again["code"] == (name or None)
+
+
+def test_no_cell_of_a_stages_table_is_evaluated(tmp_path: Path) -> None:
+    stagefiles._write_table(
+        {"=1+1": {"subgraphs": 0, "delegated_nodes": 0, "non_delegated_nodes": 1,
+                  "operators": [{"op": "@SUM(1)", "delegated": 0, "non_delegated": 1}]}},
+        tmp_path / "delegation.csv",
+    )  # fmt: skip
+    assert (tmp_path / "delegation.csv").read_text().splitlines()[1] == "'=1+1,'@SUM(1),0,1"
 
 
 @given(NAMES)
