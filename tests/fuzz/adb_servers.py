@@ -65,7 +65,7 @@ async def _ask(answers: list[bytes]) -> None:
     left = iter(answers)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
             writer.write(next(left, b""))
             await writer.drain()
             # What the client sends is read, or a closed connection would take with it what it was sent.
