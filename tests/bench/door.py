@@ -32,7 +32,7 @@ from tests.support.http2 import Http2
 MIB = 1 << 20
 TOKEN = "secret-of-ann-0123456789"
 SUBMIT = "/etfarm.v1.JobService/Submit"
-CALLS, ROUNDS, TRANSFER_BYTES, ATTACK_S = 400, 5, 128 * MIB, 5.0
+CALLS, ROUNDS, TRANSFER_BYTES, ATTACK_S = 400, 8, 128 * MIB, 5.0
 LIMITS = {
     "strangers_messages_mib": 50.0, "strangers_bombs_mib": 50.0, "tls_and_token_ms_a_call": 0.3, "tls_and_token_throughput": 0.10,
     "p99_ms_while_messages": 100.0, "p99_ms_while_calls": 100.0, "p99_ms_while_connections": 100.0,

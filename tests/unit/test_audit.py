@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.access import audit as module
-from etfarm.server.access.audit import REFUSALS_AN_HOUR, SAME_REFUSAL_S, AuditLog, Entry
+from etfarm.server.access.audit import REFUSALS_AN_HOUR, SAME_S, AuditLog, Entry
 from etfarm.server.rpc.auditing import CHANGES, Auditor, rpc_of
 from etfarm.server.rpc.auth import LOCAL, ROLES
 from etfarm.server.state.engine import Database
@@ -59,9 +59,17 @@ async def test_entries_are_numbered_without_gaps_over_restarts(log: AuditLog, da
 async def test_equal_refusals_are_one_entry_and_their_number(log: AuditLog, clock: Clock) -> None:
     for _ in range(1000):
         log.refuse(Entry("JobService.Get", "UNAUTHENTICATED", peer="10.0.0.7"))
-    clock.now += SAME_REFUSAL_S + 1
+    clock.now += SAME_S + 1
     log.summarize()
     assert [detail for _, _, detail in await lines(log)] == ["999 more in 61 s", ""]
+
+
+async def test_a_change_that_is_made_again_and_again_is_one_entry_and_its_number(log: AuditLog, clock: Clock) -> None:
+    for number in range(300):
+        log.change(Entry("ReportService.Tag", "OK", principal="a", subject=str(number % 3)))
+    clock.now += SAME_S + 1
+    log.summarize()
+    assert [detail for _, _, detail in await lines(log)] == ["99 more in 61 s"] * 3 + [""] * 3
 
 
 async def test_refusals_of_an_hour_are_bounded_whatever_they_are(log: AuditLog, clock: Clock) -> None:

@@ -26,8 +26,8 @@ MAX_WAITING: Final = 20_000
 REFUSALS_AN_HOUR: Final = 600
 """Refusals that get entries of their own; the rest of an hour is one entry with their number. Some MB a day at most."""
 
-SAME_REFUSAL_S: Final = 60.0
-"""Refusals of one kind, caller and address within this time are one entry, and one with their number."""
+SAME_S: Final = 60.0
+"""Entries that are equal in every way within this time are one entry, and one with their number."""
 
 _MAX_KINDS: Final = 2000
 _MAX_CHARACTERS: Final = 200
@@ -62,7 +62,8 @@ class AuditLog:
         self._lost = 0
         self._some = asyncio.Event()
         self._writing = asyncio.Lock()
-        self._refusals: dict[Entry, tuple[float, int]] = {}
+        self._recent: dict[Entry, tuple[float, int]] = {}
+        """When each entry of the last minute was recorded, and how often it came again."""
         self._others = 0
         self._hour, self._left = clock(), REFUSALS_AN_HOUR
 
@@ -75,25 +76,37 @@ class AuditLog:
         self._waiting.append((self._now(), replace(entry, **cut)))
         self._some.set()
 
+    def change(self, entry: Entry) -> None:
+        """Add a change, or count it with one that is equal in every way."""
+        if not self._is_repeated(entry):
+            if len(self._recent) < _MAX_KINDS:
+                self._recent[entry] = self._clock(), 0
+            self.record(entry)
+
     def refuse(self, entry: Entry) -> None:
         """Add a refusal, or count it with those like it."""
-        now = self._clock()
-        if entry in self._refusals:
-            since, count = self._refusals[entry]
-            self._refusals[entry] = since, count + 1
-        elif self._left > 0 and len(self._refusals) < _MAX_KINDS:
+        if self._is_repeated(entry):
+            return
+        if self._left > 0 and len(self._recent) < _MAX_KINDS:
             self._left -= 1
-            self._refusals[entry] = now, 0
+            self._recent[entry] = self._clock(), 0
             self.record(entry)
         else:
             self._others += 1
 
+    def _is_repeated(self, entry: Entry) -> bool:
+        if entry not in self._recent:
+            return False
+        since, count = self._recent[entry]
+        self._recent[entry] = since, count + 1
+        return True
+
     def summarize(self, *, everything: bool = False) -> None:
-        """Record how many refusals there were beside those with an entry, of those whose time is over or of all."""
+        """Record how often entries came again, those whose time is over or all, and how many refusals have no entry."""
         now = self._clock()
-        for entry, (since, count) in list(self._refusals.items()):
-            if everything or now - since > SAME_REFUSAL_S:
-                del self._refusals[entry]
+        for entry, (since, count) in list(self._recent.items()):
+            if everything or now - since > SAME_S:
+                del self._recent[entry]
                 if count:
                     self.record(replace(entry, detail=f"{count} more in {max(now - since, 1):.0f} s"))
         if everything or now - self._hour > 3600:
@@ -106,7 +119,7 @@ class AuditLog:
         """Write entries for as long as the server runs; a full disk keeps them waiting."""
         while True:
             try:
-                async with asyncio.timeout(SAME_REFUSAL_S / 2):
+                async with asyncio.timeout(SAME_S / 2):
                     await self._some.wait()
             except TimeoutError:
                 self.summarize()
@@ -117,7 +130,7 @@ class AuditLog:
                 await self.flush()
             except Exception:
                 log.exception("the audit log could not be written; it is tried again")
-                await asyncio.sleep(SAME_REFUSAL_S / 12)
+                await asyncio.sleep(SAME_S / 12)
 
     async def flush(self, *, durable: bool = False) -> None:
         """Write down all that was recorded."""

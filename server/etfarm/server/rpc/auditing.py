@@ -82,7 +82,7 @@ class Auditor:
         detail = " ".join(f"{name}={text}" for name in DETAILS for text in _value(self._request, name) if text not in subject)
         entry = entry_of(self._rpc, outcome, self._principal, self._peer, " ".join(subject), detail)
         if outcome == "OK":
-            self._audit.record(entry)
+            self._audit.change(entry)
         else:
             self._audit.refuse(entry)
 
