@@ -19,6 +19,7 @@ from etfarm.server.compile.cache import FOUND_EARLIER, CompilationNotFound, Outc
 from etfarm.server.compile.compiler import Compiler, RecipeUnavailable, Tasks, UnknownStage
 from etfarm.server.compile.flights import Listener
 from etfarm.server.state.engine import Database
+from etfarm.server.workers.jail import JailOptions
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Finished, Workers
 from etfarm.v1 import common_pb2
@@ -115,7 +116,7 @@ class World:
         self.store.path(artifact.digest).unlink()
 
     def gate(self) -> Gate:
-        return Gate(self.folder / "gate")
+        return Gate(self.folder / "gates" / "gate")
 
 
 class Gate:
@@ -134,7 +135,10 @@ class Gate:
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     limits = Limits(memory_bytes=256 << 20, cpu_s=60, threads=1)
-    workers = Watched(preload=[MODULE], limits=limits, folder=tmp_path / "children", concurrency=3)
+    gates = tmp_path / "gates"
+    gates.mkdir()
+    options = JailOptions(readable=(gates,))
+    workers = Watched(preload=[MODULE], limits=limits, folder=tmp_path / "children", concurrency=3, options=options)
     workers.ran, workers.requests = [], []
     workers.start()
     database = Database(tmp_path / "farm.sqlite")
@@ -419,13 +423,19 @@ async def test_what_may_not_come_again_is_not_kept(world: World, orders: str, re
         'lower say program {"pte":"' + "a" * 300 + '","data":{}}',
         'lower say program {"pte":"model.pte","data":{"weights":"/etc/passwd"}}',
         'lower say delegation {"forward":{"subgraphs":"many","delegated_nodes":0,"non_delegated_nodes":0,"operators":[]}}',
-        "lower move",
     ],
 )
 async def test_an_answer_that_cannot_be_right_is_refused_and_not_kept(world: World, orders: str) -> None:
     outcome = await world.compile(await world.model(orders, INT8))
     assert error_of(outcome).reason == "BAD_WORKER_ANSWER"
     assert len(error_of(outcome).message) < 1000
+    assert not outcome.lasting
+    assert not outcome.made.HasField("program")
+
+
+async def test_a_child_cannot_put_another_folder_in_place_of_its_own(world: World) -> None:
+    outcome = await world.compile(await world.model("lower move", INT8))
+    assert "Device or resource busy" in error_of(outcome).message or "Permission denied" in error_of(outcome).message
     assert not outcome.lasting
     assert not outcome.made.HasField("program")
 

@@ -87,11 +87,16 @@ class Config:
     """How much work one user or project may have under way."""
 
     @property
+    def asks_for_tokens(self) -> bool:
+        """Whether callers need a token: there is a token file, or the database has tokens."""
+        return self.tokens is not None or has_tokens(self.data / DATABASE)
+
+    @property
     def store_limits(self) -> StoreLimits:
         """The bounds of the artifact store."""
         project_bytes = self.project_storage_bytes
         if project_bytes is None:
-            project_bytes = 20 << 30 if self.tokens is not None else 0
+            project_bytes = 20 << 30 if self.asks_for_tokens else 0
         return StoreLimits(
             artifact_bytes=self.max_artifact_bytes, project_bytes=project_bytes or None, reserve_bytes=self.keep_free_bytes
         )

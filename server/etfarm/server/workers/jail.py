@@ -15,6 +15,7 @@ import contextlib
 import errno
 import os
 import resource
+import stat
 import tempfile
 import zlib
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from typing import Final
 from etfarm.server.workers import measures
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.measures import JailIncomplete, JailReport, Progress
-from etfarm.server.workers.view import Step, View
+from etfarm.server.workers.view import Action, Step, View
 from etfarm.wire.errors import FarmError
 from etfarm.wire.sandbox import cgroups, namespaces, seccomp, syscalls
 
@@ -160,9 +161,10 @@ def enter(
     _remove_network()
     check_network(jail.daemon_network)
     progress.add(measures.NETWORK, "a network namespace without interfaces")
-    user = _own_user(progress, jail)
-    if jail.user is not None and user == jail.user:
+    user = _own_user(progress, jail, shared)
+    if user != os.geteuid():
         os.chown(folder, user, user)
+        _open_files(files)
     _isolate(progress, folder, jail, shared, files, user, is_first_process=is_first_process)
     os.chdir(folder)
     _limit(limits, own_user=user == jail.user, progress=progress)
@@ -225,9 +227,14 @@ def _remove_network() -> None:
         raise NetworkNotRemoved(f"unshare said {os.strerror(error.errno or 0)!r}") from None
 
 
-def _own_user(progress: Progress, jail: Jail) -> int:
+def _own_user(progress: Progress, jail: Jail, shared: Sequence[Step]) -> int:
     """Return the user that the child will be."""
     own = os.geteuid()
+    closed = next((step.path for step in shared if step.action is Action.SHOW and not step.is_open), None)
+    if own == 0 and closed is not None:
+        # An installation under umask 077, which another user could not import.
+        progress.fail(measures.USER, f"the code in {closed} is root's alone: chmod -R o+rX lets other users read it")
+        return own
     if jail.user is not None and own == 0 and has_user(jail.user):
         progress.add(measures.USER, f"user {jail.user}, of this child alone")
         return jail.user
@@ -236,6 +243,15 @@ def _own_user(progress: Progress, jail: Jail) -> int:
     else:
         progress.add(measures.USER, f"user {own} in a user namespace of its own")
     return own
+
+
+def _open_files(files: Sequence[Path]) -> None:
+    # Of a server under umask 077. Its data folder, which nobody else enters, still keeps them from other users.
+    for file in files:
+        with contextlib.suppress(OSError):
+            mode = file.stat().st_mode
+            if stat.S_ISREG(mode) and not mode & 0o004:
+                file.chmod(stat.S_IMODE(mode) | 0o044)
 
 
 def has_user(user: int) -> bool:

@@ -97,6 +97,8 @@ class Step:
     is_folder: bool
     target: str = ""
     """Of a LINK, relative."""
+    is_open: bool = True
+    """Whether its mode lets every user read it."""
 
 
 def plan(shared: Iterable[Path], hidden: Iterable[Path]) -> list[Step]:
@@ -118,8 +120,15 @@ def plan(shared: Iterable[Path], hidden: Iterable[Path]) -> list[Step]:
         nearest = next((shown[above] for above in path.parents if above in shown), Action.HIDE)
         if wanted[path] is not nearest:
             shown[path] = wanted[path]
-            steps.append(Step(wanted[path], path, path.is_dir()))
+            steps.append(Step(wanted[path], path, path.is_dir(), is_open=_is_open(path)))
     return [step for step in steps if step.action is not Action.HIDE or step.path.exists()]
+
+
+def _is_open(path: Path) -> bool:
+    if not path.exists():
+        return True
+    needed = 0o005 if path.is_dir() else 0o004
+    return path.stat().st_mode & needed == needed
 
 
 class View:
