@@ -73,3 +73,23 @@ def test_another_user_than_root_loses_network_and_capabilities_too() -> None:
     # A process of its own: in a fork of this one, libraries that are loaded here may start threads again, and unshare refuses.
     done = subprocess.run([sys.executable, "-c", AS_ANOTHER_USER], capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout.split() == ["0000000000000000", "65534"], done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives its children other users")
+async def test_code_that_only_root_reads_costs_the_user_and_not_the_compilation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    site.mkdir(mode=0o700)
+    (site / "mine_alone.py").write_text("def task(request, folder, emit):\n    return b'imported'\n")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{site}")
+    pool = Workers(preload=[], limits=Limits(), folder=tmp_path / "jobs", concurrency=1)
+    pool.start()
+    try:
+        async with await pool.run("mine_alone:task", None, deadline_s=60) as finished:
+            assert finished.result == b"imported"
+        (missing,) = (await pool.describe_jail()).missing
+        assert missing.name == "user"
+        assert str(site) in missing.detail
+    finally:
+        await asyncio.wait_for(pool.stop(), 60)
