@@ -21,7 +21,7 @@ from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
 from etfarm.server import preflight
-from etfarm.server.access.audit import AuditLog
+from etfarm.server.access.audit import AuditLog, Entry
 from etfarm.server.access.identities import Identities
 from etfarm.server.access.projects import Projects
 from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
@@ -177,6 +177,7 @@ async def running(config: Config, on_damaged: Callable[[FarmError], None] = lamb
         await tokens.load()
         authentication = Authentication(config.tokens, tokens, config.data / TOKENS_CHANGED, now)
         audit = AuditLog(database, now, time.monotonic)
+        store.integrity.on_damaged = _audit_damage(audit)
         projects = Projects(database, now)
         await projects.load()
         announcer = Announcer()
@@ -298,6 +299,17 @@ async def running(config: Config, on_damaged: Callable[[FarmError], None] = lamb
         readers.close()
         database.close()
         clean_end.end()
+
+
+def _audit_damage(audit: AuditLog) -> Callable[[str, int], None]:
+    """Return what records a quarantined artifact; the store calls it in a thread that verifies."""
+    loop = asyncio.get_running_loop()
+
+    def record(digest: str, size_bytes: int) -> None:
+        entry = Entry("artifact.quarantine", "OK", subject=digest, detail=f"size_bytes={size_bytes}")
+        loop.call_soon_threadsafe(audit.record, entry)
+
+    return record
 
 
 async def _is_needed(runs: Runs, registry: Registry, principal: str, digest: str) -> bool:
