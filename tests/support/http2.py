@@ -33,9 +33,15 @@ class Http2:
         while self._frame()[0] != SETTINGS:
             pass
 
-    def call(self, path: str, headers: Mapping[str, str], message: bytes, *, compressed: bool) -> None:
+    def call(self, path: str | bytes, headers: Mapping[str, str | bytes], message: bytes, *, compressed: bool) -> None:
         """Send a call with one message, as far as the server takes it, and wait for the end of its answer."""
-        fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "farm", "te": "trailers"}
+        fields: dict[str, str | bytes] = {
+            ":method": "POST",
+            ":scheme": "http",
+            ":path": path,
+            ":authority": "farm",
+            "te": "trailers",
+        }
         fields |= {"content-type": "application/grpc", **headers}
         block = b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
         self._send(HEADERS, _END_HEADERS, 1, block)
@@ -96,9 +102,9 @@ class Http2:
         return data
 
 
-def _text(text: str) -> bytes:
-    """Return a text as HPACK has it, without Huffman coding."""
-    data = text.encode()
+def _text(text: str | bytes) -> bytes:
+    """Return a text, or bytes that are none, as HPACK has it, without Huffman coding."""
+    data = text.encode() if isinstance(text, str) else text
     if len(data) < 127:
         return bytes((len(data),)) + data
     rest, out = len(data) - 127, b"\x7f"

@@ -47,6 +47,7 @@ from etfarm.server.jobs.takeups import CleanEnd, Takeups
 from etfarm.server.jobs.watch import Announcer
 from etfarm.server.reports.analyst import Analyst
 from etfarm.server.reports.findings import Findings
+from etfarm.server.rpc.accepting import new_server
 from etfarm.server.rpc.agents import AgentService
 from etfarm.server.rpc.artifacts import ArtifactService
 from etfarm.server.rpc.audit import AuditService
@@ -214,7 +215,7 @@ async def running(config: Config, on_damaged: Callable[[FarmError], None] = lamb
         connections = Connections(lambda: authentication.asks_for_tokens, time.monotonic)
         edge = Edge(authentication, projects.resolve, audit=audit, connections=connections)
         options = dict(SERVER_OPTIONS) | dict(server_options(files))
-        server = grpc.aio.server(interceptors=[edge], options=list(options.items()))
+        server = new_server([edge], list(options.items()))
         artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(
             ArtifactService(store, partial(_is_needed, runs, registry)), server
         )

@@ -1,0 +1,126 @@
+"""What reaches the server as frames and headers before any rpc, and what a client gives away on its way there."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from etfarm.v1 import farm_pb2, farm_pb2_grpc, token_pb2, token_pb2_grpc
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.status import from_rpc_error
+from tests.attack.test_door import Door, create
+from tests.rpc.test_contract import WAIT_S, call
+from tests.support.http2 import Http2
+
+INFO = b"/etfarm.v1.FarmService/GetServerInfo"
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    made = Door(tmp_path_factory.mktemp("network"))
+    made.daemon.start()
+    try:
+        yield made
+    finally:
+        assert made.daemon.stop() == 0
+        assert "Traceback" not in made.daemon.log.read_text()
+
+
+@pytest.fixture
+async def admin(door: Door) -> AsyncIterator[grpc.aio.Channel]:
+    async with door.channel() as channel:
+        await call(channel, "FarmService.GetServerInfo")
+        yield channel
+
+
+@pytest.mark.parametrize("path", [b"/\xff\xff/x", b"\xff", b"/no.such.Service/Rpc", b"/etfarm.v1.JobService/Submit\xff"])
+async def test_a_path_of_any_bytes_is_refused_and_others_are_served(door: Door, admin: grpc.aio.Channel, path: bytes) -> None:
+    def attack() -> None:
+        for _ in range(3):
+            with Http2(door.address, timeout_s=WAIT_S) as connection:
+                connection.begin()
+                connection.call(path, {}, b"", compressed=False)
+
+    await asyncio.to_thread(attack)
+    await call(admin, "FarmService.GetServerInfo")
+    async with door.channel() as fresh:
+        await call(fresh, "FarmService.GetServerInfo")
+
+
+async def test_an_unknown_rpc_is_unimplemented(door: Door, admin: grpc.aio.Channel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await admin.unary_unary("/etfarm.v1.JobService/OfLater")(b"")
+    assert failed.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("value", [b"Bearer \xff\xfe", b"Bearer \0", b"\x1b[2J", b"Bearer \r\nx: y"])
+async def test_headers_of_any_bytes_are_refused(door: Door, admin: grpc.aio.Channel, value: bytes) -> None:
+    def attack() -> None:
+        with Http2(door.address, timeout_s=WAIT_S) as connection:
+            connection.begin()
+            connection.call(INFO, {"authorization": value, "etfarm-project": value}, b"", compressed=False)
+
+    await asyncio.to_thread(attack)
+    await call(admin, "FarmService.GetServerInfo")
+
+
+async def test_a_thief_does_not_get_the_secret_that_replaces_the_stolen_one(door: Door, admin: grpc.aio.Channel) -> None:
+    stolen = (await create(admin, "victim")).secret
+
+    async def rotate(channel: grpc.aio.Channel) -> Any:
+        try:
+            return await token_pb2_grpc.TokenServiceStub(channel).Rotate(token_pb2.RotateTokenRequest())
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error, server="here")
+
+    async with door.channel(stolen) as channel:
+        await call(channel, "FarmService.GetServerInfo")
+        answers = await asyncio.gather(*(rotate(channel) for _ in range(20)))
+    (fresh,) = [answer for answer in answers if not isinstance(answer, EtfarmError)]
+    assert {answer.reason for answer in answers if isinstance(answer, EtfarmError)} == {"UNAUTHENTICATED"}
+    async with door.channel(fresh.secret) as channel:
+        await call(channel, "FarmService.GetServerInfo")
+
+
+@pytest.fixture
+def proxy() -> Iterator[tuple[str, list[bytes]]]:
+    """An HTTP proxy's address, and what it was sent: it takes every connection and answers none."""
+    received: list[bytes] = []
+
+    def take() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                received.append(connection.recv(4096))
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        thread = threading.Thread(target=take)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", received
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "https_proxy", "grpc_proxy"])
+async def test_a_token_for_this_machine_is_not_sent_to_a_proxy(
+    door: Door, monkeypatch: pytest.MonkeyPatch, proxy: tuple[str, list[bytes]], variable: str
+) -> None:
+    address, received = proxy
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, address)
+    async with door.channel() as channel:
+        info = farm_pb2_grpc.FarmServiceStub(channel).GetServerInfo(farm_pb2.GetServerInfoRequest(), timeout=WAIT_S)
+        assert (await info).principal.name == "ann"
+    assert not received
