@@ -49,6 +49,13 @@ class TokenNotFound(UserError):
     kind = Kind.NOT_FOUND
 
 
+class TokenReplaced(UserError):
+    """A token that another call rotated since the caller authenticated with it."""
+
+    reason = "UNAUTHENTICATED"
+    kind = Kind.UNAUTHENTICATED
+
+
 class NoSuchProject(UserError):
     """A token's principal is to be a member of a project that does not exist."""
 
@@ -212,11 +219,16 @@ class TokenTable:
         await self.load()
         return _token(row)
 
-    async def rotate(self, token_id: str) -> tuple[token_pb2.Token, str]:
+    async def rotate(self, token_id: str, *, key: bytes | None = None) -> tuple[token_pb2.Token, str]:
         """Replace a token's secret, and return the token with the new one.
+
+        Args:
+            key: what the caller has authenticated with, where that is the token itself: it must still be the token's. Else a
+                thief whose calls wait in line would get the secret that was to end them.
 
         Raises:
             TokenNotFound: no token that is valid has the id.
+            TokenReplaced: the token has another key by now.
         """
         table = schema.tokens
 
@@ -224,6 +236,8 @@ class TokenTable:
             row = _row(connection, token_id)
             if row.revoked_at is not None or (row.enrolment and row.agent_id is not None):
                 raise TokenNotFound(f"Token {token_id} is revoked or used up.", "Create another.", id=token_id)
+            if key is not None and row.secret_hash != key:
+                raise TokenReplaced(f"Token {token_id} was rotated meanwhile.", "Set ETFARM_TOKEN to the new one.", id=token_id)
             secret = new_secret(enrolment=row.enrolment)
             connection.execute(update(table).where(table.c.id == token_id).values(secret_hash=key_of(secret)))
             return row, secret

@@ -69,7 +69,7 @@ class TokenService(token_pb2_grpc.TokenServiceServicer):
             raise TokenNotFound(
                 f"There is no token {chosen[:80]!r} of yours.", "Leave the id out to rotate your own.", id=chosen[:80]
             )
-        token, secret = await self._table.rotate(chosen)
+        token, secret = await self._table.rotate(chosen, key=credential().key if chosen == own else None)
         return token_pb2.CreateTokenResponse(token=token, secret=secret)
 
 
