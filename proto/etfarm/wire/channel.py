@@ -180,15 +180,19 @@ def open_channel(access: Access) -> grpc.aio.Channel:
             f"{access.project[:80]!r} is not a project's name.",
             f"Use lower-case letters, digits, dots, dashes and underscores, at most 64 (--project or {PROJECT_VARIABLE}).",
         )
-    target = parse_address(access.server).text
+    address = parse_address(access.server)
+    target = address.text
     options = [*CLIENT_OPTIONS]
+    if address.is_local:
+        # A proxy of `http_proxy` is another machine: it would get the token in the clear, and be this one to the client.
+        options.append(("grpc.enable_http_proxy", 0))
     headers = [("authorization", f"Bearer {access.token}")] if access.token else []
     headers += [(PROJECT_METADATA, access.project)] if access.project else []
     interceptors: list[Any] = [interceptor(headers) for interceptor in _INTERCEPTORS] if headers else []
     credentials = access.credentials()
     if credentials is not None:
         return grpc.aio.secure_channel(target, credentials, options=options, interceptors=interceptors)
-    if access.token and not parse_address(access.server).is_local:
+    if access.token and not address.is_local:
         raise BadAddress(
             f"The token would travel to {access.server} in the clear.",
             "Give --tls-ca FILE (or ETFARM_TLS_CA), or unset ETFARM_TOKEN for a server that asks for none.",
