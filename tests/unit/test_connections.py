@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,30 @@ def is_open(client: socket.socket) -> bool:
         return client.recv(1) != b""
     except BlockingIOError:
         return True
+
+
+def test_a_connection_that_is_trusted_during_a_look_stays_trusted(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    watched = Connections(lambda: True, clock)
+    sockets = connections._SOCKETS
+    clients: list[socket.socket] = []
+
+    class Sockets:
+        """The sockets of this process, of which one comes when all were listed."""
+
+        def iterdir(self) -> Iterator[Path]:
+            yield from list(sockets.iterdir())
+            client, peer = server.connect()
+            watched.trust(peer)
+            clients.append(client)
+
+    monkeypatch.setattr(connections, "_SOCKETS", Sockets())
+    watched.look(server.port)
+    monkeypatch.setattr(connections, "_SOCKETS", sockets)
+    watched.look(server.port)
+    clock.now += STRANGER_S + 1
+    assert watched.look(server.port) == 0
+    assert is_open(*clients)
 
 
 def test_strangers_are_closed_after_a_while_and_others_never(server: Server) -> None:

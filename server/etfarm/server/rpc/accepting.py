@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import grpc
-from grpc._cython import cygrpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 
 class _Accepting(cygrpc.AioServer):  # type: ignore[misc]

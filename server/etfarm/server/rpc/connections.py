@@ -130,12 +130,14 @@ class Connections:
     def look(self, port: int) -> int:
         """Shut down the connections that may no longer be open, and return their number."""
         now = self._clock()
+        # This is a thread: a connection may come and be trusted while the sockets are listed, and an agent's calls only once.
+        trusted = self._trusted.copy()
         found: dict[Peer, int] = {}
         for name in _SOCKETS.iterdir():
             if (peer := _peer(int(name.name), port)) is not None:
                 found[peer] = int(name.name)
         self._since = {peer: self._since.get(peer, now) for peer in found}
-        self._trusted &= found.keys()
+        self._trusted -= trusted - found.keys()
         excess = list(self._excess(now))
         self._distrusted.clear()
         for peer in excess:
