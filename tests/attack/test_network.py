@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 import pytest
 
-from etfarm.v1 import farm_pb2, farm_pb2_grpc, token_pb2, token_pb2_grpc
+from etfarm.v1 import farm_pb2, farm_pb2_grpc, project_pb2, project_pb2_grpc, token_pb2, token_pb2_grpc
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error
-from tests.attack.test_door import Door, create
+from tests.attack.test_door import Door, create, ended, watch
 from tests.rpc.test_contract import WAIT_S, call
 from tests.support.http2 import Http2
 
@@ -86,6 +86,25 @@ async def test_a_thief_does_not_get_the_secret_that_replaces_the_stolen_one(door
     assert {answer.reason for answer in answers if isinstance(answer, EtfarmError)} == {"UNAUTHENTICATED"}
     async with door.channel(fresh.secret) as channel:
         await call(channel, "FarmService.GetServerInfo")
+
+
+async def test_a_former_member_reads_no_further_in_a_stream_of_before(door: Door, admin: grpc.aio.Channel) -> None:
+    projects = project_pb2_grpc.ProjectServiceStub(admin)
+    for name in ("alpha", "beta"):
+        await projects.Create(project_pb2.CreateProjectRequest(name=name, members=["leaver", "stayer"]))
+    leaver, stayer = [(await create(admin, name)).secret for name in ("leaver", "stayer")]
+    async with door.channel(leaver) as first, door.channel(stayer) as second:
+        left, stayed = watch(first), watch(second)
+        await left.read(), await stayed.read()
+        await projects.AddMember(project_pb2.AddMemberRequest(project="default", principal="leaver"))
+        await projects.RemoveMember(project_pb2.RemoveMemberRequest(project="beta", principal="leaver"))
+        assert (await ended(left)).reason == "PROJECTS_CHANGED"
+        again = watch(first)
+        await again.read()
+        await projects.RemoveMember(project_pb2.RemoveMemberRequest(project="default", principal="leaver"))
+        assert (await ended(again)).reason == "PROJECTS_CHANGED"
+        assert not stayed.done()
+        stayed.cancel()
 
 
 @pytest.fixture

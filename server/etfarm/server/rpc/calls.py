@@ -1,4 +1,4 @@
-"""The calls that run now: whose they are, how many a principal may have, and how those of a token that ended are ended."""
+"""The calls that run now: whose they are, how many a principal may have, and how they end with their token or membership."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from etfarm.server.access.tokens import Credential
-from etfarm.server.rpc.auth import Unauthenticated
+from etfarm.server.rpc.auth import Resolve, Unauthenticated
 from etfarm.v1.common_pb2 import Principal
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import EtfarmError, Kind, UserError
 
 MAX_CALLS: Final = 4096
 """Calls of one principal at a time: an agent of 300 phones has a stream, sessions and transfers for each."""
@@ -23,6 +23,13 @@ class TooManyCalls(UserError):
     kind = Kind.RESOURCE_EXHAUSTED
 
 
+class ProjectsChanged(UserError):
+    """The caller of a call that runs is no longer a member of a project that the call may read."""
+
+    reason = "PROJECTS_CHANGED"
+    kind = Kind.UNAVAILABLE
+
+
 class Call:
     """One call from the moment in which its caller is known."""
 
@@ -30,36 +37,33 @@ class Call:
         self.method = method
         self.credential = credential
         self.principal = principal
-        self.is_ended = False
-        """The token it came with is no longer valid; the handler was cancelled for it."""
-        self.abort_sending: Callable[[Unauthenticated], Awaitable[None]] | None = None
+        self.ending: EtfarmError | None = None
+        """Why the server ended the call and cancelled its handler: the token is no longer valid, or the caller left a project."""
+        self.abort_sending: Callable[[EtfarmError], Awaitable[None]] | None = None
         """Sends the status of a call whose handler waits for gRPC to send an answer, which the caller may never read."""
         self._task = task
         self._aborting: asyncio.Task[None] | None = None
 
-    def end(self) -> None:
-        """Cancel the handler; the caller gets `ending`."""
-        self.is_ended = True
+    def end(self, error: EtfarmError) -> None:
+        """Cancel the handler; the caller gets the error."""
+        self.ending = error
         if self.abort_sending is None:
             self._task.cancel()
         else:
-            self._aborting = asyncio.create_task(self._abort(self.abort_sending), name="end of a call")
+            self._aborting = asyncio.create_task(self._abort(self.abort_sending, error), name="end of a call")
 
-    async def _abort(self, abort: Callable[[Unauthenticated], Awaitable[None]]) -> None:
+    async def _abort(self, abort: Callable[[EtfarmError], Awaitable[None]], error: EtfarmError) -> None:
         # gRPC takes the status before it is cancelled, and sends it after the answers that are on their way.
-        sending = asyncio.ensure_future(abort(self.ending()))
+        sending = asyncio.ensure_future(abort(error))
         await asyncio.sleep(0)
         self._task.cancel()
         await sending
 
-    def recover(self) -> Unauthenticated:
+    def recover(self) -> EtfarmError:
         """Return `ending` for the handler's task, which goes on to send it."""
+        assert self.ending is not None
         self._task.uncancel()
-        return self.ending()
-
-    def ending(self) -> Unauthenticated:
-        """Return the error that the caller of an ended call gets."""
-        return Unauthenticated("The token of this call was revoked, replaced or has expired.", "Set ETFARM_TOKEN to a valid one.")
+        return self.ending
 
 
 class Calls:
@@ -67,10 +71,12 @@ class Calls:
 
     Args:
         is_valid: whether calls with a credential may go on.
+        resolve: gives a principal the projects that it sees now.
     """
 
-    def __init__(self, is_valid: Callable[[Credential], bool], most: int = MAX_CALLS) -> None:
+    def __init__(self, is_valid: Callable[[Credential], bool], resolve: Resolve, most: int = MAX_CALLS) -> None:
         self._is_valid = is_valid
+        self._resolve = resolve
         self._most = most
         self._running: set[Call] = set()
         self._of_principal: Counter[str] = Counter()
@@ -102,7 +108,22 @@ class Calls:
         return call
 
     def end_invalid(self) -> None:
-        """End the calls whose token was revoked, replaced or removed, or has expired."""
+        """End the calls whose token was revoked, replaced or removed, or has expired, and those that see a former project."""
+        projects: dict[bytes, frozenset[str]] = {}
         for call in list(self._running):
-            if not call.is_ended and not self._is_valid(call.credential):
-                call.end()
+            key = call.credential.key
+            if call.ending is not None:
+                continue
+            if not self._is_valid(call.credential):
+                call.end(
+                    Unauthenticated(
+                        "The token of this call was revoked, replaced or has expired.", "Set ETFARM_TOKEN to a valid one."
+                    )
+                )
+                continue
+            if key not in projects:
+                projects[key] = frozenset(self._resolve(call.credential.principal, "").projects)
+            if not projects[key].issuperset(call.principal.projects):
+                call.end(
+                    ProjectsChanged(f"{call.principal.name} is no longer a member of a project of this call.", "Call again.")
+                )

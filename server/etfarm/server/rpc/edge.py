@@ -83,7 +83,7 @@ class Edge(grpc.aio.ServerInterceptor):
         self._resolve = resolve
         self._audit = audit
         self._connections = connections
-        self.calls = Calls(tokens.is_valid)
+        self.calls = Calls(tokens.is_valid, resolve)
         self._failures = Failures(clock)
 
     async def intercept_service(
@@ -201,7 +201,7 @@ async def _fail(context: ServicerContext[Any, Any], error: BaseException, call: 
         auditor.failed(
             error.reason if isinstance(error, EtfarmError) else "INTERNAL" if isinstance(error, Exception) else "CANCELLED"
         )
-    if isinstance(error, asyncio.CancelledError) and call.is_ended:
+    if isinstance(error, asyncio.CancelledError) and call.ending is not None:
         await _abort(context, call.recover(), call.method)
     if isinstance(error, (asyncio.CancelledError, grpc.aio.AbortError)):
         raise error
