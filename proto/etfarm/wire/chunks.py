@@ -108,7 +108,11 @@ async def download_bytes(stub: ArtifactServiceAsyncStub, artifact: common_pb2.Ar
         CorruptDownload: the digest is another.
         grpc.aio.AioRpcError: as ArtifactService.Download says.
     """
-    parts = [chunk.data async for chunk in stub.Download(artifact_pb2.DownloadRequest(digest=artifact.digest))]
+    parts, done = [], 0
+    async for chunk in stub.Download(artifact_pb2.DownloadRequest(digest=artifact.digest)):
+        parts.append(chunk.data)
+        done += len(chunk.data)
+        _require_room(artifact, done)
     data = b"".join(parts)
     if digests.of_bytes(data) != artifact.digest:
         raise _corrupt(artifact)
@@ -141,8 +145,13 @@ async def download(
             hasher = await asyncio.to_thread(_hash_so_far, part)
             done = have
         async for chunk in stub.Download(artifact_pb2.DownloadRequest(digest=artifact.digest, offset=have)):
-            await append(file.fileno(), hasher, chunk.data)
             done += len(chunk.data)
+            try:
+                _require_room(artifact, done)
+            except CorruptDownload:
+                part.unlink()
+                raise
+            await append(file.fileno(), hasher, chunk.data)
             if on_progress is not None:
                 on_progress(done, artifact.size_bytes)
         await asyncio.to_thread(os.fsync, file.fileno())
@@ -150,6 +159,16 @@ async def download(
         part.unlink()
         raise _corrupt(artifact)
     part.replace(path)
+
+
+def _require_room(artifact: common_pb2.Artifact, done: int) -> None:
+    """Refuse bytes beyond an artifact's size, where that is known: a server could send them without end.
+
+    Raises:
+        CorruptDownload: there are more.
+    """
+    if artifact.size_bytes and done > artifact.size_bytes:
+        raise _corrupt(artifact)
 
 
 def _hash_so_far(part: Path) -> hashlib._Hash:

@@ -10,6 +10,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute, must_be_writable, run_async
+from etfarm.client.cli.terminal import in_a_line
 
 if TYPE_CHECKING:
     from etfarm.client.stubs import Stubs
@@ -67,7 +68,7 @@ def get(
 
     must_be_writable(file)
     artifact = _connected(lambda stubs: artifacts.get(stubs, digest, file), server, tls_ca)
-    print(f"{file}: {artifact.digest}, {units.size(artifact.size_bytes)}")
+    print(f"{file}: {in_a_line(artifact.digest)}, {units.size(artifact.size_bytes)}")
 
 
 def put(
@@ -101,7 +102,7 @@ def verify(server: options.Server = None, tls_ca: options.TlsCa = None) -> int:
     if sys.stderr.isatty():
         print("\r", end="", file=sys.stderr, flush=True)
     for artifact in damaged:
-        print(f"damaged: {artifact.digest} ({units.size(artifact.size_bytes)})")
+        print(f"damaged: {in_a_line(artifact.digest)} ({units.size(artifact.size_bytes)})")
     print(f"{last.total} artifacts with {units.size(last.done_bytes)} were read, {len(damaged)} of them damaged.")
     return 1 if damaged else 0
 

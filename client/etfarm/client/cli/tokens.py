@@ -13,7 +13,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import STDOUT, Usage, execute, run_async
-from etfarm.client.cli.terminal import put
+from etfarm.client.cli.terminal import in_a_line, put
 
 if TYPE_CHECKING:
     from etfarm.client.access import Token
@@ -114,7 +114,7 @@ def revoke(token: TokenId, server: options.Server = None, tls_ca: options.TlsCa 
             return await access.revoke_token(token)
 
     ended = run_async(send)
-    print(f"Revoked: {ended.id} of {ended.principal} ({ended.role}).")
+    print(in_a_line(f"Revoked: {ended.id} of {ended.principal} ({ended.role})."))
 
 
 def rotate(
@@ -156,8 +156,9 @@ def _show_secret(token: Token, secret: str, json: str | None) -> None:
     if json != STDOUT:
         until = f", until {token.expires_at.astimezone():%Y-%m-%d %H:%M}" if token.expires_at else ""
         once = "for one enrolment" if token.kind == "enrolment" else f"of {token.principal} ({token.role})"
-        print(f"Token {token.id} {once}{until}. It is not shown again; ETFARM_TOKEN takes it:", file=sys.stderr, flush=True)
-        print(secret)
+        sentence = in_a_line(f"Token {token.id} {once}{until}. It is not shown again; ETFARM_TOKEN takes it:")
+        print(sentence, file=sys.stderr, flush=True)
+        print(in_a_line(secret))
 
 
 def _document(token: Token) -> dict[str, object]:

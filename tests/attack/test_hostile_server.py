@@ -1,0 +1,98 @@
+"""A server that lies to its clients: what it sends without end, and what it sends to the user's terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from importlib.metadata import version
+from pathlib import Path
+
+import grpc
+import pytest
+
+from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2, farm_pb2, farm_pb2_grpc, token_pb2, token_pb2_grpc
+from etfarm.wire import chunks
+from etfarm.wire.channel import Access, open_channel
+from tests.rpc.test_contract import WAIT_S
+
+SIZE = 1 << 20
+PROMISED = common_pb2.Artifact(digest="a" * 64, size_bytes=SIZE)
+CLEAR = "\x1b[2J\x1b]0;owned\x07"
+
+
+class Artifacts(artifact_pb2_grpc.ArtifactServiceServicer):
+    """Sends more bytes than there are, up to a bound that a client must not reach."""
+
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+
+    async def Download(self, request: artifact_pb2.DownloadRequest, context: object) -> AsyncIterator[artifact_pb2.Chunk]:
+        for _ in range(64):
+            self.sent_bytes += SIZE
+            yield artifact_pb2.Chunk(offset=self.sent_bytes, data=bytes(SIZE))
+
+    async def Verify(
+        self, request: artifact_pb2.VerifyArtifactsRequest, context: object
+    ) -> AsyncIterator[artifact_pb2.VerifyArtifactsProgress]:
+        yield artifact_pb2.VerifyArtifactsProgress(done=1, total=1, damaged=[common_pb2.Artifact(digest=CLEAR)])
+
+
+class Tokens(token_pb2_grpc.TokenServiceServicer):
+    """Answers with names that steer a terminal."""
+
+    async def Revoke(self, request: token_pb2.RevokeTokenRequest, context: object) -> token_pb2.Token:
+        return token_pb2.Token(id=CLEAR, principal=CLEAR, role=common_pb2.ROLE_USER)
+
+    async def Rotate(self, request: token_pb2.RotateTokenRequest, context: object) -> token_pb2.CreateTokenResponse:
+        token = token_pb2.Token(id=CLEAR, principal=CLEAR, role=common_pb2.ROLE_USER)
+        return token_pb2.CreateTokenResponse(token=token, secret=CLEAR)
+
+
+class Farm(farm_pb2_grpc.FarmServiceServicer):
+    """Greets as a server of the same version."""
+
+    async def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: object) -> farm_pb2.ServerInfo:
+        return farm_pb2.ServerInfo(version=version("etfarm"), workers_ready=True)
+
+
+@pytest.fixture
+async def liar() -> AsyncIterator[tuple[str, Artifacts]]:
+    server, artifacts = grpc.aio.server(), Artifacts()
+    artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(artifacts, server)
+    token_pb2_grpc.add_TokenServiceServicer_to_server(Tokens(), server)
+    farm_pb2_grpc.add_FarmServiceServicer_to_server(Farm(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}", artifacts
+    await server.stop(None)
+
+
+async def test_a_download_ends_where_the_artifact_should(liar: tuple[str, Artifacts], tmp_path: Path) -> None:
+    address, artifacts = liar
+    async with open_channel(Access(address)) as channel:
+        stub = artifact_pb2_grpc.ArtifactServiceStub(channel)
+        with pytest.raises(chunks.CorruptDownload):
+            await chunks.download(stub, PROMISED, tmp_path / "model.pte")
+        assert not list(tmp_path.iterdir())
+        with pytest.raises(chunks.CorruptDownload):
+            await chunks.download_bytes(stub, PROMISED)
+    assert artifacts.sent_bytes < 2 * 64 * SIZE
+
+
+@pytest.mark.parametrize(
+    "command", [("tokens", "revoke", "x"), ("tokens", "rotate"), ("artifacts", "verify")], ids=lambda words: "-".join(words)
+)
+async def test_what_a_server_answers_does_not_steer_the_terminal(
+    liar: tuple[str, Artifacts], tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    address, _ = liar
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "etfarm.wire.command", *command, "--server", address),
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, cwd=tmp_path,
+    )  # fmt: skip
+    async with asyncio.timeout(WAIT_S):
+        output, _ = await process.communicate()
+    assert b"owned" in output
+    assert b"\x1b" not in output
+    assert b"\x07" not in output
