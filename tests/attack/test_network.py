@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -105,6 +106,25 @@ async def test_a_former_member_reads_no_further_in_a_stream_of_before(door: Door
         assert (await ended(again)).reason == "PROJECTS_CHANGED"
         assert not stayed.done()
         stayed.cancel()
+
+
+async def test_a_flood_of_calls_without_a_token_cancels_nobody_elses(door: Door, admin: grpc.aio.Channel) -> None:
+    def attack() -> None:
+        for _ in range(2):
+            flood()
+
+    def flood() -> None:
+        with contextlib.ExitStack() as stack:
+            connections = [stack.enter_context(Http2(door.address, timeout_s=WAIT_S)) for _ in range(16)]
+            for connection in connections:
+                connection.begin()
+            for connection in connections:
+                connection.flood(INFO.decode(), 1000)
+
+    attacking = asyncio.create_task(asyncio.to_thread(attack))
+    while not attacking.done():
+        await asyncio.gather(*(call(admin, "FarmService.GetServerInfo") for _ in range(20)))
+    await attacking
 
 
 @pytest.fixture

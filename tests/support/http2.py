@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from collections.abc import Mapping
@@ -35,16 +36,7 @@ class Http2:
 
     def call(self, path: str | bytes, headers: Mapping[str, str | bytes], message: bytes, *, compressed: bool) -> None:
         """Send a call with one message, as far as the server takes it, and wait for the end of its answer."""
-        fields: dict[str, str | bytes] = {
-            ":method": "POST",
-            ":scheme": "http",
-            ":path": path,
-            ":authority": "farm",
-            "te": "trailers",
-        }
-        fields |= {"content-type": "application/grpc", **headers}
-        block = b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
-        self._send(HEADERS, _END_HEADERS, 1, block)
+        self._send(HEADERS, _END_HEADERS, 1, _fields(path, headers))
         body = struct.pack(">BI", compressed, len(message)) + message
         try:
             while True:
@@ -60,6 +52,13 @@ class Http2:
                     return
         except ConnectionError:
             return
+
+    def flood(self, path: str, calls: int) -> None:
+        """Begin so many calls without an end, and read no answer."""
+        block = _fields(path, {})
+        head = len(block).to_bytes(3, "big") + bytes((HEADERS, _END_HEADERS))
+        with contextlib.suppress(OSError):  # the server closed the connection
+            self.socket.sendall(b"".join(head + (2 * call + 1).to_bytes(4, "big") + block for call in range(calls)))
 
     def until_closed(self) -> None:
         """Take what comes until the server has closed the connection."""
@@ -100,6 +99,12 @@ class Http2:
                 raise ConnectionResetError("the server closed the connection")
             data += more
         return data
+
+
+def _fields(path: str | bytes, headers: Mapping[str, str | bytes]) -> bytes:
+    fields: dict[str, str | bytes] = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "farm", "te": "trailers"}
+    fields |= {"content-type": "application/grpc", **headers}
+    return b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
 
 
 def _text(text: str | bytes) -> bytes:

@@ -41,6 +41,9 @@ HANDSHAKE_MS: Final = 10_000
 MAX_STREAMS: Final = 1024
 """Calls at a time over one connection; a client's further ones wait there."""
 
+MAX_PENDING: Final = 65_536
+"""Calls of one method that wait for the event loop: as many as the connections of one address's strangers may have open."""
+
 MAX_REQUEST_BYTES: Final = 32 << 20
 """The largest message that is received, which is an agent's result of eight programs; those of other rpcs are far smaller."""
 
@@ -78,6 +81,9 @@ def server_options(files: int) -> list[tuple[str, int]]:
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
+        # gRPC cancels calls of anybody at random where more wait for the event loop: a stranger's flood ended others' calls.
+        ("grpc.server.max_pending_requests", MAX_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
         # Identity alone: no client of etfarm compresses, and a small message could become a large one.
         ("grpc.compression_enabled_algorithms_bitset", 1),
     ]
