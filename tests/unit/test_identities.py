@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.access import identities
-from etfarm.server.access.identities import AgentNotFound, AgentNotYours, AgentUnbound, Identities, Identity
+from etfarm.server.access.identities import AgentNotFound, AgentNotYours, AgentUnbound, Identities, Identity, TooManyAgents
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import Principal, Role
 
@@ -85,3 +86,20 @@ async def test_refusals_are_remembered_within_bounds(database: Database, monkeyp
         with pytest.raises(AgentUnbound):
             await farm.admit(str(number), DESK)
     assert [identity.agent_id for identity in farm.list({})] == ["7", "8", "9"]
+
+
+async def test_two_that_claim_a_new_identity_at_once_are_not_both_admitted(database: Database) -> None:
+    farm = of(database)
+    outcomes = await asyncio.gather(farm.admit("a1", RACK), farm.admit("a1", DESK), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [type(None), AgentNotYours]
+    assert farm.principal_of("a1") == "rack"
+
+
+async def test_one_token_claims_a_bounded_number_of_identities(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identities, "MAX_IDENTITIES", 2)
+    farm = of(database)
+    for agent_id in ("a1", "a2", "a1"):
+        await farm.admit(agent_id, RACK)
+    with pytest.raises(TooManyAgents, match="2 agents already"):
+        await farm.admit("a3", RACK)
+    await farm.admit("a3", DESK)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, select
 from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.state import schema
@@ -18,6 +18,9 @@ from etfarm.wire.errors import Kind, UserError
 
 MAX_REFUSED: Final = 1000
 """Refused identities that are remembered for an admin; the oldest are forgotten."""
+
+MAX_IDENTITIES: Final = 1_000
+"""Of one principal: whoever has a token that is not bound to one agent may connect as any agent that is new."""
 
 
 class AgentNotYours(UserError):
@@ -32,6 +35,13 @@ class AgentUnbound(UserError):
 
     reason = "AGENT_UNBOUND"
     kind = Kind.PERMISSION_DENIED
+
+
+class TooManyAgents(UserError):
+    """A principal claims more identities than it may have."""
+
+    reason = "TOO_MANY_AGENTS"
+    kind = Kind.RESOURCE_EXHAUSTED
 
 
 class AgentNotFound(UserError):
@@ -85,6 +95,7 @@ class Identities:
         Raises:
             AgentNotYours: the identity is bound to another principal, or the caller's token to another identity.
             AgentUnbound: the identity has devices from before it was bound.
+            TooManyAgents: the caller has as many identities as a principal may have.
         """
         if caller.role == Role.ROLE_ADMIN:
             return
@@ -97,10 +108,7 @@ class Identities:
         if bound == caller.name:
             return
         if bound:
-            raise AgentNotYours(
-                f"Agent {agent_id} is bound to another token.",
-                "Connect with the token that it enrolled with, or ask an admin to run `etfarm agents bind`.", agent_id=agent_id,
-            )  # fmt: skip
+            raise _bound_to_another(agent_id)
         if self._is_known(agent_id) and not caller.agent_id:
             self._refused[agent_id] = caller.name
             self._refused.move_to_end(agent_id)
@@ -110,7 +118,7 @@ class Identities:
                 f"Agent {agent_id} is known from before agents had tokens of their own, so {caller.name} cannot claim it.",
                 f"Ask an admin to run `etfarm agents bind {agent_id} {caller.name}`.", agent_id=agent_id,
             )  # fmt: skip
-        await self._bind(agent_id, caller.name, by=caller.name)
+        await self._claim(agent_id, caller.name)
 
     async def bind(self, agent_id: str, principal: str, *, by: str) -> Identity:
         """Bind an identity that is known, or was refused, to a principal, in place of the one that had it.
@@ -128,6 +136,35 @@ class Identities:
         ids = {*self._bound, *self._refused, *known}
         return [Identity(each, self.principal_of(each), self._refused.get(each, "")) for each in sorted(ids)]
 
+    async def _claim(self, agent_id: str, principal: str) -> None:
+        """Bind an identity that is bound to nobody; one that enrolled or connected meanwhile keeps whom it has.
+
+        Raises:
+            AgentNotYours: it is bound to another principal.
+            TooManyAgents: the principal has as many identities as it may have.
+        """
+        table = schema.agents
+
+        def write(connection: Connection) -> str:
+            owner = connection.execute(select(table.c.principal).where(table.c.id == agent_id)).scalar()
+            if owner is not None:
+                return str(owner)
+            count = select(func.count()).select_from(table).where(table.c.principal == principal)
+            if connection.execute(count).scalar_one() >= MAX_IDENTITIES:
+                raise TooManyAgents(
+                    f"{principal} is {MAX_IDENTITIES:,} agents already, which is the most.",
+                    "Give further agents a token of another name: `etfarm tokens create NAME --agent`.", limit=MAX_IDENTITIES,
+                )  # fmt: skip
+            row = {"id": agent_id, "principal": principal, "bound_at": self._now(), "bound_by": principal}
+            connection.execute(insert(table).values(**row))
+            return principal
+
+        owner = await self._database.write(write, durable=True)
+        self._bound[agent_id] = owner
+        if owner != principal:
+            raise _bound_to_another(agent_id)
+        self._refused.pop(agent_id, None)
+
     async def _bind(self, agent_id: str, principal: str, *, by: str) -> None:
         row = {"principal": principal, "bound_at": self._now(), "bound_by": by}
 
@@ -138,3 +175,10 @@ class Identities:
         await self._database.write(write, durable=True)
         self._bound[agent_id] = principal
         self._refused.pop(agent_id, None)
+
+
+def _bound_to_another(agent_id: str) -> AgentNotYours:
+    return AgentNotYours(
+        f"Agent {agent_id} is bound to another token.",
+        "Connect with the token that it enrolled with, or ask an admin to run `etfarm agents bind`.", agent_id=agent_id,
+    )  # fmt: skip

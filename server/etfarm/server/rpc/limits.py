@@ -88,6 +88,7 @@ LIMITS: Final[dict[str, Limit]] = {
     "LabelRequest.SetEntry.key": _KEY,
     "LabelRequest.SetEntry.value": _VALUE,
     # What agents say of themselves.
+    "Hello.agent_id": _KEY,
     "Hello.devices": Limit(1_000, remedy="Serve them with several agents."),
     "Hello.unacknowledged_attempts": Limit(10_000),
     "Device.id": _VALUE,
