@@ -303,8 +303,9 @@ class Registry:
             await self.disconnect(former)
         # Before the devices can be given anything: what begins from now on, this Hello cannot know.
         self._runs.agent_said({device.id for device in mine}, {*hello.active_attempts, *hello.unacknowledged_attempts})
+        projects = self._projects_of_new(session)
         for device in mine:
-            await self._serve(session, device)
+            await self._serve(session, device, projects)
         self.changed()
 
     def agents(self) -> dict[str, list[str]]:
@@ -388,8 +389,24 @@ class Registry:
                 return
             raise _served(device, self._serving[device.id])
         self._require_room(session.agent_id, [device])
-        await self._serve(session, device)
+        await self._serve(session, device, self._projects_of_new(session))
         self.changed()
+
+    def _projects_of_new(self, session: AgentSession) -> frozenset[str]:
+        """Return the projects that a device is restricted to which an agent announces first; any project's where it is empty.
+
+        Those of the devices that the agent's principal has, where all of them are restricted: under a new id the agent would
+        get other projects' programs otherwise. An admin's agent is trusted.
+        """
+        projects: set[str] = set()
+        if session.is_admin or not self._projects:
+            return frozenset()
+        for device in self._known.values():
+            if device.agent_id == session.agent_id or self._principal_of(device.agent_id) == session.principal:
+                if device.id not in self._projects:
+                    return frozenset()
+                projects |= self._projects[device.id]
+        return frozenset(projects)
 
     def _require_room(self, agent_id: str, devices: Sequence[Device]) -> None:
         """Refuse devices that the farm does not know yet and has no room for.
@@ -447,26 +464,38 @@ class Registry:
             self.changed()
             await self._remember(gone)
 
-    async def _serve(self, session: AgentSession, device: Device) -> None:
+    async def _serve(self, session: AgentSession, device: Device, projects: frozenset[str]) -> None:
+        """Take a device as the session's.
+
+        Args:
+            projects: that it is restricted to where it is new.
+        """
         known = Device()
         known.CopyFrom(device)
         known.agent_id = session.agent_id
         known.last_seen_at.FromDatetime(self._now())
+        is_confined = projects and device.id not in self._known
+        if is_confined:
+            self._projects[device.id] = projects
         self._known[device.id] = known
         self._serving[device.id] = session
-        await self._remember([device.id])
+        await self._remember([device.id], projects if is_confined else frozenset())
 
-    async def _remember(self, device_ids: Sequence[str]) -> None:
+    async def _remember(self, device_ids: Sequence[str], projects: frozenset[str] = frozenset()) -> None:
+        """Write down devices, and the projects that they are restricted to from now on."""
         rows = [
             {"id": device_id, "body": device.SerializeToString(), "last_seen_at": device.last_seen_at.ToDatetime(UTC)}
             for device_id in device_ids
             if (device := self._known.get(device_id)) is not None
         ]
+        restrictions = [{"device_id": row["id"], "project": project} for row in rows for project in sorted(projects)]
 
         def write(connection: Connection) -> None:
             for row in rows:
                 again = {key: row[key] for key in ("body", "last_seen_at")}
                 connection.execute(insert(schema.devices).values(row).on_conflict_do_update(index_elements=["id"], set_=again))
+            if restrictions:
+                connection.execute(insert(schema.device_projects).on_conflict_do_nothing(), restrictions)
 
         await self._database.write(write)
 
