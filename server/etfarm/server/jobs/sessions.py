@@ -402,8 +402,8 @@ class Sessions:
                 if kind == "answered":
                     said = checked(reply.answered.answer)
                     gave = stored(said.outputs, said.measured.samples)
-                    session.remember(gave)
-                    # Not whatever digest an agent names: what it has uploaded.
+                    # Not whatever digest an agent names: what it has uploaded. The rest would be cleared away with the session.
+                    session.remember([each for each in gave if await self._store.is_held(each, [holder])])
                     uploaded = [each for each in gave if await self._store.is_held(each, [holder, session.project])]
                     await self._store.hold(session.project, uploaded, session.owner, for_now=True)
                     answer = lease.answers.get(reply.answered.call_id)
