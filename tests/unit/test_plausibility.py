@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tracemalloc
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -104,7 +106,7 @@ def test_samples_that_are_not_of_the_pass_are_refused(tmp_path: Path, forged: li
 def test_a_pass_of_one_nanosecond_an_iteration_is_refused_whatever_its_duration(tmp_path: Path) -> None:
     forged = [1] * 1000
     plan = Plan(frozenset({"c"}), elapsed_s=3.0, measurement=job_pb2.Measurement(iterations=10))
-    with pytest.raises(ImplausibleResult, match="less than 1 ns"):
+    with pytest.raises(ImplausibleResult, match="more than half of its iterations take less than 20 ns"):
         check(honest(forged), tmp_path, plan, forged)
 
 
@@ -138,3 +140,30 @@ def test_all_artifacts_of_a_result_are_found() -> None:
     result = honest()
     result.etdump.digest, result.numerics.debug.digest, result.outputs.digest = "e", "d", "o"
     assert {artifact.digest for artifact in artifacts_of(result)} == {result.samples.digest, "e", "d", "o"}
+
+
+def test_a_file_of_samples_that_is_larger_than_its_result_says_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "samples"
+    path.touch()
+    os.truncate(path, 64 << 20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ImplausibleResult, match="67,108,864 bytes of samples"):
+            check_candidate(honest(), PLAN, lambda digest: path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_many_samples_are_looked_at_in_pieces(tmp_path: Path) -> None:
+    result, path = honest(), tmp_path / "samples"
+    result.iterations = 1_000_000
+    result.duration_ns, result.samples.size_bytes = 100_000_000, 8_000_000
+    path.write_bytes(array("q", [100]).tobytes() * 1_000_000)
+    plan = Plan(frozenset({"c"}), elapsed_s=3.0, measurement=job_pb2.Measurement(iterations=1, max_samples=1_000_000))
+    tracemalloc.start()
+    try:
+        check_candidate(result, plan, lambda digest: path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
