@@ -14,6 +14,7 @@ from etfarm.client import Farm
 from etfarm.v1 import (
     agent_pb2,
     agent_pb2_grpc,
+    artifact_pb2,
     artifact_pb2_grpc,
     common_pb2,
     compile_pb2,
@@ -21,11 +22,17 @@ from etfarm.v1 import (
     device_pb2_grpc,
     job_pb2,
     job_pb2_grpc,
+    project_pb2,
+    project_pb2_grpc,
+    session_pb2,
+    token_pb2,
+    token_pb2_grpc,
 )
+from etfarm.wire import digest
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.status import from_rpc_error
-from tests.rpc.test_session_calls import Agent
+from tests.rpc.test_session_calls import Agent, Caller
 from tests.support.farm import Daemon
 from tests.support.programs import program
 from tests.support.runner import runner_archive
@@ -186,3 +193,85 @@ async def test_only_an_admin_sees_and_binds_identities(channels: dict[str, grpc.
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await device_pb2_grpc.DeviceServiceStub(channels[name]).Forget(device_pb2.ForgetDeviceRequest(device_id="b"))
         assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def enrolled(root: grpc.aio.Channel, server: str, principal: str, agent_id: str) -> str:
+    """The token of an agent that enrolled and did not connect yet."""
+    made = await token_pb2_grpc.TokenServiceStub(root).Create(
+        token_pb2.CreateTokenRequest(principal=principal, role=common_pb2.ROLE_AGENT, enrolment=True)
+    )
+    async with open_channel(Access(server, made.secret)) as channel:
+        answer = await agent_pb2_grpc.AgentServiceStub(channel).Enroll(agent_pb2.EnrollAgentRequest(agent_id=agent_id))
+    return answer.token
+
+
+async def test_an_enrolled_identity_cannot_be_taken_before_its_agent_connects(
+    server: str, channels: dict[str, grpc.aio.Channel]
+) -> None:
+    token = await enrolled(channels["root"], server, "board-8", "enrolled")
+    assert await refusal(Agent(channels["thief"], "enrolled")) == "AGENT_NOT_YOURS"
+    async with open_channel(Access(server, token)) as channel:
+        board = Agent(channel, "enrolled")
+        await is_welcome(board)
+        await leave(board)
+
+
+async def test_restricted_devices_do_not_get_further_projects_under_new_ids(
+    server: str, channels: dict[str, grpc.aio.Channel]
+) -> None:
+    root = channels["root"]
+    await project_pb2_grpc.ProjectServiceStub(root).Create(project_pb2.CreateProjectRequest(name="cage"))
+    devices = device_pb2_grpc.DeviceServiceStub(root)
+    async with open_channel(Access(server, await enrolled(root, server, "caged", "caged"))) as channel:
+        caged = Agent(channel, "caged")
+        await is_welcome(caged)
+        for device in caged.devices:
+            await devices.Restrict(device_pb2.RestrictDeviceRequest(device_id=device.id, projects=["cage"]))
+        alias = device_pb2.Device(id="alias-of-caged", name="free", arch="x86_64", cores=2)
+        caged.outgoing.put_nowait(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=alias)))
+        caged.outgoing.put_nowait(agent_pb2.AgentMessage(run_result=agent_pb2.RunResult(attempt_id="late")))
+        async with asyncio.timeout(WAIT_S):
+            assert (await caged.stream.read()).ack.attempt_id == "late"
+        assert list((await devices.Get(device_pb2.GetDeviceRequest(device_id=alias.id))).projects) == ["cage"]
+        await leave(caged)
+        # By a Hello, and over a restriction that an admin lifts.
+        await devices.Restrict(device_pb2.RestrictDeviceRequest(device_id=alias.id, projects=[]))
+        second = device_pb2.Device(id="second-of-caged", name="second", arch="x86_64", cores=2)
+        hello = agent_pb2.Hello(agent_id="caged", protocol_version=1, devices=[second])
+        stream = agent_pb2_grpc.AgentServiceStub(channel).Connect(iter([agent_pb2.AgentMessage(hello=hello)]))
+        assert (await stream.read()).HasField("welcome")
+        assert not (await devices.Get(device_pb2.GetDeviceRequest(device_id=second.id))).projects, "as its free device"
+        stream.cancel()
+
+
+async def test_a_sessions_answers_do_not_delete_what_others_uploaded(channels: dict[str, grpc.aio.Channel]) -> None:
+    artifacts = artifact_pb2_grpc.ArtifactServiceStub(channels["ann"])
+    data, fresh = program("add").path.read_bytes(), b"uploaded for a job that is submitted next"
+    for each in (data, fresh):
+        await upload(artifacts, artifact_of(each), each)
+    pte, victim = artifact_of(data), artifact_of(fresh)
+    thief = Agent(channels["thief"], "deleter")
+    await is_welcome(thief)
+    made = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
+    request = session_pb2.OpenSessionRequest(selector=f"id={thief.devices[0].id}", program=made)
+    caller = Caller(channels["ann"], request)
+    serving = thief.serve(await thief.started())
+    await caller.event("ready")
+    answer = caller.call("x")
+    serving.answer((await serving.call()).call_id, 1, session_pb2.SessionTensors(artifact=victim))
+    await answer
+    serving.end()
+    await caller.event("ended")
+    async with asyncio.timeout(WAIT_S):
+        assert await caller.events.read() is grpc.aio.EOF
+    missing = await artifacts.FindMissing(artifact_pb2.FindMissingRequest(digests=[victim.digest]))
+    assert not missing.missing
+    await leave(thief)
+
+
+async def test_an_agents_id_is_short_enough_to_be_listed(channels: dict[str, grpc.aio.Channel]) -> None:
+    hello = agent_pb2.Hello(agent_id="n" * 101, protocol_version=1)
+    stream = agent_pb2_grpc.AgentServiceStub(channels["thief"]).Connect(iter([agent_pb2.AgentMessage(hello=hello)]))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stream.read()
+    assert from_rpc_error(refused.value, server="here").reason == "LIMIT_EXCEEDED"
