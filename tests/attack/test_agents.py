@@ -275,3 +275,46 @@ async def test_an_agents_id_is_short_enough_to_be_listed(channels: dict[str, grp
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stream.read()
     assert from_rpc_error(refused.value, server="here").reason == "LIMIT_EXCEEDED"
+
+
+async def downloads(channel: grpc.aio.Channel, wanted: str) -> str:
+    """Why an artifact cannot be downloaded; empty where it can."""
+    try:
+        async for _ in artifact_pb2_grpc.ArtifactServiceStub(channel).Download(artifact_pb2.DownloadRequest(digest=wanted)):
+            pass
+    except grpc.aio.AioRpcError as error:
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+        return from_rpc_error(error, server="here").reason
+    return ""
+
+
+async def test_an_agent_downloads_what_its_attempt_needs_and_nothing_else(channels: dict[str, grpc.aio.Channel]) -> None:
+    artifacts = artifact_pb2_grpc.ArtifactServiceStub(channels["ann"])
+    data, private = program("conv").path.read_bytes(), b"a model of ann's that no device has asked for"
+    for each in (data, private):
+        await upload(artifacts, artifact_of(each), each)
+    pte, absent = artifact_of(data).digest, "ARTIFACT_NOT_FOUND"
+    board = Agent(channels["rack"], "reader")
+    await is_welcome(board)
+    assert await downloads(channels["rack"], pte) == absent, "before the attempt"
+    spec = job_pb2.JobSpec(
+        name="read", candidates=[job_pb2.Candidate(name="conv", program=compile_pb2.Program(pte=artifact_of(data)))],
+        devices=[job_pb2.DeviceChoice(selector=f"id={board.devices[0].id}")],
+    )  # fmt: skip
+    jobs = job_pb2_grpc.JobServiceStub(channels["ann"])
+    job = await jobs.Submit(job_pb2.SubmitRequest(request_id="read", spec=spec))
+    start = await board.started()
+    assert start.candidates[0].program.pte.digest == pte
+    assert await downloads(channels["rack"], pte) == ""
+    assert await downloads(channels["rack"], start.candidates[0].bundle.artifact.digest) == ""
+    assert await downloads(channels["rack"], artifact_of(private).digest) == absent
+    assert await downloads(channels["thief"], pte) == absent, "another agent's attempt"
+    board.ended(start, "PROGRAM_FAILED", common_pb2.FAULT_USER)
+    async with asyncio.timeout(WAIT_S):
+        async for event in jobs.Watch(job_pb2.WatchRequest(job_id=job.id)):
+            last = event
+        while not (message := await board.stream.read()).HasField("ack"):
+            pass
+    assert (last.job_state, message.ack.attempt_id) == (job_pb2.JOB_STATE_FAILED, start.attempt_id)
+    assert await downloads(channels["rack"], pte) == absent, "after the attempt"
+    await leave(board)

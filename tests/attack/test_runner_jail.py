@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from etfarm.client import Farm
-from etfarm.device_agents.jail.confine import Jail, JailIncomplete, launcher_command, python_programs
+from etfarm.device_agents.jail.confine import Jail, JailIncomplete, Measures, launcher_command, python_programs
 from etfarm.device_agents.jail.options import JailOptions
 from etfarm.device_agents.runners.bundle import CONFINE, unpack
 from etfarm.device_agents.runners.child import LocalChild, spawn_here
@@ -325,6 +325,20 @@ async def test_a_runner_is_not_started_where_it_cannot_be_confined(tmp_path: Pat
     assert "--require-jail" in refused.value.remedy
     relaxed = await Jail(JailOptions()).measures()
     assert not relaxed.is_complete and relaxed.active, relaxed
+
+
+@needs_root
+async def test_no_runner_keeps_the_agents_user_where_it_must_be_confined(tmp_path: Path) -> None:
+    """As on a kernel without Landlock, with an interpreter in somebody's home."""
+    home, folder = tmp_path / "home", tmp_path / "run"
+    home.mkdir(mode=0o700)
+    folder.mkdir()
+    jail = Jail(JailOptions(required=True))
+    jail._measures = Measures(frozenset({launch.USER, launch.SECCOMP, launch.PRIVILEGES, launch.CAPABILITIES}))
+    assert (await jail.measures()).is_complete
+    with jail.box(folder) as box, pytest.raises(JailIncomplete, match="agent's user") as refused:
+        await jail.spawn(box, [home])([sys.executable, "-c", "print(open('/etc/shadow'))"], folder)
+    assert str(home) in refused.value.message
 
 
 def test_the_agents_token_is_in_no_environment(farm: FarmProcess) -> None:

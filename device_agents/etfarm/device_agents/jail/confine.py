@@ -133,7 +133,12 @@ class Jail:
         async def start(command: Sequence[str], folder: Path) -> Child:
             measures = await self.measures()
             child = await self._launcher()
-            specification = self._specification(measures, box, command, programs, child.pid)
+            try:
+                specification = self._specification(measures, box, command, programs, child.pid)
+            except JailIncomplete:
+                child.kill()
+                await child.wait()
+                raise
             # A launcher that has ended already is told from its end of the stream.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 child.stdin.write(launch.encode(specification))
@@ -213,10 +218,26 @@ class Jail:
         )  # fmt: skip
         if closed and launch.LANDLOCK not in measures.active:
             # It could read every file with that capability, and without it cannot be started.
+            self._refuse_as_root(programs)
             made["user"] = None
         if self._options.required:
             made["required"] = sorted(measures.active)
         return made
+
+    def _refuse_as_root(self, programs: Sequence[Path]) -> None:
+        """Refuse, or warn of, a process that keeps the agent's user, which the agent's own files are open to.
+
+        Raises:
+            JailIncomplete: runners must be confined.
+        """
+        closed = next(path for path in programs if not _is_open_to_all(path))
+        error = JailIncomplete(
+            f"A runner in Python would have the agent's user and files: {closed} is closed to others, and there is no Landlock.",
+            "Install etfarm where every user may read it, or use a kernel with Landlock.", missing=launch.LANDLOCK,
+        )  # fmt: skip
+        if self._options.required:
+            raise error
+        log.warning("%s", error.message)
 
     def _user_of(self, folder: Path) -> int:
         """The user of a folder's earlier runner, whose files are there, or the next one that nobody has."""
