@@ -14,8 +14,9 @@ import pytest
 from etfarm.server.access.projects import Projects
 from etfarm.server.access.scope import Scope
 from etfarm.server.artifacts.store import Store
+from etfarm.server.devices import registry
 from etfarm.server.devices.bundles import Bundles
-from etfarm.server.devices.registry import AgentConnected, DeviceNotFound, DeviceOffline, Registry
+from etfarm.server.devices.registry import AgentConnected, DeviceNotFound, DeviceOffline, Registry, TooManyDevices
 from etfarm.server.devices.runs import AttemptLost, Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
 from etfarm.server.state.engine import Database
@@ -358,3 +359,34 @@ async def test_others_see_that_a_device_is_busy_and_not_with_what(world: World) 
     for scope, attempt in ((VISION, "a1"), (AUDIO, ""), (Scope(None), "a1")):
         device = world.registry.get("pi", scope)
         assert (device.state, device.attempt_id) == (BUSY, attempt)
+
+
+async def test_agents_of_one_token_do_not_take_the_farms_room(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MAX_DEVICES_OF_PRINCIPAL", 3)
+    owners = {"a1": "thief", "a2": "thief", "b": "rack"}
+    farm = Registry(world.database, world.bundles, world.runs, world.now, lambda agent_id: owners[agent_id])
+
+    async def connect(agent: str, *devices: str) -> None:
+        session = AgentSession(agent, "", lambda: world.seconds, principal=owners[agent])
+        await farm.connect(session, Hello(agent_id=agent, devices=[Device(id=each, name=each) for each in devices]))
+
+    await connect("a1", "x", "y")
+    with pytest.raises(TooManyDevices, match="more than 3 of thief"):
+        await connect("a2", "z", "w")
+    await connect("b", "pi", "xl")
+    assert [device.id for device in farm.devices()] == ["pi", "x", "xl", "y"]
+
+
+async def test_a_new_device_is_restricted_as_all_others_of_its_token_are(world: World) -> None:
+    await make_projects(world)
+    session = AgentSession("agent", "", lambda: world.seconds, principal="rack")
+    await world.registry.connect(session, Hello(agent_id="agent", devices=[Device(id="pi", name="pi"), Device(id="xl")]))
+    await world.registry.restrict("pi", ["vision"])
+    await world.registry.update(session, Device(id="a"))
+    assert list(world.registry.get("a").projects) == [], "as xl"
+    for device_id, project in (("a", "audio"), ("xl", "vision")):
+        await world.registry.restrict(device_id, [project])
+    await world.registry.update(session, Device(id="b"))
+    world.registry = world.new_registry()
+    await world.registry.load()
+    assert list(world.registry.get("b").projects) == ["audio", "vision"]

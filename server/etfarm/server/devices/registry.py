@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
@@ -74,6 +74,9 @@ class TooManyDevices(UserError):
 
 MAX_DEVICES_OF_AGENT: Final = 1_000
 """Offline ones among them."""
+
+MAX_DEVICES_OF_PRINCIPAL: Final = 5_000
+"""Of all agents with tokens of one name, so that none of them takes the farm's room from others."""
 
 MAX_DEVICES: Final = 10_000
 """Known to the farm, offline ones among them."""
@@ -294,7 +297,7 @@ class Registry:
         if hello.devices and not owned:
             raise _foreign(hello.devices[0].id)
         mine = [device for device in owned if not self._is_anothers(device, hello.agent_id)]
-        self._require_room(hello.agent_id, mine)
+        self._require_room(session, mine)
         if hello.devices and not mine and not any(device.HasField("problem") for device in hello.devices):
             raise _served(hello.devices[0], self._serving[hello.devices[0].id])
         self._sessions[hello.agent_id] = session
@@ -388,8 +391,9 @@ class Registry:
             if device.HasField("problem"):
                 return
             raise _served(device, self._serving[device.id])
-        self._require_room(session.agent_id, [device])
-        await self._serve(session, device, self._projects_of_new(session))
+        self._require_room(session, [device])
+        projects = frozenset[str]() if device.id in self._known else self._projects_of_new(session)
+        await self._serve(session, device, projects)
         self.changed()
 
     def _projects_of_new(self, session: AgentSession) -> frozenset[str]:
@@ -401,14 +405,21 @@ class Registry:
         projects: set[str] = set()
         if session.is_admin or not self._projects:
             return frozenset()
-        for device in self._known.values():
-            if device.agent_id == session.agent_id or self._principal_of(device.agent_id) == session.principal:
-                if device.id not in self._projects:
-                    return frozenset()
-                projects |= self._projects[device.id]
+        for device in self._devices_of(session):
+            if device.id not in self._projects:
+                return frozenset()
+            projects |= self._projects[device.id]
         return frozenset(projects)
 
-    def _require_room(self, agent_id: str, devices: Sequence[Device]) -> None:
+    def _devices_of(self, session: AgentSession) -> Iterator[Device]:
+        """Yield the known devices of the agent, and of other agents of the same principal."""
+        for device in self._known.values():
+            if device.agent_id == session.agent_id or (
+                session.principal and self._principal_of(device.agent_id) == session.principal
+            ):
+                yield device
+
+    def _require_room(self, session: AgentSession, devices: Sequence[Device]) -> None:
         """Refuse devices that the farm does not know yet and has no room for.
 
         Raises:
@@ -424,8 +435,13 @@ class Registry:
         new = {device.id for device in devices} - self._known.keys()
         if not new:
             return
-        of_agent = sum(device.agent_id == agent_id for device in self._known.values())
-        for limit, known, whose in ((MAX_DEVICES_OF_AGENT, of_agent, "the agent"), (MAX_DEVICES, len(self._known), "the farm")):
+        of_agent = sum(device.agent_id == session.agent_id for device in self._known.values())
+        of_token = 0 if session.is_admin else sum(1 for _ in self._devices_of(session))
+        for limit, known, whose in (
+            (MAX_DEVICES_OF_AGENT, of_agent, "the agent"),
+            (MAX_DEVICES_OF_PRINCIPAL, of_token, session.principal),
+            (MAX_DEVICES, len(self._known), "the farm"),
+        ):
             if known + len(new) > limit:
                 raise TooManyDevices(
                     f"A device more than {limit:,} of {whose} was announced; {known:,} are known already.",

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from etfarm.server.access.scope import DEFAULT_PROJECT
+from etfarm.server.access.scope import DEFAULT_PROJECT, agent_holder
 from etfarm.v1 import agent_pb2
 from etfarm.wire.errors import DeviceError
 
@@ -146,9 +146,12 @@ class Runs:
             run.on_progress(progress)
 
     def holder_of(self, attempt_id: str) -> str:
-        """Return the holder of what the attempt's agent uploaded; empty for an admin's agent."""
+        """Return the holder of what the attempt's agent uploaded; empty for an admin's agent, whose word is taken.
+
+        Of an attempt that is not live, a holder that holds nothing.
+        """
         run = self._runs.get(attempt_id)
-        return "" if run is None else run.holder
+        return agent_holder("") if run is None else run.holder
 
     def deliver(self, result: agent_pb2.RunResult, holder: str = "") -> bool:
         """Takes a result; whether anybody waits for it. A second delivery changes nothing.
