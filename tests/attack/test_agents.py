@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 from array import array
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -317,4 +318,44 @@ async def test_an_agent_downloads_what_its_attempt_needs_and_nothing_else(channe
             pass
     assert (last.job_state, message.ack.attempt_id) == (job_pb2.JOB_STATE_FAILED, start.attempt_id)
     assert await downloads(channels["rack"], pte) == absent, "after the attempt"
+    await leave(board)
+
+
+async def test_a_device_called_as_an_architecture_does_not_keep_jobs_from_its_devices(
+    channels: dict[str, grpc.aio.Channel],
+) -> None:
+    # The first by name, with a runner of its own that can do nothing.
+    lacking = device_pb2.DeviceRunner(kind="own", backends=["None"], operators=["none"])
+    impostor = device_pb2.Device(id=platform.machine(), name=" ", arch="none", cores=7, own_runners=[lacking])
+    hello = agent_pb2.Hello(agent_id="impostor", protocol_version=1, devices=[impostor])
+    stream = agent_pb2_grpc.AgentServiceStub(channels["thief"]).Connect(iter([agent_pb2.AgentMessage(hello=hello)]))
+    assert (await stream.read()).HasField("welcome")
+    board = Agent(channels["rack"], "honest")
+    await is_welcome(board)
+    honest = device_pb2.Device(id="honest-of-7", name="honest-of-7", arch=platform.machine(), cores=7)
+    board.outgoing.put_nowait(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=honest)))
+    board.outgoing.put_nowait(agent_pb2.AgentMessage(run_result=agent_pb2.RunResult(attempt_id="late")))
+    async with asyncio.timeout(WAIT_S):
+        assert (await board.stream.read()).ack.attempt_id == "late"
+    data = program("conv").path.read_bytes()
+    await upload(artifact_pb2_grpc.ArtifactServiceStub(channels["ann"]), artifact_of(data), data)
+    spec = job_pb2.JobSpec(
+        name="any", candidates=[job_pb2.Candidate(name="conv", program=compile_pb2.Program(pte=artifact_of(data)))],
+        devices=[job_pb2.DeviceChoice(selector="cores=7")],
+    )  # fmt: skip
+    jobs = job_pb2_grpc.JobServiceStub(channels["ann"])
+    job = await jobs.Submit(job_pb2.SubmitRequest(request_id="any", spec=spec))
+    started = asyncio.ensure_future(board.started())
+
+    async def over() -> None:
+        async for _ in jobs.Watch(job_pb2.WatchRequest(job_id=job.id)):
+            pass
+
+    ending = asyncio.ensure_future(over())
+    await asyncio.wait({started, ending}, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+    assert started.done(), (await jobs.Get(job_pb2.GetJobRequest(job_id=job.id))).cells[0].error
+    assert started.result().device_id == honest.id
+    board.ended(started.result(), "PROGRAM_FAILED", common_pb2.FAULT_USER)
+    await ending
+    stream.cancel()
     await leave(board)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.schedule import own_scope
 from etfarm.v1 import agent_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire.errors import EtfarmError
@@ -21,7 +22,7 @@ class Runner:
     operators: Sequence[str] = field(repr=False)
     """Empty: not known."""
     scope: str
-    """What has the same runner: an architecture, or for a device's own the device's id."""
+    """What has the same runner: an architecture, or for a device's own its `own_scope`."""
     bundle: agent_pb2.RunnerBundle | None = None
     """None for one of the device's own."""
 
@@ -59,4 +60,4 @@ def _of_bundle(bundle: agent_pb2.RunnerBundle) -> Runner:
 def _of_kind(device: Device, kind: str) -> Runner | None:
     """A runner that the device has: `own`, which goes before any bundle, or `python`, which comes after."""
     own = next((runner for runner in device.own_runners if runner.kind == kind), None)
-    return None if own is None else Runner(own.kind, own.backends, own.operators, device.id)
+    return None if own is None else Runner(own.kind, own.backends, own.operators, own_scope(device.id))

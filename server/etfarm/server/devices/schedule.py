@@ -37,15 +37,23 @@ class Waiting:
     avoid: frozenset[str] = frozenset()
     """Devices that failed under this cell; used only where nothing else matches."""
     unfit: frozenset[str] = frozenset()
-    """Architectures, and devices by id, whose runner lacks a backend or kernel that the program needs."""
+    """What of `scopes_of` has a runner that lacks a backend or kernel that the program needs."""
     project: str = DEFAULT_PROJECT
     """Whose cell it is; a device that is restricted to other projects is none for it."""
 
     def fits(self, device: Device) -> bool:
         """Whether the cell may run there."""
-        return (
-            is_open_to(self.project, device) and self.unfit.isdisjoint((device.arch, device.id)) and self.selector.matches(device)
-        )
+        return is_open_to(self.project, device) and self.unfit.isdisjoint(scopes_of(device)) and self.selector.matches(device)
+
+
+def own_scope(device_id: str) -> str:
+    """Return what stands for a device whose runner is its own; equal to no architecture, whatever the device is called."""
+    return f"device {device_id}"
+
+
+def scopes_of(device: Device) -> tuple[str, str]:
+    """Return what may have a device's runner: all devices of its architecture, or it alone."""
+    return device.arch, own_scope(device.id)
 
 
 def is_open_to(project: str, device: Device) -> bool:

@@ -18,7 +18,7 @@ from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import DeviceOffline, Registry
 from etfarm.server.devices.runners import Runner, demand_runner, known_runner
 from etfarm.server.devices.runs import Progressed, Runs
-from etfarm.server.devices.schedule import Waiting, open_to
+from etfarm.server.devices.schedule import Waiting, open_to, own_scope, scopes_of
 from etfarm.server.jobs import model
 from etfarm.server.jobs.placement import Placement
 from etfarm.server.jobs.plausibility import ImplausibleResult, Plan, artifacts_of, check_attempt, check_candidate
@@ -180,7 +180,7 @@ class Execution:
         project = ways[0].job.project
         unfit = frozenset[str]().union(*(self.unfit(selector, _facts(way), project) for way in ways))
         matching = [device for device in open_to(project, self._registry.devices()) if selector.matches(device)]
-        if matching and all(not unfit.isdisjoint((device.arch, device.id)) for device in matching):
+        if matching and all(not unfit.isdisjoint(scopes_of(device)) for device in matching):
             raise DeviceLacks(
                 "No device that matches can run all of the candidates, though each runs somewhere.",
                 "Measure them without --interleave, or choose other devices or recipes.",
@@ -212,7 +212,7 @@ class Execution:
                     lacking[runner.scope] = error
         if lacking and not able and not unknown:
             raise next(iter(lacking.values()))
-        without = {device.id for device in unknown if able and not self._bundles.is_coming(device.arch)}
+        without = {own_scope(device.id) for device in unknown if able and not self._bundles.is_coming(device.arch)}
         return frozenset(lacking) | without
 
     def rejoin(self, job: Job, progress: ProgressTold, line: LineTold) -> None:
