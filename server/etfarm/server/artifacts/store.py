@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -51,6 +51,9 @@ _TEND_S = 3600.0
 
 _ROOM_S = 1.0
 """Between two looks whether a full disk has room again, of which nothing tells."""
+
+_SLICE = 200
+"""Digests that the event loop looks at before others get their turn: a system call each, some milliseconds together."""
 
 
 class Store:
@@ -108,7 +111,10 @@ class Store:
         """Return those of `wanted` that are not stored whole, whoever holds them; never an answer to a client."""
         digests = list(wanted)
         damaged = set(await self.integrity.find_damaged(digests))
-        return [digest for digest in digests if digest in damaged or not self.has(digest)]
+        lacking = []
+        async for batch in _slices(digests):
+            lacking += [digest for digest in batch if digest in damaged or not self.has(digest)]
+        return lacking
 
     async def require_whole(self, wanted: Iterable[str]) -> None:
         """Verify stored artifacts before they are read: a process of the server hashes each of them once.
@@ -121,11 +127,15 @@ class Store:
     async def missing(self, wanted: Iterable[str], holder: str) -> list[str]:
         """Return those of `wanted` that `holder` does not hold, or whose bytes are not stored whole."""
         digests = list(wanted)
-        for digest in digests:
-            self.place(digest)
+        async for batch in _slices(digests):
+            for digest in batch:
+                require_digest(digest)
         held = await self.holdings.held(digests, [holder])
         damaged = set(await self.integrity.find_damaged(held))
-        return [digest for digest in digests if digest not in held or digest in damaged or not self.has(digest)]
+        lacking = []
+        async for batch in _slices(digests):
+            lacking += [digest for digest in batch if digest not in held or digest in damaged or not self.has(digest)]
+        return lacking
 
     async def is_held(self, digest: str, holders: Collection[str]) -> bool:
         """Return whether one of `holders` holds the artifact and its bytes are stored."""
@@ -288,10 +298,7 @@ class Store:
 
     def place(self, digest: str) -> Path:
         """Where the file of an artifact is, if it is stored; read it, never write it."""
-        if not digests.is_digest(digest):
-            error = BadUpload(f"{digest!r} is no sha256 in lower-case hex.")
-            error.reason = "DIGEST_MALFORMED"
-            raise error
+        require_digest(digest)
         return self._blobs / digest[:2] / digest
 
     async def page(self, holders: Collection[str] | None, after: tuple[datetime, str, str] | None, size: int) -> list[Holding]:
@@ -365,6 +372,26 @@ class Store:
 
     def _run(self, function: Callable[..., T], *arguments: object) -> Awaitable[T]:
         return asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+
+async def _slices(wanted: Sequence[str]) -> AsyncIterator[Sequence[str]]:
+    """Yield `wanted` in slices, between which the event loop serves others."""
+    for start in range(0, len(wanted), _SLICE):
+        if start:
+            await asyncio.sleep(0)
+        yield wanted[start : start + _SLICE]
+
+
+def require_digest(digest: str) -> None:
+    """Refuse a text that is no digest.
+
+    Raises:
+        BadUpload: with the reason DIGEST_MALFORMED.
+    """
+    if not digests.is_digest(digest):
+        error = BadUpload(f"{digest!r} is no sha256 in lower-case hex.")
+        error.reason = "DIGEST_MALFORMED"
+        raise error
 
 
 def _is_agent(holder: str) -> bool:

@@ -139,7 +139,8 @@ class Compiler:
             stop_after: a stage of the candidate's recipe; empty for a whole program.
             quantize_again: with `fresh`, the shared stages too.
         """
-        todo = plan(candidate, await self._recipe_of(candidate), stop_after, self._operators)
+        # In a thread: it is a digest of up to a hundred thousand calibration samples, for each cell of a job.
+        todo = await asyncio.to_thread(plan, candidate, await self._recipe_of(candidate), stop_after, self._operators)
         outcome = await self._outcome(todo, owner, project, fresh, quantize_again, listener)
         await self._cache.give(project, outcome.made, owner)
         return outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -102,12 +103,15 @@ class Submission:
         if not spec.candidates:
             raise NoCandidate("The job has no candidate.", "Name at least one model.")
         self._check_measurement(spec)
-        wanted = list(dict.fromkeys(artifact.digest for artifact in _artifacts(spec)))
+        wanted = await self._readers.run(_digests, spec)
         if missing := await self._store.missing(wanted, project):
             raise _artifact_missing(missing[0])
         # There may be tens of thousands of calibration samples.
         await self._readers.run(self._check_stored, spec)
-        names = [await self._check_candidate(candidate, spec) for candidate in spec.candidates]
+        names = []
+        for candidate in spec.candidates:
+            names.append(await self._check_candidate(candidate, spec))
+            await asyncio.sleep(0)  # of 1,000 small ones, none waits for anything: others get their turn
         devices = schedule.open_to(project, self._devices()) if spec.devices else ()
         choices = await self._readers.run(self._choices, spec, devices)
         for candidate in spec.candidates:
@@ -213,6 +217,7 @@ class Submission:
             await self._screening.screen_pte(program.pte.digest)
             return
         for method in candidate.model.methods.values():
+            await asyncio.sleep(0)  # of 10,000 methods whose files are known, none waits for anything
             references = [method.reference.digest] if method.HasField("reference") else []
             await self._store.require_whole([method.exported_program.digest, *references])
             await self._screening.screen_pt2(method.exported_program.digest)
@@ -322,6 +327,11 @@ def _artifacts(spec: job_pb2.JobSpec) -> Iterator[common_pb2.Artifact]:
                 yield method.reference
         yield from candidate.model.constant_methods.values()
     yield from spec.inputs.values()
+
+
+def _digests(spec: job_pb2.JobSpec) -> list[str]:
+    """Return the digests of a spec, each once; there may be a hundred thousand."""
+    return list(dict.fromkeys(artifact.digest for artifact in _artifacts(spec)))
 
 
 def _cells(
