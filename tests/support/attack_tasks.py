@@ -525,3 +525,18 @@ def read_text(request: dict[str, Any], folder: Path, emit: Emit) -> bytes:
         return Path(request["path"]).read_bytes()
     except OSError as error:
         return type(error).__name__.encode()
+
+
+def print_lines(request: object, folder: Path, emit: Emit) -> bytes:
+    """Task: print so many empty lines, as many in one write as a pipe takes."""
+    left = int(str(request))
+    while left > 0:
+        left -= os.write(1, b"\n" * min(left, 1 << 16))
+    return b""
+
+
+def emit_events(request: object, folder: Path, emit: Emit) -> bytes:
+    """Task: emit so many events that name no stage."""
+    for _ in range(int(str(request))):
+        emit(b"[]")
+    return b""

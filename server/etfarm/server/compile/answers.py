@@ -21,6 +21,9 @@ from etfarm.wire.stages import STAGES
 MAX_ANSWER_BYTES: Final = 16 << 20
 """Largest answer that is read: 20 places of each of 150 operators are half a MiB a method. What is large comes as files."""
 
+MAX_FILES: Final = 10_000
+"""Most files that one child gives: some for each of at most 1,000 methods."""
+
 _GREATEST_MS: Final = 1 << 53
 
 
@@ -86,13 +89,24 @@ class Files:
         self._folder = folder
         self._owner = owner
         self._project = project
+        self._left = MAX_FILES
 
     async def adopt(self, name: str) -> common_pb2.Artifact:
-        """Takes one file: a name, never a way out of the folder, never a link or anything else than a file."""
+        """Takes one file: a name, never a way out of the folder, never a link or anything else than a file.
+
+        Raises:
+            BadWorkerAnswer: it is anything else, or one of too many.
+            QuotaExceeded: the project has no room for it.
+        """
+        if self._left == 0:
+            raise BadWorkerAnswer(f"The compile worker names more than {MAX_FILES} files.")
+        self._left -= 1
         try:
             path = await asyncio.to_thread(outputs.claim, self._folder, name)
         except outputs.BadOutputFile as error:
             raise BadWorkerAnswer(error.message) from None
+        # A child may have written anything: it takes from its project what an upload would take.
+        await self._store.require_quota(self._project, path.stat().st_size)
         return await self._store.adopt(path, self._owner, holder=self._project)
 
     async def adopt_all(self, names: Mapping[str, str], into: Mapping[str, common_pb2.Artifact]) -> None:
@@ -119,8 +133,7 @@ async def quantized(answer: Mapping[str, Any], files: Files, methods: Collection
         BadWorkerAnswer: it is none, or of other methods.
     """
     with _read():
-        made = Compilation(stages=_stages(answer["stages"]), warnings=_warnings(answer["warnings"]))
-        _add_stayed(made, answer["stayed_fp32"])
+        made = await asyncio.to_thread(_quantized, answer)
         if set(answer["programs"]) != set(methods):
             raise BadWorkerAnswer("The compile worker answers with other methods than it was asked for.")
         await files.adopt_all(answer["programs"], made.exported_programs)
@@ -139,7 +152,8 @@ async def lowered(answer: Mapping[str, Any], files: Files, stop_after: str = "")
     with _read():
         if (answer["program"] is None or answer["facts"] is None) is not bool(stop_after):
             raise BadWorkerAnswer("The compile worker answers with something else than it was asked for.")
-        made = Compilation(stages=_stages(answer["stages"]), warnings=_warnings(answer["warnings"]))
+        # In a thread: an answer may have a hundred thousand rows.
+        made = await asyncio.to_thread(_lowered, answer)
         # Beside each other: each waits for the disk.
         tasks = (_add_program(made, answer["program"], files), _add_etrecord(made, answer["etrecord"], files))
         inputs, stage_files = answer["inputs"], answer["stage_files"]
@@ -147,12 +161,32 @@ async def lowered(answer: Mapping[str, Any], files: Files, stop_after: str = "")
         for failed in await asyncio.gather(*tasks, *more, return_exceptions=True):
             if failed is not None:
                 raise failed
-        for method, delegation in answer["delegation"].items():
-            made.delegation[method].CopyFrom(_delegation(delegation))
-        _add_described(made, answer)
-        made.modules.extend(compile_pb2.ModuleFootprint(**row) for row in answer["modules"])
-        made.checks.extend(_check(check) for check in answer["checks"])
-        _add_stayed(made, answer["stayed_fp32"])
+    return made
+
+
+def _quantized(answer: Mapping[str, Any]) -> Compilation:
+    """Return a QuantizeResult's texts and numbers."""
+    made = Compilation(stages=_stages(answer["stages"]), warnings=_warnings(answer["warnings"]))
+    _add_stayed(made, answer["stayed_fp32"])
+    return made
+
+
+def _lowered(answer: Mapping[str, Any]) -> Compilation:
+    """Return a LowerResult's texts and numbers."""
+    made = Compilation(stages=_stages(answer["stages"]), warnings=_warnings(answer["warnings"]))
+    for method, delegation in answer["delegation"].items():
+        made.delegation[method].CopyFrom(_delegation(delegation))
+    _add_described(made, answer)
+    made.modules.extend(compile_pb2.ModuleFootprint(**row) for row in answer["modules"])
+    made.checks.extend(_check(check) for check in answer["checks"])
+    _add_stayed(made, answer["stayed_fp32"])
+    return made
+
+
+def _inspected(answer: Mapping[str, Any]) -> Compilation:
+    """Return what a ready program says of itself."""
+    made = Compilation(warnings=_warnings(answer["warnings"]))
+    _add_described(made, answer)
     return made
 
 
@@ -175,9 +209,7 @@ async def inspected(answer: Mapping[str, Any], files: Files) -> Compilation:
         BadWorkerAnswer: it is none.
     """
     with _read():
-        made = Compilation(warnings=_warnings(answer["warnings"]))
-        _add_described(made, answer)
-    return made
+        return await asyncio.to_thread(_inspected, answer)
 
 
 def recipes(answer: Mapping[str, Any]) -> compile_pb2.ListRecipesResponse:

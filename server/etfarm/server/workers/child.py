@@ -36,6 +36,9 @@ from etfarm.wire.sandbox import cgroups, syscalls
 _POLL_MS: Final = 500
 """How often a supervisor looks at what the kernel does not limit: the disk, and in places the memory of its tree."""
 
+_RESERVE_FILES: Final = 20_000
+"""Files that the disk of a child's folder can still take; a twentieth of a small disk's."""
+
 
 @dataclass(frozen=True)
 class Order:
@@ -122,7 +125,9 @@ def _wait(events: select.poll, group: cgroups.Group | None, watch: TreeMemory | 
             events.poll(_POLL_MS)
             return False
         disk = os.statvfs(order.folder)
-        if disk.f_bavail * disk.f_frsize < order.limits.reserve_bytes:
+        # Empty files take no bytes, and the host is as full without inodes.
+        few_files = disk.f_favail < min(_RESERVE_FILES, disk.f_files // 20)
+        if few_files or disk.f_bavail * disk.f_frsize < order.limits.reserve_bytes:
             return True
     return False
 

@@ -299,7 +299,7 @@ class Workers:
             if said["out_of_memory"]:
                 raise faults.ChildOutOfMemory(task, self._limits.memory_bytes, heard.stage, "\n".join(heard.tail)[-2000:])
             if said["disk_full"]:
-                raise faults.ChildDiskFull(task, f"the disk has less than {self._limits.reserve_bytes >> 20} MiB left")
+                raise faults.ChildDiskFull(task, f"the disk has less than {self._limits.reserve_bytes >> 20} MiB or files left")
             if said["too_many_processes"]:
                 raise faults.ChildTooManyProcesses(task, self._limits.processes, heard.stage)
         if heard.error is not None:
