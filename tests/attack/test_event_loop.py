@@ -88,6 +88,20 @@ async def test_a_child_that_emits_without_end_is_ended(workers: Workers, turns: 
     assert max(turns.counts.values()) < A_TURN
 
 
+async def test_a_project_that_queues_much_leaves_the_next_turn_to_another(workers: Workers) -> None:
+    done: list[str] = []
+
+    async def run(project: str) -> None:
+        async with await workers.run(f"{TASKS}:print_lines", 0, deadline_s=120, whose=project):
+            done.append(project)
+
+    await workers.ready()
+    async with asyncio.TaskGroup() as group:
+        for project in [*["first"] * 12, "second"]:
+            group.create_task(run(project))
+    assert done.index("second") <= 2
+
+
 async def test_a_look_for_many_stored_artifacts_holds_up_nobody(
     tmp_path: Path, database: Database, turns: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -272,7 +272,7 @@ class Compiler:
 
         try:
             finished = await self._workers.run(
-                task, request, deadline_s=self._deadline_s, stage_deadline_s=self._stage_deadline_s,
+                task, request, deadline_s=self._deadline_s, stage_deadline_s=self._stage_deadline_s, whose=project,
                 on_event=on_event, on_log=on_log,
             )  # fmt: skip
             async with finished:

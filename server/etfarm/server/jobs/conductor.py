@@ -279,7 +279,7 @@ class Conductor:
             self._analyst.analyze, model.candidate_of(job, cell), way.compilation, cell.method,
             self._execution.inputs_of(job, cell, way.compilation), way.result,
             lambda line: self._joblog.add(job.id, cell.id, "ANALYSIS", line), base=base_of(cell.id, results),
-            numerics=way.numerics, fresh=job.spec.no_cache,
+            numerics=way.numerics, fresh=job.spec.no_cache, project=job.project,
         )  # fmt: skip
         way.analysis = await retry_when_full(analyze)
         self._time(cell, "SERVER", "ANALYZE", started_ms, started)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from datetime import UTC
 from functools import partial
@@ -41,7 +42,7 @@ class JobLive(UserError):
 
 
 class Revision:
-    """Works out again what was measured before. One job at a time: it is nobody's hurry, and the workers have others' to do."""
+    """Works out again what was measured before: one job of a project at a time, since the workers have others' to do."""
 
     def __init__(
         self,
@@ -60,7 +61,8 @@ class Revision:
         self._execution = execution
         self._analyst = analyst
         self._thresholds = thresholds
-        self._turn = asyncio.Lock()
+        self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        """By project: none waits for another's thousand reports."""
 
     async def revise(self, job: Job) -> Sequence[report_pb2.Report]:
         """Writes new reports in place of the job's, with the same ids, all at once; gives them in the order of the cells.
@@ -74,7 +76,7 @@ class Revision:
         """
         if not model.is_terminal(job.state):
             raise JobLive(f"Job {job.id} is still live.", "Wait until it is done: `etfarm jobs watch`.", job=job.id)
-        async with self._turn:
+        async with self._turns[job.project]:
             reports = await self._journal.reports(job.id)
             if not reports:
                 raise ReportNotFound(f"Job {job.id} has no reports.", job=job.id)
@@ -103,6 +105,7 @@ class Revision:
             self._execution.inputs_of(job, cell, way.compilation), result,
             partial(self._joblog.add, job.id, cell.id, "ANALYSIS"),
             base=base_of(cell.id, results), numerics=way.numerics, fresh=job.spec.no_cache,
+            project=job.project,
         )  # fmt: skip
         made = assemble(
             before.id, job, cell, at=before.created_at.ToDatetime(UTC), compilation=way.compilation, device=way.device,

@@ -40,13 +40,14 @@ class Analyst:
         base: Base | None = None,
         numerics: compile_pb2.Compilation | None = None,
         fresh: bool = False,
+        project: str = "",
     ) -> report_pb2.Report:
         """What only the artifacts tell: latency, accuracy, profile and operators, with a `base` how the two compare, and with
         `numerics` the numeric gap; what fails alone is a warning in `compile.warnings`.
 
         Args:
             numerics: what the result's numerics pass ran, which may be `compilation`.
-            fresh: as in `Findings.of`, which is also what is raised.
+            fresh, project: as in `Findings.of`, which is also what is raised.
         """
         path = self._store.place
         sent = candidate.model.methods.get(method)
@@ -73,7 +74,7 @@ class Analyst:
         )
         # What a report can do without is left out where its file is gone.
         await self._store.absent(path.name for path in _paths(request))
-        report = await self._findings.of(request, on_log, fresh=fresh)
+        report = await self._findings.of(request, on_log, fresh=fresh, project=project)
         if base is not None and report.HasField("interleaved"):
             report.interleaved.base_cell = base.cell_id
         return report

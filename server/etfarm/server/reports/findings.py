@@ -112,13 +112,16 @@ class Findings:
         self._kept_bytes = kept_bytes
         self._screen = screen
 
-    async def of(self, request: AnalyzeRequest, on_log: Callable[[str], None], *, fresh: bool = False) -> report_pb2.Report:
+    async def of(
+        self, request: AnalyzeRequest, on_log: Callable[[str], None], *, fresh: bool = False, project: str = ""
+    ) -> report_pb2.Report:
         """The measured parts of a report, as `etfarm.server.reports.analyze` finds them, and `analysis`.
 
         A part whose file is not stored any more, or that a child ended over, is left out, and a warning says so.
 
         Args:
             fresh: found again though it is known.
+            project: who asks.
 
         Raises:
             EtfarmError: a child ended over the samples themselves, or none can be had.
@@ -129,7 +132,7 @@ class Findings:
         if known is not None:
             report = known
         else:
-            report, cut_short = await self._found(request, on_log)
+            report, cut_short = await self._found(request, on_log, project)
             report.analysis.CopyFrom(report_pb2.Analysis(version=_version("etfarm"), key=key))
             report.analysis.at.FromDatetime(self._now())
             if cut_short:
@@ -141,12 +144,12 @@ class Findings:
         return report
 
     async def _found(
-        self, request: AnalyzeRequest, on_log: Callable[[str], None]
+        self, request: AnalyzeRequest, on_log: Callable[[str], None], project: str
     ) -> tuple[report_pb2.Report, list[compile_pb2.Warning]]:
         warnings: list[compile_pb2.Warning] = []
         while True:
             try:
-                return await self._child(request, on_log), warnings
+                return await self._child(request, on_log, project), warnings
             except _DEADLY as error:
                 left_out = _left_out(request, error.stage)
                 if not left_out:
@@ -158,10 +161,10 @@ class Findings:
                 nothing: dict[str, Any] = dict.fromkeys(left_out)
                 request = replace(request, **nothing)
 
-    async def _child(self, request: AnalyzeRequest, on_log: Callable[[str], None]) -> report_pb2.Report:
+    async def _child(self, request: AnalyzeRequest, on_log: Callable[[str], None], project: str) -> report_pb2.Report:
         # No parts of the key: a whole result does not hang on them.
         request = replace(request, limit_s=self._deadline_s, screen=self._screen)
-        finished = await self._workers.run(ANALYZE_TASK, request, deadline_s=self._deadline_s, on_log=on_log)
+        finished = await self._workers.run(ANALYZE_TASK, request, deadline_s=self._deadline_s, whose=project, on_log=on_log)
         async with finished:
             try:
                 return await asyncio.to_thread(report_pb2.Report.FromString, finished.result)

@@ -29,6 +29,7 @@ from etfarm.server.workers.hearing import Heard, follow, listen
 from etfarm.server.workers.jail import Jail, JailOptions
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.measures import JailReport
+from etfarm.server.workers.turns import Turns
 from etfarm.wire.errors import FarmError
 from etfarm.wire.sandbox import cgroups, namespaces
 
@@ -86,7 +87,7 @@ class Workers:
         preload: `module` to import or `module:function` to call in the forkserver before it serves.
         limits: of each child.
         folder: existing or new folder for the children's folders; its old content is deleted at the start.
-        concurrency: children at a time; more callers of `run` wait their turn, in order.
+        concurrency: children at a time; more callers of `run` wait their turn, see there.
         gate: entered around each child's life.
         options: of the children's jail. The children's folders are hidden from each other in any case.
     """
@@ -104,7 +105,7 @@ class Workers:
         self._preload = tuple(preload)
         self._limits = limits
         self._folder = folder.resolve()
-        self._slots = asyncio.Semaphore(concurrency)
+        self._slots = Turns(concurrency)
         self._gate = gate
         self._server: _Forkserver | None = None
         self._network = namespaces.network_inode()
@@ -165,6 +166,7 @@ class Workers:
         *,
         deadline_s: float,
         stage_deadline_s: float | None = None,
+        whose: str = "",
         on_event: Callable[[bytes], None] = lambda _: None,
         on_log: Callable[[str], None] = lambda _: None,
     ) -> Finished:
@@ -178,6 +180,7 @@ class Workers:
             deadline_s: wall-clock seconds from the child's start; waiting for a slot or for warm-up does not count.
             stage_deadline_s: wall-clock seconds of each stage, and of what comes before the first and after each; None
                 for no more than `deadline_s`.
+            whose: the project that asks: those that wait for a slot take turns.
             on_event: gets what the task emits, in order, on the event loop. JSON objects with `stage` and a `phase` of
                 START or END name the stage in which a death happened, and set the stage's clock anew.
             on_log: gets each line that the child, its native code and its subprocesses write to stdout or stderr.
@@ -199,7 +202,7 @@ class Workers:
         self._running.add(me)
         try:
             await self.ready()
-            async with self._slots, self._gate():
+            async with self._slots.take(whose), self._gate():
                 folder = Path(tempfile.mkdtemp(prefix="job-", dir=self._folder))
                 user = self._users.pop()
                 try:

@@ -1,0 +1,84 @@
+"""Slots of children: projects take turns."""
+
+from __future__ import annotations
+
+import asyncio
+
+from etfarm.server.workers.turns import Turns
+
+
+class Queue:
+    """Children that hold a slot until they are ended."""
+
+    def __init__(self, slots: int) -> None:
+        self.turns = Turns(slots)
+        self.running: list[str] = []
+        self._ends: dict[str, asyncio.Event] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def add(self, *names: str) -> None:
+        """Ask for a slot for each; the first letter is the project."""
+        for name in names:
+            self._ends[name] = asyncio.Event()
+            self._tasks[name] = asyncio.create_task(self._run(name))
+            await asyncio.sleep(0)
+
+    async def _run(self, name: str) -> None:
+        async with self.turns.take(name[0]):
+            self.running.append(name)
+            try:
+                await self._ends[name].wait()
+            finally:
+                self.running.remove(name)
+
+    async def end(self, name: str) -> list[str]:
+        """Return who runs then."""
+        self._ends[name].set()
+        await self._tasks[name]
+        await asyncio.sleep(0)
+        return self.running
+
+    async def cancel(self, name: str) -> list[str]:
+        self._tasks[name].cancel()
+        await asyncio.wait([self._tasks[name]])
+        await asyncio.sleep(0)
+        return self.running
+
+
+async def test_who_queues_much_does_not_go_before_who_comes_later() -> None:
+    queue = Queue(1)
+    await queue.add("a1", "a2", "a3", "a4", "b1", "b2")
+    assert queue.running == ["a1"]
+    order = [queue.running[0]]
+    while queue.running:
+        order += await queue.end(queue.running[0])
+    assert order == ["a1", "a2", "b1", "a3", "b2", "a4"]
+
+
+async def test_who_holds_fewer_slots_is_next() -> None:
+    queue = Queue(2)
+    await queue.add("a1", "a2", "a3", "b1", "b2")
+    assert sorted(await queue.end("a1")) == ["a2", "b1"]
+    assert sorted(await queue.end("a2")) == ["a3", "b1"]
+    assert sorted(await queue.end("b1")) == ["a3", "b2"]
+
+
+async def test_who_is_cancelled_takes_no_slot_along() -> None:
+    queue = Queue(1)
+    await queue.add("a1", "a2", "b1")
+    assert await queue.cancel("a2") == ["a1"]
+    assert await queue.cancel("a1") == ["b1"]
+    assert await queue.end("b1") == []
+    await queue.add("c1")
+    assert queue.running == ["c1"]
+    await queue.end("c1")
+
+
+async def test_a_slot_that_is_given_to_who_is_cancelled_in_that_moment_goes_on() -> None:
+    queue = Queue(1)
+    await queue.add("a1", "b1", "c1")
+    queue._ends["a1"].set()
+    await asyncio.sleep(0)  # a1 gives its slot back: b1 has it, and has not run since
+    await queue.cancel("b1")
+    assert queue.running == ["c1"]
+    await queue.end("c1")
