@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import hashlib
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,6 +39,9 @@ _QUANTIZATIONS: Final = {
 
 _ANY_MODEL: Final = "model"
 """What children call a model: a compilation serves other projects too, which must not learn what this one calls it."""
+
+_LARGE_CANDIDATE: Final = 64 << 10
+_KEPT_KEYS: Final = 1_000
 
 _LOG_LINES: Final = 60
 _LOG_CHARACTERS: Final = 6000
@@ -102,6 +106,9 @@ class Compiler:
         self._quantizations: Flights[Outcome] = Flights("quantize")
         self._recipes: compile_pb2.ListRecipesResponse | None = None
         self._listing = asyncio.Lock()
+        self._planning = asyncio.Lock()
+        self._keys: OrderedDict[tuple[bytes, str], dict[str, str]] = OrderedDict()
+        """Of large candidates, by their bytes."""
 
     async def get(self, key: str) -> Compilation:
         """A finished compilation, one that failed included.
@@ -139,11 +146,35 @@ class Compiler:
             stop_after: a stage of the candidate's recipe; empty for a whole program.
             quantize_again: with `fresh`, the shared stages too.
         """
-        # In a thread: it is a digest of up to a hundred thousand calibration samples, for each cell of a job.
-        todo = await asyncio.to_thread(plan, candidate, await self._recipe_of(candidate), stop_after, self._operators)
+        todo = await self._plan(candidate, stop_after)
         outcome = await self._outcome(todo, owner, project, fresh, quantize_again, listener)
         await self._cache.give(project, outcome.made, owner)
         return outcome
+
+    async def _plan(self, candidate: job_pb2.Candidate, stop_after: str) -> Plan:
+        """What is to be done. The keys of a large candidate, a digest of up to a hundred thousand calibration samples, are found
+        in a thread, one at a time, and once for all cells of a job."""
+        recipe = await self._recipe_of(candidate)
+        if candidate.ByteSize() < _LARGE_CANDIDATE:
+            return plan(candidate, recipe, stop_after, self._operators)
+
+        def large() -> Plan:
+            exactly = hashlib.sha256(candidate.SerializeToString(deterministic=True)).digest()
+            if (keys := self._keys.get((exactly, stop_after))) is not None:
+                self._keys.move_to_end((exactly, stop_after))
+                shortened = job_pb2.Candidate()
+                shortened.CopyFrom(candidate)
+                for method in shortened.model.methods.values():
+                    method.ClearField("calibration")
+                return replace(plan(shortened, recipe, stop_after, self._operators), candidate=candidate, **keys)
+            todo = plan(candidate, recipe, stop_after, self._operators)
+            self._keys[exactly, stop_after] = {"key": todo.key, "quantization_key": todo.quantization_key}
+            if len(self._keys) > _KEPT_KEYS:
+                self._keys.popitem(last=False)
+            return todo
+
+        async with self._planning:
+            return await asyncio.to_thread(large)
 
     async def _outcome(
         self, todo: Plan, owner: str, project: str, fresh: bool, quantize_again: bool, listener: Listener
