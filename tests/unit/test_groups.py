@@ -181,7 +181,7 @@ async def test_what_a_result_refers_to_stays_when_a_session_that_named_it_ends(f
         yield Chunk(data=samples_of("a"))
 
     store, samples = farm.conductor._execution._store, artifact_of(samples_of("a"))
-    await store.receive(samples, sent(), "agent")
+    await store.receive(samples, sent(), "default", "agent")
     agent = await farm.agent()
     job = await submit(farm, "a")
     answer(agent, await agent.started())
