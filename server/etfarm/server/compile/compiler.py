@@ -107,8 +107,8 @@ class Compiler:
         self._recipes: compile_pb2.ListRecipesResponse | None = None
         self._listing = asyncio.Lock()
         self._planning = asyncio.Lock()
-        self._keys: OrderedDict[tuple[bytes, str], dict[str, str]] = OrderedDict()
-        """Of large candidates, by their bytes."""
+        self._keys: OrderedDict[tuple[bytes, str], tuple[str, str]] = OrderedDict()
+        """Of large candidates by their bytes and the last stage: the compilation's and the quantization's."""
 
     async def get(self, key: str) -> Compilation:
         """A finished compilation, one that failed included.
@@ -166,9 +166,14 @@ class Compiler:
                 shortened.CopyFrom(candidate)
                 for method in shortened.model.methods.values():
                     method.ClearField("calibration")
-                return replace(plan(shortened, recipe, stop_after, self._operators), candidate=candidate, **keys)
+                return replace(
+                    plan(shortened, recipe, stop_after, self._operators),
+                    candidate=candidate,
+                    key=keys[0],
+                    quantization_key=keys[1],
+                )
             todo = plan(candidate, recipe, stop_after, self._operators)
-            self._keys[exactly, stop_after] = {"key": todo.key, "quantization_key": todo.quantization_key}
+            self._keys[exactly, stop_after] = todo.key, todo.quantization_key
             if len(self._keys) > _KEPT_KEYS:
                 self._keys.popitem(last=False)
             return todo
