@@ -96,7 +96,7 @@ def test_from_the_first_admin_to_a_revoked_user(farm: Farm, tmp_path: Path) -> N
     [
         (["create", "bob", "--expires", "soon"], "--expires must be a number with s, m, h or d, got 'soon'."),
         (["create", "bob", "--role", "king"], "--role must be admin, user, viewer or agent, got 'king'."),
-        (["create", "bob", "--role", "user", "--agent"], "--agent makes a token of the role agent"),
+        (["create", "bob", "--role", "user", "--agent"], "--agent requires the role agent, got --role user."),
     ],
 )
 def test_a_command_that_means_nothing_is_refused_before_anything_is_asked(arguments: list[str], says: str) -> None:

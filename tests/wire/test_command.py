@@ -146,9 +146,3 @@ def test_a_missing_extra_is_named_in_one_sentence(arguments: list[str], blocked:
     assert done.stderr == (
         f"etfarm: `{name}` needs etfarm[{extra}] ({blocked} is not installed): pip install 'etfarm[{extra}]'.\n"
     )
-
-
-@pytest.mark.parametrize("name", ["artifacts"])
-def test_a_command_of_later_work_says_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main([name, "x"]) == 2
-    assert capsys.readouterr().err == f"etfarm: `etfarm {name}` is not available in this version.\n"

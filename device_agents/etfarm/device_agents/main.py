@@ -193,7 +193,7 @@ def _device_id(config: AgentConfig, agent_id: str) -> str:
 
 def _config(options: argparse.Namespace) -> AgentConfig:
     of_user = Access.of(options.server, options.tls_ca)
-    # A device serves every project that it is not kept from.
+    # A device serves every project that it is not restricted from, so ETFARM_PROJECT does not apply.
     access = dataclasses.replace(of_user, tls_cert=options.tls_cert, tls_key=options.tls_key, project="")
     emulator = Emulator.find(options.emulate, options.cpu) if options.emulate else None
     return AgentConfig(
@@ -234,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="etfarm agent",
         description="Serve this machine as a device of a farm. It dials out to the server, so it works behind NAT; it runs "
         "programs one at a time, each in a process of its own. The token is read from ETFARM_TOKEN; a one-time token of "
-        "`etfarm tokens create NAME --agent` is exchanged for one of the agent's own at the first start.",
+        "`etfarm tokens create NAME --agent` is exchanged for the agent's own token at the first start.",
     )
     add = parser.add_argument
     server = os.environ.get(SERVER_VARIABLE)
@@ -295,13 +295,13 @@ def _parser() -> argparse.ArgumentParser:
         "also after a crash; keep: leave it as it is; default: " f"{AgentConfig.governor}")  # fmt: skip
     confinement = parser.add_argument_group(
         "confinement",
-        "A program sees its own folder, its runner and no network. Where the agent is root, it has a user of its own. What this "
-        "machine's kernel lacks is left out and logged.",
+        "A program sees its own folder and its runner, but no network. Where the agent is root, the program has its own user. "
+        "Measures that this machine's kernel lacks are left out and logged.",
     )
     add = confinement.add_argument
-    add("--require-jail", action="store_true", help="do not start where programs cannot be confined")
+    add("--require-jail", action="store_true", help="do not start on a machine that cannot confine programs")
     add("--runner-users", metavar="FIRST-LAST", type=_users, default=DEFAULT_USERS,
-        help="numbers of users, without accounts, that programs run as where the agent is root; default: "
+        help="user ids without accounts that programs run as where the agent is root; default: "
         f"{DEFAULT_USERS.start}-{DEFAULT_USERS.stop - 1}")  # fmt: skip
     add = parser.add_argument
     add("--print-unit", action="store_true", help="print a systemd unit that runs this command from the machine's start on, and "
@@ -327,7 +327,7 @@ def _cores(text: str) -> frozenset[int]:
 def _users(text: str) -> range:
     first, dash, last = text.partition("-")
     if not (dash and first.isascii() and first.isdigit() and last.isascii() and last.isdigit() and 0 < int(first) <= int(last)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST-LAST, as 64000-64999")
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST-LAST, such as 64000-64999")
     return range(int(first), int(last) + 1)
 
 
@@ -365,7 +365,7 @@ def _say(line: str) -> None:
 
 
 class _OneLine(logging.Formatter):
-    """A record, its traceback included, on one line, without what of others would steer a terminal."""
+    """A record, its traceback included, on one line and without control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         return in_a_line(super().format(record).replace("\n", " | "))

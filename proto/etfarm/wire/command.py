@@ -19,7 +19,8 @@ SUMMARIES = {
     "jobs": "list, show, watch and cancel jobs, read their logs",
     "devices": "list, show, restrict and forget the devices of the farm",
     "agents": "list agent identities, and bind them to tokens",
-    "projects": "list projects, make them and change their members",
+    "projects": "list and create projects, change their members and limits",
+    "artifacts": "list, get, put and verify the files that the farm stores",
     "recipes": "list and show recipes, and what is missing for those that cannot run here",
     "report": "show a job's reports again",
     "history": "show how the reports of a model went over time, and what changed",
@@ -29,16 +30,13 @@ SUMMARIES = {
     "bundle.add": "give a runner to the farm, for the devices that match it",
     "bundle.list": "show the farm's runners with their architecture, ExecuTorch, backends and size",
     "tokens": "create, list, revoke and rotate the tokens that let people and agents in",
-    "tokens.init": "make the first admin's token in a server's own files",
+    "tokens.init": "create the first admin's token in a server's own files",
     "audit": "show who changed what, and who was refused",
     "serve": "run the compile server",
     "agent": "serve this machine as a device",
     "up": "keep the embedded farm of this user running",
 }
 """What `etfarm --help` says of each command, so that it need not load them; those with a dot are a command's own."""
-
-LATER = ("artifacts",)
-"""Commands of later versions."""
 
 _EXTRAS = {"etfarm.server": "server", "etfarm.device_agents": "agent", "etfarm.client": "cli"}
 
@@ -97,9 +95,6 @@ def _load(point: EntryPoint) -> Callable[[list[str]], int | None]:
 
 
 def _unknown(commands: dict[str, EntryPoint], arguments: list[str]) -> int:
-    if arguments[0] in LATER:
-        print(f"etfarm: `etfarm {arguments[0]}` is not available in this version.", file=sys.stderr)
-        return 2
     inner = sorted(name.partition(".")[2] for name in commands if name.startswith(f"{arguments[0]}."))
     if inner:
         usage = f"usage: etfarm {arguments[0]} {{{','.join(inner)}}} ..."
@@ -125,7 +120,7 @@ def _help() -> str:
     return (
         "usage: etfarm COMMAND ...\n\nA device farm for ExecuTorch that you host yourself.\n\n"
         f"{_rows([name for name in SUMMARIES if '.' not in name])}\n\n"
-        "`etfarm COMMAND --help` tells more. --project NAME (or ETFARM_PROJECT) selects the project of what a command makes.\n"
+        "`etfarm COMMAND --help` tells more. --project NAME (or ETFARM_PROJECT) selects the project of what a command creates.\n"
         "Without --server or ETFARM_SERVER a command uses a farm of its own and leaves nothing running."
     )
 

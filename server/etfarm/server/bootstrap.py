@@ -1,4 +1,4 @@
-"""`etfarm tokens init`: the first admin's token, written into the database by whoever may write the server's files."""
+"""`etfarm tokens init`: create the first admin's token, in the server's own database."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from etfarm.wire.names import data_folder
 
 
 def main(argv: list[str]) -> int:
-    """Runs `etfarm tokens init`."""
-    made = argparse.ArgumentParser(
+    """Run `etfarm tokens init`."""
+    parser = argparse.ArgumentParser(
         prog="etfarm tokens init",
-        description="Make an admin's token in a server's own files, and print it once. It is for the first admin, or one that "
-        "lost the token; the server may run or not. From then on the server asks every caller for a token.",
+        description="Create an admin's token in the server's own files and print its secret, which is not shown again. Use it "
+        "for the first admin, or when all admins' tokens are lost; the server may be running. From then on the server asks "
+        "every caller for a token.",
     )
-    made.add_argument("name", metavar="NAME", help="the admin: letters, digits, dots, dashes and underscores")
-    made.add_argument("--data", type=Path, metavar="DIR",
-                      help=f"the server's files (default: {data_folder() / 'server'})".replace("%", "%%"))  # fmt: skip
-    arguments = made.parse_args(argv)
+    parser.add_argument("name", metavar="NAME", help="name of the admin: letters, digits, dots, dashes and underscores")
+    parser.add_argument("--data", type=Path, metavar="DIR",
+                        help=f"the server's data folder (default: {data_folder() / 'server'})".replace("%", "%%"))  # fmt: skip
+    arguments = parser.parse_args(argv)
     folder = arguments.data or data_folder() / "server"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -51,7 +52,7 @@ async def _create(folder: Path, name: str) -> str:
         await audit.flush(durable=True)
     finally:
         database.close()
-    # A running server reads the tokens again.
+    # Makes a running server read the tokens again.
     (folder / TOKENS_CHANGED).touch()
     return secret
 

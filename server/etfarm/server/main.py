@@ -84,31 +84,34 @@ def parser() -> argparse.ArgumentParser:
         help="how long a run waits for its agent (default %(default)g s)",
     )
     made.add_argument("--project-storage-gib", type=_storage, default=None, metavar="N",
-                      help="artifacts of a project; 0: no bound (default: 20 with --tokens, else no bound)")  # fmt: skip
+                      help="storage limit of a project that has none of its own; 0: unlimited (default: 20 on a server with "
+                      "tokens, else unlimited)")  # fmt: skip
     made.add_argument("--max-artifact-gib", type=_positive, default=16, metavar="N",
-                      help="size of one artifact (default %(default)s)")  # fmt: skip
+                      help="largest artifact that can be uploaded (default %(default)s)")  # fmt: skip
     made.add_argument("--keep-free-mib", type=_positive, default=256, metavar="N",
-                      help="disk that uploads leave free (default %(default)s)")  # fmt: skip
+                      help="disk space that uploads leave free (default %(default)s)")  # fmt: skip
     made.add_argument("--thresholds", type=Path, metavar="FILE",
                       help="TOML of what makes a measurement INVALID, as max_drift = 0.2 (default: built in)")  # fmt: skip
     made.add_argument("--quota", action="append", default=[], metavar="NAME=N",
-                      help=f"how much one user or project may have under way, once for each of: {_quotas()}")  # fmt: skip
+                      help="limit on what one user or project may have under way; repeatable. Names and defaults: "
+                      f"{_quotas()}")  # fmt: skip
     made.add_argument("--require-jail", action=argparse.BooleanOptionalAction,
-                      help="refuse to start where the host does not allow a measure of the compile processes' jail "
-                      "(default: where other machines reach the address)")  # fmt: skip
+                      help="do not start unless the host allows every measure of the compile processes' jail (default: required "
+                      "where other machines reach the address)")  # fmt: skip
     made.add_argument("--jail-readable", type=Path, action="append", default=[], metavar="PATH",
-                      help="a file or folder, besides the system and the installed code, that compile processes may read; "
+                      help="file or folder that compile processes may read besides the system and the installed code; "
                       "repeatable")  # fmt: skip
     made.add_argument("--jail-user", type=_positive, metavar="UID",
-                      help="first of the users that compile processes run as, one for each at a time, where the server is root "
-                      "(default: chosen, above 1900000000)")  # fmt: skip
+                      help="first of the user ids that compile processes run as, one for each worker, where the server is root "
+                      "(default: chosen, from 1900000000 on)")  # fmt: skip
     made.add_argument("--check", action="store_true",
-                      help="print the configuration, the measures of the jail and every problem, and start nothing; exit 1 where "
-                      "the server would not start")  # fmt: skip
+                      help="print the configuration, the measures of the jail and every problem, and exit: with 1 if the server "
+                      "would not start")  # fmt: skip
     made.add_argument("--allow-operators", type=Path, action="append", default=[], metavar="FILE",
-                      help="operators that uploaded models may use beside the built-in list, one NAMESPACE.NAME.OVERLOAD a "
-                      "line, # begins a comment; may be given several times. A plug-in allows its own with an entry point in the "
-                      f"group {operators.PLUGINS}: the operator is its name, the module that registers it its value")  # fmt: skip
+                      help="file of operators that uploaded models may use besides the built-in list: one "
+                      "NAMESPACE.NAME.OVERLOAD a line, # starts a comment; repeatable. A plug-in allows its own with an entry "
+                      f"point in the group {operators.PLUGINS}, whose name is the operator and whose value is the module that "
+                      "registers it")  # fmt: skip
     made.add_argument("--no-bundle", action="store_true", help="do not build the runner bundle for this machine")
     made.add_argument("--address-file", type=Path, metavar="FILE", help="write the address there once listening")
     made.add_argument("--exit-with-stdin", action="store_true", help="end when stdin ends")
@@ -197,7 +200,7 @@ async def _serve(config: Config) -> None:
             await stop.wait()
     finally:
         if damage:
-            # Whatever else fails on the way out fails by it.
+            # What else fails on the way out is a consequence of the damage.
             raise damage[0] from None
 
 
@@ -228,7 +231,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _without_steering(_: object, __: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
-    """Mark what of others would steer the terminal that shows the log; a traceback keeps its lines."""
+    """Replace control characters, which would steer the terminal that shows the log; a traceback keeps its lines."""
     return {
         key: value if not isinstance(value, str) else printable(value) if key == "exception" else in_a_line(value)
         for key, value in event.items()

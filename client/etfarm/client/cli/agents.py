@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
 
 
 def list_(server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
-    """Show every known agent identity with its principal, and those that were refused because nothing binds them."""
+    """List the known agent identities with their principals, and those that were refused because they are not bound."""
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli import output
 
@@ -30,7 +30,7 @@ def list_(server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
 
     agents = run_async(fetch)
     if not agents:
-        print("No agent has connected so far: run `etfarm agent` on a device.")
+        print("No agent has connected yet: run `etfarm agent` on a device.")
         return
     rows = [
         (
@@ -45,12 +45,12 @@ def list_(server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
 
 
 def bind(
-    agent_id: Annotated[str, typer.Argument(metavar="AGENT", help="The identity, as `etfarm agents list` shows it.")],
-    principal: Annotated[str, typer.Argument(metavar="NAME", help="Whose token may connect as the agent from now on.")],
+    agent_id: Annotated[str, typer.Argument(metavar="AGENT", help="The agent identity, as `etfarm agents list` shows it.")],
+    principal: Annotated[str, typer.Argument(metavar="NAME", help="Principal whose token may connect as the agent from now on.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
 ) -> None:
-    """Bind an agent identity to a principal. A connection with another token ends."""
+    """Bind an agent identity to a principal, and end a connection that another principal's token made."""
     from etfarm.client.aio import AsyncFarm
 
     async def change() -> Agent:

@@ -131,7 +131,7 @@ def execute(
         name: what comes after `etfarm`.
         about: the group's help; a function's is its docstring.
         later: subcommands of a group that this version knows and does not have.
-        takes_project: whether `--project NAME` selects the project of what the command makes.
+        takes_project: whether `--project NAME` selects the project that owns what the command creates.
     """
     outcome = Outcome()
     code, error = 0, None
@@ -306,7 +306,9 @@ def _run(command: Command | Mapping[str, Command], argv: list[str], name: str, a
 
 
 def _choose_project(argv: list[str]) -> list[str]:
-    """Return the arguments without `--project NAME`, which every command that calls a farm has; the last one counts.
+    """Select the project of `--project NAME`, an option of every command that calls a farm, and return the other arguments.
+
+    The last one counts.
 
     Raises:
         Usage: the name is missing.

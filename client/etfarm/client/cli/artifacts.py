@@ -1,4 +1,4 @@
-"""Command line: `etfarm artifacts`, what the store keeps: list, get, put, verify."""
+"""`etfarm artifacts`: list, fetch, store and verify artifacts."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_ABOUT = "The models, programs, traces and outputs that the farm keeps for your projects."
-Digest = Annotated[str, typer.Argument(metavar="DIGEST", help="Its sha256, or the first characters.")]
+_ABOUT = "Lists, fetches, stores and verifies the models, programs, traces and outputs that the farm keeps for your projects."
+Digest = Annotated[str, typer.Argument(metavar="DIGEST", help="The artifact's sha256, or its first characters.")]
 
 
 def main(argv: list[str]) -> int:
-    """Runs `etfarm artifacts`."""
+    """Run `etfarm artifacts`."""
     return execute({"list": list_, "get": get, "put": put, "verify": verify}, argv, "artifacts", _ABOUT, later=("collect",))
 
 
 def list_(
-    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="So many, the newest.")] = 50,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="How many to list at most.")] = 50,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
 ) -> None:
-    """The artifacts of your projects, the newest first."""
+    """List the artifacts of your projects, newest first."""
     from etfarm.client import artifacts, units
     from etfarm.client.cli import output
 
@@ -50,7 +50,7 @@ def list_(
 
     rows = _connected(fetch, server, tls_ca)
     if not rows:
-        print("No artifacts so far: `etfarm bench` and `etfarm compile` bring them.")
+        print("No artifacts yet: `etfarm bench`, `etfarm compile` and `etfarm artifacts put` store some.")
         return
     output.show_table(("DIGEST", "SIZE", "PROJECT", "OWNER", "STORED (UTC)"), rows, right=("SIZE",), shrink=("OWNER",))
     if len(rows) == limit:
@@ -59,11 +59,11 @@ def list_(
 
 def get(
     digest: Digest,
-    file: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Where to put it.")],
+    file: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="File to write.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
 ) -> None:
-    """Fetches an artifact, whole and verified."""
+    """Download an artifact and verify its sha256."""
     from etfarm.client import artifacts, units
 
     must_be_writable(file)
@@ -72,11 +72,11 @@ def get(
 
 
 def put(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What to store.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to store.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
 ) -> None:
-    """Stores a file for your project; prints its digest."""
+    """Store a file for your project and print its digest."""
     from etfarm.client import artifacts
     from etfarm.client.cli.bench import must_be_file
 
@@ -86,9 +86,9 @@ def put(
 
 
 def verify(server: options.Server = None, tls_ca: options.TlsCa = None) -> int:
-    """Reads every stored artifact again (admins). A damaged one leaves the store; the next upload of its bytes heals it.
+    """Verify every stored artifact. A damaged one leaves the store; the next upload of its bytes restores it. Admins only.
 
-    The exit code is 1 where any is damaged.
+    The exit code is 1 if any artifact is damaged.
     """
     import sys
 
@@ -103,7 +103,7 @@ def verify(server: options.Server = None, tls_ca: options.TlsCa = None) -> int:
         print("\r", end="", file=sys.stderr, flush=True)
     for artifact in damaged:
         print(f"damaged: {in_a_line(artifact.digest)} ({units.size(artifact.size_bytes)})")
-    print(f"{last.total} artifacts with {units.size(last.done_bytes)} were read, {len(damaged)} of them damaged.")
+    print(f"Verified {last.total} artifacts ({units.size(last.done_bytes)}); {len(damaged)} are damaged.")
     return 1 if damaged else 0
 
 

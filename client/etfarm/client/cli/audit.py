@@ -1,4 +1,4 @@
-"""Step 10, command line: `etfarm audit`, who did what."""
+"""`etfarm audit`: list who changed what, and who was refused."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `etfarm audit`."""
+    """Run `etfarm audit`."""
     return execute(audit, argv, "audit")
 
 
 def audit(
     principal: Annotated[str, typer.Option("--principal", metavar="NAME", help="Only what this principal did.")] = "",
-    action: Annotated[str, typer.Option("--action", metavar="RPC", help="Only this, such as JobService.Submit.")] = "",
-    most: Annotated[int, typer.Option("--most", metavar="N", min=1, max=1_000_000, help="At most so many entries. [100]")] = 100,
-    json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write them as JSON there; - is stdout.")] = None,
+    action: Annotated[str, typer.Option("--action", metavar="RPC", help="Only this rpc, such as JobService.Submit.")] = "",
+    most: Annotated[
+        int, typer.Option("--most", metavar="N", min=1, max=1_000_000, help="How many entries to list at most.")
+    ] = 100,
+    json: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the entries there as JSON; - is stdout.")
+    ] = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
 ) -> None:
-    """Who changed what and who was refused, newest first. Admins only."""
+    """List who changed what, and who was refused, newest first. Admins only."""
     from rich.text import Text
 
     from etfarm.client.access import open_access
@@ -37,13 +41,13 @@ def audit(
         async with open_access(server, tls_ca=tls_ca) as access:
             return await access.audit(principal=principal, action=action, most=most)
 
-    found = run_async(fetch)
+    entries = run_async(fetch)
     if json is not None:
-        _write(json, found)
+        _write(json, entries)
         if json == STDOUT:
             return
-    if not found:
-        print("The audit log has no such entry.")
+    if not entries:
+        print("No entry of the audit log matches.")
         return
     rows = [
         (
@@ -57,7 +61,7 @@ def audit(
             Text(entry.outcome, style="" if entry.outcome == "OK" else "yellow"),
             entry.detail,
         )
-        for entry in found
+        for entry in entries
     ]
     heads = ("#", "TIME", "NAME", "ROLE", "FROM", "ACTION", "SUBJECT", "OUTCOME", "DETAIL")
     output.show_table(heads, rows, right=("#",), shrink=("DETAIL", "SUBJECT", "NAME"))

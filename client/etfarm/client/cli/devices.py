@@ -95,7 +95,7 @@ def forget(
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
 ) -> None:
-    """Remove an offline device from the farm. Its reports stay; it is known again when an agent announces it. Admins only."""
+    """Remove an offline device from the farm. Its reports stay; it comes back when an agent announces it. Admins only."""
     from etfarm.client.aio import AsyncFarm
 
     async def remove() -> Device:
@@ -111,13 +111,13 @@ def forget(
 def restrict(
     device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
     project: Annotated[
-        list[str] | None, typer.Option("--project", metavar="P", help="A project that may use it. Again for more.")
+        list[str] | None, typer.Option("--project", metavar="P", help="A project that may use the device; repeatable.")
     ] = None,
-    all_: Annotated[bool, typer.Option("--all", help="Every project may use it.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Let every project use the device.")] = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
 ) -> None:
-    """Lets only some projects use a device: for the others it does not exist. For admins; what runs on it now goes on."""
+    """Let only some projects use a device; others do not see it. What runs on it now continues. Admins only."""
     from etfarm.client.aio import AsyncFarm
 
     if bool(project) == all_:
@@ -127,8 +127,8 @@ def restrict(
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
             return await farm.restrict_device(device, project or ())
 
-    one = run_async(change)
-    tell(f"{one.name} runs jobs of {', '.join(one.projects) or 'every project'}.")
+    changed = run_async(change)
+    tell(f"{changed.name} runs jobs of {', '.join(changed.projects) or 'every project'}.")
 
 
 def facts(one: Device, now: datetime) -> Iterator[tuple[str, RenderableType]]:

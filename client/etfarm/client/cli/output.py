@@ -28,8 +28,11 @@ LEAST_WIDTH = 8
 
 
 class PlainConsole(Console):
-    """A console on which only rich itself steers the terminal: what it is given to show is `printable`, however deep inside,
-    and no text is read as markup: `[red]`, `[link=...]` and `:name:` are shown as they are."""
+    """A console on which only rich itself controls the terminal.
+
+    It makes every text `printable`, however deeply nested, and reads none as markup: `[red]`, `[link=...]` and `:name:` are shown
+    as they are.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, "highlight": False, **options})

@@ -1,4 +1,4 @@
-"""Step 1, command line: `etfarm projects`, whose jobs, artifacts, tags and reports are whose."""
+"""`etfarm projects`: list and create projects, change their members and storage limits."""
 
 from __future__ import annotations
 
@@ -23,18 +23,23 @@ _SIZE: Final = re.compile(r"([0-9]{1,15})\s*([A-Za-z]*)\Z", re.ASCII)
 
 Name = Annotated[str, typer.Argument(metavar="PROJECT", help="The project's name.")]
 Storage = Annotated[
-    str, typer.Option("--storage", metavar="SIZE", help="What its artifacts may take together, 20GiB or default.")
+    str, typer.Option("--storage", metavar="SIZE", help="Limit of all its artifacts together, such as 20GiB, or default.")
 ]
 
 
 def main(argv: list[str]) -> int:
-    """Runs `etfarm projects`."""
+    """Run `etfarm projects`."""
     commands: dict[str, Command] = {"list": list_, "create": create, "add": add, "remove": remove, "limit": limit}
-    return execute(commands, argv, "projects", "Lists projects, makes them and changes their members. Changes are for admins.")
+    return execute(
+        commands,
+        argv,
+        "projects",
+        "Lists and creates projects, and changes their members and limits. Only admins change anything.",
+    )
 
 
 def list_(server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
-    """Your projects; all of them for an admin."""
+    """List your projects; an admin sees all."""
     _show(_call(lambda projects: projects.list(), server, tls_ca))
 
 
@@ -45,12 +50,12 @@ def create(
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
 ) -> None:
-    """Makes a project."""
+    """Create a project."""
     limit_bytes = size_of(storage)
-    made = _call(
+    created = _call(
         lambda projects: projects.create(project, member or (), storage_limit_bytes=limit_bytes), server, tls_ca
     )  # fmt: skip
-    _show([made])
+    _show([created])
 
 
 def add(
@@ -59,7 +64,7 @@ def add(
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
 ) -> None:
-    """Makes principals members. They leave `default` with their first project, unless they are added to it as well."""
+    """Add members to a project. A member's first project replaces `default`, unless you add the member there as well."""
     _show([_each(members, lambda projects, name: projects.add_member(project, name), server, tls_ca)])
 
 
@@ -69,12 +74,12 @@ def remove(
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
 ) -> None:
-    """Ends memberships. Who is a member of no project any more is one of `default`: revoke the token to lock somebody out."""
+    """Remove members from a project. Someone without any project is a member of `default`; to lock them out, revoke the token."""
     _show([_each(members, lambda projects, name: projects.remove_member(project, name), server, tls_ca)])
 
 
 def limit(project: Name, storage: Storage, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
-    """Changes what a project's artifacts may take together."""
+    """Change the storage limit of a project's artifacts."""
     limit_bytes = size_of(storage)
     _show([_call(lambda projects: projects.limit(project, limit_bytes), server, tls_ca)])
 
@@ -83,7 +88,7 @@ def size_of(text: str) -> int | None:
     """Return the bytes of `20GiB` or `1048576`; None for the server's default.
 
     Raises:
-        Usage: it is not a size.
+        Usage: the text is not a size.
     """
     if text in ("", "default"):
         return None
@@ -106,10 +111,10 @@ def _call(do: Callable[[AsyncProjects], Awaitable[Answer]], server: str | None, 
 def _each(
     names: Sequence[str], do: Callable[[AsyncProjects, str], Awaitable[Project]], server: str | None, tls_ca: str | None
 ) -> Project:
-    async def all_of_them(projects: AsyncProjects) -> Project:
+    async def change(projects: AsyncProjects) -> Project:
         return [await do(projects, name) for name in names][-1]
 
-    return _call(all_of_them, server, tls_ca)
+    return _call(change, server, tls_ca)
 
 
 def _show(projects: Sequence[Project]) -> None:
@@ -117,7 +122,7 @@ def _show(projects: Sequence[Project]) -> None:
     from etfarm.client.cli import output
 
     if not projects:
-        tell("There is no project that you are a member of.")
+        tell("You are not a member of any project.")
         return
     rows = [
         (

@@ -1,4 +1,4 @@
-"""Step 1, command line: `etfarm tokens`, who may use a farm."""
+"""`etfarm tokens`: create, list, revoke and rotate the tokens of a farm."""
 
 from __future__ import annotations
 
@@ -19,30 +19,34 @@ if TYPE_CHECKING:
     from etfarm.client.access import Token
 
 _ABOUT = (
-    "Creates, lists, revokes and rotates the tokens that let people and agents in. Admins only; anybody may rotate their own. "
-    "The first admin's token is made on the server's machine: `etfarm tokens init NAME`."
+    "Creates, lists, revokes and rotates the tokens that let people and agents in. Admins only; anyone may rotate their own "
+    "token. Create the first admin's token on the server's machine, with `etfarm tokens init NAME`."
 )
 
 _LIFETIME = re.compile(r"([0-9]{1,6})([smhd])")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _ENROLMENT_LIFETIME = "1d"
 
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write it as JSON there too; - is stdout.")]
-TokenId = Annotated[str, typer.Argument(metavar="ID", help="As `etfarm tokens list` shows it.")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON; - is stdout.")]
+TokenId = Annotated[str, typer.Argument(metavar="ID", help="The token's id, as `etfarm tokens list` shows it.")]
 
 
 def main(argv: list[str]) -> int:
-    """Runs `etfarm tokens`."""
+    """Run `etfarm tokens`."""
     return execute({"create": create, "list": list_, "revoke": revoke, "rotate": rotate}, argv, "tokens", _ABOUT)
 
 
 def create(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose token it is: a person's, a script's or an agent's name.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the person, script or agent that the token is for.")],
     role: Annotated[str, typer.Option("--role", metavar="ROLE", help="admin, user, viewer or agent. [user]")] = "",
-    agent: Annotated[bool, typer.Option("--agent", help="A one-time token, which `etfarm agent` exchanges for its own.")] = False,
+    agent: Annotated[
+        bool, typer.Option("--agent", help="Create a one-time token, which `etfarm agent` exchanges for one of its own.")
+    ] = False,
     expires: Annotated[
         str,
-        typer.Option("--expires", metavar="TIME", help="How long it is valid: 30d, 12h, 90m. [for ever; --agent: 1d]"),
+        typer.Option(
+            "--expires", metavar="TIME", help="How long the token is valid, such as 30d, 12h or 90m. [no expiry; --agent: 1d]"
+        ),
     ] = "",
     project: Annotated[
         list[str] | None, typer.Option("--project", metavar="P", help="Make NAME a member of this project. Again for more.")
@@ -51,13 +55,13 @@ def create(
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
 ) -> None:
-    """Makes a token and prints its secret, once."""
+    """Create a token and print its secret. The secret is not shown again."""
     from etfarm.client.access import open_access
 
     if role not in ("", "admin", "user", "viewer", "agent"):
         raise Usage(f"--role must be admin, user, viewer or agent, got {role!r}.", value=role)
     if agent and role not in ("", "agent"):
-        raise Usage(f"--agent makes a token of the role agent, and --role is {role}.", "Leave one of the two out.")
+        raise Usage(f"--agent requires the role agent, got --role {role}.", "Leave one of the two out.")
     _check(json)
     lifetime_s = lifetime_of(expires or (_ENROLMENT_LIFETIME if agent else ""))
 
@@ -72,7 +76,7 @@ def create(
 
 
 def list_(json: Json = None, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
-    """All tokens without their secrets, newest first; those of the server's --tokens file last."""
+    """List all tokens without their secrets, newest first; those of the server's --tokens file come last."""
     from etfarm.client import units
     from etfarm.client.access import open_access
     from etfarm.client.cli import output
@@ -81,9 +85,9 @@ def list_(json: Json = None, server: options.Server = None, tls_ca: options.TlsC
         async with open_access(server, tls_ca=tls_ca) as access:
             return await access.tokens()
 
-    found = run_async(fetch)
+    tokens = run_async(fetch)
     if json is not None:
-        _write(json, [_document(token) for token in found])
+        _write(json, [_document(token) for token in tokens])
         if json == STDOUT:
             return
     now = datetime.now(UTC)
@@ -99,14 +103,14 @@ def list_(json: Json = None, server: options.Server = None, tls_ca: options.TlsC
             units.ago(token.last_used_at, now),
             token.agent_id or "-",
         )
-        for token in found
+        for token in tokens
     ]
     heads = ("ID", "NAME", "ROLE", "KIND", "STATE", "CREATED", "EXPIRES", "LAST USED", "AGENT")
     output.show_table(heads, rows, shrink=("NAME", "AGENT"))
 
 
 def revoke(token: TokenId, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
-    """Ends a token at once, and the calls that use it."""
+    """Revoke a token at once, and end the calls that use it."""
     from etfarm.client.access import open_access
 
     async def send() -> Token:
@@ -118,12 +122,12 @@ def revoke(token: TokenId, server: options.Server = None, tls_ca: options.TlsCa 
 
 
 def rotate(
-    token: Annotated[str, typer.Argument(metavar="[ID]", help="Your own token when it is left out.")] = "",
+    token: Annotated[str, typer.Argument(metavar="ID", help="The token's id; your own token when left out.")] = "",
     json: Json = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
 ) -> None:
-    """Replaces a token's secret at once, and prints the new one, once."""
+    """Replace a token's secret at once, and print the new one. It is not shown again."""
     from etfarm.client.access import open_access
 
     _check(json)
@@ -136,10 +140,10 @@ def rotate(
 
 
 def lifetime_of(text: str) -> float | None:
-    """Return the seconds of `30d`, `12h`, `90m` or `10s`; None of an empty text.
+    """Return the seconds of `30d`, `12h`, `90m` or `10s`; None for an empty text.
 
     Raises:
-        Usage: it is of another form.
+        Usage: the text has another form.
     """
     if not text:
         return None
@@ -150,13 +154,13 @@ def lifetime_of(text: str) -> float | None:
 
 
 def _show_secret(token: Token, secret: str, json: str | None) -> None:
-    """Prints the secret alone on stdout, so that scripts can take it, and what it is on stderr."""
+    """Print the secret alone on stdout, for scripts, and its description on stderr."""
     if json is not None:
         _write(json, _document(token) | {"secret": secret})
     if json != STDOUT:
         until = f", until {token.expires_at.astimezone():%Y-%m-%d %H:%M}" if token.expires_at else ""
-        once = "for one enrolment" if token.kind == "enrolment" else f"of {token.principal} ({token.role})"
-        sentence = in_a_line(f"Token {token.id} {once}{until}. It is not shown again; ETFARM_TOKEN takes it:")
+        use = "for one enrolment" if token.kind == "enrolment" else f"of {token.principal} ({token.role})"
+        sentence = in_a_line(f"Token {token.id} {use}{until}. It is not shown again; ETFARM_TOKEN takes it:")
         print(sentence, file=sys.stderr, flush=True)
         print(in_a_line(secret))
 
@@ -166,7 +170,7 @@ def _document(token: Token) -> dict[str, object]:
 
 
 def _check(file: str | None) -> None:
-    """Refuses a file that cannot be written before a secret is made that would be lost."""
+    """Check that the file can be written, before the server creates a secret that would be lost."""
     from etfarm.client.cli.app import must_be_writable
 
     if file not in (None, STDOUT):
