@@ -1,4 +1,4 @@
-"""Who may use a farm, client: tokens and the audit log. Only admins call these, but for the rotation of one's own token."""
+"""A farm's tokens and audit log. Only admins may use them, except that anyone may rotate their own token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Token:
     role: str
     """`admin`, `user`, `agent` or `viewer`."""
     state: str
-    """`valid`, `expired`, `revoked`, or `used` of an enrolment token."""
+    """`valid`, `expired`, `revoked`, or, for an enrolment token that was exchanged, `used`."""
     kind: str
     """`database`, `file`, or `enrolment`."""
     created_at: datetime | None
@@ -57,7 +57,7 @@ class AccessControl:
     """The tokens and the audit log of a farm."""
 
     def __init__(self, stubs: Stubs) -> None:
-        """Made by `open_access`."""
+        """Wrap a connection's stubs; use `open_access`."""
         self._stubs = stubs
 
     async def create_token(
@@ -69,46 +69,46 @@ class AccessControl:
         projects: Sequence[str] = (),
         enrolment: bool = False,
     ) -> tuple[Token, str]:
-        """Make a token; returns it and its secret, which cannot be read again."""
+        """Create a token. Return it and its secret, which cannot be read again."""
         request = token_pb2.CreateTokenRequest(
             principal=principal, role=common_pb2.Role.Value(f"ROLE_{role.upper()}"), lifetime_s=lifetime_s, enrolment=enrolment,
             projects=projects,
         )  # fmt: skip
-        made = await self._call(self._stubs.tokens.Create, request)
-        return _token(made.token), made.secret
+        created = await self._call(self._stubs.tokens.Create, request)
+        return _token(created.token), created.secret
 
     async def tokens(self) -> list[Token]:
-        """Return every token, newest first, those of the server's `--tokens` file last."""
-        found: list[Token] = []
+        """Return every token, newest first; those of the server's `--tokens` file come last."""
+        tokens: list[Token] = []
         request = token_pb2.ListTokensRequest(page_size=_PAGE)
         while True:
             page = await self._call(self._stubs.tokens.List, request)
-            found += map(_token, page.tokens)
+            tokens += map(_token, page.tokens)
             if not page.next_page_token:
-                return found
+                return tokens
             request.page_token = page.next_page_token
 
     async def revoke_token(self, token_id: str) -> Token:
-        """End a token and the calls that use it."""
+        """Revoke a token and end the calls that use it."""
         return _token(await self._call(self._stubs.tokens.Revoke, token_pb2.RevokeTokenRequest(id=token_id)))
 
     async def rotate_token(self, token_id: str = "") -> tuple[Token, str]:
-        """Replace the secret of a token, of the caller's own without an id; returns it and the new secret."""
-        made = await self._call(self._stubs.tokens.Rotate, token_pb2.RotateTokenRequest(id=token_id))
-        return _token(made.token), made.secret
+        """Replace a token's secret; without an id, that of the caller's own token. Return the token and its new secret."""
+        rotated = await self._call(self._stubs.tokens.Rotate, token_pb2.RotateTokenRequest(id=token_id))
+        return _token(rotated.token), rotated.secret
 
     async def audit(self, *, principal: str = "", action: str = "", most: int = 100) -> list[AuditEntry]:
-        """Return entries of the audit log, newest first."""
-        found: list[AuditEntry] = []
+        """Return at most `most` entries of the audit log, newest first."""
+        entries: list[AuditEntry] = []
         request = audit_pb2.ListAuditRequest(principal=principal, action=action)
-        while len(found) < most:
-            request.page_size = min(_PAGE, most - len(found))
+        while len(entries) < most:
+            request.page_size = min(_PAGE, most - len(entries))
             page = await self._call(self._stubs.audit.List, request)
-            found += map(_entry, page.entries)
+            entries += map(_entry, page.entries)
             if not page.next_page_token:
                 break
             request.page_token = page.next_page_token
-        return found
+        return entries
 
     async def _call(self, rpc: Any, request: Any) -> Any:
         try:

@@ -64,7 +64,7 @@ class AsyncFarm:
         address: HOST:PORT, [IPV6]:PORT or unix:PATH; ETFARM_SERVER when None.
         token: the bearer token; ETFARM_TOKEN when None.
         tls_ca: PEM file of the authority that signed the server's certificate; ETFARM_TLS_CA when None.
-        project: owns what is made here; ETFARM_PROJECT when None, else the caller's only project, else `default`.
+        project: owner of what this client creates; ETFARM_PROJECT when None, else the caller's only project, else `default`.
         on_status: told in one sentence what starting the embedded farm waits for.
 
         Raises:
@@ -439,7 +439,7 @@ class AsyncFarm:
         await repeat(lambda: self._open.devices.Forget(request), server=self.address)
 
     async def agents(self) -> list[Agent]:
-        """Return the known agent identities and whose tokens may use them. Admins only."""
+        """Return the known agent identities and the principals whose tokens may use them. Admins only."""
         request = agent_pb2.ListAgentsRequest()
         answer = await repeat(lambda: self._open.agents.ListAgents(request), server=self.address)
         return [decode.agent(agent) for agent in answer.agents]
@@ -454,7 +454,7 @@ class AsyncFarm:
         return decode.agent(await repeat(lambda: self._open.agents.BindAgent(request), server=self.address))
 
     async def restrict_device(self, device_id: str, projects: Sequence[str]) -> Device:
-        """Lets a device run only the jobs and sessions of some projects; any project's where none is named. For admins.
+        """Let a device run only the jobs and sessions of some projects, or of all projects if `projects` is empty. Admins only.
 
         Raises:
             EtfarmError: DEVICE_NOT_FOUND, PROJECT_NOT_FOUND; PERMISSION_DENIED.

@@ -1,4 +1,4 @@
-"""The store's artifacts as a user looks after them: listed, fetched, put there, verified."""
+"""Operations on the artifacts that a farm stores: list, download, upload and verify."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class NoSuchArtifact(UserError):
 
 
 class AmbiguousDigest(UserError):
-    """Several artifacts have digests that begin so."""
+    """Several artifacts have digests that begin with the given digits."""
 
     reason = "AMBIGUOUS_DIGEST"
 
 
 async def list_all(stubs: Stubs, limit: int | None = None) -> AsyncIterator[StoredArtifact]:
-    """Yield the artifacts that the caller's projects hold, the newest first.
+    """Yield the artifacts that the caller's projects hold, newest first.
 
     Raises:
         EtfarmError: as ArtifactService.List says.
@@ -53,10 +53,11 @@ async def list_all(stubs: Stubs, limit: int | None = None) -> AsyncIterator[Stor
 
 
 async def find(stubs: Stubs, digest: str) -> common_pb2.Artifact:
-    """Return the artifact of a digest or of its first characters.
+    """Return the artifact with a digest, given whole or by its first characters.
 
     Raises:
-        NoSuchArtifact, AmbiguousDigest: none begins so, or several do.
+        NoSuchArtifact: no artifact matches.
+        AmbiguousDigest: several artifacts match.
     """
     if not _HEX.fullmatch(digest):
         raise NoSuchArtifact(
@@ -73,7 +74,7 @@ async def find(stubs: Stubs, digest: str) -> common_pb2.Artifact:
 
 
 async def get(stubs: Stubs, digest: str, path: Path) -> common_pb2.Artifact:
-    """Put an artifact at `path`, whole and verified; return which one it was.
+    """Download an artifact to `path` and verify it. Return the artifact.
 
     Raises:
         EtfarmError: as `find` and ArtifactService.Download say.
@@ -84,7 +85,7 @@ async def get(stubs: Stubs, digest: str, path: Path) -> common_pb2.Artifact:
 
 
 async def put(stubs: Stubs, path: Path) -> tuple[common_pb2.Artifact, bool]:
-    """Store a file for the caller's project; return its artifact, and whether its bytes had to be sent.
+    """Store a file for the caller's project. Return its artifact and whether its bytes had to be sent.
 
     Raises:
         EtfarmError: as ArtifactService.Upload says.
@@ -99,10 +100,10 @@ async def put(stubs: Stubs, path: Path) -> tuple[common_pb2.Artifact, bool]:
 async def verify(
     stubs: Stubs, on_progress: Callable[[artifact_pb2.VerifyArtifactsProgress], None]
 ) -> tuple[artifact_pb2.VerifyArtifactsProgress, list[common_pb2.Artifact]]:
-    """Have the server read every artifact again; return the last progress, and those that are damaged.
+    """Have the server verify every artifact. Return the last progress and the damaged artifacts. Admins only.
 
     Raises:
-        EtfarmError: PERMISSION_DENIED for others than admins.
+        EtfarmError: PERMISSION_DENIED.
     """
     damaged: list[common_pb2.Artifact] = []
     last = artifact_pb2.VerifyArtifactsProgress()

@@ -76,7 +76,7 @@ class Connection:
         try:
             if self._address is None:
                 self._lease = await embedded.join(on_status=self._on_status)
-                # ETFARM_PROJECT is about the server of a team; this farm has only `default` until somebody makes another.
+                # ETFARM_PROJECT is meant for a team's server; this farm has only `default` until its user creates another.
                 access = Access(self._lease.address, socket_token(self._lease.address))
             else:
                 access = Access.of(self._address, self._tls_ca)

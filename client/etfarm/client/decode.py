@@ -145,7 +145,7 @@ def device(message: device_pb2.Device) -> Device:
 
 
 def project(message: project_pb2.Project) -> Project:
-    """A Project."""
+    """Return a Project."""
     return Project(
         name=message.name,
         created_by=message.created_by,

@@ -94,7 +94,7 @@ class Place:
 
     @property
     def token_file(self) -> Path:
-        """Holds the secret that the server asks every caller for: the socket alone lets nobody in."""
+        """The file with the secret that the server asks every caller for; reaching the socket is not enough."""
         return token_file_of(self.server_socket)
 
     @property

@@ -234,12 +234,12 @@ class Device:
     problem: EtfarmError | None = None
     """Why it can be given no runs now, with the remedy; None where it can."""
     projects: tuple[str, ...] = ()
-    """Those of the caller's projects that it is restricted to; any project's jobs run where it is empty."""
+    """The caller's projects among those that the device is restricted to; empty where the device runs any project's jobs."""
 
 
 @dataclass(frozen=True)
 class Project:
-    """Whose jobs, artifacts, tags and reports are whose."""
+    """A project: the owner of jobs, artifacts, sessions, tags and reports, which its members see."""
 
     name: str
     created_by: str
@@ -279,7 +279,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Agent:
-    """An agent identity and whose token may use it."""
+    """An agent identity and the principal whose token may use it."""
 
     agent_id: str
     principal: str
@@ -287,7 +287,7 @@ class Agent:
     connected: bool
     device_ids: tuple[str, ...]
     refused_principal: str
-    """Of an identity that is not bound: who tried to connect as it last; empty without such a try."""
+    """The principal that last tried to connect as an identity that is not bound; empty if there was none."""
 
 
 @dataclass(frozen=True)

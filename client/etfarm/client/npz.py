@@ -268,12 +268,12 @@ def told_of(key: str, keys: Collection[str]) -> str | None:
 
 
 _DEFLATE_RATIO: Final = 1032
-"""The most that a byte of deflate stands for. Source: zlib's technical details."""
+"""Maximum number of bytes that one byte of deflate expands to. Source: zlib's technical details."""
 
 _UNREADABLE: Final = (
     OSError, ValueError, TypeError, EOFError, KeyError, MemoryError, OverflowError, SyntaxError, RecursionError,
     zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError,
-    # zipfile's of a compression or an encryption that it does not have.
+    # Raised by zipfile for a compression or an encryption that it does not support.
     NotImplementedError, RuntimeError,
 )  # fmt: skip
 
@@ -307,13 +307,13 @@ def load(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _check_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo, archive_bytes: int) -> None:
-    """Refuse an array that says more elements than it has bytes: numpy would take the memory before it reads them.
+    """Refuse an array whose header announces more bytes than the entry holds: numpy would allocate them before it reads.
 
     Args:
-        archive_bytes: of the whole file.
+        archive_bytes: size of the whole file.
 
     Raises:
-        ValueError: it does, or its header is none of a plain array.
+        ValueError: the entry is too short, or its header is not that of a plain array.
     """
     import numpy as np
 
@@ -325,7 +325,7 @@ def _check_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo, archive_bytes:
     most = min(info.file_size, ratio * info.compress_size)
     with archive.open(info) as file:
         if file.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
-            return  # no array, which numpy gives as bytes
+            return  # not an array: numpy returns its bytes
         file.seek(0)
         version = np.lib.format.read_magic(file)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)

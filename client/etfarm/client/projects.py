@@ -1,4 +1,4 @@
-"""Step 1, client: the projects of a farm, for members to list and for admins to change."""
+"""The projects of a farm: members list them, admins change them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class AsyncProjects:
     """The projects that the caller is a member of; all of them for an admin. Only admins change them."""
 
     def __init__(self, stubs: Stubs) -> None:
-        """Made by AsyncFarm."""
+        """Wrap a connection's stubs; use `AsyncFarm.projects`."""
         self._stubs = stubs.projects
         self._server = stubs.server
 
     async def list(self) -> list[Project]:
-        """Return the projects by name."""
+        """Return the projects, sorted by name."""
         projects: list[Project] = []
         request = project_pb2.ListProjectsRequest()
         while True:
@@ -31,11 +31,11 @@ class AsyncProjects:
             request.page_token = answer.next_page_token
 
     async def create(self, name: str, members: Sequence[str] = (), *, storage_limit_bytes: int | None = None) -> Project:
-        """Make a project.
+        """Create a project.
 
         Args:
-            members: names of tokens.
-            storage_limit_bytes: what its artifacts may take together; the server's default when None.
+            members: principals, which are names of tokens.
+            storage_limit_bytes: limit of all its artifacts together; the server's default when None.
 
         Raises:
             EtfarmError: BAD_PROJECT; PROJECT_EXISTS; PERMISSION_DENIED.
@@ -44,7 +44,7 @@ class AsyncProjects:
         return decode.project(await repeat(lambda: self._stubs.Create(request), server=self._server))
 
     async def add_member(self, project: str, principal: str) -> Project:
-        """Make a principal a member. It stays one of `default` only while it is a member of no project, or is added there too.
+        """Add a member. A member's first project replaces `default`, unless the principal is added there as well.
 
         Raises:
             EtfarmError: PROJECT_NOT_FOUND; BAD_PROJECT; PERMISSION_DENIED.
@@ -53,7 +53,7 @@ class AsyncProjects:
         return decode.project(await repeat(lambda: self._stubs.AddMember(request), server=self._server))
 
     async def remove_member(self, project: str, principal: str) -> Project:
-        """End a membership. A principal that is a member of no project any more is one of `default`.
+        """Remove a member. A principal without any project is a member of `default`.
 
         Raises:
             EtfarmError: PROJECT_NOT_FOUND, MEMBER_NOT_FOUND; PERMISSION_DENIED.
@@ -62,7 +62,7 @@ class AsyncProjects:
         return decode.project(await repeat(lambda: self._stubs.RemoveMember(request), server=self._server))
 
     async def limit(self, project: str, storage_limit_bytes: int | None) -> Project:
-        """Change what a project's artifacts may take together; None for the server's default.
+        """Set the storage limit of a project's artifacts; None for the server's default.
 
         Raises:
             EtfarmError: PROJECT_NOT_FOUND; BAD_PROJECT; PERMISSION_DENIED.

@@ -341,14 +341,14 @@ class Supervisor:
 
 
 def _write_token(path: Path) -> None:
-    """Make the farm's secret, in the form of a server's token file: whoever has it is what everybody is without one."""
+    """Write the farm's secret in the form of a server's token file. Its holder is an admin of the farm."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         file.write(f"local admin {TOKEN_PREFIX}{secrets.token_urlsafe(32)}\n")
 
 
 def _uid_of_peer(connection: socket.socket) -> int | None:
-    """Return the user of the process at the other end; None where the system does not say."""
+    """Return the user id of the process at the other end; None where the system does not provide it."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))

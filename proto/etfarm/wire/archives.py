@@ -1,7 +1,7 @@
-"""Members of a .tar, .tar.gz or .tar.xz of others, one after the other, within bounds: for runner bundles, at both ends.
+"""A bounded reader of untrusted .tar, .tar.gz and .tar.xz archives, for runner bundles on the server and on agents.
 
-Python's own reader takes headers of any size into memory, goes on for as long as a small archive unpacks, and follows links and
-sparse files. This one knows plain files alone and reads every byte once.
+Python's own reader loads headers of any size into memory, unpacks a small archive without a limit, and follows links and sparse
+files. This one supports plain files only and reads every byte once.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import BinaryIO, Final
 _BLOCK: Final = tarfile.BLOCKSIZE
 _READ_BYTES: Final = 1 << 18
 _XZ_MEMORY_BYTES: Final = 128 << 20
-"""For xz -9, which takes 65 MiB, and not for a header that announces gigabytes."""
+"""Enough for xz -9, which takes 65 MiB; headers may announce gigabytes."""
 _SKIPPED: Final = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
-"""Headers that say more of times and owners, which nothing here needs."""
+"""Types of headers with further times and owners, which are not needed here."""
 _SKIPPED_BYTES: Final = 64 << 10
 _GZIP: Final = b"\x1f\x8b"
 _XZ: Final = b"\xfd7zXZ\x00"
 
 
 class BadArchive(ValueError):
-    """Bytes are no such archive, or one beyond its bounds."""
+    """The bytes are not a supported archive, or exceed its bounds."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """What a header says."""
+    """A member of an archive, as its header describes it."""
 
     name: str
     size_bytes: int
@@ -47,10 +47,10 @@ class Content:
         self._left = size_bytes
 
     def read(self, size: int = -1) -> bytes:
-        """Return up to `size` bytes, all that are left by default; empty at the end.
+        """Return up to `size` bytes, by default all that remain; empty at the end.
 
         Raises:
-            BadArchive: the archive ends before.
+            BadArchive: the archive is cut off.
         """
         wanted = self._left if size < 0 else min(size, self._left)
         data = self._source.exactly(wanted)
@@ -59,15 +59,15 @@ class Content:
 
 
 def members(file: BinaryIO, *, max_bytes: int, max_members: int) -> Iterator[tuple[Member, Content]]:
-    """Yield each member with its content; what was not read of it is skipped.
+    """Yield each member with its content; content that the caller does not read is skipped.
 
     Args:
         file: the archive, open at its beginning.
-        max_bytes: of all that is unpacked, headers included.
-        max_members: headers of files.
+        max_bytes: limit of all unpacked bytes, headers included.
+        max_members: limit of the number of members.
 
     Raises:
-        BadArchive: it is no such archive, is cut off, or goes beyond a bound.
+        BadArchive: the file is not a supported archive, is cut off, or exceeds a bound.
         OSError: the file cannot be read.
     """
     source = _Source(file, max_bytes)
@@ -90,7 +90,7 @@ def members(file: BinaryIO, *, max_bytes: int, max_members: int) -> Iterator[tup
             raise BadArchive(f"it holds more than {max_members} files")
         if is_file and info.size > max_bytes:
             raise BadArchive(f"it unpacks to more than {max_bytes} bytes")
-        # A link says a size, too, and has no content.
+        # A link's header may have a size, but no content follows it.
         size = info.size if is_file else 0
         end = source.position + _padded(size)
         yield Member(info.name, size, info.mode, is_file), Content(source, size)
@@ -104,7 +104,7 @@ def _padded(size: int) -> int:
 
 
 class _Source:
-    """The archive's bytes unpacked, with a bound on them all."""
+    """The archive's unpacked bytes, bounded in total."""
 
     def __init__(self, file: BinaryIO, max_bytes: int) -> None:
         self._file = file
@@ -116,7 +116,7 @@ class _Source:
         self.position = 0
 
     def exactly(self, size: int, *, may_end: bool = False) -> bytes:
-        """Return the next `size` bytes; empty at the end where that `may_end`."""
+        """Return the next `size` bytes; empty at the end of the archive if `may_end`."""
         while len(self._buffer) < size:
             part = self._next()
             if not part:
@@ -150,26 +150,26 @@ class _Source:
         return None
 
     def _unpacked(self) -> bytes:
-        """Return some bytes more; empty at the end."""
+        """Return the next unpacked bytes; empty at the end."""
         while not self._ended:
             unpack = self._unpack
             if unpack is None:
                 data, self._packed = self._packed or self._file.read(_READ_BYTES), b""
                 return data
             if unpack.eof:
-                # Streams may follow each other; what else follows is padding.
+                # Another stream may follow; anything else is padding.
                 self._packed = unpack.unused_data or self._file.read(_READ_BYTES)
                 self._unpack = self._opened()
                 self._ended = self._unpack is None
                 continue
-            is_hungry = unpack.needs_input if isinstance(unpack, lzma.LZMADecompressor) else True
-            if not self._packed and is_hungry:
+            needs_input = unpack.needs_input if isinstance(unpack, lzma.LZMADecompressor) else True
+            if not self._packed and needs_input:
                 self._packed = self._file.read(_READ_BYTES)
                 if not self._packed:
                     raise BadArchive("it ends early")
             if isinstance(unpack, lzma.LZMADecompressor):
-                given, self._packed = (self._packed, b"") if is_hungry else (b"", self._packed)
-                data = unpack.decompress(given, _READ_BYTES)
+                packed, self._packed = (self._packed, b"") if needs_input else (b"", self._packed)
+                data = unpack.decompress(packed, _READ_BYTES)
             else:
                 data = unpack.decompress(self._packed, _READ_BYTES)
                 self._packed = unpack.unconsumed_tail

@@ -56,7 +56,7 @@ class BadAddress(UserError):
 
 
 class BadProjectName(UserError):
-    """A name that no project can have."""
+    """The name is not a valid name of a project."""
 
     reason = "BAD_PROJECT"
 
@@ -140,11 +140,11 @@ class Access:
     tls_key: Path | None = None
     """The client certificate's key."""
     project: str = ""
-    """The project of what is made; when empty the caller's only one, else `default`."""
+    """The project that owns what the caller creates; when empty the caller's only one, else `default`."""
 
     @classmethod
     def of(cls, server: str, tls_ca: str | Path | None = None) -> Access:
-        """Access with what ETFARM_TOKEN, ETFARM_PROJECT and, when no authority is given, ETFARM_TLS_CA say."""
+        """Return the access with the values of ETFARM_TOKEN, ETFARM_PROJECT and, unless `tls_ca` is given, ETFARM_TLS_CA."""
         ca = tls_ca or os.environ.get(TLS_CA_VARIABLE)
         project = os.environ.get(PROJECT_VARIABLE, "")
         token = socket_token(server) or os.environ.get(TOKEN_VARIABLE, "")
@@ -173,7 +173,7 @@ def open_channel(access: Access) -> grpc.aio.Channel:
     Raises:
         BadAddress: the address is none.
         BadTlsFile: as Access.credentials.
-        BadProjectName: no project can be called so.
+        BadProjectName: the name of the project is not valid.
     """
     if access.project and not is_project_name(access.project):
         raise BadProjectName(

@@ -181,7 +181,7 @@ async def append(fd: int, hasher: hashlib._Hash, data: bytes, pool: Executor | N
     it must not write to a number that the caller has closed and another file has got.
 
     Args:
-        pool: whose thread; asyncio's own when None.
+        pool: runs the thread; asyncio's default executor when None.
 
     Raises:
         OSError: the disk takes no more; what it took is in the file.

@@ -17,20 +17,20 @@ DATA_VARIABLE = "ETFARM_DATA"
 PROJECT_VARIABLE = "ETFARM_PROJECT"
 
 PROJECT_METADATA: Final = "etfarm-project"
-"""The request metadata that selects the project of what a call makes."""
+"""The request metadata that selects the project that owns what a call creates."""
 
 _PROJECT: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
 
 
 def is_project_name(text: str) -> bool:
-    """Return whether a project can have this name."""
+    """Return whether the text is a valid name of a project."""
     return _PROJECT.match(text) is not None
 
 
 TOKEN_PREFIX = "etf_"
-"""Begins every token that a server makes, so that scanners of leaked secrets recognize it."""
+"""Prefix of every token that a server creates, so that scanners for leaked secrets recognize it."""
 ENROLMENT_PREFIX = "etfe_"
-"""Begins every one-time enrolment token, which an agent exchanges for a token of its own (AgentService.Enroll)."""
+"""Prefix of every one-time enrolment token, which an agent exchanges for a token of its own (AgentService.Enroll)."""
 
 
 def data_folder() -> Path:

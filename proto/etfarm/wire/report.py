@@ -259,7 +259,7 @@ def _field(message: Message, field: Any) -> Any:
 
 
 def _enum_name(enum: EnumDescriptor, number: int) -> str:
-    """Return the name of an enum's value; empty for a number that this version has no name for."""
+    """Return the name of an enum's value; empty for a number that this version does not know."""
     known = enum.values_by_number.get(number)
     return "" if known is None else str(known.name)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 KEYS: Final = ("id", "name", "arch", "soc", "model", "os", "memory", "cores", "feature", "backend", "emulated", "label.KEY")
 _WORDY: Final = ("soc", "model", "os")
 _NUMERIC: Final = ("memory", "cores")
-# One pass each: a selector comes from anybody, and backtracking over its blanks would take quadratic time.
+# One pass each: selectors are untrusted, and backtracking over their blanks would take quadratic time.
 _COMPARISON = re.compile(r"([a-z][a-zA-Z0-9_.\-]*)\s*(>=|<=|!=|=)(?!=)")
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s{0,9}([KMGT]i?B|B)?\Z")
 _UNITS: dict[str, int] = {"B": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
@@ -28,10 +28,10 @@ _UNITS |= {f"{prefix}iB": 1 << (10 * power) for power, prefix in enumerate("KMGT
 
 
 MAX_CHARACTERS: Final = 4096
-"""Of a whole selector."""
+"""Maximum length of a selector."""
 
 MAX_TERMS: Final = 64
-"""Of one selector."""
+"""Maximum number of terms of a selector."""
 
 
 class UnknownSelectorKey(UserError):
@@ -89,15 +89,15 @@ def parse(text: str) -> Selector:
 
 def _term(text: str) -> Term:
     bare = text.strip()
-    found = _COMPARISON.match(bare)
-    if found is None or "\n" in bare[found.end() :].strip():
+    comparison = _COMPARISON.match(bare)
+    if comparison is None or "\n" in bare[comparison.end() :].strip():
         raise BadSelector(
             f"The selector {bare!r} is not KEY OP VALUE.",
             f"Keys: {', '.join(KEYS)}; operators: = != >= <=.",
             term=text,
         )
-    key, operator = found.groups()
-    value = bare[found.end() :].strip()
+    key, operator = comparison.groups()
+    value = bare[comparison.end() :].strip()
     if key not in KEYS and not (key.startswith("label.") and len(key) > len("label.")):
         near = difflib.get_close_matches(key, KEYS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""

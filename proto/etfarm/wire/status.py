@@ -90,7 +90,7 @@ def _from_details(data: bytes) -> EtfarmError | None:
     try:
         return _decoded(data)
     except DecodeError:
-        return None  # of another program, or of a server that lies: the code says enough
+        return None  # from another program or a hostile server; the status code remains
 
 
 def _decoded(data: bytes) -> EtfarmError | None:
@@ -109,7 +109,7 @@ def _decoded(data: bytes) -> EtfarmError | None:
 
 
 def _fault(name: str) -> Fault:
-    """Return the fault of that name; FARM for one that this version does not know."""
+    """Return the fault with this name; FARM for a name that this version does not know."""
     return Fault(name) if name in Fault.__members__ else Fault.FARM
 
 
@@ -127,7 +127,7 @@ def to_proto(error: EtfarmError) -> common_pb2.Error:
 
 def from_proto(error: common_pb2.Error) -> EtfarmError:
     """The exception that a cell's or a result's error stands for."""
-    # A newer version, or one that lies, may send a number that has no name here.
+    # A newer version or a hostile sender may use a number that this version does not know.
     name = common_pb2.Fault.Name(error.fault) if error.fault in common_pb2.Fault.values() else ""
     fault = _fault(name.removeprefix("FAULT_"))
     return error_of(fault, error.reason, error.message, error.remedy, stage=error.stage, metadata=error.metadata)

@@ -27,16 +27,16 @@ MAGIC = b"ETT1"
 _ALIGN = 64
 
 MAX_HEADER_BYTES: Final = 2 << 20
-"""Of a file's JSON header: it is read whole, and parsing it holds up every other thread."""
+"""Maximum size of a file's JSON header, which is read whole; parsing it blocks every other thread."""
 
 MAX_VALUES: Final = 10_000
-"""Of one file."""
+"""Maximum number of values in one file."""
 
 MAX_RANK: Final = 64
-"""Dims of a tensor: what numpy and torch can hold."""
+"""Maximum number of dims of a tensor, as in numpy and torch."""
 
 MAX_NAME_CHARACTERS: Final = 1_000
-"""Of a value's name: the path of a leaf in its tree."""
+"""Maximum length of a value's name, which is the path of a leaf in its tree."""
 
 _MAX_NUMBER: Final = (1 << 63) - 1
 
@@ -56,7 +56,7 @@ class BadTensorFile(UserError):
 
 @dataclass(frozen=True)
 class Layout:
-    """What a file's header says of one tensor: all but its bytes."""
+    """One tensor of a file, as its header describes it: everything except its bytes."""
 
     name: str
     dtype: str
@@ -103,7 +103,7 @@ Value = Tensor | Scalar
 
 
 def _validate(name: str, dtype: str, shape: tuple[int, ...], dim_order: tuple[int, ...], size_bytes: int) -> None:
-    """Refuse what is no tensor. The rank comes first: the other checks take time that grows with it."""
+    """Refuse an inconsistent tensor. Checks the rank first, since the time of the other checks grows with it."""
     if len(shape) > MAX_RANK:
         raise BadTensorFile(f"Tensor {name!r} must have at most {MAX_RANK} dims, got {len(shape)}.")
     if dtype not in ITEM_BYTES:
@@ -158,11 +158,11 @@ def _tensor(layout: Layout, payload: memoryview) -> Tensor:
 
 
 def read_header(path: Path) -> list[Layout | Scalar]:
-    """Return what a tensor file says of its values, without reading their bytes.
+    """Return the description of a tensor file's values, without reading their bytes.
 
     Raises:
-        BadTensorFile: the file is no tensor file, or a payload lies outside of it.
-        OSError: it cannot be read.
+        BadTensorFile: the file is not a tensor file, or a payload lies outside of it.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         total = os.fstat(file.fileno()).st_size

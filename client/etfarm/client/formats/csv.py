@@ -1,7 +1,7 @@
 """Step 10, client: operators or samples as CSV (RFC 4180, UTF-8, a head, dots as decimal points).
 
-Null is empty, truths are true and false, lists are JSON; numbers are as exact as in the document. A text that a spreadsheet
-would evaluate is behind an apostrophe: names and code come from others.
+Null is empty, truths are true and false, lists are JSON; numbers are as exact as in the document. Text that a spreadsheet would
+evaluate gets an apostrophe in front, since other people choose names and code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Step 10, client: names and code of others within Markdown and within the HTML that stands in it. Pure functions."""
+"""Escaping of untrusted names and code for Markdown and for HTML within Markdown. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any, Final
 from etfarm.wire.escapes import printable
 
 _SPECIAL: Final = re.compile(r"[\\`*{}\[\]<>#|~@!&$]|(?<!\w)_|_(?!\w)|(?<=www)\.|:(?=//)", re.IGNORECASE)
-"""What Markdown reads as more than itself, the bare addresses that GitHub makes links of included."""
+"""Characters with a meaning in Markdown, including those of the bare addresses that GitHub turns into links."""
 
 _REFERENCES: Final = {"<": "&lt;", "&": "&amp;", "@": "&#64;"}
-"""What HTML reads too, so that a backslash would not do."""
+"""Characters with a meaning in HTML too, for which a backslash does not suffice."""
 
 _FIRST: Final = re.compile(r"(?:[-+]|\d+[.)])(?=\s|\Z)|[=\-]+(?=\s*\Z)")
-"""What makes a list or a heading where a line begins with it."""
+"""Beginnings of a line that start a list or a heading."""
 
 _ENDS_CODE: Final = re.compile(r"[`|\\]")
-"""Where a span or a cell ends; whether a backslash before it is read differs between Markdown's dialects."""
+"""Characters that end a code span or a cell; Markdown's dialects differ on whether a backslash escapes them."""
 
 
 def text(value: Any) -> str:
-    """Return `value` as it is read, in one line: no Markdown, no HTML, no link, no control character."""
+    """Return `value` escaped in one line, so that it is shown literally: without Markdown, HTML, links or control characters."""
     line = in_one_line(value)
     first = _FIRST.match(line)
     if first is not None:
-        # A list's mark ends with the character that makes it one.
+        # The last character of a list marker is the one to escape.
         end = first.end()
         return f"{line[: end - 1]}\\{line[end - 1]}{_SPECIAL.sub(_escaped, line[end:])}"
     return _SPECIAL.sub(_escaped, line)
 
 
 def code(value: Any) -> str:
-    """Return `value` as code in one line, in a cell of a table too; empty for an empty value."""
+    """Return `value` as code in one line, also valid in a table cell; empty for an empty value."""
     line = in_one_line(value)
     if not line:
         return ""
@@ -40,14 +40,14 @@ def code(value: Any) -> str:
 
 
 def html(value: Any) -> str:
-    """Return `value` in one line between HTML tags: nothing in it ends them, and it is no Markdown where that is read there."""
-    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", in_one_line(value))
+    """Return `value` escaped in one line for use between HTML tags, where it is neither HTML nor Markdown."""
+    return _SPECIAL.sub(lambda match: f"&#{ord(match[0])};", in_one_line(value))
 
 
 def in_one_line(value: Any) -> str:
-    """Return `value` without line breaks and control characters; several blanks become one."""
+    """Return `value` without line breaks and control characters, with single spaces."""
     return printable(" ".join(str(value).split()))
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return _REFERENCES.get(found[0], f"\\{found[0]}")
+def _escaped(match: re.Match[str]) -> str:
+    return _REFERENCES.get(match[0], f"\\{match[0]}")

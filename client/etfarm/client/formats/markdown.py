@@ -98,14 +98,14 @@ def _operators(report: Json) -> Iterator[str]:
         where = answers.place(row)
         code = row["source"]["code"].strip() if row["source"] and row["source"]["code"] else ""
         source = " ".join(part for part in (escapes.code(where) if where else "", escapes.code(code) if code else "") if part)
-        told = [
+        cells = [
             units.percent(row["share"]),
             escapes.text(answers.time_of(row)),
             escapes.text(row["name"]),
             escapes.text(answers.backend(row)),
             source,
         ]
-        yield _row(told)
+        yield _row(cells)
     yield ""
 
 

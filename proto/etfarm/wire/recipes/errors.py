@@ -10,7 +10,7 @@ from etfarm.wire.errors import UserError
 from etfarm.wire.recipes.values import shown
 
 _COMPARED: Final = 200
-"""Characters of a text that is compared with the known ones, which takes quadratic time."""
+"""Number of characters that are compared with the known names; the comparison takes quadratic time."""
 
 
 class UnknownRecipe(UserError):

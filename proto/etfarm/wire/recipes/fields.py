@@ -21,10 +21,10 @@ TOP: Final = ("recipe", "combine", "arguments", *OPTIONS)
 """The fields of a file."""
 
 MAX_COMPONENTS: Final = 64
-"""Partitioners, or quantizers, or stages of one list."""
+"""Maximum number of partitioners, quantizers or stages in one list."""
 
 MAX_METHODS: Final = 256
-"""Methods with options of their own."""
+"""Maximum number of methods with options of their own."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _METHOD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")

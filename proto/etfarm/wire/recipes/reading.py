@@ -19,13 +19,13 @@ PLUGIN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}(\.[A-Za-z_][A-Za-z0-9_]
 """A name with a dot: an installed plug-in's."""
 
 MAX_CHARACTERS: Final = 256 << 10
-"""Of a recipe as JSON or TOML."""
+"""Maximum length of a recipe as JSON or TOML."""
 
 MAX_PARTS: Final = 32
-"""Recipes that are combined."""
+"""Maximum number of recipes that are combined."""
 
 MAX_ARGUMENTS: Final = 64
-"""Of one recipe."""
+"""Maximum number of arguments of one recipe."""
 
 _ARGUMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 

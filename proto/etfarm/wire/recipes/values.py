@@ -13,7 +13,7 @@ Plain = str | int | bool | float | tuple[int, ...] | tuple[str, ...]
 _GREATEST = 1 << 63
 
 MAX_ITEMS = 4096
-"""Of a list or tuple."""
+"""Maximum length of a list or tuple."""
 
 
 @dataclass(frozen=True)
