@@ -62,8 +62,8 @@ class DataFolder:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            # Results, the cache and the agent's identity are no other user's business, runners' least of all.
-            with contextlib.suppress(PermissionError):  # somebody else's folder that this agent may write
+            # Other users, runners above all, must not read results, the cache or the agent's identity.
+            with contextlib.suppress(PermissionError):  # another user's folder that this agent may write
                 path.chmod(0o700)
             self._lock: IO[str] = (path / "lock").open("a+")
         except OSError as error:

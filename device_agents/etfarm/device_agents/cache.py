@@ -42,11 +42,11 @@ _TRY_AGAIN: Final = frozenset(
     }
 )
 _FULL: Final = frozenset({"DISK_FULL", "QUOTA_EXCEEDED"})
-"""Why the server has no room for a result now. What a device measured is worth waiting for."""
+"""Reasons for which the server has no room for a result now. The agent waits, so that no measurement is lost."""
 _CORRUPTIONS: Final = 3
 """Times that one artifact may arrive damaged before it is no accident."""
 _MODE: Final = 0o444
-"""Of a whole artifact: nobody changes it, and a runner of another user that has a link to it reads it."""
+"""Mode of a complete artifact: read-only, and readable for a runner of another user that has a link to it."""
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -134,8 +134,8 @@ class Cache:
         self._leases: list[Lease] = []
         for path in (self._blobs, self._bundles):
             path.mkdir(parents=True, exist_ok=True)
-        # Runners get links to the files of their own attempt, and reach nothing here.
-        with suppress(PermissionError):  # somebody else's folder that this agent may write
+        # Runners get links to the files of their own attempt and must not reach anything else here.
+        with suppress(PermissionError):  # another user's folder that this agent may write
             folder.chmod(0o700)
         # Folders that an ended process was unpacking into.
         for staging in self._bundles.glob(".*"):

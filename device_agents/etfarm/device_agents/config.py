@@ -85,7 +85,7 @@ class AgentConfig:
     """The cpus' clock governor while something is measured, where the agent may write it; None leaves it. Others let the clock
     follow the load, so that short programs are timed on a clock that is still on its way up."""
     jail: JailOptions = field(default_factory=JailOptions)
-    """How runners on this machine are confined."""
+    """Settings of the confinement of runners on this machine."""
     progress_interval_s: float = 0.25
     """The shortest time between two RunProgress of one phase."""
     retry_first_s: float = 0.2

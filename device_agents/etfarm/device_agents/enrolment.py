@@ -25,21 +25,21 @@ from etfarm.wire.status import from_rpc_error
 log = logging.getLogger(__name__)
 
 TOKEN_FILE: Final = "token"
-"""In the agent's data folder, mode 0600."""
+"""Name of the file in the agent's data folder that holds the token, with mode 0600."""
 
 
 async def enroll(access: Access, folder: Path, agent_id: str, pauses: Iterable[float]) -> Access:
-    """Return the access with the agent's own token, which is fetched with an enrolment token or read from an earlier enrolment.
+    """Return the access with the agent's own token: that of an earlier enrolment, or one exchanged for an enrolment token.
 
     A token that is not for enrolment is used as it is. Without a token, that of an earlier enrolment at the same server is used.
 
     Args:
         folder: the agent's data folder.
-        pauses: seconds to wait before each further try where the server does not answer.
+        pauses: seconds to wait before each retry while the server does not answer.
 
     Raises:
         EtfarmError: the server refuses the enrolment.
-        FolderUnusable: the token cannot be kept.
+        FolderUnusable: the token cannot be written to the data folder.
     """
     path = folder / TOKEN_FILE
     is_enrolment = access.token.startswith(ENROLMENT_PREFIX)
@@ -56,7 +56,7 @@ async def enroll(access: Access, folder: Path, agent_id: str, pauses: Iterable[f
 
 
 async def _exchange(access: Access, agent_id: str, pauses: Iterable[float]) -> str:
-    """Return the token that the server gives for the enrolment token."""
+    """Exchange the enrolment token for the agent's own token and return that one."""
     for pause in pauses:
         async with open_channel(access) as channel:
             try:
@@ -73,7 +73,7 @@ async def _exchange(access: Access, agent_id: str, pauses: Iterable[float]) -> s
 
 
 def _kept_token(path: Path, access: Access) -> str | None:
-    """Return the token of an earlier enrolment at this server; None where there is none, or a new enrolment token is given."""
+    """Return the token of an earlier enrolment at this server; None without one, or if a new enrolment token is given."""
     try:
         kept = json.loads(path.read_bytes())
         server, token, enrolment = str(kept["server"]), str(kept["token"]), str(kept["enrolment_sha256"])

@@ -36,7 +36,7 @@ class Machine:
     Args:
         config: the agent's; its emulator decides which of the two it is.
         device: what it is.
-        jail: confines its runners; one of its own where None.
+        jail: confines the machine's runners; a new Jail when None.
     """
 
     def __init__(self, config: AgentConfig, device: device_pb2.Device, jail: Jail | None = None) -> None:

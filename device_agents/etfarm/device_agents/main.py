@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
     # Only one that was asked for: no kernel must have the default.
     if options.governor is not None and not config.phones and config.emulator is None:
         Governors(config.data / KEPT_GOVERNORS, config.governor).check(config.cores)
-    # The token is in the configuration now.
+    # The configuration holds the token from here on.
     forget_variable()
     hide_memory()
     folder = DataFolder(config.data)

@@ -69,9 +69,9 @@ class Cpu:
 
 
 MOST_CPUS: Final = 1 << 13
-"""Linux has at most 8192: a larger number is no cpu's."""
+"""Maximum number of cpus that Linux supports; larger numbers are invalid."""
 _MOST_LIST: Final = 1 << 16
-"""Characters of a cpu list, and numbers that its ranges name: far above what 8192 cpus need, each named once."""
+"""Maximum characters of a cpu list, and numbers in its ranges: far more than a list that names each of 8192 cpus once."""
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
@@ -218,7 +218,7 @@ def _cpu_list(text: str) -> frozenset[int] | None:
 def _policies(facts: Facts) -> dict[int, str]:
     """Folders of the frequency files that speak of a cpu."""
     folders: dict[int, str] = {}
-    # A policy has at least one cpu: what is behind that many is none.
+    # A policy has at least one cpu, so there are no more policies than cpus.
     policies = [(found, text) for path, text in facts.items() if (found := _POLICY_FILE.match(path)) is not None][:MOST_CPUS]
     named = 0
     for found, text in policies:

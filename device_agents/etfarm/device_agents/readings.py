@@ -205,7 +205,7 @@ def _clocks(facts: Facts) -> dict[int, dict[str, str]]:
         elif (policy := _POLICY_FILE.match(path)) is not None:
             shared = {name: facts.get(f"{policy.group(1)}{name}", "").strip() for name in _CLOCKS}
             numbers = _cpu_list(text)
-            # Each cpu has one policy; a device that says many of all says nothing.
+            # Each cpu has one policy; ignore a device whose policies name the cpus over and over.
             named += len(numbers)
             for number in numbers if named <= 2 * MOST_CPUS else ():
                 cpu = found.setdefault(number, {})

@@ -24,7 +24,7 @@ _VARIABLES: Final = (
 )  # fmt: skip
 """What the command may have been told by its environment, but for the token."""
 _OF_JAIL: Final = "CAP_SETUID CAP_SETGID CAP_SETPCAP CAP_CHOWN CAP_KILL"
-"""To give each program a user of its own with fewer rights, and to end it."""
+"""Capabilities with which the agent gives each program a user of its own with fewer rights, and ends it."""
 _PLAIN: Final = re.compile(r"[\w@+=:,./\[\]-]+", re.ASCII)
 _ESCAPES: Final = {"\\": r"\\", '"': r"\"", "\n": r"\n", "\t": r"\t", "%": "%%"}
 

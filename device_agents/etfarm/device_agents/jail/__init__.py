@@ -1,5 +1,5 @@
-"""What a program is kept from on a device: the agent's memory and files, other attempts, the network, other processes.
+"""The confinement of programs: away from the agent's memory and files, other attempts, other processes and the network.
 
-`confine.Jail` starts runners that are confined, `box.Box` is the folder that one works in, `filters` the system calls it is
-refused, `secrets` what the agent does with its own token. Each measure that the kernel lacks is left out and told.
+`confine.Jail` starts confined runners, `box.Box` is the folder that a runner works in, `filters` has the system calls that are
+refused to it, and `secrets` protects the agent's token. Measures that the kernel lacks are left out and logged.
 """

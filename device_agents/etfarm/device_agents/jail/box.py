@@ -1,4 +1,4 @@
-"""The folder that a runner works in, and beside its own files the agent's that it may read: its bundle, its program."""
+"""The folder that a runner works in, with the files of the agent that the runner may read: its bundle and its program."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _READABLE_BY_ALL: Final = stat.S_IROTH
 
 
 class ForeignFile(FarmError):
-    """A runner left something else than a plain file where a result should be."""
+    """A runner left something other than a plain file where a result should be."""
 
     reason = "RUNNER_LEFT_NO_FILE"
 
 
 class Box:
-    """A runner's folder, and a second one with what it may only read.
+    """A runner's folder, and a second, read-only one with the files that it needs.
 
-    A runner with a user of its own has the second inside of the first, where it may change nothing. For a runner with the agent's
-    user it lies beside, since what Landlock grants on a folder holds for everything below. All paths are relative to the runner's
-    folder: those above may be closed to it.
+    The read-only folder lies inside the runner's folder if the runner has its own user, which cannot write there. It lies beside
+    the runner's folder if the runner has the agent's user, since Landlock grants rights on whole trees. All paths are relative to
+    the runner's folder, because the runner may not be allowed to search the folders above.
 
     Args:
-        folder: where it works; it becomes the runner's.
-        user: the runner's own user and group; None where it has the agent's.
+        folder: the runner's working folder; its owner becomes `user`.
+        user: the runner's own user and group id; None if the runner has the agent's user.
     """
 
     def __init__(self, folder: Path, user: int | None) -> None:
@@ -40,29 +40,29 @@ class Box:
         self.user = user
         where = self.folder if user is not None else self.folder.parent
         self.shared = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=where))
-        """What it may read and not write: hard links to files of the agent's cache, which it cannot reach there."""
+        """The read-only folder, with hard links to files of the agent's cache, which itself is closed to the runner."""
         self._files: dict[Path, Path] = {}
         self.shared.chmod(0o755)
         if user is not None and folder.stat().st_uid != user:
-            # The agent's group, so that an agent whose service has few capabilities can still clear it.
+            # The group stays the agent's, so that an agent whose service has few capabilities can still delete the folder.
             folder.chmod(0o770)
             os.chown(folder, user, -1)
 
     def close(self) -> None:
-        """Take back what it may read; its own files stay."""
+        """Delete the read-only folder; the runner's own files stay."""
         shutil.rmtree(self.shared, ignore_errors=True)
 
     def place_bundle(self, bundle: Bundle, emulator: Sequence[str] = ()) -> list[str]:
-        """Put a bundle's files into the box; the command line that starts it there."""
+        """Put a bundle's files into the box. Return the command line that starts the bundle there."""
         for name in bundle.manifest.files:
             self._place(bundle.folder / name, self.shared / name)
         return Bundle(self.shared, bundle.manifest).command(emulator, working_folder=self.folder)
 
     def path_for_runner(self, path: Path) -> Path:
-        """A file's path as the runner must be given it; one from outside is put into the box first.
+        """Return the path by which the runner finds a file; a file from outside is put into the box first.
 
         Raises:
-            OSError: it cannot be put there.
+            OSError: the file cannot be put into the box.
         """
         path = path.absolute()
         if path.is_relative_to(self.folder):
@@ -86,11 +86,11 @@ class Box:
 
 
 def require_plain_file(path: Path) -> None:
-    """Check what a runner wrote before the agent, which may read more than the runner, opens it.
+    """Check that what a runner wrote is a plain file. Call it before the agent, which may read more than the runner, opens it.
 
     Raises:
-        ForeignFile: it is a link, or anything but a file of its own.
+        ForeignFile: the path is a symbolic link, has several names, or is not a regular file.
     """
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        raise ForeignFile(f"The runner left no plain file at {path.name}.", "Look for what the program does to its folder.")
+        raise ForeignFile(f"The runner left no plain file at {path.name}.", "Check what the program does in its working folder.")

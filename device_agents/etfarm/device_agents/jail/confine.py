@@ -1,4 +1,4 @@
-"""Starts runners that are confined: a user of their own where the agent is root, Landlock, seccomp, no new privileges."""
+"""Starting of confined runners: with their own user where the agent is root, Landlock, seccomp, and no new privileges."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ log = logging.getLogger(__name__)
 
 _ANSWER_S: Final = 10.0
 _PROCESSES: Final = 4096
-"""Threads of one user: no runner needs as many, and a kernel without seccomp bounds forks by it."""
+"""Maximum number of threads of a user. No runner needs as many; it bounds forks on a kernel without seccomp."""
 _DEVICES: Final = ("/dev/null", "/dev/zero", "/dev/full")
 _RANDOM: Final = ("/dev/random", "/dev/urandom")
 _MEASURED: Final = (
     "/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/loadavg", "/proc/uptime", "/proc/version",
     "/proc/filesystems", "/proc/pressure", "/proc/sys/vm", "/proc/sys/kernel/osrelease",
 )  # fmt: skip
-"""What a runner, XNNPACK, the C library and qemu read of the kernel. Of processes, the runner's own alone."""
+"""Files of the kernel that the runner, XNNPACK, the C library and qemu read; of processes, only the runner's own."""
 _HARDWARE: Final = (
     "/sys/devices/system",
     "/sys/devices/soc0",
@@ -52,35 +52,35 @@ _ENVIRONMENT: Final = {"LC_ALL": "C", "HOME": ".", "TMPDIR": "."}
 
 
 class JailIncomplete(DeviceError):
-    """The kernel lacks a measure without which runners must not be started."""
+    """The kernel lacks a measure that the agent requires for runners."""
 
     reason = "JAIL_INCOMPLETE"
 
 
 @dataclass(frozen=True)
 class Measures:
-    """What confines runners here."""
+    """The measures that confine runners on this machine."""
 
     active: frozenset[str] = frozenset()
     missing: dict[str, str] = field(default_factory=dict)
-    """Why others do not, by name."""
+    """Reasons for which other measures are not available, by name."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether a runner can neither reach files nor processes nor the network that are not its own."""
+        """Whether a runner cannot reach other files, other processes, or the network."""
         files = {launch.USER, launch.LANDLOCK} & self.active
         return bool(files) and {launch.SECCOMP, launch.PRIVILEGES, launch.CAPABILITIES} <= self.active
 
     def __str__(self) -> str:
-        told = [f"runners are confined by {', '.join(sorted(self.active)) or 'nothing'}"]
-        return "; ".join(told + [f"{name} is not available ({why})" for name, why in sorted(self.missing.items())])
+        summary = [f"runners are confined by {', '.join(sorted(self.active)) or 'nothing'}"]
+        return "; ".join(summary + [f"{name} is not available ({why})" for name, why in sorted(self.missing.items())])
 
 
 class Jail:
-    """Confines the runners of one agent. `close` it where `keep_ready` was called.
+    """The confinement of one agent's runners. Call `close` after `keep_ready`.
 
     Args:
-        options: the agent's.
+        options: the agent's settings.
     """
 
     def __init__(self, options: JailOptions) -> None:
@@ -89,15 +89,15 @@ class Jail:
         self._is_logged = False
         self._ready: asyncio.Task[LocalChild] | None = None
         self._keeps_ready = False
-        # Agents of one machine start at different places of the range.
+        # Several agents on one machine start at different positions of the range.
         offset = os.getpid() * 61 % max(1, len(options.users))
         self._users: Iterator[int] = itertools.cycle([*options.users[offset:], *options.users[:offset]])
 
     async def measures(self) -> Measures:
-        """What the kernel lets this agent do; tried out once, with a process that confines itself.
+        """Return the measures that work here; found out once, with a process that confines itself.
 
         Raises:
-            JailIncomplete: something that is required is missing.
+            JailIncomplete: a measure that the options require is missing.
         """
         if self._measures is None:
             self._measures = await self._probe()
@@ -111,8 +111,8 @@ class Jail:
 
     @contextmanager
     def box(self, folder: Path) -> Iterator[Box]:
-        """A folder for one runner, as long as it lives. `measures` was called."""
-        assert self._measures is not None  # it was asked for
+        """Provide a runner's folder for as long as the runner lives. Call `measures` first."""
+        assert self._measures is not None
         if not self._is_logged:
             log.info("%s", self._measures)
             self._is_logged = True
@@ -124,10 +124,10 @@ class Jail:
             self._prepare()
 
     def spawn(self, box: Box, programs: Sequence[Path] = ()) -> Spawn:
-        """Starts a confined process in a box.
+        """Return a function that starts a confined process in a box.
 
         Args:
-            programs: further files and folders that it runs or loads, as an emulator or an interpreter.
+            programs: further files and folders that the process runs or loads, such as an emulator or an interpreter.
         """
 
         async def start(command: Sequence[str], folder: Path) -> Child:
@@ -139,7 +139,7 @@ class Jail:
                 child.kill()
                 await child.wait()
                 raise
-            # A launcher that has ended already is told from its end of the stream.
+            # If the launcher has ended already, the end of its stdout shows that.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 child.stdin.write(launch.encode(specification))
                 await child.stdin.drain()
@@ -148,12 +148,12 @@ class Jail:
         return start
 
     async def keep_ready(self) -> None:
-        """Have a launcher wait for the next runner from now on, which then starts without a moment's delay."""
+        """Keep a launcher process waiting for the next runner from now on, so that the runner starts without delay."""
         self._keeps_ready = True
         self._prepare()
 
     async def close(self) -> None:
-        """End the launcher that waits."""
+        """End the waiting launcher."""
         self._keeps_ready = False
         if self._ready is not None:
             ready, self._ready = self._ready, None
@@ -182,7 +182,7 @@ class Jail:
             child = await spawn_here(launcher_command(), Path("/"))
         except EtfarmError as error:
             return Measures(missing={"launcher": error.message})
-        told: dict[str, Any] | None = None
+        answer: dict[str, Any] | None = None
         try:
             users = next(self._users) if os.geteuid() == 0 and self._options.users else None
             probe = _specification(child.pid, "/", ["-"], user=users, rules=[], probe=True)
@@ -191,17 +191,17 @@ class Jail:
                     child.stdin.write(launch.encode(probe))
                     await child.stdin.drain()
                 size = int.from_bytes(await child.stdout.readexactly(8), "little")
-                told = marshal.loads(await child.stdout.readexactly(size))
+                answer = marshal.loads(await child.stdout.readexactly(size))
         except (TimeoutError, asyncio.IncompleteReadError):
             errors = (await child.stderr.read(4096)).decode(errors="replace").strip() if child.ended else ""
             return Measures(missing={"launcher": errors.splitlines()[-1] if errors else "it does not answer"})
         finally:
             child.kill()
             await child.wait()
-        missing = dict(told["missing"])
+        missing = dict(answer["missing"])
         if not probe["filters"]:
             missing[launch.SECCOMP] = f"there is no table of system calls for {os.uname().machine}"
-        return Measures(frozenset(told["active"]), missing)
+        return Measures(frozenset(answer["active"]), missing)
 
     def _specification(
         self, measures: Measures, box: Box, command: Sequence[str], programs: Sequence[Path], pid: int
@@ -210,19 +210,19 @@ class Jail:
         if programs:
             run += [(path, landlock.RUN, False) for path in _LIBRARIES]
         rules = [*run, (str(box.folder), landlock.WORK, False), *_common_rules()]
-        # An interpreter in somebody's home, for example.
+        # For example an interpreter in a user's home folder.
         closed = box.user is not None and not all(map(_is_open_to_all, programs))
-        made = _specification(
+        specification = _specification(
             pid, str(box.folder), command,
             user=box.user, rules=rules if launch.LANDLOCK in measures.active else None, reads_as_root=closed,
         )  # fmt: skip
         if closed and launch.LANDLOCK not in measures.active:
-            # It could read every file with that capability, and without it cannot be started.
+            # With that capability the runner could read every file, and without it the runner cannot start.
             self._refuse_as_root(programs)
-            made["user"] = None
+            specification["user"] = None
         if self._options.required:
-            made["required"] = sorted(measures.active)
-        return made
+            specification["required"] = sorted(measures.active)
+        return specification
 
     def _refuse_as_root(self, programs: Sequence[Path]) -> None:
         """Refuse, or warn of, a process that keeps the agent's user, which the agent's own files are open to.
@@ -240,7 +240,7 @@ class Jail:
         log.warning("%s", error.message)
 
     def _user_of(self, folder: Path) -> int:
-        """The user of a folder's earlier runner, whose files are there, or the next one that nobody has."""
+        """Return the user of the folder's earlier runner, whose files are there, or else the next user id without an account."""
         owner: int = folder.stat().st_uid
         if owner in self._options.users:
             return owner
@@ -253,21 +253,21 @@ class Jail:
 
 
 def launcher_command() -> list[str]:
-    """The command line of the program that confines itself and becomes the runner."""
+    """Return the command line of the program that confines itself and becomes the runner."""
     return [sys.executable, "-I", "-S", "-B", str(Path(launch.__file__).absolute())]
 
 
 @functools.cache
 def python_programs() -> tuple[Path, ...]:
-    """What a Python child loads: this interpreter, and wherever such a child looks for modules. Blocks for a moment.
+    """Return what a Python child loads: this interpreter, and the folders of its modules. Blocks while it starts an interpreter.
 
-    Not where this process looks, which may be any folder that it was started in.
+    The module folders of this process may differ: they may include the folder that it was started in.
     """
     ask = [sys.executable, "-P", "-c", "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, *sys.path]))"]
     done = subprocess.run(ask, env=_ENVIRONMENT, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    told = json.loads(done.stdout) if done.returncode == 0 else [sys.prefix, sys.base_prefix]
-    found = {Path(each) for each in told if Path(each).is_absolute() and Path(each).exists()} - {Path("/")}
-    return (Path(sys.executable).resolve(), *sorted(found | {each.resolve() for each in found}))
+    listed = json.loads(done.stdout) if done.returncode == 0 else [sys.prefix, sys.base_prefix]
+    folders = {Path(name) for name in listed if Path(name).is_absolute() and Path(name).exists()} - {Path("/")}
+    return (Path(sys.executable).resolve(), *sorted(folders | {folder.resolve() for folder in folders}))
 
 
 def _specification(
@@ -300,7 +300,7 @@ def _common_rules() -> list[tuple[str, int, bool]]:
 
 
 def _is_open_to_all(path: Path) -> bool:
-    """Whether any user may read a file or folder, and reach it."""
+    """Return whether every user may read a file or folder, and reach it."""
     try:
         mode = path.stat().st_mode
         wanted = stat.S_IROTH | stat.S_IXOTH if stat.S_ISDIR(mode) else stat.S_IROTH

@@ -1,8 +1,9 @@
-"""The system calls that a runner is refused on top of `etfarm.wire.sandbox.seccomp`: it starts no process and touches none.
+"""The system calls that are refused to a runner besides those of `etfarm.wire.sandbox.seccomp`: above all, to start or signal
+processes.
 
-A runner computes: it reads its files, writes a few into its folder, and has threads. So it may neither fork, nor signal anything
-but itself, nor make links, folders or device files, nor change modes, owners or priorities. A filter costs nothing in a call
-that it always allows (the kernel remembers those), and a timed pass hardly makes others.
+A runner computes: it reads its files, writes a few into its folder, and has threads. So it may neither fork, nor signal other
+processes, nor create links, folders or device files, nor change modes, owners or priorities. A filter adds no cost to a call that
+it always allows (the kernel caches those), and a timed pass makes hardly any other calls.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NUMBERS: Final[Mapping[str, tuple[int | None, int | None]]] = {
     "setpriority": (141, 140), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274),
     "ioprio_set": (251, 30), "setpgid": (109, 154), "setsid": (112, 157),
 }  # fmt: skip
-"""Refused whatever their arguments are. Source: as `seccomp.NUMBERS`; None where an architecture lacks the call."""
+"""Calls that are refused with any arguments. Source: as `seccomp.NUMBERS`; None where an architecture lacks the call."""
 _CLONE: Final = (56, 220)
 _KILL: Final = (62, 129)
 _TGKILL: Final = (234, 131)
@@ -53,7 +54,7 @@ _KILL_PROCESS: Final = 0x80000000
 
 
 def runner_filters(pid: int) -> list[bytes]:
-    """Return the filters of the runner with this number; none where there is no table of this machine's system calls."""
+    """Return the filters for the runner with this process id; empty if there is no table of this machine's system calls."""
     machine = platform.machine()
     if machine not in seccomp.ARCHITECTURES or struct.calcsize("P") != 8:
         return []
@@ -71,14 +72,14 @@ def build(pid: int, machine: str) -> bytes:
     ]
 
     def refuse(numbers: Sequence[int | None], *body: bytes) -> None:
-        """Refuse a call; with a body, which falls through to be refused, only where that does not return before."""
+        """Refuse a call. A `body` that returns decides itself; one that falls through refuses."""
         if (number := numbers[column]) is not None:
             program.extend([_instruction(_EQUALS, number, otherwise=len(body) + 1), *body, _refusal()])
 
     allow = _instruction(_RETURN, _ALLOW)
     for numbers in _NUMBERS.values():
         refuse(numbers)
-    # Threads alone. The kernel's own fallback of clone3, whose flags no filter can read, is refused already.
+    # Only threads. clone3, whose flags a filter cannot read, is refused already.
     refuse(_CLONE, _instruction(_LOAD, _ARGUMENT_0), _instruction(_ANY_BIT, _CLONE_THREAD, otherwise=1), allow)
     for numbers in (_KILL, _TGKILL, _RT_TGSIGQUEUEINFO):
         refuse(numbers, _instruction(_LOAD, _ARGUMENT_0), _instruction(_EQUALS, pid, otherwise=1), allow)
@@ -87,7 +88,7 @@ def build(pid: int, machine: str) -> bytes:
         _instruction(_LOAD, _ARGUMENT_0),
         _instruction(_EQUALS, 0, then=1), _instruction(_EQUALS, pid, otherwise=1), allow,
     )  # fmt: skip
-    # It ends with the agent, whatever it wants.
+    # The runner must not cancel that it ends with the agent.
     refuse(_PRCTL, _instruction(_LOAD, _ARGUMENT_0), _instruction(_EQUALS, _PR_SET_PDEATHSIG, then=1), allow)
     # These name a process that the kernel then signals.
     refuse(

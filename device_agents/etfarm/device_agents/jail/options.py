@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import Final
 
 DEFAULT_USERS: Final = range(64000, 65000)
-"""Of runners, where the agent is root. The server's compile children have others."""
+"""User ids of runners, where the agent is root. They differ from those of the server's compile children."""
 
 
 @dataclass(frozen=True)
 class JailOptions:
-    """How runners are confined."""
+    """Settings of the confinement of runners."""
 
     users: range = DEFAULT_USERS
-    """Users, and groups of the same numbers, that runners get; used where the agent is root."""
+    """User ids, and equal group ids, of runners; used where the agent is root."""
     required: bool = False
-    """Start no runner that is not confined."""
+    """Whether to refuse to start runners that cannot be confined."""
     enabled: bool = True
-    """False starts runners as the agent's own processes."""
+    """Whether to confine runners at all."""

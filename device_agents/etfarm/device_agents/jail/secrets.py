@@ -1,4 +1,4 @@
-"""The agent's own secrets: out of its environment once they are read, and out of reach of processes of the same user."""
+"""Protection of the agent's own secrets from processes of the same user, and from reading its environment."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from etfarm.wire.sandbox import syscalls
 
 
 def forget_variable(name: str = TOKEN_VARIABLE) -> None:
-    """Remove a variable from the environment, and its value from the block that /proc/PID/environ shows for good.
+    """Remove a variable from the environment, and its value from the memory that /proc/PID/environ shows.
 
-    Nothing else may have been started yet: the value is overwritten where the kernel put it.
+    Call it before starting anything else: the value is overwritten where the kernel put it.
     """
     if name not in os.environ:
         return

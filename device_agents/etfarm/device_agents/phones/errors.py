@@ -135,14 +135,14 @@ class PhoneStorageDamaged(DeviceError):
 
 
 class RunnerNotConfined(DeviceError):
-    """The agent requires confined runners, and the one on the phone is not."""
+    """The agent requires confined runners, and the runner on the phone is not confined."""
 
     reason = "RUNNER_NOT_CONFINED"
     kind = Kind.FAILED_PRECONDITION
 
     def __init__(self, active: Sequence[str]) -> None:
         super().__init__(
-            f"The runner on the phone is confined by {', '.join(active) or 'nothing'}, and not by seccomp.",
+            f"The runner on the phone must be confined by seccomp, and is confined by {', '.join(active) or 'nothing'} only.",
             "Build a new bundle with `etfarm bundle build`, or start the agent without --require-jail.",
             active=",".join(active),
         )

@@ -74,7 +74,7 @@ class PhoneFolder:
 
     @property
     def files(self) -> str:
-        """Where programs and data files lie on the phone."""
+        """The folder of programs and data files on the phone."""
         return posixpath.join(self.root, "files")
 
     def file(self, path: Path) -> str:

@@ -123,7 +123,7 @@ class Phone:
             there = self.folder.bundle(bundle)
             command = there.command()
             if CONFINE in bundle.manifest.options:
-                # The agent has no other rights on a phone than the program itself, so the runner gives them up.
+                # On a phone the agent has the same rights as the program, so only the runner itself can give them up.
                 command += [CONFINE, "--readable", str(there.folder), "--readable", self.folder.files]
         known = self._available_bytes
         limits = Limits(None if known is None else int(known * self._config.memory_share), NO_DEADLINE_S)

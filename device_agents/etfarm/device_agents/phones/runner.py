@@ -136,7 +136,7 @@ class PhoneRunner(NativeRunner):
     folder: str
     """Where it works, on the phone."""
     must_be_confined = False
-    """Whether a runner is refused that does not keep programs from processes and the network."""
+    """Whether to refuse a runner that does not keep programs away from other processes and the network."""
 
     def __init__(self, process: RunnerProcess) -> None:
         super().__init__(process)
@@ -148,7 +148,7 @@ class PhoneRunner(NativeRunner):
         """See `Runner.hello`.
 
         Raises:
-            RunnerNotConfined: it, or the phone's kernel, does not do what the agent requires.
+            RunnerNotConfined: the agent requires a confined runner, and this one, or the phone's kernel, does not provide it.
             As `RemoteRunner.hello`.
         """
         hello = await super().hello()

@@ -1,4 +1,4 @@
-"""Fields of what a runner answers, read with suspicion: its process runs a user's program, which may write to its pipe."""
+"""Validated fields of a runner's answers. They are untrusted: the process runs a user's program, which may write to its pipe."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Event = Mapping[str, Any]
 
 
 class BadAnswer(ValueError):
-    """A field is missing, or of another sort than the protocol's."""
+    """A field is missing or has another type than the protocol's."""
 
 
 def whole(event: Event, key: str, most: int = _MOST) -> int:
-    """Return a whole number from 0 on.
+    """Return a whole number of 0 or more.
 
     Raises:
-        BadAnswer: it is missing, negative, above `most`, or no whole number.
+        BadAnswer: the field is missing, negative, above `most`, or not a whole number.
     """
     return _whole(event.get(key), key, most)
 
 
 def optional_whole(event: Event, key: str) -> int | None:
-    """Return a whole number from 0 on, or None where the runner says null.
+    """Return a whole number of 0 or more, or None for null.
 
     Raises:
         BadAnswer: as `whole`.
@@ -37,28 +37,28 @@ def optional_whole(event: Event, key: str) -> int | None:
 
 
 def wholes(event: Event, key: str, most_items: int = 1 << 16) -> tuple[int, ...]:
-    """Return a list of whole numbers from 0 on.
+    """Return a list of whole numbers of 0 or more.
 
     Raises:
-        BadAnswer: it is none, or has more than `most_items`.
+        BadAnswer: the field is not such a list, or has more than `most_items`.
     """
     return tuple(_whole(item, key, _MOST) for item in _items(event, key, most_items))
 
 
 def text(event: Event, key: str, default: str | None = None) -> str:
-    """Return a text that any message can carry: without halves of surrogate pairs, and cut after 65,536 characters.
+    """Return a text that any message can carry: without lone surrogates, and cut after 65,536 characters.
 
     Raises:
-        BadAnswer: it is missing without a `default`, or is no text.
+        BadAnswer: the field is missing without a `default`, or is not a text.
     """
     return _text(event.get(key, default), key)
 
 
 def texts(event: Event, key: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
-    """Return a list of texts, each as `text`.
+    """Return a list of texts, each as `text` returns it.
 
     Raises:
-        BadAnswer: as `text`, or it is no list.
+        BadAnswer: as `text`, or the field is not a list.
     """
     if key not in event and default is not None:
         return default
@@ -66,18 +66,18 @@ def texts(event: Event, key: str, default: tuple[str, ...] | None = None) -> tup
 
 
 def truth(event: Event, key: str) -> bool:
-    """Return a truth.
+    """Return a bool.
 
     Raises:
-        BadAnswer: it is missing, or is none.
+        BadAnswer: the field is missing or not a bool.
     """
     if not isinstance(event.get(key), bool):
-        raise BadAnswer(f"{key} is {_shown(event.get(key))}, not true or false")
+        raise BadAnswer(f"{key} must be true or false, got {_shown(event.get(key))}")
     return bool(event[key])
 
 
 def optional_truth(event: Event, key: str) -> bool | None:
-    """Return a truth, or None where the runner says null or nothing.
+    """Return a bool, or None if the field is null or missing.
 
     Raises:
         BadAnswer: as `truth`.
@@ -89,33 +89,33 @@ def events(event: Event, key: str) -> list[Event]:
     """Return a list of objects.
 
     Raises:
-        BadAnswer: it is none, or an item is no object.
+        BadAnswer: the field is not a list, or an item is not an object.
     """
     items = _items(event, key, 1 << 16)
     for item in items:
         if not isinstance(item, dict):
-            raise BadAnswer(f"{key} holds {_shown(item)}, no object")
+            raise BadAnswer(f"{key} must hold objects, got {_shown(item)}")
     return items
 
 
 def _items(event: Event, key: str, most: int) -> list[Any]:
     value = event.get(key)
     if not isinstance(value, list):
-        raise BadAnswer(f"{key} is {_shown(value)}, no list")
+        raise BadAnswer(f"{key} must be a list, got {_shown(value)}")
     if len(value) > most:
-        raise BadAnswer(f"{key} has {len(value)} items, more than {most}")
+        raise BadAnswer(f"{key} must have at most {most} items, got {len(value)}")
     return value
 
 
 def _whole(value: object, key: str, most: int) -> int:
     if type(value) is not int or not 0 <= value <= most:
-        raise BadAnswer(f"{key} is {_shown(value)}, no whole number from 0 to {most}")
+        raise BadAnswer(f"{key} must be a whole number from 0 to {most}, got {_shown(value)}")
     return value
 
 
 def _text(value: object, key: str) -> str:
     if not isinstance(value, str):
-        raise BadAnswer(f"{key} is {_shown(value)}, no text")
+        raise BadAnswer(f"{key} must be a text, got {_shown(value)}")
     return value[:_MOST_CHARACTERS].encode("utf-8", "replace").decode()
 
 

@@ -29,7 +29,7 @@ _MAX_BYTES: Final = 2 << 30
 """Unpacked size above which an archive is refused: it is none of ours, or made to fill a disk."""
 _MAX_FILES: Final = 256
 _MAX_NAME_BYTES: Final = 255
-"""What Linux's file systems take."""
+"""Maximum length of a file name on Linux's file systems."""
 _MAX_MANIFEST_BYTES: Final = 4 << 20
 
 
@@ -72,7 +72,7 @@ class BundleManifest:
     note: str = ""
     """Why something above is empty."""
     options: tuple[str, ...] = ()
-    """Those of the runner that not every bundle has, such as CONFINE."""
+    """Options that the runner supports and that not every runner has, such as CONFINE."""
 
     def to_json(self) -> dict[str, object]:
         """The manifest as `bundle.json` holds it."""
@@ -132,7 +132,7 @@ class Bundle:
     manifest: BundleManifest
 
     def command(self, emulator: Sequence[str] = (), *, working_folder: Path | None = None) -> list[str]:
-        """The command line that starts the runner, in any working folder, or by a relative path in `working_folder` alone.
+        """Return the command line that starts the runner: in any working folder, or with relative paths in `working_folder` only.
 
         `emulator` goes in front, for example `("/usr/bin/qemu-aarch64-static", "-cpu", "cortex-a76")`; its path is
         absolute, since a runner's environment has no PATH.
@@ -190,8 +190,8 @@ def open_folder(folder: Path) -> Bundle:
         OSError: a file cannot be read.
     """
     try:
-        with (folder / MANIFEST_NAME).open("rb") as said:
-            manifest = BundleManifest.parse(said.read(_MAX_MANIFEST_BYTES))
+        with (folder / MANIFEST_NAME).open("rb") as file:
+            manifest = BundleManifest.parse(file.read(_MAX_MANIFEST_BYTES))
     except OSError as error:
         raise BadBundle(f"it has no readable {MANIFEST_NAME} ({error.strerror})") from None
     present = {entry.name for entry in os.scandir(folder)} - {MANIFEST_NAME}

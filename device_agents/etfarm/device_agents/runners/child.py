@@ -119,7 +119,7 @@ class LocalChild:
         return self._process.pid
 
     def from_now(self) -> LocalChild:
-        """Return the same process as if it had started now, for one that waited until it was needed."""
+        """Return the same process as if it had started now; for a process that was started in advance."""
         return LocalChild(self._process, oom_kills())
 
     @property

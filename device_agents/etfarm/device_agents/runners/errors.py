@@ -195,7 +195,7 @@ class RunnerBroken(FarmError):
 
 
 class RunnerKilled(DeviceError):
-    """Something killed the runner before it had a program, which therefore cannot be to blame."""
+    """Something killed the runner before it had a program, so that no program is to blame."""
 
     reason = "DEVICE_RUNNER_KILLED"
 

@@ -24,7 +24,7 @@ from etfarm.wire.errors import EtfarmError
 
 _MEMORY_INFO: Final = Path("/proc/meminfo")
 _MEMORY_SHARE: Final = 4
-"""A payload takes at most this part of the memory that is free: the runner may be a hostile program's."""
+"""Divisor of the free memory that gives the largest payload: a hostile program may control the runner."""
 _LEAST_PAYLOAD_BYTES: Final = 64 << 20
 _MOST_PAYLOAD_BYTES: Final = 1 << 33
 _KEPT_LINES: Final = 60
@@ -139,11 +139,12 @@ class RunnerProcess:
             stage: what errors are said to have happened in, until a progress event names another.
             deadline_s: for the whole of it; `Limits.command_s` by default.
             on_progress: takes progress events.
-            max_payload_bytes: of the answer's payload; more is no protocol. `room_for_payload` for tensors.
+            max_payload_bytes: maximum size of the answer's payload; a larger one violates the protocol. For tensors, give
+                `room_for_payload()`.
 
         Raises:
             ProgramCrashed, ProgramHung, ProgramOutOfMemory: the process is over.
-            RunnerBroken, RunnerKilled: it is over too, and it was not the program's fault.
+            RunnerBroken, RunnerKilled: the process is over, and it was not the program's fault.
             RunnerClosed: it was over before.
             InputMismatch, OperatorMissing, BackendMissing, ProgramFailed and others: refused; the process is usable.
         """
@@ -189,7 +190,7 @@ class RunnerProcess:
             event["message"] += f": {reason}"
 
     def distrust(self, error: EtfarmError) -> None:
-        """End the process, whose answer was none: `error` is what every later command raises."""
+        """End the process after an invalid answer; every later command raises `error`."""
         self._ended = self._ended or error
         self.kill()
 
@@ -355,17 +356,17 @@ class RunnerProcess:
 
 
 def room_for_payload() -> int:
-    """Return how many bytes of tensors an answer may have: a part of the memory that is free here."""
+    """Return how many bytes of tensors an answer may have: a part of this machine's free memory."""
     try:
-        found = re.search(r"^MemAvailable:\s+(\d{1,15}) kB", _MEMORY_INFO.read_text(), re.MULTILINE)
+        available = re.search(r"^MemAvailable:\s+(\d{1,15}) kB", _MEMORY_INFO.read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    free = int(found[1]) * 1024 // _MEMORY_SHARE if found else _LEAST_PAYLOAD_BYTES
+        available = None
+    free = int(available[1]) * 1024 // _MEMORY_SHARE if available else _LEAST_PAYLOAD_BYTES
     return min(max(free, _LEAST_PAYLOAD_BYTES), _MOST_PAYLOAD_BYTES)
 
 
 def _check_error(event: Event) -> None:
-    """Check the fields of an `error` event; texts become such as any message can carry."""
+    """Validate the fields of an `error` event, and make its texts such as any message can carry."""
     event |= {key: answers.text(event, key) for key in ("code", "message")}
     event |= {key: list(answers.texts(event, key)) for key in ("log", "names") if key in event}
     if event.get("runtime_code") is not None:

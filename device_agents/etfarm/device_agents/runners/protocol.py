@@ -23,7 +23,7 @@ class Hello:
     operators: tuple[str, ...]
     """Names of the kernels, such as `aten::add.out`."""
     confined: tuple[str, ...] = ()
-    """What the runner took from itself: `no-new-privileges`, `landlock`, `seccomp`."""
+    """Active measures by which the runner confines itself: `no-new-privileges`, `landlock`, `seccomp`."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class RemoteRunner:
         self._process = process
         self._method: MethodInfo | None = None
         self.path_for_runner: Callable[[Path], Path] = Path.absolute
-        """Gives a file of this machine as the runner finds it."""
+        """Returns the path by which the runner finds a file of this machine."""
 
     @classmethod
     @asynccontextmanager
@@ -250,10 +250,10 @@ class RemoteRunner:
 
     @contextmanager
     def _reading(self, command: str) -> Iterator[None]:
-        """End a runner whose answer to a command has other fields than the protocol's.
+        """End a runner whose answer to a command violates the protocol.
 
         Raises:
-            RunnerBroken: it has.
+            RunnerBroken: the answer has missing or invalid fields.
         """
         try:
             yield
@@ -361,11 +361,11 @@ def _measured(event: Event, payload: bytes) -> Measured:
 
 
 def _samples(payload: bytes) -> array[int]:
-    """Times, of which none is negative.
+    """Return the times in a payload.
 
     Raises:
-        BadAnswer: one is.
-        ValueError: the payload ends within one.
+        BadAnswer: a time is negative.
+        ValueError: the payload ends within a time.
     """
     samples = array("q")
     samples.frombytes(payload)

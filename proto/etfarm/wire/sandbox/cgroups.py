@@ -26,7 +26,7 @@ _CONTROLLERS: Final = ("memory", "pids")
 
 @dataclass(frozen=True)
 class Place:
-    """Where groups can be made; the folders are those of existing groups."""
+    """The folders of existing groups below which new groups can be made."""
 
     version: int
     memory: str | None
@@ -66,7 +66,7 @@ class Group:
 
     Args:
         family: name of the group that holds all of one owner's; made when missing, removed with its last member.
-        name: of this one; new.
+        name: name of this group; must be new.
         memory_bytes, processes: the tree's limits.
 
     Raises:
@@ -126,7 +126,7 @@ class Group:
 
 
 def remove_family(place: Place, family: str) -> None:
-    """Kill what still runs in a family's groups and remove them; for those that a killed owner left."""
+    """Kill what still runs in a family's groups and remove them; for groups that a killed owner left."""
     for root in dict.fromkeys(Path(root) for root in (place.memory, place.pids) if root is not None):
         for folder in [*(root / family).glob("*/"), root / family]:
             if folder.is_dir():
@@ -231,7 +231,7 @@ def _shares(folder: Path) -> bool:
 
 
 def _delegate(own: Path) -> str | None:
-    """Move this process to a part of its own group, which then may limit other parts. Give the part; None if refused."""
+    """Move this process to a part of its own group, which then may limit other parts. Return the part; None if refused."""
     leaf = own / f"etfarm-daemon-{os.getpid()}"
     try:
         if not set(_CONTROLLERS) <= set((own / "cgroup.controllers").read_text().split()):
@@ -255,7 +255,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _read(file: Path) -> dict[str, int]:
-    """Return the numbers of a file with one `name number` a line; none of a file that is missing."""
+    """Return the numbers of a file with one `name number` a line; empty if the file is missing."""
     try:
         lines = [line.split() for line in file.read_text().splitlines()]
     except OSError:

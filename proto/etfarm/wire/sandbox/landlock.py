@@ -1,7 +1,7 @@
-"""Landlock: which files a process may reach, decided by itself, without privileges. Linux 5.13 and later, where it is enabled.
+"""Landlock: a process restricts which files it may reach itself, without privileges. Needs Linux 5.13 with Landlock enabled.
 
-A `Ruleset` refuses everything that it knows of and that no rule allows: files, TCP, and with Linux 6.12 abstract unix sockets and
-signals to processes outside. What an older kernel's Landlock does not know stays allowed.
+A `Ruleset` refuses everything that the kernel's Landlock handles and that no rule allows: files, TCP, and from Linux 6.12 on
+abstract unix sockets and signals to processes outside. What an older kernel's Landlock does not handle stays allowed.
 Source: Documentation/userspace-api/landlock.rst, include/uapi/linux/landlock.h.
 """
 
@@ -53,7 +53,7 @@ def abi() -> int:
 
 
 class Ruleset:
-    """Rules that this process puts on itself, with `restrict`.
+    """Rules that this process applies to itself with `restrict`.
 
     Raises:
         OSError: the kernel has no Landlock.
@@ -85,8 +85,8 @@ class Ruleset:
 
 
 def _call(number: int, *arguments: bytes | int | None) -> int:
-    given = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
-    return int(syscalls.libc().syscall(ctypes.c_long(number), *given))
+    converted = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
+    return int(syscalls.libc().syscall(ctypes.c_long(number), *converted))
 
 
 def _checked(result: int, call: str) -> int:

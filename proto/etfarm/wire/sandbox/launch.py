@@ -1,6 +1,6 @@
-"""Confine this process as a specification says, then become the program: `python -I -S launch.py`, the specification on stdin.
+"""Confines this process as the specification on stdin says, then executes the program: `python -I -S launch.py`.
 
-The program keeps this process's number, parent and streams. What stdin holds behind the specification is the program's.
+The program keeps this process's id, parent and streams. What follows the specification on stdin is the program's input.
 A measure that the kernel lacks is left out and named on stderr, unless it is required: then the process ends with `REFUSED`.
 """
 
@@ -47,24 +47,24 @@ def encode(specification: dict[str, Any]) -> bytes:
     """Return the bytes that this program expects first on stdin.
 
     Keys:
-        argv, env: of the program; its path is relative to `folder`, or absolute.
-        folder: where it works.
-        parent: the process that it ends with.
-        user: the user and group that it becomes; None stays.
-        reads_as_root: whether it may search and read folders that only root may; for `user`, and only behind Landlock.
-        rules: (path, rights, whether to keep it open) for Landlock; None is without Landlock. Missing paths are skipped. An entry
-            of /proc that stays open keeps its inode, which the rule is about.
-        filters: programs of seccomp, the first to be installed first.
+        argv, env: command line and environment of the program; its path is relative to `folder`, or absolute.
+        folder: the working folder.
+        parent: id of the process with which the program ends.
+        user: user and group id of the program; None to keep the caller's.
+        reads_as_root: whether the program may search and read folders that only root may; needs `user` and Landlock.
+        rules: (path, rights, whether to keep it open) for Landlock; None to do without. Missing paths are skipped. An entry of
+            /proc that stays open keeps its inode, to which the rule applies.
+        filters: seccomp programs in the order of their installation.
         limits: (resource, limit).
-        required: names of measures without which nothing starts.
-        probe: write the measures that are active to stdout and end.
+        required: names of measures without which the program does not start.
+        probe: write the active measures to stdout and end, without starting a program.
     """
     data = marshal.dumps(specification)
     return len(data).to_bytes(_LENGTH_BYTES, "little") + data
 
 
 def main() -> NoReturn:
-    """Do it."""
+    """Read the specification, confine this process, and execute the program."""
     given: dict[str, Any] = marshal.loads(_read(int.from_bytes(_read(_LENGTH_BYTES), "little")))
     os.chdir(given["folder"])
     for which, limit in given["limits"]:
@@ -76,8 +76,8 @@ def main() -> NoReturn:
         if not given["probe"]:
             _say(f"{name} is not available: {why}")
     if given["probe"]:
-        told = marshal.dumps({"active": active, "missing": missing})
-        os.write(1, len(told).to_bytes(_LENGTH_BYTES, "little") + told)
+        answer = marshal.dumps({"active": active, "missing": missing})
+        os.write(1, len(answer).to_bytes(_LENGTH_BYTES, "little") + answer)
         os._exit(0)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)  # Python ignores them, which exec would hand on
@@ -89,7 +89,7 @@ def main() -> NoReturn:
 
 
 def _confine(given: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """Apply every measure that works; the names of those, and why others do not."""
+    """Apply every measure that works. Return the names of those, and the reasons for which others do not work."""
     active: list[str] = []
     missing: dict[str, str] = {}
     rules: landlock.Ruleset | None = None
@@ -122,7 +122,7 @@ def _confine(given: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
             active.append(LANDLOCK)
         except OSError as error:
             missing[LANDLOCK] = str(error)
-    # Behind the change of user, which clears it, and before the filter, which refuses it.
+    # After the change of user, which clears it, and before the filter, which refuses it.
     syscalls.die_with_parent(given["parent"])
     try:
         for program in given["filters"]:
@@ -138,7 +138,7 @@ def _allow(rules: landlock.Ruleset, path: str, rights: int, stays_open: bool) ->
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        return  # this machine has none, or it is not for us
+        return  # missing on this machine, or not accessible
     rules.allow(descriptor, rights, is_folder=stat.S_ISDIR(os.fstat(descriptor).st_mode))
     if stays_open:
         os.set_inheritable(descriptor, True)

@@ -52,7 +52,7 @@ def leave_network() -> None:
 
 
 def find_network(former: int) -> str:
-    """Return what connects this process to others in words; empty when nothing does.
+    """Describe what still connects this process to a network; empty if nothing does.
 
     Args:
         former: `network_inode` of the namespace that it must have left.

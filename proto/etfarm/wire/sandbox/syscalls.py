@@ -170,7 +170,7 @@ def hide_memory() -> None:
 
 
 def show_memory() -> None:
-    """Let this process read its own /proc entries again, which a change of user takes away."""
+    """Let this process read its own /proc entries again, which a change of user prevents."""
     prctl(PR_SET_DUMPABLE, 1)
 
 

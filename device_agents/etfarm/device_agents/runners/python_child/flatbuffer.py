@@ -14,10 +14,10 @@ Buffer = bytes | memoryview
 
 
 _TIMES: Final = 8
-"""How often the bytes may be read: writers share what is equal."""
+"""How many times the buffer's bytes may be read in total: writers share equal parts."""
 _LEAST: Final = 1 << 16
 _TABLE_BYTES: Final = 8
-"""Of the smallest: the offset that leads to it, and its own."""
+"""Size of the smallest table: the offset that leads to it, and its own."""
 
 
 class BadBuffer(ValueError):
@@ -25,7 +25,7 @@ class BadBuffer(ValueError):
 
 
 class Budget:
-    """What may still be read of a buffer: vectors of vectors may all lead to the same table."""
+    """The number of bytes that may still be read of a buffer, in which vectors of vectors may all lead to the same table."""
 
     def __init__(self, size: int) -> None:
         self._left = _TIMES * size + _LEAST
@@ -34,7 +34,7 @@ class Budget:
         """Count bytes that are read.
 
         Raises:
-            BadBuffer: they are more than the buffer could hold several times over.
+            BadBuffer: the total exceeds a multiple of the buffer's size.
         """
         self._left -= size
         if self._left < 0:
