@@ -144,14 +144,14 @@ async def running(config: Config, on_damaged: Callable[[FarmError], None] = lamb
     """A server that runs; gives the address that it listens on.
 
     Args:
-        on_damaged: takes the error that the server should end with: its database turned out to be damaged.
+        on_damaged: called with the error with which the server should end, when its database turns out to be damaged.
 
     Raises:
         CannotListen: it cannot be listened on.
         EtfarmError: as the parts say.
     """
     if config.tokens is not None:
-        Tokens.read(config.tokens)  # a bad one is refused before anything is made
+        Tokens.read(config.tokens)  # refuses an unusable file before anything is created
     files = raise_file_limit()
     config.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     (config.data / "work").mkdir(exist_ok=True)
@@ -303,7 +303,7 @@ async def running(config: Config, on_damaged: Callable[[FarmError], None] = lamb
 
 
 def _audit_damage(audit: AuditLog) -> Callable[[str, int], None]:
-    """Return what records a quarantined artifact; the store calls it in a thread that verifies."""
+    """Return a function that records a quarantined artifact; the store calls it in a verifying thread."""
     loop = asyncio.get_running_loop()
 
     def record(digest: str, size_bytes: int) -> None:
@@ -314,7 +314,7 @@ def _audit_damage(audit: AuditLog) -> Callable[[str, int], None]:
 
 
 async def _is_needed(runs: Runs, registry: Registry, principal: str, digest: str) -> bool:
-    """Return whether an attempt or session on a device of an agent's principal needs the artifact."""
+    """Return whether an attempt or session on a device of the principal's agents needs the artifact."""
     return await runs.is_permitted(digest, lambda device_id: registry.serves_principal(principal, device_id))
 
 

@@ -1,4 +1,4 @@
-"""The audit log: who did what, written down in batches; refusals are counted together so that no attacker fills the disk."""
+"""The audit log: who did what, written in batches. Refusals are counted together, so that no attacker can fill the disk."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ WRITE_AFTER_S: Final = 0.2
 """How long entries are gathered for one write."""
 
 MAX_WAITING: Final = 20_000
-"""Entries that wait for the disk; what comes when it is that late is counted instead."""
+"""Maximum number of entries that wait for the disk; further ones are only counted."""
 
 REFUSALS_AN_HOUR: Final = 600
-"""Refusals that get entries of their own; the rest of an hour is one entry with their number. Some MB a day at most."""
+"""Number of refusals that get entries of their own; those of the rest of the hour share one entry. A few MB a day at most."""
 
 SAME_S: Final = 60.0
-"""Entries that are equal in every way within this time are one entry, and one with their number."""
+"""Equal entries within this time are written as one entry, followed by one with their number."""
 
 _MAX_KINDS: Final = 2000
 _MAX_CHARACTERS: Final = 200
@@ -77,14 +77,14 @@ class AuditLog:
         self._some.set()
 
     def change(self, entry: Entry) -> None:
-        """Add a change, or count it with one that is equal in every way."""
+        """Add a change, or count it with an equal one."""
         if not self._is_repeated(entry):
             if len(self._recent) < _MAX_KINDS:
                 self._recent[entry] = self._clock(), 0
             self.record(entry)
 
     def refuse(self, entry: Entry) -> None:
-        """Add a refusal, or count it with those like it."""
+        """Add a refusal, or count it with equal ones."""
         if self._is_repeated(entry):
             return
         if self._left > 0 and len(self._recent) < _MAX_KINDS:
@@ -102,7 +102,11 @@ class AuditLog:
         return True
 
     def summarize(self, *, everything: bool = False) -> None:
-        """Record how often entries came again, those whose time is over or all, and how many refusals have no entry."""
+        """Record how often entries were repeated, and how many refusals have no entry of their own.
+
+        Args:
+            everything: include entries whose time is not over.
+        """
         now = self._clock()
         for entry, (since, count) in list(self._recent.items()):
             if everything or now - since > SAME_S:
@@ -116,7 +120,7 @@ class AuditLog:
                 self._others = 0
 
     async def write_on(self) -> None:
-        """Write entries for as long as the server runs; a full disk keeps them waiting."""
+        """Write entries for as long as the server runs; on a full disk they wait."""
         while True:
             try:
                 async with asyncio.timeout(SAME_S / 2):
@@ -133,7 +137,7 @@ class AuditLog:
                 await asyncio.sleep(SAME_S / 12)
 
     async def flush(self, *, durable: bool = False) -> None:
-        """Write down all that was recorded."""
+        """Write all recorded entries."""
         async with self._writing:
             if self._lost:
                 lost, self._lost = self._lost, 0
@@ -150,7 +154,7 @@ class AuditLog:
             del self._waiting[: len(entries)]
 
     async def close(self) -> None:
-        """Write down all that is left at the end of the server; a disk that takes nothing is logged."""
+        """Write the remaining entries when the server ends; log an error if the disk does not take them."""
         self.summarize(everything=True)
         try:
             await self.flush(durable=True)
@@ -158,7 +162,7 @@ class AuditLog:
             log.exception("the last entries of the audit log are lost", entries=len(self._waiting))
 
     async def list(self, size: int, before: int | None, principal: str, action: str) -> list[audit_pb2.AuditEntry]:
-        """Return entries with numbers below `before`, newest first; of one principal and of one action where they are given."""
+        """Return entries with numbers below `before`, newest first; only those of `principal` and of `action` unless empty."""
         table = schema.audit
         query = select(table).order_by(table.c.number.desc()).limit(size)
         if before is not None:

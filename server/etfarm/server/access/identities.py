@@ -31,7 +31,7 @@ class AgentNotYours(UserError):
 
 
 class AgentUnbound(UserError):
-    """An agent identity is known from before identities were bound, so an admin has to say whose it is."""
+    """An agent identity is older than the binding of identities, so an admin has to bind it."""
 
     reason = "AGENT_UNBOUND"
     kind = Kind.PERMISSION_DENIED
@@ -45,7 +45,7 @@ class TooManyAgents(UserError):
 
 
 class AgentNotFound(UserError):
-    """No agent of the id ever connected or tried to."""
+    """No agent with the id has ever connected or tried to."""
 
     reason = "AGENT_NOT_FOUND"
     kind = Kind.NOT_FOUND
@@ -59,7 +59,7 @@ class Identity:
     principal: str
     """Empty where the identity is not bound."""
     refused: str = ""
-    """Of an identity that is not bound: the principal that tried to connect as it last."""
+    """The principal that last tried to connect as an identity that is not bound."""
 
 
 class Identities:
@@ -88,9 +88,9 @@ class Identities:
         return self._bound.get(agent_id, "")
 
     async def admit(self, agent_id: str, caller: Principal) -> None:
-        """Let a caller connect as an agent, and bind an identity that nothing is known of to the caller.
+        """Let a caller connect as an agent, and bind a new identity to the caller.
 
-        An admin may connect as any agent and binds none: so does everybody on a server without tokens.
+        An admin, and so every caller of a server without tokens, may connect as any agent and binds no identity.
 
         Raises:
             AgentNotYours: the identity is bound to another principal, or the caller's token to another identity.
@@ -101,7 +101,7 @@ class Identities:
             return
         if caller.agent_id not in ("", agent_id):
             raise AgentNotYours(
-                f"The token belongs to agent {caller.agent_id}, and {agent_id} connects with it.",
+                f"The token belongs to agent {caller.agent_id} and cannot be used by agent {agent_id}.",
                 "Give each agent a token of its own: `etfarm tokens create NAME --agent`.", agent_id=agent_id,
             )  # fmt: skip
         bound = self.principal_of(agent_id)
@@ -115,7 +115,7 @@ class Identities:
             if len(self._refused) > MAX_REFUSED:
                 self._refused.popitem(last=False)
             raise AgentUnbound(
-                f"Agent {agent_id} is known from before agents had tokens of their own, so {caller.name} cannot claim it.",
+                f"Agent {agent_id} is older than agents' tokens and not bound, so {caller.name} cannot claim it.",
                 f"Ask an admin to run `etfarm agents bind {agent_id} {caller.name}`.", agent_id=agent_id,
             )  # fmt: skip
         await self._claim(agent_id, caller.name)

@@ -18,13 +18,13 @@ from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.names import PROJECT_VARIABLE, is_project_name
 
 MAX_STORAGE_BYTES: Final = 1 << 62
-"""The largest limit of a project's artifacts: what a database's integer holds, with room to add."""
+"""Maximum storage limit of a project: fits an integer of the database, with room for additions."""
 
 MAX_PRINCIPAL: Final = 200
-"""Characters of a principal's name."""
+"""Maximum length of a principal's name."""
 
 _RESERVED: Final = frozenset({FARM_HOLDER})
-"""Names that holders of artifacts have which are no projects."""
+"""Names of artifact holders that are not projects."""
 
 
 class BadProject(UserError):
@@ -86,7 +86,7 @@ class Project:
 
 
 class Projects:
-    """The projects of a farm. Names and members are in memory as well, where each call looks them up."""
+    """The projects of a farm. Names and members are cached in memory, where each call looks them up."""
 
     def __init__(self, database: Database, now: Callable[[], datetime]) -> None:
         self._database = database
@@ -112,17 +112,17 @@ class Projects:
         return sorted(self._limits)
 
     def membership(self, principal: str) -> frozenset[str]:
-        """Return the projects of a principal: `default` for one that is a member of no project."""
+        """Return the projects of a principal; `default` for a principal without any project."""
         return self._of_principal.get(principal) or frozenset({DEFAULT_PROJECT})
 
     def storage_limit_bytes(self, project: str) -> int | None:
-        """Return what a project's artifacts may take together; None for the server's default."""
+        """Return the storage limit of a project's artifacts; None for the server's default."""
         return self._limits.get(project)
 
     def resolve(self, principal: Principal, requested: str = "") -> Principal:
-        """Return the principal with the projects that it sees and the one that owns what its call makes.
+        """Return the principal with the projects that it sees and the one that owns what its call creates.
 
-        `project` is empty where the caller has to choose (`require_active` says so), and for an agent, which makes nothing.
+        `project` is empty if the caller must choose one (`require_active` then raises), and for an agent, which creates nothing.
 
         Args:
             requested: the project that the call names; empty where it names none.
@@ -162,11 +162,11 @@ class Projects:
         return name
 
     async def create(self, name: str, members: Iterable[str], storage_limit_bytes: int | None, *, by: str) -> Project:
-        """Make a project.
+        """Create a project.
 
         Raises:
             BadProject: the name, the limit or a member's name is not allowed.
-            ProjectExists: there is one of this name.
+            ProjectExists: another project has the name.
         """
         if not is_project_name(name):
             raise BadProject(
@@ -182,8 +182,8 @@ class Projects:
         rows = [{"project": name, "principal": principal, "added_at": at} for principal in principals]
 
         def write(connection: Connection) -> None:
-            made = connection.execute(insert(schema.projects).values(project).on_conflict_do_nothing())
-            if made.rowcount != 1:
+            inserted = connection.execute(insert(schema.projects).values(project).on_conflict_do_nothing())
+            if inserted.rowcount != 1:
                 raise ProjectExists(f"There is a project {name!r} already.", "Choose another name.", project=name)
             if rows:
                 connection.execute(schema.members.insert(), rows)
@@ -192,7 +192,7 @@ class Projects:
         return await self.get(name)
 
     async def update(self, name: str, storage_limit_bytes: int | None) -> Project:
-        """Change a project's limit; None for the server's default.
+        """Set a project's storage limit; None for the server's default.
 
         Raises:
             ProjectNotFound: there is none of this name.
@@ -206,7 +206,7 @@ class Projects:
         return await self.get(name)
 
     async def add_member(self, name: str, principal: str) -> Project:
-        """Make a principal a member; one that is a member already stays one.
+        """Add a member; does nothing if the principal is a member already.
 
         Raises:
             ProjectNotFound: there is no project of this name.
@@ -219,7 +219,7 @@ class Projects:
         return await self.get(name)
 
     async def remove_member(self, name: str, principal: str) -> Project:
-        """End a membership, from the principal's next call on.
+        """Remove a member, with effect from the principal's next call on.
 
         Raises:
             ProjectNotFound: there is no project of this name.
@@ -251,13 +251,13 @@ class Projects:
         return projects[0]
 
     async def page(self, scope: Scope, after: str, size: int) -> tuple[Sequence[Project], str]:
-        """Return projects of a scope by name, from the one behind `after` on, and the last name where more follow."""
+        """Return the scope's projects after the name `after`, sorted by name, and the last name if more follow."""
         names = [name for name in self.names() if scope.allows(name) and name > after]
         projects = await self._database.read(lambda connection: _read(connection, names[:size]))
         return projects, names[size - 1] if len(names) > size else ""
 
     async def _write(self, do: Callable[[Connection], object]) -> None:
-        """Change the database, then what is in memory: who is answered finds the change in force."""
+        """Change the database, then the cache, so that the change is in force when the caller is answered."""
         await self._database.write(do, durable=True)
         await self.load()
 
@@ -289,7 +289,7 @@ def _read(connection: Connection, names: Sequence[str]) -> list[Project]:
 
 
 def require_active(principal: Principal) -> str:
-    """Return the project that owns what a resolved caller makes.
+    """Return the project that owns what a resolved caller creates.
 
     Raises:
         ProjectAmbiguous: the caller has to choose one.

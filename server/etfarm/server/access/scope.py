@@ -26,7 +26,7 @@ class Scope:
     projects: frozenset[str] | None
     """Names of projects; None for every project."""
     active: str = field(default="", compare=False)
-    """The project that `latest` and tags are looked up in first; empty where the call has none."""
+    """The project in which `latest` and tags are looked up first; empty if the call has none."""
 
     def allows(self, project: str) -> bool:
         """Return whether the caller sees what belongs to `project`."""

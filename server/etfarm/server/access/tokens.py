@@ -1,4 +1,4 @@
-"""Tokens that the database keeps: 256 random bits each, stored as their sha256, looked up in memory by it."""
+"""The database's tokens: 256 random bits each, stored as their sha256 and looked up by it in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from etfarm.wire.names import ENROLMENT_PREFIX, TOKEN_PREFIX
 ROLE_NAMES: Final = {Role.ROLE_ADMIN: "admin", Role.ROLE_USER: "user", Role.ROLE_AGENT: "agent", Role.ROLE_VIEWER: "viewer"}
 
 TOKENS_CHANGED: Final = "tokens.changed"
-"""The file of a data folder that a process touches after it changed tokens beside a running server."""
+"""Name of the file in the data folder that another process touches after it changed the tokens of a running server."""
 
 MAX_LIFETIME_S: Final = 10 * 366 * 86_400.0
 
@@ -37,7 +37,7 @@ _SECRET_BYTES: Final = 32
 
 
 class BadTokenRequest(UserError):
-    """A token that cannot be made."""
+    """A token with these properties cannot be created."""
 
     reason = "BAD_TOKEN_REQUEST"
 
@@ -57,21 +57,21 @@ class TokenReplaced(UserError):
 
 
 class NoSuchProject(UserError):
-    """A token's principal is to be a member of a project that does not exist."""
+    """A project of which a token's principal should become a member does not exist."""
 
     reason = "PROJECT_NOT_FOUND"
     kind = Kind.NOT_FOUND
 
 
 class NotAnEnrolmentToken(UserError):
-    """A call to Enroll with another token, or with one that was used."""
+    """The token of a call to Enroll is not an enrolment token, or was used."""
 
     reason = "NOT_AN_ENROLMENT_TOKEN"
     kind = Kind.FAILED_PRECONDITION
 
 
 class AgentBound(UserError):
-    """An agent identity that another principal's token owns."""
+    """The agent identity belongs to another principal."""
 
     reason = "AGENT_BOUND"
     kind = Kind.ALREADY_EXISTS
@@ -79,37 +79,37 @@ class AgentBound(UserError):
 
 @dataclass(frozen=True)
 class Credential:
-    """Who a token stands for, and how long."""
+    """The principal that a token stands for, and its validity."""
 
     key: bytes
     """The sha256 of the secret; empty for the local caller of a server without tokens."""
     token_id: str
     principal: Principal
     enrolment: bool = False
-    """It may call AgentService.Enroll and nothing else."""
+    """Whether it may only call AgentService.Enroll."""
     spent: bool = False
-    """An enrolment token that was exchanged already."""
+    """Whether it is an enrolment token that was exchanged already."""
     expires_at: datetime | None = None
 
 
 def key_of(secret: str) -> bytes:
-    """Return what a secret is stored and looked up by. Secrets are random, so no slow hash is needed against guessing."""
+    """Return the key by which a secret is stored and looked up. Secrets are random, so guessing needs no slow hash."""
     return hashlib.sha256(secret.encode()).digest()
 
 
 def new_secret(*, enrolment: bool = False) -> str:
-    """Return a secret that begins as secret scanners know it."""
+    """Return a new secret, with the prefix that secret scanners recognize."""
     return (ENROLMENT_PREFIX if enrolment else TOKEN_PREFIX) + secrets.token_urlsafe(_SECRET_BYTES)
 
 
 def has_tokens(database: Path) -> bool:
-    """Return whether a database that is not opened yet has tokens, so that a server with it asks callers for one."""
+    """Return whether a database, which need not be open, has tokens, so that its server asks callers for one."""
     if not database.is_file():
         return False
     with contextlib.closing(sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True)) as connection:
         try:
             return connection.execute("SELECT 1 FROM tokens LIMIT 1").fetchone() is not None
-        except sqlite3.DatabaseError:  # from before there were tokens, or damaged, which opening it finds out
+        except sqlite3.DatabaseError:  # older than tokens, or damaged, which opening it detects
             return False
 
 
@@ -130,7 +130,7 @@ class TokenTable:
         self._used: dict[str, datetime] = {}
 
     async def load(self) -> None:
-        """Read the tokens, also those that another process wrote meanwhile."""
+        """Read the tokens, including those that another process has written."""
         table = schema.tokens
         rows = await self._database.read(lambda connection: connection.execute(select(table)).all())
         self._valid = {row.secret_hash: _credential(row) for row in rows if row.revoked_at is None}
@@ -139,19 +139,19 @@ class TokenTable:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token was ever made; revoked ones count, so that revoking the last does not open the server."""
+        """Whether no token was ever created. Revoked tokens count, so that revoking the last one does not open the server."""
         return self._is_empty
 
     def find(self, key: bytes) -> Credential | None:
-        """Return the credential of a key, expired or not; None where no token that is not revoked has it."""
+        """Return the credential of a key, which may have expired; None if the token is unknown or revoked."""
         return self._valid.get(key)
 
     def mark_used(self, credential: Credential) -> None:
-        """Remember that a token is used now; `save_uses` writes it down."""
+        """Note that a token is used now; `save_uses` writes it to the database."""
         self._used[credential.token_id] = self._now().replace(second=0, microsecond=0)
 
     async def save_uses(self) -> None:
-        """Write down when tokens were used last."""
+        """Write to the database when tokens were last used."""
         used, self._used = self._used, {}
         table = schema.tokens
 
@@ -172,7 +172,7 @@ class TokenTable:
         enrolment: bool = False,
         projects: Sequence[str] = (),
     ) -> tuple[token_pb2.Token, str]:
-        """Make a token, and return it with its secret, which is kept nowhere.
+        """Create a token, and return it with its secret, which is not stored.
 
         Raises:
             BadTokenRequest: the name, role or lifetime is not allowed.
@@ -192,9 +192,9 @@ class TokenTable:
             connection.execute(insert(schema.tokens).values(**row))
             return _row(connection, str(row["id"]))
 
-        made = await self._database.write(write, durable=True)
+        created = await self._database.write(write, durable=True)
         await self.load()
-        return _token(made), secret
+        return _token(created), secret
 
     async def list(self, size: int, offset: int) -> list[token_pb2.Token]:
         """Return tokens without their secrets, newest first."""
@@ -203,7 +203,7 @@ class TokenTable:
         return [_token(row) for row in await self._database.read(lambda connection: connection.execute(query).all())]
 
     async def revoke(self, token_id: str) -> token_pb2.Token:
-        """End a token; one that is revoked already stays as it is.
+        """Revoke a token; does nothing if it is revoked already.
 
         Raises:
             TokenNotFound: no token has the id.
@@ -227,8 +227,8 @@ class TokenTable:
                 thief whose calls wait in line would get the secret that was to end them.
 
         Raises:
-            TokenNotFound: no token that is valid has the id.
-            TokenReplaced: the token has another key by now.
+            TokenNotFound: no token has the id, or it is revoked or used up.
+            TokenReplaced: another call rotated the token since.
         """
         table = schema.tokens
 
@@ -247,15 +247,15 @@ class TokenTable:
         return _token(row), secret
 
     async def enroll(self, enrolment: Credential, agent_id: str, *, is_known: bool) -> str:
-        """Exchange an enrolment token for the agent's own token, and return that one's secret.
+        """Exchange an enrolment token for the agent's own token, and return the secret of that.
 
-        An agent that lost its token enrolls again with another enrolment token of the same principal; the lost one ends.
+        An agent that lost its token enrolls again with another enrolment token of the same principal; its lost token is revoked.
 
         Args:
             is_known: whether the farm has devices of the identity.
 
         Raises:
-            NotAnEnrolmentToken: the caller's token is no enrolment token, or it was used.
+            NotAnEnrolmentToken: the caller's token is not an enrolment token, or was used.
             BadTokenRequest: the agent's id is not allowed.
             AgentBound: the identity belongs to another principal, or is known and bound to none.
         """
@@ -268,13 +268,13 @@ class TokenTable:
             row = connection.execute(select(tokens).where(tokens.c.id == enrolment.token_id)).one_or_none()
             if row is None or not row.enrolment or row.agent_id is not None or row.revoked_at is not None:
                 raise NotAnEnrolmentToken(
-                    "This token enrolls no agent: it is of another kind, or it was used.",
+                    "The token is not an enrolment token, or was used already.",
                     "Ask an admin for `etfarm tokens create NAME --agent`.",
                 )
             owner = connection.execute(select(agents.c.principal).where(agents.c.id == agent_id)).scalar()
             if owner != principal and (owner is not None or is_known):
                 raise AgentBound(
-                    f"Agent {agent_id} is known to the farm and is not {principal}'s.",
+                    f"The farm knows agent {agent_id}, which does not belong to {principal}.",
                     f"Ask an admin to run `etfarm agents bind {agent_id} {principal}`, or give the agent a new data folder.",
                     agent_id=agent_id,
                 )

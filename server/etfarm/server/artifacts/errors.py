@@ -1,4 +1,4 @@
-"""What the artifact store refuses, and why."""
+"""Errors of the artifact store."""
 
 from __future__ import annotations
 
@@ -43,27 +43,27 @@ class BadUpload(UserError):
 
 
 class BadPageToken(UserError):
-    """A page token is not one that this server gave."""
+    """A page size or a page token is not valid."""
 
     reason = "BAD_PAGE_TOKEN"
 
 
 class ChunkOutOfPlace(UserError):
-    """A chunk does not start where the stored part ends."""
+    """A chunk does not start at the committed size of the upload."""
 
     reason = "CHUNK_OUT_OF_PLACE"
     kind = Kind.OUT_OF_RANGE
 
 
 class DigestMismatch(UserError):
-    """All bytes came and are others than announced."""
+    """The bytes of a complete upload have another sha256 than announced."""
 
     reason = "DIGEST_MISMATCH"
     kind = Kind.DATA_LOSS
 
 
 class UploadInProgress(UserError):
-    """Two streams write one upload."""
+    """Another stream is writing the same upload."""
 
     reason = "UPLOAD_IN_PROGRESS"
     kind = Kind.ABORTED
@@ -117,7 +117,7 @@ class QuotaExceeded(UserError):
         what = f"The agent {agent!r}" if agent else f"The project {holder!r}"
         more = f" and needs {needed_bytes} more" if needed_bytes else ""
         remedy = (
-            "Results that were taken make room by themselves; wait for running attempts."
+            "Wait for running attempts: results that the server has taken no longer count."
             if agent
             else "Ask the farm's admin for a larger storage limit of the project, or use another project."
         )

@@ -1,4 +1,4 @@
-"""Holdings: which project, agent or server part may read which stored artifact, and what each takes."""
+"""Holdings: which project, agent or part of the server may read which artifact, and how much storage each uses."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 
 _BATCH = 500
-"""Digests per statement; SQLite bounds the parameters of one."""
+"""Number of digests per statement; SQLite bounds the number of parameters."""
 
 _AGENTS = agent_holder("")
-"""What an agent's holder begins with."""
-
+"""Prefix of agents' holders."""
 
 _TAKEN = "taken:"
-"""Goes before an agent's holder once a result of its was taken: such bytes count no more, and need not be sent again."""
+"""Prefix of an agent's holder once a result was taken: the bytes no longer count, and need not be sent again."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Holdings:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._used: dict[str, int] = {}
-        """Bytes by holder, for those that were asked for: a sum over a large project takes too long for every upload."""
+        """Cached bytes by holder: a sum over a large project takes too long for every upload."""
 
     async def held(self, digests: Iterable[str], holders: Collection[str]) -> set[str]:
         """Return those of `digests` that at least one of `holders` holds."""
@@ -59,45 +58,45 @@ class Holdings:
         return await self._database.read(read)
 
     async def add(self, holder: str, digests: Iterable[str], owner: str, sizes: dict[str, int] | None = None) -> None:
-        """Give `holder` the artifacts; those that it holds already stay as they are.
+        """Let `holder` hold the artifacts; those that it holds already stay as they are.
 
         Args:
-            sizes: of artifacts that have no row yet, which get one.
+            sizes: sizes of artifacts that may have no row yet; they get one.
         """
         wanted = list(dict.fromkeys(digests))
         if not wanted:
             return
-        # A result is believed by its agent's holdings. Of others a later write, of a job that names them, waits for the disk.
+        # An agent's holdings prove its results, so they must be durable. For others, the later write of a job syncs the disk.
         durable = holder.startswith(_AGENTS)
         try:
             added = await self._database.write(
                 lambda connection: _insert(connection, holder, wanted, owner, sizes or {}), durable=durable
             )
         except BaseException:
-            # Whether it was written is unknown: the next sum tells.
+            # It is unknown whether the write happened, so the sum is computed again.
             self._used.pop(holder, None)
             raise
         if holder in self._used:
             self._used[holder] += added
 
     async def used_bytes(self, holder: str) -> int:
-        """Return what a holder's artifacts take together."""
+        """Return the total size of a holder's artifacts."""
         if holder not in self._used:
             table, artifacts = schema.holdings, schema.artifacts
             joined = table.join(artifacts, artifacts.c.digest == table.c.digest)
             query = select(func.coalesce(func.sum(artifacts.c.size_bytes), 0)).select_from(joined).where(table.c.holder == holder)
-            # Among the writes, so that none is counted twice or not at all.
+            # In the order of the writes, so that each is counted exactly once.
             self._used[holder] = await self._database.write(lambda connection: int(connection.execute(query).scalar_one()))
         return self._used[holder]
 
     async def limit_bytes(self, project: str) -> int | None:
-        """Return a project's own storage limit; None where it has none."""
+        """Return a project's own storage limit; None if it has none."""
         table = schema.projects
         query = select(table.c.storage_limit_bytes).where(table.c.name == project)
         return await self._database.read(lambda connection: connection.execute(query).scalar())
 
     async def release_agents(self, digests: Iterable[str]) -> None:
-        """Count artifacts against their agents no more: a result was taken, and its project holds them."""
+        """Stop counting artifacts against their agents, after a result was taken and its project holds them."""
         wanted, table = list(digests), schema.holdings
 
         def write(connection: Connection) -> dict[str, int]:
@@ -113,7 +112,7 @@ class Holdings:
             await self._delete(write)
 
     async def expire_agents(self, before: datetime) -> list[str]:
-        """Delete agents' holdings of before `before`; return the artifacts that have no holder left."""
+        """Delete agents' holdings that are older than `before`; return the artifacts without any holder left."""
         table = schema.holdings
         old = and_(_is_of_an_agent(), table.c.held_at < before)
         orphans: list[str] = []
@@ -130,7 +129,7 @@ class Holdings:
         return orphans
 
     async def forget(self, digests: Sequence[str]) -> None:
-        """Delete artifacts' rows with every holding of them."""
+        """Delete the rows of artifacts and all their holdings."""
 
         def write(connection: Connection) -> dict[str, int]:
             freed = _delete(connection, digests, true())
@@ -141,11 +140,11 @@ class Holdings:
         await self._delete(write)
 
     async def page(self, holders: Collection[str] | None, after: tuple[datetime, str, str] | None, size: int) -> list[Holding]:
-        """Return holdings, the newest first.
+        """Return holdings, newest first.
 
         Args:
-            holders: whose; None for those of all projects.
-            after: (held_at, digest, holder) of the last one of the page before.
+            holders: whose holdings; None for those of all projects.
+            after: (held_at, digest, holder) of the last entry of the previous page.
         """
         table, artifacts = schema.holdings, schema.artifacts
         columns = (table.c.holder, table.c.digest, artifacts.c.size_bytes, table.c.owner, table.c.held_at)
@@ -158,7 +157,7 @@ class Holdings:
         return await self._database.read(lambda connection: [Holding(*row) for row in connection.execute(query)])
 
     async def _delete(self, write: Callable[[Connection], dict[str, int]]) -> None:
-        """Carry out a deletion that returns the bytes that each holder holds less."""
+        """Run a deletion that returns the freed bytes by holder."""
         try:
             freed = await self._database.write(write)
         except BaseException:
@@ -175,7 +174,7 @@ def _is_of_an_agent() -> ColumnElement[bool]:
 
 
 def _delete(connection: Connection, digests: Sequence[str], which: ColumnElement[bool]) -> dict[str, int]:
-    """Delete those holdings of `digests` for which `which` is true; return their bytes by holder."""
+    """Delete the holdings of `digests` that match `which`; return their bytes by holder."""
     table, artifacts = schema.holdings, schema.artifacts
     freed: Counter[str] = Counter()
     for batch in _batches(digests):
@@ -190,7 +189,7 @@ def _delete(connection: Connection, digests: Sequence[str], which: ColumnElement
 
 
 def _insert(connection: Connection, holder: str, digests: Sequence[str], owner: str, sizes: dict[str, int]) -> int:
-    """Insert the holdings that are missing; return what they take."""
+    """Insert the missing holdings; return their total size."""
     at, added = datetime.now(UTC), 0
     table, artifacts = schema.holdings, schema.artifacts
     for batch in _batches(digests):

@@ -1,4 +1,4 @@
-"""Rot: stored bytes are hashed again on their first read by each server process; damaged ones leave the store."""
+"""Integrity of stored artifacts: each server process verifies them on their first read; damaged ones leave the store."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _Stamp = tuple[int, int, int]
 
 
 class Integrity:
-    """Which stored files this process has found whole.
+    """The stored files that this process has verified.
 
     Args:
-        quarantine: where damaged files go, for an admin to look at.
-        place: gives the path of an artifact.
-        pool: hashes.
+        quarantine: folder for damaged files, for an admin to inspect.
+        place: returns the path of an artifact.
+        pool: threads that compute hashes.
     """
 
     def __init__(self, quarantine: Path, place: Callable[[str], Path], pool: ThreadPoolExecutor) -> None:
@@ -38,25 +38,25 @@ class Integrity:
         self._checks: dict[str, asyncio.Task[bool]] = {}
         self._damaged = {path.name.partition(".")[0] for path in quarantine.iterdir()} if quarantine.is_dir() else set()
         self.on_damaged: Callable[[str, int], None] = lambda digest, size_bytes: None
-        """Takes (digest, size in bytes) of each artifact that was found damaged."""
+        """Called with (digest, size in bytes) of each artifact that is found damaged."""
 
     def is_damaged(self, digest: str) -> bool:
         """Return whether the artifact was found damaged and has not been stored again."""
         return digest in self._damaged
 
     def settled(self, digest: str) -> None:
-        """Note that verified bytes have just been put in place."""
+        """Note that verified bytes have just been moved into the store."""
         self._damaged.discard(digest)
         if (stamp := _stamp(self._place(digest))) is not None:
             self._whole[digest] = stamp
 
     def is_known_whole(self, digest: str) -> bool:
-        """Return whether this process has hashed the file as it is now."""
+        """Return whether this process has verified the file in its present state."""
         stamp = _stamp(self._place(digest))
         return stamp is not None and self._whole.get(digest) == stamp
 
     async def is_whole(self, digest: str) -> bool:
-        """Return whether the artifact is stored and its bytes are what they were; one that is not leaves the store."""
+        """Return whether the artifact is stored and undamaged; a damaged one leaves the store."""
         if self.is_known_whole(digest):
             return True
         check = self._checks.get(digest)
@@ -67,10 +67,10 @@ class Integrity:
         return await asyncio.shield(check)
 
     async def find_damaged(self, wanted: Iterable[str]) -> list[str]:
-        """Return those of `wanted` that are not stored, or whose bytes changed."""
+        """Return the artifacts of `wanted` that are not stored or damaged."""
         names = list(dict.fromkeys(wanted))
         if len(names) > _BATCH:
-            # Of many files even the looking takes its time.
+            # For many files, even stat takes long enough to block the event loop.
             loop = asyncio.get_running_loop()
             unknown = await loop.run_in_executor(self._pool, lambda: [name for name in names if not self.is_known_whole(name)])
         else:
@@ -83,17 +83,17 @@ class Integrity:
         return damaged
 
     async def require_whole(self, wanted: Iterable[str]) -> None:
-        """Refuse damaged artifacts; those that are not stored are left to who opens them.
+        """Refuse damaged artifacts. Missing ones pass: opening them fails.
 
         Raises:
-            ArtifactDamaged: of the first one whose bytes changed.
+            ArtifactDamaged: an artifact is damaged; names the first one.
         """
         for digest in await self.find_damaged(wanted):
             if self.is_damaged(digest):
                 raise ArtifactDamaged(digest)
 
     async def recheck(self, digest: str) -> bool:
-        """Return whether the bytes are whole, read from the disk again whatever is known."""
+        """Read the bytes from the disk again, and return whether they are undamaged."""
         self._whole.pop(digest, None)
         return await self.is_whole(digest)
 
@@ -110,13 +110,13 @@ class Integrity:
         except FileNotFoundError:
             return False
         except OSError as error:
-            # A sector that cannot be read is rot as well.
+            # A sector that cannot be read is damage as well.
             actual = f"unreadable: {error.strerror}"
         if actual == digest:
             self._whole[digest] = stamp
             return True
         if _stamp(path) != stamp:
-            # It was replaced meanwhile, by bytes that were verified.
+            # The file was replaced meanwhile, by verified bytes.
             return self.is_known_whole(digest)
         self._move_away(path, digest, actual)
         return False

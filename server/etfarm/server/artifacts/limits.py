@@ -1,4 +1,4 @@
-"""How much the artifact store takes, and from whom."""
+"""Limits of the artifact store."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ class StoreLimits:
     """Bounds of uploads, downloads and holdings."""
 
     artifact_bytes: int = 16 << 30
-    """Size of one artifact."""
+    """Maximum size of one artifact."""
     project_bytes: int | None = None
-    """Artifacts of a project without a limit of its own; None for no bound."""
+    """Storage limit of a project that has none of its own; None for no limit."""
     agent_bytes: int = 20 << 30
-    """Uploads of an agent's principal that no result has been taken for yet."""
+    """Maximum size of an agent's uploads whose results the server has not taken yet."""
     reserve_bytes: int = 256 << 20
-    """Disk that uploads leave free, so that the journal can always write."""
+    """Disk space that uploads leave free, so that the journal can always write."""
     uploads: int = 1024
-    """Streams of one holder at a time: an agent with 300 phones fits."""
+    """Maximum number of concurrent upload streams of one holder; enough for an agent with 300 phones."""
     parts: int = 256
-    """Unfinished uploads that are kept for one holder to resume; beyond it the oldest goes."""
+    """Maximum number of unfinished uploads that are kept for one holder to resume; the oldest is deleted first."""
     upload_idle_s: float = 60.0
-    """How long a stream may be silent; what came is kept to go on from."""
+    """How long an upload may be silent before it is aborted; the received bytes are kept."""
     part_age_s: float = 24 * 3600.0
     """How long an unfinished upload is kept."""
     agent_holding_age_s: float = 7 * 24 * 3600.0
-    """How long an agent's uploads are kept without a result that names them: agents keep results for a server that is away."""
+    """How long an agent's uploads are kept without a result: agents keep results while the server is away."""
     downloads: int = 64
-    """Streams of one principal at a time; more wait their turn."""
+    """Maximum number of concurrent downloads of one principal; further ones wait."""
     download_idle_s: float = 120.0
-    """How long a download's receiver may take no byte."""
+    """How long a download's receiver may read nothing before the download is aborted."""
     threads: int = 4
-    """For the bytes of uploads and downloads."""
+    """Number of threads that move the bytes of uploads and downloads."""
     verifiers: int = 2
-    """For reading stored artifacts again."""
+    """Number of threads that verify stored artifacts."""

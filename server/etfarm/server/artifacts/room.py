@@ -1,4 +1,4 @@
-"""Disk room: what is announced counts against the free space once, whoever announces it at the same time."""
+"""Reservations of disk space, so that concurrent uploads and attempts do not count on the same free bytes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Room:
     """Reservations of a disk's free space.
 
     Args:
-        folder: on the disk.
-        reserve_bytes: that stay free for the journal.
+        folder: a folder on the disk.
+        reserve_bytes: space that stays free for the journal.
     """
 
     def __init__(self, folder: Path, reserve_bytes: int) -> None:
@@ -24,10 +24,10 @@ class Room:
         self._results: dict[Hashable, int] = {}
 
     def reserve(self, key: Hashable, needed: int, *, is_result: bool = False) -> None:
-        """Set room aside for an upload. A result's may use what attempts have set aside.
+        """Reserve space for an upload. The upload of a result may use the space that attempts have reserved.
 
         Raises:
-            DiskFull: there is not as much.
+            DiskFull: there is not enough free space.
         """
         taken = sum(self._uploads.values()) - self._uploads.get(key, 0)
         if not is_result:
@@ -36,25 +36,25 @@ class Room:
         self._uploads[key] = needed
 
     def shrink(self, key: Hashable, left: int) -> None:
-        """Count what an upload has written no more: the disk counts it."""
+        """Reduce an upload's reservation to the bytes that it has not written yet."""
         self._uploads[key] = left
 
     def release(self, key: Hashable) -> None:
-        """Give an upload's room back."""
+        """Release an upload's reservation."""
         self._uploads.pop(key, None)
 
     def reserve_results(self, key: Hashable, needed: int) -> None:
-        """Set room aside for what an attempt will give.
+        """Reserve space for the results of an attempt.
 
         Raises:
-            DiskFull: there is not as much.
+            DiskFull: there is not enough free space.
         """
         others = sum(self._uploads.values()) + sum(self._results.values()) - self._results.get(key, 0)
         self._require(needed, others)
         self._results[key] = needed
 
     def release_results(self, key: Hashable) -> None:
-        """Give an attempt's room back; harmless where there is none."""
+        """Release an attempt's reservation, if it has one."""
         self._results.pop(key, None)
 
     def _require(self, needed: int, taken: int) -> None:

@@ -1,4 +1,4 @@
-"""Staging: each holder's uploads gather in files of their own, and only verified bytes join the store."""
+"""Staging of uploads: each holder's bytes are collected in separate files, and only verified bytes enter the store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 MAX_CHUNK_BYTES = 1 << 20
-"""What one chunk of an upload may carry."""
+"""Maximum size of one chunk of an upload."""
 
 
 @dataclass
@@ -46,11 +46,11 @@ class _Stream:
 
 
 class Staging:
-    """Uploads that are not whole yet: a file for each holder and digest, so that nobody's bytes reach another's upload.
+    """Incomplete uploads: one file for each holder and digest, so that no holder's bytes enter another's upload.
 
     Args:
-        folder: existing; what an earlier version or a killed server left there, other than parts, is deleted.
-        pool: writes and hashes.
+        folder: an existing folder; files in it other than parts, which an earlier version or a killed server left, are deleted.
+        pool: threads that write and compute hashes.
     """
 
     def __init__(self, folder: Path, room: Room, limits: StoreLimits, pool: ThreadPoolExecutor) -> None:
@@ -65,11 +65,11 @@ class Staging:
         self.expire()
 
     def part(self, holder: str, digest: str) -> Path:
-        """Return where a holder's bytes of an unfinished upload gather."""
+        """Return the file that collects a holder's bytes of an unfinished upload."""
         return self._folder / f"{_folded(holder)}-{digest}.part"
 
     def committed_bytes(self, holder: str, digest: str) -> int:
-        """Return how far a holder's upload came."""
+        """Return the committed size of a holder's upload."""
         return _size(self.part(holder, digest))
 
     def is_streaming(self, digest: str) -> bool:
@@ -77,7 +77,7 @@ class Staging:
         return any(streamed == digest for _, streamed in self._streams)
 
     def staged_bytes(self, holder: str, *, without: str = "") -> int:
-        """Return what a holder's unfinished uploads take, those under way with what they announced; but for one digest."""
+        """Return the size of a holder's unfinished uploads, at the announced size while they stream, except for `without`."""
         own = self._own_parts(holder)
         open_ones = {self.part(holder, digest): stream for (other, digest), stream in self._streams.items() if other == holder}
         skipped = self.part(holder, without) if without else None
@@ -85,10 +85,10 @@ class Staging:
         return waiting + sum(stream.size_bytes for path, stream in open_ones.items() if path != skipped)
 
     def require_free(self, artifact: common_pb2.Artifact, holder: str) -> None:
-        """Refuse a stream that cannot begin now, whatever its bytes.
+        """Refuse a stream that cannot begin now.
 
         Raises:
-            BadUpload, UploadTooLarge, UploadInProgress, TooManyUploads: why.
+            BadUpload, UploadTooLarge, UploadInProgress, TooManyUploads: as ArtifactService.Upload says.
         """
         if artifact.size_bytes < 0:
             raise BadUpload(f"`size_bytes` must be 0 or more, got {artifact.size_bytes}.")
@@ -109,10 +109,10 @@ class Staging:
         *,
         is_result: bool,
     ) -> bool:
-        """Take one stream from the committed size on; return whether all bytes are there.
+        """Receive one stream from the committed size on; return whether the upload is complete.
 
         Args:
-            settle: takes the verified file away; until it has, no other stream of the upload begins.
+            settle: moves the verified file away; until it returns, no other stream of the upload can begin.
             is_result: the uploader is an agent; see `Room.reserve`.
 
         Raises:
@@ -125,7 +125,7 @@ class Staging:
         try:
             stream.have = _size(part)
             if stream.have > artifact.size_bytes:
-                # Of a header that announced another size.
+                # The part belongs to a header that announced another size.
                 part.unlink()
                 stream.have = 0
             self._room.reserve(key, artifact.size_bytes - stream.have, is_result=is_result)
@@ -180,14 +180,14 @@ class Staging:
             raise UploadIdle(digest, self._limits.upload_idle_s, have) from None
 
     def _evict(self, holder: str) -> None:
-        """Delete a holder's oldest parts beyond the limit, but for those under way."""
+        """Delete a holder's oldest parts beyond the limit, except those under way."""
         streaming = {self.part(other, digest) for other, digest in self._streams}
         idle = [path for path in self._own_parts(holder) if path not in streaming]
         for path in sorted(idle, key=_mtime)[: max(0, len(idle) - self._limits.parts + 1)]:
             path.unlink(missing_ok=True)
 
     def expire(self) -> None:
-        """Delete the parts that nobody has gone on with for too long."""
+        """Delete the parts that were not continued for too long."""
         streaming = {self.part(holder, digest) for holder, digest in self._streams}
         before = time.time() - self._limits.part_age_s
         for path in self._folder.glob("*.part"):
@@ -221,7 +221,7 @@ def _too_many(message: str) -> BadUpload:
 
 
 def _folded(holder: str) -> str:
-    # A holder's name is no file name.
+    # A holder's name may contain characters that a file name cannot have.
     return hashlib.sha256(holder.encode()).hexdigest()[:16]
 
 

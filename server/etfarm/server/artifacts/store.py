@@ -47,18 +47,18 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 _TEND_S = 3600.0
-"""Between two looks for what has expired."""
+"""Interval at which expired artifacts are deleted."""
 
 _ROOM_S = 1.0
-"""Between two looks whether a full disk has room again, of which nothing tells."""
+"""Interval at which a full disk is polled for free space."""
 
 _SLICE = 200
 """Digests that the event loop looks at before others get their turn: a system call each, some milliseconds together."""
 
 
 class Store:
-    """Artifacts under `folder`: `blobs/ab/abcdef...` whole ones, `uploads/` those that are on their way, `quarantine/` those
-    that were found damaged.
+    """The artifacts under `folder`: complete ones in `blobs/ab/abcdef...`, unfinished ones in `uploads/`, damaged ones in
+    `quarantine/`.
 
     The bytes are stored once; a holder (a project's name, `agent_holder(...)` or FARM_HOLDER) reads only what it holds. A holding
     comes with an upload of all bytes, which proves that the uploader has them, or from the server itself.
@@ -70,7 +70,7 @@ class Store:
         self._uploads = folder / "uploads"
         for path in (self._blobs, self._uploads):
             path.mkdir(parents=True, exist_ok=True)
-        # Of their own: neither screening nor an analysis that occupies asyncio's threads may keep an upload waiting.
+        # Separate threads: neither screening nor an analysis that occupies asyncio's threads may delay an upload.
         self._pool = ThreadPoolExecutor(self.limits.threads, thread_name_prefix="artifact-bytes")
         self._verifiers = ThreadPoolExecutor(self.limits.verifiers, thread_name_prefix="artifact-verify")
         self.holdings = Holdings(database)
@@ -79,14 +79,14 @@ class Store:
         self.integrity = Integrity(folder / "quarantine", self.place, self._verifiers)
         self._adopting: set[str] = set()
         self._unshared: set[str] = set()
-        """Uploads that only their uploader knows of since they came: nothing else can refer to them."""
+        """New uploads that only their uploader knows of, so that nothing else can refer to them."""
 
     def path(self, digest: str) -> Path:
         """The file of a stored artifact; read it, never write it.
 
         Raises:
             ArtifactNotFound: the store does not hold it.
-            ArtifactDamaged: it was damaged, and has not been stored again.
+            ArtifactDamaged: the artifact is damaged and has not been stored again.
         """
         path = self.place(digest)
         if not path.exists():
@@ -108,7 +108,7 @@ class Store:
         return self.place(digest).exists()
 
     async def absent(self, wanted: Iterable[str]) -> list[str]:
-        """Return those of `wanted` that are not stored whole, whoever holds them; never an answer to a client."""
+        """Return the artifacts of `wanted` that are missing or damaged, whoever holds them. Never show the result to clients."""
         digests = list(wanted)
         damaged = set(await self.integrity.find_damaged(digests))
         lacking = []
@@ -117,15 +117,15 @@ class Store:
         return lacking
 
     async def require_whole(self, wanted: Iterable[str]) -> None:
-        """Verify stored artifacts before they are read: a process of the server hashes each of them once.
+        """Verify stored artifacts before they are read. Each server process computes each hash once.
 
         Raises:
-            ArtifactDamaged: the bytes of one changed on the disk.
+            ArtifactDamaged: the bytes of an artifact changed on the disk.
         """
         await self.integrity.require_whole(wanted)
 
     async def missing(self, wanted: Iterable[str], holder: str) -> list[str]:
-        """Return those of `wanted` that `holder` does not hold, or whose bytes are not stored whole."""
+        """Return the artifacts of `wanted` that `holder` does not hold, or that are missing or damaged."""
         digests = list(wanted)
         async for batch in _slices(digests):
             for digest in batch:
@@ -142,12 +142,12 @@ class Store:
         return self.has_for_now(digest) and bool(await self.holdings.held([digest], holders))
 
     async def holds(self, digest: str, holders: Collection[str]) -> bool:
-        """Return whether one of `holders` holds the artifact, be it stored or damaged."""
+        """Return whether one of `holders` holds the artifact, even if it is damaged."""
         self.place(digest)
         return bool(await self.holdings.held([digest], holders))
 
     async def hold(self, holder: str, digests: Iterable[str], owner: str, *, for_now: bool = False) -> None:
-        """Give `holder` stored artifacts, by the server's own decision: a cache hit, a result. Others are left out.
+        """Let `holder` hold stored artifacts by the server's own decision, for example a cache hit. Missing ones are left out.
 
         Args:
             for_now: `discard` may still delete them.
@@ -156,7 +156,7 @@ class Store:
         await self.holdings.add(holder, [digest for digest in digests if is_stored(digest)], owner)
 
     async def upload_status(self, digest: str, holder: str) -> artifact_pb2.UploadStatus:
-        """Return how far an upload of the holder's came; complete where it holds the artifact."""
+        """Return the status of a holder's upload; complete if the holder holds the artifact."""
         return self._status(digest, holder, is_held=not await self.missing([digest], holder))
 
     def _status(self, digest: str, holder: str, *, is_held: bool) -> artifact_pb2.UploadStatus:
@@ -164,10 +164,10 @@ class Store:
         return artifact_pb2.UploadStatus(digest=digest, committed_bytes=committed, complete=is_held)
 
     async def require_quota(self, holder: str, needed_bytes: int = 0, *, without: str = "") -> None:
-        """Refuse to store more for a holder that has its share: a project by its limit, an agent by what no result was taken of.
+        """Refuse to store more for a project above its limit, or for an agent with too many uploads without results.
 
         Args:
-            without: an upload that `needed_bytes` is of.
+            without: digest of the upload to which `needed_bytes` belongs.
 
         Raises:
             QuotaExceeded: with `limit_bytes` and `used_bytes`.
@@ -180,7 +180,7 @@ class Store:
             raise QuotaExceeded(holder, limit, used, needed_bytes)
 
     async def limit_bytes(self, project: str) -> int | None:
-        """Return what a project's artifacts may take together; None for no bound."""
+        """Return the storage limit of a project's artifacts; None for no limit."""
         own = await self.holdings.limit_bytes(project)
         return self.limits.project_bytes if own is None else own
 
@@ -194,8 +194,7 @@ class Store:
             path.unlink(missing_ok=True)
 
     async def adopt(self, path: Path, owner: str, *, holder: str = DEFAULT_PROJECT) -> common_pb2.Artifact:
-        """Move a file of this server's own into the store for a holder; in place of one of the same digest, which heals a
-        damaged one.
+        """Move a file of the server's own into the store for a holder. It replaces a damaged artifact of the same digest.
 
         Raises:
             DiskFull: the store cannot write.
@@ -254,7 +253,7 @@ class Store:
         return self._status(digest, holder, is_held=is_whole)
 
     async def take_results(self, holder: str, digests: Collection[str], owner: str) -> None:
-        """Give a project what a result names; it counts against the agents that uploaded it no longer."""
+        """Let a project hold the artifacts of a result, which no longer count against the agents that uploaded them."""
         await self.hold(holder, digests, owner)
         await self.holdings.release_agents(digests)
 
@@ -306,8 +305,7 @@ class Store:
         return await self.holdings.page(holders, after, size)
 
     async def verify(self) -> AsyncIterator[tuple[int, int, int, list[common_pb2.Artifact]]]:
-        """Read every stored artifact again; yield (done, total, bytes done, those found damaged since) now and then, and at the
-        end."""
+        """Verify every stored artifact. Yield (done, total, bytes done, newly found damaged ones) at intervals and at the end."""
         paths = await asyncio.get_running_loop().run_in_executor(self._verifiers, lambda: sorted(self._blobs.glob("??/*")))
         done_bytes, damaged, clock = 0, list[common_pb2.Artifact](), asyncio.get_running_loop().time()
         for done, path in enumerate(paths, 1):
@@ -325,7 +323,7 @@ class Store:
         yield len(paths), len(paths), done_bytes, damaged
 
     async def wait_for_room(self, key: Hashable, needed_bytes: int, on_wait: Callable[[str], None]) -> None:
-        """Set disk room aside for what an attempt will give, and wait for it where there is none; see `Room.release_results`."""
+        """Reserve disk space for the results of an attempt, waiting while the disk is full; see `Room.release_results`."""
         while True:
             try:
                 return self.room.reserve_results(key, needed_bytes)
@@ -343,7 +341,7 @@ class Store:
             await asyncio.sleep(_TEND_S)
 
     async def expire(self) -> None:
-        """Delete unfinished uploads that nobody goes on with, and agents' uploads that no result was taken of."""
+        """Delete abandoned uploads, and agents' uploads without a result."""
         await self._run(self._staging.expire)
         orphans = await self.holdings.expire_agents(datetime.now(UTC) - timedelta(seconds=self.limits.agent_holding_age_s))
         for digest in orphans:
