@@ -198,9 +198,9 @@ def open_folder(folder: Path) -> Bundle:
     if present != set(manifest.files):
         odd = sorted(present ^ set(manifest.files))
         raise BadBundle(f"its files are not those of its {MANIFEST_NAME}: {', '.join(odd[:5])}")
-    for name, file in manifest.files.items():
+    for name, expected in manifest.files.items():
         path = folder / name
-        if path.is_symlink() or path.stat().st_size != file.size or digest.of_file(path) != file.digest:
+        if path.is_symlink() or path.stat().st_size != expected.size or digest.of_file(path) != expected.digest:
             raise BadBundle(f"{name!r} is damaged", file=name)
     for name in (manifest.loader, manifest.entry):
         with (folder / name).open("rb") as program:

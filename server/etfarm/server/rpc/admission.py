@@ -1,6 +1,6 @@
-"""What becomes of a request before a servicer sees it: its bytes are decoded, and the message is held against the limits.
+"""Decoding of requests, and the check against the limits, before a servicer sees them.
 
-Large ones are looked at in slices, between which the event loop serves others.
+Large requests are checked in slices, between which the event loop serves other calls.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from etfarm.server.rpc.wire_scan import Scan, TooManyFields, can_grow
 from etfarm.wire.errors import UserError
 
 _SMALL_BYTES: Final = 64 << 10
-"""What is decoded without a look at it before: it cannot become more than some MiB."""
+"""Size up to which requests are decoded unchecked: they cannot grow beyond a few MiB."""
 
 _STEPS: Final = 2_000
-"""Fields that are looked at before others get their turn: about 2 ms."""
+"""Number of fields that are checked before other calls get their turn: about 2 ms."""
 
 
 class MalformedRequest(UserError):
-    """The bytes of a request are no message of its type."""
+    """The bytes of a request are not a message of its type."""
 
     reason = "MALFORMED_REQUEST"
 
 
 def deserializer(method: str, decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
-    """Return what gRPC decodes a method's requests with: large ones stay bytes until `admitted`, after the caller is known."""
+    """Return a method's request deserializer for gRPC. Large requests stay bytes until `admitted`, after authentication."""
     assert decode is not None, method
     descriptor = _input_of(method)
     size = SIZES.get(descriptor.full_name, Size()) if descriptor is not None else Size()
@@ -51,7 +51,7 @@ def deserializer(method: str, decode: Callable[[bytes], Any] | None) -> Callable
 
 @dataclass(frozen=True, eq=False)
 class Undecoded:
-    """A request's bytes that are too many to decode unseen, or that cannot be decoded."""
+    """The bytes of a request that is too large to decode unchecked, or that cannot be decoded."""
 
     data: bytes
     decode: Callable[[bytes], Any]
@@ -62,8 +62,8 @@ class Undecoded:
         """Return the decoded request.
 
         Raises:
-            LimitExceeded: it is too large, or would have too many entries.
-            MalformedRequest: the bytes are no such message.
+            LimitExceeded: the request is too large, or would have too many entries.
+            MalformedRequest: the bytes are not a message of the type.
         """
         name = self.descriptor.name if self.descriptor is not None else "The request"
         if len(self.data) > self.size.most_bytes:
@@ -78,15 +78,17 @@ class Undecoded:
         try:
             return self.decode(self.data)
         except DecodeError:
-            raise MalformedRequest(f"The request is no {name}.", "Update etfarm, or the program that sends it.") from None
+            raise MalformedRequest(
+                f"The request is not a valid {name}.", "Update etfarm, or fix the program that sends it."
+            ) from None
 
 
 async def admitted(request: Any) -> Any:
-    """Return what a servicer may see: the request itself, or a stream of requests each of which was checked.
+    """Return the checked request for a servicer, or a stream whose requests are checked one by one.
 
     Raises:
-        LimitExceeded: as the table says; from the iteration, for a stream.
-        MalformedRequest: the bytes are no such message.
+        LimitExceeded: the request exceeds a limit; for a stream, raised by the iteration.
+        MalformedRequest: the bytes are not a message of the type.
     """
     if isinstance(request, Undecoded):
         request = await request.message()
@@ -98,7 +100,7 @@ async def admitted(request: Any) -> Any:
 
 
 class _Checked:
-    """A stream of requests. It goes on after one that was refused, for a servicer that lets it."""
+    """A stream of checked requests. A servicer may continue it after a refused request."""
 
     def __init__(self, requests: AsyncIterator[Any]) -> None:
         self._requests = aiter(requests)

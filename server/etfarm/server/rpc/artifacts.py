@@ -26,20 +26,20 @@ _LARGEST_PAGE: Final = 1000
 _PAGE_BYTES: Final = 1 << 20
 
 NeededByAgent = Callable[[str, str], Awaitable[bool]]
-"""Whether a live attempt or session of an agent's principal, the first argument, needs an artifact, the digest."""
+"""Takes an agent's principal and a digest; returns whether a live attempt or session of the principal needs the artifact."""
 
 
 def holder_of(principal: Principal) -> str:
-    """Return who holds what the principal uploads.
+    """Return the holder of what the principal uploads.
 
     Raises:
-        ProjectAmbiguous: it has to choose one of its projects.
+        ProjectAmbiguous: the principal has to choose one of its projects.
     """
     return agent_holder(principal.name) if principal.role == AGENT else require_active(principal)
 
 
 def readable_holders(principal: Principal) -> set[str]:
-    """Return the holders whose artifacts the principal reads; an admin reads those of all."""
+    """Return the holders whose artifacts the principal may read; not for admins, who may read all."""
     return {FARM_HOLDER, *([agent_holder(principal.name)] if principal.role == AGENT else principal.projects)}
 
 
@@ -47,7 +47,7 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
     """See artifact.proto.
 
     Args:
-        needed_by_agent: says what an agent may download beside its own uploads and the farm's runners.
+        needed_by_agent: decides what an agent may download besides its own uploads and the farm's runners.
     """
 
     Delete: Any = later("ArtifactService.Delete")
@@ -74,7 +74,7 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
         self, request_iterator: AsyncIterator[artifact_pb2.UploadRequest], context: object
     ) -> artifact_pb2.UploadStatus:
         first = None
-        # A stream that stays silent is refused as one that sends something else first.
+        # A silent stream is refused like one that sends something else first.
         with suppress(TimeoutError):
             async with asyncio.timeout(self._store.limits.upload_idle_s):
                 first = await anext(aiter(request_iterator), None)
@@ -125,7 +125,7 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
     async def Verify(
         self, request: artifact_pb2.VerifyArtifactsRequest, context: object
     ) -> AsyncIterator[artifact_pb2.VerifyArtifactsProgress]:
-        # One at a time: the disk gives no more to two.
+        # One at a time: two would compete for the same disk.
         async with self._verifying:
             async for done, total, done_bytes, damaged in self._store.verify():
                 yield artifact_pb2.VerifyArtifactsProgress(done=done, total=total, done_bytes=done_bytes, damaged=damaged)
@@ -133,9 +133,9 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
 
 @contextmanager
 def _ended_when_idle(idle_s: float) -> Iterator[Callable[[], None]]:
-    """Cancel the task around a stream whose receiver takes nothing for too long; give what is called for each message.
+    """Cancel the current task when a stream's receiver reads nothing for too long. Yields a function to call for each message.
 
-    The stream's generator is suspended meanwhile, so that no timeout of its own could end it.
+    The stream's generator is suspended while it waits for the receiver, so a timeout within it would not fire.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None

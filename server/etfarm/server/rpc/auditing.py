@@ -1,4 +1,4 @@
-"""What an rpc writes into the audit log: which rpcs change something, and what of their messages names what they change."""
+"""The audit log's entries of rpcs: which rpcs change something, and which fields of their messages name the subject."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHANGES: Final[dict[str, tuple[str, str]]] = {
     "ProjectService.RemoveMember": ("project", ""),
 }
 """The rpcs that change something, each with the fields of its request and of its answer that name the subject. Transfers and
-calls within a session are not among them: an artifact has its owner, a session its Open."""
+calls within a session are left out: artifacts record their owner, and opening a session is recorded."""
 
 DETAILS: Final = ("principal", "tag", "name", "role", "projects", "selector")
 """Fields of a request that are written as its detail."""
@@ -63,17 +63,17 @@ class Auditor:
         self._done = self._rpc not in CHANGES
 
     def examine(self, request: Any) -> None:
-        """Take what names the subject from the call's request, once that is within the limits; streams of requests name none."""
+        """Keep the call's request, once it is within the limits, to name the subject. Streams of requests have no subject."""
         self._request = request if isinstance(request, Message) else None
 
     def succeeded(self, answer: Any = None) -> None:
-        """Write that the call was carried out; at its first answer where there are several."""
+        """Record that the call succeeded; a stream of answers counts from its first one on."""
         if not self._done:
             in_request, in_answer = CHANGES[self._rpc]
             self._write("OK", [*_value(self._request, in_request), *_value(answer, in_answer)])
 
     def failed(self, reason: str) -> None:
-        """Write why the call was not carried out."""
+        """Record why the call failed."""
         if not self._done:
             self._write(reason, _value(self._request, CHANGES[self._rpc][0]))
 
@@ -94,7 +94,7 @@ def entry_of(rpc: str, outcome: str, principal: Principal | None, peer: str, sub
 
 
 def _value(message: Message | None, path: str) -> list[str]:
-    """Return the text of a field, a dotted path; nothing where it is unset or the message has no such field."""
+    """Return the text of the field at a dotted path; empty if it is unset or the message has no such field."""
     value: Any = message
     for name in path.split(".") if path else ("",):
         field = value.DESCRIPTOR.fields_by_name.get(name) if isinstance(value, Message) else None

@@ -91,7 +91,7 @@ ROLES: Final[dict[str, frozenset[Role.ValueType]]] = {
 """Which roles may call what. A method without a row can be called by nobody."""
 
 ENROLL: Final = "/etfarm.v1.AgentService/Enroll"
-"""The only rpc of an enrolment token."""
+"""The only rpc that an enrolment token may call."""
 
 LOCAL: Final = Principal(name="local", role=ADMIN)
 """Everybody on a server without a token file, which only this machine reaches."""
@@ -195,7 +195,7 @@ class Tokens:
 
 
 def sent_key(header: str | None) -> bytes:
-    """Return the key of an `authorization` header's token. Looked up by hash: how long that takes gives no token away.
+    """Return the key of an `authorization` header's token. Tokens are looked up by hash, so timing reveals nothing about them.
 
     Raises:
         Unauthenticated: there is no bearer token.
@@ -206,7 +206,7 @@ def sent_key(header: str | None) -> bytes:
 
 
 def unknown_token() -> Unauthenticated:
-    """Return the refusal of a token that no principal has."""
+    """Return the error for an unknown token."""
     return Unauthenticated("The server does not know this token.", "Check ETFARM_TOKEN with the farm's admin.")
 
 
@@ -215,14 +215,14 @@ def _hash(token: str) -> bytes:
 
 
 Resolve = Callable[[Principal, str], Principal]
-"""Returns a principal with its `projects` and `project`, given the call's `etfarm-project` metadata ("" where it has none)."""
+"""Takes a principal and the call's `etfarm-project` metadata (or ""); returns the principal with `projects` and `project`."""
 
 
 def resolve_default(principal: Principal, requested: str) -> Principal:
-    """Return the principal as a member of the project `default` alone; see Principal.projects.
+    """Return the principal as a member of the project `default` only; see Principal.projects.
 
     Raises:
-        ProjectNotFound: another project is requested, and the caller is no admin.
+        ProjectNotFound: another project is requested, and the caller is not an admin.
     """
     if principal.role == AGENT:
         return principal
@@ -246,15 +246,15 @@ _credential: ContextVar[Credential] = ContextVar("credential")
 
 
 def enter(credential: Credential, principal: Principal, method: str) -> None:
-    """Let a caller through to a method, and remember it for `caller`, `scope` and `credential`.
+    """Authorize a caller for a method, and store it for `caller`, `scope` and `credential`.
 
     Raises:
-        PermissionDenied: as `authorize`, or an enrolment token that calls something else than Enroll.
+        PermissionDenied: as `authorize`, or an enrolment token is used for another method than Enroll.
     """
     if credential.enrolment and method != ENROLL:
         raise PermissionDenied(
             f"The token of {principal.name} is for one enrolment of an agent and nothing else.",
-            "Start `etfarm agent` with it: it exchanges it for a token of its own.",
+            "Start `etfarm agent` with it, which exchanges it for a token of its own.",
             rpc=method.rpartition(".")[2].replace("/", "."), role="enrolment",
         )  # fmt: skip
     authorize(principal, method)
@@ -262,7 +262,7 @@ def enter(credential: Credential, principal: Principal, method: str) -> None:
 
 
 def credential() -> Credential:
-    """Return what the caller of the rpc that is being answered has authenticated with."""
+    """Return the credential with which the current rpc's caller authenticated."""
     return _credential.get()
 
 
@@ -292,7 +292,7 @@ def scope() -> Scope:
 
 
 def active_project() -> str:
-    """Return the project of what the call makes.
+    """Return the project that owns what the call creates.
 
     Raises:
         ProjectAmbiguous: the caller has to choose one of several.
@@ -301,7 +301,7 @@ def active_project() -> str:
 
 
 def require_owner(owner: str, what: str) -> None:
-    """Let an owner and admins through.
+    """Require that the caller is the owner or an admin.
 
     Raises:
         NotYours: the caller is neither.

@@ -1,4 +1,4 @@
-"""Whose call it is: tokens of the watched `--tokens` file and of the database, as they are valid at this moment."""
+"""Authentication of calls by the tokens of the watched `--tokens` file and of the database."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from etfarm.v1 import token_pb2
 log = structlog.get_logger()
 
 POLL_S: Final = 0.5
-"""Between two looks at the token file; a change counts once two looks see the same, so that no half-written file does."""
+"""Interval at which the token file is polled. A change counts once two polls see the same, so half-written files do not count."""
 
 _SAVE_USES_S: Final = 60.0
 
@@ -29,7 +29,7 @@ class Authentication:
 
     Args:
         file: the `--tokens` file.
-        changed: the file that another process touches after it changed tokens in the database.
+        changed: a file that another process touches after it changed tokens in the database.
         now: gives the instant, in UTC.
 
     Raises:
@@ -54,7 +54,7 @@ class Authentication:
         """Return the credential of a call's `authorization` header.
 
         Raises:
-            Unauthenticated: there is no token, or none that is valid.
+            Unauthenticated: the token is missing, unknown, revoked or expired.
         """
         if not self.asks_for_tokens:
             return Credential(b"", "", LOCAL)
@@ -72,7 +72,7 @@ class Authentication:
         return Credential(key, f"file:{principal.name}", principal)
 
     def is_valid(self, credential: Credential) -> bool:
-        """Return whether calls with the credential may go on."""
+        """Return whether calls with the credential may continue."""
         if not credential.key:
             return not self.asks_for_tokens
         if (current := self._table.find(credential.key)) is not None:
@@ -91,11 +91,11 @@ class Authentication:
         """Follow the file and other processes' changes for as long as the server runs.
 
         Args:
-            end_invalid: ends the calls whose credential is no longer valid; called at every look, since tokens expire.
+            end_invalid: ends the calls whose credential is no longer valid; called at every poll, since tokens expire.
         """
         loop = asyncio.get_running_loop()
         saved = loop.time()
-        while True:  # a look is two stats; a file's changes come by no other means over every file system
+        while True:  # a poll is two stats; no notification of changes works on every file system
             await asyncio.sleep(POLL_S)
             try:
                 await self._look()
@@ -107,7 +107,7 @@ class Authentication:
             end_invalid()
 
     async def close(self) -> None:
-        """Write down which tokens were used last, at the end of the server."""
+        """Write when tokens were last used, when the server ends."""
         try:
             await self._table.save_uses()
         except Exception:
@@ -129,10 +129,10 @@ class Authentication:
 
 
 def _read(path: Path) -> Tokens:
-    """Return the tokens of a file that was changed: other than at the start it may have none, which revokes all.
+    """Return the tokens of a changed file. Unlike at the start, the file may be empty, which revokes all its tokens.
 
     Raises:
-        BadTokenFile: it cannot be used.
+        BadTokenFile: the file cannot be used.
     """
     try:
         return Tokens.read(path)
@@ -147,7 +147,7 @@ def _read(path: Path) -> Tokens:
 
 
 def _signature(path: Path | None) -> Signature:
-    """Return what differs when a file was written to or replaced; None where there is none."""
+    """Return values that change when a file is written or replaced; None if there is no file."""
     try:
         stat = path.stat() if path is not None else None
     except OSError:

@@ -1,4 +1,4 @@
-"""The calls that run now: whose they are, how many a principal may have, and how they end with their token or membership."""
+"""The running calls: their principals, the limit of each principal, and the end of calls with their token or membership."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.errors import EtfarmError, Kind, UserError
 
 MAX_CALLS: Final = 4096
-"""Calls of one principal at a time: an agent of 300 phones has a stream, sessions and transfers for each."""
+"""Maximum number of concurrent calls of one principal: an agent has a stream, sessions and transfers for each of 300 phones."""
 
 
 class TooManyCalls(UserError):
-    """A principal has more calls open than it may."""
+    """A principal has too many open calls."""
 
     reason = "TOO_MANY_CALLS"
     kind = Kind.RESOURCE_EXHAUSTED
@@ -31,7 +31,7 @@ class ProjectsChanged(UserError):
 
 
 class Call:
-    """One call from the moment in which its caller is known."""
+    """One call, from authentication on."""
 
     def __init__(self, method: str, credential: Credential, principal: Principal, task: asyncio.Task[Any]) -> None:
         self.method = method
@@ -40,7 +40,7 @@ class Call:
         self.ending: EtfarmError | None = None
         """Why the server ended the call and cancelled its handler: the token is no longer valid, or the caller left a project."""
         self.abort_sending: Callable[[EtfarmError], Awaitable[None]] | None = None
-        """Sends the status of a call whose handler waits for gRPC to send an answer, which the caller may never read."""
+        """Sends the status of a call while its handler waits for gRPC to send an answer that the caller may never read."""
         self._task = task
         self._aborting: asyncio.Task[None] | None = None
 
@@ -60,7 +60,7 @@ class Call:
         await sending
 
     def recover(self) -> EtfarmError:
-        """Return `ending` for the handler's task, which goes on to send it."""
+        """Return `ending` and let the handler's task continue, so that it can send the error."""
         assert self.ending is not None
         self._task.uncancel()
         return self.ending

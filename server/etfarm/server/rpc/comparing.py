@@ -17,11 +17,11 @@ from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.report import job_json, report_json
 
 _MOST_BYTES: Final = 60 << 20
-"""Of the document, in a message of 64 MiB at most."""
+"""Maximum size of the document, which must fit a message of 64 MiB."""
 
 
 class ComparisonTooLarge(UserError):
-    """A comparison has more than a message can carry."""
+    """A comparison is larger than a message can be."""
 
     reason = "COMPARISON_TOO_LARGE"
     kind = Kind.RESOURCE_EXHAUSTED

@@ -1,7 +1,7 @@
-"""The connections to the server: how many there may be, and those of strangers closed before they keep others out.
+"""Limits on connections to the server. Connections without a valid token are closed before they exhaust the limits for others.
 
-gRPC tells nothing of connections without calls and closes none of them; but they are sockets of this process, so that
-their peers can be read from them and they can be shut down. gRPC sees that as the peer's end.
+gRPC neither reports nor closes connections without calls. But they are sockets of this process, so their peers can be read and
+the sockets shut down, which gRPC handles as if the peer had closed them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import structlog
 log = structlog.get_logger()
 
 STRANGER_S: Final = 15.0
-"""How long a connection may be open without a call that has a valid token."""
+"""How long a connection may stay open without a call with a valid token."""
 
 STRANGERS_OF_AN_ADDRESS: Final = 64
-"""Connections without such a call that one address may have at a time."""
+"""Maximum number of such connections of one address."""
 
 CONNECTIONS_OF_AN_ADDRESS: Final = 1024
-"""Connections that one address may have at all: a gateway with a whole team behind it."""
+"""Maximum number of connections of one address, which may be a gateway for a whole team."""
 
 MAX_CONNECTIONS: Final = 8192
 
@@ -39,7 +39,7 @@ HANDSHAKE_MS: Final = 10_000
 """How long TLS and the first HTTP/2 frames of a connection may take."""
 
 MAX_STREAMS: Final = 1024
-"""Calls at a time over one connection; a client's further ones wait there."""
+"""Maximum number of concurrent calls over one connection; a client's further calls wait in the client."""
 
 MAX_PENDING: Final = 65_536
 """Calls of one method that wait for the event loop: as many as the connections of one address's strangers may have open."""
@@ -48,12 +48,12 @@ MAX_REQUEST_BYTES: Final = 32 << 20
 """The largest message that is received, which is an agent's result of eight programs; those of other rpcs are far smaller."""
 
 MAX_METADATA_BYTES: Final = 16 << 10
-"""Of a request: a token and a project."""
+"""Maximum size of a request's metadata, which has a token and a project."""
 
 LOOK_S: Final = 1.0
 
 _FEWEST_RESERVED: Final = 192
-"""Descriptors that the server itself needs: the database, children's pipes, files of artifacts that are moved."""
+"""Minimum number of descriptors for the server itself: the database, children's pipes, and artifacts in transfer."""
 
 
 def raise_file_limit() -> int:
@@ -67,7 +67,7 @@ def raise_file_limit() -> int:
 
 
 def most_connections(files: int) -> int:
-    """Return how many connections leave enough of `files` descriptors for everything else."""
+    """Return how many connections to allow, so that enough of `files` descriptors remain for everything else."""
     return max(min(files - max(_FEWEST_RESERVED, files // 3), MAX_CONNECTIONS), 16)
 
 
@@ -84,7 +84,7 @@ def server_options(files: int) -> list[tuple[str, int]]:
         # gRPC cancels calls of anybody at random where more wait for the event loop: a stranger's flood ended others' calls.
         ("grpc.server.max_pending_requests", MAX_PENDING),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
-        # Identity alone: no client of etfarm compresses, and a small message could become a large one.
+        # Only "identity": no client of etfarm compresses, and a small compressed message can become a large one.
         ("grpc.compression_enabled_algorithms_bitset", 1),
     ]
 
@@ -98,8 +98,8 @@ class Connections:
     """The TCP connections to one port of this process.
 
     Args:
-        asks_for_tokens: whether callers need a token; where not, only the number of connections is limited.
-        clock: gives seconds that never go back.
+        asks_for_tokens: returns whether callers need a token; if not, only the number of connections is limited.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, asks_for_tokens: Callable[[], bool], clock: Callable[[], float]) -> None:
@@ -110,17 +110,17 @@ class Connections:
         self._since: dict[Peer, float] = {}
 
     def trust(self, peer: str) -> None:
-        """Note that a call with a valid token came over a connection, given as gRPC names it."""
+        """Note that a call with a valid token came over a connection; `peer` is gRPC's name of it."""
         if (known := _parse(peer)) is not None:
             self._trusted.add(known)
 
     def distrust(self, peer: str) -> None:
-        """Note that a connection goes on with tokens that are not valid; it is closed soon unless it has a valid one too."""
+        """Note that a connection keeps sending invalid tokens; it is closed soon, unless it has sent a valid one, too."""
         if (known := _parse(peer)) is not None:
             self._distrusted.add(known)
 
     async def watch(self, port: int) -> None:
-        """Close the connections of strangers for as long as the server runs."""
+        """Close connections without a valid token for as long as the server runs."""
         if not _SOCKETS.is_dir():
             return
         while True:
@@ -134,7 +134,7 @@ class Connections:
                 log.warning("closed connections without a valid token or beyond the limits", connections=closed)
 
     def look(self, port: int) -> int:
-        """Shut down the connections that may no longer be open, and return their number."""
+        """Shut down excess connections and those without a valid token; return their number."""
         now = self._clock()
         # This is a thread: a connection may come and be trusted while the sockets are listed, and an agent's calls only once.
         trusted = self._trusted.copy()
@@ -151,7 +151,7 @@ class Connections:
         return len(excess)
 
     def _excess(self, now: float) -> Iterator[Peer]:
-        """Yield what is to be closed; of an address that has too many, what has no valid token and the newest first."""
+        """Yield the connections to close. Of an address with too many, those without a valid token and the newest come first."""
         strangers: defaultdict[str, int] = defaultdict(int)
         everything: defaultdict[str, int] = defaultdict(int)
         asks = self._asks_for_tokens()
@@ -169,7 +169,7 @@ class Connections:
 
 @contextlib.contextmanager
 def _socket(number: int) -> Iterator[socket.socket | None]:
-    """Give a socket by its descriptor, over a descriptor of our own: gRPC may close its own at any time. None for other files."""
+    """Yield the socket of a descriptor, duplicated since gRPC may close its own at any time; None if it is not a socket."""
     try:
         own = os.dup(number)
     except OSError:
@@ -205,7 +205,7 @@ def _peer_of(opened: socket.socket | None, port: int) -> Peer | None:
 
 def _shut_down(number: int, peer: Peer, port: int) -> None:
     with _socket(number) as opened, contextlib.suppress(OSError):  # the peer left by itself
-        if opened is not None and _peer_of(opened, port) == peer:  # the number is not another connection's by now
+        if opened is not None and _peer_of(opened, port) == peer:  # the descriptor may belong to another connection by now
             opened.shutdown(socket.SHUT_RDWR)
 
 

@@ -47,22 +47,22 @@ def later(rpc: str) -> Callable[[object, object, object], NoReturn]:
 
 
 class Authenticates(Protocol):
-    """What knows callers by their tokens: `Authentication`, or the `Tokens` of a file alone."""
+    """A source of credentials: `Authentication`, or the `Tokens` of a file."""
 
     def authenticate(self, header: str | None) -> Credential:
         """Return the credential of an `authorization` header, or raise Unauthenticated."""
         ...
 
     def is_valid(self, credential: Credential) -> bool:
-        """Return whether calls with the credential may go on."""
+        """Return whether calls with the credential may continue."""
         ...
 
 
 class Edge(grpc.aio.ServerInterceptor):
     """Makes a Principal for every call, and a status of every error.
 
-    Who calls and whether they may is decided by the call's metadata. A refused call's messages are neither received nor
-    decoded, so that a stranger costs no memory.
+    The call's metadata decides whether the caller is authenticated and authorized. The messages of a refused call are neither
+    received nor decoded, so that callers without a token cost no memory.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Edge(grpc.aio.ServerInterceptor):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        resolve: gives a principal its projects.
-        audit: where changes and refusals are recorded.
-        connections: what closes the connections of strangers.
+        resolve: adds the projects to a principal.
+        audit: records changes and refusals.
+        connections: closes connections without a valid token.
         """
         self._tokens = tokens
         self._resolve = resolve
@@ -124,7 +124,7 @@ class Edge(grpc.aio.ServerInterceptor):
         return made
 
     def _refusal(self, error: EtfarmError, method: str, principal: Principal | None) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return a handler that refuses the call: as one of streams, from which gRPC reads a message only when asked to."""
+        """Return a handler that refuses the call. It handles streams, of which gRPC reads no message unless the handler asks."""
 
         async def refuse(requests: object, context: ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
             address = address_of(context.peer())
@@ -178,7 +178,7 @@ def _streaming(behavior: Callable[..., Any], admit: Admit, call: Call) -> Callab
             if auditor is not None:
                 auditor.examine(admitted)
             answers = behavior(admitted, context)
-            if asyncio.iscoroutine(answers):  # a handler such as health's that writes by itself
+            if asyncio.iscoroutine(answers):  # a handler that writes its answers itself, such as that of health checks
                 await answers
                 return
             async for message in answers:
@@ -196,7 +196,7 @@ def _streaming(behavior: Callable[..., Any], admit: Admit, call: Call) -> Callab
 
 
 async def _fail(context: ServicerContext[Any, Any], error: BaseException, call: Call, auditor: Auditor | None) -> NoReturn:
-    """End a call whose handler raised: by the error's status; as cancelled, or by the reason for which the server ended it."""
+    """End a call whose handler raised: with the error's status, as cancelled, or with the reason why the server ended it."""
     if auditor is not None:
         auditor.failed(
             error.reason if isinstance(error, EtfarmError) else "INTERNAL" if isinstance(error, Exception) else "CANCELLED"

@@ -1,4 +1,4 @@
-"""AgentService.Enroll: a one-time token becomes the token of one agent."""
+"""AgentService.Enroll: exchanges a one-time token for the token of one agent."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from etfarm.v1 import agent_pb2
 
 
 class Enrolment:
-    """What AgentService needs to enroll agents.
+    """The enrolment of agents, for AgentService.
 
     Args:
-        is_known: whether the farm has devices of an agent identity.
+        is_known: returns whether the farm has devices of an agent identity.
     """
 
     def __init__(self, table: TokenTable, is_known: Callable[[str], bool]) -> None:

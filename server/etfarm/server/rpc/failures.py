@@ -1,4 +1,4 @@
-"""Refused logins by network address: whoever fails again and again is asked to wait, and its connections are closed."""
+"""Failed authentications by network address: an address that keeps failing gets a retry delay, and its connections are closed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Final
 from urllib.parse import unquote
 
 FREE: Final = 100
-"""Failures of an address that cost nothing: a client with an old token calls a few rpcs and tries again."""
+"""Number of failures of an address without consequences: a client with an old token calls a few rpcs and retries."""
 
 FLOOD: Final = 1000
-"""Failures of an address after which a connection that fails again is closed."""
+"""Number of failures of an address after which a connection that fails again is closed."""
 
 FORGET_S: Final = 300.0
-"""After so long without a failure an address starts anew."""
+"""Time without a failure after which an address starts anew."""
 
 MAX_WAIT_S: Final = 60.0
 
 MAX_ADDRESSES: Final = 4096
-"""Addresses that are remembered; the one that failed longest ago is forgotten first."""
+"""Maximum number of remembered addresses; the one that failed longest ago is dropped first."""
 
 
 def address_of(peer: str) -> str:
@@ -29,14 +29,14 @@ def address_of(peer: str) -> str:
 
 
 class Failures:
-    """How often which address failed to log in. A valid token is never refused for the failures of others at its address."""
+    """Counts of failed authentications by address. A valid token is never refused for failures of others at its address."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._failed: OrderedDict[str, tuple[int, float]] = OrderedDict()
 
     def note(self, address: str) -> float:
-        """Count a failure; the seconds to wait before the next attempt, which double with each."""
+        """Count a failure. Return the seconds to wait before the next attempt, which double with each failure."""
         now = self._clock()
         count, last = self._failed.pop(address, (0, now))
         count = 1 if now - last > FORGET_S else count + 1
@@ -46,7 +46,7 @@ class Failures:
         return self._wait(count)
 
     def is_flood(self, address: str) -> bool:
-        """Return whether an address failed so often that the connections it fails over are closed."""
+        """Return whether an address failed so often that connections over which it fails again are closed."""
         return self._failed.get(address, (0, 0.0))[0] > FLOOD
 
     def _wait(self, count: int) -> float:

@@ -114,7 +114,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
 
 
 def _visible(job: job_pb2.Job, request_id: str) -> job_pb2.Job:
-    """Return the job of an earlier request, unless its owner has left its project.
+    """Return the job of an earlier request, unless its owner is no longer a member of its project.
 
     Raises:
         JobNotFound: the job belongs to none of the caller's projects.

@@ -1,7 +1,7 @@
-"""How large a request may be: one table for all messages of the contract, checked at the edge before any servicer sees them.
+"""Limits of requests: one table for all messages of the contract, checked by the interceptor before any servicer sees them.
 
-Every string, bytes, repeated and map field has a bound by its kind, so that a field that is added has one too; LIMITS has the
-exceptions. Floats must be finite and enums known. `admission` has what the interceptor calls.
+Every string, bytes, repeated and map field has a default limit by its kind, so that new fields are limited, too; LIMITS has the
+exceptions. Floats must be finite and enum values known. The interceptor calls `admission`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from etfarm.wire.errors import UserError
 
 
 class LimitExceeded(UserError):
-    """A request has more of something than the farm takes."""
+    """A request exceeds a limit."""
 
     reason = "LIMIT_EXCEEDED"
 
@@ -30,18 +30,18 @@ class LimitExceeded(UserError):
 
 @dataclass(frozen=True)
 class Limit:
-    """A bound of one field: characters of a text, bytes, entries of a list or map."""
+    """The limit of one field: characters of a text, number of bytes, or entries of a list or map."""
 
     most: int
     reason: str = LimitExceeded.reason
-    """Of the refusal; the field's own where the contract names one."""
+    """Reason of the error; the field's own if the contract names one."""
     remedy: str = ""
 
 
 TEXT: Final = Limit(1_000)
 BYTES: Final = Limit(1 << 20)
 ENTRIES: Final = Limit(1_000)
-"""Of a field that LIMITS does not name, by its kind. A map counts as a list of entries, whose key and value are fields."""
+"""Default limits of fields that LIMITS does not name. A map counts as a list of entries, whose key and value are fields."""
 
 _NAME = Limit(256)
 _SELECTOR = Limit(selectors.MAX_CHARACTERS, "BAD_SELECTOR", "Select by `id` or a label.")
@@ -117,16 +117,16 @@ LIMITS: Final[dict[str, Limit]] = {
     "Error.MetadataEntry.key": _KEY,
     "Error.MetadataEntry.value": Limit(32 << 10),
 }  # fmt: skip
-"""By field, without the package; `[]` for the texts of a list."""
+"""Limits by field name without the package; `[]` stands for the texts of a list."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A bound of a whole message."""
+    """The limit of a whole message."""
 
     most_bytes: int = 256 << 10
     most_entries: int = 20_000
-    """Messages and texts of lists in it, all together."""
+    """Maximum total number of messages in it and of texts in its lists."""
 
 
 SIZES: Final[dict[str, Size]] = {
@@ -139,11 +139,11 @@ SIZES: Final[dict[str, Size]] = {
     "etfarm.v1.AgentMessage": Size(32 << 20, 300_000),
     "etfarm.v1.SessionReply": Size(8 << 20, 50_000),
 }
-"""By the type of the request; the default for all others."""
+"""Limits by type of the request; all others have the default."""
 
 
 class Check:
-    """A look at every field of a message, in slices."""
+    """A check of every field of a message, in slices."""
 
     def __init__(self, message: Message) -> None:
         self._waiting = [message]
@@ -161,10 +161,10 @@ class Check:
             yield
 
     def run(self, steps: int) -> bool:
-        """Check about as many fields; return whether all are checked.
+        """Check about `steps` fields; return whether all are checked.
 
         Raises:
-            LimitExceeded: the sentence names the field.
+            LimitExceeded: a field exceeds its limit; the message names it.
         """
         while self._waiting and steps > 0:
             message = self._waiting.pop()
@@ -181,17 +181,16 @@ class Check:
 
 
 def check(message: Message) -> None:
-    """Refuse a message that the table does not allow.
+    """Refuse a message that exceeds a limit.
 
     Raises:
-        LimitExceeded: the sentence names the field.
+        LimitExceeded: a field exceeds its limit; the message names it.
     """
     Check(message).run(1 << 62)
 
 
 def shorten(message: Message) -> None:
-    """Cut every text of a message that is longer than its limit: for an agent's account of a program, which may
-    print anything."""
+    """Cut every text of a message that is longer than its limit; for an agent's report of a program, which may print anything."""
     for field, value in message.ListFields():
         name = _name(field)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
@@ -221,10 +220,10 @@ def _cut(text: str, most: int) -> str:
 
 
 def limit_of(field: FieldDescriptor, *, item: bool = False) -> Limit:
-    """Return the bound of a string, bytes, repeated or map field.
+    """Return the limit of a string, bytes, repeated or map field.
 
     Args:
-        item: of each text or bytes of a list instead.
+        item: return the limit of each text or bytes of a list instead.
     """
     if field.is_repeated and not item:
         return LIMITS.get(_name(field), ENTRIES)
@@ -245,7 +244,7 @@ def _entry_of(field: FieldDescriptor) -> Descriptor:
 _FLOATS: Final = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
 
 Rule = Callable[[Any], list[Any]]
-"""Refuses a value; gives the messages and texts below it."""
+"""Refuses a value that exceeds a limit; returns the messages and texts below it."""
 
 
 @cache
@@ -348,7 +347,7 @@ def _enum_rule(name: str, known: frozenset[int]) -> Callable[[Any], None]:
 
 
 def exceeded(name: str, limit: Limit, unit: str, got: int) -> LimitExceeded:
-    """Return the refusal of a field or message that has more than `limit`."""
+    """Return the error for a field or message that exceeds `limit`."""
     message = f"`{name}` must have at most {limit.most:,} {unit}, got {got:,}."
     error = LimitExceeded(message, limit.remedy or "Send less.", field=name, limit=limit.most, got=got)
     error.reason = limit.reason

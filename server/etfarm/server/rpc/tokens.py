@@ -16,7 +16,7 @@ _LARGEST_PAGE = 1000
 
 
 class BadPageToken(UserError):
-    """A page token that no answer had."""
+    """A page size or a page token is not valid."""
 
     reason = "BAD_PAGE_TOKEN"
 
@@ -25,7 +25,7 @@ class TokenService(token_pb2_grpc.TokenServiceServicer):
     """See token.proto.
 
     Args:
-        on_members: called after a principal was made a member of projects, which others keep in memory.
+        on_members: called after a principal became a member of projects, to refresh caches of the members.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What protobuf would make of a request's bytes, counted before it does: two bytes on the wire become an object of a hundred."""
+"""Counts the objects that protobuf would create from a request's bytes, before decoding: two bytes can become a hundred."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LENGTH: Final = 2
 _FIXED32: Final = 5
 
 _NUMBER_BYTES: Final = 10
-"""Of the longest varint."""
+"""Length of the longest varint."""
 
 _FIELDS_PER_ENTRY: Final = 8
-"""Fields of any kind that are looked at for each entry that is allowed."""
+"""Maximum number of fields of any kind per allowed entry."""
 
 
 class TooManyFields(Exception):
@@ -33,9 +33,9 @@ class TooManyFields(Exception):
 
 
 class Scan:
-    """A walk over a message's fields on the wire that goes down into messages and passes by all else, in slices.
+    """A scan of an encoded message's fields, in slices. It descends into messages and skips everything else.
 
-    Bytes that are no message are left to the decoder.
+    Bytes that are not a valid message are left to the decoder.
     """
 
     def __init__(self, data: bytes, descriptor: Descriptor, most_entries: int) -> None:
@@ -44,10 +44,10 @@ class Scan:
         self._entries = 0
         self._fields = 0
         self._open: list[tuple[int, int, _Known]] = [(0, len(data), _known(descriptor))]
-        """Stretches of the bytes that are left: start, end, and what the fields of their message are."""
+        """Ranges of bytes that remain to be scanned: start, end, and the fields of their message."""
 
     def slices(self, steps: int) -> Iterator[None]:
-        """Look at all fields, about `steps` of them between two yields.
+        """Scan all fields, about `steps` of them between two yields.
 
         Raises:
             TooManyFields: as `run`.
@@ -56,7 +56,7 @@ class Scan:
             yield
 
     def run(self, steps: int) -> bool:
-        """Look at about as many fields; return whether all were looked at.
+        """Scan about `steps` fields; return whether all were scanned.
 
         Raises:
             TooManyFields: there are more entries than are allowed.
@@ -113,12 +113,12 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Known:
-    """What the scan has to know of a message's fields, by number."""
+    """The properties of a message's fields that the scan needs, by field number."""
 
     entries: dict[int, Descriptor | None]
-    """What counts as an entry: messages, by their type, and the texts of lists."""
+    """Fields that count as entries: messages, with their type, and lists of texts."""
     packed_bytes: dict[int, int]
-    """Lists of numbers, and how many bytes of them may be packed."""
+    """Lists of numbers, with the maximum size of their packed bytes."""
 
 
 @cache
@@ -134,7 +134,7 @@ def _known(descriptor: Descriptor) -> _Known:
 
 @cache
 def can_grow(descriptor: Descriptor) -> bool:
-    """Whether messages of a type may hold any number of objects."""
+    """Return whether messages of a type may hold any number of objects."""
     return any(
         field.is_repeated or (field.message_type is not None and can_grow(field.message_type)) for field in descriptor.fields
     )
