@@ -1,4 +1,4 @@
-"""What a server finds out before it serves: the measures of the jail that this host allows. Also `etfarm serve --check`."""
+"""Checks before a server serves: the measures of the jail that this host allows. Also `etfarm serve --check`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etfarm.wire.errors import EtfarmError
 
 
 def jail_options(config: Config) -> JailOptions:
-    """Return the configuration's part of the children's jail."""
+    """Return the settings of the children's jail in a configuration."""
     secrets = (config.data, config.tokens, config.tls_key, config.tls_cert, config.tls_client_ca)
     return JailOptions(
         hidden=tuple(path.absolute() for path in secrets if path is not None),
@@ -34,7 +34,7 @@ def limits(config: Config) -> Limits:
 
 
 async def find_jail(config: Config) -> JailReport:
-    """Return the measures that a real child of this host is kept apart with. Takes less than a second; loads no torch."""
+    """Return the measures that isolate a real child on this host. Takes less than a second; does not load torch."""
     options = jail_options(config)
     folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="etfarm-jail-")
     workers = Workers(
@@ -91,7 +91,7 @@ def check(config: Config) -> int:
 
 
 def _tokens(config: Config) -> str:
-    """Return where the tokens are that callers are asked for."""
+    """Describe where the server's tokens are stored."""
     places = [
         *([str(config.tokens)] if config.tokens else []),
         *(["the data folder"] if has_tokens(config.data / DATABASE) else []),

@@ -24,7 +24,7 @@ MAX_CALLS: Final = 64
 
 
 MAX_WAITING_BYTES: Final = 32 << 20
-"""Of the inline tensors of one session's calls that are under way."""
+"""Maximum size of the inline tensors of a session's running calls."""
 
 MAX_EVENTS: Final = 1_000
 MAX_EVENT_BYTES: Final = 4 << 20
@@ -32,7 +32,7 @@ MAX_EVENT_BYTES: Final = 4 << 20
 goes on is not."""
 
 MAX_TENSORS: Final = 100_000
-"""Digests that a session remembers in order to clear them away."""
+"""Maximum number of digests that a session remembers, to delete them at its end."""
 
 
 class BadSession(UserError):
@@ -210,7 +210,7 @@ class Session:
         return event
 
     def remember(self, digests: Iterable[str]) -> None:
-        """Keep in mind what the session's calls brought into the store."""
+        """Remember the digests that the session's calls brought into the store."""
         for each in digests:
             if len(self.tensors) < MAX_TENSORS:
                 self.tensors.add(each)

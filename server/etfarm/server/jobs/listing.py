@@ -1,4 +1,4 @@
-"""Jobs as lists and watchers get them: never larger than a message may be, whatever was stored."""
+"""Jobs for lists and watchers, cut so that they never exceed the size of a message."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from etfarm.v1 import job_pb2
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent
 
 LIST_BYTES: Final = 16 << 20
-"""Of a page of jobs, which one alone may not exceed."""
+"""Maximum size of a page of jobs."""
 
 JOB_BYTES: Final = 32 << 20
-"""Of one job with its spec: half of what a message may have."""
+"""Maximum size of one job with its spec: half of a message's."""
 
 _CELLS_BYTES: Final = 4 << 20
-"""Of a job's cells in a list."""
+"""Maximum size of a job's cells in a list."""
 
 _EVENT_BYTES: Final = 1 << 20
 _EVENTS_BYTES: Final = 8 << 20
@@ -29,7 +29,7 @@ _EVENTS: Final = 500
 
 _NAME: Final = 1_000
 _LABELS_BYTES: Final = 64 << 10
-"""The beginning of a spec, where its labels are."""
+"""Size of the beginning of a spec, which has its labels."""
 
 
 def listed_job(connection: Connection, job_id: str) -> Job | None:
@@ -66,7 +66,7 @@ def _listed_cells(connection: Connection, job_id: str) -> Sequence[Cell]:
 
 
 def labels_of(spec: bytes) -> dict[str, str]:
-    """Return the labels of a serialized JobSpec, of which the end may be cut off, without decoding all that follows them."""
+    """Return the labels of a serialized JobSpec, whose end may be cut off, without decoding what follows them."""
     number = job_pb2.JobSpec.DESCRIPTOR.fields_by_name["labels"].number
     labels: dict[str, str] = {}
     at = 0
@@ -123,6 +123,6 @@ def listed_events(connection: Connection, job_id: str, after: int) -> Sequence[J
 
 
 def state_of(connection: Connection, job_id: str) -> job_pb2.JobState.ValueType:
-    """Return a job's state, which its cells' states make."""
+    """Return a job's state, derived from the states of its cells."""
     names = connection.execute(select(schema.cells.c.state).where(schema.cells.c.job_id == job_id).distinct()).scalars()
     return model.job_state(Cell(state=job_pb2.CellState.Value(f"CELL_STATE_{name}")) for name in names)

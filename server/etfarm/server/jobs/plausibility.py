@@ -1,6 +1,6 @@
-"""Results against the server's own clock, the plan and each other: what an agent cannot have measured is a device fault.
+"""Checks of results against the server's clock, the plan and each other. An implausible result is a device fault.
 
-An agent with a valid token can still invent numbers that fit. What is checked here is what an honest agent always satisfies.
+An agent with a valid token can still invent numbers that fit. An honest agent always passes these checks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from etfarm.wire import digest as digests
 from etfarm.wire.errors import DeviceError
 
 MAX_SAMPLES: Final = 1_000_000
-"""Timed iterations of a run where the job does not limit them."""
+"""Maximum number of timed iterations of a run, unless the job sets one."""
 LEAST_MEDIAN_NS: Final = 20
 """No processor executes a method of a program in less: two readings of its clock take longer."""
 CLOCK_TOLERANCE: Final = 0.05
@@ -55,7 +55,7 @@ class ImplausibleResult(DeviceError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What the server asked an attempt for, and how long it waited for the answer."""
+    """What the server requested of an attempt, and how long the answer took."""
 
     cells: frozenset[str]
     """The ids of the attempt's cells."""
@@ -64,7 +64,7 @@ class Plan:
     measurement: job_pb2.Measurement | None = None
     """None for a run without one."""
     planned_bytes: int = 0
-    """Memory that the programs plan, the largest of them: no inputs are copied into more."""
+    """The largest planned memory of the programs, an upper bound of what inputs are copied into."""
 
     @property
     def longest_ns(self) -> float:
@@ -73,7 +73,7 @@ class Plan:
 
 
 def check_attempt(result: agent_pb2.RunResult, plan: Plan) -> None:
-    """Check what the candidates of an attempt say together.
+    """Check the candidates of an attempt together.
 
     Raises:
         ImplausibleResult: a cell is not the attempt's or comes twice, or the candidates took longer than the attempt.

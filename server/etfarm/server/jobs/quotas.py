@@ -1,4 +1,4 @@
-"""How much work one user or project may have under way at a time. The defaults admit a farm of 300 phones."""
+"""Quotas of the work that one user or project may have under way. The defaults suffice for a farm of 300 phones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class QuotaExceeded(UserError):
 
 
 class UnknownQuota(UserError):
-    """A setting names no quota, or gives it no number."""
+    """A setting does not have the form NAME=N with the name of a quota."""
 
     reason = "UNKNOWN_QUOTA"
 
@@ -44,9 +44,9 @@ class Quotas:
     live_cells_per_project: int = 50_000
     live_spec_bytes_per_user: int = 512 << 20
     live_spec_bytes_per_project: int = 900 << 20
-    """Of the jobs as they were submitted: live ones are in memory. One with 10,000 calibration samples has 700 kB."""
+    """Size of live jobs' specs, which are in memory. A job with 10,000 calibration samples has 700 kB."""
     sessions_per_user: int = 1_000
-    """Open or waiting for a device: a data set over all phones takes one for each."""
+    """Sessions that are open or wait for a device; a data set over all phones uses one for each."""
     streams_per_user: int = 1_000
     """Watched jobs and followed logs."""
 
@@ -100,7 +100,7 @@ class Quotas:
 
 
 class Counted:
-    """What principals hold open, counted against one quota."""
+    """Open resources of principals, counted against one quota."""
 
     def __init__(self, quota: str, what: str, limit: int) -> None:
         self._quota = quota

@@ -1,8 +1,8 @@
-"""Jobs that were being handled when a server died: counted, taken up one at a time, and set aside at the third time.
+"""Recovery of jobs that a server was handling when it died: count them, resume them one at a time, set them aside the third time.
 
-What kills a server may be in a job. So after a server that did not end cleanly each job that it was handling is counted, on disk,
-right before a new server touches it; a job that then comes to rest is not counted any more, so that the count that stays is
-the guilty one's. A server that lives for a while clears all counts: its predecessors died of something else.
+A job may be what kills the server. So after an unclean end, a new server counts each job that was being handled, on disk, right
+before it resumes the job. When the job comes to rest, its count is taken back, so that the count of the guilty job remains. A
+server that survives for a while clears all counts, since its predecessors died of something else.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from etfarm.v1.job_pb2 import Job
 from etfarm.wire.errors import FarmError
 
 MOST: Final = 3
-"""The take-up at which a job is set aside."""
+"""Number of deaths of the server after which a job is set aside."""
 
 CARE_S: Final = 10.0
-"""How long a job that is taken up is alone at most, before the next one."""
+"""Maximum time for which a resumed job is alone, before the next one is resumed."""
 
 STABLE_S: Final = 600.0
-"""A server that lives for so long clears the counts."""
+"""Time after which a surviving server clears the counts."""
 
 IN_SERVER: Final = frozenset({model.QUEUED, model.COMPILING, model.ANALYZING})
 """States in which the server itself works on a cell."""
 
 HANDLED: Final = IN_SERVER | {model.RUNNING}
-"""States in which a cell may be what killed a server: a run's result may come at any moment."""
+"""States in which a cell may have killed a server: the result of a run may arrive at any moment."""
 
 
 class SetAside(FarmError):
@@ -86,7 +86,7 @@ class Takeups:
 
 
 class CleanEnd:
-    """A file that is there while a server runs, and after it only where it did not end cleanly."""
+    """A marker file that exists while a server runs, and afterwards only if the server did not end cleanly."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "server.running"

@@ -1,6 +1,6 @@
-"""Stored messages that are too large to be listed: their texts and lists are cut, so that no row makes a list unreadable.
+"""Shortening of stored messages that are too large to be listed, so that no row makes a list unreadable.
 
-What is stored now has passed the limits of the edge. Rows from before them, and texts that compilers wrote, have not.
+New messages have passed the limits of requests. Rows that are older than the limits, and texts that compilers wrote, have not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 ENTRIES: Final = 1_000
-"""Of a list or map that is cut."""
+"""Number of entries to which a list or map is cut."""
 
 _ELLIPSIS: Final = "…"
 
@@ -22,7 +22,7 @@ def shorten(text: str, most: int) -> str:
 
 
 def cut(message: Message, characters: int, entries: int = ENTRIES) -> None:
-    """Cut every text of a message to some characters, and every list and map to some entries, all the way down."""
+    """Cut every text of a message to `characters`, and every list and map to `entries`, recursively."""
     for field, value in message.ListFields():
         if _is_map(field):
             _cut_map(value, characters, entries)
@@ -50,7 +50,7 @@ def _cut_map(value: Any, characters: int, entries: int) -> None:
 
 
 def fit(message: Message, most_bytes: int) -> None:
-    """Cut a message, harder each time, until it has at most `most_bytes` where that is possible."""
+    """Cut a message step by step until it has at most `most_bytes`, if possible."""
     characters, entries = 64 << 10, 10_000
     while message.ByteSize() > most_bytes and characters > 64:
         characters, entries = characters // 4, entries // 4

@@ -1,4 +1,4 @@
-"""Whether a database file is one that this server can use: checked before anything is written, and refused in one sentence."""
+"""The check that this server can use a database file, made before anything is written to it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from etfarm.wire.errors import FarmError, Kind
 log = structlog.get_logger()
 
 CHECK_S: Final = 30.0
-"""How long looking at all pages may take: about 4 s a GB from memory. What is left of a larger one shows when it is read."""
+"""Time limit of the check of all pages, which takes about 4 s per GB from memory. Pages beyond it fail when they are read."""
 
 _MAGIC: Final = b"SQLite format 3\x00"
 _STEPS: Final = 100_000
-"""SQLite's instructions between two looks at the clock."""
+"""Number of SQLite instructions between two checks of the clock."""
 
 _DAMAGED_CODES: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
@@ -36,7 +36,7 @@ class DatabaseUnusable(FarmError):
 
 
 class DatabaseDamaged(FarmError):
-    """The database's bytes are not what SQLite wrote."""
+    """The database file is corrupt."""
 
     reason = "DATABASE_DAMAGED"
     kind = Kind.DATA_LOSS
@@ -51,7 +51,7 @@ class DatabaseDamaged(FarmError):
 
 
 class DatabaseForeign(FarmError):
-    """The file is a SQLite database of something else."""
+    """The file is a SQLite database of another program."""
 
     reason = "DATABASE_FOREIGN"
     kind = Kind.FAILED_PRECONDITION
@@ -69,14 +69,14 @@ class DatabaseTooNew(FarmError):
 
 
 def check(path: Path, head: str, known: Iterable[str]) -> None:
-    """Refuse a file that is not a whole database of this etfarm or of an earlier one. One that is not there yet is accepted.
+    """Refuse a file that is not an intact database of this etfarm or of an earlier one. A missing file passes.
 
     Args:
         head: the newest revision, whose tables are compared.
-        known: all revisions that can be brought up to it.
+        known: all revisions that can be migrated to it.
 
     Raises:
-        DatabaseUnusable, DatabaseDamaged, DatabaseForeign, DatabaseTooNew: the sentence says what to do.
+        DatabaseUnusable, DatabaseDamaged, DatabaseForeign, DatabaseTooNew: the file cannot be used; the error says what to do.
     """
     if path.is_dir():
         raise DatabaseUnusable(f"{path} is a directory, not a database.", "Move it aside, or choose another --data.", path=path)
@@ -115,7 +115,7 @@ def _no_access(path: Path) -> DatabaseUnusable:
 
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
-    """Turn SQLite's errors about the file's bytes into sentences."""
+    """Translate SQLite's errors about the file into the farm's."""
     try:
         yield
     except sqlite3.Error as error:
@@ -125,7 +125,7 @@ def _translated(path: Path) -> Iterator[None]:
 
 
 def error_of(path: Path, error: BaseException | None) -> FarmError | None:
-    """Return what an error of SQLite's means for the farm; None where it is not about the file."""
+    """Return the farm's error for an error of SQLite; None if the error is not about the file."""
     if not isinstance(error, sqlite3.Error):
         return None
     code = getattr(error, "sqlite_errorcode", None)
@@ -146,7 +146,7 @@ def error_of(path: Path, error: BaseException | None) -> FarmError | None:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Open the file for reading alone: nothing of a log that belongs elsewhere is copied into it."""
+    """Open the file read-only, so that a write-ahead log of another database is not copied into it."""
     return sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=10.0)
 
 
@@ -204,4 +204,4 @@ def _check_tables(connection: sqlite3.Connection, path: Path, tables: set[str]) 
 
 
 OnDamaged = Callable[[FarmError], None]
-"""Takes the error that no further write can be trusted after."""
+"""Called with the error after which no further write can be trusted."""

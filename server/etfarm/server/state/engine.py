@@ -30,7 +30,7 @@ HEAD = "0006"
 
 
 _AGAIN_S = 1.0
-"""Before another try to write on a disk that was full, of whose room nothing tells."""
+"""Pause before the next attempt to write on a full disk."""
 
 
 class DatabaseFull(FarmError):
@@ -47,7 +47,7 @@ class Database:
         self._path = path
         self._damage: FarmError | None = None
         self.on_damaged: damage.OnDamaged = lambda error: None
-        """Takes, on the event loop, the error that this server should end with: the file turned out to be damaged."""
+        """Called on the event loop with the error with which the server should end, when the file turns out to be damaged."""
         self._engine = create_engine(f"sqlite:///{path}", poolclass=NullPool, connect_args={"check_same_thread": False})
         event.listen(self._engine, "connect", _configure)
         event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
@@ -75,7 +75,7 @@ class Database:
             durable: wait for the disk, so that a power cut cannot take it back (about 8 ms instead of 0.2).
         """
         if self._damage is not None:
-            # What is left of it is not made worse.
+            # Further writes could make the damage worse.
             raise self._damage
         return await self._run(self._writer, do, f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
 
@@ -101,7 +101,7 @@ class Database:
 
 
 async def retry_when_full(work: Callable[[], Awaitable[T]]) -> T:
-    """Await `work`, and again while the disk is full: for what must not be lost. Cancel it to give up."""
+    """Await `work`, and repeat it while the disk is full; for data that must not be lost. Cancel it to give up."""
     while True:
         try:
             return await work()
@@ -144,7 +144,7 @@ class _Lane:
 
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
-    """Turn SQLite's errors about the file and its disk into the farm's."""
+    """Translate SQLite's errors about the file and its disk into the farm's."""
     try:
         yield
     except (DatabaseError, sqlite3.Error) as error:
@@ -158,7 +158,7 @@ def _translated(path: Path) -> Iterator[None]:
 
 
 def _is_of_a_reader(error: BaseException | None) -> bool:
-    """Return whether a statement wrote where only reading is allowed, which is a bug and nothing of the file."""
+    """Return whether a statement wrote in a read-only transaction, which is a bug and not a problem of the file."""
     return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_READONLY
 
 

@@ -1,4 +1,4 @@
-"""The files that a request names: a child may read these of all that the daemon stores, and no others."""
+"""The files that a request names, which are the only stored files that a child may read."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from etfarm.wire.errors import Kind, UserError
 
 
 class TooManyFiles(UserError):
-    """A job needs more files at a time than a child can be shown."""
+    """A job needs more files at a time than can be mounted for a child."""
 
     reason = "TOO_MANY_FILES"
     kind = Kind.RESOURCE_EXHAUSTED
 
     def __init__(self, count: int) -> None:
         super().__init__(
-            f"The job needs {count} files at a time; {MAX_READABLE} is the most.", "Use fewer calibration inputs.", files=count
+            f"A job may use at most {MAX_READABLE} files at a time, got {count}.", "Use fewer calibration inputs.", files=count
         )
 
 
@@ -26,12 +26,12 @@ def files_of(request: object) -> list[Path]:
     """Return every Path in a request, at any depth of dataclasses, mappings, lists, tuples and sets, once.
 
     Raises:
-        TooManyFiles: they are more than a child can be shown.
+        TooManyFiles: there are more files than can be mounted for a child.
     """
-    found = list(dict.fromkeys(_paths(request)))
-    if len(found) > MAX_READABLE:
-        raise TooManyFiles(len(found))
-    return found
+    files = list(dict.fromkeys(_paths(request)))
+    if len(files) > MAX_READABLE:
+        raise TooManyFiles(len(files))
+    return files
 
 
 def _paths(value: object) -> Iterator[Path]:

@@ -1,8 +1,8 @@
-"""The jail of a child: what a user's bytes could use if they got to run code, taken away one measure after the other.
+"""The jail of a child: measures that limit what a user's bytes could do if they managed to run code.
 
-Of its own are the child's user, its mounts (see `view`), processes, network and limits; it keeps no capability, cannot gain any,
-and a filter refuses system calls that reach for more. What the host does not allow is recorded in `measures`, except for the
-network: a child that still has one loads nothing. `compile.screen` keeps users' bytes from running any code in the first place.
+The child has its own user, mounts (see `view`), process and network namespaces, and limits. It has no capabilities and cannot
+gain any, and a filter refuses system calls that could. What the host does not allow is recorded in `measures`, except for the
+network: a child that still has one loads nothing. `compile.screen` keeps users' bytes from running code in the first place.
 
 Children are forks of a process that has loaded torch, so tools that wrap a command (bubblewrap) cannot jail them: the load takes
 seconds, a fork milliseconds.
@@ -34,15 +34,15 @@ KEPT_VARIABLES: Final = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY
 """All of the daemon's environment that its forkserver and children see. Tokens and passwords are not among it."""
 
 POLICY: Final = seccomp.Policy().with_denied("memfd_create", error=errno.ENOSYS)
-"""The system calls that a child is refused; memory behind a descriptor would count as no process's where it is only measured."""
+"""The system calls that are refused to a child. Memory of memfd_create would escape the measurement of the tree's memory."""
 
 _FIRST_USER: Final = 1_900_000_000
 _BLOCK: Final = 256
 _BLOCKS: Final = 900_000
-"""Users that neither distributions, systemd nor container runtimes give away. Source: systemd's UIDS-GIDS.md."""
+"""User ids that neither distributions, systemd nor container runtimes assign. Source: systemd's UIDS-GIDS.md."""
 
 _OWN_MEMORY_BYTES: Final = 256 << 20
-"""What a tree may use on top of its limit and the forkserver's pages: the kernel's own memory and pages of files."""
+"""Allowance of a tree on top of its limit and the forkserver's pages, for the kernel's memory and file pages."""
 
 
 class NetworkNotRemoved(FarmError):
@@ -61,14 +61,14 @@ class NetworkNotRemoved(FarmError):
 
 @dataclass(frozen=True)
 class Jail:
-    """One child's jail, as the daemon asks for it; travels as JSON."""
+    """The jail that the daemon requests for one child; sent as JSON."""
 
     daemon_network: int
     """`namespaces.network_inode()` of the daemon, which must not be the child's."""
     point: str
     """An existing empty folder that the child's root is mounted on."""
     user: int | None = None
-    """User and group of the child, where the daemon is root; None where it has no users to give away."""
+    """User and group id of the child, where the daemon is root; None if no user ids are available."""
     required: bool = False
     """Whether a child that lacks a measure refuses its task."""
     cgroup: str = ""
@@ -79,7 +79,7 @@ class Jail:
 
 @dataclass(frozen=True)
 class JailOptions:
-    """What a server's configuration says of its children's jail."""
+    """A server's settings of its children's jail."""
 
     hidden: tuple[Path, ...] = ()
     """Files and folders that no child may see, even where they lie within the code: the data folder, tokens, keys."""
@@ -92,10 +92,10 @@ class JailOptions:
 
 
 def choose_users(folder: Path, count: int) -> int | None:
-    """Return the first of `count` users that no account has and no other server is likely to use; None where there are none.
+    """Return the first of `count` user ids without accounts that no other server is likely to use; None if there are none.
 
     Args:
-        folder: of the server; others have other users.
+        folder: the server's folder, which determines the ids.
     """
     if os.geteuid() != 0:
         return None
@@ -103,7 +103,7 @@ def choose_users(folder: Path, count: int) -> int | None:
     wanted = _FIRST_USER + block * _BLOCK
     if count <= _BLOCK and has_user(wanted) and has_user(wanted + count - 1):
         return wanted
-    # A container's namespace often has 65,536 users; its uppermost but for nobody's are rarely anybody's.
+    # A container's namespace often has 65,536 user ids, of which those right below 65,000 are rarely assigned.
     fallback = 65_000 - count
     return fallback if fallback > 60_000 and has_user(fallback) and has_user(65_000) else None
 
@@ -146,7 +146,7 @@ def enter(
         log: file descriptor that stdout and stderr are from now on, for Python, C and subprocesses alike.
         channel: the one other descriptor that stays open.
         shared: what all children see, from `view.plan`.
-        files: of the request; readable, and nothing else of the daemon is.
+        files: files of the request, the only files of the daemon that are readable.
         group: control group to join.
         is_first_process: whether the process namespace is the child's own.
         watches_memory: whether the supervisor ends the tree above its memory.
@@ -183,7 +183,7 @@ def _detach(folder: Path, log: int, channel: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names, of which one is gone already
-        # A descriptor of a folder outside would be a way out of the child's root.
+        # An open descriptor of a folder outside would let the child leave its root.
         if int(name) > 2 and int(name) not in (log, channel):
             with contextlib.suppress(OSError):
                 os.close(int(name))
@@ -228,7 +228,7 @@ def _remove_network() -> None:
 
 
 def _own_user(progress: Progress, jail: Jail, shared: Sequence[Step]) -> int:
-    """Return the user that the child will be."""
+    """Return the user id that the child will have."""
     own = os.geteuid()
     closed = next((step.path for step in shared if step.action is Action.SHOW and not step.is_open), None)
     if own == 0 and closed is not None:
@@ -246,7 +246,7 @@ def _own_user(progress: Progress, jail: Jail, shared: Sequence[Step]) -> int:
 
 
 def _open_files(files: Sequence[Path]) -> None:
-    # Of a server under umask 077. Its data folder, which nobody else enters, still keeps them from other users.
+    # For a server with umask 077. Its data folder, which is closed to other users, still protects the files.
     for file in files:
         with contextlib.suppress(OSError):
             mode = file.stat().st_mode
@@ -255,7 +255,7 @@ def _open_files(files: Sequence[Path]) -> None:
 
 
 def has_user(user: int) -> bool:
-    """Return whether this process's user namespace has a user of that number."""
+    """Return whether this process's user namespace contains the user id."""
     rows = [[int(number) for number in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
     return any(first <= user < first + count for first, _, count in rows)
 
@@ -271,7 +271,7 @@ def _isolate(
     is_first_process: bool,
 ) -> None:
     apart = syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP
-    with contextlib.suppress(OSError):  # seccomp refuses what of these a child could use to meet another
+    with contextlib.suppress(OSError):  # seccomp refuses the calls by which children could communicate
         syscalls.unshare(apart)
     if is_first_process:
         progress.add(measures.PROCESSES, "a process namespace")
@@ -327,7 +327,7 @@ def _limit(limits: Limits, *, own_user: bool, progress: Progress) -> None:
 
 
 def _counts_by_namespace() -> bool:
-    """Whether RLIMIT_NPROC counts the processes of a user in this user namespace, and not all that the user has."""
+    """Return whether RLIMIT_NPROC counts a user's processes in this user namespace only, and not on the whole host."""
     release = os.uname().release.split(".")
     return os.geteuid() != 0 and tuple(int(part) for part in release[:2] if part.isdigit()) >= (5, 14)
 

@@ -10,8 +10,8 @@ class Limits:
     """Limits of each child, enforced by the kernel (see `jail`)."""
 
     memory_bytes: int = 8 << 30
-    """Private memory on top of what the forkserver had when the child was forked. Above it allocations fail. What the child
-    starts shares it: the whole tree is ended above it."""
+    """Private memory on top of what the forkserver had when the child was forked. Allocations beyond it fail. The processes that
+    the child starts share it: above it, the whole tree is ended."""
 
     cpu_s: int = 3600
     """CPU time over all threads; a child that spins without ever ending is killed after it."""
@@ -26,4 +26,4 @@ class Limits:
     """Processes and threads of the whole tree at a time."""
 
     reserve_bytes: int = 128 << 20
-    """Room that the disk of the child's folder keeps: a child is ended when less is free, so that the farm can go on writing."""
+    """Free space to keep on the disk of the child's folder. A child is ended when less is free, so the farm can still write."""

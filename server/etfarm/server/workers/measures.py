@@ -1,4 +1,4 @@
-"""The measures that keep a child apart from its host: which of them are active, how, and why not."""
+"""The measures that isolate a child from its host: which are active, how, and why others are not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEMORY: Final = "memory"
 PROCESS_LIMIT: Final = "process limit"
 
 NAMES: Final = (NETWORK, USER, MOUNTS, PROCESSES, PRIVILEGES, SECCOMP, MEMORY, PROCESS_LIMIT)
-"""Of every measure, in the order in which they are reported."""
+"""Names of all measures, in the order of reports."""
 
 _MAX_TEXT: Final = 500
 
@@ -38,7 +38,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class JailReport:
-    """What keeps a child apart, as a real child has found it."""
+    """The measures of a child's jail, as a real child has found them."""
 
     measures: tuple[Measure, ...]
 
@@ -48,12 +48,12 @@ class JailReport:
         return tuple(measure for measure in self.measures if not measure.active)
 
     def to_json(self) -> bytes:
-        """Return the report for the way from the child to the daemon."""
+        """Return the report as JSON, in which the child sends it to the daemon."""
         return json.dumps([asdict(measure) for measure in self.measures]).encode()
 
     @classmethod
     def of_nothing(cls, name: str, why: str) -> JailReport:
-        """Return the report of a child that could not be jailed at all, because of one measure."""
+        """Return the report of a child that could not be jailed because one measure failed."""
         return cls(tuple(Measure(each, False, why if each == name else f"not tried without {name}") for each in NAMES))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What a child leaves in its folder, handled as what it is: a stranger's files. Call these after the child's tree has ended."""
+"""Safe handling of the untrusted files that a child leaves in its folder. Call this after the child's tree has ended."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _MODE: Final = 0o644
 
 
 class BadOutputFile(FarmError):
-    """What a child names as its output is no regular file of its folder."""
+    """The output that a child names is not a regular file in its folder."""
 
     reason = "BAD_WORKER_ANSWER"
 
 
 def claim(folder: Path, name: str) -> Path:
-    """Make a child's file the daemon's own, so that it can be moved out of the folder; return its path.
+    """Take ownership of a child's file, so that it can be moved out of the folder. Return its path.
 
     Only a regular file with a single name qualifies, never a symbolic link, a hard link, a FIFO, a socket or a device.
 
     Raises:
-        BadOutputFile: `name` is anything else, or leads out of the folder.
+        BadOutputFile: `name` names anything else, or leads out of the folder.
     """
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         raise BadOutputFile(f"The child names {name[:100]!r}, which is no file of its folder.")
@@ -42,8 +42,8 @@ def claim(folder: Path, name: str) -> Path:
     finally:
         os.close(parent)
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise BadOutputFile(f"The child names {name[:100]!r}, which is no regular file of its own.")
         if os.geteuid() == 0:
             os.fchown(file, os.geteuid(), os.getegid())
@@ -54,7 +54,7 @@ def claim(folder: Path, name: str) -> Path:
 
 
 def delete(folder: Path) -> None:
-    """Delete a child's folder however deep it is nested, and whatever modes its folders have; never follow a link.
+    """Delete a child's folder regardless of its depth and of modes, without following links.
 
     What cannot be deleted stays; the next start of the workers tries again.
     """
@@ -65,7 +65,7 @@ def delete(folder: Path) -> None:
 
 
 def _empty(folder: Path) -> None:
-    # Folders move up before they are entered: no recursion, and no path that is longer than the kernel takes.
+    # Move folders up before entering them, to avoid recursion and paths that are too long for the kernel.
     while folders := _unlink_files(folder):
         for inner in folders:
             for deeper in _unlink_files(inner):
@@ -74,7 +74,7 @@ def _empty(folder: Path) -> None:
 
 
 def _unlink_files(folder: Path) -> list[Path]:
-    """Delete what is no folder; return the folders."""
+    """Delete everything in a folder except its folders; return those."""
     folders = []
     if stat.S_IMODE(folder.lstat().st_mode) & 0o700 != 0o700:
         folder.chmod(0o700)

@@ -1,4 +1,4 @@
-"""Threads that look at what users and agents sent, apart from those that move bytes: neither waits for the other."""
+"""Threads that read files of users and agents, separate from those that move bytes, so that neither wait for the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ THREADS: Final = 2
 
 
 class Readers:
-    """A few threads; what comes while all are busy waits its turn."""
+    """A small pool of threads; calls wait while all are busy."""
 
     def __init__(self, threads: int = THREADS) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="reader")
@@ -23,5 +23,5 @@ class Readers:
         return await asyncio.get_running_loop().run_in_executor(self._threads, look, *arguments)
 
     def close(self) -> None:
-        """End the threads; what has not begun never does."""
+        """End the threads; calls that have not begun are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)

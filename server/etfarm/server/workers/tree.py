@@ -7,16 +7,16 @@ from pathlib import Path
 
 
 class TreeMemory:
-    """What this process's descendants use together.
+    """The total memory of this process's descendants.
 
     Args:
-        limit_bytes: above it `is_above` answers True.
+        limit_bytes: limit above which `is_above` returns True.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self.is_exceeded = False
-        """Whether `is_above` has ever answered True."""
+        """Whether `is_above` has ever returned True."""
 
     def is_above(self) -> bool:
         """Measure the tree; return whether it uses more than its limit."""

@@ -1,8 +1,8 @@
-"""The files that a child sees: a root of its own, with the system and the code read-only, and its folder.
+"""The file system of a child: a root of its own, with the system and the code read-only, and the child's folder.
 
-The root is a small tmpfs in the child's mount namespace. Bind mounts show, at the paths that they have outside, the system's
-programs and libraries, Python and the installed code, the child's folder and exactly the files of its request. All else of the
-host, the daemon's data, home folders and other children's folders, has no path in it.
+The root is a small tmpfs in the child's mount namespace. Bind mounts provide, at their usual paths, the system's programs and
+libraries, Python and the installed code, the child's folder, and the files of its request. Everything else on the host, such as
+the daemon's data, home folders and other children's folders, has no path in it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Final
 from etfarm.wire.sandbox import syscalls
 
 MAX_READABLE: Final = 50_000
-"""Files that a request may name. Each is a mount, of which the kernel allows 100,000 in a namespace."""
+"""Maximum number of files of a request. Each is a mount, of which the kernel allows 100,000 in a namespace."""
 
 _SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
 _SETTINGS: Final = (
@@ -37,7 +37,7 @@ _DEVICES: Final = ("null", "zero", "full", "random", "urandom")
 _LINKS: Final = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
 _SCRATCH: Final = Path("/tmp")
 _NEVER: Final = (Path("/"), _SCRATCH)
-"""Shown by no path of the code; what lies in them is shown one by one."""
+"""Folders that are never shown as a whole, even if they are on a path of the code; paths in them are shown one by one."""
 
 _SCRATCH_BYTES: Final = 256 << 20
 """Size of /tmp and of /dev/shm, which are memory. TMPDIR is the child's folder."""
@@ -81,7 +81,7 @@ def _origins(packages: Iterable[str]) -> Iterator[str]:
 
 
 class Action(Enum):
-    """What is done for one path of a view."""
+    """The treatment of one path of a view."""
 
     LINK = "link"
     SHOW = "show"
@@ -102,7 +102,7 @@ class Step:
 
 
 def plan(shared: Iterable[Path], hidden: Iterable[Path]) -> list[Step]:
-    """Return what shows the system and `shared` read-only, except for what is in `hidden`; done once for many children."""
+    """Return the steps that show the system and `shared` read-only, except for `hidden`; computed once for many children."""
     steps = []
     wanted: dict[Path, Action] = {}
     for path in map(Path, _SYSTEM):
@@ -146,10 +146,10 @@ class View:
         self._mount_empty(Path("/"))
 
     def build(self, steps: Sequence[Step], user: int) -> None:
-        """Show what all children share.
+        """Show the paths that all children share.
 
         Args:
-            user: the one that the child becomes.
+            user: user id of the child.
         """
         self._scratch(_SCRATCH)
         self._add_devices()
@@ -172,7 +172,7 @@ class View:
         self._bind(folder, _NO_PRIVILEGE, is_folder=True)
 
     def add_files(self, files: Sequence[Path]) -> None:
-        """Show single files read-only; one that does not exist stays away."""
+        """Show single files read-only; skip missing ones."""
         for file in files:
             whole = file.resolve()
             if whole.exists() and not whole.is_dir():
@@ -201,7 +201,7 @@ class View:
         syscalls.mount("/proc", target, flags=syscalls.MS_BIND | syscalls.MS_REC)
 
     def enter(self) -> None:
-        """Make it the root of this process and forget the former one."""
+        """Make the view the root of this process and detach the former root."""
         for path in self._read_only:
             syscalls.restrict_mount(self._inside(path), _READ_ONLY)
         syscalls.change_root(self._point)
