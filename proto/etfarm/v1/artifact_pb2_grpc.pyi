@@ -55,16 +55,16 @@ class ArtifactServiceStub:
                            UPLOAD_IDLE: the stream sent nothing for a minute: ask GetUploadStatus, continue there.
       DATA_LOSS            DIGEST_MISMATCH: all bytes came and their sha256 is another: the upload is discarded, start at 0.
       RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes` and `needed_bytes`; nothing of yours was deleted.
-                           QUOTA_EXCEEDED: the project would hold more than `limit_bytes`; `used_bytes` counts what is announced.
-                           LIMIT_EXCEEDED: the artifact is larger than `limit_bytes`, or too many uploads are under way.
+                           QUOTA_EXCEEDED: the project would hold more than `limit_bytes`; `used_bytes` includes uploads under way.
+                           LIMIT_EXCEEDED: the artifact is larger than `limit_bytes`; or `limit` uploads are under way: wait for some.
       INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES, BAD_UPLOAD: the stream breaks the rules above.
     """
     Download: _grpc.UnaryStreamMultiCallable[_artifact_pb2.DownloadRequest, _artifact_pb2.Chunk]
     """The bytes from `offset` on, in order, in chunks of at most 1 MiB. The receiver verifies the sha256 of the whole.
 
     Errors:
-      NOT_FOUND            ARTIFACT_NOT_FOUND: the store does not hold it, or not for you.
-      FAILED_PRECONDITION  ARTIFACT_DAMAGED: its bytes changed on the server's disk: upload it, or compile it, again.
+      NOT_FOUND            ARTIFACT_NOT_FOUND: the store does not hold it for any of your projects: upload it.
+      FAILED_PRECONDITION  ARTIFACT_DAMAGED: its bytes changed on the server's disk: upload or compile it again.
       OUT_OF_RANGE         OFFSET_PAST_END: `offset` is larger than the size.
     """
     List: _grpc.UnaryUnaryMultiCallable[_artifact_pb2.ListArtifactsRequest, _artifact_pb2.ListArtifactsResponse]
@@ -109,16 +109,16 @@ class ArtifactServiceAsyncStub(ArtifactServiceStub):
                            UPLOAD_IDLE: the stream sent nothing for a minute: ask GetUploadStatus, continue there.
       DATA_LOSS            DIGEST_MISMATCH: all bytes came and their sha256 is another: the upload is discarded, start at 0.
       RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes` and `needed_bytes`; nothing of yours was deleted.
-                           QUOTA_EXCEEDED: the project would hold more than `limit_bytes`; `used_bytes` counts what is announced.
-                           LIMIT_EXCEEDED: the artifact is larger than `limit_bytes`, or too many uploads are under way.
+                           QUOTA_EXCEEDED: the project would hold more than `limit_bytes`; `used_bytes` includes uploads under way.
+                           LIMIT_EXCEEDED: the artifact is larger than `limit_bytes`; or `limit` uploads are under way: wait for some.
       INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES, BAD_UPLOAD: the stream breaks the rules above.
     """
     Download: _aio.UnaryStreamMultiCallable[_artifact_pb2.DownloadRequest, _artifact_pb2.Chunk]  # type: ignore[assignment]
     """The bytes from `offset` on, in order, in chunks of at most 1 MiB. The receiver verifies the sha256 of the whole.
 
     Errors:
-      NOT_FOUND            ARTIFACT_NOT_FOUND: the store does not hold it, or not for you.
-      FAILED_PRECONDITION  ARTIFACT_DAMAGED: its bytes changed on the server's disk: upload it, or compile it, again.
+      NOT_FOUND            ARTIFACT_NOT_FOUND: the store does not hold it for any of your projects: upload it.
+      FAILED_PRECONDITION  ARTIFACT_DAMAGED: its bytes changed on the server's disk: upload or compile it again.
       OUT_OF_RANGE         OFFSET_PAST_END: `offset` is larger than the size.
     """
     List: _aio.UnaryUnaryMultiCallable[_artifact_pb2.ListArtifactsRequest, _artifact_pb2.ListArtifactsResponse]  # type: ignore[assignment]
@@ -178,8 +178,8 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
                                UPLOAD_IDLE: the stream sent nothing for a minute: ask GetUploadStatus, continue there.
           DATA_LOSS            DIGEST_MISMATCH: all bytes came and their sha256 is another: the upload is discarded, start at 0.
           RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes` and `needed_bytes`; nothing of yours was deleted.
-                               QUOTA_EXCEEDED: the project would hold more than `limit_bytes`; `used_bytes` counts what is announced.
-                               LIMIT_EXCEEDED: the artifact is larger than `limit_bytes`, or too many uploads are under way.
+                               QUOTA_EXCEEDED: the project would hold more than `limit_bytes`; `used_bytes` includes uploads under way.
+                               LIMIT_EXCEEDED: the artifact is larger than `limit_bytes`; or `limit` uploads are under way: wait for some.
           INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES, BAD_UPLOAD: the stream breaks the rules above.
         """
 
@@ -192,8 +192,8 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
         """The bytes from `offset` on, in order, in chunks of at most 1 MiB. The receiver verifies the sha256 of the whole.
 
         Errors:
-          NOT_FOUND            ARTIFACT_NOT_FOUND: the store does not hold it, or not for you.
-          FAILED_PRECONDITION  ARTIFACT_DAMAGED: its bytes changed on the server's disk: upload it, or compile it, again.
+          NOT_FOUND            ARTIFACT_NOT_FOUND: the store does not hold it for any of your projects: upload it.
+          FAILED_PRECONDITION  ARTIFACT_DAMAGED: its bytes changed on the server's disk: upload or compile it again.
           OUT_OF_RANGE         OFFSET_PAST_END: `offset` is larger than the size.
         """
 

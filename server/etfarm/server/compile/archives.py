@@ -1,7 +1,7 @@
-"""The members of a .pt2 or of a torch.save file: zips that no two readers see differently. Stdlib only.
+"""The members of a .pt2 or of a torch.save file, which are zips that all readers see alike. Stdlib only.
 
-Whatever Python's zipfile and torch's own reader could take for different members, names, or bytes is refused; the child screens
-what torch's reader gives once more.
+An archive in which Python's zipfile and torch's own reader could see different members, names, or bytes is refused. The child
+screens again what torch's reader returns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_DIRECTORY_BYTES: Final = 32 << 20
 MAX_BYTES: Final = 64 << 30
 """Largest sum of the members' unpacked sizes."""
 MAX_NAME: Final = 500
-"""Longest name of a member; a parameter's name is none, its payload is weight_0."""
+"""Longest name of a member. Names of parameters do not count: their payloads are called weight_0."""
 
 _ONLY_STORED: Final = zipfile.ZIP_STORED
 _LOCAL_HEADER_BYTES: Final = 30
@@ -30,25 +30,25 @@ _LOCAL_HEADER_BYTES: Final = 30
 
 @dataclass(frozen=True)
 class Records:
-    """An archive's members without its root folder, however they are read."""
+    """An archive's members, without its root folder, and a function that reads them."""
 
     names: tuple[str, ...]
     read: Callable[[str], bytes]
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """What `read` gives at most; empty where the reader does not say."""
+    """Maximum size of what `read` returns; empty if the reader does not provide it."""
 
 
 Opened = Callable[[str, bytes], Records]
-"""Gives the members of a torch.save file by its name and bytes."""
+"""Takes the name and bytes of a torch.save file; returns its members."""
 
 
 @contextmanager
 def pt2_records(path: Path) -> Iterator[Records]:
-    """The members of a .pt2 file, which stays open for as long.
+    """Yield the members of a .pt2 file, which stays open meanwhile.
 
     Raises:
-        NotAPt2: it is no zip, or not a whole one.
-        UnsafeModel: two readers could see different members, or it is too large.
+        NotAPt2: the file is not a zip, or is cut off.
+        UnsafeModel: two readers could see different members, or the file is too large.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -62,10 +62,10 @@ def pt2_records(path: Path) -> Iterator[Records]:
 
 
 def tensor_records(name: str, data: bytes) -> Records:
-    """The members of a torch.save file, a zip with one pickle of plain tensors.
+    """Return the members of a torch.save file, a zip with one pickle of plain tensors.
 
     Raises:
-        UnsafeModel: it is none, so that torch.load would fall back to unpickling it.
+        UnsafeModel: the bytes are not such a zip, so that torch.load would fall back to unpickling them.
     """
     _check_ends(data[:4], data[-_END_BYTES:], name)
     try:
@@ -77,7 +77,7 @@ def tensor_records(name: str, data: bytes) -> Records:
 
 
 def _records(archive: zipfile.ZipFile, size: int) -> Records:
-    """The members of a zip as every reader sees them: one root, no two of a name, nothing packed, nothing in front."""
+    """Return the members of a zip that all readers see alike: one root, unique names, no compression, nothing in front."""
     members = archive.infolist()
     if not members:
         raise NotAPt2("it is an empty zip")
@@ -117,7 +117,7 @@ def _records(archive: zipfile.ZipFile, size: int) -> Records:
 
 
 def _check_places(members: list[zipfile.ZipInfo], size: int) -> None:
-    """The members lie one after the other from the first byte on: none shares bytes with another, or hides before the first.
+    """Require that the members follow each other from the first byte on, without shared bytes and without anything in front.
 
     Raises:
         UnsafeModel: they do not.
@@ -134,12 +134,12 @@ def _check_places(members: list[zipfile.ZipInfo], size: int) -> None:
 
 
 def _shown(text: str) -> str:
-    """A text of the archive for a sentence: nothing that a terminal would take for a command."""
+    """Return a text of the archive for a message, without control characters."""
     return ascii(text[:100])[1:-1]
 
 
 def _tail(file: BinaryIO, size: int, count: int) -> bytes:
-    """The last `count` bytes, fewer where there are not as many; the file is back at its start then."""
+    """Return the last `count` bytes, or all if there are fewer, and rewind the file."""
     file.seek(max(0, size - count))
     tail = file.read(count)
     file.seek(0)
@@ -152,7 +152,7 @@ _END64_BYTES: Final = 56
 
 
 def _check_directory(file: BinaryIO, size: int) -> None:
-    """Bounds what zipfile makes objects of: it takes the directory's size, and not its count, from the archive's end.
+    """Bound the objects that zipfile creates: it uses the directory's size, and not its count, from the archive's end.
 
     Source: APPNOTE.TXT, 4.3.14 to 4.3.16.
 
@@ -183,7 +183,7 @@ def _check_directory(file: BinaryIO, size: int) -> None:
 
 
 def _check_ends(head: bytes, tail: bytes, where: str = "") -> None:
-    """A zip that begins with its first member and ends with its end record: no two readers find other directories."""
+    """Require that a zip begins with its first member and ends with its end record, so that all readers find one directory."""
     if head == b"PK\x03\x04" and tail[:4] == b"PK\x05\x06" and tail[-2:] == b"\0\0":
         return
     if where:

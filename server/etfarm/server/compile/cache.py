@@ -121,7 +121,7 @@ class Cache:
         await self._write(schema.stage_results, made, "made_at")
 
     async def _whole(self, found: Compilation | None) -> Compilation | None:
-        """Return an outcome whose files are all stored and sound; damaged ones are compiled again."""
+        """Return the outcome if all of its files are stored and undamaged, else None, so that it is compiled again."""
         if found is None or await self._store.absent(artifact.digest for artifact in artifacts_of(found)):
             return None
         return found

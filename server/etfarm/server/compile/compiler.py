@@ -38,7 +38,7 @@ _QUANTIZATIONS: Final = {
 
 
 _ANY_MODEL: Final = "model"
-"""What children call a model: a compilation serves other projects too, which must not learn what this one calls it."""
+"""Name of every model in children: a compilation may serve several projects, which must not learn each other's names of it."""
 
 _LARGE_CANDIDATE: Final = 64 << 10
 _KEPT_KEYS: Final = 1_000

@@ -77,8 +77,8 @@ _OWN: Final = _words(
     "higher_order inductor inductor_prims mkl mkldnn mkldnn_prepacked onednn prim prims profiler quantized quantized_decomposed "
     "rngprims rpc sparse static_runtime streams symm_mem torchao"
 )
-"""Namespaces of torch, torchao and ExecuTorch themselves: an operator of one that is on no list is refused as unsafe, and one of
-another as unknown, which is what a user's own library is."""
+"""Namespaces of torch, torchao and ExecuTorch. An unlisted operator of theirs is refused as unsafe; one of any other namespace,
+such as that of a user's own library, as unknown."""
 _EDGE: Final = re.compile(r"executorch\.exir\.dialects\.edge\.[A-Za-z0-9_.]{1,200}")
 
 
@@ -96,10 +96,10 @@ def check_symbol(text: str, where: str) -> None:
 
 
 def _degree(nodes: list[ast.AST]) -> int:
-    """At most the product of the exponents that are around any one node; capped.
+    """Return the first product of nested exponents that is above MAX_DEGREE; 1 if there is none.
 
     Args:
-        nodes: of a tree that passed, each after the one that it is in.
+        nodes: nodes of an accepted tree, parents before children.
     """
     around = {id(nodes[0]): 1}
     for node in nodes:
@@ -147,7 +147,7 @@ def _is_symbol_call(node: ast.Call) -> bool:
 
 _EXPONENTS: Final = {f"{sign}{n}": n for n in range(1, 9) for sign in ("", "-")}
 _EXPONENTS.update({f"Integer({text})": n for text, n in list(_EXPONENTS.items())})
-"""What sizes are raised to, as Python writes it, by its amount. A root raises nothing."""
+"""Allowed exponents as Python unparses them, with their absolute values. Roots do not count."""
 _ROOTS: Final = ("Rational(1, 2)", "Rational(-1, 2)")
 
 
@@ -225,10 +225,10 @@ def check_target(text: str, where: str, allowed: frozenset[str] | None = None) -
 
 
 def check_functions(text: str, where: str) -> None:
-    """A `source_fn_stack` such as `conv,torch.nn.modules.conv.Conv2d;...`, whose paths torch looks up by getattr.
+    """Check a `source_fn_stack` such as `conv,torch.nn.modules.conv.Conv2d;...`, whose paths torch looks up by getattr.
 
     Raises:
-        UnsafeModel: a path is none, or leads to what is not public.
+        UnsafeModel: a path is malformed, or has a double underscore.
     """
     for entry in text.split(";"):
         path = entry.rpartition(",")[2]
@@ -237,10 +237,10 @@ def check_functions(text: str, where: str) -> None:
 
 
 def check_verifiers(values: object, where: str) -> None:
-    """The `verifiers`, by which torch finds the class that verifies the program: those of ATen programs.
+    """Check that the `verifiers`, by which torch finds the class that verifies the program, are those of ATen programs.
 
     Raises:
-        UnsafeModel: it names another.
+        UnsafeModel: another verifier is named.
     """
     if not isinstance(values, list) or not all(isinstance(value, str) and value in _VERIFIERS for value in values):
         raise _refused("UNSAFE_VERIFIER", where, "verifier", str(values))
@@ -279,7 +279,7 @@ def _is_plain_factory(context: dict[str, object]) -> bool:
 
 
 def check_float(text: str, where: str) -> None:
-    """A float that JSON has no number for.
+    """Check a float that JSON cannot represent as a number.
 
     Raises:
         UnsafeModel: it is anything else.
@@ -313,7 +313,7 @@ def _is_own_attribute(path: str) -> bool:
 
 
 def check_identifier(text: str, where: str) -> None:
-    """A name of a node or an argument, which torch.fx makes a variable of.
+    """Check the name of a node or an argument, which torch.fx turns into a variable.
 
     Raises:
         UnsafeModel: it has other characters than letters, digits and underscores.

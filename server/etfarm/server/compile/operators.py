@@ -1,6 +1,6 @@
-"""Which operators an uploaded .pt2 may use: the committed list, plug-ins', and the server's owner's. Stdlib only.
+"""The operators that an uploaded .pt2 may use: the committed list, and those of plug-ins and of the server's owner. Stdlib only.
 
-An operator is named as in `torch.ops`: `aten.add.Tensor`, `higher_order.cond`. Whatever is on no list is refused.
+Operators are named as in `torch.ops`: `aten.add.Tensor`, `higher_order.cond`. Unlisted operators are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HIGHER_ORDER: Final = re.compile(r"higher_order\.[a-z][a-z0-9_]*")
 
 
 class BadOperators(UserError):
-    """A list of operators that the server was started with cannot be used."""
+    """A list of operators, given to the server or by a plug-in, cannot be used."""
 
     reason = "BAD_OPERATORS"
 
@@ -39,56 +39,58 @@ class Added:
     name: str
     """`NAMESPACE.NAME.OVERLOAD`."""
     module: str = ""
-    """Imported by a child before it loads a program that uses the operator; empty where torch has the operator anyway."""
+    """Module that a child imports before it loads a program that uses the operator; empty if torch has the operator anyway."""
     origin: str = ""
-    """Who allows it: a plug-in's distribution with its version, or empty for the server's owner."""
+    """The plug-in's distribution and version that allows it; empty for the server's owner."""
 
 
 @dataclass(frozen=True)
 class Operators:
-    """The operators that uploaded programs may use. Goes to the children with each request."""
+    """The operators that uploaded programs may use. Sent to the children with each request."""
 
     added: tuple[Added, ...] = ()
 
     @cached_property
     def targets(self) -> frozenset[str]:
-        """All of them, as the `target` of a .pt2's nodes has them: `torch.ops.aten.add.Tensor`, `_operator.add`."""
-        return builtin() | {f"torch.ops.{one.name}" for one in self.added}
+        """All operators in the form of the `target` of a .pt2's nodes: `torch.ops.aten.add.Tensor`, `_operator.add`."""
+        return builtin() | {f"torch.ops.{operator.name}" for operator in self.added}
 
     @cached_property
     def digest(self) -> str:
-        """Of all that may decide whether a program is refused, and of what computes it."""
-        return digests.of_value([digests.of_file(LIST), [[one.name, one.module, one.origin] for one in self.added]])
+        """Digest of everything that decides whether a program is refused, and of what computes the operators."""
+        added = [[operator.name, operator.module, operator.origin] for operator in self.added]
+        return digests.of_value([digests.of_file(LIST), added])
 
     def modules(self, graph: bytes) -> list[str]:
-        """The modules to import before a program is loaded.
+        """Return the modules to import before a program is loaded.
 
         Args:
-            graph: the program's JSON, screened.
+            graph: the program's screened JSON.
         """
-        return sorted({one.module for one in self.added if one.module and f'"torch.ops.{one.name}"'.encode() in graph})
+        used = (operator for operator in self.added if f'"torch.ops.{operator.name}"'.encode() in graph)
+        return sorted({operator.module for operator in used if operator.module})
 
 
 @cache
 def builtin() -> frozenset[str]:
-    """The committed list's operators as targets."""
+    """Return the committed list's operators as targets."""
     lines = LIST.read_text(encoding="ascii").splitlines()
     names = (line for line in lines if line and not line.startswith("#"))
     return frozenset(name if name.startswith(("_operator.", "math.", "torch.")) else f"torch.ops.{name}" for name in names)
 
 
 def read(files: Iterable[Path] = ()) -> Operators:
-    """The operators that this server allows: the committed list, those of installed plug-ins, and those in `files`.
+    """Return the operators that this server allows: the committed list, those of installed plug-ins, and those in `files`.
 
     Raises:
-        BadOperators: a file cannot be read, or it or a plug-in names something that is no operator.
+        BadOperators: a file cannot be read, or a file or plug-in has a malformed name of an operator.
     """
-    added = [one for file in files for one in _of_file(file)]
+    added = [operator for file in files for operator in _of_file(file)]
     for point in entry_points(group=PLUGINS):
         origin = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unnamed distribution"
         _require_operator(point.name, f"the plug-in {origin}")
         added.append(Added(point.name, point.module, origin))
-    return Operators(tuple(sorted(set(added), key=lambda one: (one.name, one.module, one.origin))))
+    return Operators(tuple(sorted(set(added), key=lambda operator: (operator.name, operator.module, operator.origin))))
 
 
 def _of_file(file: Path) -> list[Added]:

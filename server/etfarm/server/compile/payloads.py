@@ -1,7 +1,7 @@
-"""The configs that say which bytes of a .pt2 are which weight or constant. Stdlib only.
+"""The payload configs of a .pt2, which map weights and constants to the archive's members. Stdlib only.
 
-torch makes a flat tensor of each member and views it with the sizes and strides that the config has. It checks that a view stays
-within the member; what it does not check is what an empty member, or a view that repeats its elements, grows to.
+torch loads each member as a flat tensor and views it with the sizes and strides of the config. It checks that a view stays within
+the member, but not the size of views of empty members or of views that repeat elements.
 Source: torch/export/pt2_archive/_package.py, _build_file_map and _load_state_dict.
 """
 
@@ -19,12 +19,12 @@ MAX_REPEATED: Final = 1 << 28
 
 
 def check(name: str, config: object, sizes: Mapping[str, int]) -> None:
-    """Refuses a config whose tensors are pickles or objects, or do not lie within the members that it names.
+    """Refuse a config whose tensors are pickles or objects, or do not lie within the members that it names.
 
     Args:
-        name: the config's own name.
-        config: its JSON.
-        sizes: bytes of the archive's members; where they are not known, views are left to torch's check.
+        name: name of the config's member.
+        config: the config's JSON.
+        sizes: sizes of the archive's members; views of members without a size are left to torch's check.
 
     Raises:
         NotAPt2: it is no payload config.
@@ -49,7 +49,7 @@ def check(name: str, config: object, sizes: Mapping[str, int]) -> None:
 
 
 def _check_view(name: str, file: str, meta: Mapping[str, object], size_bytes: int) -> None:
-    """A view of a member. An element has at least a byte: torch checks the rest, by its dtype."""
+    """Check a view of a member, assuming elements of one byte; torch checks the rest by the dtype."""
     shape, strides = _ints(name, meta.get("sizes")), _ints(name, meta.get("strides"))
     (offset,) = _ints(name, [meta.get("storage_offset")])
     if len(shape) != len(strides) or len(shape) > MAX_DIMS:
@@ -63,14 +63,14 @@ def _check_view(name: str, file: str, meta: Mapping[str, object], size_bytes: in
 
 
 def _ints(name: str, values: object) -> list[int]:
-    """The numbers of a list of SymInts.
+    """Return the numbers of a list of SymInts.
 
     Raises:
-        NotAPt2: one is no plain number; torch takes no other for a payload.
+        NotAPt2: an item is not a plain number, which torch requires for payloads.
     """
     if not isinstance(values, list):
         raise NotAPt2(f"{name} has a tensor without sizes, strides and an offset")
-    found = [value.get("as_int") if isinstance(value, dict) and len(value) == 1 else None for value in values]
-    if any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < 1 << 62 for one in found):
+    numbers = [value.get("as_int") if isinstance(value, dict) and len(value) == 1 else None for value in values]
+    if any(isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 62 for number in numbers):
         raise NotAPt2(f"{name} has a size, a stride or an offset that is no plain number")
-    return [one for one in found if isinstance(one, int)]
+    return [number for number in numbers if isinstance(number, int)]

@@ -1,4 +1,4 @@
-"""Screens uploads in threads of its own, so that a hostile file holds up neither transfers nor whoever sends the same."""
+"""Screening of uploads in separate threads, so that a hostile file delays neither transfers nor other callers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from etfarm.server.compile.operators import Operators
 THREADS: Final = 2
 """Files that are screened at a time. Each may take a hundred megabytes; see `screen.UPLOAD_PARSED_BYTES`."""
 MAX_KEPT: Final = 100_000
-"""Digests of which it is remembered that they passed; the oldest are screened again."""
+"""Maximum number of digests that are remembered as passed; the oldest are dropped and screened again."""
 
 
 def screen_before_loading(model: Path, operators: Operators) -> None:
-    """For children that load a .pt2 outside of a compilation: screens it whole, with every reader that will see it.
+    """Screen a whole .pt2 with every reader that will see it; for children that load one outside of a compilation.
 
     Raises:
         NotAPt2, UnsafeModel, UnknownOperator: as `screen.screen_pt2`.
@@ -31,11 +31,11 @@ def screen_before_loading(model: Path, operators: Operators) -> None:
 
 
 class Screening:
-    """Screens stored files once each.
+    """Screening of stored files, once each.
 
     Args:
-        path: gives a stored file by its digest.
-        operators: that programs may use; the committed list's when None.
+        path: returns the path of a stored file by its digest.
+        operators: operators that programs may use; the committed list when None.
     """
 
     def __init__(self, path: Callable[[str], Path], operators: Operators | None = None) -> None:
@@ -46,7 +46,7 @@ class Screening:
         self._running: dict[tuple[str, str], asyncio.Future[None]] = {}
 
     async def screen_pt2(self, digest: str) -> None:
-        """Returns once the file has passed.
+        """Screen a .pt2, unless it has passed already.
 
         Raises:
             NotAPt2, UnsafeModel, UnknownOperator: as `screen.screen_pt2`.
@@ -54,7 +54,7 @@ class Screening:
         await self._once("pt2", digest, partial(screen.screen_upload, allowed=self._operators.targets))
 
     async def screen_pte(self, digest: str) -> None:
-        """Returns once the file has passed.
+        """Screen a .pte, unless it has passed already.
 
         Raises:
             NotAPte, TruncatedProgram: as `screen.screen_pte`.
@@ -62,11 +62,11 @@ class Screening:
         await self._once("pte", digest, screen.screen_pte)
 
     def close(self) -> None:
-        """Ends the threads; what waits for one is dropped."""
+        """End the threads; calls that wait for one are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _once(self, kind: str, digest: str, look: Callable[[Path], None]) -> None:
-        # By what was looked for as well: bytes that pass for a .pte are not therefore a safe .pt2.
+        # The kind belongs to the key: bytes that pass as a .pte are not necessarily a safe .pt2.
         key = (kind, digest)
         if key in self._passed:
             return
@@ -75,7 +75,7 @@ class Screening:
             loop = asyncio.get_running_loop()
             running = self._running[key] = loop.run_in_executor(self._threads, look, self._path(digest))
             running.add_done_callback(partial(self._on_done, key))
-        # Shielded: others may wait for it as well, and a thread cannot be stopped anyway.
+        # Shielded: other callers may wait for it, too, and a thread cannot be stopped anyway.
         await asyncio.shield(running)
 
     def _on_done(self, key: tuple[str, str], running: asyncio.Future[None]) -> None:
