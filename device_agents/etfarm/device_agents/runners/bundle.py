@@ -190,8 +190,8 @@ def open_folder(folder: Path) -> Bundle:
         OSError: a file cannot be read.
     """
     try:
-        with (folder / MANIFEST_NAME).open("rb") as file:
-            manifest = BundleManifest.parse(file.read(_MAX_MANIFEST_BYTES))
+        with (folder / MANIFEST_NAME).open("rb") as stored:
+            manifest = BundleManifest.parse(stored.read(_MAX_MANIFEST_BYTES))
     except OSError as error:
         raise BadBundle(f"it has no readable {MANIFEST_NAME} ({error.strerror})") from None
     present = {entry.name for entry in os.scandir(folder)} - {MANIFEST_NAME}
