@@ -16,7 +16,7 @@ import torch
 
 from etfarm.client.models import Progress
 from tests.support import factories, models
-from tests.support.farm import FarmProcess, descendants, etfarm, wait_until
+from tests.support.farm import FarmProcess, etfarm, runners, wait_until
 from tests.support.programs import program
 
 FACTORIES = str(Path(factories.__file__))
@@ -240,7 +240,7 @@ def test_a_program_that_crashes_is_the_users_fault_and_the_next_one_runs(farm: F
     with farm.client() as client:
         job = client.bench(program("chain").path, min_time_s=60.0)
         assert any(isinstance(event, Progress) and event.phase == "TIMED" for event in job.watch())
-        (runner,) = descendants(farm.agents[0].pid)
+        (runner,) = runners(farm.agents[0].pid)
         os.kill(runner, signal.SIGSEGV)
         error = job.result().reports[0].error
         assert (error.fault, error.reason) == ("USER", "PROGRAM_CRASHED"), error

@@ -18,7 +18,7 @@ from etfarm.client import AsyncFarm
 from etfarm.client.dataset import WINDOW, Result
 from etfarm.client.models import DeviceState
 from etfarm.wire.errors import EtfarmError
-from tests.support.farm import FarmProcess, descendants, etfarm, wait_until
+from tests.support.farm import FarmProcess, etfarm, runners, wait_until
 from tests.support.programs import program
 
 ONES = np.ones((2, 3), np.float32)
@@ -239,13 +239,13 @@ def test_the_last_device_s_loss_ends_it_with_what_was_done(breakable: FarmProces
 def test_a_program_that_crashes_fails_one_sample_and_is_loaded_again(pair: FarmProcess) -> None:
     seen: list[Result] = []
     # Runners of sessions that ended just now.
-    assert wait_until(lambda: not any(descendants(agent.pid) for agent in pair.agents))
+    assert wait_until(lambda: not any(runners(agent.pid) for agent in pair.agents))
 
     def inputs() -> Iterator[np.ndarray]:
         for index in range(30):
             if index == 10:
-                (agent,) = [agent for agent in pair.agents if descendants(agent.pid)]
-                for runner in descendants(agent.pid):
+                (agent,) = [agent for agent in pair.agents if runners(agent.pid)]
+                for runner in runners(agent.pid):
                     os.kill(runner, signal.SIGSEGV)
             yield np.zeros(1, np.float32)
 

@@ -24,7 +24,7 @@ from etfarm.wire import tensors
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.sessions import INLINE_BYTES
 from tests.support import models
-from tests.support.farm import PROMPTLY_S, FarmProcess, descendants, wait_until
+from tests.support.farm import PROMPTLY_S, FarmProcess, runners, wait_until
 from tests.support.programs import Program, program
 
 FREE_S = 1.0
@@ -400,7 +400,7 @@ async def test_calls_made_at_once_are_served_in_their_order(farm: FarmProcess) -
 
 async def test_a_call_that_is_taken_back_leaves_the_session_in_step(farm: FarmProcess) -> None:
     async with AsyncFarm(farm.address) as client, client.session(program("counter").path) as session:
-        (runner,) = descendants(farm.agents[0].pid)
+        (runner,) = runners(farm.agents[0].pid)
         os.kill(runner, signal.SIGSTOP)  # the loop lasts until it goes on
         looping = asyncio.create_task(session.loop(1000, "forward", [ZERO], warmup=0))
         await asyncio.sleep(0.1)

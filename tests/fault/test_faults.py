@@ -10,7 +10,7 @@ import pytest
 from etfarm.client.models import CellChanged, CellState, JobState, Progress
 from etfarm.wire.errors import EtfarmError
 from tests.support import models
-from tests.support.farm import PROMPTLY_S, FarmProcess, descendants, wait_until
+from tests.support.farm import PROMPTLY_S, FarmProcess, descendants, runners, wait_until
 from tests.support.proxy import link_to
 
 LONG = {"iterations": 100, "min_time_s": 4.0, "profile": False}
@@ -106,9 +106,9 @@ def test_cancel_ends_the_compile_child_and_the_runner_at_once(breakable: FarmPro
 
         running = farm.bench(model, iterations=100, min_time_s=30.0)
         _until(running, "TIMED")
-        assert descendants(breakable.agents[0].pid)
+        assert runners(breakable.agents[0].pid)
         assert running.cancel() is JobState.CANCELLED
-        assert wait_until(lambda: not descendants(breakable.agents[0].pid), PROMPTLY_S), "the runner lives"
+        assert wait_until(lambda: not runners(breakable.agents[0].pid), PROMPTLY_S), "the runner lives"
         with pytest.raises(EtfarmError, match="cancelled"):
             _ = running.result().report
         # The device serves the next run at once.

@@ -8,7 +8,7 @@ import pytest
 
 from etfarm.client import Job
 from etfarm.client.models import JobState, Progress
-from tests.support.farm import PROMPTLY_S, FarmProcess, descendants, wait_until
+from tests.support.farm import PROMPTLY_S, FarmProcess, descendants, runners, wait_until
 from tests.support.programs import program
 
 
@@ -65,6 +65,6 @@ def test_cancelling_ends_all_runners_of_an_attempt(breakable: FarmProcess, pair:
         job = farm.bench(pair, min_time_s=20.0, interleave=True, profile=False)
         measured(job)
         assert job.cancel() is JobState.CANCELLED
-        assert wait_until(lambda: not descendants(breakable.agents[0].pid), PROMPTLY_S), "a runner lives"
+        assert wait_until(lambda: not runners(breakable.agents[0].pid), PROMPTLY_S), "a runner lives"
         assert [report.state for report in farm.job(job.id).result().reports] == ["CANCELLED", "CANCELLED"]
         assert wait_until(lambda: farm.devices()[0].state.name == "IDLE")

@@ -19,6 +19,7 @@ from etfarm.client import LocalSession, Session
 from etfarm.client.models import DeviceState
 from etfarm.wire.errors import EtfarmError
 from tests.support.farm import PROMPTLY_S, Daemon, FarmProcess, descendants, wait_until
+from tests.support.farm import runners as runners_of
 from tests.support.programs import cache_folder, program
 from tests.support.proxy import link_to
 
@@ -53,8 +54,8 @@ def holder(farm: FarmProcess) -> Iterator[subprocess.Popen[str]]:
 
 
 def runners(agent: Daemon) -> set[int]:
-    """The processes that the agent has started."""
-    return descendants(agent.pid)
+    """The runners of the agent."""
+    return runners_of(agent.pid)
 
 
 def lives(pid: int) -> bool:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.server.artifacts.store import Store
 from etfarm.server.state.engine import Database
 from etfarm.v1 import artifact_pb2, common_pb2
@@ -72,7 +73,9 @@ async def _receive(digest: str, size_bytes: int, data: bytes) -> None:
         try:
             store = Store(Path(name) / "artifacts", database)
             try:
-                status = await store.receive(common_pb2.Artifact(digest=digest, size_bytes=size_bytes), chunks(), "ann")
+                status = await store.receive(
+                    common_pb2.Artifact(digest=digest, size_bytes=size_bytes), chunks(), DEFAULT_PROJECT, "ann"
+                )
             except EtfarmError as error:
                 assert str(error) and not store.has(digest)
             else:

@@ -19,6 +19,8 @@ from tests.support.runner import know_own_runners, runner_archive
 
 START_S = 120.0
 """How long a process may take until it says the line that is waited for, on a busy machine."""
+LAUNCHER = b"sandbox/launch.py"
+"""In the command line of a process that confines itself before it becomes a runner."""
 PROMPTLY_S = 15.0
 """For what must happen at once: far below what would end it otherwise, and virtual machines stand still for seconds."""
 
@@ -201,6 +203,18 @@ def descendants(pid: int) -> set[int]:
             found.add(child)
             queue.append(child)
     return found
+
+
+def runners(agent_pid: int) -> set[int]:
+    """The runners of an agent: what is below it but for the launcher that waits to become the next one."""
+    return {pid for pid in descendants(agent_pid) if not _is_launcher(pid)}
+
+
+def _is_launcher(pid: int) -> bool:
+    try:
+        return LAUNCHER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:

@@ -101,14 +101,16 @@ def test_every_change_is_an_rpc_and_no_rpc_that_changes_is_forgotten() -> None:
 
 async def test_an_entry_names_what_was_changed_and_no_secret(log: AuditLog) -> None:
     token = token_pb2.Token(id="17", principal="eve")
-    auditor = Auditor(
-        log, "/etfarm.v1.TokenService/Create", LOCAL, "10.0.0.7", token_pb2.CreateTokenRequest(principal="eve", role=2)
-    )
+    auditor = Auditor(log, "/etfarm.v1.TokenService/Create", LOCAL, "10.0.0.7")
+    auditor.examine(token_pb2.CreateTokenRequest(principal="eve", role=2))
     auditor.succeeded(token_pb2.CreateTokenResponse(token=token, secret="etf_secret"))
     auditor.succeeded()
-    refused = Auditor(log, "/etfarm.v1.JobService/Cancel", LOCAL, "10.0.0.7", job_pb2.CancelRequest(job_id="j" * 5000))
+    refused = Auditor(log, "/etfarm.v1.JobService/Cancel", LOCAL, "10.0.0.7")
+    refused.examine(job_pb2.CancelRequest(job_id="j" * 5000))
     refused.failed("JOB_NOT_FOUND")
-    Auditor(log, "/etfarm.v1.JobService/Get", LOCAL, "10.0.0.7", job_pb2.GetJobRequest(job_id="j")).succeeded()
+    read = Auditor(log, "/etfarm.v1.JobService/Get", LOCAL, "10.0.0.7")
+    read.examine(job_pb2.GetJobRequest(job_id="j"))
+    read.succeeded()
     second, first = await log.list(9, None, "", "")
     assert (first.subject, first.detail, first.principal, first.peer) == ("eve 17", "role=ROLE_USER", "local", "10.0.0.7")
     assert (second.outcome, second.subject) == ("JOB_NOT_FOUND", "j" * 100)

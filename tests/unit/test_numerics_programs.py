@@ -81,8 +81,10 @@ async def submit(world: World, recipe: recipes.Recipe = FP32, method: str = "for
     return written
 
 
-def recorded() -> agent_pb2.NumericsResult:
-    return agent_pb2.NumericsResult(etdump=artifact_of(b"etdump"), debug=artifact_of(b"debug"), outputs=artifact_of(b"outputs"))
+async def recorded(world: World) -> agent_pb2.NumericsResult:  # noqa: F811
+    """What a numerics pass gave, its files uploaded."""
+    files = {name: await world.store.put(name.encode(), "agent") for name in ("etdump", "debug", "outputs")}
+    return agent_pb2.NumericsResult(**files)
 
 
 def codes(report: report_pb2.Report) -> list[str]:
@@ -95,7 +97,7 @@ async def test_the_device_gets_both_programs_and_the_report_names_both(world: Wo
     run = await agent.started()
     (candidate,) = run.candidates
     assert (candidate.program.digest, candidate.numerics_program.digest) == ("program of timed", "program of separate")
-    agent.answer(run, numerics=recorded())
+    agent.answer(run, numerics=await recorded(world))
     states, (report,) = await world.end(job)
     assert states == WAY
     assert report.compile.program.digest == "program of timed"
@@ -114,7 +116,7 @@ async def test_a_recipe_without_xnnpack_is_compiled_once_and_runs_twice(world: W
     job = await submit(world, recipes.parse("portable"))
     run = await agent.started()
     assert run.candidates[0].numerics_program == run.candidates[0].program
-    agent.answer(run, numerics=recorded())
+    agent.answer(run, numerics=await recorded(world))
     _, (report,) = await world.end(job)
     assert [key for key, _ in both.asked] == [TIMED]
     assert report.numerics.is_timed_program

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.server.jobs.journal import Journal
 from etfarm.server.jobs.quotas import Counted, QuotaExceeded, Quotas, UnknownQuota
@@ -46,7 +47,7 @@ async def test_the_last_job_that_is_allowed_is_written_once_however_many_come_at
         assert isinstance(error, QuotaExceeded)
         assert (error.reason, error.kind) == ("QUOTA_EXCEEDED", Kind.RESOURCE_EXHAUSTED)
         assert (error.metadata["quota"], error.metadata["limit"]) == ("live_jobs_per_user", "2")
-    assert len((await journal.list(50, None))[0]) == 2
+    assert len((await journal.list(50, None, EVERYTHING))[0]) == 2
 
 
 async def test_a_job_that_is_over_makes_room_and_a_request_that_is_known_needs_none(journal: Journal) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.server.jobs.takeups import CleanEnd, Takeups
 from etfarm.v1 import common_pb2, job_pb2
@@ -91,7 +92,7 @@ async def test_a_job_can_be_cancelled_before_its_turn_to_be_taken_up(world: Worl
     again = await crashed(world)
     await again.conductor.resume(Takeups(again.database))
     await compiles(again, jobs[0])
-    await again.conductor.cancel(await again.journal.get(jobs[1].id))
+    await again.conductor.cancel(await again.journal.get(jobs[1].id, EVERYTHING))
     assert (await again.end(jobs[1]))[0] == ["COMPILING", "CANCELLED"]
     await again.conductor.stop()
 

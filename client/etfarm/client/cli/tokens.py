@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import STDOUT, Usage, execute, run_async
+from etfarm.client.cli.app import STDOUT, Command, Usage, execute, run_async
 from etfarm.client.cli.terminal import in_a_line, put
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ TokenId = Annotated[str, typer.Argument(metavar="ID", help="The token's id, as `
 
 def main(argv: list[str]) -> int:
     """Run `etfarm tokens`."""
-    return execute({"create": create, "list": list_, "revoke": revoke, "rotate": rotate}, argv, "tokens", _ABOUT)
+    commands: dict[str, Command] = {"create": create, "list": list_, "revoke": revoke, "rotate": rotate}
+    # `create` has a --project of its own.
+    return execute(commands, argv, "tokens", _ABOUT, takes_project=argv[:1] != ["create"])
 
 
 def create(

@@ -137,7 +137,7 @@ def _slice(process: int, name: str, start_ns: float, end_ns: float, arguments: J
         "ph": "X",
         "pid": process,
         "tid": 1,
-        "name": in_a_line(name),
+        "name": in_a_line(name or ""),
         "cat": "reconstructed" if made_up else "recorded",
         # Whole nanoseconds: by a rounding error alone siblings would lie within each other.
         "ts": round(start_ns) / 1e3,
