@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from array import array
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -125,8 +126,19 @@ class Agent:
         assert message.WhichOneof("message") == kind, message
         assert getattr(message, kind).attempt_id == attempt
 
+    def uploaded(self, data: bytes) -> common_pb2.Artifact:
+        """The artifact of bytes that the agent has uploaded."""
+        artifact = artifact_of(data)
+        place = self.world.store.place(artifact.digest)
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(data)
+        return artifact
+
     def answer(self, run: agent_pb2.StartRun, error: common_pb2.Error | None = None, **more: Any) -> bool:
         result = agent_pb2.CandidateResult(cell_id=run.candidates[0].cell_id, error=error, **more)
+        if run.HasField("measurement") and error is None:
+            result.samples.CopyFrom(self.uploaded(array("q", [900]).tobytes()))
+            result.iterations, result.duration_ns, result.stop_reason = 1, 1000, "MAX_TIME"
         return self.world.runs.deliver(
             agent_pb2.RunResult(attempt_id=run.attempt_id, device_id=run.device_id, candidates=[result])
         )

@@ -71,15 +71,6 @@ def samples_of(name: str) -> bytes:
     return array("q", [ord(name)]).tobytes()
 
 
-def stored(agent: Agent, data: bytes) -> common_pb2.Artifact:
-    """The artifact of bytes that the agent has uploaded."""
-    artifact = artifact_of(data)
-    place = agent.world.store.place(artifact.digest)
-    place.parent.mkdir(exist_ok=True)
-    place.write_bytes(data)
-    return artifact
-
-
 def answer(agent: Agent, run: agent_pb2.StartRun, **errors: common_pb2.Error) -> None:
     """The agent's result: blocks and samples of each candidate, or its error by the candidate's name."""
     results = []
@@ -87,7 +78,7 @@ def answer(agent: Agent, run: agent_pb2.StartRun, **errors: common_pb2.Error) ->
         name = candidate.cell_id.rpartition("-")[2]
         result = agent_pb2.CandidateResult(cell_id=candidate.cell_id, error=errors.get(name), threads=ord(name))
         if name not in errors:
-            result.samples.CopyFrom(stored(agent, samples_of(name)))
+            result.samples.CopyFrom(agent.uploaded(samples_of(name)))
             result.iterations, result.duration_ns, result.stop_reason = 1, 1000, "MAX_TIME"
             result.blocks.add(samples=1)
         results.append(result)

@@ -204,7 +204,7 @@ async def test_a_new_server_finds_the_second_program_again(world: World, both: B
     agent = await again.agent()
     run = await agent.started()
     assert run.candidates[0].HasField("numerics_program") is not failed
-    agent.answer(run, numerics=None if failed else recorded())
+    agent.answer(run, numerics=None if failed else await recorded(world))
     states, (report,) = await again.end(job)
     assert states == WAY
     assert codes(report) == (["NUMERICS_NOT_COMPILED"] if failed else [])
