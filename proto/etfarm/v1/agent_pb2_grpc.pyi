@@ -49,6 +49,7 @@ class AgentServiceStub:
       FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: update the agent; metadata has `supported`.
       ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
                            DEVICE_SERVED: another live agent serves its devices. Of several, those are left out.
+      RESOURCE_EXHAUSTED   TOO_MANY_AGENTS: the token's principal has 1,000 identities. TOO_MANY_DEVICES.
       PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token. AGENT_UNBOUND: the identity is known from before
                            identities were bound; an admin binds it (BindAgent).
                            DEVICE_NOT_YOURS: its devices belong to another agent; an admin forgets them (DeviceService.Forget).
@@ -104,6 +105,7 @@ class AgentServiceAsyncStub(AgentServiceStub):
       FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: update the agent; metadata has `supported`.
       ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
                            DEVICE_SERVED: another live agent serves its devices. Of several, those are left out.
+      RESOURCE_EXHAUSTED   TOO_MANY_AGENTS: the token's principal has 1,000 identities. TOO_MANY_DEVICES.
       PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token. AGENT_UNBOUND: the identity is known from before
                            identities were bound; an admin binds it (BindAgent).
                            DEVICE_NOT_YOURS: its devices belong to another agent; an admin forgets them (DeviceService.Forget).
@@ -162,6 +164,7 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: update the agent; metadata has `supported`.
           ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
                                DEVICE_SERVED: another live agent serves its devices. Of several, those are left out.
+          RESOURCE_EXHAUSTED   TOO_MANY_AGENTS: the token's principal has 1,000 identities. TOO_MANY_DEVICES.
           PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token. AGENT_UNBOUND: the identity is known from before
                                identities were bound; an admin binds it (BindAgent).
                                DEVICE_NOT_YOURS: its devices belong to another agent; an admin forgets them (DeviceService.Forget).
