@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 
 from etfarm.client.models import JobResult
@@ -284,14 +285,35 @@ def forget_compilation(farm: FarmProcess, result: JobResult) -> None:
         assert database.execute("DELETE FROM compilations WHERE key = ?", (key,)).rowcount == 1
 
 
-def test_what_hangs_its_reader_or_is_gone_costs_what_it_is_for_and_a_killed_server_loses_nothing(kept: Kept) -> None:
+def hold_a_child(farm: FarmProcess) -> set[int]:
+    """Stop the next child of the server's workers in the middle of its work; gives all processes below the server then."""
+    assert farm.server is not None
+    server = psutil.Process(farm.server.pid)
+    held: set[int] = set()
+
+    def hold() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            forkservers = {child.pid for child in server.children()}
+            # What a forkserver started is the child's supervisor, which must be able to end it.
+            for process in server.children(recursive=True):
+                if process.ppid() not in {server.pid, *forkservers}:
+                    process.suspend()
+                    held.update(descendants(server.pid))
+        return bool(held)
+
+    assert wait_until(hold)
+    return held
+
+
+def test_what_hangs_or_is_gone_costs_what_it_is_for_and_a_killed_server_loses_nothing(kept: Kept) -> None:
     with kept.farm.client() as client:
         result = client.bench(program("conv").path, no_cache=True, **QUICK).result()
         (before,) = raw(kept.farm, result)
         trap = kept.blob(before.etdump.digest)
-        trap.unlink()
-        os.mkfifo(trap)
+        holding = threading.Thread(target=hold_a_child, args=(kept.farm,))
+        holding.start()
         again = client.analyze(result.job.id).reports[0]
+        holding.join()
     assert "ANALYSIS_CUT_SHORT" in [warning.code for warning in again.compile.warnings]
     (known,) = raw(kept.farm, result)
     assert_as_before(before, known)
@@ -302,18 +324,19 @@ def test_what_hangs_its_reader_or_is_gone_costs_what_it_is_for_and_a_killed_serv
 
     asking = threading.Thread(target=ask_in_vain)
     asking.start()
-    with trap.open("wb"):  # opens when the child reads
-        assert kept.farm.server is not None and kept.farm.server.pid is not None
-        children = descendants(kept.farm.server.pid)
-        kept.farm.kill9()
+    children = hold_a_child(kept.farm)
+    kept.farm.kill9()
     asking.join()
     assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
-    trap.unlink()
     kept.farm.restart()
     assert list(raw(kept.farm, result)) == [known]
+    # A pipe in the place of a stored file would keep its reader for good.
+    trap.unlink()
+    os.mkfifo(trap)
     with kept.farm.client() as client:
         again = client.analyze(result.job.id).reports[0]
     assert "ANALYSIS_FILE_MISSING" in [warning.code for warning in again.compile.warnings]
+    assert not trap.exists(), "it was moved away"
     (after,) = raw(kept.farm, result)
     assert_as_before(before, after)
 

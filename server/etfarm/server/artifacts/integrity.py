@@ -106,7 +106,8 @@ class Integrity:
         if stamp is None:
             return False
         try:
-            actual = digests.of_file(path)
+            # Whatever else lies there, a pipe for example, could keep the thread for good.
+            actual = digests.of_file(path) if path.is_file() else "not a file"
         except FileNotFoundError:
             return False
         except OSError as error:
