@@ -105,7 +105,7 @@ async def test_a_second_agent_does_not_enroll_with_a_used_token(address: str, tm
             assert await asyncio.to_thread(agent.process.wait, START_S) != 0
         finally:
             await asyncio.to_thread(agent.stop)
-        assert "This token enrolls no agent" in agent.log.read_text()
+        assert "was used already" in agent.log.read_text()
         assert not (folder / "agent" / "token").exists()
     assert len(await agents_of(address, "board-2")) == 1
 

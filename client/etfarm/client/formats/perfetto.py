@@ -65,7 +65,7 @@ def _facts(report: Json) -> dict[str, Any]:
 
 def _named(process: int, name: str, sort: int) -> list[Json]:
     return [
-        {"ph": "M", "pid": process, "name": "process_name", "args": {"name": in_a_line(name)}},
+        {"ph": "M", "pid": process, "name": "process_name", "args": {"name": in_a_line(name or "")}},
         {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": sort}},
     ]
 
@@ -168,7 +168,7 @@ def _timeline(reports: Sequence[Json], job: str | None) -> list[Json]:
             thread = 1 + len(lanes)
             name = phase["actor"] if lane == 0 else f"{phase['actor']} ({lane + 1})"
             events += [
-                {"ph": "M", "pid": JOB_PROCESS, "tid": thread, "name": "thread_name", "args": {"name": in_a_line(name)}},
+                {"ph": "M", "pid": JOB_PROCESS, "tid": thread, "name": "thread_name", "args": {"name": in_a_line(name or "")}},
                 {"ph": "M", "pid": JOB_PROCESS, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}},
             ]
         lanes[phase["actor"], lane] = start_us + length_us
