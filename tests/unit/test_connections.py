@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -73,6 +76,18 @@ def test_a_connection_that_is_trusted_during_a_look_stays_trusted(server: Server
     clock.now += STRANGER_S + 1
     assert watched.look(server.port) == 0
     assert is_open(*clients)
+
+
+def test_a_look_keeps_the_locks_of_files(server: Server, tmp_path: Path) -> None:
+    """SQLite's: without them, a second program that opens the database deletes the log that the server writes to."""
+    path = tmp_path / "locked"
+    ask = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    with path.open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        server.connect()
+        Connections(lambda: True, Clock()).look(server.port)
+        taken = subprocess.run([sys.executable, "-c", ask, path], capture_output=True, text=True, timeout=60, check=False)
+    assert taken.returncode == 1 and "BlockingIOError" in taken.stderr
 
 
 def test_strangers_are_closed_after_a_while_and_others_never(server: Server) -> None:
