@@ -97,7 +97,7 @@ def inputs(given: Json | None) -> str:
     if given["digest"] is None:
         return "made up by the runner, seed 0; --inputs FILE.npz gives others"
     shown = [
-        f"{one['name'] or place} {one['dtype']}{one['shape'] if 'scalar' not in one['dtype'] else ''}"
+        f"{one['name'] or place} {one['dtype'] or '?'}{one['shape'] if 'scalar' not in (one['dtype'] or '') else ''}"
         for place, one in enumerate(given["tensors"] or ())
     ]
     return ", ".join(
