@@ -73,11 +73,11 @@ def test_damaged_models_and_programs_are_healed_and_never_used(
         assert {path.name.partition(".")[0] for path in quarantine.iterdir()} == {sent, pte}
 
         assert artifacts.main(["verify"]) == 0
-        assert "0 of them damaged" in capsys.readouterr().out
+        assert "; 0 damaged" in capsys.readouterr().out
         flip(blob(farm, pte))
         assert artifacts.main(["verify"]) == 1
         out = capsys.readouterr().out
-        assert f"damaged: {pte}" in out and "1 of them damaged" in out
+        assert f"damaged: {pte}" in out and "; 1 damaged" in out
         assert artifacts.main(["get", pte, "-o", str(tmp_path / "got.pte")]) == 1
         assert "was damaged on the server's disk" in capsys.readouterr().err
     finally:
@@ -95,7 +95,7 @@ def test_artifacts_are_listed_put_and_fetched_by_commands(
         file.write_bytes(b"some bytes" * 1000)
         name = digests.of_file(file)
         assert artifacts.main(["list"]) == 0
-        assert "No artifacts so far" in capsys.readouterr().out
+        assert "No artifacts yet" in capsys.readouterr().out
         assert artifacts.main(["put", str(file)]) == 0
         assert capsys.readouterr().out.strip() == name
         assert artifacts.main(["put", str(file)]) == 0

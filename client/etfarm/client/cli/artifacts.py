@@ -103,7 +103,7 @@ def verify(server: options.Server = None, tls_ca: options.TlsCa = None) -> int:
         print("\r", end="", file=sys.stderr, flush=True)
     for artifact in damaged:
         print(f"damaged: {in_a_line(artifact.digest)} ({units.size(artifact.size_bytes)})")
-    print(f"Verified {last.total} artifacts ({units.size(last.done_bytes)}); {len(damaged)} are damaged.")
+    print(f"Verified {last.total} artifacts ({units.size(last.done_bytes)}); {len(damaged)} damaged.")
     return 1 if damaged else 0
 
 

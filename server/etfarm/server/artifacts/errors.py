@@ -21,6 +21,9 @@ class ArtifactMissing(UserError):
     reason = "ARTIFACT_MISSING"
     kind = Kind.FAILED_PRECONDITION
 
+    def __init__(self, digest: str) -> None:
+        super().__init__(f"Artifact {digest[:12]} is not stored.", "Upload it first.", digest=digest)
+
 
 class ArtifactDamaged(FarmError):
     """A stored artifact's bytes changed on the server's disk."""

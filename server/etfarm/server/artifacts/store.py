@@ -137,6 +137,19 @@ class Store:
             lacking += [digest for digest in batch if digest not in held or digest in damaged or not self.has(digest)]
         return lacking
 
+    async def require(self, wanted: Iterable[str], holder: str) -> None:
+        """Refuse a request of `holder` that names artifacts which it does not hold, as if they were not stored.
+
+        Raises:
+            ArtifactMissing: one is not stored, or `holder` does not hold it.
+            ArtifactDamaged: one is damaged and has not been stored again.
+        """
+        if missing := await self.missing(wanted, holder):
+            digest = missing[0]
+            if self.integrity.is_damaged(digest) and await self.holds(digest, [holder]):
+                raise ArtifactDamaged(digest)
+            raise ArtifactMissing(digest)
+
     async def is_held(self, digest: str, holders: Collection[str]) -> bool:
         """Return whether one of `holders` holds the artifact and its bytes are stored."""
         return self.has_for_now(digest) and bool(await self.holdings.held([digest], holders))

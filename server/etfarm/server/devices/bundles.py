@@ -146,7 +146,7 @@ class Bundles:
             WrongArch: its programs are for another architecture than that says.
         """
         if not self._store.has(digest):
-            raise ArtifactMissing(f"Artifact {digest[:12]} is not stored.", "Upload it first.", digest=digest)
+            raise ArtifactMissing(digest)
         await self._store.require_whole([digest])
         path = self._store.path(digest)
         bundle = await self._readers.run(read_manifest, path)

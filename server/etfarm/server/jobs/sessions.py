@@ -7,7 +7,7 @@ device answers comes on the agent's stream (`Sessions.serve`). Nothing of it is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, suppress
 from datetime import datetime
 from typing import Any, Final
@@ -168,7 +168,7 @@ class Sessions:
         size = len(request.task.inputs.inline)
         lease = session.admit(request.call_id, size)
         if missing:
-            raise _artifact_missing(missing[0])
+            raise ArtifactMissing(missing[0])
         session.remember(wanted)
         self._runs.permit(lease.attempt_id, wanted)
         begun = asyncio.Event()
@@ -253,18 +253,9 @@ class Sessions:
         selector = selectors.parse(request.selector)
         check_request(request)
         program = request.program
-        await self._require_held([program.pte.digest, *(artifact.digest for artifact in program.data.values())], project)
+        await self._store.require([program.pte.digest, *(artifact.digest for artifact in program.data.values())], project)
         schedule.matching(selector, request.selector, schedule.open_to(project, self._registry.devices()))
         return selector
-
-    async def _require_held(self, digests: Sequence[str], project: str) -> None:
-        """Refuse artifacts that the project does not hold, as if they were not stored.
-
-        Raises:
-            ArtifactMissing: the project does not hold one.
-        """
-        if missing := await self._store.missing(digests, project):
-            raise _artifact_missing(missing[0])
 
     async def _facts(self, request: session_pb2.OpenSessionRequest, owner: str, project: str) -> list[compile_pb2.MethodFacts]:
         """What the program's methods need, those that the owner names or all of them."""
@@ -433,7 +424,3 @@ class Sessions:
         except DeviceOffline:
             return False
         return True
-
-
-def _artifact_missing(digest: str) -> ArtifactMissing:
-    return ArtifactMissing(f"Artifact {digest[:12]} is not stored.", "Upload it first.", digest=digest)

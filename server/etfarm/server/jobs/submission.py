@@ -104,8 +104,7 @@ class Submission:
             raise NoCandidate("The job has no candidate.", "Name at least one model.")
         self._check_measurement(spec)
         wanted = await self._readers.run(_digests, spec)
-        if missing := await self._store.missing(wanted, project):
-            raise _artifact_missing(missing[0])
+        await self._store.require(wanted, project)
         # There may be tens of thousands of calibration samples.
         await self._readers.run(self._check_stored, spec)
         names = []
@@ -133,7 +132,7 @@ class Submission:
         """Puts their sizes to all artifacts."""
         for artifact in _artifacts(spec):
             if not self._store.has(artifact.digest):
-                raise _artifact_missing(artifact.digest)
+                raise ArtifactMissing(artifact.digest)
             size_bytes = self._store.path(artifact.digest).stat().st_size
             if artifact.size_bytes not in (0, size_bytes):
                 raise BadJob(
@@ -223,10 +222,6 @@ class Submission:
             await self._screening.screen_pt2(method.exported_program.digest)
             if method.HasField("reference"):
                 await self._screening.screen_pt2(method.reference.digest)
-
-
-def _artifact_missing(digest: str) -> ArtifactMissing:
-    return ArtifactMissing(f"Artifact {digest[:12]} is not stored.", "Upload it first.", digest=digest)
 
 
 def _too_many_cells() -> TooManyCells:
