@@ -328,7 +328,11 @@ def _bind(server: grpc.aio.Server, config: Config) -> str:
         else:
             if text.startswith("unix:") and (path := Path(text.removeprefix("unix:"))).is_socket():
                 path.unlink()  # a former server's; any other file is nobody's to delete
-            port = server.add_insecure_port(text)
+            before = os.umask(0o077)  # a unix socket is never open to other users, not even until its mode could be changed
+            try:
+                port = server.add_insecure_port(text)
+            finally:
+                os.umask(before)
     except RuntimeError as error:
         raise CannotListen(f"Cannot listen on {text}: {error}.", "Choose another --listen address.", address=text) from None
     if text.startswith("unix:"):
