@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from etfarm.client import Farm
-from etfarm.client.dataset import Result
+from etfarm.client.datasets.dataset import Result
 from tests.support.farm import FarmProcess
 
 MODELS = {"demo:mobilenet_v1_025": ((1, 3, 96, 96), 400), "demo:resnet8": ((1, 3, 32, 32), 400)}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from etfarm.client import Comparison, EtfarmError, JobResult
-from etfarm.client.comparing import Side
+from etfarm.client.jobs.comparison import Side
 from etfarm.wire import comparison
 from tests.support.farm import FarmProcess, etfarm
 from tests.support.programs import program

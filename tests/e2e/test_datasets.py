@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from etfarm.client import AsyncFarm
-from etfarm.client.dataset import WINDOW, Result
+from etfarm.client.datasets.dataset import WINDOW, Result
 from etfarm.client.models import DeviceState
 from etfarm.wire.errors import EtfarmError
 from tests.support.farm import FarmProcess, etfarm, runners, wait_until

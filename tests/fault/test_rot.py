@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from etfarm.client.cli import artifacts
+from etfarm.client.cli.commands import artifacts
 from etfarm.client.models import JobState
 from etfarm.v1 import job_pb2, job_pb2_grpc
 from etfarm.wire import digest as digests

@@ -248,7 +248,7 @@ def test_a_session_belongs_to_its_owner(breakable: FarmProcess, tmp_path: Path) 
 
 def _call_as(farm: object, session: Session) -> str:
     """The reason for which a call by somebody else is refused; empty where it is not."""
-    from etfarm.client.session import AsyncSession
+    from etfarm.client.sessions.session import AsyncSession
 
     stranger = AsyncSession.__new__(AsyncSession)
     stranger.__dict__.update(session._session.__dict__, _ended=None, _calls=100)

@@ -1,4 +1,4 @@
-"""Files of arrays, the client's `--inputs`: `etfarm.client.npz`."""
+"""Files of arrays, the client's `--inputs`: `etfarm.client.submit.npz`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from etfarm.client import npz
+from etfarm.client.submit import npz
 from etfarm.wire.errors import UserError
 
 TOKENS = (

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from etfarm.client.cli import render
+from etfarm.client.cli.views import render
 from etfarm.client.formats import compared, csv, html, markdown, parquet, perfetto, tables
 from etfarm.wire import comparison
 from etfarm.wire import report as projection

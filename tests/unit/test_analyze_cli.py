@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from etfarm.client.cli.tag import worked_out
+from etfarm.client.cli.commands.report.tag import worked_out
 
 
 def found(cached: bool | None = False, state: str = "SUCCEEDED", version: str = "1.2.0") -> dict[str, Any]:

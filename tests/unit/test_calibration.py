@@ -14,8 +14,8 @@ from torch.export import Dim
 
 from etfarm.client.errors import FAILED, USAGE, exit_code
 from etfarm.client.export import ModelSource
-from etfarm.client.preparation import prepare
-from etfarm.client.prepared import PreparedModel
+from etfarm.client.submit.preparation import prepare
+from etfarm.client.submit.prepared import PreparedModel
 from etfarm.wire import tensors
 from etfarm.wire.errors import EtfarmError
 

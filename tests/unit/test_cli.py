@@ -19,11 +19,14 @@ from typing import Any
 import pytest
 import typer
 
-from etfarm.client import units
-from etfarm.client.cli import bench, compile, devices, flow, jobs, options, report, run
+from etfarm.client.cli import options
 from etfarm.client.cli.app import Outcome, Usage, execute, in_thread, run_async, write_whole
+from etfarm.client.cli.commands import bench, compile, devices, jobs, run
+from etfarm.client.cli.commands.report import main as report
+from etfarm.client.cli.workflows import job as flow
 from etfarm.client.errors import EmbeddedFarmFailed, Interrupted, NotAvailable, exit_code
 from etfarm.client.export import spec
+from etfarm.client.formats import units
 from etfarm.wire import recipes
 from etfarm.wire.errors import EtfarmError, Fault, Kind, error_of
 
@@ -429,7 +432,10 @@ def test_commands_load_no_torch(arguments: list[str]) -> None:
 
 
 def test_help_loads_no_grpc_and_no_rich() -> None:
-    code = "import sys; from etfarm.client.cli.bench import main; main(['--help']); print({'grpc', 'rich'} & set(sys.modules))"
+    code = (
+        "import sys; from etfarm.client.cli.commands.bench import main; main(['--help']); "
+        "print({'grpc', 'rich'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "set()"
 

@@ -14,19 +14,19 @@ import grpc
 import numpy as np
 import pytest
 
-from etfarm.client import decode, retry, transfers
 from etfarm.client.aio import AsyncFarm
 from etfarm.client.client import Farm
-from etfarm.client.connection import NotConnected
 from etfarm.client.errors import JobFailed, SeveralReports, exit_code
-from etfarm.client.inputs import InputsDiffer
-from etfarm.client.jobs import AsyncJob, data_file_name, method_file
+from etfarm.client.jobs.job import AsyncJob, data_file_name, method_file
 from etfarm.client.models import CellChanged, JobChanged, JobResult, LogLine, Progress, Record
-from etfarm.client.npz import InputMissing, UnknownInput
-from etfarm.client.preparation import BadModel, prepare
-from etfarm.client.prepared import PreparedExport, PreparedMethod, PreparedModel
-from etfarm.client.recipes import read_recipe
-from etfarm.client.submission import Submission
+from etfarm.client.submit.inputs import InputsDiffer
+from etfarm.client.submit.npz import InputMissing, UnknownInput
+from etfarm.client.submit.preparation import BadModel, prepare
+from etfarm.client.submit.prepared import PreparedExport, PreparedMethod, PreparedModel
+from etfarm.client.submit.recipes import read_recipe
+from etfarm.client.submit.submission import Submission
+from etfarm.client.transport import decode, retry, transfers
+from etfarm.client.transport.connection import NotConnected
 from etfarm.v1 import artifact_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.wire import digest, recipes, report, tensors
 from etfarm.wire.errors import EtfarmError, Fault, error_of

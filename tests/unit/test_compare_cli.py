@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from etfarm.client import reportfile
-from etfarm.client.cli import compare
-from etfarm.client.comparing import needs_farm
+from etfarm.client.cli.commands import compare
 from etfarm.client.formats import answers, compared
+from etfarm.client.jobs import report_file as reportfile
+from etfarm.client.jobs.comparison import needs_farm
 from tests.wire.test_comparison import against, operator, report, reports, timed
 
 NOBODY = "127.0.0.1:1"

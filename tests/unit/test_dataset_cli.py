@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etfarm.client import decode
-from etfarm.client.cli import run
-from etfarm.client.cli.progress import SampleLines, left
-from etfarm.client.dataset import Tally, Work
+from etfarm.client.cli.commands import run
+from etfarm.client.cli.terminal.progress import SampleLines, left
+from etfarm.client.datasets.dataset import Tally, Work
+from etfarm.client.transport import decode
 from etfarm.v1 import device_pb2
 
 

@@ -12,8 +12,8 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from etfarm.client.dealing import Deal
-from etfarm.client.samples import Sample
+from etfarm.client.datasets.dispatch import Deal
+from etfarm.client.datasets.samples import Sample
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import grpc
 import pytest
 
-from etfarm.client.cli import devices
+from etfarm.client.cli.commands import devices
 from etfarm.device_agents import inventory
 from etfarm.v1 import common_pb2, device_pb2, device_pb2_grpc, farm_pb2, farm_pb2_grpc
 from tests.support import dumps

@@ -14,10 +14,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from etfarm.client import embedded
-from etfarm.client.embedded import Place, join
+from etfarm.client.embedded import lease as embedded
+from etfarm.client.embedded.lease import Place, join
+from etfarm.client.embedded.supervisor import last_words
 from etfarm.client.errors import EmbeddedFarmFailed
-from etfarm.client.supervisor import last_words
 from etfarm.v1 import farm_pb2, farm_pb2_grpc
 from etfarm.wire import names
 from etfarm.wire.channel import Access, open_channel
@@ -51,7 +51,9 @@ def _processes(place: Place) -> list[int]:
 
 
 def _supervisor(place: Place) -> int:
-    (pid,) = (pid for pid in _processes(place) if b"etfarm.client.supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    (pid,) = (
+        pid for pid in _processes(place) if b"etfarm.client.embedded.supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
     return pid
 
 
@@ -145,7 +147,7 @@ async def test_one_that_comes_while_the_last_leaves_gets_a_farm(place: Place) ->
 
 
 async def test_a_killed_command_takes_its_farm_along(place: Place) -> None:
-    code = "import asyncio, sys; from etfarm.client.embedded import join\nasync def main():\n lease = await join(); print('joined', flush=True); await lease.lost()\nasyncio.run(main())"  # noqa: E501
+    code = "import asyncio, sys; from etfarm.client.embedded.lease import join\nasync def main():\n lease = await join(); print('joined', flush=True); await lease.lost()\nasyncio.run(main())"  # noqa: E501
     command = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
     assert command.stdout is not None
     assert await command.stdout.readline() == b"joined\n"

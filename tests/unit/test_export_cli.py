@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.client.cli import report as command
+from etfarm.client.cli.commands.report import main as command
 from etfarm.client.formats import tables
 from etfarm.wire import report as wire
 from tests.support.documents import document, report

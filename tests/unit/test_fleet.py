@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from etfarm.client.datasets.devices import choose
 from etfarm.client.errors import EtfarmError
-from etfarm.client.fleet import choose
 from etfarm.client.models import Device, DeviceState
 
 PI = Device(

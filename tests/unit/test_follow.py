@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from etfarm.client.cli import flow
-from etfarm.client.cli.display import PlainDisplay
-from etfarm.client.jobs import AsyncJob
+from etfarm.client.cli.terminal.display import PlainDisplay
+from etfarm.client.cli.workflows import job as flow
+from etfarm.client.jobs.job import AsyncJob
 from etfarm.client.models import Cell, CellChanged, CellState, Event, JobInfo, JobResult, JobState, LogLine
 from etfarm.wire.errors import EtfarmError, Fault, error_of
 

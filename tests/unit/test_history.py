@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from etfarm.client.cli import history as cli
-from etfarm.client.history import HistoryEntry, Series, document, trends
+from etfarm.client.cli.commands import history as cli
+from etfarm.client.jobs.history import HistoryEntry, Series, document, trends
 from etfarm.client.models import Report
 from etfarm.v1 import report_pb2
 from etfarm.wire.report import dumps, report_json

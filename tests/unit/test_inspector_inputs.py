@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from etfarm.client import npz
 from etfarm.client.formats import executorch
+from etfarm.client.submit import npz
 from etfarm.wire.tensors import Scalar, from_array
 from tests.support.documents import numerics, report
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from etfarm.client.datasets.metrics import Mean, find
 from etfarm.client.errors import EtfarmError
-from etfarm.client.metrics import Mean, find
 
 LOGITS = {"y": np.array([[0.1, 0.9], [0.8, 0.2]])}
 

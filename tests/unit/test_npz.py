@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from etfarm.client import npz
+from etfarm.client.submit import npz
 from etfarm.wire.tensors import Scalar, Tensor, from_array, to_array
 
 

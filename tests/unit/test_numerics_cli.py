@@ -8,7 +8,7 @@ import pytest
 from google.protobuf import json_format
 from rich.console import Console
 
-from etfarm.client.cli import render
+from etfarm.client.cli.views import render
 from etfarm.client.formats import markdown
 from etfarm.v1 import report_pb2
 from etfarm.wire import report

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from etfarm.client import Farm
-from etfarm.client.cli import devices, jobs, projects
 from etfarm.client.cli.app import Usage
-from etfarm.client.cli.projects import size_of
-from etfarm.client.connection import CHOSEN_PROJECT
+from etfarm.client.cli.commands import devices, jobs, projects
+from etfarm.client.cli.commands.projects import size_of
+from etfarm.client.transport.connection import CHOSEN_PROJECT
 from etfarm.wire.channel import Access, BadProjectName, open_channel
 from etfarm.wire.errors import UserError
 from etfarm.wire.names import PROJECT_VARIABLE, is_project_name

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.client.cli import recipes as command
+from etfarm.client.cli.commands import recipes as command
 from etfarm.client.models import RecipeInfo
 from etfarm.wire import recipes
 

@@ -9,9 +9,11 @@ import pytest
 from google.protobuf import json_format
 from rich.console import Console
 
-from etfarm.client import units
-from etfarm.client.cli import jobs, output, render
-from etfarm.client.cli.display import LiveDisplay, PlainDisplay
+from etfarm.client.cli.commands import jobs
+from etfarm.client.cli.terminal import output
+from etfarm.client.cli.terminal.display import LiveDisplay, PlainDisplay
+from etfarm.client.cli.views import render
+from etfarm.client.formats import units
 from etfarm.client.models import Cell, CellChanged, CellState, JobInfo, JobState, Progress
 from etfarm.v1 import report_pb2
 from etfarm.wire import report

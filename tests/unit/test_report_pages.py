@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from etfarm.client.jobs import AsyncJob
-from etfarm.client.stubs import Stubs
+from etfarm.client.jobs.job import AsyncJob
+from etfarm.client.transport.stubs import Stubs
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.server.jobs.history import History

@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from etfarm.client.calls import Outputs
+from etfarm.client.datasets.outputs import INDEX, Folder, Stack, open_sink
+from etfarm.client.datasets.samples import Sample, given, of_batch, of_folder
 from etfarm.client.errors import EtfarmError
-from etfarm.client.inputs import value_of
-from etfarm.client.samples import Sample, given, of_batch, of_folder
-from etfarm.client.stacks import INDEX, Folder, Stack, open_sink
+from etfarm.client.sessions.calls import Outputs
+from etfarm.client.submit.inputs import value_of
 from etfarm.wire.tensors import Scalar, Tensor, to_array
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from etfarm.client.calls import Outputs, flattened, loop_of
 from etfarm.client.errors import EtfarmError
+from etfarm.client.sessions.calls import Outputs, flattened, loop_of
 from etfarm.v1 import common_pb2, session_pb2
 from etfarm.wire import sessions
 from etfarm.wire.tensors import Scalar, Tensor, from_array, to_array

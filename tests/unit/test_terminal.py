@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
 
-from etfarm.client.cli import output, render, terminal
-from etfarm.client.cli.display import PlainDisplay
+from etfarm.client.cli.terminal import capabilities as terminal
+from etfarm.client.cli.terminal import output
+from etfarm.client.cli.terminal.display import PlainDisplay
+from etfarm.client.cli.views import render
 from etfarm.wire import report as projection
 from tests.support.documents import document, report, row
 
@@ -74,7 +76,7 @@ def test_a_reports_names_lines_and_code_are_marked(capsys: pytest.CaptureFixture
 
 def test_progress_errors_and_logs_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     from etfarm.client.cli.app import execute
-    from etfarm.client.cli.display import open_display
+    from etfarm.client.cli.terminal.display import open_display
     from etfarm.wire.errors import Fault, error_of
 
     def failing() -> None:
@@ -109,7 +111,7 @@ MARKUP = "[red]x[/red] [link=https://x.y]y[/link] [/] :skull: [bold"
 def test_no_name_is_markup_in_the_live_table() -> None:
     from datetime import UTC, datetime
 
-    from etfarm.client.cli.display import LiveDisplay
+    from etfarm.client.cli.terminal.display import LiveDisplay
     from etfarm.client.models import Cell, CellState, Progress
 
     def cell(number: int) -> Cell:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from etfarm.client.export import ModelSource
 from etfarm.client.export.archive import ArchiveFacts, read_archive
-from etfarm.client.preparation import BadModel, prepare
-from etfarm.client.prepared import NotPrepared, PreparedExport
+from etfarm.client.submit.preparation import BadModel, prepare
+from etfarm.client.submit.prepared import NotPrepared, PreparedExport
 from etfarm.wire import recipes
 from etfarm.wire.errors import EtfarmError
 

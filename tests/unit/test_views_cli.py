@@ -9,8 +9,8 @@ import pytest
 from google.protobuf import json_format
 from rich.console import Console
 
-from etfarm.client.cli import report as command
-from etfarm.client.cli import views
+from etfarm.client.cli.commands.report import main as command
+from etfarm.client.cli.views import groupings as views
 from etfarm.v1 import report_pb2
 from etfarm.wire import report
 

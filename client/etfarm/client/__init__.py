@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.client import Farm, Job
-    from etfarm.client.comparing import Comparison
     from etfarm.client.export import ModelSource
-    from etfarm.client.jobs import AsyncJob
-    from etfarm.client.local import AsyncLocalSession, LocalSession
+    from etfarm.client.jobs.comparison import Comparison
+    from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.models import CellChanged, JobChanged, JobResult, LogLine, Progress, Report
-    from etfarm.client.session import AsyncSession, Session
+    from etfarm.client.sessions.local import AsyncLocalSession, LocalSession
+    from etfarm.client.sessions.session import AsyncSession, Session
     from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, UserError
 
 __all__ = [
@@ -48,15 +48,15 @@ __all__ = [
 
 _HOMES = {
     "AsyncFarm": "etfarm.client.aio",
-    "AsyncJob": "etfarm.client.jobs",
-    "AsyncLocalSession": "etfarm.client.local",
-    "AsyncSession": "etfarm.client.session",
-    "Comparison": "etfarm.client.comparing",
+    "AsyncJob": "etfarm.client.jobs.job",
+    "AsyncLocalSession": "etfarm.client.sessions.local",
+    "AsyncSession": "etfarm.client.sessions.session",
+    "Comparison": "etfarm.client.jobs.comparison",
     "Farm": "etfarm.client.client",
     "Job": "etfarm.client.client",
-    "LocalSession": "etfarm.client.local",
+    "LocalSession": "etfarm.client.sessions.local",
     "ModelSource": "etfarm.client.export",
-    "Session": "etfarm.client.session",
+    "Session": "etfarm.client.sessions.session",
     "DeviceError": "etfarm.wire.errors",
     "EtfarmError": "etfarm.wire.errors",
     "FarmError": "etfarm.wire.errors",

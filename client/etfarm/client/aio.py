@@ -9,25 +9,28 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-from etfarm.client import decode, embedded, fleet, history, transfers
-from etfarm.client.calibration import Calibration
-from etfarm.client.calls import Outputs
-from etfarm.client.comparing import Compared, Comparison, compare, gate_of
-from etfarm.client.connection import Connection
-from etfarm.client.dataset import Options, Result
-from etfarm.client.history import HistoryEntry
-from etfarm.client.inputs import Inputs
-from etfarm.client.jobs import AsyncJob
+from etfarm.client.admin.projects import AsyncProjects
+from etfarm.client.datasets import devices as fleet
+from etfarm.client.datasets.dataset import Options, Result
+from etfarm.client.datasets.samples import given
+from etfarm.client.embedded import lease as embedded
+from etfarm.client.jobs import history
+from etfarm.client.jobs.comparison import Compared, Comparison, compare, gate_of
+from etfarm.client.jobs.history import HistoryEntry
+from etfarm.client.jobs.job import AsyncJob
 from etfarm.client.models import Agent, Bundle, Device, JobInfo, JobResult, RecipeInfo, ServerInfo
-from etfarm.client.preparation import ExampleInputs, Model
-from etfarm.client.projects import AsyncProjects
-from etfarm.client.recipes import DEFAULT_RECIPE, read_recipe
-from etfarm.client.retry import repeat
-from etfarm.client.samples import given
-from etfarm.client.served import ServedModel, SharedModel
-from etfarm.client.session import AsyncSession, Line, Told
-from etfarm.client.stubs import Stubs
-from etfarm.client.submission import Given, several
+from etfarm.client.sessions.calls import Outputs
+from etfarm.client.sessions.program import ServedModel, SharedModel
+from etfarm.client.sessions.session import AsyncSession, Line, Told
+from etfarm.client.submit.calibration import Calibration
+from etfarm.client.submit.inputs import Inputs
+from etfarm.client.submit.preparation import ExampleInputs, Model
+from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
+from etfarm.client.submit.submission import Given, several
+from etfarm.client.transport import decode, transfers
+from etfarm.client.transport.connection import Connection
+from etfarm.client.transport.retry import repeat
+from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import (
     agent_pb2,
     compile_pb2,
@@ -129,13 +132,13 @@ class AsyncFarm:
         """Submits a benchmark: each model with each recipe, on each device choice, with each method and thread count.
 
         Args:
-            model: one or several (a list) of what `etfarm.client.preparation.Model` lists; exporting an eager one takes
+            model: one or several (a list) of what `etfarm.client.submit.preparation.Model` lists; exporting an eager one takes
                 seconds.
             recipes: names with arguments, several joined by +, or TOML files, as on the command line.
             devices: selectors; each is one cell on one matching device, or one per match with `all_devices`.
             example_inputs: forward's arguments, for an nn.Module; by method for a dict of modules.
             calibration: samples for static quantization in place of the models' own, an .npz, a folder of them, or what else
-                `etfarm.client.calibration.Calibration` lists; with `batched`, axis 0 of every array is the samples'.
+                `etfarm.client.submit.calibration.Calibration` lists; with `batched`, axis 0 of every array is the samples'.
             data: named data files (.ptd) of a ready program.
             inputs: what the programs are run with; the models' own example inputs when None.
             numerics: compare the outputs of each operator too (`report.numeric_gap`): a program with a delegate for each is
@@ -301,7 +304,7 @@ class AsyncFarm:
             inputs: each arrays by name, arrays in order, or one array; taken in a thread, as they are needed.
             devices: over how many equal devices that match they are split; all when None. Busy ones join when they are free.
             on_result: told of each sample, failed ones too, with the device that ran it.
-            options: as `etfarm.client.dataset.Options` lists.
+            options: as `etfarm.client.datasets.dataset.Options` lists.
 
         Raises:
             EtfarmError: no session can be had; a sample failed, which the error names, unless `keep_going` leaves it out.
@@ -338,7 +341,7 @@ class AsyncFarm:
         threads: int | None = None,
         limit: int = 50,
     ) -> list[HistoryEntry]:
-        """Reports of a model, newest first; `etfarm.client.history.trends` makes series of them.
+        """Reports of a model, newest first; `etfarm.client.jobs.history.trends` makes series of them.
 
         Args:
             model: its name as reports have it, or the first characters of its digest, 4 at least.
@@ -393,7 +396,7 @@ class AsyncFarm:
         """How the candidate compares with the base: latency, operators, size, memory, accuracy, delegation, what changed.
 
         Args:
-            base, candidate: a job, a report file or a result; see `etfarm.client.comparing.Compared`.
+            base, candidate: a job, a report file or a result; see `etfarm.client.jobs.comparison.Compared`.
             gate: limits, `3%` (of latency) or `["latency=3%", "accuracy=1dB"]`; `Comparison.passed` is then its outcome.
             strict: fail also where an interval leaves open whether a limit is kept.
             accept_invalid: take latencies whose verdict is not VALID.

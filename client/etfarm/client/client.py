@@ -6,17 +6,11 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-from etfarm.client import transfers
 from etfarm.client.aio import AsyncFarm
-from etfarm.client.calibration import Calibration
-from etfarm.client.calls import Outputs
-from etfarm.client.comparing import Compared, Comparison
-from etfarm.client.connection import NotConnected
-from etfarm.client.dataset import Options, Result
-from etfarm.client.history import HistoryEntry
-from etfarm.client.inputs import Inputs
-from etfarm.client.jobs import AsyncJob
-from etfarm.client.loop import Loop
+from etfarm.client.datasets.dataset import Options, Result
+from etfarm.client.jobs.comparison import Compared, Comparison
+from etfarm.client.jobs.history import HistoryEntry
+from etfarm.client.jobs.job import AsyncJob
 from etfarm.client.models import (
     Agent,
     Bundle,
@@ -30,9 +24,15 @@ from etfarm.client.models import (
     RecipeInfo,
     ServerInfo,
 )
-from etfarm.client.preparation import ExampleInputs, Model
-from etfarm.client.recipes import DEFAULT_RECIPE
-from etfarm.client.session import Session, Told
+from etfarm.client.sessions.calls import Outputs
+from etfarm.client.sessions.session import Session, Told
+from etfarm.client.submit.calibration import Calibration
+from etfarm.client.submit.inputs import Inputs
+from etfarm.client.submit.preparation import ExampleInputs, Model
+from etfarm.client.submit.recipes import DEFAULT_RECIPE
+from etfarm.client.transport import transfers
+from etfarm.client.transport.connection import NotConnected
+from etfarm.client.transport.thread_loop import Loop
 from etfarm.wire.tensors import Value
 
 

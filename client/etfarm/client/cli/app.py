@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import typer
 
-from etfarm.client.cli.terminal import printable, put, tell
+from etfarm.client.cli.terminal.capabilities import printable, put, tell
 from etfarm.client.errors import Interrupted, NotAvailable, OutputUnwritable, exit_code
 from etfarm.wire.errors import EtfarmError, FarmError, Fault, UserError, error_of
 
@@ -327,7 +327,7 @@ def _choose_project(argv: list[str]) -> list[str]:
     if chosen is not None:
         if not chosen or chosen.startswith("-"):
             raise Usage("--project requires a project's name.", "`etfarm projects list` shows yours.")
-        from etfarm.client.connection import CHOSEN_PROJECT
+        from etfarm.client.transport.connection import CHOSEN_PROJECT
 
         CHOSEN_PROJECT.set(chosen)
     return kept + argv[end:]

@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from etfarm.client.cli.app import Usage
-from etfarm.client.cli.terminal import tell
+from etfarm.client.cli.terminal.capabilities import tell
 
 Item = TypeVar("Item")
 
@@ -64,7 +64,7 @@ def calibration_of(path: Path | None, batched: bool, recipes: Sequence[str]) -> 
     Raises:
         Usage: it is not there, no recipe reads it, or `--batched` came without it.
     """
-    from etfarm.client.recipes import read_recipe, reads_values
+    from etfarm.client.submit.recipes import read_recipe, reads_values
 
     if path is None:
         if batched:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from etfarm.client import usercode
+from etfarm.client.export import usercode
 from etfarm.client.export.errors import (
     ExampleInputsNotATuple,
     ExtraMissing,

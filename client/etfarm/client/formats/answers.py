@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etfarm.client import units
+from etfarm.client.formats import units
 from etfarm.wire import delegation as delegations
 from etfarm.wire import views
 

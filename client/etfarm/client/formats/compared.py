@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from etfarm.client import units
-from etfarm.client.formats import escapes, sentences
+from etfarm.client.formats import escapes, sentences, units
 from etfarm.wire import changes
 from etfarm.wire.comparison import EXACT_DB, label, traits
 from etfarm.wire.delegation import GLUE

@@ -1,6 +1,6 @@
 """Step 10, client: ExecuTorch's own files of a report, for people who want its Inspector: what is said beside them.
 
-`etfarm.client.raw_files` fetches the files themselves, which lie in a farm's store.
+`etfarm.client.jobs.raw_files` fetches the files themselves, which lie in a farm's store.
 """
 
 from __future__ import annotations

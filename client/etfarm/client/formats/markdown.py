@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from etfarm.client import units
-from etfarm.client.formats import answers, escapes, gaps, label, sentences
+from etfarm.client.formats import answers, escapes, gaps, label, sentences, units
 
 Json = Mapping[str, Any]
 

@@ -15,8 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from etfarm.client import units
-from etfarm.client.formats import label
+from etfarm.client.formats import label, units
 from etfarm.wire.escapes import in_a_line
 
 Json = Mapping[str, Any]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etfarm.client import units
+from etfarm.client.formats import units
 
 Json = Mapping[str, Any]
 

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from etfarm.client import units
-from etfarm.client.formats import answers, compared, gaps, label, sentences
+from etfarm.client.formats import answers, compared, gaps, label, sentences, units
 from etfarm.client.formats.html import charts, facts
 from etfarm.wire import views
 from etfarm.wire.escapes import printable

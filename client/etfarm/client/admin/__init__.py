@@ -1,0 +1,1 @@
+"""Administration of a farm: projects, tokens, the audit log and the artifact store."""

@@ -1,0 +1,116 @@
+"""Operations on the artifacts that a farm stores: list, download, upload and verify."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+
+from etfarm.client.errors import Kind, UserError, from_rpc_error
+from etfarm.client.transport import transfers
+from etfarm.client.transport.retry import repeat
+from etfarm.client.transport.stubs import Stubs
+from etfarm.v1 import artifact_pb2, common_pb2
+from etfarm.v1.artifact_pb2 import StoredArtifact
+from etfarm.wire import chunks
+
+_PAGE = 500
+_HEX = re.compile(r"[0-9a-f]{1,64}", re.ASCII)
+_WHOLE = 64
+
+
+class NoSuchArtifact(UserError):
+    """No artifact of the caller's projects has the digest."""
+
+    reason = "ARTIFACT_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+class AmbiguousDigest(UserError):
+    """Several artifacts have digests that begin with the given digits."""
+
+    reason = "AMBIGUOUS_DIGEST"
+
+
+async def list_all(stubs: Stubs, limit: int | None = None) -> AsyncIterator[StoredArtifact]:
+    """Yield the artifacts that the caller's projects hold, newest first.
+
+    Raises:
+        EtfarmError: as ArtifactService.List says.
+    """
+    token, left = "", limit
+    while left is None or left > 0:
+        size = _PAGE if left is None else min(left, _PAGE)
+        request = artifact_pb2.ListArtifactsRequest(page_size=size, page_token=token)
+        page = await repeat(lambda request=request: stubs.artifacts.List(request), server=stubs.server)  # type: ignore[misc]
+        for row in page.artifacts:
+            yield row
+        if not (token := page.next_page_token):
+            return
+        left = None if left is None else left - len(page.artifacts)
+
+
+async def find(stubs: Stubs, digest: str) -> common_pb2.Artifact:
+    """Return the artifact with a digest, given whole or by its first characters.
+
+    Raises:
+        NoSuchArtifact: no artifact matches.
+        AmbiguousDigest: several artifacts match.
+    """
+    if not _HEX.fullmatch(digest):
+        raise NoSuchArtifact(
+            f"{digest[:80]!r} is not a digest.", "Give the hexadecimal digits that `etfarm artifacts list` shows."
+        )
+    if len(digest) == _WHOLE:
+        return common_pb2.Artifact(digest=digest)
+    known = {row.artifact.digest: row.artifact async for row in list_all(stubs) if row.artifact.digest.startswith(digest)}
+    if len(known) > 1:
+        raise AmbiguousDigest(f"{len(known)} artifacts begin with {digest}.", "Give more of its digits.")
+    if not known:
+        raise NoSuchArtifact(f"No artifact begins with {digest}.", "`etfarm artifacts list` shows those of your projects.")
+    return next(iter(known.values()))
+
+
+async def get(stubs: Stubs, digest: str, path: Path) -> common_pb2.Artifact:
+    """Download an artifact to `path` and verify it. Return the artifact.
+
+    Raises:
+        EtfarmError: as `find` and ArtifactService.Download say.
+    """
+    artifact = await find(stubs, digest)
+    await transfers.download_file(stubs.artifacts, artifact, path, server=stubs.server)
+    return common_pb2.Artifact(digest=artifact.digest, size_bytes=path.stat().st_size)
+
+
+async def put(stubs: Stubs, path: Path) -> tuple[common_pb2.Artifact, bool]:
+    """Store a file for the caller's project. Return its artifact and whether its bytes had to be sent.
+
+    Raises:
+        EtfarmError: as ArtifactService.Upload says.
+    """
+    artifact = await chunks.artifact_of_file(path)
+    request = artifact_pb2.FindMissingRequest(digests=[artifact.digest])
+    missing = (await repeat(lambda: stubs.artifacts.FindMissing(request), server=stubs.server)).missing
+    await transfers.upload_missing(stubs.artifacts, {artifact.digest: (artifact, path)}, server=stubs.server)
+    return artifact, bool(missing)
+
+
+async def verify(
+    stubs: Stubs, on_progress: Callable[[artifact_pb2.VerifyArtifactsProgress], None]
+) -> tuple[artifact_pb2.VerifyArtifactsProgress, list[common_pb2.Artifact]]:
+    """Have the server verify every artifact. Return the last progress and the damaged artifacts. Admins only.
+
+    Raises:
+        EtfarmError: PERMISSION_DENIED.
+    """
+    damaged: list[common_pb2.Artifact] = []
+    last = artifact_pb2.VerifyArtifactsProgress()
+    try:
+        async for last in stubs.artifacts.Verify(artifact_pb2.VerifyArtifactsRequest()):
+            damaged += last.damaged
+            on_progress(last)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, server=stubs.server) from None
+    return last, damaged

@@ -1,0 +1,124 @@
+"""`etfarm artifacts`: list, fetch, store and verify artifacts."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from etfarm.client.cli import options
+from etfarm.client.cli.app import execute, must_be_writable, run_async
+from etfarm.client.cli.terminal.capabilities import in_a_line
+
+if TYPE_CHECKING:
+    from etfarm.client.transport.stubs import Stubs
+    from etfarm.v1.artifact_pb2 import VerifyArtifactsProgress
+
+T = TypeVar("T")
+
+_ABOUT = "Lists, fetches, stores and verifies the models, programs, traces and outputs that the farm keeps for your projects."
+Digest = Annotated[str, typer.Argument(metavar="DIGEST", help="The artifact's sha256, or its first characters.")]
+
+
+def main(argv: list[str]) -> int:
+    """Run `etfarm artifacts`."""
+    return execute({"list": list_, "get": get, "put": put, "verify": verify}, argv, "artifacts", _ABOUT, later=("collect",))
+
+
+def list_(
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="How many to list at most.")] = 50,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """List the artifacts of your projects, newest first."""
+    from etfarm.client.admin import artifacts
+    from etfarm.client.cli.terminal import output
+    from etfarm.client.formats import units
+
+    async def fetch(stubs: Stubs) -> list[tuple[str, ...]]:
+        return [
+            (
+                row.artifact.digest[:12],
+                units.size(row.artifact.size_bytes),
+                row.project,
+                row.owner,
+                row.stored_at.ToDatetime().isoformat(" ", "seconds"),
+            )
+            async for row in artifacts.list_all(stubs, limit)
+        ]
+
+    rows = _connected(fetch, server, tls_ca)
+    if not rows:
+        print("No artifacts yet: `etfarm bench`, `etfarm compile` and `etfarm artifacts put` store some.")
+        return
+    output.show_table(("DIGEST", "SIZE", "PROJECT", "OWNER", "STORED (UTC)"), rows, right=("SIZE",), shrink=("OWNER",))
+    if len(rows) == limit:
+        output.show(output.line(f"The newest {limit}; --limit shows more.", style="dim"))
+
+
+def get(
+    digest: Digest,
+    file: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="File to write.")],
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """Download an artifact and verify its sha256."""
+    from etfarm.client.admin import artifacts
+    from etfarm.client.formats import units
+
+    must_be_writable(file)
+    artifact = _connected(lambda stubs: artifacts.get(stubs, digest, file), server, tls_ca)
+    print(f"{file}: {in_a_line(artifact.digest)}, {units.size(artifact.size_bytes)}")
+
+
+def put(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to store.")],
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """Store a file for your project and print its digest."""
+    from etfarm.client.admin import artifacts
+    from etfarm.client.cli.commands.bench import must_be_file
+
+    must_be_file(file)
+    artifact, was_sent = _connected(lambda stubs: artifacts.put(stubs, file), server, tls_ca)
+    print(artifact.digest if was_sent else f"{artifact.digest} (stored already)")
+
+
+def verify(server: options.Server = None, tls_ca: options.TlsCa = None) -> int:
+    """Verify every stored artifact. A damaged one leaves the store; the next upload of its bytes restores it. Admins only.
+
+    The exit code is 1 if any artifact is damaged.
+    """
+    import sys
+
+    from etfarm.client.admin import artifacts
+    from etfarm.client.formats import units
+
+    def show(progress: VerifyArtifactsProgress) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{progress.done} of {progress.total} ", end="", file=sys.stderr, flush=True)
+
+    last, damaged = _connected(lambda stubs: artifacts.verify(stubs, show), server, tls_ca)
+    if sys.stderr.isatty():
+        print("\r", end="", file=sys.stderr, flush=True)
+    for artifact in damaged:
+        print(f"damaged: {in_a_line(artifact.digest)} ({units.size(artifact.size_bytes)})")
+    print(f"Verified {last.total} artifacts ({units.size(last.done_bytes)}); {len(damaged)} damaged.")
+    return 1 if damaged else 0
+
+
+def _connected(work: Callable[[Stubs], Awaitable[T]], server: str | None, tls_ca: str | None) -> T:
+    from etfarm.client.transport.connection import Connection
+
+    async def run() -> T:
+        connection = Connection(server, None, tls_ca, None)
+        await connection.open()
+        try:
+            return await work(connection.stubs)
+        finally:
+            await connection.close()
+
+    return run_async(run)

@@ -1,0 +1,86 @@
+"""`etfarm audit`: list who changed what, and who was refused."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from etfarm.client.cli import options
+from etfarm.client.cli.app import STDOUT, execute, run_async
+
+if TYPE_CHECKING:
+    from etfarm.client.admin.access import AuditEntry
+
+
+def main(argv: list[str]) -> int:
+    """Run `etfarm audit`."""
+    return execute(audit, argv, "audit")
+
+
+def audit(
+    principal: Annotated[str, typer.Option("--principal", metavar="NAME", help="Only what this principal did.")] = "",
+    action: Annotated[str, typer.Option("--action", metavar="RPC", help="Only this rpc, such as JobService.Submit.")] = "",
+    most: Annotated[
+        int, typer.Option("--most", metavar="N", min=1, max=1_000_000, help="How many entries to list at most.")
+    ] = 100,
+    json: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the entries there as JSON; - is stdout.")
+    ] = None,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """List who changed what, and who was refused, newest first. Admins only."""
+    from rich.text import Text
+
+    from etfarm.client.admin.access import open_access
+    from etfarm.client.cli.terminal import output
+
+    async def fetch() -> list[AuditEntry]:
+        async with open_access(server, tls_ca=tls_ca) as access:
+            return await access.audit(principal=principal, action=action, most=most)
+
+    entries = run_async(fetch)
+    if json is not None:
+        _write(json, entries)
+        if json == STDOUT:
+            return
+    if not entries:
+        print("No entry of the audit log matches.")
+        return
+    rows = [
+        (
+            str(entry.number),
+            entry.at.astimezone().strftime("%Y-%m-%d %H:%M:%S"),
+            entry.principal or "-",
+            entry.role or "-",
+            entry.peer,
+            entry.action,
+            entry.subject or "-",
+            Text(entry.outcome, style="" if entry.outcome == "OK" else "yellow"),
+            entry.detail,
+        )
+        for entry in entries
+    ]
+    heads = ("#", "TIME", "NAME", "ROLE", "FROM", "ACTION", "SUBJECT", "OUTCOME", "DETAIL")
+    output.show_table(heads, rows, right=("#",), shrink=("DETAIL", "SUBJECT", "NAME"))
+
+
+def _write(file: str, entries: list[AuditEntry]) -> None:
+    import json
+    from pathlib import Path
+
+    from etfarm.client.cli.app import must_be_writable, write_whole
+    from etfarm.client.cli.terminal.capabilities import put
+
+    documents = [
+        {name: value.isoformat() if isinstance(value, datetime) else value for name, value in vars(entry).items()}
+        for entry in entries
+    ]
+    text = json.dumps(documents, indent=2) + "\n"
+    if file == STDOUT:
+        put(text)
+    else:
+        must_be_writable(Path(file))
+        write_whole(Path(file), text.encode())

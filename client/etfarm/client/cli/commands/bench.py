@@ -1,0 +1,274 @@
+"""Steps 1 and 10, command line: `etfarm bench`, from models to a report for each cell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from etfarm.client.cli import options
+from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, run_async
+from etfarm.client.cli.terminal.capabilities import tell
+
+if TYPE_CHECKING:
+    from etfarm.client.export.spec import ModelSpec
+
+
+def main(argv: list[str]) -> int:
+    """Runs `etfarm bench`."""
+    return execute(bench, argv, "bench")
+
+
+def bench(
+    context: typer.Context,
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL...", help="x.pt2, x.pte, file.py:factory, package.module:factory or demo:NAME."),
+    ],
+    recipe: options.Recipes = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option("--device", metavar="SELECTOR", help="One cell on one device that matches, as arch=aarch64,memory>=2GiB."),
+    ] = None,
+    all_devices: Annotated[bool, typer.Option("--all-devices", help="One cell on each device that matches.")] = False,
+    inputs: Annotated[
+        Path | None, typer.Option("--inputs", metavar="FILE.npz", help="Inputs by argument name or place; METHOD/ before it.")
+    ] = None,
+    method: Annotated[list[str] | None, typer.Option("--method", metavar="M", help="A method. Again for more. [forward]")] = None,
+    threads: Annotated[
+        list[str] | None, typer.Option("--threads", metavar="N[,N]...", help="Thread counts. [the fastest cluster's cores]")
+    ] = None,
+    cores: Annotated[str, typer.Option("--cores", metavar="C", help="big, little, or cpus as 0-3.")] = "",
+    iterations: Annotated[
+        int | None, typer.Option("--iterations", metavar="N", min=1, max=1_000_000, help="At least so many. [100]")
+    ] = None,
+    warmup: Annotated[
+        int | None, typer.Option("--warmup", metavar="N", min=0, max=2**31 - 1, help="Runs before, not counted. [until steady]")
+    ] = None,
+    min_time: Annotated[
+        float | None,
+        typer.Option("--min-time", metavar="S", min=0, callback=options.finite, help="At least so many seconds. [1]"),
+    ] = None,
+    interleave: Annotated[
+        bool, typer.Option("--interleave", help="Measure the candidates in turns, and compare each with the first.")
+    ] = False,
+    no_profile: Annotated[bool, typer.Option("--no-profile", help="No traced pass, so no operators.")] = False,
+    numerics: Annotated[
+        bool, typer.Option("--numerics", help="Compare the outputs of each operator too, in a program and a run of their own.")
+    ] = False,
+    data: Annotated[
+        list[Path] | None, typer.Option("--data", metavar="X.ptd", help="A named data file of the .pte. Again for more.")
+    ] = None,
+    calibration: options.Calibration = None,
+    batched: options.Batched = False,
+    name: options.Name = "",
+    label: options.Labels = None,
+    timeout: options.Timeout = None,
+    priority: Annotated[int, typer.Option("--priority", metavar="P", min=-(2**31), max=2**31 - 1, help="Higher first. [0]")] = 0,
+    no_cache: options.NoCache = False,
+    json: options.JsonFile = None,
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="Write all reports to one HTML file, on failure too.")
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Submit, print the job's id and leave.")] = False,
+    verbose: options.Verbose = False,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> int:
+    """Measures models on devices: latency, memory, accuracy, and operators by source line.
+
+    Each model with each recipe, on each device choice, with each method and thread count is one cell of the job.
+    """
+    outcome: Outcome = context.obj
+    outcome.takes_verbose(verbose)
+    outcome.goes_to(json)
+    outcome.goes_to_html(html)
+    counts = options.threads_of(threads or ())
+    methods = options.once("--method", method or [])
+    labels = options.labels_of(label or ())
+    cores = options.cores_of(cores)
+
+    # What costs nothing to refuse is refused before anything starts.
+    from etfarm.client.export.spec import PteFile, resolve
+    from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
+    from etfarm.wire import selectors
+
+    recipes = options.once("--recipe", recipe or [], lambda text: read_recipe(text).digest)
+    for text in device or ():
+        selectors.parse(text)
+    # In turns with itself a program shows what differs by chance.
+    specs = [resolve(model) for model in (models if interleave else options.once("MODEL", models, resolve))]
+    if recipes and all(isinstance(spec, PteFile) for spec in specs):
+        raise Usage("A .pte is compiled already, so that --recipe says nothing about it.", "Leave --recipe out.")
+    if interleave:
+        must_be_several(specs, recipes)
+    if inputs is not None:
+        must_be_file(inputs)
+    must_belong(data or (), specs)
+    if numerics:
+        must_have_graphs(specs)
+    samples = options.calibration_of(calibration, batched, recipes or [DEFAULT_RECIPE])
+    must_be_eager(specs, recipes)
+    say_made_up(specs, inputs)
+
+    from etfarm.client.aio import AsyncFarm
+    from etfarm.client.cli.terminal.display import Display, open_display
+    from etfarm.client.cli.workflows import job as flow
+    from etfarm.client.jobs.job import AsyncJob
+    from etfarm.client.models import JobResult, JobState
+    from etfarm.client.submit.prepared import PreparedModel
+
+    async def submit(farm: AsyncFarm, prepared: list[PreparedModel], display: Display) -> AsyncJob:
+        return await farm.bench(
+            prepared,
+            recipes or [DEFAULT_RECIPE],
+            device or [""],
+            all_devices=all_devices,
+            inputs=inputs,
+            methods=methods,
+            threads=counts,
+            cores=cores,
+            iterations=iterations,
+            warmup=warmup,
+            min_time_s=min_time,
+            profile=not no_profile,
+            numerics=numerics,
+            interleave=interleave,
+            name=name,
+            labels=labels,
+            timeout_s=timeout,
+            priority=priority,
+            no_cache=no_cache,
+            on_upload=display.moved,
+        )
+
+    async def finish(job: AsyncJob, result: JobResult, display: Display) -> None:
+        display.stop()
+        print_result(result, to_stderr=json == STDOUT)
+
+    async def carry_out() -> int:
+        if detach:
+            await flow.must_last(server)
+        with open_display() as display:
+            task = flow.Task(
+                specs,
+                submit,
+                finish,
+                server,
+                tls_ca,
+                detach,
+                recipes=recipes or [DEFAULT_RECIPE],
+                calibration=samples,
+                batched=batched,
+                data=data or (),
+                verbose=verbose,
+            )
+            job, result = await flow.carry_out(task, outcome, display)
+        if result is None:
+            print_detached(job.id, to_stderr=json == STDOUT)
+            return 0
+        return 0 if result.state is JobState.SUCCEEDED else 1
+
+    return run_async(carry_out, outcome)
+
+
+def must_be_several(specs: Sequence[ModelSpec], recipes: Sequence[str]) -> None:
+    """For `--interleave`: whether there is something to compare with.
+
+    Raises:
+        Usage: there is one candidate.
+    """
+    from etfarm.client.export.spec import PteFile
+
+    if len(specs) == 1 and (len(recipes) < 2 or isinstance(specs[0], PteFile)):
+        raise Usage("--interleave compares candidates, and there is one.", "Give a second MODEL or --recipe.")
+
+
+def must_be_file(path: Path) -> None:
+    """For an option that names a file which is read later.
+
+    Raises:
+        Usage: there is none.
+    """
+    if not path.is_file():
+        raise Usage(f"There is no file {path}.", f"Paths start at the working folder, {Path.cwd()}.", path=path)
+
+
+def must_belong(data: Sequence[Path], specs: Sequence[ModelSpec]) -> None:
+    """For `--data`: whether the files are there, and one program that they can be of.
+
+    Raises:
+        Usage: they are not.
+    """
+    from etfarm.client.export.spec import PteFile
+
+    for path in data:
+        must_be_file(path)
+    programs = [spec for spec in specs if isinstance(spec, PteFile)]
+    if data and len(programs) != 1:
+        count = f"{len(programs)} of them are there" if programs else "there is none"
+        raise Usage(f"--data is of one .pte, and {count}.", "Give each program a command of its own.")
+
+
+def must_have_graphs(specs: Sequence[ModelSpec]) -> None:
+    """For `--numerics`: whether there is something to compare operators with.
+
+    Raises:
+        Usage: one is a compiled program.
+    """
+    from etfarm.client.export.spec import PteFile
+
+    for spec in specs:
+        if isinstance(spec, PteFile):
+            raise Usage(
+                f"{spec.path.name} is compiled: --numerics has no graph to compare its operators with.",
+                "Give the .pt2 or the model itself, or leave --numerics out.",
+            )
+
+
+def must_be_eager(specs: Sequence[ModelSpec], recipes: Sequence[str]) -> None:
+    """Whether no archive is given to a recipe that rewrites modules, before anything starts.
+
+    Raises:
+        RecipeNeedsEagerModule: one is.
+    """
+    from etfarm.client.export.spec import Pt2File
+    from etfarm.client.submit.preparation import prepare
+
+    for spec in specs:
+        if isinstance(spec, Pt2File):
+            prepare(spec, recipes=recipes)
+
+
+def say_made_up(specs: Sequence[ModelSpec], inputs: Path | None) -> None:
+    """Says which models run on inputs that nobody gave: a .pte has no example inputs inside."""
+    from etfarm.client.export.spec import PteFile
+
+    programs = [spec.path.name for spec in specs if isinstance(spec, PteFile)]
+    if programs and inputs is None:
+        run = "runs" if len(programs) == 1 else "run"
+        tell(f"No --inputs: {', '.join(programs)} {run} on made-up inputs, seed 0.", to_stderr=True)
+
+
+def print_result(result: object, *, to_stderr: bool) -> None:
+    """Prints a job's reports and how to see them again."""
+    from rich.text import Text
+
+    from etfarm.client.cli.terminal import output
+    from etfarm.client.cli.views import render
+    from etfarm.client.models import JobResult
+
+    assert isinstance(result, JobResult)
+    console = output.open_console(to_stderr=to_stderr)
+    document = result.json()
+    reports = render.reports(document["reports"], width=console.width, job=result.job.id)
+    foot = Text(f"job {result.job.id}  {result.state.value}  etfarm report show {result.job.id}", style="dim")
+    output.say(console, reports, foot)
+
+
+def print_detached(job_id: str, *, to_stderr: bool) -> None:
+    """Prints a job's id, alone on stdout, and what to do with it."""
+    tell(job_id, to_stderr=to_stderr)
+    tell(f"It goes on: `etfarm jobs watch {job_id}`, then `etfarm report show {job_id}`.", to_stderr=True)

@@ -1,0 +1,81 @@
+"""Step 6, command line: `etfarm bundle add` and `list`, the runners that devices are sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from etfarm.client.cli import options
+from etfarm.client.cli.app import execute, run_async
+from etfarm.client.cli.terminal.capabilities import tell
+
+if TYPE_CHECKING:
+    from etfarm.client.models import Bundle
+
+
+def add(argv: list[str]) -> int:
+    """Runs `etfarm bundle add`."""
+    return execute(add_, argv, "bundle add")
+
+
+def list_(argv: list[str]) -> int:
+    """Runs `etfarm bundle list`."""
+    return execute(list_bundles, argv, "bundle list")
+
+
+def add_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `etfarm bundle build -o FILE` made.")],
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """Uploads a runner bundle; devices of its architecture get it from now on."""
+    from etfarm.client.aio import AsyncFarm
+    from etfarm.client.cli.commands.bench import must_be_file
+
+    must_be_file(file)
+
+    async def send() -> tuple[Bundle, list[Bundle]]:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            return await farm.add_bundle(file), await farm.bundles()
+
+    added, used = run_async(send)
+    _show([added])
+    if added not in used:
+        first = next(bundle for bundle in used if bundle.arch == added.arch)
+        tell(f"It is kept and not used: the one of ExecuTorch {first.executorch}, which the farm lowers with, goes before it.")
+
+
+def list_bundles(server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
+    """The runner bundles of the farm, newest first: for each architecture the one that is used."""
+    from etfarm.client.aio import AsyncFarm
+
+    async def fetch() -> list[Bundle]:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            return await farm.bundles()
+
+    found = run_async(fetch)
+    if not found:
+        print("There is no runner bundle so far: `etfarm serve` builds its own, `etfarm bundle add FILE` adds others.")
+        return
+    _show(found)
+
+
+def _show(bundles: list[Bundle]) -> None:
+    from etfarm.client.cli.terminal import output
+    from etfarm.client.formats import units
+
+    rows = [
+        (
+            bundle.arch,
+            bundle.executorch,
+            ", ".join(bundle.backends),
+            str(len(bundle.operators)),
+            units.size(bundle.size_bytes),
+            bundle.digest[:12],
+        )
+        for bundle in bundles
+    ]
+    heads = ("ARCH", "EXECUTORCH", "BACKENDS", "OPERATORS", "SIZE", "DIGEST")
+    output.show_table(heads, rows, right=("OPERATORS", "SIZE"), shrink=("BACKENDS",))

@@ -1,0 +1,257 @@
+"""Step 10, command line: `etfarm compare`, two measurements against each other, and a gate for scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from etfarm.client.cli import options
+from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, must_be_writable, run_async, write_whole
+from etfarm.client.cli.terminal.capabilities import put, tell
+from etfarm.client.errors import DONE, FAILED, GATE
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+    from etfarm.client.jobs.comparison import Comparison
+
+Json = Mapping[str, Any]
+
+_SIDE = "A job (id, its first characters, a tag, latest) or a report file (x.json); #N, #RECIPE or #MODEL chooses of its reports."
+
+_STYLES = {"faster": "green", "slower": "red", "too_few": "yellow"}
+_STATUS_STYLES = {"VALID": "green", "INVALID": "bold red", "NOT_BENCHMARKABLE": "yellow"}
+
+
+def main(argv: list[str]) -> int:
+    """Runs `etfarm compare`."""
+    return execute(compare, argv, "compare")
+
+
+def compare(
+    context: typer.Context,
+    base: Annotated[str, typer.Argument(metavar="BASE", help=_SIDE)],
+    candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="What is compared with it, said in the same way.")],
+    gate: Annotated[
+        list[str] | None,
+        typer.Option("--gate", metavar="[METRIC=]LIMIT", help="3% (latency), size=1%, memory=5%, accuracy=1dB. Again for more."),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail the gate also where the interval leaves open whether the limit is kept.")
+    ] = False,
+    accept_invalid: Annotated[
+        bool,
+        typer.Option(
+            "--accept-invalid", help="Gate latencies that are INVALID, NOT BENCHMARKABLE or of different devices as they are."
+        ),
+    ] = False,
+    top: Annotated[int, typer.Option("--top", metavar="N", min=0, help="So many operators that changed; 0 is all.")] = 5,
+    markdown: Annotated[
+        str | None, typer.Option("--markdown", metavar="FILE", help="Write Markdown for a pull request there; - is stdout.")
+    ] = None,
+    json: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write etfarm.comparison/1 there, on failure too; - is stdout.")
+    ] = None,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> int:
+    """Compares CANDIDATE with BASE: latency, operators, size, memory, accuracy, delegation, and what else is not the same.
+
+    Reports are paired by model, recipe, method, threads and device (the same one, else one of its kind); two single ones are
+    paired whatever they are. Several of one job are told apart by # and the cell's number from 0 as `etfarm jobs show` has it,
+    its recipe or its model: `compare latest#0 latest#1`. Two files need no server.
+
+    Latencies are compared as a ratio of medians with its 95 % interval: round by round where both took turns (`bench
+    --interleave`), else from the two intervals, which do not know how runs at different times differ.
+
+    --gate 3% fails when the interval shows the candidate to be slower by more than 3 %: all of it is above 1.03 (without an
+    interval, the ratio is). An interval that spans 1.03 passes with a note, and fails with --strict. Without VALID latencies on
+    both sides, on devices of one kind, there is no valid evidence, and it fails. size is of the .pte with its data, memory of
+    the process's peak and of the planned memory, accuracy the SQNR of each output, of which what is above 100 dB counts as
+    100 dB. Every gate fails where a cell of the candidate failed or is missing.
+
+    Exit codes: 0 done, and every gate passed; 1 a cell of the candidate failed, or there is nothing to compare; 2 usage; 3 a
+    gate was not passed; 4 the server cannot be reached.
+    """
+    from etfarm.client.jobs import comparison as comparing
+    from etfarm.wire import comparison
+
+    outcome: Outcome = context.obj
+    outcome.document = comparison.failed
+    if markdown == json == STDOUT:
+        raise Usage("--json and --markdown cannot both be on stdout.", "Give one of them a file.")
+    if markdown is not None and markdown != STDOUT:
+        must_be_writable(Path(markdown))
+    outcome.goes_to(json)
+    limits = comparing.gate_of(gate or (), strict=strict, accept_invalid=accept_invalid)
+
+    async def ask() -> Comparison:
+        if not comparing.needs_farm(base, candidate):
+            return await comparing.compare(None, base, candidate, limits)
+        from etfarm.client.aio import AsyncFarm
+
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            return await farm.compare(base, candidate, gate or (), strict=strict, accept_invalid=accept_invalid)
+
+    found = run_async(ask, outcome).json()
+    outcome.document = lambda error: found
+    _show(found, top, to_stderr=STDOUT in (json, markdown))
+    if markdown is not None:
+        from etfarm.client.formats import compared
+
+        text = compared.markdown(found)
+        if markdown == STDOUT:
+            put(text)
+        else:
+            write_whole(Path(markdown), text.encode())
+    return _code(found)
+
+
+def _code(document: Json) -> int:
+    from etfarm.client.formats import compared
+
+    gate = document["gate"]
+    if gate is not None:
+        if gate["passed"]:
+            return DONE
+        tell(f"etfarm: The gate is not passed: {compared.why(gate)}.", to_stderr=True)
+        return GATE
+    failed = [pair["candidate"] for pair in document["pairs"]]
+    failed += [one["report"] for one in document["unpaired"] if one["side"] == "CANDIDATE"]
+    return FAILED if any(one["state"] != "SUCCEEDED" for one in failed) else DONE
+
+
+def _show(document: Json, top: int, *, to_stderr: bool) -> None:
+    from etfarm.client.cli.terminal import output
+
+    console = output.open_console(to_stderr=to_stderr)
+    output.say(console, *rendered(document, top=top, width=console.width))
+
+
+def rendered(document: Json, *, top: int, width: int) -> list[RenderableType]:
+    """A comparison as people read it: of each pair the answer first, then all that is known; what is to be known; the gate.
+
+    Args:
+        top: so many operators that changed; 0 is all.
+        width: columns of the terminal.
+    """
+    from rich.text import Text
+
+    from etfarm.wire.comparison import label
+
+    parts: list[RenderableType] = []
+    for pair in document["pairs"]:
+        if parts:
+            parts.append(Text())
+        parts += _pair(pair, top, width)
+    for one in document["unpaired"]:
+        parts.append(Text(f"only in the {one['side'].lower()}: {label(one['report'])}", style="yellow"))
+    parts += [Text(note, style="dim") for note in document["notes"]]
+    if document["gate"]:
+        parts += _gate(document["gate"])
+    return parts
+
+
+def _pair(pair: Json, top: int, width: int) -> Iterator[RenderableType]:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from etfarm.client.cli.terminal import output
+    from etfarm.client.formats import compared
+
+    yield _headline(pair, width)
+    facts = list(compared.facts(pair))
+    if facts:
+        yield Padding(_table(facts), (0, 0, 0, 2))
+    moved = compared.moved(pair, top)
+    if moved:
+        yield Padding(_moved(moved, width - 2), (0, 0, 0, 2))
+    told: list[tuple[str, RenderableType]] = []
+    if pair["operators"] and not moved:
+        told.append(("operators", Text("none takes another part of the time by 1 % or more of all")))
+    told += [("delegation", Text(one)) for one in compared.joined(pair)]
+    told += [("changed", Text(one)) for one in compared.changed(pair)]
+    if told:
+        named = [(name if place == 0 or told[place - 1][0] != name else "", value) for place, (name, value) in enumerate(told)]
+        yield Padding(output.facts(named), (0, 0, 0, 2))
+
+
+def _headline(pair: Json, width: int) -> RenderableType:
+    """The answer: in one line with what was compared where there is room, else above it."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from etfarm.client.formats import compared, units
+
+    latency = pair["latency"]
+    text = Text("candidate / base  ", style="bold")
+    answer, _, said = compared.answer(pair).partition("  ")
+    text.append(answer)
+    if said:
+        text.append("  ").append(said, _STYLES.get(latency["outcome"], "not bold"))
+    if latency and latency["method"] == "paired":
+        text.append(f"  {units.count(latency['rounds'], 'round')}", "not bold dim")
+    if (status := compared.status(pair)) is not None:
+        text.append("  ").append(status.replace("_", " "), f"not bold {_STATUS_STYLES.get(status, '')}".strip())
+    heading = Text(compared.heading(pair), style="dim")
+    if text.cell_len + 3 + heading.cell_len <= width:
+        return text.append("   ").append_text(heading)
+    return Group(text, Text("  ").append_text(heading))
+
+
+def _table(facts: list[Any]) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    for _ in range(3):
+        table.add_column(justify="right", no_wrap=True)
+    table.add_row("", *(Text(name, style="dim") for name in ("base", "candidate", "change")))
+    for fact in facts:
+        table.add_row(fact.name, fact.base, fact.candidate, fact.change)
+    return table
+
+
+def _moved(rows: list[Any], width: int) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    from etfarm.client.formats import compared, units
+
+    fixed = compared.columns([(row.base, row.candidate, row.change) for row in rows])
+    room = max(20, width - sum(fixed) - 2 * len(fixed) - 2)
+    places = min(max(len(row.place) for row in rows), room // 2)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(3):
+        table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(style="dim", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.base,
+            row.candidate,
+            Text(row.change, style="red" if row.slower else "green"),
+            units.without_end(row.what, room - places),
+            units.without_start(row.place, places),
+        )
+    return table
+
+
+def _gate(gate: Json) -> Iterator[Text]:
+    from rich.text import Text
+
+    from etfarm.client.formats import compared
+
+    text = Text("gate ", style="bold")
+    text.append("passed" if gate["passed"] else "not passed", "bold green" if gate["passed"] else "bold red")
+    yield text.append(f"  {compared.limits(gate)}", "not bold dim")
+    for note in gate["notes"]:
+        yield Text(f"  {note['message']}", style="yellow")
+    # stderr has the first one.
+    for reason in gate["reasons"] if len(gate["reasons"]) > 1 else ():
+        yield Text(f"  {reason['message']}", style="red")

@@ -1,0 +1,237 @@
+"""Steps 1 and 10, command line: `etfarm compile`, from a model to a .pte and its ETRecord, or to what a stage makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from etfarm.client.cli import options
+from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, must_be_writable, run_async
+
+if TYPE_CHECKING:
+    from etfarm.client.jobs.job import AsyncJob
+    from etfarm.wire.recipes import Recipe
+
+LAST = "TO_EXECUTORCH"
+"""The stage that gives a program."""
+
+_DELEGATING = ("TO_EDGE_TRANSFORM_AND_LOWER", "TO_BACKEND")
+"""The stages that give a delegation table."""
+
+_EXPORTING = ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT")
+"""The stages that end before the edge dialect."""
+
+_OF_STAGES = (".pt2", ".txt", ".csv")
+
+
+def main(argv: list[str]) -> int:
+    """Runs `etfarm compile`."""
+    return execute(compile_, argv, "compile")
+
+
+def compile_(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="x.pt2, file.py:factory, package.module:factory or demo:NAME.")],
+    recipe: Annotated[
+        str, typer.Option("--recipe", metavar="R", help="A recipe's name, name:key=value, several joined by +, or a TOML file.")
+    ] = "xnnpack_fp32",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="Where the program goes, x.pte; of a stage x.pt2 its program, x.txt that printed, x.csv what is delegated, "
+            "or a folder for all of these.",
+        ),
+    ] = None,
+    etrecord: Annotated[Path | None, typer.Option("--etrecord", metavar="x.etrecord", help="Where the ETRecord goes.")] = None,
+    stop_after: Annotated[
+        str, typer.Option("--stop-after", metavar="STAGE", help="The last stage to run, as QUANTIZE. [TO_EXECUTORCH]")
+    ] = "",
+    calibration: options.Calibration = None,
+    batched: options.Batched = False,
+    name: options.Name = "",
+    label: options.Labels = None,
+    no_cache: options.NoCache = False,
+    json: options.JsonFile = None,
+    verbose: options.Verbose = False,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> int:
+    """Lowers a model to a .pte and its ETRecord, or stops after a stage and fetches what that made.
+
+    A program's named data files (.ptd) are written beside it; of several methods, each one's files are x.METHOD.pt2.
+    """
+    outcome: Outcome = context.obj
+    outcome.takes_verbose(verbose)
+    outcome.goes_to(json)
+    labels = options.labels_of(label or ())
+
+    from etfarm.client.cli.commands.bench import must_be_eager
+    from etfarm.client.export.spec import PteFile, resolve
+    from etfarm.client.submit.recipes import read_recipe
+
+    read = read_recipe(recipe)
+    stage = _stage(stop_after, read)
+    if output is None and json is None:
+        raise Usage("There is nowhere to put the program.", "Give -o FILE.pte.")
+    spec = resolve(model)
+    if isinstance(spec, PteFile):
+        raise Usage(f"{model} is compiled already.", "Run it with `etfarm run` or measure it with `etfarm bench`.", path=model)
+    _must_fit(stage, output, etrecord)
+    samples = options.calibration_of(calibration, batched, [recipe])
+    must_be_eager([spec], [recipe])
+
+    from etfarm.client.aio import AsyncFarm
+    from etfarm.client.cli.commands.bench import print_result
+    from etfarm.client.cli.terminal.display import Display, open_display
+    from etfarm.client.cli.workflows import job as flow
+    from etfarm.client.models import JobResult, JobState
+    from etfarm.client.submit.prepared import PreparedModel
+
+    async def submit(farm: AsyncFarm, prepared: list[PreparedModel], display: Display) -> AsyncJob:
+        return await farm.compile(
+            prepared, recipe, name=name, labels=labels, no_cache=no_cache, stop_after=stage, on_upload=display.moved
+        )
+
+    async def finish(job: AsyncJob, result: JobResult, display: Display) -> None:
+        written: list[Path] = []
+        if result.state is JobState.SUCCEEDED:
+            if output is not None:
+                written += await (_save_stage(job, output) if stage else job.save_program(output))
+            if etrecord is not None:
+                written += await _save_etrecord(job, etrecord)
+        display.stop()
+        print_result(result, to_stderr=json == STDOUT)
+        _print_written(written, to_stderr=json == STDOUT, note=_how_to_load(stage, read, written))
+
+    async def carry_out() -> int:
+        with open_display() as display:
+            task = flow.Task(
+                [spec],
+                submit,
+                finish,
+                server,
+                tls_ca,
+                recipes=[recipe],
+                calibration=samples,
+                batched=batched,
+                verbose=verbose,
+            )
+            _, result = await flow.carry_out(task, outcome, display)
+        return 0 if result is not None and result.state is JobState.SUCCEEDED else 1
+
+    return run_async(carry_out, outcome)
+
+
+def _stage(text: str, recipe: Recipe) -> str:
+    """The stage to stop after; empty for a program.
+
+    Raises:
+        BadStages: it is no stage, or none of the recipe's.
+    """
+    from etfarm.wire.stages import check_stop_after
+
+    stage = text.strip().upper()
+    if stage:
+        check_stop_after(recipe, stage)
+    return "" if stage == LAST else stage
+
+
+def _must_fit(stage: str, output: Path | None, etrecord: Path | None) -> None:
+    """Whether the stage gives what the outputs' names say, and they can be written.
+
+    Raises:
+        Usage: it does not.
+        OutputUnwritable: one cannot be.
+    """
+    kind = output.suffix.lower() if output is not None else ""
+    if stage and etrecord is not None:
+        raise Usage(f"There is no ETRecord after {stage}: it is of a whole program.", "Leave --stop-after or --etrecord out.")
+    if stage and kind == ".pte":
+        raise Usage(
+            f"A .pte cannot come of {stage}: it comes of {LAST}, the last stage.",
+            "Give -o x.pt2 for the program, x.txt for it printed, or a folder; or leave --stop-after out.",
+        )
+    if not stage and kind in _OF_STAGES:
+        raise Usage(
+            f"A {kind} comes of a stage, and all stages give a .pte.",
+            "Give -o x.pte, or --stop-after STAGE as well.",
+            path=output,
+        )
+    if kind == ".csv" and stage not in _DELEGATING:
+        raise Usage(
+            f"What is delegated is not known after {stage}.",
+            f"Give -o x.pt2 or x.txt, or stop after {' or '.join(_DELEGATING)}.",
+        )
+    for path in filter(None, (output, etrecord)):
+        if stage and path is output and kind not in _OF_STAGES:
+            _must_be_folder(path)
+        else:
+            must_be_writable(path)
+
+
+def _must_be_folder(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise Usage(
+            f"{path} is a file, and a stage's files need a folder.", "Give -o x.pt2, x.txt, x.csv, or another name.", path=path
+        )
+    if not path.parent.is_dir():
+        raise Usage(f"There is no folder {path.parent} for {path}.", "Make it first.", path=path)
+
+
+async def _save_stage(job: AsyncJob, output: Path) -> list[Path]:
+    """A stage's files: those of the output's kind, or all into a folder."""
+    from etfarm.client.jobs.job import NothingThere, method_file
+
+    kind = output.suffix.lower()
+    if kind not in _OF_STAGES:
+        return await job.save_stage_files(output)
+    names = await job.stage_files()
+    chosen = [name for name in names if Path(name).suffix == kind]
+    if not chosen:
+        raise NothingThere(f"The stage gave no {kind} file; it gave {', '.join(names)}.", "Give -o FOLDER for all of these.")
+    several = len(chosen) > 1
+    to = {name: method_file(output, Path(name).stem) if several else output for name in chosen}
+    return await job.save_stage_files(output.parent, to=to)
+
+
+async def _save_etrecord(job: AsyncJob, path: Path) -> list[Path]:
+    """The ETRecord; of several methods, each one's exported program beside it, since the ETRecord has none of them."""
+    await job.save_etrecord(path)
+    methods = (await job.document())["reports"][0]["compile"]["exported_programs"] or {}
+    return [path, *(await job.save_exported_programs(path.with_suffix(".pt2")) if len(methods) > 1 else [])]
+
+
+def _how_to_load(stage: str, recipe: Recipe, files: Sequence[Path]) -> str:
+    """What a stage's .pt2 needs beside torch.export.load; empty where that reads it as it is, or there is none."""
+    from etfarm.wire.recipes import Quantization
+
+    names = ", ".join(path.name for path in files if path.suffix == ".pt2")
+    if not stage or not names:
+        return ""
+    if stage not in _EXPORTING:
+        return f"Load {names} with executorch.exir.serde.serialize.load: torch.export.load does not read the edge dialect."
+    if stage == "QUANTIZE" or recipe.quantization is not Quantization.NONE:
+        return f"Import torchao before torch.export.load reads {names}: its operators are torchao's."
+    return ""
+
+
+def _print_written(files: Sequence[Path], *, to_stderr: bool, note: str = "") -> None:
+    from etfarm.client.cli.terminal import output
+    from etfarm.client.formats import units
+
+    if not files:
+        return
+    for path in files:
+        output.show(output.line(f"wrote {path}, {units.size(path.stat().st_size)}"), to_stderr=to_stderr)
+    data = [path.name for path in files if path.suffix == ".ptd"]
+    if data:
+        flags = " ".join(f"--data {name}" for name in data)
+        output.show(output.line(f"The program needs its data files: {flags}.", style="dim"), to_stderr=to_stderr)
+    if note:
+        output.show(output.line(note, style="dim"), to_stderr=to_stderr)

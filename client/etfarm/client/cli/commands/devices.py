@@ -1,0 +1,266 @@
+"""Step 5, command line: `etfarm devices`, what the farm can measure on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from etfarm.client.cli import options
+from etfarm.client.cli.app import Command, Usage, execute, run_async
+from etfarm.client.cli.terminal.capabilities import tell
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from etfarm.client.models import Cluster, Device
+
+
+def main(argv: list[str]) -> int:
+    """Runs `etfarm devices`."""
+    later = ("reserve", "release", "drain", "undrain", "label")
+    commands: dict[str, Command] = {"list": list_, "show": show, "restrict": restrict, "forget": forget}
+    # `restrict` has a --project of its own.
+    is_own = argv[:1] == ["restrict"]
+    return execute(
+        commands, argv, "devices", "Lists, shows, restricts and forgets the devices of the farm.", later, takes_project=not is_own
+    )
+
+
+def list_(
+    device: Annotated[str, typer.Option("--device", metavar="SELECTOR", help="Only those that match.")] = "",
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """All known devices, offline ones included."""
+    from rich.text import Text
+
+    from etfarm.client.aio import AsyncFarm
+    from etfarm.client.cli.terminal import output
+    from etfarm.client.formats import units
+
+    async def fetch() -> list[Device]:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            return await farm.devices(device)
+
+    found = run_async(fetch)
+    if not found:
+        tell(f"No device matches {device!r}." if device else "No device has connected so far: run `etfarm agent` on one.")
+        return
+    now = datetime.now(UTC)
+    rows = [
+        (
+            one.name,
+            one.id[:12],
+            f"{one.arch}{' (emulated)' if one.emulated else ''}",
+            one.soc or "-",
+            str(one.cores),
+            units.size(one.memory_bytes),
+            Text(one.state.value, style=_STYLES[one.state.value]),
+            units.ago(one.last_seen_at, now),
+        )
+        for one in found
+    ]
+    heads = ("NAME", "ID", "ARCH", "SOC", "CORES", "MEMORY", "STATE", "LAST SEEN")
+    output.show_table(heads, rows, right=("CORES", "MEMORY"), shrink=("NAME", "SOC"))
+    for one in found:
+        if one.problem is not None:
+            output.show(output.line(f"{one.name}: {one.problem}", style="red"))
+
+
+_STYLES = {"IDLE": "green", "BUSY": "bold", "OFFLINE": "dim", "DRAINING": "yellow", "UNUSABLE": "red"}
+
+
+def show(
+    device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """One device with all that is known of it."""
+    from etfarm.client.aio import AsyncFarm
+    from etfarm.client.cli.terminal import output
+
+    async def fetch() -> Device:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            return await farm.device(device)
+
+    output.show(output.facts(facts(run_async(fetch), datetime.now(UTC))))
+
+
+def forget(
+    device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """Remove an offline device from the farm. Its reports stay; it comes back when an agent announces it. Admins only."""
+    from etfarm.client.aio import AsyncFarm
+
+    async def remove() -> Device:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            known = await farm.device(device)
+            await farm.forget_device(known.id)
+            return known
+
+    removed = run_async(remove)
+    tell(f"Device {removed.name} ({removed.id}) is forgotten.")
+
+
+def restrict(
+    device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
+    project: Annotated[
+        list[str] | None, typer.Option("--project", metavar="P", help="A project that may use the device; repeatable.")
+    ] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Let every project use the device.")] = False,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """Let only some projects use a device; others do not see it. What runs on it now continues. Admins only."""
+    from etfarm.client.aio import AsyncFarm
+
+    if bool(project) == all_:
+        raise Usage("Give either --project or --all.", "For example `etfarm devices restrict board-7 --project vision`.")
+
+    async def change() -> Device:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            return await farm.restrict_device(device, project or ())
+
+    changed = run_async(change)
+    tell(f"{changed.name} runs jobs of {', '.join(changed.projects) or 'every project'}.")
+
+
+def facts(one: Device, now: datetime) -> Iterator[tuple[str, RenderableType]]:
+    """All that is known of a device, as names and what is shown of them; what it does not have is left out."""
+    from rich.text import Text
+
+    from etfarm.client.formats import units
+
+    told = _TOLD_WHERE_EMULATED if one.emulated else _TELEMETRY.keys()
+    telemetry = {key: _TELEMETRY[key](value) for key, value in one.telemetry.items() if key in told}
+    shared = [cluster for cluster in one.clusters if set(cluster.features) != set(one.features)]
+    pairs: list[tuple[str, RenderableType]] = [
+        ("name", one.name),
+        ("id", one.id),
+        ("state", Text(f"{one.state.value}, last seen {units.ago(one.last_seen_at, now)}", _STYLES[one.state.value])),
+        ("problem", Text(str(one.problem), "red") if one.problem else ""),
+        ("attempt", one.attempt_id),
+        ("projects", ", ".join(one.projects)),
+        ("model", one.model),
+        ("soc", one.soc),
+        ("os", one.os),
+        ("arch", one.arch),
+        ("emulated", "its outputs are those of a real one, its times say nothing about it" if one.emulated else ""),
+        ("cores", _all({"": str(one.cores), **telemetry}, "", "cpu_share", "load_1m", "frequency_hz")),
+        *[("", _clusters(one.clusters))][: len(one.clusters)],
+        ("features", " ".join(one.features)),
+        *[("", f"{cluster.part} has {_besides(cluster, one)} as well") for cluster in shared],
+        (
+            "memory",
+            _all(
+                {"total": units.size(one.memory_bytes) if one.memory_bytes else "", **telemetry},
+                "total",
+                "memory_available_bytes",
+            ),
+        ),
+        ("pages", f"{one.page_size_bytes >> 10} KiB each" if one.page_size_bytes else ""),
+        ("disk", telemetry.get("disk_free_bytes", "")),
+        ("sensors", _sensors(one, telemetry.get("temperature_c", ""))),
+        ("battery", _battery(one.has_battery, telemetry)),
+        # One that cannot be used has not told what it would need.
+        ("runner", _runner(one.runner, one.own_runners) if one.runner or one.problem is None else ""),
+        ("backends", ", ".join(one.backends)),
+        ("operators", str(one.operator_count or "")),
+        ("labels", ", ".join(f"{key}={value}" for key, value in one.labels.items())),
+        ("agent", f"{one.agent_id}{', ' if 'agent_rss_bytes' in telemetry else ''}{telemetry.get('agent_rss_bytes', '')}"),
+    ]
+    return ((name, value) for name, value in pairs if value)
+
+
+def _all(said: Mapping[str, str], *keys: str) -> str:
+    return ", ".join(said[key] for key in keys if said.get(key))
+
+
+def _clusters(clusters: Sequence[Cluster]) -> Table:
+    """One line for each, fastest first."""
+    from rich.table import Table
+
+    from etfarm.client.formats import units
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for column in ("part", "cpus", "clock", "governor"):
+        table.add_column(overflow="fold", justify="right" if column == "clock" else "left")
+    for cluster in clusters:
+        cpus = f"cpu{'' if len(cluster.cpus) == 1 else 's'} {_ranges(cluster.cpus)}"
+        sharing = cluster.physical_cores != len(cluster.cpus)
+        table.add_row(
+            cluster.part or "unknown",
+            f"{cpus} ({units.count(cluster.physical_cores, 'core')})" if sharing else cpus,
+            f"up to {cluster.max_frequency_hz / 1e9:.2f} GHz" if cluster.max_frequency_hz else "",
+            cluster.governor,
+        )
+    return table
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3, 6`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _besides(cluster: Cluster, device: Device) -> str:
+    return " ".join(feature for feature in cluster.features if feature not in device.features)
+
+
+def _sensors(device: Device, hottest: str) -> str:
+    """The hottest, and what they are called; phones have a hundred."""
+    names = ", ".join(device.thermal_zones[:_MOST_SENSORS])
+    if (more := len(device.thermal_zones) - _MOST_SENSORS) > 0:
+        names = f"{names} and {more} more"
+    return ": ".join(part for part in (hottest, names) if part)
+
+
+def _battery(has_one: bool | None, telemetry: Mapping[str, str]) -> str:
+    if has_one is False:
+        return "none"
+    return _all(telemetry, "battery_share", "charging") or ("yes" if has_one else "")
+
+
+def _runner(used: str, own: Collection[str]) -> str:
+    """What programs run with on a device, and what else it has."""
+    if not used:
+        return "none: `etfarm bundle build` makes one, `etfarm bundle add` offers it"
+    if used in own:
+        return f"{used}, its own"
+    return f"{used}, the farm's bundle" + (f"; {', '.join(own)} of its own" if own else "")
+
+
+def _size(value: float) -> str:
+    from etfarm.client.formats import units
+
+    return units.size(int(value))
+
+
+_TELEMETRY: dict[str, Callable[[float], str]] = {
+    "cpu_share": lambda value: f"{value * 100:.0f} % busy",
+    "load_1m": lambda value: f"load {value:.2f} over a minute",
+    "memory_available_bytes": lambda value: f"{_size(value)} free",
+    "disk_free_bytes": lambda value: f"{_size(value)} free",
+    "temperature_c": lambda value: f"hottest {value:.1f} °C",
+    "frequency_hz": lambda value: f"clock {value / 1e9:.2f} GHz",
+    "battery_share": lambda value: f"{value * 100:.0f} %",
+    "charging": lambda value: "charging" if value else "not charging",
+    "agent_rss_bytes": lambda value: f"{_size(value)} of memory",
+}
+"""How a heartbeat's values are shown, by key."""
+
+_TOLD_WHERE_EMULATED = ("memory_available_bytes", "disk_free_bytes", "agent_rss_bytes")
+"""Of the machine below as well, and what a program there gets; its load, clock, heat and battery are none of the device's."""
+
+_MOST_SENSORS = 12

@@ -1,0 +1,201 @@
+"""Step 10, command line: `etfarm history`, how a model's numbers went over time, and what was another when they changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from etfarm.client.cli import options
+from etfarm.client.cli.app import STDOUT, Outcome, execute, run_async
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from etfarm.client.jobs.history import HistoryEntry, Point, Series
+
+_BARS = "▁▂▃▄▅▆▇█"
+_NO_EVIDENCE = "·"
+_EXACT_DB = 300.0
+_ID_CHARACTERS = 8
+"""What is shown of a job's id, to leave room: it stands for the job as well."""
+
+_HEADS = ("WHEN", "JOB", "P50", "CHANGE", "VERDICT", "SIZE", "SQNR")
+_RIGHT = ("SIZE", "SQNR")
+_VERDICT_STYLES = {"VALID": "green", "INVALID": "red", "NOT_BENCHMARKABLE": "yellow", "FAILED": "red"}
+
+
+def main(argv: list[str]) -> int:
+    """Runs `etfarm history`."""
+    return execute(history, argv, "history")
+
+
+def history(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's name, or the first characters of its digest.")],
+    device: Annotated[
+        str, typer.Option("--device", metavar="SELECTOR", help="Only on devices that match: name=pi5-a or arch=aarch64.")
+    ] = "",
+    recipe: Annotated[str, typer.Option("--recipe", metavar="R", help="Only of this recipe, as reports name it.")] = "",
+    method: Annotated[str, typer.Option("--method", metavar="M", help="Only of this method.")] = "",
+    threads: Annotated[int | None, typer.Option("--threads", metavar="N", min=1, help="Only with so many threads.")] = None,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="So many reports, the newest.")] = 20,
+    json: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write etfarm.history/1 there, on failure too; - is stdout.")
+    ] = None,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> int:
+    """How a model's numbers went: a table for each recipe, device, method and thread count, the newest report last.
+
+    CHANGE is against the VALID report before; ≈ where the 95 % intervals of the two medians overlap. Below a report is what was
+    another than then: toolchain, runner, model, recipe, state of the device.
+    """
+    from etfarm.client.aio import AsyncFarm
+    from etfarm.client.jobs import history as past
+    from etfarm.wire import selectors
+
+    outcome: Outcome = context.obj
+    outcome.goes_to(json)
+    outcome.document = lambda error: past.document(model, (), error)
+    selectors.parse(device)
+
+    async def fetch() -> list[HistoryEntry]:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            return await farm.history(model, device=device, recipe=recipe, method=method, threads=threads, limit=limit)
+
+    entries = run_async(fetch, outcome)
+    outcome.document = lambda error: past.document(model, entries, error)
+    to_stderr = json == STDOUT
+    series = past.trends(entries)
+    for place, one in enumerate(reversed(series)):
+        _show(one, blank=place > 0, to_stderr=to_stderr)
+    if not series:
+        from etfarm.client.cli.terminal import output
+
+        given = {"--device": device, "--recipe": recipe, "--method": method, "--threads": threads}
+        asked = " ".join(f"{name} {value}" for name, value in given.items() if value)
+        said = f"There are reports of {model}, and none of them fits {asked}. `etfarm history {model}` shows all."
+        output.show(output.line(said), to_stderr=to_stderr)
+    elif len(entries) == limit:
+        from etfarm.client.cli.terminal import output
+
+        output.show(output.line(f"The newest {limit} reports; --limit shows more.", style="dim"), to_stderr=to_stderr)
+    return 0
+
+
+def _show(series: Series, *, blank: bool, to_stderr: bool) -> None:
+    from rich.text import Text
+
+    from etfarm.client.cli.terminal import output
+
+    head = Text(title(series), style="bold")
+    medians = [point.p50_ns for point in series.points if point.is_comparable and point.p50_ns is not None]
+    if len(medians) > 1:
+        from etfarm.client.formats import units
+
+        head.append(f"   {sparkline(series.points)}   ", style="not bold cyan")
+        head.append(f"p50 {units.time(min(medians))} to {units.time(max(medians))}", style="not bold")
+    lines = [*([Text()] if blank else ()), head, *_lines(series.points)]
+    if any(point.overlaps for point in series.points):
+        lines.append(Text("≈: the 95 % intervals of the two medians overlap, they may be the same.", style="dim"))
+    output.say(output.open_console(to_stderr=to_stderr), *lines)
+
+
+def _lines(points: Sequence[Point]) -> list[Text]:
+    """A table with, below the row of each point that something is to be said of, what that is, as wide as it has to be."""
+    from rich.text import Text
+
+    cells = [tuple(Text(head, style="dim") for head in _HEADS), *(_row(point) for point in points)]
+    used = [place for place in range(len(_HEADS)) if any(row[place].cell_len for row in cells[1:])]
+    widths = {place: max(row[place].cell_len for row in cells) for place in used}
+    lines = []
+    for row, said in zip(cells, [Text(), *map(_said, points)], strict=True):
+        line = Text()
+        for place in used:
+            padding = " " * (widths[place] - row[place].cell_len)
+            line += Text.assemble(padding, row[place]) if _HEADS[place] in _RIGHT else Text.assemble(row[place], padding)
+            line.append("  ")
+        line.rstrip()
+        lines.append(line)
+        if said.cell_len:
+            lines.append(Text.assemble(" " * (widths[0] + 2), said))
+    return lines
+
+
+def title(series: Series) -> str:
+    """What is compared over time: `resnet8 · xnnpack_fp32 · pi5-a · 4 threads`."""
+    from etfarm.client.formats import units
+
+    place = series.device_name or (series.device or "")[:12] or "no device"
+    method = series.method if series.method not in (None, "forward") else ""
+    threads = units.count(series.threads, "thread") if series.threads else ""
+    return " · ".join(filter(None, (series.model, series.recipe, place, method, threads)))
+
+
+def sparkline(points: Sequence[Point]) -> str:
+    """A bar for each point, the highest for the slowest median; `·` where there is no evidence. Equal medians are equal bars,
+    and differences within 1 % of the slowest are not blown up to the full height."""
+    medians = [point.p50_ns for point in points if point.is_comparable and point.p50_ns is not None]
+    if not medians:
+        return _NO_EVIDENCE * len(points)
+    low, high = min(medians), max(medians)
+    span = max(high - low, 0.01 * high)
+    return "".join(
+        _BARS[round((point.p50_ns - low) / span * (len(_BARS) - 1))]
+        if point.is_comparable and point.p50_ns is not None
+        else _NO_EVIDENCE
+        for point in points
+    )
+
+
+def change(point: Point) -> tuple[str, str]:
+    """How a point's median is to that before it, and the style for it: `12.3 % slower`, `≈ -0.4 %`."""
+    if point.ratio is None:
+        return "", ""
+    percent = (point.ratio - 1) * 100
+    if point.overlaps is not False:
+        return f"≈ {percent:+.1f} %", "dim"
+    return (f"{percent:.1f} % slower", "red") if percent > 0 else (f"{-percent:.1f} % faster", "green")
+
+
+def _row(point: Point) -> tuple[Text, ...]:
+    from rich.text import Text
+
+    from etfarm.client.formats import units
+
+    report = point.entry.report
+    median = "" if point.p50_ns is None else units.time(point.p50_ns)
+    if point.p50_ns is not None and (ends := report["latency"]["p50_ci95_ns"]):
+        median += f" {units.interval(ends[0], ends[1], point.p50_ns)}"
+    job = Text(point.entry.job[:_ID_CHARACTERS])
+    if point.entry.tags:
+        job.append(f" {', '.join(point.entry.tags)}", style="bold yellow")
+    sqnr, size = point.sqnr_db, point.size_bytes
+    return (
+        Text(point.entry.at.astimezone().strftime("%Y-%m-%d %H:%M")),
+        job,
+        Text(median, style="" if point.is_comparable else "dim"),
+        Text(*change(point)),
+        Text(point.verdict.replace("_", " "), style=_VERDICT_STYLES.get(point.verdict, "")),
+        Text("" if size is None else units.size(size)),
+        Text("" if sqnr is None else "exact" if sqnr >= _EXACT_DB else f"{sqnr:.1f} dB"),
+    )
+
+
+def _said(point: Point) -> Text:
+    """Why a point is no evidence, and what was another than before."""
+    from rich.text import Text
+
+    from etfarm.wire.changes import sentence
+
+    report = point.entry.report
+    why = [report["error"]["reason"]] if report["error"] else []
+    if point.verdict == "INVALID":
+        why += [reason["code"] for reason in report["verdict"]["reasons"]]
+    said = Text(", ".join(why).lower().replace("_", " "), style="dim")
+    if point.changes:
+        said.append("; " if why else "")
+        said.append(f"changed: {'; '.join(sentence(one) for one in point.changes)}", style="not dim cyan")
+    return said

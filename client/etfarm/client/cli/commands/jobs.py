@@ -1,0 +1,191 @@
+"""Step 10, command line: `etfarm jobs`, what was submitted and how it goes."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from etfarm.client.cli import options
+from etfarm.client.cli.app import STDOUT, Command, Outcome, execute, run_async
+from etfarm.client.cli.terminal.capabilities import tell
+
+if TYPE_CHECKING:
+    from etfarm.client.models import JobInfo
+
+
+def main(argv: list[str]) -> int:
+    """Runs `etfarm jobs`."""
+    commands: dict[str, Command] = {"list": list_, "show": show, "watch": watch, "cancel": cancel, "logs": logs}
+    return execute(commands, argv, "jobs", "Lists, shows, watches and cancels jobs, and reads their logs.", later=("retry",))
+
+
+def list_(
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="So many, the newest.")] = 20,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """The jobs of the farm, newest first."""
+    from etfarm.client.aio import AsyncFarm
+    from etfarm.client.cli.terminal import output
+    from etfarm.client.formats import units
+
+    async def fetch() -> list[JobInfo]:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            return await farm.jobs(limit)
+
+    found = run_async(fetch)
+    if not found:
+        print("There are no jobs.")
+        return
+    tagged = any(job.tags for job in found)
+    several = len({job.project for job in found}) > 1
+    now = datetime.now(UTC)
+    rows = [
+        (
+            job.id,
+            *((", ".join(job.tags),) if tagged else ()),
+            job.name,
+            _what(job),
+            job.state.value,
+            *((job.project,) if several else ()),
+            job.owner,
+            units.ago(job.submitted_at, now),
+            _took(job),
+        )
+        for job in found
+    ]
+    heads = (
+        "JOB",
+        *(("TAGS",) if tagged else ()),
+        "NAME",
+        "WHAT",
+        "STATE",
+        *(("PROJECT",) if several else ()),
+        "OWNER",
+        "SUBMITTED",
+        "TOOK",
+    )
+    output.show_table(heads, rows, right=("TOOK",), shrink=("NAME", "WHAT"))
+
+
+def show(job: options.JobId, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
+    """One job and its cells."""
+    from etfarm.client.aio import AsyncFarm
+    from etfarm.client.cli.terminal import output
+    from etfarm.client.formats import units
+
+    async def fetch() -> tuple[JobInfo, dict[str, str]]:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            asked = await farm.job(job)
+            return asked.info, {device.id: device.name for device in await farm.devices()}
+
+    found, devices = run_async(fetch)
+    labels = ", ".join(f"{key}={value}" for key, value in found.labels.items())
+    now = datetime.now(UTC)
+    pairs = [
+        ("job", found.id),
+        ("tags", ", ".join(found.tags)),
+        ("name", found.name),
+        ("labels", labels),
+        ("project", found.project if found.project != "default" else ""),
+        ("owner", found.owner),
+        ("state", found.state.value),
+        ("submitted", units.ago(found.submitted_at, now)),
+        ("took", _took(found)),
+    ]
+    output.show(output.facts((name, value) for name, value in pairs if value))
+    rows = [
+        (
+            str(cell.index),
+            cell.label,
+            cell.state.value,
+            devices.get(cell.device or "") or (cell.device or "")[:12],
+            str(cell.error or cell.waiting_for),
+        )
+        for cell in found.cells
+    ]
+    output.show_table(("CELL", "WHAT", "STATE", "DEVICE", "WHY"), rows, right=("CELL",), shrink=("WHAT", "WHY"))
+
+
+def watch(
+    context: typer.Context,
+    job: options.JobId,
+    json: options.JsonFile = None,
+    verbose: options.Verbose = False,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> int:
+    """Waits for a job and shows its reports. Ctrl-C leaves the job alone: `etfarm jobs cancel` ends it."""
+    from etfarm.client.aio import AsyncFarm
+    from etfarm.client.cli.commands.bench import print_result
+    from etfarm.client.cli.terminal.display import open_display
+    from etfarm.client.cli.workflows import job as flow
+    from etfarm.client.models import JobState
+
+    outcome: Outcome = context.obj
+    outcome.takes_verbose(verbose)
+    outcome.goes_to(json)
+
+    async def follow() -> int:
+        with open_display() as display:
+            async with AsyncFarm(server, tls_ca=tls_ca, on_status=display.status) as farm:
+                found = await farm.job(job)
+                outcome.document = found.document_without_reports
+                result = await flow.follow(found, display, verbose=verbose)
+                outcome.document = flow.ended(result)
+                display.stop()
+                print_result(result, to_stderr=json == STDOUT)
+        return 0 if result.state is JobState.SUCCEEDED else 1
+
+    return run_async(follow, outcome)
+
+
+def cancel(job: options.JobId, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
+    """Ends what is live of a job."""
+    from etfarm.client.aio import AsyncFarm
+
+    async def end() -> str:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            found = await farm.job(job)
+            before = found.state
+            if before.is_terminal:
+                return f"Job {found.id} was done already: {before.value}."
+            after = await found.cancel()
+            return f"Job {found.id}: {after.value}."
+
+    tell(run_async(end))
+
+
+def logs(
+    job: options.JobId,
+    cell: Annotated[int | None, typer.Option("--cell", metavar="N", min=0, help="One cell's lines only.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is done.")] = False,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """What the compilers and runners of a job printed."""
+    from etfarm.client.aio import AsyncFarm
+
+    async def tail() -> None:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            found = await farm.job(job)
+            index = {known.id: str(known.index) for known in found.info.cells}
+            async for line in found.logs(cell=cell, follow=follow):
+                tell(f"{index.get(line.cell_id, '-'):>3} {line.source.lower():<8} {line.text}", flush=follow)
+
+    run_async(tail)
+
+
+def _what(job: JobInfo) -> str:
+    """Models and recipes of a job, each once: `resnet8, ds_cnn · xnnpack_fp32`."""
+    models = dict.fromkeys(cell.model for cell in job.cells)
+    recipes = dict.fromkeys(cell.recipe for cell in job.cells if cell.recipe)
+    return " · ".join(filter(None, (", ".join(models), ", ".join(recipes))))
+
+
+def _took(job: JobInfo) -> str:
+    from etfarm.client.formats import units
+
+    return units.clock((job.finished_at - job.submitted_at).total_seconds()) if job.finished_at else ""

@@ -1,0 +1,139 @@
+"""`etfarm projects`: list and create projects, change their members and storage limits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+
+import typer
+
+from etfarm.client.cli import options
+from etfarm.client.cli.app import Command, Usage, execute, run_async
+from etfarm.client.cli.terminal.capabilities import tell
+
+if TYPE_CHECKING:
+    from etfarm.client.admin.projects import AsyncProjects
+    from etfarm.client.models import Project
+
+Answer = TypeVar("Answer")
+
+_UNITS: Final = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_SIZE: Final = re.compile(r"([0-9]{1,15})\s*([A-Za-z]*)\Z", re.ASCII)
+
+Name = Annotated[str, typer.Argument(metavar="PROJECT", help="The project's name.")]
+Storage = Annotated[
+    str, typer.Option("--storage", metavar="SIZE", help="Limit of all its artifacts together, such as 20GiB, or default.")
+]
+
+
+def main(argv: list[str]) -> int:
+    """Run `etfarm projects`."""
+    commands: dict[str, Command] = {"list": list_, "create": create, "add": add, "remove": remove, "limit": limit}
+    return execute(
+        commands,
+        argv,
+        "projects",
+        "Lists and creates projects, and changes their members and limits. Only admins change anything.",
+    )
+
+
+def list_(server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
+    """List your projects; an admin sees all."""
+    _show(_call(lambda projects: projects.list(), server, tls_ca))
+
+
+def create(
+    project: Annotated[str, typer.Argument(metavar="PROJECT", help="Lower-case letters, digits, dots, dashes, underscores.")],
+    member: Annotated[list[str] | None, typer.Option("--member", metavar="NAME", help="A token's name. Again for more.")] = None,
+    storage: Storage = "",
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """Create a project."""
+    limit_bytes = size_of(storage)
+    created = _call(
+        lambda projects: projects.create(project, member or (), storage_limit_bytes=limit_bytes), server, tls_ca
+    )  # fmt: skip
+    _show([created])
+
+
+def add(
+    project: Name,
+    members: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of tokens.")],
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """Add members to a project. A member's first project replaces `default`, unless you add the member there as well."""
+    _show([_each(members, lambda projects, name: projects.add_member(project, name), server, tls_ca)])
+
+
+def remove(
+    project: Name,
+    members: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of tokens.")],
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """Remove members from a project. Someone without any project is a member of `default`; to lock them out, revoke the token."""
+    _show([_each(members, lambda projects, name: projects.remove_member(project, name), server, tls_ca)])
+
+
+def limit(project: Name, storage: Storage, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
+    """Change the storage limit of a project's artifacts."""
+    limit_bytes = size_of(storage)
+    _show([_call(lambda projects: projects.limit(project, limit_bytes), server, tls_ca)])
+
+
+def size_of(text: str) -> int | None:
+    """Return the bytes of `20GiB` or `1048576`; None for the server's default.
+
+    Raises:
+        Usage: the text is not a size.
+    """
+    if text in ("", "default"):
+        return None
+    match = _SIZE.match(text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise Usage(f"--storage must be a size or default, got {text!r}.", "Give for example --storage 20GiB.", value=text)
+    return int(match[1]) * _UNITS[match[2].upper()]
+
+
+def _call(do: Callable[[AsyncProjects], Awaitable[Answer]], server: str | None, tls_ca: str | None) -> Answer:
+    from etfarm.client.aio import AsyncFarm
+
+    async def call() -> Answer:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            return await do(farm.projects)
+
+    return run_async(call)
+
+
+def _each(
+    names: Sequence[str], do: Callable[[AsyncProjects, str], Awaitable[Project]], server: str | None, tls_ca: str | None
+) -> Project:
+    async def change(projects: AsyncProjects) -> Project:
+        return [await do(projects, name) for name in names][-1]
+
+    return _call(change, server, tls_ca)
+
+
+def _show(projects: Sequence[Project]) -> None:
+    from etfarm.client.cli.terminal import output
+    from etfarm.client.formats import units
+
+    if not projects:
+        tell("You are not a member of any project.")
+        return
+    rows = [
+        (
+            project.name,
+            ", ".join(project.members) or "-",
+            str(project.live_jobs),
+            units.size(project.storage_bytes),
+            "default" if project.storage_limit_bytes is None else units.size(project.storage_limit_bytes),
+        )
+        for project in projects
+    ]
+    output.show_table(
+        ("PROJECT", "MEMBERS", "LIVE JOBS", "STORED", "LIMIT"), rows, right=("LIVE JOBS", "STORED"), shrink=("MEMBERS",)
+    )

@@ -1,0 +1,1 @@
+"""The command `etfarm report` and its subcommands."""

@@ -1,0 +1,247 @@
+"""Step 10, command line: `etfarm report export`, reports for other programs and other people."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from etfarm.client import formats
+from etfarm.client.cli import options
+from etfarm.client.cli.app import STDOUT, Outcome, Usage, must_be_writable, run_async, write_whole
+from etfarm.client.cli.commands.report import documents
+from etfarm.client.cli.terminal.capabilities import put, tell
+from etfarm.client.errors import OutputUnwritable
+from etfarm.client.formats import tables, units
+from etfarm.client.jobs.job import safe_name
+
+_SUFFIXES = {
+    "json": ".json", "csv": ".csv", "parquet": ".parquet", "html": ".html", "markdown": ".md", "perfetto": ".trace.json",
+}  # fmt: skip
+_TO_STDOUT = ("json", "csv", "markdown")
+"""Formats that go to stdout where no file is named: people pipe them."""
+
+_BINARY = ("parquet",)
+
+_SLASHES = tuple(filter(None, (os.sep, os.altsep)))
+"""What a path ends with that names a folder, whether it is there or not."""
+
+
+def export(
+    context: typer.Context,
+    job: documents.JobOrFile,
+    format_: Annotated[str, typer.Option("--format", "-f", metavar="|".join(formats.NAMES), help="What to write.")] = "",
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", metavar="PATH", help="A file, or FOLDER/; - is stdout. [stdout, or a file here]"),
+    ] = None,
+    report: Annotated[
+        list[str] | None,
+        typer.Option("--report", metavar="R", help="Only this one: its number from 0, or its cell's beginning. Again for more."),
+    ] = None,
+    what: Annotated[
+        str | None,
+        typer.Option("--what", metavar="|".join(tables.WHAT), help="Of csv and parquet. [operators; a folder: both]"),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="BASE", help="With html: an earlier job, tag or file to compare with."),
+    ] = None,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> int:
+    """A job's reports, or a file's, as JSON, CSV, Parquet, HTML, Markdown or a Perfetto trace; or ExecuTorch's own files."""
+    outcome: Outcome = context.obj
+    must_be_format(format_)
+    if what is not None and format_ not in ("csv", "parquet"):
+        raise Usage(f"--what is about csv and parquet, not {format_}.", "Leave it out.")
+    if what is not None and what not in tables.WHAT:
+        raise Usage(f"--what {what!r} is no table.", f"Give {' or '.join(tables.WHAT)}.", what=what)
+    if against is not None and format_ != "html":
+        raise Usage(f"--against is about html, not {format_}.", "Use `etfarm compare` with --markdown or --json.")
+    if format_ == "parquet":
+        from etfarm.client.formats import parquet
+
+        parquet.must_be_there()
+    if format_ == "executorch":
+        return save_raw_files(job, output, report or [], outcome, server=server, tls_ca=tls_ca)
+    target = None if output is None or output == STDOUT else Path(output)
+    in_folder = target is not None and (str(output).endswith(_SLASHES) or target.is_dir())
+    if target is not None:
+        (must_be_folder if in_folder else must_be_writable)(target)
+    if output == STDOUT or (output is None and format_ in _TO_STDOUT):
+        if format_ in _BINARY and sys.stdout.isatty():
+            raise Usage(f"A terminal cannot show {format_}.", "Give -o FILE.")
+        target = Path(STDOUT)
+    found = documents.find(job, outcome, server=server, tls_ca=tls_ca)
+    document = formats.only(found.document, report or [])
+    if against is not None:
+        from etfarm.client.formats import html
+
+        compared = comparison_of(against, job, outcome, server=server, tls_ca=tls_ca)
+        files = {f"{stem_of(document)}.html": html.write(document, compared)}
+    else:
+        files = written(document, format_, what, folder=in_folder)
+    if target is not None and in_folder:
+        make_folder(target)
+    for name, data in files.items():
+        if target == Path(STDOUT) and sys.stdout.isatty():
+            put(data.decode())
+            continue
+        if target == Path(STDOUT):
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+            continue
+        path = Path(name) if target is None else target / name if in_folder else target
+        write_whole(path, data)
+        tell(f"Wrote {path}, {units.size(len(data))}.", to_stderr=True)
+    return 0
+
+
+def comparison_of(base: str, candidate: str, outcome: Outcome, *, server: str | None, tls_ca: str | None) -> Mapping[str, Any]:
+    """The document etfarm.comparison/1.
+
+    Raises:
+        EtfarmError: as `etfarm.client.jobs.comparison.compare` says.
+    """
+    from etfarm.client.aio import AsyncFarm
+    from etfarm.client.jobs import comparison as comparing
+
+    async def compare() -> Mapping[str, Any]:
+        if not comparing.needs_farm(base, candidate):
+            return (await comparing.compare(None, base, candidate)).json()
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            return (await farm.compare(base, candidate)).json()
+
+    return run_async(compare, outcome)
+
+
+def must_be_format(name: str) -> None:
+    """Whether `--format` is one.
+
+    Raises:
+        Usage: it is not, or was not given.
+    """
+    if name not in formats.NAMES:
+        said = f"--format {name!r} is no format." if name else "--format is missing."
+        raise Usage(said, f"Give one of {', '.join(formats.NAMES)}.", format=name)
+
+
+def written(document: dict[str, Any], format_: str, what: str | None, *, folder: bool) -> dict[str, bytes]:
+    """The files of a format by their names: one, or of tables that go to a folder both.
+
+    Raises:
+        NeedsExtra: the format needs a library that is not installed.
+    """
+    stem = stem_of(document)
+    suffix = _SUFFIXES[format_]
+    if format_ in ("csv", "parquet"):
+        from etfarm.client.formats import csv, parquet
+
+        write = csv.write if format_ == "csv" else parquet.write
+        chosen = [what] if what else tables.WHAT if folder else tables.WHAT[:1]
+        return {f"{stem}.{one}{suffix}": write(document, one) for one in chosen}
+    return {f"{stem}{suffix}": _writer(format_)(document)}
+
+
+def _writer(format_: str) -> Callable[[dict[str, Any]], bytes]:
+    from etfarm.client.formats import html, markdown, perfetto
+    from etfarm.wire import report
+
+    writers: dict[str, Callable[[dict[str, Any]], bytes]] = {
+        "html": html.write,
+        "markdown": markdown.write,
+        "perfetto": perfetto.write,
+        "json": lambda document: report.dumps(document).encode(),
+    }
+    return writers[format_]
+
+
+def stem_of(document: dict[str, Any]) -> str:
+    """What files of a document are called: its model, where it has one, and its job."""
+    models = {report["model"]["name"] for report in document["reports"] if report["model"]}
+    job = (document["job"] or {}).get("id") or "report"
+    name = f"{models.pop()}-{job}" if len(models) == 1 else f"etfarm-{job}"
+    return plain_name(name)
+
+
+def plain_name(text: str) -> str:
+    """A file's name that needs no quotes in any shell."""
+    return safe_name("".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text))
+
+
+def save_raw_files(
+    job: str, output: str | None, reports: list[str], outcome: Outcome, *, server: str | None, tls_ca: str | None
+) -> int:
+    """ExecuTorch's own files of a job's reports: of one into the folder, of several into a folder each below it.
+
+    Raises:
+        Usage: what was named is a file, or `output` no folder.
+        EtfarmError: there is no such job or report, or a file cannot be fetched.
+    """
+    from etfarm.client.aio import AsyncFarm
+    from etfarm.client.jobs import report_file as reportfile
+
+    if reportfile.is_named(job):
+        raise Usage(
+            "ExecuTorch's files lie in a farm's store, and not in a report file.",
+            "Name the job: etfarm report export JOB --format executorch.",
+        )
+    if output == STDOUT:
+        raise Usage("ExecuTorch's files are several.", "Name a folder: -o FOLDER.")
+    if output is not None:
+        must_be_folder(Path(output))
+
+    async def fetch() -> list[Path]:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            found = await farm.job(job)
+            document = formats.only(await found.document(), reports)
+            folder = Path(output) if output is not None else Path(f"{stem_of(document)}-executorch")
+            cells = {cell.id: cell.index for cell in found.info.cells}
+            chosen = [(cells[one["cell"]], one) for one in document["reports"]]
+            if not chosen:
+                raise Usage(f"Job {found.id} has no report yet.", f"Wait for it: etfarm jobs watch {found.id}.")
+            folders = []
+            for index, one in chosen:
+                parts = (str(index), (one["model"] or {}).get("name"), one["recipe"], one["method"])
+                below = plain_name("-".join(part for part in parts if part))
+                folders.append(folder if len(chosen) == 1 else folder / below)
+                await found.save_raw_files(folders[-1], index)
+            return folders
+
+    for folder in run_async(fetch, outcome):
+        tell(f"Wrote {folder}: see README.txt there.", to_stderr=True)
+    return 0
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder where it is not there; what it would lie in is.
+
+    Raises:
+        OutputUnwritable: it cannot be.
+    """
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise OutputUnwritable(
+            f"{folder} cannot be made: {error.strerror or error}.", "Give another path.", path=folder
+        ) from None
+
+
+def must_be_folder(path: Path) -> None:
+    """For an option that names a folder which is made where it is not there.
+
+    Raises:
+        Usage: it is a file, or there is nothing to make it in.
+        OutputUnwritable: this user may not write there.
+    """
+    if path.exists() and not path.is_dir():
+        raise Usage(f"{path} is no folder.", "Name a folder.", path=path)
+    if not path.exists() and not path.parent.is_dir():
+        raise Usage(f"There is no folder {path.parent} for {path}.", "Make it first.", path=path)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise OutputUnwritable(f"{path} cannot be written: Permission denied.", "Give another path.", path=path)

@@ -1,0 +1,63 @@
+"""Step 10, command line: `etfarm report`, a job's reports again."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from etfarm.client.cli import options
+from etfarm.client.cli.app import STDOUT, Command, Outcome, Usage, execute
+from etfarm.client.cli.commands.report import documents
+from etfarm.client.cli.commands.report.export import export
+from etfarm.client.cli.commands.report.tag import analyze, tag
+from etfarm.wire import views
+
+
+def main(argv: list[str]) -> int:
+    """Runs `etfarm report`."""
+    commands: dict[str, Command] = {"show": show, "export": export, "tag": tag, "analyze": analyze}
+    return execute(commands, argv, "report", "Shows and exports a job's reports, names jobs, analyzes again.")
+
+
+def show(
+    context: typer.Context,
+    job: documents.JobOrFile,
+    by: Annotated[
+        str | None, typer.Option("--by", metavar="|".join(views.BY), help="Group operators; modules are a tree. [each by itself]")
+    ] = None,
+    sort: Annotated[
+        str | None, typer.Option("--sort", metavar="|".join(views.SORTS), help="With --by: what comes first. [total]")
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option("--top", metavar="N", min=0, help="So many rows; 0 is all. [10; with --by 30]")
+    ] = None,
+    json: options.JsonFile = None,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> int:
+    """A job's reports, those of cells that are done while it runs; or those of a file."""
+    from rich.text import Text
+
+    from etfarm.client.cli.terminal import output
+    from etfarm.client.cli.views import groupings as grouped
+    from etfarm.client.cli.views import render
+
+    outcome: Outcome = context.obj
+    outcome.goes_to(json)
+    if by is None and sort is not None:
+        raise Usage("--sort orders groups, and --by, which makes them, is not given.", f"Give --by {', '.join(views.BY)} too.")
+    if by is not None:
+        views.check(by, sort or "total")
+    found = documents.find(job, outcome, server=server, tls_ca=tls_ca)
+    outcome.document = lambda error: found.document
+    console = output.open_console(to_stderr=json == STDOUT)
+    reports = found.document["reports"]
+    if by is not None:
+        shown = grouped.reports(reports, by, sort or "total", width=console.width, top=top)
+    else:
+        top = render.TOP if top is None else top
+        shown = render.reports(reports, width=console.width, top=top, job=job)
+    about = found.document["job"]
+    output.say(console, shown, *([Text(f"job {about['id']}  {about['state']}", style="dim")] if about else ()))
+    return 0

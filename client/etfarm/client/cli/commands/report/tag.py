@@ -1,0 +1,87 @@
+"""Step 10, command line: `etfarm report tag`, a name for a job, and `etfarm report analyze`, its reports by today's code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from etfarm.client.cli import options
+from etfarm.client.cli.app import STDOUT, Outcome, Usage, run_async
+from etfarm.client.cli.terminal.capabilities import tell
+from etfarm.client.formats import units
+
+if TYPE_CHECKING:
+    from etfarm.client.models import JobResult
+
+
+def tag(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="A job's id, its first characters, a tag, or latest.")],
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Letters, digits, dots, dashes and underscores.")] = "",
+    remove: Annotated[bool, typer.Option("--remove", help="Take it away; `tag NAME --remove` does as well.")] = False,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """Names a job, as a baseline: the name stands for it wherever a job's id does. It moves from the job that had it."""
+    from etfarm.client.aio import AsyncFarm
+
+    if not name and not remove:
+        raise Usage("A tag's name is missing.", "Give for example `etfarm report tag latest baseline`.")
+
+    async def change() -> str:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            if remove:
+                had = await farm.untag(name or job, job if name else "")
+                return f"Job {had} is no longer {name or job}."
+            tagged = (await farm.job(job)).id
+            before = await farm.tag(tagged, name)
+            moved = f"; before it was job {before}" if before and before != tagged else ""
+            return f"Job {tagged} is {name}{moved}."
+
+    tell(run_async(change))
+
+
+def analyze(
+    context: typer.Context,
+    job: options.JobId,
+    json: options.JsonFile = None,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> int:
+    """Works a job's reports out again from the stored files, by the server's version, and keeps them in place of the old."""
+    from etfarm.client.aio import AsyncFarm
+    from etfarm.client.cli.terminal import output
+    from etfarm.client.cli.views import render
+
+    outcome: Outcome = context.obj
+    outcome.goes_to(json)
+
+    async def work() -> JobResult:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            return await farm.analyze((await farm.job(job)).id)
+
+    result = run_async(work, outcome)
+    outcome.document = lambda error: result.json()
+    console = output.open_console(to_stderr=json == STDOUT)
+    reports = result.json()["reports"]
+    output.say(console, render.reports(reports, width=console.width, top=render.TOP, job=result.job.id))
+    output.say(console, output.line(f"job {result.job.id}  {worked_out(reports)}", style="dim"))
+    return 0
+
+
+def worked_out(reports: Sequence[Mapping[str, Any]]) -> str:
+    """What became of reports: how many there is an analysis of and by which version, and why of the others there is none."""
+    done = [report["analysis"] for report in reports if report["analysis"]]
+    again = sum(not analysis["cached"] for analysis in done)
+    others = [report["state"] for report in reports if not report["analysis"]]
+    compiled = others.count("SUCCEEDED")
+    counts = (
+        (len(done) - again, "known already"),
+        (compiled, "only compiled, so nothing ran on a device"),
+        (len(others) - compiled, "not measured to the end, so there is nothing to work out"),
+    )
+    said = [f"{again} of {units.count(len(reports), 'report')} worked out again"]
+    said += [f"{count} {why}" for count, why in counts if count]
+    versions = ", ".join(sorted({analysis["version"] for analysis in done}))
+    return f"{', '.join(said)}{f'  etfarm {versions}' if versions else ''}"

@@ -1,0 +1,187 @@
+"""Steps 1 and 10, command line: `etfarm run`, a program's outputs on a device for your inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from etfarm.client.cli import options
+from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, must_be_writable, run_async
+
+
+def main(argv: list[str]) -> int:
+    """Runs `etfarm run`."""
+    return execute(run, argv, "run")
+
+
+def run(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="x.pte; or what `etfarm bench` takes, compiled before.")],
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", metavar="R", help="For a model that is no .pte. [xnnpack_fp32]")
+    ] = None,
+    inputs: Annotated[
+        Path | None,
+        typer.Option(
+            "--inputs", metavar="PATH", help="An .npz, keys by argument name or place, METHOD/ before it; a folder: a data set."
+        ),
+    ] = None,
+    batched: Annotated[bool, typer.Option("--batched", help="Axis 0 of every array of --inputs is the samples'.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="PATH", help="Where the outputs go: X.npz, or of a data set a folder."),
+    ] = None,
+    device: Annotated[str, typer.Option("--device", metavar="SELECTOR", help="A device that matches. [any]")] = "",
+    devices: Annotated[
+        int | None, typer.Option("--devices", metavar="N", min=1, max=10_000, help="Split a data set over N equal devices. [1]")
+    ] = None,
+    all_devices: Annotated[bool, typer.Option("--all-devices", help="Split it over all that match.")] = False,
+    mixed: Annotated[bool, typer.Option("--mixed", help="They may differ in arch and soc.")] = False,
+    metric: Annotated[
+        str | None,
+        typer.Option("--metric", metavar="M", help="top1, an installed one, file.py:function or package.module:function."),
+    ] = None,
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="Go on after a sample that failed.")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="Load the program anew for each sample, without its state.")] = False,
+    method: Annotated[str, typer.Option("--method", metavar="M", help="The method to run. [forward, or the only one]")] = "",
+    threads: Annotated[
+        int | None, typer.Option("--threads", metavar="N", min=1, max=1024, help="Threads. [the fastest cluster's cores]")
+    ] = None,
+    data: Annotated[
+        list[Path] | None, typer.Option("--data", metavar="X.ptd", help="A named data file of the .pte. Again for more.")
+    ] = None,
+    name: options.Name = "",
+    timeout: options.Timeout = None,
+    json: options.JsonFile = None,
+    verbose: options.Verbose = False,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> int:
+    """Runs a program once on a device and fetches its outputs; or a data set, one sample after the other.
+
+    A data set is a folder with an .npz a sample, or --batched. What a program keeps in its state stays from sample to sample.
+    """
+    outcome: Outcome = context.obj
+    outcome.takes_verbose(verbose)
+    outcome.goes_to(json)
+
+    from etfarm.client.cli.commands.bench import must_be_eager, must_be_file, must_belong, print_result, say_made_up
+    from etfarm.client.export.spec import PteFile, resolve
+    from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
+    from etfarm.wire import selectors
+
+    if recipe is not None:
+        read_recipe(recipe)
+    selectors.parse(device)
+    spec = resolve(model)
+    if recipe is not None and isinstance(spec, PteFile):
+        raise Usage("A .pte is compiled already, so that --recipe says nothing about it.", "Leave --recipe out.")
+    must_belong(data or (), [spec])
+    must_be_eager([spec], [recipe] if recipe is not None else [])
+    if is_dataset(
+        inputs, batched, {"--devices": devices, "--all-devices": all_devices, "--mixed": mixed, "--metric": metric,
+        "--keep-going": keep_going, "--reset": reset},
+    ):  # fmt: skip
+        assert inputs is not None
+        if name:
+            raise Usage("--name is a job's, and a data set is none.", "Leave it out.")
+        if devices is not None and all_devices:
+            raise Usage("--devices and --all-devices are both given.", "Give one of them.")
+        from etfarm.client.cli.workflows import dataset
+        from etfarm.client.datasets.dataset import Options
+
+        chosen: Options = {
+            "method": method, "threads": threads, "timeout_s": timeout, "data": data or (), "mixed": mixed,
+            "keep_going": keep_going, "reset": reset, "recipe": recipe or DEFAULT_RECIPE,
+        }  # fmt: skip
+        found = dataset.metric_of(metric) if metric is not None else None
+        wanted = dataset.Wanted(
+            spec, inputs, batched, recipe or DEFAULT_RECIPE, device, None if all_devices else devices or 1, chosen, output, found,
+            server, tls_ca, verbose,
+        )  # fmt: skip
+        return run_async(lambda: dataset.carry_out(wanted, outcome), outcome)
+    if inputs is not None:
+        must_be_file(inputs)
+    if output is not None:
+        must_be_writable(output)
+    say_made_up([spec], inputs)
+
+    from etfarm.client.aio import AsyncFarm
+    from etfarm.client.cli.terminal.display import Display, open_display
+    from etfarm.client.cli.workflows import job as flow
+    from etfarm.client.jobs.job import AsyncJob
+    from etfarm.client.models import JobResult, JobState
+    from etfarm.client.submit.prepared import PreparedModel
+
+    async def submit(farm: AsyncFarm, prepared: list[PreparedModel], display: Display) -> AsyncJob:
+        return await farm.run(
+            prepared[0],
+            recipe or DEFAULT_RECIPE,
+            device,
+            inputs=inputs,
+            methods=[method] if method else (),
+            threads=threads,
+            name=name,
+            timeout_s=timeout,
+            on_upload=display.moved,
+        )
+
+    async def finish(job: AsyncJob, result: JobResult, display: Display) -> None:
+        values = await job.outputs() if result.state is JobState.SUCCEEDED else []
+        display.stop()
+        print_result(result, to_stderr=json == STDOUT)
+        if result.state is JobState.SUCCEEDED:
+            print_outputs(values, to_stderr=json == STDOUT)
+            if output is not None:
+                from etfarm.client.submit import npz
+
+                npz.write_outputs(
+                    output, {job.info.cells[0].method: values}, {job.info.cells[0].method: [v.name for v in values]}
+                )
+
+    async def carry_out() -> int:
+        with open_display() as display:
+            task = flow.Task(
+                [spec], submit, finish, server, tls_ca, recipes=[recipe or DEFAULT_RECIPE], data=data or (), verbose=verbose
+            )
+            _, result = await flow.carry_out(task, outcome, display)
+        return 0 if result is not None and result.state is JobState.SUCCEEDED else 1
+
+    return run_async(carry_out, outcome)
+
+
+def is_dataset(inputs: Path | None, batched: bool, options_of_one: Mapping[str, object]) -> bool:
+    """Whether `--inputs` is one; of a single run's, what is only for a data set is refused.
+
+    Raises:
+        Usage: `--batched` without `--inputs`, or one of `options_of_one` for a single run.
+    """
+    if inputs is None and batched:
+        raise Usage("--batched is about --inputs, which is not given.", "Give --inputs X.npz too.")
+    if batched or (inputs is not None and inputs.is_dir()):
+        return True
+    for option, value in options_of_one.items():
+        if value:
+            raise Usage(f"{option} is for a data set.", "Give --inputs FOLDER, or --inputs X.npz --batched.", option=option)
+    return False
+
+
+def print_outputs(values: object, *, to_stderr: bool) -> None:
+    """Prints what came out, a line a value: name, dtype and shape, and the first numbers."""
+    from etfarm.client.cli.terminal import output
+    from etfarm.wire.tensors import Scalar, Tensor, to_array
+
+    rows = []
+    assert isinstance(values, list)
+    for place, value in enumerate(values):
+        if isinstance(value, Scalar):
+            rows.append((value.name or str(place), "scalar", str(value.value)))
+        elif isinstance(value, Tensor):
+            flat = to_array(value).reshape(-1)[:6].tolist()
+            more = ", ..." if len(flat) == 6 else ""
+            shown = ", ".join(f"{number:.5g}" if isinstance(number, float) else str(number) for number in flat)
+            rows.append((value.name or str(place), f"{value.dtype} {list(value.shape)}", f"{shown}{more}"))
+    output.show_table(("OUTPUT", "TYPE", "VALUES"), rows, shrink=("VALUES",), to_stderr=to_stderr)

@@ -1,0 +1,195 @@
+"""`etfarm tokens`: create, list, revoke and rotate the tokens of a farm."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from etfarm.client.cli import options
+from etfarm.client.cli.app import STDOUT, Command, Usage, execute, run_async
+from etfarm.client.cli.terminal.capabilities import in_a_line, put
+
+if TYPE_CHECKING:
+    from etfarm.client.admin.access import Token
+
+_ABOUT = (
+    "Creates, lists, revokes and rotates the tokens that let people and agents in. Admins only; anyone may rotate their own "
+    "token. Create the first admin's token on the server's machine, with `etfarm tokens init NAME`."
+)
+
+_LIFETIME = re.compile(r"([0-9]{1,6})([smhd])")
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_ENROLMENT_LIFETIME = "1d"
+
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON; - is stdout.")]
+TokenId = Annotated[str, typer.Argument(metavar="ID", help="The token's id, as `etfarm tokens list` shows it.")]
+
+
+def main(argv: list[str]) -> int:
+    """Run `etfarm tokens`."""
+    commands: dict[str, Command] = {"create": create, "list": list_, "revoke": revoke, "rotate": rotate}
+    # `create` has a --project of its own.
+    return execute(commands, argv, "tokens", _ABOUT, takes_project=argv[:1] != ["create"])
+
+
+def create(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the person, script or agent that the token is for.")],
+    role: Annotated[str, typer.Option("--role", metavar="ROLE", help="admin, user, viewer or agent. [user]")] = "",
+    agent: Annotated[
+        bool, typer.Option("--agent", help="Create a one-time token, which `etfarm agent` exchanges for one of its own.")
+    ] = False,
+    expires: Annotated[
+        str,
+        typer.Option(
+            "--expires", metavar="TIME", help="How long the token is valid, such as 30d, 12h or 90m. [no expiry; --agent: 1d]"
+        ),
+    ] = "",
+    project: Annotated[
+        list[str] | None, typer.Option("--project", metavar="P", help="Make NAME a member of this project. Again for more.")
+    ] = None,
+    json: Json = None,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """Create a token and print its secret. The secret is not shown again."""
+    from etfarm.client.admin.access import open_access
+
+    if role not in ("", "admin", "user", "viewer", "agent"):
+        raise Usage(f"--role must be admin, user, viewer or agent, got {role!r}.", value=role)
+    if agent and role not in ("", "agent"):
+        raise Usage(f"--agent requires the role agent, got --role {role}.", "Leave one of the two out.")
+    _check(json)
+    lifetime_s = lifetime_of(expires or (_ENROLMENT_LIFETIME if agent else ""))
+
+    async def send() -> tuple[Token, str]:
+        async with open_access(server, tls_ca=tls_ca) as access:
+            return await access.create_token(
+                name, role or ("agent" if agent else "user"), lifetime_s=lifetime_s, projects=project or (), enrolment=agent
+            )
+
+    token, secret = run_async(send)
+    _show_secret(token, secret, json)
+
+
+def list_(json: Json = None, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
+    """List all tokens without their secrets, newest first; those of the server's --tokens file come last."""
+    from etfarm.client.admin.access import open_access
+    from etfarm.client.cli.terminal import output
+    from etfarm.client.formats import units
+
+    async def fetch() -> list[Token]:
+        async with open_access(server, tls_ca=tls_ca) as access:
+            return await access.tokens()
+
+    tokens = run_async(fetch)
+    if json is not None:
+        _write(json, [_document(token) for token in tokens])
+        if json == STDOUT:
+            return
+    now = datetime.now(UTC)
+    rows = [
+        (
+            token.id,
+            token.principal,
+            token.role,
+            token.kind,
+            token.state,
+            units.ago(token.created_at, now),
+            token.expires_at.astimezone().strftime("%Y-%m-%d %H:%M") if token.expires_at else "-",
+            units.ago(token.last_used_at, now),
+            token.agent_id or "-",
+        )
+        for token in tokens
+    ]
+    heads = ("ID", "NAME", "ROLE", "KIND", "STATE", "CREATED", "EXPIRES", "LAST USED", "AGENT")
+    output.show_table(heads, rows, shrink=("NAME", "AGENT"))
+
+
+def revoke(token: TokenId, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
+    """Revoke a token at once, and end the calls that use it."""
+    from etfarm.client.admin.access import open_access
+
+    async def send() -> Token:
+        async with open_access(server, tls_ca=tls_ca) as access:
+            return await access.revoke_token(token)
+
+    ended = run_async(send)
+    print(in_a_line(f"Revoked: {ended.id} of {ended.principal} ({ended.role})."))
+
+
+def rotate(
+    token: Annotated[str, typer.Argument(metavar="ID", help="The token's id; your own token when left out.")] = "",
+    json: Json = None,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+) -> None:
+    """Replace a token's secret at once, and print the new one. It is not shown again."""
+    from etfarm.client.admin.access import open_access
+
+    _check(json)
+
+    async def send() -> tuple[Token, str]:
+        async with open_access(server, tls_ca=tls_ca) as access:
+            return await access.rotate_token(token)
+
+    _show_secret(*run_async(send), json)
+
+
+def lifetime_of(text: str) -> float | None:
+    """Return the seconds of `30d`, `12h`, `90m` or `10s`; None for an empty text.
+
+    Raises:
+        Usage: the text has another form.
+    """
+    if not text:
+        return None
+    parts = _LIFETIME.fullmatch(text)
+    if parts is None or int(parts[1]) == 0:
+        raise Usage(f"--expires must be a number with s, m, h or d, got {text!r}.", "Give for example 30d.", value=text)
+    return int(parts[1]) * _UNITS[parts[2]]
+
+
+def _show_secret(token: Token, secret: str, json: str | None) -> None:
+    """Print the secret alone on stdout, for scripts, and its description on stderr."""
+    if json is not None:
+        _write(json, _document(token) | {"secret": secret})
+    if json != STDOUT:
+        until = f", until {token.expires_at.astimezone():%Y-%m-%d %H:%M}" if token.expires_at else ""
+        use = "for one enrolment" if token.kind == "enrolment" else f"of {token.principal} ({token.role})"
+        sentence = in_a_line(f"Token {token.id} {use}{until}. It is not shown again; ETFARM_TOKEN takes it:")
+        print(sentence, file=sys.stderr, flush=True)
+        print(in_a_line(secret))
+
+
+def _document(token: Token) -> dict[str, object]:
+    return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in vars(token).items()}
+
+
+def _check(file: str | None) -> None:
+    """Check that the file can be written, before the server creates a secret that would be lost."""
+    from etfarm.client.cli.app import must_be_writable
+
+    if file not in (None, STDOUT):
+        must_be_writable(Path(str(file)))
+
+
+def _write(file: str, document: object) -> None:
+    import json
+
+    from etfarm.client.cli.app import write_whole
+
+    text = json.dumps(document, indent=2) + "\n"
+    if file == STDOUT:
+        put(text)
+        return
+    before = os.umask(0o077)  # the secret is for this user alone
+    try:
+        write_whole(Path(file), text.encode())
+    finally:
+        os.umask(before)

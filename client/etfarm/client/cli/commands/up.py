@@ -1,0 +1,40 @@
+"""Step 1, command line: `etfarm up`, which keeps the embedded farm running until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+
+from etfarm.client.cli.app import execute, run_async
+from etfarm.client.errors import Interrupted
+
+
+def main(argv: list[str]) -> int:
+    """Runs `etfarm up`."""
+    return execute(up, argv, "up")
+
+
+def up() -> int:
+    """Keeps the embedded farm of this user running until Ctrl-C; other commands use it meanwhile, and may --detach."""
+    from etfarm.client.embedded import lease as embedded
+    from etfarm.wire.names import SERVER_VARIABLE
+
+    async def stay() -> None:
+        lease = await embedded.join(kind="up", on_status=lambda text: print(text, file=sys.stderr, flush=True))
+        try:
+            print(f"The embedded farm runs at {lease.address}; its data is in {lease.data}.")
+            print("Commands of yours use it by themselves. From elsewhere on this machine:")
+            print(f"  export {SERVER_VARIABLE}={shlex.quote(lease.address)}")
+            print("Ctrl-C ends it, and the jobs that run.", flush=True)
+            await lease.lost()
+        finally:
+            if sys.stderr.isatty():
+                print("Leaving.", file=sys.stderr, flush=True)
+            await asyncio.shield(lease.leave())
+
+    try:
+        run_async(stay)
+    except Interrupted:
+        return 0
+    return 0

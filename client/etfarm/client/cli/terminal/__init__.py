@@ -1,0 +1,1 @@
+"""The terminal itself: its capabilities, plain and live output, progress lines."""

@@ -1,0 +1,243 @@
+"""Step 10, command line: what a waiting command shows: a live table on a terminal, plain lines elsewhere. On stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, Self
+
+from etfarm.client.cli.terminal.capabilities import tell
+from etfarm.client.cli.terminal.lines import Lines
+from etfarm.client.formats import units
+from etfarm.client.models import Cell, CellChanged, CellState, Event, Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.live import Live
+
+_GATES = ("WAIT_FOR_COOL", "WAIT_FOR_IDLE")
+
+ROWS = 16
+"""Cells in the live table; the liveliest come first."""
+
+
+class Display(Protocol):
+    """Shows what goes on while a command waits."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def status(self, text: str) -> None:
+        """One sentence about what the command does before its job runs."""
+
+    def moved(self, done: int, total: int) -> None:
+        """Bytes that were uploaded."""
+
+    def cells(self, cells: Sequence[Cell]) -> None:
+        """The job's cells, once they are known."""
+
+    def event(self, event: Event) -> None:
+        """Something happened in the job."""
+
+    def log(self, line: str, cell: str) -> None:
+        """A line that a compiler or runner printed; the cell's name where there are several."""
+
+    def stop(self) -> None:
+        """Leaves the terminal to others. Nothing is shown afterwards."""
+
+
+def open_display() -> Display:
+    """The display that fits stderr."""
+    return LiveDisplay() if sys.stderr.isatty() else PlainDisplay(lambda line: tell(line, to_stderr=True, flush=True))
+
+
+class PlainDisplay(Lines):
+    """Lines, as things end."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        """Args:
+        write: takes one line without its end.
+        """
+        super().__init__(write)
+        self._labels: dict[str, str] = {}
+        self._states: dict[str, str] = {}
+        self._waits: dict[str, str] = {}
+
+    def cells(self, cells: Sequence[Cell]) -> None:
+        """Learns their names."""
+        self._labels = {cell.id: cell.label for cell in cells}
+
+    def event(self, event: Event) -> None:
+        """Writes a line for a phase that ended, a state that is new, and a reason to wait, where it is a new one."""
+        if isinstance(event, Progress) and event.duration_ms is not None:
+            took = units.milliseconds(event.duration_ms)
+            self._waits.pop(event.cell_id, None)
+            said = f", {event.message}" if event.message else ""
+            self._write(f"{self._labels.get(event.cell_id, event.cell_id)}: {event.phase} {took} ({event.actor}){said}")
+        elif isinstance(event, Progress) and event.phase in _GATES and event.message:
+            # Its reading changes all the time: the first one is the reason.
+            if self._waits.get(event.cell_id) != event.phase:
+                self._waits[event.cell_id] = event.phase
+                self._write(f"{self._labels.get(event.cell_id, event.cell_id)}: {event.phase}: {event.message} ({event.actor})")
+        elif isinstance(event, CellChanged):
+            said = str(event)
+            if self._states.get(event.cell.id) != said:
+                self._states[event.cell.id] = said
+                self._write(said)
+
+    def log(self, line: str, cell: str) -> None:
+        """Writes it."""
+        self._write(f"{cell}: {line}" if cell else line)
+
+
+class LiveDisplay:
+    """A table of the cells that is redrawn in place and gone when the command is done."""
+
+    def __init__(self) -> None:
+        self._live: Live | None = None
+        self._status = "Starting."
+        self._cells: dict[str, Cell] = {}
+        self._progress: dict[str, Progress] = {}
+        self._since: dict[str, float] = {}
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Self:
+        from rich.live import Live
+
+        from etfarm.client.cli.terminal.output import PlainConsole
+
+        self._live = Live(
+            # This very file: exporting swaps sys.stderr for a while, and a table half drawn elsewhere leaves its rest here.
+            console=PlainConsole(file=sys.stderr),
+            get_renderable=lambda: self,
+            refresh_per_second=8,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=True,  # what a user's factory prints goes above the table
+        )
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Takes the table away, and says in its place why cells failed: stdout may be a file by then."""
+        if self._live is None:
+            return
+        self._live.stop()
+        self._live = None
+        for line in self._failures():
+            tell(line, to_stderr=True, flush=True)
+
+    def status(self, text: str) -> None:
+        """Shows the sentence until the next one."""
+        self._status = text
+
+    def moved(self, done: int, total: int) -> None:
+        """Shows how much is there."""
+        self._status = f"Uploading {units.size(done)} of {units.size(total)}."
+
+    def cells(self, cells: Sequence[Cell]) -> None:
+        """Shows a row for each."""
+        self._status = ""
+        for cell in cells:
+            self._cells[cell.id] = cell
+            self._since.setdefault(cell.id, time.monotonic())
+
+    def event(self, event: Event) -> None:
+        """Shows a cell's newest state and phase."""
+        if isinstance(event, CellChanged):
+            known = self._cells.get(event.cell.id)
+            if known is None or known.state is not event.cell.state:
+                self._since[event.cell.id] = time.monotonic()
+                self._progress.pop(event.cell.id, None)
+            self._cells[event.cell.id] = event.cell
+        elif isinstance(event, Progress):
+            self._progress[event.cell_id] = event
+
+    def log(self, line: str, cell: str) -> None:
+        """Prints it above the table, where it stays."""
+        if self._live is not None:
+            self._live.console.print(f"{cell}: {line}" if cell else line, style="dim", markup=False, highlight=False)
+
+    def _failures(self) -> list[str]:
+        failed = [cell for cell in self._cells.values() if cell.error is not None and cell.state is CellState.FAILED]
+        return [f"etfarm: {f'{cell.label}: ' if len(self._cells) > 1 else ''}{cell.error}" for cell in failed]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich.spinner import Spinner
+        from rich.table import Table
+        from rich.text import Text
+
+        elapsed = units.clock(time.monotonic() - self._started)
+        if not self._cells:
+            yield Spinner("dots", Text(f"{self._status}  {elapsed}", no_wrap=True, overflow="ellipsis"))
+            return
+        heading, labels = _told_apart(list(self._cells.values()))
+        if heading:
+            yield Text(heading, style="bold", no_wrap=True, overflow="ellipsis")
+        liveliest = sorted(self._cells.values(), key=lambda cell: (cell.state.is_terminal, _rank(cell), cell.index))
+        now = time.monotonic()
+        rows = [
+            (
+                labels[cell.id],
+                Text(cell.state.value.lower().replace("_", " "), style=_STYLES.get(cell.state.value, "bold")),
+                _doing(cell, self._progress.get(cell.id)),
+                "" if cell.state.is_terminal else units.clock(now - self._since[cell.id]),
+            )
+            for cell in sorted(liveliest[:ROWS], key=lambda cell: cell.index)
+        ]
+        label, state, doing, spent = (max(len(row[place]) for row in rows) for place in range(4))
+        # States and times are never shortened: what a cell does gives way to them down to a third, and its name to all.
+        room = max(2, options.max_width - state - spent - 6)
+        doing = min(doing, max(room // 3, room - label))
+        label = max(1, min(label, room - doing))
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True, overflow="ellipsis", width=label)
+        table.add_column(no_wrap=True, width=state)
+        table.add_column(no_wrap=True, overflow="ellipsis", style="dim", width=doing)
+        table.add_column(no_wrap=True, justify="right", style="dim", width=spent)
+        for row in rows:
+            table.add_row(*row)
+        ended = sum(cell.state.is_terminal for cell in self._cells.values())
+        more = f", {len(liveliest) - ROWS} more" if len(liveliest) > ROWS else ""
+        foot = f"{self._status}  " if self._status else ""
+        foot += f"{ended} of {units.count(len(self._cells), 'cell')} done{more}  {elapsed}"
+        yield table
+        yield Spinner("dots", Text(foot, style="dim", no_wrap=True, overflow="ellipsis"))
+
+
+_STYLES = {"SUCCEEDED": "green", "FAILED": "bold red", "CANCELLED": "yellow", "QUEUED": "dim", "WAITING_FOR_DEVICE": "yellow"}
+
+
+def _told_apart(cells: Sequence[Cell]) -> tuple[str, dict[str, str]]:
+    """What all cells share, for a heading, and by id what is left to tell them apart; no heading for a single cell."""
+    if len(cells) == 1:
+        return "", {cells[0].id: cells[0].label}
+    shared = [len(set(values)) == 1 for values in zip(*(cell.traits for cell in cells), strict=True)]
+    heading = " · ".join(trait for trait, same in zip(cells[0].traits, shared, strict=True) if trait and same)
+    labels = {}
+    for cell in cells:
+        own = [trait for trait, same in zip(cell.traits, shared, strict=True) if trait and not same]
+        labels[cell.id] = " · ".join(own) or f"cell {cell.index}"  # the same on several devices
+    return heading, labels
+
+
+def _rank(cell: Cell) -> int:
+    return {"RUNNING": 0, "ANALYZING": 1, "COMPILING": 2}.get(cell.state.value, 3)
+
+
+def _doing(cell: Cell, progress: Progress | None) -> str:
+    if cell.state.is_terminal:
+        return cell.error.message if cell.error is not None else ""
+    if progress is None:
+        return cell.waiting_for
+    if cell.state is CellState.WAITING_FOR_DEVICE:
+        return progress.message or cell.waiting_for
+    said = progress.message or cell.waiting_for
+    far = f" {100 * progress.done / progress.total:.0f} %" if progress.done is not None and progress.total else ""
+    actor = f" ({progress.actor})" if progress.actor not in ("", "SERVER") else ""
+    return f"{progress.phase}{far}{actor}{f': {said}' if said else ''}"

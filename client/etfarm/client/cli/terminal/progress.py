@@ -1,0 +1,132 @@
+"""Step 10, command line: how far a data set is: a bar on a terminal, a line now and then elsewhere. On stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol, Self
+
+from etfarm.client.cli.terminal.capabilities import tell
+from etfarm.client.cli.terminal.lines import Lines
+from etfarm.client.formats import units
+
+LINES_S: Final = 10.0
+"""Between two lines where there is no terminal."""
+
+
+class Progress(Protocol):
+    """Shows how far a data set is."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def status(self, text: str) -> None:
+        """One sentence about what is waited for."""
+
+    def moved(self, done: int, total: int) -> None:
+        """Bytes that were uploaded."""
+
+    def line(self, text: str) -> None:
+        """What is to stay: a line of a runner, a sample that failed."""
+
+    def advance(self, done: int, per_s: float | None) -> None:
+        """So many samples are done, at so many a second."""
+
+    def stop(self) -> None:
+        """Leaves the terminal to others."""
+
+
+def open_progress(total: int) -> Progress:
+    """The progress of so many samples that fits stderr."""
+    if sys.stderr.isatty():
+        return Bar(total)
+    return SampleLines(total, lambda line: tell(line, to_stderr=True, flush=True))
+
+
+def left(done: int, total: int, per_s: float | None) -> str:
+    """`120 of 300 samples, 45.1/s, 4.0 s left`."""
+    parts = [f"{done:,} of {units.count(total, 'sample')}"]
+    if per_s:
+        parts += [f"{units.significant(per_s)}/s", f"{units.clock((total - done) / per_s)} left"]
+    return ", ".join(parts)
+
+
+class SampleLines(Lines):
+    """A line now and then."""
+
+    def __init__(self, total: int, write: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
+        """Args:
+        write: takes one line without its end.
+        now: seconds.
+        """
+        super().__init__(write)
+        self._total = total
+        self._now = now
+        self._last_s = now()
+
+    def line(self, text: str) -> None:
+        """Writes it."""
+        self._write(text)
+
+    def advance(self, done: int, per_s: float | None) -> None:
+        """Writes a line where the last one was long ago."""
+        if self._now() - self._last_s >= LINES_S and done < self._total:
+            self._last_s = self._now()
+            self._write(left(done, self._total, per_s))
+
+
+class Bar:
+    """A bar that is redrawn in place and gone when the command is done."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._progress: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Self:
+        from rich.progress import BarColumn, SpinnerColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+
+        from etfarm.client.cli.terminal.output import PlainConsole
+
+        self._progress = RichProgress(
+            SpinnerColumn(),
+            BarColumn(bar_width=30),
+            TextColumn("{task.description}", markup=False),
+            console=PlainConsole(file=sys.stderr),
+            transient=True,
+            redirect_stdout=False,
+        )
+        self._task = self._progress.add_task("Starting.", total=self._total)
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Takes the bar away."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def status(self, text: str) -> None:
+        """Shows the sentence beside the bar until the next one."""
+        if self._progress is not None:
+            self._progress.update(self._task, description=text)
+
+    def moved(self, done: int, total: int) -> None:
+        """Shows how much is there; a device comes next."""
+        self.status(f"Uploading {units.size(done)} of {units.size(total)}." if done < total else "Waiting for a device.")
+
+    def line(self, text: str) -> None:
+        """Prints it above the bar, where it stays."""
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False)
+
+    def advance(self, done: int, per_s: float | None) -> None:
+        """Redraws the bar."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done, description=left(done, self._total, per_s))

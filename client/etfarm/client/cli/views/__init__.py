@@ -1,0 +1,1 @@
+"""Reports, compilations and comparisons as text for a terminal."""

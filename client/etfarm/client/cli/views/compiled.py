@@ -1,0 +1,245 @@
+"""Step 10, command line: a compilation as people read it: what came out, how much of it is delegated, what to look at.
+
+Takes `compile` of a REPORT, so that it looks the same now and when it is shown again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from etfarm.client.formats import units
+from etfarm.wire import delegation as delegations
+
+TOP = 5
+"""Operators that are named of those that nothing delegates, and of those that stayed in fp32."""
+
+TOP_BRIEF = 3
+"""The same beside a measurement."""
+
+LEAST_CODE = 12
+"""Fewer characters of a line of code say nothing."""
+
+Json = Mapping[str, Any]
+Fact = tuple[str, RenderableType]
+
+
+def whole(compiled: Json, width: int, *, delegates: bool = True) -> Iterator[Fact]:
+    """All about a compilation that was what the user wanted.
+
+    Args:
+        width: columns for a fact's value.
+        delegates: whether the recipe is to delegate anything: then what it did not delegate is named.
+    """
+    if compiled["stages"]:
+        yield "stages", _stages(compiled, width)
+    if compiled["stopped_after"]:
+        files = compiled["stage_files"] or {}
+        parts = [f"{name} {units.size(file['size_bytes'])}" for name, file in files.items()]
+        yield "stopped", Text(f"after {compiled['stopped_after']}: {', '.join(parts) or 'no files'}")
+    if compiled["program"]:
+        yield "size", Text(_size(compiled))
+    if planned := _planned(compiled):
+        yield "memory", Text(planned)
+    if compiled["modules"]:
+        yield "modules", _modules(compiled["modules"], width)
+    for method, delegation in (compiled["delegation"] or {}).items():
+        if said := _share(delegation):
+            yield "delegated", Text(_of(method, compiled, said))
+    if delegates:
+        yield from _undelegated(compiled, width, TOP)
+    yield from _stayed(compiled, width, TOP)
+    for check in compiled["checks"] or ():
+        yield "host check", _check(check)
+    yield from _warnings(compiled)
+
+
+def brief(compiled: Json, width: int, delegated_time: float | None, *, delegates: bool = True) -> Iterator[Fact]:
+    """What of a compilation matters beside a measurement.
+
+    Args:
+        width, delegates: as in `whole`.
+        delegated_time: the share of the traced time that delegates took; None where it was not traced.
+    """
+    if compiled["stages"]:
+        text = Text()
+        if compiled["cached"]:
+            text.append("cached; took ", "dim")
+        text.append(" · ".join(f"{stage['stage']} {units.milliseconds(stage['duration_ms'])}" for stage in compiled["stages"]))
+        yield "compile", text
+    if compiled["program"]:
+        parts = [units.size(compiled["program"]["size_bytes"])]
+        for method, delegation in (compiled["delegation"] or {}).items():
+            if said := _share(delegation):
+                parts.append(_of(method, compiled, said))
+        if delegated_time is not None:
+            parts.append(f"{units.percent(delegated_time)} of the time")
+        yield "program", Text(", ".join(parts))
+    if delegates:
+        yield from _undelegated(compiled, width, TOP_BRIEF)
+    yield from _stayed(compiled, width, TOP_BRIEF)
+    yield from _warnings(compiled)
+
+
+def _stages(compiled: Json, width: int) -> Table:
+    """A row a stage: its time, where it ran, and how long each method took where they are several."""
+    rows = []
+    for stage in compiled["stages"]:
+        where = (stage["where"] or "").lower()
+        if stage["cached"] or (compiled["cached"] and where == "server"):
+            where = f"{where}, cached".removeprefix(", ")
+        methods = stage["methods"] or {}
+        times = [f"{name} {units.milliseconds(ms)}" for name, ms in methods.items()] if len(methods) > 1 else []
+        rows.append((stage["stage"], units.milliseconds(stage["duration_ms"]), where, times))
+    room = width - sum(2 + max(len(row[place]) for row in rows) for place in range(3))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(style="dim", overflow="fold")
+    for stage_name, took, where, times in rows:
+        line = " · ".join(times)
+        table.add_row(stage_name, took, where, line if len(line) <= room else "\n".join(times))
+    return table
+
+
+def _size(compiled: Json) -> str:
+    text = units.size(compiled["program"]["size_bytes"])
+    sizes = compiled["sizes"]
+    if sizes:
+        names = (("program", "program_bytes"), ("constants", "constant_bytes"), ("delegates", "delegate_bytes"))
+        text += f": {' · '.join(f'{name} {units.size(sizes[key])}' for name, key in names if sizes[key])}"
+        methods = {name: method["delegate_bytes"] for name, method in (sizes["methods"] or {}).items()}
+        methods = {name: value for name, value in methods.items() if value}  # constant methods have none
+        if len(methods) > 1:
+            text += f" ({', '.join(f'{name} {units.size(value)}' for name, value in methods.items())})"
+    files = [f"{name} {units.size(file['size_bytes'])}" for name, file in (compiled["data"] or {}).items()]
+    return f"{text}; data {', '.join(files)}" if files else text
+
+
+def _modules(modules: Sequence[Json], width: int) -> Table:
+    """The modules that own most: what they take of the program, and the most that their own tensors take at one time."""
+    ordered = sorted(modules, key=lambda one: (-one["constant_bytes"], -one["planned_bytes"]))
+    several = len({one["method"] for one in modules}) > 1
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for justify, style in (("right", ""), ("right", "dim"), ("left", "")):
+        table.add_column(justify=justify, style=style, no_wrap=True)  # type: ignore[arg-type]
+    for one in ordered[:TOP]:
+        planned = f"planned {units.size(one['planned_bytes'])}" if one["planned_bytes"] else ""
+        name = one["module"] or "the model itself"
+        name = f"{one['method']}: {name}" if several else name
+        table.add_row(units.size(one["constant_bytes"]), planned, units.without_start(name, max(LEAST_CODE, width - 36)))
+    if len(ordered) > TOP:
+        rest = units.size(sum(one["constant_bytes"] for one in ordered[TOP:]))
+        table.add_row(rest, "", Text(f"in {len(ordered) - TOP} more: etfarm report show JOB --by module", style="dim"))
+    return table
+
+
+def _planned(compiled: Json) -> str:
+    methods = ((compiled["sizes"] or {}).get("methods") or {}).items()
+    sizes = {name: units.size(sum(one["planned_bytes"])) for name, one in methods if one["planned_bytes"]}
+    if len(sizes) > 1:
+        return f"planned {', '.join(f'{name} {size}' for name, size in sizes.items())}"
+    return f"planned {next(iter(sizes.values()))}" if sizes else ""
+
+
+def _share(delegation: Json) -> str:
+    delegated, outside = delegations.nodes(delegation)
+    nodes = delegated + outside
+    if nodes <= 0:
+        return ""
+    if not delegation["subgraphs"]:
+        return "nothing delegated"
+    return f"{delegated} of {units.count(nodes, 'node')} delegated in {units.count(delegation['subgraphs'], 'subgraph')}"
+
+
+def _of(method: str, compiled: Json, said: str) -> str:
+    return f"{method}: {said}" if len(compiled["delegation"]) > 1 else said
+
+
+def _undelegated(compiled: Json, width: int, top: int) -> Iterator[Fact]:
+    """Operators outside of delegates."""
+    rows = []
+    for method, delegation in (compiled["delegation"] or {}).items():
+        for one in delegation["operators"] or ():
+            if one["non_delegated"] and one["op"] not in delegations.GLUE:
+                rows.append((one["op"], one["non_delegated"], method, one["places"]))
+    if rows:
+        yield "undelegated", _operators(rows, len(compiled["delegation"]) > 1, width, top)
+
+
+def _stayed(compiled: Json, width: int, top: int) -> Iterator[Fact]:
+    stayed = compiled["stayed_fp32"] or {}
+    rows = [(one["op"], one["count"], method, one["places"]) for method, ops in stayed.items() for one in ops["operators"] or ()]
+    if rows:
+        yield "stayed fp32", _operators(rows, len(stayed) > 1, width, top)
+
+
+def _operators(rows: Iterable[tuple[str, int, str, Sequence[Json] | None]], methods: bool, width: int, top: int) -> Table:
+    """The most frequent operators, a row each: how often, which, and the line of the user's code that has most of them."""
+    ordered = sorted(rows, key=lambda row: -row[1])
+    shown = ordered[:top]
+    names = [f"{method}: {op}" if methods else op for op, _, method, _ in shown]
+    places = [_place(row[3] or ()) for row in shown]
+    codes = [_code(row[3] or ()) for row in shown]
+    counts = [f"{row[1]} x" for row in shown]
+    room = width - max(map(len, counts)) - 6
+    # The line of code takes what names and places leave, and is the first to go.
+    place_width = min(max(map(len, places)), max(room * 9 // 20, 8))
+    name_width = min(max(map(len, names)), max(room - place_width, 12))
+    code_width = room - name_width - place_width
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for justify, style in (("right", ""), ("left", ""), ("left", "cyan"), ("left", "dim")):
+        table.add_column(justify=justify, style=style, no_wrap=True)  # type: ignore[arg-type]
+    for count, name, place, code in zip(counts, names, places, codes, strict=True):
+        table.add_row(
+            count,
+            units.without_end(name, name_width),
+            units.without_start(place, place_width),
+            Text(units.without_end(code, code_width) if code_width >= LEAST_CODE else ""),
+        )
+    if len(ordered) > top:
+        nodes, more = sum(row[1] for row in ordered[top:]), len(ordered) - top
+        rest = f"{nodes} node{'s' * (nodes > 1)} more" if more == 1 else f"{nodes} nodes of {more} more"
+        table.add_row("", Text(f"and {rest}", style="dim"), "", "")
+    return table
+
+
+def _place(places: Sequence[Json]) -> str:
+    if not places:
+        return ""
+    first = places[0]
+    text = f"{first['source']['file']}:{first['source']['line']}" if first["source"] else str(first["module"] or "")
+    return f"{text} (+{len(places) - 1})" if text and len(places) > 1 else text
+
+
+def _code(places: Sequence[Json]) -> str:
+    return str(places[0]["source"]["code"] or "").strip() if places and places[0]["source"] else ""
+
+
+def _check(check: Json) -> Text:
+    """One run on the server: which inputs, and the worst of its outputs."""
+    shapes = f" [{', '.join(check['shapes'])}]" if check["shapes"] else ""
+    which = f"{check['method']}, {str(check['inputs']).lower()} inputs{shapes}: "
+    outputs = check["outputs"] or ()
+    if not check["ran"]:
+        return Text(f"{which}did not run: {check['why']}", style="yellow")
+    if not outputs:
+        return Text(f"{which}ran, not compared: {check['why']}" if check["why"] else f"{which}ran")
+    if all(output["equal"] for output in outputs):
+        return Text(f"{which}equal to eager PyTorch")
+    sqnr = [output["sqnr_db"] for output in outputs if output["sqnr_db"] is not None]
+    errors = [output["max_abs_error"] for output in outputs if output["max_abs_error"] is not None]
+    parts = [f"SQNR {min(sqnr):.1f} dB"] if sqnr else []
+    parts += [f"max abs error {max(errors):.3g}"] if errors else []
+    worst = f", the worst of {len(outputs)} outputs" if len(outputs) > 1 else ""
+    return Text(f"{which}{', '.join(parts) or 'not comparable'} against eager PyTorch{worst}")
+
+
+def _warnings(compiled: Json) -> Iterator[Fact]:
+    for warning in compiled["warnings"] or ():
+        yield "warning", Text(warning["message"], style="yellow")

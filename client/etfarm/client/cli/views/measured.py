@@ -1,0 +1,85 @@
+"""Step 10, command line: a measurement as people read it: can it be trusted, and if not, what to do; then how times spread.
+
+Takes a REPORT of etfarm.report/1, so that it looks the same now and when it is shown again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from etfarm.client.formats import sentences, units
+
+FAR_FEWER = 0.5
+"""Independent samples over samples, below which it is told: clocks and caches make neighbours resemble each other."""
+
+Json = Mapping[str, Any]
+Fact = tuple[str, RenderableType]
+
+
+def verdict(document: Json) -> Iterator[Fact]:
+    """Why the numbers cannot be trusted, and what to do about it."""
+    for reason in sentences.verdict(document):
+        yield "verdict", Text(str(reason))
+
+
+_PYTHON = "python: ExecuTorch's binding, whose call takes about 2 µs more; `etfarm bundle add` offers a native one"
+
+
+def circumstances(document: Json) -> Iterator[Fact]:
+    """What is to be known of the program and of the device around the run, as far as the verdict does not tell it."""
+    measurement, telemetry = document["measurement"] or {}, document["telemetry"] or {}
+    told = {reason["code"] for reason in (document["verdict"] or {}).get("reasons", ())}
+    if document["runner"] and document["runner"]["kind"] == "python":
+        yield "runner", Text(_PYTHON)
+    found = measurement.get("repeatability")
+    if found and found["outcome"] not in (None, "", "EQUAL") and "OUTPUTS_DIFFER" not in told:
+        yield "repeated", Text(sentences.repeatability(found))
+    waits = [
+        one for one in telemetry.get("waits") or () if one["passed"] or one["gate"] != "IDLE" or "BACKGROUND_LOAD" not in told
+    ]
+    if said := sentences.waits(waits):
+        yield "waited", Text(said)
+    if "FREQUENCY_MOVED" not in told and (said := sentences.settings(telemetry.get("settings") or ())):
+        yield "settings", Text(said)
+
+
+def times(document: Json) -> Iterator[Fact]:
+    """How the samples spread, and what was run before them."""
+    latency = document["latency"]
+    if latency:
+        shown = [(name, latency[f"{name}_ns"]) for name in ("p10", "p90", "p99")]
+        parts = [f"{name} {units.time(value)}" for name, value in shown if value is not None]
+        if latency["drift"] is not None:
+            parts.append(f"drift {sentences.change(latency['drift'])}")
+        samples, worth = len(latency["samples_ns"]), latency["effective_samples"]
+        if worth is not None and worth < FAR_FEWER * samples:
+            parts.append(f"worth {worth:,.0f} independent samples")
+        if parts:
+            yield "spread", Text(" · ".join(parts))
+    measurement = document["measurement"]
+    if measurement and measurement["stop_reason"] == "SETTLED":
+        took = units.time(measurement["duration_ns"])
+        yield "timed", Text(f"for {took}, longer than asked for, until the times settled")
+    if measurement and (said := sentences.cut_short(measurement)):
+        yield "timed", Text(said)
+    if measurement and measurement["warmup"] is not None:
+        yield "warm-up", Text(sentences.warmup(measurement))
+
+
+def memory(document: Json) -> Iterator[Fact]:
+    """What the run took of memory, and how long loading took."""
+    used, load = document["memory"], document["load"]
+    if used:
+        parts = [f"peak {units.size(used['peak_rss_bytes'])}"] if used["peak_rss_bytes"] else []
+        parts += [f"planned {units.size(sum(used['planned_bytes']))}"] if used["planned_bytes"] else []
+        if parts:
+            yield "memory", Text(", ".join(parts))
+    if load:
+        said = [("program", "load_ns"), ("method", "load_method_ns"), ("first run", "first_run_ns")]
+        parts = [f"{name} {units.time(load[key])}" for name, key in said if load[key] is not None]
+        if parts:
+            yield "load", Text(" · ".join(parts))

@@ -1,0 +1,167 @@
+"""Step 10, command line: is it right: outputs against their references, and where along the graph numbers drift.
+
+Takes the JSON of etfarm.report/1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from etfarm.client.formats import gaps, units
+from etfarm.client.formats.gaps import EXACT_DB, Operator
+
+Json = Mapping[str, Any]
+
+WORST: Final = 5
+"""Operators that are shown, beside the first bad one, where nobody asked for all."""
+
+_QUANTIZATION: Final = ("quantize", "dequantize", "choose_qparams")
+_REFERENCES: Final = {"QUANTIZED": "quantized program", "EAGER": "program before quantization"}
+_LEAST_CODE: Final = 12
+"""Fewer characters of a line of code say nothing."""
+
+_LEAST_ROOM: Final = 48
+"""Columns that operators and their places need; both sides' ranges go where they are not left."""
+
+
+def accuracy(output: Json) -> str:
+    """One output against its reference, in one line."""
+    name, nans = output["output"] or "output", output["nan_count"]
+    told = f", {units.count(nans, 'NaN')} where it has {output['reference_nan_count'] or 'none'}" if nans else ""
+    if output["equal"]:
+        return f"{name}: equal to the {output['reference']}{told}"
+    parts = []
+    if output["sqnr_db"] is not None:
+        parts.append(f"SQNR {output['sqnr_db']:.1f} dB")
+    if output["max_abs_error"] is not None:
+        parts.append(f"max abs error {output['max_abs_error']:.3g}")
+    if output["cosine"] is not None:
+        parts.append(f"cosine {output['cosine']:.6f}")
+    if output["top1_agreement"] is not None:
+        parts.append(f"top-1 agrees {units.percent(output['top1_agreement']).replace('.0 %', ' %')}")
+    return f"{name}: {', '.join(parts) or 'not comparable'}, against the {output['reference']}{told}"
+
+
+def gap(document: Json, *, width: int, top: int, job: str = "") -> RenderableType | None:
+    """The numeric gap along the graph; None where it was not asked for, or nothing came of it.
+
+    Args:
+        top: 0 shows all operators, anything else the first bad one and the WORST.
+        job: the id to name where a command shows more.
+    """
+    numerics, rows = document["numerics"], document["numeric_gap"]
+    if not numerics or not rows:
+        return None
+    operators = list(gaps.operators(rows))
+    shown = operators
+    if top:
+        worst = sorted(operators, key=lambda one: one.level_db)[:WORST]
+        shown = [one for one in operators if one in worst or one.judged["first_bad"]]
+    parts: list[RenderableType] = [_answer(operators, numerics), _table(shown, width)]
+    if len(shown) < len(operators):
+        how = f": etfarm report show {job} --top 0" if job else ""
+        parts.append(Text(f"and {len(operators) - len(shown)} more with a higher SNR{how}", style="dim"))
+    if not numerics["is_timed_program"]:
+        told = "The values are of a program made for this, with a delegate for each operator, not of the timed one."
+        parts.append(Text(told, style="dim"))
+    return Group(*parts)
+
+
+def _answer(operators: Sequence[Operator], numerics: Json) -> Text:
+    text = Text("numerics  ", style="bold")
+    against = _REFERENCES["QUANTIZED" if any("QUANTIZED" in one.rows for one in operators) else "EAGER"]
+    threshold = f"{numerics['threshold_db']:g} dB" if numerics["threshold_db"] is not None else "the threshold"
+    bad = next((one for one in operators if one.judged["first_bad"]), None)
+    if bad is None:
+        judged = gaps.judged(operators, numerics)
+        if not judged:
+            return text.append(f"none of {len(operators)} values could be judged: the warnings say why", "not bold yellow")
+        told = f"no bad operator: none of {judged} is further off than rounding explains, against the {against}"
+        rest = f"; {judged} of {len(operators)} values judged" if judged < len(operators) else ""
+        return text.append(told, "not bold green").append(rest, "not bold")
+    row = bad.judged
+    decibels = f"{row['snr_db']:.1f} dB" if row["snr_db"] is not None else "no SNR"
+    module = f" in {row['module']}" if row["module"] else ""
+    text.append(f"first bad operator: {_name(row)}{module}", "bold red").append(f", {decibels} against the {against}", "not bold")
+    text.append(f", {threshold} more than rounding explains", "not bold")
+    for line in row["sources"] or ([row["source"]] if row["source"] else []):
+        code = f"  {line['code'].strip()}" if line["code"] else ""
+        text.append(f"\n  {line['file']}:{line['line']}", "not bold cyan").append(code, "not bold")
+    return text
+
+
+def _table(operators: Sequence[Operator], width: int) -> Table:
+    quantized = any("QUANTIZED" in one.rows for one in operators)
+    columns = [("", [str(one.place) for one in operators])]
+    if quantized:
+        columns.append(("vs quantized", [_snr(one.rows.get("QUANTIZED")) for one in operators]))
+    columns.append(("vs eager", [_snr(one.rows.get("EAGER")) for one in operators]))
+    columns.append(("max error", [_number(one.judged["max_abs_error"]) for one in operators]))
+    columns.append(("host", [_range(one.judged["expected"]) for one in operators]))
+    columns.append(("device", [_range(one.judged["actual"]) for one in operators]))
+    taken = sum(2 + max(len(text) for text in (head, *texts)) for head, texts in columns)
+    if width - taken < _LEAST_ROOM:
+        columns = columns[:-2]
+        taken = sum(2 + max(len(text) for text in (head, *texts)) for head, texts in columns)
+    names = [_name(one.judged) for one in operators]
+    places = [_place(one.judged) for one in operators]
+    codes = [((one.judged["source"] or {}).get("code") or "").strip() for one in operators]
+    # What is left of the line goes to names, then to places; code takes what they leave, and is the first to go.
+    room = max(24, width - taken)
+    name_width = min(max(map(len, names)), room * 11 // 20)
+    place_width = min(max(map(len, places)), room - name_width - 2)
+    code_width = room - name_width - place_width - 4
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
+    for head, _ in columns:
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("operator", no_wrap=True)
+    table.add_column("source", style="cyan", no_wrap=True)
+    table.add_column(style="dim", no_wrap=True)
+    for at, one in enumerate(operators):
+        style = "bold red" if one.judged["first_bad"] else ""
+        table.add_row(
+            *(Text(texts[at], style=style or ("dim" if not head else "")) for head, texts in columns),
+            Text(units.without_end(names[at], name_width), style=style),
+            units.without_start(places[at], place_width),
+            Text(units.without_end(codes[at], code_width) if code_width >= _LEAST_CODE else ""),
+        )
+    return table
+
+
+def _snr(row: Json | None) -> str:
+    if row is None:
+        return ""
+    if row["snr_db"] is None:
+        return "-"
+    return "exact" if row["snr_db"] >= EXACT_DB else f"{row['snr_db']:.1f} dB"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else "0" if value == 0 else f"{value:.2g}"
+
+
+def _range(values: Json | None) -> str:
+    """`-0.57 … 0.69`, and how many are NaN or infinite."""
+    if not values:
+        return ""
+    odd = [f"{values[key]} {name}" for key, name in (("nan_count", "NaN"), ("infinite_count", "inf")) if values[key]]
+    told = [] if values["min"] is None or values["max"] is None else [f"{values['min']:.3g} … {values['max']:.3g}"]
+    return ", ".join([*told, *odd])
+
+
+def _name(row: Json) -> str:
+    """`convolution + relu`: without what only quantizes, where there is more."""
+    names = [op.rpartition(".")[0].rpartition(".")[2] or op for op in row["ops"]]
+    own = [name for name in names if not name.startswith(_QUANTIZATION)] or names
+    return " + ".join(own) if len(own) <= 3 else f"{own[0]} + {own[1]} + {len(own) - 2} more"
+
+
+def _place(row: Json) -> str:
+    if row["source"]:
+        return f"{row['source']['file']}:{row['source']['line']}"
+    return str(row["module"] or "")

@@ -1,0 +1,73 @@
+"""Step 10, command line: programs that took turns on one device, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from etfarm.client.formats import sentences, units
+
+Json = Mapping[str, Any]
+
+_STYLES = {"VALID": "green", "INVALID": "bold red", "NOT BENCHMARKABLE": "yellow"}
+
+
+def comparisons(documents: Iterable[Json]) -> dict[str, Text]:
+    """By cell, how its program compares with the first one of its attempt:
+    `B / A  0.912x [0.905, 0.919]  9 % faster  24 rounds, 8 process pairs  (VALID)`."""
+    by_cell = {document["cell"]: document for document in documents}
+    found: dict[str, Text] = {}
+    for cell, document in by_cell.items():
+        paired = document["interleaved"]
+        if paired is None or paired["ratio"] is None:
+            continue
+        base = by_cell.get(paired["base_cell"])
+        name, base_name = _names(document, base, list(by_cell))
+        text = Text(f"{name} / {base_name}  ", style="bold")
+        ends = paired["ratio_ci95"]
+        text.append(f"{paired['ratio']:.3f}x")
+        if ends:
+            text.append(f" [{ends[0]:.3f}, {ends[1]:.3f}]")
+        told, style = _told(paired["ratio"], ends)
+        text.append("  ").append(told, style)
+        rounds, pairs = units.count(paired["rounds"], "round"), units.count(paired["process_pairs"], "process pair")
+        text.append(f"  {rounds}, {pairs}", "not bold dim")
+        if (status := _status([document, *([base] if base else [])])) is not None:
+            text.append("  (", "not bold").append(status, _STYLES.get(status, "")).append(")", "not bold")
+        found[cell] = text
+    return found
+
+
+def _told(ratio: float, ends: Sequence[float] | None) -> tuple[str, str]:
+    """What the ratio says, and how that is shown."""
+    said = sentences.ratio(ratio, ends)
+    if not ends:
+        return said, "not bold yellow"
+    if ends[0] <= 1 <= ends[1]:
+        return said, "not bold"
+    return said, "green" if ratio < 1 else "red"
+
+
+def _names(document: Json, base: Json | None, cells: Sequence[str]) -> tuple[str, str]:
+    """What tells the two apart: their models, else their recipes, else their places in the job."""
+    if base is None:
+        return _model(document), "the first candidate"
+    if _model(document) != _model(base):
+        return _model(document), _model(base)
+    if document["recipe"] != base["recipe"]:
+        return document["recipe"] or _model(document), base["recipe"] or _model(base)
+    first, second = (f"{_model(each)} #{cells.index(each['cell'])}" for each in (document, base))
+    return first, second
+
+
+def _model(document: Json) -> str:
+    return str(document["model"]["name"]) if document["model"] else "?"
+
+
+def _status(documents: Sequence[Json]) -> str | None:
+    """VALID where all of them are, else what the first is that is not; None where there is no verdict."""
+    known = [str(each["verdict"]["status"]) for each in documents if each["verdict"] and each["verdict"]["status"]]
+    worst = next((status for status in known if status != "VALID"), "VALID" if known else None)
+    return None if worst is None else worst.replace("_", " ")

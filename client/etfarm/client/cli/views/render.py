@@ -1,0 +1,298 @@
+"""Step 10, command line: reports as people read them: the answer first, then the lines of their code, then the rest.
+
+Takes the JSON of etfarm.report/1, so that a report looks the same now and when it is shown again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from etfarm.client.cli.views import compiled as compiling
+from etfarm.client.cli.views import measured, numerics, paired
+from etfarm.client.formats import sentences, units
+
+TOP = 10
+"""Operators that are shown where nobody said how many."""
+
+FACT_NAME = 13
+"""Columns that the names of facts take."""
+
+LEAST_CODE = 12
+"""Fewer characters of a line of code say nothing."""
+
+_UNRESOLVED = "UNRESOLVED"
+"""The kind of the row that stands for kernels too short to be measured."""
+
+Json = Mapping[str, Any]
+
+_STATE_STYLES = {"VALID": "green", "INVALID": "bold red", "NOT_BENCHMARKABLE": "yellow"}
+_BACKENDS = {"XnnpackBackend": "XNNPACK", "CoreMLBackend": "Core ML", "QnnBackend": "QNN", "EthosUBackend": "Ethos-U"}
+"""What people call backends, where that is not their class's name."""
+
+
+def reports(documents: Iterable[Json], *, width: int, top: int = TOP, job: str = "") -> RenderableType:
+    """All reports of a job, one below the other.
+
+    Args:
+        width: columns of the terminal.
+        top: so many operators each; 0 is all.
+        job: the id to name where a command shows more.
+    """
+    parts: list[RenderableType] = []
+    documents = list(documents)
+    compared = paired.comparisons(documents)
+    for document in documents:
+        if parts:
+            parts.append(Text())
+        against = compared.get(document["cell"])
+        parts.append(report(document, width=width, top=top, job=job, against=against))
+    return Group(*parts)
+
+
+def report(
+    document: Json,
+    *,
+    width: int,
+    top: int = TOP,
+    job: str = "",
+    against: Text | None = None,
+) -> RenderableType:
+    """One REPORT; the arguments are those of `reports`.
+
+    Args:
+        against: how it compares with another, where they took turns.
+    """
+    parts: list[RenderableType] = [headline(document, width)]
+    if against is not None:
+        parts.append(_indented(against))
+    if document["error"]:
+        parts.append(_indented(error_text(document["error"])))
+    if reasons := list(measured.verdict(document)):
+        parts.append(_indented(_grid(reasons)))
+    if document["operators"]:
+        rows = _resolved(document["operators"])
+        parts.append(Padding(operators(rows, width=width - 2, top=top), (0, 0, 0, 2)))
+        left_out = _left_out(rows, top, job)
+        if left_out is not None:
+            parts.append(_indented(left_out))
+    if (gap := numerics.gap(document, width=width - 2, top=top, job=job)) is not None:
+        parts.append(_indented(gap))
+    if facts := list(_facts(document, width - 2)):
+        parts.append(_indented(_grid(facts)))
+    return Group(*parts)
+
+
+def label(document: Json) -> str:
+    """What was measured where: `resnet8 · xnnpack_fp32 · pi5-a (Cortex-A76, 4 threads)`."""
+    model = document["model"]["name"] if document["model"] else "?"
+    device = document["device"]
+    # A job without devices is about all methods, whichever its cell names.
+    method = document["method"] if document["method"] not in (None, "forward") and device else None
+    place = None
+    if device:
+        chip = device["soc"] or device["arch"]
+        threads = f", {units.count(document['threads'], 'thread')}" if document["threads"] else ""
+        place = f"{device['name'] or device['id'][:12]} ({chip}{threads})"
+    return " · ".join(part for part in (model, document["recipe"], method, place) if part)
+
+
+def headline(document: Json, width: int) -> RenderableType:
+    """The answer in one line, or in two where the terminal is narrow."""
+    left = Text(label(document), style="bold", no_wrap=True, overflow="ellipsis")
+    right = Text(no_wrap=True, overflow="ellipsis")
+    latency, profile = document["latency"], document["profile"]
+    if document["state"] != "SUCCEEDED":
+        right.append(document["state"], "bold red" if document["state"] == "FAILED" else "yellow")
+    if latency and latency["p50_ns"] is not None:
+        p50_ns = latency["p50_ns"]
+        right.append(f"{'  ' if right else ''}p50 {units.time(p50_ns)}", "bold")
+        if latency["p50_ci95_ns"]:
+            right.append(f" {_interval(latency)}")
+        if (verdict := document["verdict"]) and verdict["status"]:
+            right.append("  ").append(verdict["status"].replace("_", " "), _STATE_STYLES.get(verdict["status"], ""))
+        right.append(f"  {units.count(len(latency['samples_ns']), 'sample')}", "dim")
+        if profile:
+            right.append(f"  traced {units.time(profile['p50_ns'])}", "dim")
+    elif document["state"] == "SUCCEEDED":
+        stopped = (document["compile"] or {}).get("stopped_after")
+        right.append("ran once" if document["device"] else f"stopped after {stopped}" if stopped else "compiled", "green")
+    if left.cell_len + 3 + right.cell_len <= width:
+        return left.append(" " * max(3, min(width, 116) - left.cell_len - right.cell_len)).append_text(right)
+    return Group(left, _indented(right))
+
+
+def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> RenderableType:
+    """The operators that took longest, kernels under their delegate: share, time, name, backend, source and its code."""
+    chosen = _chosen(rows, top)
+    shares = [units.percent(row["share"]) for row in chosen]
+    times = units.column([row["p50_ns"] for row in chosen])
+    times = [
+        time or (f"<{units.time(row['resolution_ns'])}" if row["resolution_ns"] else "")
+        for time, row in zip(times, chosen, strict=True)
+    ]
+    names = [f"{'  ' if row['parent'] is not None else ''}{_name(row)}" for row in chosen]
+    backends = [_backend(row) for row in chosen]
+    places = [_place(row) for row in chosen]
+    codes = [((row["source"] or {}).get("code") or "").strip() for row in chosen]
+    numbers = ["" if row["kind"] in ("REST", _UNRESOLVED) else str(row["index"]) for row in chosen]
+
+    # What is left of the line goes to names, then to places; code takes what they leave, and is the first to go.
+    room = width - sum(2 + max(map(len, column)) for column in (numbers, shares, times, backends))
+    place_width = min(max(map(len, places)), max(room * 9 // 20, 12))
+    name_width = min(max(map(len, names)), room - place_width - 4)
+    code_width = room - place_width - name_width - 6
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for justify, style in (("right", "dim"), ("right", ""), ("right", ""), ("left", ""), ("left", "dim"), ("left", "cyan")):
+        table.add_column(justify=justify, style=style, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column(style="dim", no_wrap=True)
+    for place, row in enumerate(chosen):
+        style = "dim" if row["kind"] in ("REST", _UNRESOLVED) else "bold" if (row["share"] or 0) >= 0.1 else ""
+        table.add_row(
+            numbers[place],
+            Text(shares[place], style=style),
+            times[place],
+            Text(units.without_middle(names[place], name_width), style=style),
+            backends[place],
+            units.without_start(places[place], place_width),
+            Text(units.without_end(codes[place], code_width) if code_width >= LEAST_CODE else ""),
+        )
+    return table
+
+
+def backend_name(backend: str) -> str:
+    """What people call a backend: `XNNPACK`."""
+    return _BACKENDS.get(backend, backend.removesuffix("Backend"))
+
+
+def error_text(error: Json) -> Text:
+    """An ERROR in one sentence with its remedy."""
+    text = Text()
+    text.append(f"{error['reason']}", "red")
+    text.append(f" {error['message']}")
+    if error["remedy"]:
+        text.append(f" {error['remedy']}")
+    return text
+
+
+def _resolved(rows: Sequence[Json]) -> list[Json]:
+    """`rows` with one row in place of a delegate's kernels where none of them took long enough to be told from nothing."""
+    kept: list[Json] = []
+    for row in rows:
+        if row["kind"] != "KERNEL":
+            kept.append(row)
+            continue
+        kernels = [one for one in rows if one["kind"] == "KERNEL" and one["parent"] == row["parent"]]
+        resolution_ns = max((one["resolution_ns"] or 0.0 for one in kernels), default=0.0)
+        if any(one["p50_ns"] is not None for one in kernels) or len(kernels) < 2 or not resolution_ns:
+            kept.append(row)
+        elif row is kernels[0]:
+            scale, unit = units.unit_of(resolution_ns)
+            nothing = dict.fromkeys(("resolution_ns", "source", "module"))
+            share = sum(one["share"] or 0.0 for one in kernels) or None
+            name = f"kernels below the {resolution_ns / scale:g} {unit} resolution"
+            kept.append({**row, **nothing, "kind": _UNRESOLVED, "name": name, "share": share})
+    return kept
+
+
+def _chosen(rows: Sequence[Json], top: int) -> list[Json]:
+    """The `top` leaves that took longest with their delegates, the longest first, children right below."""
+    leaves = [row for row in rows if row["kind"] != "DELEGATE" or not _children(rows, row)]
+    leaves.sort(key=lambda row: -(row["share"] or 0.0))
+    kept = {id(row) for row in (leaves[:top] if top else leaves)}
+    kept |= {id(row) for row in rows if any(id(child) in kept for child in _children(rows, row))}
+
+    def longest_first(some: Iterable[Json]) -> list[Json]:
+        return sorted((row for row in some if id(row) in kept), key=lambda row: -(row["share"] or 0.0))
+
+    chosen = []
+    for row in longest_first(row for row in rows if row["parent"] is None):
+        chosen.append(row)
+        chosen += longest_first(_children(rows, row))
+    return chosen
+
+
+def _children(rows: Sequence[Json], parent: Json) -> list[Json]:
+    if parent["kind"] != "DELEGATE":
+        return []
+    return [row for row in rows if row["parent"] == parent["index"]]
+
+
+def _left_out(rows: Sequence[Json], top: int, job: str) -> Text | None:
+    chosen = {id(row) for row in _chosen(rows, top)}
+    more = [row for row in rows if id(row) not in chosen]
+    if not more:
+        return None
+    share = sum(row["share"] or 0.0 for row in more if row["kind"] != "DELEGATE" or not _children(rows, row))
+    how = f": etfarm report show {job} --top 0" if job else ""
+    return Text(f"and {len(more)} more, {units.percent(share)} together{how}", style="dim")
+
+
+def _name(row: Json) -> str:
+    if row["kind"] != "REST":
+        return str(row["name"])
+    return "not explained by its kernels" if row["parent"] is not None else "not explained by operators"
+
+
+def _backend(row: Json) -> str:
+    if row["kind"] in ("REST", "KERNEL", _UNRESOLVED):
+        return ""  # its delegate's, right above
+    return backend_name(str(row["backend"] or "portable"))
+
+
+def _place(row: Json) -> str:
+    if row["source"]:
+        return f"{row['source']['file']}:{row['source']['line']}"
+    module = str(row["module"] or "")
+    return f"module {module}" if module.replace(".", "").isdecimal() else module  # of an nn.Sequential
+
+
+def _facts(document: Json, width: int) -> Iterator[tuple[str, RenderableType]]:
+    if given := sentences.inputs(document["inputs"]):
+        yield "inputs", Text(given)
+    for output in document["accuracy"] or ():
+        yield "accuracy", Text(numerics.accuracy(output))
+    yield from measured.circumstances(document)
+    yield from measured.times(document)
+    yield from measured.memory(document)
+    compiled = document["compile"]
+    if compiled:
+        # A job without devices was about this; beside a measurement little of it matters.
+        room = width - FACT_NAME
+        alone = document["device"] is None and document["error"] is None
+        delegates = document["recipe"] != "portable"
+        if alone:
+            yield from compiling.whole(compiled, room, delegates=delegates)
+        else:
+            yield from compiling.brief(compiled, room, _delegated_time(document["operators"]), delegates=delegates)
+
+
+def _grid(facts: Iterable[tuple[str, RenderableType]]) -> Table:
+    """A row a fact; a name that follows itself is shown once."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    before = ""
+    for name, text in facts:
+        grid.add_row(name if name != before else "", text)
+        before = name
+    return grid
+
+
+def _delegated_time(rows: Sequence[Json] | None) -> float | None:
+    shares = [row["share"] for row in rows or () if row["parent"] is None and row["kind"] == "DELEGATE"]
+    return sum(share or 0.0 for share in shares) if shares else None
+
+
+def _interval(latency: Json) -> str:
+    low_ns, high_ns = latency["p50_ci95_ns"]
+    return units.interval(low_ns, high_ns, latency["p50_ns"])
+
+
+def _indented(renderable: RenderableType) -> Padding:
+    return Padding(renderable, (0, 0, 0, 2))

@@ -1,0 +1,273 @@
+"""Steps 1 and 10, command line: the way of a command with a job: prepare and connect at once, submit, wait, finish."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from etfarm.client.aio import AsyncFarm
+from etfarm.client.cli.app import Outcome, in_thread
+from etfarm.client.cli.terminal.display import Display
+from etfarm.client.embedded import lease as embedded
+from etfarm.client.errors import Interrupted, UserError
+from etfarm.client.export.spec import EagerSpec, ModelSpec, PteFile
+from etfarm.client.formats import units
+from etfarm.client.jobs.job import AsyncJob
+from etfarm.client.models import JobResult
+from etfarm.client.submit.preparation import prepare
+from etfarm.client.submit.prepared import PreparedModel
+from etfarm.wire import names, report
+from etfarm.wire.errors import EtfarmError
+
+Answer = TypeVar("Answer")
+
+_FARM_LOST = "the farm is gone"
+
+CANCEL_TIMEOUT_S = 20.0
+"""How long Ctrl-C waits for the job to be cancelled; a second one leaves at once."""
+
+
+LAST_LINES_S = 10.0
+"""How long the log's last lines may take after the job is done."""
+
+
+class NeedsLastingFarm(UserError):
+    """A job cannot be left alone on a farm that goes with its last command."""
+
+    reason = "NEEDS_LASTING_FARM"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one command wants of the farm."""
+
+    models: Sequence[ModelSpec]
+    submit: Callable[[AsyncFarm, list[PreparedModel], Display], Awaitable[AsyncJob]]
+    finish: Callable[[AsyncJob, JobResult, Display], Awaitable[None]] | None = None
+    """Fetches files and shows the result, while the farm is still there: leaving an embedded one takes a moment."""
+    server: str | None = None
+    tls_ca: str | None = None
+    detach: bool = False
+    recipes: Sequence[str] = ()
+    """What the models will be compiled with: some want an export of their own."""
+    calibration: Path | None = None
+    batched: bool = False
+    data: Sequence[Path] = ()
+    """Named data files of the ready program among the models."""
+    verbose: bool = False
+    """Show what compilers and runners print, as it comes."""
+
+
+async def carry_out(task: Task, outcome: Outcome, display: Display) -> tuple[AsyncJob, JobResult | None]:
+    """The job and its result, None when it was detached.
+
+    Raises:
+        EtfarmError: whatever keeps the job from being submitted or watched.
+        Interrupted: Ctrl-C; the job was cancelled.
+    """
+    farm = AsyncFarm(task.server, tls_ca=task.tls_ca, on_status=display.status)
+    # Samples and exports may be larger than memory: they are files from where they are made to where they are sent. A thread
+    # that is left behind by Ctrl-C may still write there while it is removed.
+    kept = tempfile.TemporaryDirectory(prefix="etfarm-submission-", ignore_cleanup_errors=True)
+    # torch and the export take seconds, and so may a farm that starts: neither waits for the other.
+    preparing = asyncio.create_task(in_thread(lambda: _prepare(task, Path(kept.name), display)), name="prepare models")
+    connecting = asyncio.create_task(farm.__aenter__(), name="connect")
+    connecting.add_done_callback(lambda _: _connected(task, preparing, display))
+    try:
+        await _both(preparing, connecting)
+        if farm.lease is not None and task.detach and not farm.lease.lasting:
+            raise lasting_farm_needed()
+        models = _with_farm(task, farm, preparing.result(), kept.cleanup, outcome, display)
+        return await _while_there(asyncio.create_task(models, name="job"), farm.lease)
+    finally:
+        await farm.close()
+        kept.cleanup()
+
+
+async def must_last(server: str | None) -> None:
+    """For `--detach`: whether the farm that the command will use stays when the command has left.
+
+    Raises:
+        NeedsLastingFarm: no server is named, and no embedded farm is kept by `etfarm up`.
+    """
+    if not (server or os.environ.get(names.SERVER_VARIABLE)) and not await embedded.is_lasting():
+        raise lasting_farm_needed()
+
+
+def lasting_farm_needed() -> NeedsLastingFarm:
+    """What `--detach` is answered with on a farm that would take the job along."""
+    return NeedsLastingFarm(
+        "--detach needs a farm that stays: the embedded farm ends with this command, and the job with it.",
+        "Run `etfarm up` in another terminal first, or name a server with --server or ETFARM_SERVER.",
+    )
+
+
+def _connected(task: Task, preparing: asyncio.Task[Any], display: Display) -> None:
+    """Says what is waited for once the farm is there: the last that was heard is of the farm's start."""
+    eager = [spec.label for spec in task.models if isinstance(spec, EagerSpec)]
+    if eager and not preparing.done():
+        display.status(f"Exporting {', '.join(eager)}.")
+
+
+def _prepare(task: Task, folder: Path, display: Display) -> list[PreparedModel]:
+    # What a user's factory prints must not get into what the command itself writes to stdout.
+    with redirect_stdout(sys.stderr):
+        return [
+            prepare(
+                spec,
+                recipes=task.recipes,
+                calibration=task.calibration,
+                batched=task.batched,
+                data=task.data if isinstance(spec, PteFile) else (),
+                folder=folder,
+                say=display.status,
+            )
+            for spec in task.models
+        ]
+
+
+async def _both(*tasks: asyncio.Task[Any]) -> None:
+    """Waits for all; when one fails the others are cancelled, and have ended, before it raises."""
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def _while_there(working: asyncio.Task[Answer], lease: embedded.Lease | None) -> Answer:
+    """What the work gives, for as long as the farm is there.
+
+    Cancelled, it waits until the work has cleaned up, and raises what that raises.
+
+    Raises:
+        EmbeddedFarmFailed: the embedded farm ended; the work was ended too.
+    """
+    lost = asyncio.create_task(lease.lost(), name="embedded farm") if lease is not None else None
+    try:
+        await asyncio.wait({working, lost} if lost else {working}, return_when=asyncio.FIRST_COMPLETED)
+        if lost is not None and not working.done():
+            working.cancel(_FARM_LOST)
+            await asyncio.wait({working})
+            lost.result()
+    except asyncio.CancelledError:
+        working.cancel()
+        await asyncio.wait({working})
+    finally:
+        if lost is not None:
+            lost.cancel()
+    return working.result()
+
+
+async def _with_farm(
+    task: Task,
+    farm: AsyncFarm,
+    models: list[PreparedModel],
+    sent: Callable[[], None],
+    outcome: Outcome,
+    display: Display,
+) -> tuple[AsyncJob, JobResult | None]:
+    display.status("Submitting.")
+    job = await task.submit(farm, models, display)
+    sent()
+    outcome.document = job.document_without_reports
+    cells = job.info.cells
+    display.status(f"Job {job.id}: {units.count(len(cells), 'cell')}.")
+    if task.detach:
+        return job, None
+    if farm.lease is not None:
+        farm.lease.hold_job(job.id)
+    try:
+        result = await follow(job, display, verbose=task.verbose)
+        outcome.document = ended(result)
+        outcome.failed_job = job.id if await _printed(job, result) else ""
+        if task.finish is not None:
+            await task.finish(job, result, display)
+    except asyncio.CancelledError as cancelled:
+        if _FARM_LOST in cancelled.args:
+            raise
+        raise await _cancel(job, outcome, display) from None
+    finally:
+        if farm.lease is not None and job.state.is_terminal:
+            farm.lease.release_job(job.id)
+    return job, result
+
+
+async def _printed(job: AsyncJob, result: JobResult) -> bool:
+    """Whether a job failed while something compiled or ran, and what compilers and runners printed may tell of it."""
+    if not any(one.error is not None and one.error.stage for one in result.reports):
+        return False
+    try:
+        return await anext(job.logs(), None) is not None
+    except EtfarmError:
+        return False  # the farm is not there any more, nor is the log
+
+
+async def follow(job: AsyncJob, display: Display, *, verbose: bool = False) -> JobResult:
+    """Shows the job's events until it is terminal; its result.
+
+    Args:
+        verbose: show what compilers and runners print as well.
+    """
+    display.cells(job.info.cells)
+    telling = asyncio.create_task(_tell_log(job, display), name="job's log") if verbose else None
+    try:
+        async for event in job.watch():
+            display.event(event)
+        await job.refresh()
+        if telling is not None:
+            await _hear_out(telling, job, display)
+    finally:
+        if telling is not None:
+            telling.cancel()
+    return JobResult(await job.document())
+
+
+async def _hear_out(telling: asyncio.Task[None], job: AsyncJob, display: Display) -> None:
+    """Waits for the log's last lines. A log that breaks off is said, and takes no result along."""
+    more = f"`etfarm jobs logs {job.id}` has it whole"
+    try:
+        async with asyncio.timeout(LAST_LINES_S):
+            await telling
+    except TimeoutError:
+        display.log(f"The log's last lines did not come in time; {more}.", "")
+    except EtfarmError as error:
+        display.log(f"The log broke off: {error} {more}.", "")
+
+
+async def _tell_log(job: AsyncJob, display: Display) -> None:
+    labels = {cell.id: cell.label for cell in job.info.cells} if len(job.info.cells) > 1 else {}
+    async for line in job.logs(follow=True):
+        display.log(str(line), labels.get(line.cell_id, ""))
+
+
+async def _cancel(job: AsyncJob, outcome: Outcome, display: Display) -> Interrupted:
+    """Cancels the job of a command that was interrupted; the error that says what became of it."""
+    if job.state.is_terminal:
+        return Interrupted(f"Interrupted; job {job.id} was done: `etfarm report show {job.id}`.", job=job.id)
+    display.status(f"Cancelling job {job.id}. Ctrl-C again leaves at once.")
+    try:
+        async with asyncio.timeout(CANCEL_TIMEOUT_S):
+            await job.cancel()
+            outcome.document = ended(JobResult(await job.document()))
+    except (EtfarmError, TimeoutError) as failed:
+        return Interrupted(
+            f"Interrupted; whether job {job.id} was cancelled is not known: {failed}",
+            f"Run `etfarm jobs cancel {job.id}`.",
+            job=job.id,
+        )
+    return Interrupted(f"Interrupted; job {job.id} was cancelled.", job=job.id)
+
+
+def ended(result: JobResult) -> Callable[[EtfarmError | None], dict[str, Any]]:
+    """The document of a job that is terminal, for `Outcome`."""
+    return lambda error: {**result.json(), "error": report.error_json(error) if error is not None else None}

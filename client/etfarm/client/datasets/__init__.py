@@ -1,0 +1,1 @@
+"""Data sets: many samples through programs on several devices, with their outputs and metrics."""

@@ -1,0 +1,399 @@
+"""Step 1, client: `Dataset`, many samples through one loaded program on one or several devices, results in order.
+
+Each device has one session. Samples are dealt out one by one as devices get free; two are under way on a device, so that
+it has the next one when it is done. What a device that is lost had under way is run again by another.
+
+A program that keeps state sees, on each device, the samples that it got in the order of their indices; on one device that
+is all of them. After a crash the state begins anew, and with `reset` at each sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from array import array
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypedDict
+
+from etfarm.client.datasets.dispatch import Deal
+from etfarm.client.datasets.samples import Sample
+from etfarm.client.errors import EtfarmError, Fault
+from etfarm.client.models import Device
+from etfarm.client.sessions.calls import Outputs
+from etfarm.client.sessions.session import AsyncSession, Told
+from etfarm.client.submit import npz
+from etfarm.client.submit.inputs import in_order, value_of
+from etfarm.wire.errors import error_of
+from etfarm.wire.tensors import Scalar, Tensor, Value, to_array
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from etfarm.client.submit.preparation import ExampleInputs
+    from etfarm.client.transport import transfers
+
+LANES: Final = 2
+"""Samples under way on one device: one that runs, one on its way there."""
+
+WINDOW: Final = 8
+"""How many samples a device may be ahead of the next result."""
+
+MOST_TRIES: Final = 3
+"""On how many devices that are lost meanwhile a sample is tried."""
+
+LAST_WORD_S: Final = 3.0
+"""How long a session may take to end after the call that ended it: the device tests itself before it says whose fault it was."""
+
+
+class Options(TypedDict, total=False):
+    """What `run_dataset` takes beside the program, the inputs and the devices."""
+
+    method: str
+    """The program's only one, or forward, when left out."""
+    recipe: str
+    example_inputs: ExampleInputs | None
+    data: Sequence[str | Path]
+    threads: int | None
+    cores: str
+    timeout_s: float | None
+    """For one sample on the device; 600 when None."""
+    priority: int
+    mixed: bool
+    """Devices may be of several archs and socs."""
+    keep_going: bool
+    """A sample that failed does not end it."""
+    reset: bool
+    """The program is loaded anew for each sample, so that it keeps no state from one to the next. That takes its time."""
+    on_wait: Told | None
+    on_log: Told | None
+    on_upload: transfers.Moved | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one sample: outputs or an error."""
+
+    index: int
+    name: str
+    device: Device | None
+    """Which ran it; None where none did."""
+    inputs: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Arrays and numbers by the inputs' names."""
+    labels: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """What came with them and is no input."""
+    outputs: Outputs | None = field(default=None, repr=False)
+    error: EtfarmError | None = None
+    """It names the sample."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether there are no outputs."""
+        return self.error is not None
+
+
+@dataclass
+class Work:
+    """What one device did."""
+
+    device: Device
+    samples: int = 0
+    """That it ran to their end."""
+    busy_ns: int = 0
+    """By the runner's clock, in the program."""
+    lost: EtfarmError | None = None
+    """Why it does not run samples any more."""
+
+
+@dataclass
+class Tally:
+    """What has been done so far."""
+
+    devices: dict[str, Work] = field(default_factory=dict)
+    """By id."""
+    run_ns: array[int] = field(default_factory=lambda: array("q"), repr=False)
+    """One a sample that was run and whose device told it, in no order."""
+    began_s: float | None = None
+    ended_s: float = 0.0
+
+    @property
+    def wall_s(self) -> float:
+        """From the first sample's start on a device to the last one's end, by the caller's clock."""
+        return self.ended_s - self.began_s if self.began_s is not None else 0.0
+
+    @property
+    def samples(self) -> int:
+        """That were run to their end."""
+        return sum(work.samples for work in self.devices.values())
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Over the wall time; None before there is one."""
+        return self.samples / self.wall_s if self.wall_s > 0 and self.samples else None
+
+    @property
+    def run_p50_ns(self) -> float | None:
+        """The median time of a sample on its device."""
+        return statistics.median(self.run_ns) if self.run_ns else None
+
+    @property
+    def busy_share(self) -> float | None:
+        """How much of the devices' wall time their programs ran: 0 to 1; None where a sample's time was not told."""
+        there = self.wall_s * len(self.devices)
+        if there <= 0 or len(self.run_ns) < self.samples:
+            return None
+        return sum(work.busy_ns for work in self.devices.values()) / 1e9 / there
+
+    def begin(self) -> None:
+        """A sample is sent."""
+        if self.began_s is None:
+            self.began_s = self.ended_s = time.perf_counter()
+
+    def ran(self, device: Device, run_ns: int | None) -> None:
+        """A sample came back, with its time in the program where the device tells it."""
+        self.ended_s = time.perf_counter()
+        work = self.devices[device.id]
+        work.samples += 1
+        if run_ns is not None:
+            self.run_ns.append(run_ns)
+            work.busy_ns += run_ns
+
+
+Open = Callable[[str, Told], AsyncSession]
+"""A session on a device that a selector matches, and who is told what it waits for."""
+
+
+class Dataset:
+    """Many samples through one program. Used once, by one `async for` over `results` or `outputs`."""
+
+    def __init__(
+        self,
+        samples: Iterable[Sample],
+        choose: Callable[[], Awaitable[Sequence[tuple[str, str]]]],
+        open_session: Open,
+        close: Callable[[], Awaitable[None]],
+        *,
+        method: str = "",
+        timeout_s: float | None = None,
+        keep_going: bool = False,
+        reset: bool = False,
+        labels: bool = False,
+        on_wait: Told | None = None,
+    ) -> None:
+        """Made by `fleet.dataset`.
+
+        Args:
+            samples: their indices count from 0; iterated in a thread, a few ahead.
+            choose: gives a name and a selector for each session.
+            close: called at the end.
+            labels: what is no input is kept as a label, and else refused.
+        """
+        self._samples = samples
+        self._choose = choose
+        self._open_session = open_session
+        self._close = close
+        self._method = method
+        self._timeout_s = timeout_s
+        self._keep_going = keep_going
+        self._reset = reset
+        self._labels = labels
+        self._on_wait = on_wait
+        self._tries: dict[int, int] = {}
+        self._calls = 0
+        self.tally = Tally()
+
+    async def results(self) -> AsyncGenerator[Result, None]:
+        """What came of each sample, in order; a failed one is the last unless it keeps going.
+
+        Raises:
+            EtfarmError: no session can be opened, the last device is lost, or the source cannot be read on.
+        """
+        tasks: list[asyncio.Task[None]] = []
+        deal: Deal[Result] | None = None
+        try:
+            slots = await self._choose()
+            deal = Deal(
+                self._samples, ready=LANES * len(slots), window=WINDOW * len(slots), keep_going=self._keep_going
+            )  # fmt: skip
+            deal.begin()
+            left = set(range(len(slots)))
+            for place, (name, selector) in enumerate(slots):
+                working = self._work(deal, place, name, selector, left)
+                tasks.append(asyncio.create_task(working, name=f"data set on {name or 'a device'}"))
+            async with aclosing(deal.results()) as results:
+                async for result in results:
+                    yield result
+        finally:
+            if deal is not None:
+                deal.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._close()
+
+    async def outputs(self, on_result: Callable[[Result], None] | None = None) -> AsyncGenerator[tuple[int, Outputs], None]:
+        """Index and outputs of each sample, in order; those that failed are left out where it keeps going.
+
+        Args:
+            on_result: told of each sample, failed ones too.
+
+        Raises:
+            EtfarmError: a sample failed, which the error names; or as `results`.
+        """
+        async with aclosing(self.results()) as results:
+            async for result in results:
+                if on_result is not None:
+                    on_result(result)
+                if result.outputs is not None:
+                    yield result.index, result.outputs
+                elif not self._keep_going and result.error is not None:
+                    raise result.error
+
+    async def _work(self, deal: Deal[Result], place: int, name: str, selector: str, left: set[int]) -> None:
+        """One device's part; whatever ends it before the data set's end is told to the deal once nobody else is left.
+
+        Args:
+            left: the places of all that still work.
+        """
+        try:
+            while not deal.is_over:
+                async with self._open_session(selector, self._tell_wait) as session:
+                    device = session.device
+                    work = self.tally.devices.setdefault(device.id, Work(device))
+                    ended = await self._serve(deal, session)
+                if ended is not None and ended.fault is not Fault.USER:
+                    work.lost = ended
+                    raise ended
+        except EtfarmError as error:
+            left.discard(place)
+            # The program's fault is everywhere the same.
+            if not left or error.fault is Fault.USER:
+                await deal.abort(error)
+            elif self._on_wait is not None:
+                self._on_wait(f"{name} is lost, the others go on: {error.message}")
+        except Exception as bug:  # noqa: BLE001 - raised again where results are asked for
+            await deal.abort(bug)
+
+    def _tell_wait(self, why: str) -> None:
+        if why and self._on_wait is not None:
+            self._on_wait(f"Waiting: {why}.")
+
+    async def _serve(self, deal: Deal[Result], session: AsyncSession) -> EtfarmError | None:
+        """Runs samples until none is left for this session, or it has ended: why."""
+        methods = session.methods
+        method = self._method or (methods[0] if len(methods) == 1 else "forward")
+        names = session.input_names(method)
+        while True:
+            broken: list[tuple[int, Sample, EtfarmError]] = []
+            lanes = 1 if self._reset else LANES
+            await asyncio.gather(*(self._lane(deal, session, method, names, broken) for _ in range(lanes)))
+            if not broken:
+                return None
+            ended = await session.ended(LAST_WORD_S)
+            # Calls are served in their order: of several that a session's end left without an answer, the first was running.
+            for rank, (_, sample, error) in enumerate(sorted(broken, key=lambda item: item[0])):
+                own = error.fault is Fault.USER and not error.reason.startswith("SESSION_") and (ended is None or rank == 0)
+                if own or (rank == 0 and self._is_given_up(sample, error)):
+                    await deal.settle(_failed(sample, session.device, error))
+                else:
+                    await deal.give_back(sample)
+            if ended is not None:
+                return ended
+
+    def _is_given_up(self, sample: Sample, error: EtfarmError) -> bool:
+        """Whether a sample, under which something else failed, has been tried often enough."""
+        if error.fault is Fault.USER:
+            return False
+        self._tries[sample.index] = self._tries.get(sample.index, 0) + 1
+        return self._tries[sample.index] >= MOST_TRIES
+
+    async def _lane(
+        self,
+        deal: Deal[Result],
+        session: AsyncSession,
+        method: str,
+        names: Sequence[str],
+        broken: list[tuple[int, Sample, EtfarmError]],
+    ) -> None:
+        """One sample after the other, until none is left or a call is left without an answer of its own."""
+        device = session.device
+        while (sample := await deal.take(lambda: bool(broken))) is not None:
+            try:
+                inputs, labels = self._fitted(sample, method, names)
+            except EtfarmError as error:
+                await deal.settle(_failed(sample, None, error))
+                continue
+            self.tally.begin()
+            self._calls += 1
+            order = self._calls
+            try:
+                outputs = await session.run(method, *inputs.values(), timeout_s=self._timeout_s)
+            except EtfarmError as error:
+                if error.fault is not Fault.USER or error.reason.startswith(("PROGRAM_", "SESSION_")):
+                    broken.append((order, sample, error))
+                    await deal.wake()
+                    return
+                await deal.settle(_failed(sample, device, error))
+                continue
+            self.tally.ran(device, outputs.run_ns)
+            given = {name: _plain(value) for name, value in inputs.items()}
+            await deal.settle(Result(sample.index, sample.name, device, given, labels, outputs))
+            if self._reset:
+                return
+
+    def _fitted(self, sample: Sample, method: str, names: Sequence[str]) -> tuple[dict[str, Value], dict[str, Any]]:
+        """A sample's inputs in the method's order and by its names, and its labels."""
+        if sample.error is not None:
+            raise sample.error
+        if not isinstance(sample.values, Mapping):
+            values = {str(place): value_of(str(place), value) for place, value in enumerate(sample.values)}
+            return _by_name(in_order(values, names[: len(values)], "The program", method), names), {}
+        inputs: dict[str, Value] = {}
+        labels: dict[str, Any] = {}
+        for key, value in sample.values.items():
+            said, slash, rest = key.partition("/")
+            own = rest if slash and said == method else key
+            if npz.place_of(own, names) is None:
+                if not self._labels:
+                    there = f"The inputs are {', '.join(names)}" if names else "There are no inputs"
+                    raise npz.UnknownInput(
+                        f"{method}: there is no input {key!r}.", f"{there}; for a metric it would be a label.", key=key
+                    )
+                labels[key] = _plain(value)
+            elif own in inputs:
+                said = f"{method}: the input {own!r} is given twice, with its method and without."
+                raise npz.DuplicateInput(said, method=method, key=own)
+            else:
+                inputs[own] = value_of(own, value)
+        try:
+            return _by_name(npz.order(inputs, names, method), names), labels
+        except npz.InputMissing as error:
+            beside = f" Beside them there is {', '.join(labels)}." if labels else ""
+            raise npz.InputMissing(error.message, f"{error.remedy}{beside}", **error.metadata) from None
+
+
+def _by_name(values: Sequence[Value], names: Sequence[str]) -> dict[str, Value]:
+    return {names[place] if place < len(names) else str(place): value for place, value in enumerate(values)}
+
+
+def _plain(value: Any) -> Any:
+    """A value of the wire as an array or a number; anything else as it is."""
+    if isinstance(value, Tensor):
+        return to_array(value)
+    return value.value if isinstance(value, Scalar) else value
+
+
+def _failed(sample: Sample, device: Device | None, error: EtfarmError) -> Result:
+    return Result(sample.index, sample.name, device, error=named(error, sample.index, sample.name))
+
+
+def named(error: EtfarmError, index: int, name: str) -> EtfarmError:
+    """The same error with the sample's name before it."""
+    own = error_of(
+        error.fault, error.reason, f"{name}: {error.message}", error.remedy, kind=error.kind, stage=error.stage,
+        metadata={**error.metadata, "sample": str(index), "name": name},
+    )  # fmt: skip
+    own.__cause__ = error.__cause__
+    return own

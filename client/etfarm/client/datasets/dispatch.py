@@ -1,0 +1,170 @@
+"""Step 1, client: who runs which sample next, and what comes out in the order of what went in, with a few under way.
+
+Every sample that was taken from the source is settled once, or given back to be taken again. No sample is taken that is
+further ahead of the next result than the window: one slow device holds up the others, and never fills the memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+from etfarm.client.datasets.samples import Sample
+
+
+class Settled(Protocol):
+    """What came of a sample."""
+
+    @property
+    def index(self) -> int:
+        """The sample's place in the source."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether there are no outputs."""
+
+
+Result = TypeVar("Result", bound=Settled)
+
+
+class Deal(Generic[Result]):
+    """One pass over a source. Used in one event loop; only the source itself is read in a thread."""
+
+    def __init__(self, source: Iterable[Sample], *, ready: int, window: int, keep_going: bool) -> None:
+        """Args:
+        source: of samples whose indices count from 0.
+        ready: how many samples may wait to be taken.
+        window: how far ahead of the next result a sample may be.
+        keep_going: a sample that failed does not keep those behind it from being run.
+        """
+        self._source = iter(source)
+        self._ready_limit = ready
+        self._window = window
+        self._keep_going = keep_going
+        self._changed = asyncio.Condition()
+        self._ready: list[tuple[int, Sample]] = []
+        self._done: dict[int, Result] = {}
+        self._given = 0
+        """Samples that came from the source."""
+        self._told = 0
+        """Results that were given out: the next one's index."""
+        self._end: int | None = None
+        """How many results there will be, once that is known."""
+        self._broken: BaseException | None = None
+        self._source_error: Exception | None = None
+        self._feeding: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Starts reading the source."""
+        self._feeding = asyncio.create_task(self._feed(), name="data set's samples")
+
+    def close(self) -> None:
+        """Stops reading the source."""
+        if self._feeding is not None:
+            self._feeding.cancel()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no sample will have to be run any more."""
+        return self._broken is not None or (self._end is not None and self._told + len(self._done) >= self._end)
+
+    async def take(self, leave: Callable[[], bool] = lambda: False) -> Sample | None:
+        """The sample of the lowest index that nobody has; None when all are settled, or `leave` says so.
+
+        Args:
+            leave: asked whenever something has changed.
+        """
+        async with self._changed:
+            while not (self.is_over or leave()):
+                if self._ready:
+                    _, sample = heapq.heappop(self._ready)
+                    self._changed.notify_all()
+                    return sample
+                await self._changed.wait()
+            return None
+
+    async def give_back(self, *samples: Sample) -> None:
+        """What was taken is to be run by somebody else, or later."""
+        async with self._changed:
+            for sample in samples:
+                if self._end is None or sample.index < self._end:
+                    heapq.heappush(self._ready, (sample.index, sample))
+            self._changed.notify_all()
+
+    async def settle(self, result: Result) -> None:
+        """What came of a sample that was taken."""
+        async with self._changed:
+            if self._end is None or result.index < self._end:
+                self._done[result.index] = result
+            if result.failed and not self._keep_going:
+                self._stop_after(result.index)
+            self._changed.notify_all()
+
+    async def wake(self) -> None:
+        """Lets those who wait in `take` ask whether to leave."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def abort(self, error: BaseException) -> None:
+        """Nobody is left to run samples: `results` raises it after what is done."""
+        async with self._changed:
+            self._broken = self._broken or error
+            self._changed.notify_all()
+
+    async def results(self) -> AsyncGenerator[Result, None]:
+        """What came of the samples, in their order; a failed one is the last unless the deal keeps going.
+
+        Raises:
+            BaseException: what the source raised, or `abort` was told; after the results before it.
+        """
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._told in self._done or self._told == self._end or self._broken)
+                result = self._done.pop(self._told, None)
+                if result is None:
+                    if self._broken is not None and self._told != self._end:
+                        raise self._broken
+                    break
+                self._told += 1
+                self._changed.notify_all()
+            yield result
+        if self._source_error is not None and self._told == self._given:
+            raise self._source_error
+
+    def _stop_after(self, index: int) -> None:
+        """No result behind `index` is wanted."""
+        self._end = min(self._end, index + 1) if self._end is not None else index + 1
+        self._ready = [(place, sample) for place, sample in self._ready if place < self._end]
+        heapq.heapify(self._ready)
+        self._done = {place: result for place, result in self._done.items() if place < self._end}
+
+    def _has_room(self) -> bool:
+        return len(self._ready) < self._ready_limit and self._given < self._told + self._window
+
+    async def _feed(self) -> None:
+        try:
+            while self._end is None:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._has_room() or self._end is not None)
+                if self._end is not None:
+                    return
+                sample = await asyncio.to_thread(_next, self._source)
+                async with self._changed:
+                    if sample is None:
+                        self._end = min(self._end, self._given) if self._end is not None else self._given
+                    else:
+                        self._given += 1
+                        if self._end is None or sample.index < self._end:
+                            heapq.heappush(self._ready, (sample.index, sample))
+                    self._changed.notify_all()
+        except Exception as error:  # noqa: BLE001 - the source is the caller's: what it raises is raised where results are asked
+            async with self._changed:
+                self._source_error = error
+                self._end = self._given if self._end is None else self._end
+                self._changed.notify_all()
+
+
+def _next(source: Iterator[Sample]) -> Sample | None:
+    return next(source, None)

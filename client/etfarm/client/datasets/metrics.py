@@ -1,0 +1,188 @@
+"""Step 1, client: a user's metric over a data set: a function of one sample's inputs, outputs and labels.
+
+    def distance(inputs, outputs, index, labels):
+        return float(abs(outputs["0"] - labels["wanted"]).mean())
+
+`inputs`, `outputs` and `labels` are dicts of arrays by name (by place, as text, where the program names nothing); labels are
+what the sample's file holds beside the inputs. It gives a number, or a dict of numbers by name.
+A metric is named `file.py:function`, `package.module:function`, or by the name of an entry point in the group `etfarm.metrics`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from etfarm.client.errors import EtfarmError, Kind, UserError
+from etfarm.client.export import usercode
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+GROUP: Final = "etfarm.metrics"
+
+Function = Callable[..., Any]
+"""Of (inputs, outputs, index, labels), by these names."""
+
+
+class MetricNotFound(UserError):
+    """There is no metric of the name."""
+
+    reason = "METRIC_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+class MetricFailed(UserError):
+    """A metric raised, or gave something that is no number."""
+
+    reason = "METRIC_FAILED"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric, found and loaded."""
+
+    name: str
+    """What its number is called where it gives one without a name."""
+    function: Function = field(repr=False)
+
+    def __call__(
+        self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], index: int, labels: Mapping[str, Any]
+    ) -> dict[str, float]:
+        """Its numbers for one sample.
+
+        Raises:
+            MetricFailed: it raised, or gave something else.
+        """
+        try:
+            given = self.function(inputs=inputs, outputs=outputs, index=index, labels=labels)
+        except EtfarmError:
+            raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise MetricFailed(
+                f"The metric {self.name} failed with {said}",
+                "Labels are what the .npz holds beside the inputs.",
+                metric=self.name,
+            ) from error
+        named = given if isinstance(given, Mapping) else {self.name: given}
+        return {str(name): self._number(name, value) for name, value in named.items()}
+
+    def _number(self, name: object, value: Any) -> float:
+        try:
+            # Also what numpy and torch have in no dims.
+            return float(value)
+        except (TypeError, ValueError):
+            raise MetricFailed(
+                f"The metric {self.name} gave {type(value).__name__} for {name}.",
+                "Give a number, or a dict of numbers by name.",
+                metric=self.name,
+            ) from None
+
+
+@dataclass
+class Mean:
+    """Of a metric's numbers."""
+
+    count: int = 0
+    total: float = 0.0
+
+    def add(self, value: float) -> None:
+        """One more number."""
+        self.count += 1
+        self.total += value
+
+    @property
+    def value(self) -> float:
+        """The mean; nan of none."""
+        return self.total / self.count if self.count else math.nan
+
+
+def top1(inputs: Mapping[str, Any], outputs: Mapping[str, Any], index: int, labels: Mapping[str, Any]) -> float:
+    """The share of a sample's classifications that are right: argmax over the first output's last axis, and `label`.
+
+    Raises:
+        MetricFailed: there is no `label`, or it has another number of entries.
+    """
+    import numpy as np
+
+    if "label" not in labels:
+        there = f"Beside the inputs there is {', '.join(labels)}." if labels else "There is nothing beside the inputs."
+        raise MetricFailed("top1 needs a key label in the sample's .npz.", there, metric="top1")
+    first: NDArray[np.generic] = np.asarray(next(iter(outputs.values())))
+    wanted = np.asarray(labels["label"]).reshape(-1)
+    found = np.argmax(first, axis=-1).reshape(-1)
+    if found.shape != wanted.shape:
+        raise MetricFailed(
+            f"top1 has {found.size} classifications, of an output of the shape {list(first.shape)}, and {wanted.size} labels.",
+            "Give one label for each.",
+            metric="top1",
+        )
+    return float((found == wanted).mean())
+
+
+BUILT_IN: Final[Mapping[str, Function]] = {"top1": top1}
+
+
+def find(text: str) -> Metric:
+    """The metric that `text` names; a user's own is imported, with its folder or the working folder on sys.path.
+
+    Raises:
+        MetricNotFound: there is no such file, module, function or entry point.
+        MetricFailed: importing it raised.
+    """
+    where, colon, name = text.rpartition(":")
+    if colon and where and name.isidentifier():
+        return Metric(name, _of_user(where, name))
+    if text in BUILT_IN:
+        return Metric(text, BUILT_IN[text])
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    if text not in points:
+        known = ", ".join(sorted({*BUILT_IN, *points}))
+        raise MetricNotFound(
+            f"There is no metric {text!r}.", f"There is {known}; your own is file.py:function or module:function.", metric=text
+        )
+    with _users_code(text):
+        return Metric(text, _callable(text, points[text].load()))
+
+
+def _of_user(where: str, name: str) -> Function:
+    is_file = where.lower().endswith(".py")
+    path = Path(where)
+    if is_file and not path.is_file():
+        raise MetricNotFound(f"There is no file {where}.", f"Paths start at the working folder, {Path.cwd()}.", path=where)
+    with _users_code(where), usercode.on_path(path.resolve().parent if is_file else Path.cwd()):
+        module = usercode.import_file(path, "etfarm_metric") if is_file else importlib.import_module(where)
+    if not hasattr(module, name):
+        raise MetricNotFound(f"{where} has no {name}.", "Name a function of it.", metric=f"{where}:{name}")
+    return _callable(f"{where}:{name}", getattr(module, name))
+
+
+def _callable(text: str, found: Any) -> Function:
+    if not callable(found):
+        raise MetricNotFound(f"{text} is {type(found).__name__} and no function.", "Name a function.", metric=text)
+    return found  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _users_code(where: str) -> Iterator[None]:
+    """Turns what a user's import raises into one sentence."""
+    try:
+        yield
+    except EtfarmError:
+        raise
+    except ModuleNotFoundError as error:
+        raise MetricNotFound(
+            f"{where} cannot be imported: there is no module {error.name!r}.",
+            "It is looked for in the working folder and where Python finds installed packages.",
+            metric=where,
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise MetricFailed(f"Importing {where} failed with {type(error).__name__}: {error}", metric=where) from error

@@ -1,0 +1,371 @@
+"""Steps 1 and 10, client: the process that owns an embedded farm; see etfarm.client.embedded.lease for its rules.
+
+Run as `python -m etfarm.client.embedded.supervisor DATA LISTENER`, the descriptor of a listening unix socket. To each
+connection it writes JSON lines: {"status": ...} while it starts, then {"address": ..., "lasting": ...}, or {"error": ...}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import select
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from etfarm.client.embedded.lease import Place
+from etfarm.wire.names import TOKEN_PREFIX
+
+FIRST_CONNECTION_S = 10.0
+"""The command that started this process connects at once; if it was killed before, this process leaves."""
+
+START_TIMEOUT_S = 60.0
+"""How long the server or the agent may take to say that it is there."""
+
+LEAVING_TIMEOUT_S = 20.0
+"""How long the farm before this one may take to be gone."""
+
+STDIN_GRACE_S, TERMINATE_GRACE_S = 2.0, 3.0
+"""A child may end by itself so long after its stdin closed, and after SIGTERM; then it is killed."""
+
+_STRUCTURED = "timestamp="
+"""How a line of the server's own log begins: it says what went on, not why it ended."""
+
+_OWN = re.compile(r"etfarm( \w+)?: ")
+"""How a sentence for people begins."""
+
+
+def last_words(log: str) -> str:
+    """What a program said of its end, one sentence: the last line that begins with `etfarm:`, else the last that is no log's."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    own = [line for line in lines if _OWN.match(line)]
+    others = [line for line in lines if not line.startswith(_STRUCTURED)]
+    said = _OWN.sub("", (own or others or [""])[-1], count=1)
+    return f"{said}." if said and said[-1] not in ".?!" else said
+
+
+class _Failed(Exception):
+    """The farm cannot run; the text is one clear sentence for the user."""
+
+
+class _Child:
+    """The server or the agent."""
+
+    def __init__(self, what: str, log: Path, process: asyncio.subprocess.Process) -> None:
+        self.what, self.log, self.process = what, log, process
+
+    async def must_say(self, start: str) -> str:
+        """Reads its stdout up to the line that begins with `start`; the rest of that line.
+
+        Raises:
+            _Failed: it ended or was silent for too long.
+        """
+        assert self.process.stdout is not None
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while line := await self.process.stdout.readline():
+                    text = line.decode(errors="replace").strip()
+                    if text.startswith(start):
+                        return text.removeprefix(start).strip()
+                raise _Failed(await self.ended())
+        except TimeoutError:
+            raise _Failed(f"The embedded farm's {self.what} did not start within {START_TIMEOUT_S:.0f} s.") from None
+
+    async def ended(self) -> str:
+        """Waits for its end; a sentence about it."""
+        code = await self.process.wait()
+        if code < 0:  # whatever it logged before says nothing of why
+            return f"The embedded farm's {self.what} was killed by {signal.Signals(-code).name}. Its log is {self.log}."
+        said = last_words(self.log.read_text(errors="replace"))
+        return f"The embedded farm's {self.what} ended with exit code {code}{f': {said}' if said else '.'} Its log is {self.log}."
+
+    async def drain(self) -> None:
+        """Reads its stdout away, so that it never blocks on it."""
+        assert self.process.stdout is not None
+        while await self.process.stdout.read(65536):
+            pass
+
+    async def stop(self) -> None:
+        """Ends it: by closing its stdin, then SIGTERM, then SIGKILL."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        for wait_s, number in ((STDIN_GRACE_S, signal.SIGTERM), (TERMINATE_GRACE_S, signal.SIGKILL)):
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self.process.wait()
+                    return
+            except TimeoutError:
+                self.process.send_signal(number)
+        await self.process.wait()
+
+
+class Supervisor:
+    """One embedded farm from its first connection to its last."""
+
+    def __init__(self, place: Place, listener: socket.socket) -> None:
+        """Args:
+        listener: bound to `place.supervisor_socket`; this object closes it.
+        """
+        self._place = place
+        self._listener = listener
+        self._listener.setblocking(False)
+        self._said: dict[str, Any] = {"status": "Starting the embedded farm."}
+        self._accepted = 0
+        self._connections: dict[int, asyncio.StreamWriter | None] = {}
+        """Those that hold the farm; a writer once the first line was read."""
+        self._kinds: dict[int, str] = {}
+        self._parting: list[asyncio.StreamWriter] = []
+        """The ends of the last commands, which wait for this process to be gone."""
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._children: list[_Child] = []
+        self._failure = ""
+
+    async def run(self) -> None:
+        """Runs the farm until nobody uses it any more or it fails."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._listener.fileno(), self._accept)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            loop.add_signal_handler(number, self._fail, "The embedded farm was told to end.")
+        self._start(self._serve(), "server and agent")
+        try:
+            await self._unused()
+        finally:
+            await self._stop()
+
+    def _start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _accept(self) -> None:
+        # Counted in the very callback that takes it off the backlog, so that `_stop_answering` misses none.
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        if (uid := _uid_of_peer(connection)) not in (None, os.getuid()):
+            print(f"refused a connection of user {uid}", file=sys.stderr, flush=True)
+            connection.close()
+            return
+        key = self._accepted
+        self._accepted += 1
+        self._connections[key] = None
+        self._changed.set()
+        self._start(self._talk(key, connection), f"connection {key}")
+
+    async def _talk(self, key: int, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection)
+        held: set[str] = set()
+        try:
+            if first := await reader.readline():
+                self._kinds[key] = str(json.loads(first).get("kind", ""))
+                self._connections[key] = writer
+                self._tell(writer, self._said)
+                while line := await reader.readline():
+                    self._hear(json.loads(line), held)
+        except (OSError, ValueError) as error:
+            print(f"connection {key}: {error}", file=sys.stderr, flush=True)
+        finally:
+            self._kinds.pop(key, None)
+            del self._connections[key]
+            self._changed.set()
+        if self._connections:
+            for job in held:
+                self._start(self._cancel(job), f"cancel {job}")
+            self._let_go(writer)
+        else:
+            self._parting.append(writer)
+
+    def _hear(self, said: dict[str, str], held: set[str]) -> None:
+        """Keeps count of the jobs that go with a command, on disk too: this process may be killed like any other."""
+        job = said.get("job") or said.get("done") or ""
+        if not (job.isascii() and job.isalnum()):
+            raise ValueError(f"no job id: {job!r}")
+        if "job" in said:
+            held.add(job)
+            (self._place.held_jobs / job).touch()
+        else:
+            held.discard(job)
+            (self._place.held_jobs / job).unlink(missing_ok=True)
+
+    async def _cancel(self, job: str) -> None:
+        """Cancels the job of a command that died."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "etfarm.wire.command", "jobs", "cancel", job),
+            *("--server", f"unix:{self._place.server_socket}"),
+            stdin=asyncio.subprocess.DEVNULL,
+        )
+        if await process.wait() in (0, 2):  # cancelled, or unknown to the server
+            (self._place.held_jobs / job).unlink(missing_ok=True)
+
+    def _let_go(self, writer: asyncio.StreamWriter) -> None:
+        """Tells one that left that the farm stays for others."""
+        self._tell(writer, {"stays": True})
+        writer.close()
+
+    def _tell(self, writer: asyncio.StreamWriter, said: dict[str, Any]) -> None:
+        if "address" in said:
+            said = {**said, "lasting": "up" in self._kinds.values()}
+        if not writer.is_closing():
+            writer.write(json.dumps(said).encode() + b"\n")
+
+    def _say(self, **said: Any) -> None:
+        self._said = said
+        for writer in self._connections.values():
+            if writer is not None:
+                self._tell(writer, said)
+
+    def _fail(self, why: str) -> None:
+        if not self._failure:
+            self._failure = why
+            self._say(error=why)
+            self._changed.set()
+
+    async def _unused(self) -> None:
+        """Waits until there is no reason to go on, and has stopped answering then."""
+        try:
+            async with asyncio.timeout(FIRST_CONNECTION_S):
+                while not self._accepted:
+                    await self._change()
+        except TimeoutError:
+            print("nobody connected", file=sys.stderr, flush=True)
+        while True:
+            while self._connections and not self._failure:
+                await self._change()
+            if await self._stop_answering():
+                return
+            while self._parting:
+                self._let_go(self._parting.pop())
+
+    async def _change(self) -> None:
+        await self._changed.wait()
+        self._changed.clear()
+
+    async def _stop_answering(self) -> bool:
+        """Closes the door, unless somebody came through it just now."""
+        lock = await asyncio.to_thread(self._place.lock, "lock")
+        try:
+            if not self._failure and (self._connections or select.select([self._listener], [], [], 0)[0]):
+                return False
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+            self._place.supervisor_socket.unlink(missing_ok=True)
+            self._listener.close()
+            return True
+        finally:
+            os.close(lock)
+
+    async def _serve(self) -> None:
+        """Starts the server, then the agent, and watches both."""
+        place = self._place
+        unix = f"unix:{place.server_socket}"
+        try:
+            running = await self._alone()
+            self._say(status="Starting the embedded farm's server.")
+            place.server_socket.unlink(missing_ok=True)
+            _write_token(place.token_file)
+            here = ("--listen", unix, "--data", str(place.data / "server"), "--address-file", str(place.address_file))
+            secret = ("--tokens", str(place.token_file))
+            server = await self._launch("server", running, "serve", *here, *secret)
+            await server.must_say("etfarm serve: listening on")
+            self._start(server.drain(), "server's stdout")
+            for orphan in sorted(place.held_jobs.iterdir()):
+                self._say(status=f"Cancelling job {orphan.name}, whose command was killed.")
+                await self._cancel(orphan.name)
+            self._say(status="Starting the embedded farm's agent.")
+            agent = await self._launch("agent", running, "agent", "--server", unix, "--data", str(place.data / "agent"))
+            await agent.must_say("etfarm agent: connected to")
+            self._start(agent.drain(), "agent's stdout")
+            self._say(address=unix)
+            ends = [asyncio.create_task(child.ended(), name=f"end of the {child.what}") for child in (server, agent)]
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            self._fail(done.pop().result())
+        except _Failed as failure:
+            self._fail(str(failure))
+        except OSError as error:
+            self._fail(f"The embedded farm cannot start: {error}.")
+
+    async def _alone(self) -> int:
+        """Waits until every process of the farm before this one is gone; the descriptor of the lock that tells it.
+
+        Raises:
+            _Failed: they do not go.
+        """
+        try:
+            return self._place.lock("running", wait=False)
+        except BlockingIOError:
+            self._say(status="Waiting for the embedded farm before this one to leave.")
+        try:
+            async with asyncio.timeout(LEAVING_TIMEOUT_S):
+                return await asyncio.to_thread(self._place.lock, "running")
+        except TimeoutError:
+            raise _Failed("The embedded farm before this one did not end; its processes hold the data folder.") from None
+
+    async def _launch(self, what: str, running: int, *command: str) -> _Child:
+        log = self._place.data / f"{command[0]}.log"
+        with log.open("wb") as stderr:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "etfarm.wire.command", *command, "--exit-with-stdin"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=stderr,
+                pass_fds=(running,),
+                cwd=self._place.data,
+            )
+        child = _Child(what, log, process)
+        self._children.append(child)
+        return child
+
+    async def _stop(self) -> None:
+        """Ends both children, whatever they do, and removes what told where they were."""
+        starting = [task for task in self._tasks if task.get_name() == "server and agent"]
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
+        await asyncio.gather(*(child.stop() for child in self._children))
+        for path in (self._place.server_socket, self._place.address_file, self._place.token_file):
+            path.unlink(missing_ok=True)
+        if self._place.sockets != self._place.data:
+            # Another farm of this folder may be starting already; then it holds its socket there.
+            try:
+                self._place.sockets.rmdir()
+            except OSError as error:
+                print(f"kept {self._place.sockets}: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def _write_token(path: Path) -> None:
+    """Write the farm's secret in the form of a server's token file. Its holder is an admin of the farm."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        file.write(f"local admin {TOKEN_PREFIX}{secrets.token_urlsafe(32)}\n")
+
+
+def _uid_of_peer(connection: socket.socket) -> int | None:
+    """Return the user id of the process at the other end; None where the system does not provide it."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(uid)
+
+
+def main(argv: list[str]) -> int:
+    """Runs a supervisor; see the module."""
+    os.umask(0o077)
+    folder, descriptor = argv
+    os.set_inheritable(int(descriptor), False)
+    asyncio.run(Supervisor(Place(Path(folder)), socket.socket(fileno=int(descriptor))).run())
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    # Not sys.exit: a thread may still wait for the lock of a farm that does not end.
+    os._exit(code)

@@ -1,0 +1,1 @@
+"""Jobs after their submission: waiting, reports and their files, history and comparisons."""

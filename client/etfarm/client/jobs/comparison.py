@@ -1,0 +1,99 @@
+"""Step 10, client: two sides against each other: jobs of a farm, report files, results at hand. Files need no farm."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from etfarm.client.jobs import report_file as reportfile
+from etfarm.client.models import JobResult, Record
+from etfarm.wire import comparison
+from etfarm.wire.comparison import Gate, Side
+
+if TYPE_CHECKING:
+    from etfarm.client.transport.stubs import Stubs
+
+Compared = str | Path | JobResult
+"""A job (id, unique prefix, tag or `latest`), a report file (x.json, or a path with a folder), or a result. A text may end in
+`#` and a cell's number from 0, a recipe or a model: `latest#1`, `base.json#xnnpack_fp32`."""
+
+
+class Comparison(Record):
+    """The document etfarm.comparison/1, which `etfarm.wire.comparison` describes: `comparison.pairs[0].latency.ratio`."""
+
+    def __repr__(self) -> str:
+        return f"Comparison({len(self.pairs)} pairs, passed={self.passed})"
+
+    @property
+    def passed(self) -> bool:
+        """Whether the gate was passed; True where none was set."""
+        return self.gate is None or bool(self.gate.passed)
+
+
+def needs_farm(*sides: Compared) -> bool:
+    """Whether one of them is a job that a farm must be asked for."""
+    return any(isinstance(side, str) and not reportfile.is_named(comparison.split_choice(side)[0]) for side in sides)
+
+
+def gate_of(texts: str | Sequence[str], *, strict: bool = False, accept_invalid: bool = False) -> Gate | None:
+    """The gate that `3%` or `["latency=3%", "size=1%"]` says; None for none.
+
+    Raises:
+        BadGate: one cannot be read.
+    """
+    listed = [texts] if isinstance(texts, str) and texts else list(texts)
+    return Gate.parse(listed, strict=strict, accept_invalid=accept_invalid)
+
+
+async def compare(stubs: Stubs | None, base: Compared, candidate: Compared, gate: Gate | None = None) -> Comparison:
+    """How the candidate compares with the base.
+
+    Args:
+        stubs: the farm that jobs are of; may be None where `needs_farm` says so.
+
+    Raises:
+        BadDocument: a file is not there, or holds something else.
+        NoSuchReport, NothingToCompare: what was chosen is not there; no report of one has a counterpart in the other.
+        EtfarmError: JOB_NOT_FOUND; SERVER_UNREACHABLE.
+    """
+    if stubs is not None and isinstance(base, str) and isinstance(candidate, str) and needs_farm(base) and needs_farm(candidate):
+        return Comparison(await _on_farm(stubs, base, candidate, gate))
+    one, other = await _side(stubs, base), await _side(stubs, candidate)
+    return Comparison(await asyncio.to_thread(comparison.compare, one, other, gate))
+
+
+async def _on_farm(stubs: Stubs, base: str, candidate: str, gate: Gate | None) -> dict[str, object]:
+    """Two jobs are compared where they are: reports hold all samples, and a comparison a few numbers."""
+    from etfarm.client.transport.retry import repeat
+    from etfarm.v1 import report_pb2
+
+    request = report_pb2.CompareRequest(base=base, candidate=candidate)
+    answer = await repeat(lambda: stubs.reports.Compare(request), server=stubs.server)
+    document: dict[str, object] = json.loads(answer.document)
+    if gate is not None:
+        document["gate"] = comparison.judge(document, gate)
+    return document
+
+
+async def _side(stubs: Stubs | None, what: Compared) -> Side:
+    if isinstance(what, JobResult):
+        document = what.json()
+        return Side(document["reports"], document["job"])
+    name, choice = comparison.split_choice(str(what))
+    if isinstance(what, Path) or reportfile.is_named(name):
+        document = await asyncio.to_thread(reportfile.read, Path(name))
+        return Side(document["reports"], document["job"], name, choice)
+    from etfarm.client.jobs.job import AsyncJob
+    from etfarm.client.transport.connection import NotConnected
+    from etfarm.client.transport.retry import repeat
+    from etfarm.v1 import job_pb2
+
+    if stubs is None:
+        raise NotConnected(f"{name} is a job, and no farm is connected.", "Compare files, or connect to the job's farm.")
+    request = job_pb2.GetJobRequest(job_id=name)
+    job = AsyncJob(stubs, await repeat(lambda: stubs.jobs.Get(request), server=stubs.server))
+    document = await job.document()
+    return Side(document["reports"], document["job"], None, choice)

@@ -1,0 +1,213 @@
+"""Step 10, client: a model's reports over time, and what became of its latency from each to the next. Trends are pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from etfarm.client.formats.answers import REFERENCES
+from etfarm.client.models import Report
+from etfarm.client.transport.retry import repeat
+from etfarm.client.transport.stubs import Stubs
+from etfarm.v1 import report_pb2
+from etfarm.wire import changes, selectors
+from etfarm.wire.changes import Change
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.report import error_json, report_json
+
+SCHEMA: Final = "etfarm.history/1"
+
+_PAGE = 500
+
+
+@dataclass(frozen=True)
+class HistoryEntry:
+    """One report of the past."""
+
+    job: str
+    """The job's id."""
+    tags: tuple[str, ...]
+    """The job's tags, as they are now."""
+    at: datetime
+    """When the report was made."""
+    report: Report
+    """Without samples, operators, numeric gap and series of telemetry, which the job's own report has."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One report in a series."""
+
+    entry: HistoryEntry
+    is_comparable: bool
+    """Whether its latency is evidence: measured, and VALID."""
+    ratio: float | None
+    """Its median over that of the comparable point before it: 1.1 is 10 % slower. None where one of the two is none."""
+    overlaps: bool | None
+    """Whether the intervals of the two medians overlap, so that they may be the same; None where that cannot be told."""
+    changes: tuple[Change, ...]
+    """What is another than at the comparable point before it; where none is, than at the last one that was measured, or that has
+    a program at least: one that failed before would hide what changed."""
+
+    @property
+    def p50_ns(self) -> float | None:
+        """The median."""
+        latency = self.entry.report["latency"]
+        return None if latency is None else latency["p50_ns"]
+
+    @property
+    def verdict(self) -> str:
+        """VALID, INVALID or NOT_BENCHMARKABLE; the cell's state where it gave no numbers."""
+        verdict = self.entry.report["verdict"]
+        return str(verdict["status"] if verdict else self.entry.report["state"])
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """The signal to noise ratio of the worst output against the program before quantization; 300 is exact. None where that
+        reference is missing, whatever the report has of another."""
+        known = (row["sqnr_db"] for row in self.entry.report["accuracy"] or () if row["reference"] == REFERENCES["EAGER"])
+        return min((value for value in known if value is not None), default=None)
+
+    @property
+    def size_bytes(self) -> int | None:
+        """The program's size with its data."""
+        compiled = self.entry.report["compile"]
+        return compiled["program"]["size_bytes"] if compiled and compiled["program"] else None
+
+
+@dataclass(frozen=True)
+class Series:
+    """Reports that can be compared over time: of one model, recipe, device, method and thread count."""
+
+    model: str
+    recipe: str | None
+    device: str | None
+    """The device's id; None of what was only compiled, or was never placed."""
+    device_name: str | None
+    method: str | None
+    threads: int | None
+    points: tuple[Point, ...]
+    """Oldest first."""
+
+
+async def fetch(
+    stubs: Stubs,
+    model: str,
+    *,
+    device: str = "",
+    recipe: str = "",
+    method: str = "",
+    threads: int | None = None,
+    limit: int = 50,
+) -> list[HistoryEntry]:
+    """As AsyncFarm.history."""
+    selectors.parse(device)
+    request = report_pb2.ListHistoryRequest(model=model, device=device, recipe=recipe, method=method, threads=threads)
+    found: list[HistoryEntry] = []
+    while len(found) < limit:
+        request.page_size = min(_PAGE, limit - len(found))
+        answer = await repeat(lambda: stubs.reports.ListHistory(request), server=stubs.server)
+        found += [_entry(entry) for entry in answer.entries]
+        request.page_token = answer.next_page_token
+        if not answer.next_page_token:
+            break
+    return found
+
+
+def trends(entries: Sequence[HistoryEntry]) -> tuple[Series, ...]:
+    """The series that reports make, that with the newest report first; entries come newest first, as `AsyncFarm.history` gives
+    them. A point that is not comparable, an INVALID one for example, is not compared, and the next is not with it."""
+    of_series: dict[tuple[object, ...], list[HistoryEntry]] = {}
+    for entry in entries:
+        report = entry.report
+        device = report["device"]["id"] if report["device"] else None
+        key = (report["model"]["name"], report["recipe"], device, report["method"], report["threads"])
+        of_series.setdefault(key, []).insert(0, entry)
+    return tuple(_series(listed) for listed in of_series.values())
+
+
+def document(model: str, entries: Sequence[HistoryEntry], error: EtfarmError | None) -> dict[str, Any]:
+    """What `etfarm history --json` holds, schema etfarm.history/1: {schema, model, series, error}; null where something is not
+    known, as in etfarm.report/1."""
+    return {
+        "schema": SCHEMA,
+        "model": model,
+        "series": [_series_json(series) for series in trends(entries)],
+        "error": None if error is None else error_json(error),
+    }
+
+
+def _entry(entry: report_pb2.HistoryEntry) -> HistoryEntry:
+    at = entry.report.created_at.ToDatetime(tzinfo=UTC)
+    return HistoryEntry(entry.job_id, tuple(entry.tags), at, Report(report_json(entry.report)))
+
+
+def _series(entries: Sequence[HistoryEntry]) -> Series:
+    points: list[Point] = []
+    for entry in entries:
+        points.append(_point(entry, _base(points)))
+    report = entries[-1].report
+    device = report["device"]
+    return Series(
+        report["model"]["name"],
+        report["recipe"],
+        device["id"] if device else None,
+        device["name"] if device else None,
+        report["method"],
+        report["threads"],
+        tuple(points),
+    )
+
+
+def _base(before: Sequence[Point]) -> Point | None:
+    """What the next point is compared with: the latest of those that tell most."""
+    return max(reversed(before), key=_tells, default=None)
+
+
+def _tells(point: Point) -> int:
+    """How much of a point can be compared: of one that failed to compile, no program; of one that failed to run, no numbers."""
+    if point.is_comparable:
+        return 3
+    if point.p50_ns is not None:
+        return 2
+    return int(point.size_bytes is not None)
+
+
+def _point(entry: HistoryEntry, base: Point | None) -> Point:
+    verdict, latency = entry.report["verdict"], entry.report["latency"]
+    is_comparable = bool(verdict and verdict["status"] == "VALID" and latency and latency["p50_ns"])
+    differing = () if base is None else tuple(changes.changes(base.entry.report.json(), entry.report.json()))
+    if base is None or not (is_comparable and base.is_comparable):
+        return Point(entry, is_comparable, None, None, differing)
+    before = base.entry.report["latency"]
+    mine, other = latency["p50_ci95_ns"], before["p50_ci95_ns"]
+    overlaps = (mine[0] <= other[1] and other[0] <= mine[1]) if mine and other else None
+    return Point(entry, True, latency["p50_ns"] / before["p50_ns"], overlaps, differing)
+
+
+def _series_json(series: Series) -> dict[str, Any]:
+    return {
+        "model": series.model,
+        "recipe": series.recipe,
+        "device": None if series.device is None else {"id": series.device, "name": series.device_name},
+        "method": series.method,
+        "threads": series.threads,
+        "points": [
+            {
+                "job": point.entry.job,
+                "tags": list(point.entry.tags),
+                "at": point.entry.at.isoformat().replace("+00:00", "Z"),
+                "verdict": point.verdict,
+                "p50_ns": point.p50_ns,
+                "ratio": point.ratio,
+                "overlaps": point.overlaps,
+                "size_bytes": point.size_bytes,
+                "sqnr_db": point.sqnr_db,
+                "changes": [dict(change) for change in point.changes],
+                "report": point.entry.report.json(),
+            }
+            for point in series.points
+        ],
+    }

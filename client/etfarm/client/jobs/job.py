@@ -1,0 +1,343 @@
+"""Step 10, client: a submitted job: watched over broken streams, cancelled, and turned into its result."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from etfarm.client.errors import FarmError, Kind, OutputUnwritable, UserError, from_rpc_error
+from etfarm.client.models import CellState, Event, JobInfo, JobResult, JobState, LogLine
+from etfarm.client.transport import decode, transfers
+from etfarm.client.transport.retry import Backoff, repeat
+from etfarm.v1 import common_pb2, job_pb2, report_pb2
+from etfarm.wire import report, tensors
+from etfarm.wire.errors import EtfarmError
+
+if TYPE_CHECKING:
+    from etfarm.client.transport.stubs import Stubs
+
+
+class CellNotFound(UserError):
+    """The job has no cell of that index."""
+
+    reason = "CELL_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+class NothingThere(FarmError):
+    """A cell that succeeded, or has not yet, lacks what was asked for."""
+
+    reason = "NOT_PRODUCED"
+    kind = Kind.NOT_FOUND
+
+
+class AsyncJob:
+    """A job on the farm. It goes on whether or not anybody watches."""
+
+    def __init__(self, stubs: Stubs, job: job_pb2.Job) -> None:
+        """Made by AsyncFarm."""
+        self._stubs = stubs
+        self._job = job
+
+    def __repr__(self) -> str:
+        return f"AsyncJob({self.id!r}, {self.state})"
+
+    @property
+    def id(self) -> str:
+        """The job's id."""
+        return self._job.id
+
+    @property
+    def state(self) -> JobState:
+        """The job's state as it was last heard of."""
+        return decode.job_state(self._job.state)
+
+    @property
+    def info(self) -> JobInfo:
+        """The job as it was last heard of, with its cells."""
+        return decode.job(self._job)
+
+    async def refresh(self) -> JobInfo:
+        """Asks the server how the job is now.
+
+        Raises:
+            EtfarmError: JOB_NOT_FOUND; SERVER_UNREACHABLE.
+        """
+        request = job_pb2.GetJobRequest(job_id=self.id)
+        self._job = await repeat(lambda: self._stubs.jobs.Get(request), server=self._stubs.server)
+        return self.info
+
+    async def watch(self, after: int = 0) -> AsyncIterator[Event]:
+        """What happened after the sequence `after`, then what happens, until the job is terminal.
+
+        A stream that breaks is taken up again after the last sequence: no journaled event is lost or comes twice.
+
+        Raises:
+            EtfarmError: SEQUENCE_UNKNOWN; SERVER_UNREACHABLE when the server stayed away.
+        """
+        backoff = Backoff()
+        while True:
+            try:
+                request = job_pb2.WatchRequest(job_id=self.id, after_sequence=after)
+                async for message in self._stubs.jobs.Watch(request):
+                    backoff.reset()
+                    if message.HasField("sequence"):
+                        if message.sequence <= after:
+                            continue
+                        after = message.sequence
+                    self._note(message)
+                    if (event := decode.event(message)) is not None:
+                        yield event
+                return
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or not await backoff.wait():
+                    raise from_rpc_error(error, server=self._stubs.server) from None
+
+    async def wait(self) -> JobState:
+        """Waits until the job is terminal; its state then.
+
+        Raises:
+            EtfarmError: as `watch`.
+        """
+        if not self.state.is_terminal:
+            async for _ in self.watch():
+                pass
+            await self.refresh()
+        return self.state
+
+    async def result(self) -> JobResult:
+        """Waits until the job is terminal, then its reports, those of failed cells too.
+
+        Raises:
+            EtfarmError: as `watch`. A failed cell raises only on `JobResult.report`.
+        """
+        await self.wait()
+        return JobResult(await self.document())
+
+    async def document(self, error: EtfarmError | None = None) -> dict[str, Any]:
+        """The document etfarm.report/1 as it is now: without the reports of cells that are still live.
+
+        Args:
+            error: what kept the caller from finishing.
+        """
+        return report.document(self._job, await self._reports(), error)
+
+    def document_without_reports(self, error: EtfarmError | None) -> dict[str, Any]:
+        """The document etfarm.report/1 where the server cannot be asked any more."""
+        return report.document(self._job, (), error)
+
+    async def cancel(self) -> JobState:
+        """Ends what is live; the job's state once all cells are terminal.
+
+        Raises:
+            EtfarmError: NOT_YOURS; SERVER_UNREACHABLE.
+        """
+        request = job_pb2.CancelRequest(job_id=self.id)
+        self._job = await repeat(lambda: self._stubs.jobs.Cancel(request), server=self._stubs.server)
+        return self.state
+
+    async def logs(self, *, cell: int | None = None, follow: bool = False) -> AsyncIterator[LogLine]:
+        """What compilers and runners printed, in order of arrival; with `follow` until the job is terminal.
+
+        Args:
+            cell: the index of one cell, whose lines alone are given.
+
+        Raises:
+            CellNotFound: there is no such cell.
+            EtfarmError: SERVER_UNREACHABLE.
+        """
+        cell_id = self._cell(cell).id if cell is not None else ""
+        seen, backoff = 0, Backoff()
+        while True:
+            try:
+                request = job_pb2.TailLogRequest(job_id=self.id, cell_id=cell_id, follow=follow)
+                async for message in self._stubs.jobs.TailLog(request):
+                    backoff.reset()
+                    if message.number > seen:
+                        seen = message.number
+                        yield decode.log_line(message)
+                return
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or not await backoff.wait():
+                    raise from_rpc_error(error, server=self._stubs.server) from None
+
+    async def outputs(self, cell: int = 0) -> list[tensors.Value]:
+        """What a cell's program gave, in flattened order. `etfarm.wire.tensors.to_array` makes arrays of tensors.
+
+        Raises:
+            EtfarmError: the cell failed: its own error.
+            CellNotFound, NothingThere: there is no such cell, or it gave nothing.
+        """
+        artifact = self._produced(cell, "outputs")
+        return tensors.decode(await transfers.download_bytes(self._stubs.artifacts, artifact, server=self._stubs.server))
+
+    async def save_program(self, path: Path, cell: int = 0, *, on_progress: transfers.Moved | None = None) -> list[Path]:
+        """Writes a cell's .pte to `path`, and its named data files beside it under the names that the program knows.
+
+        Gives the files that were written, `path` first.
+
+        Raises:
+            EtfarmError: the cell failed: its own error.
+            CellNotFound, NothingThere, OutputUnwritable: there is no such cell or program, or a file cannot be written.
+        """
+        program = self._produced(cell, "program")
+        await transfers.download_file(
+            self._stubs.artifacts, program.pte, path, server=self._stubs.server, on_progress=on_progress
+        )
+        written = [path]
+        for name, artifact in sorted(program.data.items()):
+            file = path.with_name(data_file_name(name))
+            await transfers.download_file(self._stubs.artifacts, artifact, file, server=self._stubs.server)
+            written.append(file)
+        return written
+
+    async def save_exported_programs(self, path: Path, cell: int = 0) -> list[Path]:
+        """Writes each method's exported program as it was lowered: to `path`, or of several methods to `x.METHOD.pt2`.
+
+        Gives the files that were written, by method.
+
+        Raises:
+            EtfarmError: the cell failed: its own error.
+            CellNotFound, NothingThere, OutputUnwritable: there is no such cell or program, or a file cannot be written.
+        """
+        programs = await self._files(cell, "exported_programs")
+        files = {name: path if len(programs) == 1 else method_file(path, name) for name in programs}
+        return await self._download(programs, files)
+
+    async def stage_files(self, cell: int = 0) -> list[str]:
+        """The names of the files of the stage that the job stopped after: METHOD.pt2, METHOD.txt, delegation.csv.
+
+        Raises:
+            EtfarmError: the cell failed: its own error.
+            CellNotFound, NothingThere: there is no such cell, or the job was for a program.
+        """
+        return list(await self._files(cell, "stage_files"))
+
+    async def save_stage_files(self, folder: Path, cell: int = 0, *, to: Mapping[str, Path] | None = None) -> list[Path]:
+        """Writes the files of the stage that the job stopped after into `folder`, which is made.
+
+        Args:
+            to: only these, each by its name (`stage_files`) to a path of its own, instead.
+
+        Raises:
+            EtfarmError: the cell failed: its own error.
+            CellNotFound, NothingThere, OutputUnwritable: there is no such cell or file, or one cannot be written.
+        """
+        there = await self._files(cell, "stage_files")
+        if to is None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise OutputUnwritable(
+                    f"{folder} cannot be made: {error.strerror}.", "Give another folder.", path=folder
+                ) from None
+            to = {name: folder / safe_name(name) for name in there}
+        for name in to:
+            if name not in there:
+                raise NothingThere(f"The stage gave no {name}; it gave {', '.join(there)}.", job=self.id, cell=cell)
+        return await self._download({name: there[name] for name in to}, to)
+
+    async def save_etrecord(self, path: Path, cell: int = 0) -> None:
+        """Writes a cell's ETRecord to `path`.
+
+        Raises:
+            EtfarmError: the cell failed: its own error.
+            CellNotFound, NothingThere, OutputUnwritable: there is no such cell or ETRecord, or `path` cannot be written.
+        """
+        artifact: common_pb2.Artifact = self._produced(cell, "etrecord")
+        await transfers.download_file(self._stubs.artifacts, artifact, path, server=self._stubs.server)
+
+    async def save_raw_files(self, folder: Path, cell: int = 0) -> list[Path]:
+        """Writes what a cell's report was made of into `folder`, which is made: program, ETRecord, ETDump, inputs, outputs and
+        values of the numerics pass, as far as the cell has them, with a script that opens them in ExecuTorch's Inspector.
+
+        Gives the files that were written, README.txt first.
+
+        Raises:
+            CellNotFound, NothingThere, OutputUnwritable: there is no such cell or report, or a file cannot be written.
+            EtfarmError: a file is not in the store any more; SERVER_UNREACHABLE.
+        """
+        from etfarm.client.jobs import raw_files
+
+        found = self._cell(cell)
+        for one in await self._reports(found.id):
+            return await raw_files.save(self._stubs, self._job, found, one, folder)
+        raise NothingThere(
+            f"Cell {cell} of job {self.id} has no report: it is {decode.cell(found).state}.", job=self.id, cell=cell
+        )
+
+    async def _files(self, cell: int, what: str) -> dict[str, common_pb2.Artifact]:
+        """The artifacts of a map of the cell's report, by their key."""
+        found = self._cell(cell)
+        if (error := decode.cell(found).error) is not None:
+            raise error
+        for one in await self._reports(found.id):
+            entries = getattr(one.compile, what).items()
+            made = {name: common_pb2.Artifact(digest=s.digest, size_bytes=s.size_bytes) for name, s in sorted(entries)}
+            if made:
+                return made
+        raise NothingThere(f"Cell {cell} of job {self.id} has no {what.replace('_', ' ')}.", job=self.id, cell=cell)
+
+    async def _reports(self, cell_id: str = "") -> list[report_pb2.Report]:
+        """All of the job's reports that there are, or a cell's."""
+        request = report_pb2.GetReportsRequest(job_id=self.id, cell=cell_id)
+        found: list[report_pb2.Report] = []
+        while True:
+            answer = await repeat(lambda: self._stubs.reports.Get(request), server=self._stubs.server)
+            found += answer.reports
+            if not answer.next_page_token:
+                return found
+            request.page_token = answer.next_page_token
+
+    async def _download(self, artifacts: Mapping[str, common_pb2.Artifact], files: Mapping[str, Path]) -> list[Path]:
+        for name, artifact in artifacts.items():
+            await transfers.download_file(self._stubs.artifacts, artifact, files[name], server=self._stubs.server)
+        return [files[name] for name in artifacts]
+
+    def _note(self, message: job_pb2.JobEvent) -> None:
+        """Keeps `info` as new as the events that went by."""
+        if not message.HasField("sequence"):
+            return
+        self._job.state = message.job_state
+        kind = message.WhichOneof("event")
+        if kind == "cell":
+            for known in self._job.cells:
+                if known.id == message.cell.id:
+                    known.CopyFrom(message.cell)
+        elif kind == "job" and message.job.HasField("finished_at"):
+            self._job.finished_at.CopyFrom(message.job.finished_at)
+
+    def _cell(self, index: int) -> job_pb2.Cell:
+        for cell in self._job.cells:
+            if cell.index == index:
+                return cell
+        raise CellNotFound(f"Job {self.id} has no cell {index}.", f"It has {len(self._job.cells)}.", job=self.id, cell=index)
+
+    def _produced(self, index: int, what: str) -> Any:
+        cell = self._cell(index)
+        known = decode.cell(cell)
+        if known.error is not None:
+            raise known.error
+        if not cell.HasField(what):  # type: ignore[arg-type]
+            why = "it has not come so far" if not CellState(known.state).is_terminal else "it made none"
+            raise NothingThere(f"Cell {index} of job {self.id} has no {what}: {why}.", job=self.id, cell=index)
+        return getattr(cell, what)
+
+
+def data_file_name(name: str) -> str:
+    """The file of a program's named data: its name with .ptd, and no folder whatever the name says."""
+    safe = safe_name(name)
+    return safe if safe.endswith(".ptd") else f"{safe}.ptd"
+
+
+def method_file(path: Path, method: str) -> Path:
+    """Where one of several methods' files goes: x.METHOD.pt2 for x.pt2."""
+    return path.with_name(safe_name(f"{path.stem}.{method}{path.suffix}"))
+
+
+def safe_name(name: str) -> str:
+    """A file's name that a server gave, without any folder in it."""
+    return name.replace("/", "_").replace("\\", "_").lstrip(".") or "_"

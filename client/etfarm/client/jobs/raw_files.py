@@ -1,0 +1,109 @@
+"""Step 10, client: the raw material of a report, from the farm's store to a folder: ExecuTorch's own files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from etfarm.client.errors import OutputUnwritable
+from etfarm.client.formats import executorch
+from etfarm.client.jobs.job import data_file_name, safe_name
+from etfarm.client.submit import npz
+from etfarm.client.transport import transfers
+from etfarm.client.transport.retry import repeat
+from etfarm.v1 import common_pb2, compile_pb2, job_pb2, report_pb2
+from etfarm.wire import report as projection
+from etfarm.wire import tensors
+
+if TYPE_CHECKING:
+    from etfarm.client.transport.stubs import Stubs
+
+
+async def save(stubs: Stubs, job: job_pb2.Job, cell: job_pb2.Cell, found: report_pb2.Report, folder: Path) -> list[Path]:
+    """Puts what a report was made of into `folder`, which is made: program, ETRecord, ETDump, inputs, outputs, numerics.
+
+    What the report does not have is left out, as the ETRecord of a ready program; README.txt says what is there, and a script
+    loads it into ExecuTorch's Inspector. Gives the files, README.txt first.
+
+    Raises:
+        OutputUnwritable: a file cannot be written.
+        EtfarmError: as ArtifactService.Download says: something was collected; SERVER_UNREACHABLE.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputUnwritable(f"{folder} cannot be made: {error.strerror}.", "Give another folder.", path=folder) from None
+    compiled = await _compilation(stubs, cell.compilation_key)
+    names = []
+    for name, artifact in {**_of_program(cell, compiled), **await _of_numerics(stubs, cell, found)}.items():
+        await transfers.download_file(stubs.artifacts, artifact, folder / name, server=stubs.server)
+        names.append(name)
+    values = {"inputs.npz": _inputs(job, cell, compiled), "outputs.npz": found.outputs if found.HasField("outputs") else None}
+    for name, tensor_file in values.items():
+        if tensor_file is not None:
+            await _save_values(stubs, tensor_file, cell.method, folder / name)
+            names.append(name)
+    if found.HasField("etdump"):
+        await transfers.download_file(stubs.artifacts, found.etdump, folder / "traced.etdp", server=stubs.server)
+        names.append("traced.etdp")
+    said = projection.report_json(found)
+    texts = {"report.json": projection.dumps(projection.document(job, [found], None))}
+    if {"traced.etdp", "program.etrecord"} <= set(names):
+        texts[executorch.SCRIPT] = executorch.script(said, names)
+    texts["README.txt"] = executorch.readme(said, sorted([*names, *texts]))
+    for name, text in texts.items():
+        _write(folder / name, text)
+    return [folder / "README.txt", *(folder / name for name in sorted([*names, *texts]) if name != "README.txt")]
+
+
+async def _compilation(stubs: Stubs, key: str) -> compile_pb2.Compilation | None:
+    if not key:
+        return None
+    request = compile_pb2.GetCompilationRequest(key=key)
+    return await repeat(lambda: stubs.compiler.GetCompilation(request), server=stubs.server)
+
+
+def _of_program(cell: job_pb2.Cell, compiled: compile_pb2.Compilation | None) -> dict[str, common_pb2.Artifact]:
+    found = {}
+    if cell.HasField("program"):
+        found["program.pte"] = cell.program.pte
+        found.update({data_file_name(name): artifact for name, artifact in cell.program.data.items()})
+    if cell.HasField("etrecord"):
+        found["program.etrecord"] = cell.etrecord
+    if compiled is not None:
+        exported = {name: artifact for name, artifact in compiled.exported_programs.items() if name == cell.method}
+        found.update({safe_name(f"{name}.pt2"): artifact for name, artifact in exported.items()})
+    return found
+
+
+async def _of_numerics(stubs: Stubs, cell: job_pb2.Cell, found: report_pb2.Report) -> dict[str, common_pb2.Artifact]:
+    files = {}
+    if found.HasField("numerics_etdump"):
+        files["numerics.etdp"] = found.numerics_etdump
+    if found.HasField("numerics_debug"):
+        files["numerics.debug"] = found.numerics_debug
+    if files and (compiled := await _compilation(stubs, cell.numerics_compilation_key)) is not None:
+        if compiled.HasField("program"):
+            files["numerics.pte"] = compiled.program.pte
+        if compiled.HasField("etrecord"):
+            files["numerics.etrecord"] = compiled.etrecord
+    return files
+
+
+def _inputs(job: job_pb2.Job, cell: job_pb2.Cell, compiled: compile_pb2.Compilation | None) -> common_pb2.Artifact | None:
+    """The tensor file that the method ran with; None for a ready program's, which the runner made up."""
+    inputs: list[Mapping[str, common_pb2.Artifact]] = [job.spec.inputs, compiled.example_inputs if compiled is not None else {}]
+    return next((one[cell.method] for one in inputs if cell.method in one), None)
+
+
+async def _save_values(stubs: Stubs, artifact: common_pb2.Artifact, method: str, path: Path) -> None:
+    values = tensors.decode(await transfers.download_bytes(stubs.artifacts, artifact, server=stubs.server))
+    npz.write_outputs(path, {method: values}, {method: [value.name for value in values]}, with_dim_orders=True)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise OutputUnwritable(f"{path} cannot be written: {error.strerror}.", "Give another folder.", path=path) from None

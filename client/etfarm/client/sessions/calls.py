@@ -1,0 +1,213 @@
+"""What goes into a session's calls and what comes out: arrays in a method's own order, arrays by place and name, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+
+from etfarm.client.errors import UserError
+from etfarm.client.submit import npz
+from etfarm.client.submit.inputs import in_order, value_of
+from etfarm.wire import tensors
+from etfarm.wire.tensors import Scalar, Tensor, Value
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from etfarm.v1 import session_pb2
+
+
+class NoSuchOutput(UserError):
+    """No output has the name."""
+
+    reason = "OUTPUT_UNKNOWN"
+
+
+class SeveralOutputs(UserError):
+    """A method's outputs are used as one array, and there are several or none."""
+
+    reason = "SEVERAL_OUTPUTS"
+
+
+class Outputs(list[Any]):
+    """A method's outputs in flattened order: arrays, and Python numbers where the program gives those.
+
+    `y[0]` and, where the program names its outputs, `y["logits"]`; a single output's array is what numpy takes it for.
+    """
+
+    def __init__(self, values: Sequence[Value], run_ns: int | None = None) -> None:
+        """Made by a session."""
+        super().__init__(_plain(value) for value in values)
+        self.names = tuple(value.name for value in values)
+        """Beside the outputs; the place, as text, where the program gives no name."""
+        self.run_ns = run_ns
+        """What the execution took on the device, by the runner's clock; None of a loop's outputs."""
+
+    @overload
+    def __getitem__(self, key: SupportsIndex | str, /) -> Any: ...
+    @overload
+    def __getitem__(self, key: slice, /) -> list[Any]: ...
+    def __getitem__(self, key: SupportsIndex | slice | str, /) -> Any:
+        """An output by its place or its name.
+
+        Raises:
+            NoSuchOutput: none has the name, or several have.
+        """
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        if self.names.count(key) != 1:
+            raise NoSuchOutput(f"There is no output {key!r}.", f"The outputs are {', '.join(self.names)}.", output=key)
+        return super().__getitem__(self.names.index(key))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The outputs by name; by place, as text, where others have the same name."""
+        unique = (name if self.names.count(name) == 1 else str(place) for place, name in enumerate(self.names))
+        return dict(zip(unique, self, strict=True))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """The only output.
+
+        Raises:
+            SeveralOutputs: it is not the only one.
+        """
+        import numpy as np
+
+        if len(self) != 1:
+            raise SeveralOutputs(f"There are {len(self)} outputs.", "Choose one: y[0].")
+        return np.array(super().__getitem__(0), dtype=dtype, copy=copy)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A timed pass on the device. Times are the runner's own monotonic clock's."""
+
+    method: str
+    samples_ns: NDArray[np.int64] = field(repr=False)
+    """One a timed iteration, in the order measured."""
+    warmup: int
+    iterations: int
+    duration_ns: int
+    """Wall time of the timed pass."""
+    stop_reason: str
+    """`ENOUGH`, `MAX_TIME` or `MAX_SAMPLES`."""
+    first_run_ns: int
+    """Of the first execution since the method was loaded."""
+    outputs: Outputs = field(repr=False)
+    """What the last iteration gave."""
+
+    @property
+    def min_ns(self) -> int:
+        """The fastest iteration."""
+        return int(self.samples_ns.min())
+
+    @property
+    def p50_ns(self) -> float:
+        """The median; percentiles are interpolated linearly, as numpy's and the reports'."""
+        return self._percentile(50)
+
+    @property
+    def p90_ns(self) -> float | None:
+        """None below 10 samples, of which none is expected beyond it."""
+        return self._percentile(90) if self.samples_ns.size >= 10 else None
+
+    @property
+    def p99_ns(self) -> float | None:
+        """None below 100 samples."""
+        return self._percentile(99) if self.samples_ns.size >= 100 else None
+
+    @property
+    def mean_ns(self) -> float:
+        """The mean."""
+        return float(self.samples_ns.mean())
+
+    @property
+    def stddev_ns(self) -> float | None:
+        """Of the sample (n - 1 in the denominator); None for a single one."""
+        return float(self.samples_ns.std(ddof=1)) if self.samples_ns.size > 1 else None
+
+    def _percentile(self, percent: int) -> float:
+        import numpy as np
+
+        return float(np.percentile(self.samples_ns, percent))
+
+
+def loop_of(method: str, measured: session_pb2.SessionMeasured, samples: bytes, outputs: Outputs) -> Loop:
+    """A SessionMeasured with its samples, int64 little-endian."""
+    import numpy as np
+
+    return Loop(
+        method=method,
+        samples_ns=np.frombuffer(samples, dtype="<i8").astype(np.int64, copy=False),
+        warmup=measured.warmup,
+        iterations=measured.iterations,
+        duration_ns=measured.duration_ns,
+        stop_reason=measured.stop_reason,
+        first_run_ns=measured.first_run_ns,
+        outputs=outputs,
+    )
+
+
+def flattened(
+    method: str,
+    described: session_pb2.SessionMethod | None,
+    names: Sequence[str],
+    given: Sequence[Any],
+    named: Mapping[str, Any],
+) -> list[Value]:
+    """A call's inputs in flattened order, laid in memory as the program was exported for.
+
+    Args:
+        described: the method as the program says; None where it has none.
+        names: of its inputs, as the model that it was compiled from says; empty where that is not known.
+        given: the first inputs, in order.
+        named: the others.
+
+    Raises:
+        UnknownInput, InputMissing, DuplicateInput: `named` does not fit; whether values do, the device says.
+        UserError: a value is none that etfarm carries.
+    """
+    specs = list(described.inputs) if described is not None else []
+    own = [spec.name for spec in specs]
+    names = names or (own if all(own) else [])
+    if not named:
+        values = [value_of(names[i] if i < len(names) else str(i), value) for i, value in enumerate(_checked(given))]
+    else:
+        by_key = {str(i): value_of(str(i), value) for i, value in enumerate(_checked(given))}
+        for name, value in named.items():
+            by_key[name] = value_of(name, value)
+        values = in_order(by_key, names, "The program", method)
+    return [_laid_out(value, specs[i] if i < len(specs) else None) for i, value in enumerate(values)]
+
+
+def _checked(given: Sequence[Any]) -> Sequence[Any]:
+    for place, value in enumerate(given):
+        if isinstance(value, str | bytes | Mapping):
+            raise npz.UnsupportedInputArray(
+                f"The input {place} is a {type(value).__name__}.", "Give arrays, torch tensors or numbers.", place=place
+            )
+    return given
+
+
+def _laid_out(value: Value, spec: session_pb2.SessionValue | None) -> Value:
+    """The same elements in the dim order that the program takes; a Python number as a tensor where it takes one."""
+    import numpy as np
+
+    if spec is None or spec.kind != "tensor" or spec.dtype not in tensors.ITEM_BYTES:
+        return value
+    if isinstance(value, Scalar):
+        if value.value is None or len(spec.shape):
+            return value
+        return tensors.from_array(value.name, np.asarray(value.value, dtype=tensors.dtype_of(spec.dtype)))
+    order = tuple(spec.dim_order)
+    if len(order) != len(value.shape) or order == value.dim_order:
+        return value
+    return tensors.from_array(value.name, tensors.to_array(value), order)
+
+
+def _plain(value: Value) -> Any:
+    import numpy as np
+
+    # A copy: the tensor's own bytes cannot be written to.
+    return np.array(tensors.to_array(value)) if isinstance(value, Tensor) else value.value

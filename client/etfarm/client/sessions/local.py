@@ -1,0 +1,183 @@
+"""`LocalSession`: the session of a farm on this machine's own runner, with no farm.
+
+with LocalSession("x.pte") as s:
+    y = s.run("forward", x)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Self
+
+from etfarm.client.errors import FarmError, UserError
+from etfarm.client.sessions.program import ServedModel, send_program
+from etfarm.client.sessions.session import AsyncSession, Line, Runs, Session, SessionClosed, Told
+from etfarm.client.transport.thread_loop import Loop
+from etfarm.v1 import artifact_pb2_grpc, session_pb2, session_pb2_grpc
+from etfarm.wire.channel import Access, open_channel
+
+START_S = 60.0
+"""How long the runner's server may take to start, on a busy machine."""
+
+_END_S = 5.0
+_SOCKET_BYTES = 90
+"""A unix socket's path may have 107; the folder's must leave room."""
+
+
+class LocalNeedsProgram(UserError):
+    """A model that is not compiled yet, and no farm to compile it."""
+
+    reason = "LOCAL_NEEDS_PROGRAM"
+
+
+class LocalRunnerFailed(FarmError):
+    """The process that serves local sessions did not start."""
+
+    reason = "LOCAL_RUNNER_FAILED"
+
+
+class AsyncLocalSession(AsyncSession):
+    """AsyncSession on this machine's own runner. Use it with `async with`."""
+
+    def __init__(
+        self,
+        program: str | Path,
+        *,
+        data: Sequence[str | Path] = (),
+        methods: Sequence[str] = (),
+        threads: int | None = None,
+        cores: str = "",
+        on_wait: Told | None = None,
+        on_log: Told | None = None,
+    ) -> None:
+        """Args:
+        program: a .pte.
+        data, methods, threads, cores, on_wait, on_log: as in AsyncFarm.session.
+
+        Raises, when it is entered:
+            LocalNeedsProgram: `program` is a model that is not compiled.
+            EtfarmError: it cannot be loaded; there is no runner for this machine and none can be built.
+        """
+        served = ServedModel(program, data=data)
+        request = session_pb2.OpenSessionRequest(methods=methods, threads=threads, cores=cores)
+
+        async def connect(stack: AsyncExitStack) -> Line:
+            folder = stack.enter_context(_folder())
+            model = await asyncio.to_thread(served.prepared, folder)
+            if model.program is None:
+                raise LocalNeedsProgram(
+                    f"{model.name} is not compiled, and there is no farm to compile it.",
+                    "Give a .pte, which `etfarm compile MODEL -o x.pte` makes, or use Farm().session.",
+                    model=model.name,
+                )
+            server = await _start(stack, folder)
+            channel = open_channel(Access(server))
+            stack.push_async_callback(channel.close)
+            artifacts = artifact_pb2_grpc.ArtifactServiceStub(channel)
+            request.program.CopyFrom(await send_program(artifacts, model, server=server))
+            return Line(server, session_pb2_grpc.SessionServiceStub(channel), artifacts, request)
+
+        super().__init__(connect, on_wait=on_wait, on_log=on_log)
+
+
+class LocalSession(Session):
+    """AsyncLocalSession without `await`. Use it with `with`."""
+
+    def __init__(
+        self,
+        program: str | Path,
+        *,
+        data: Sequence[str | Path] = (),
+        methods: Sequence[str] = (),
+        threads: int | None = None,
+        cores: str = "",
+        on_wait: Told | None = None,
+        on_log: Told | None = None,
+    ) -> None:
+        """As AsyncLocalSession."""
+        session = AsyncLocalSession(
+            program, data=data, methods=methods, threads=threads, cores=cores, on_wait=on_wait, on_log=on_log
+        )
+        super().__init__(self._running, session)
+        self._own: Loop | None = None
+
+    def __enter__(self) -> Self:
+        """As AsyncLocalSession.__aenter__."""
+        self._own = Loop()
+        try:
+            return super().__enter__()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """As AsyncLocalSession.close."""
+        if self._own is not None:
+            try:
+                super().close()
+            finally:
+                self._own.stop()
+                self._own = None
+
+    def _running(self) -> Runs:
+        if self._own is None:
+            raise SessionClosed("The session is not open.", "Use it inside of `with LocalSession(...) as s:`.")
+        return self._own
+
+
+def _folder() -> _Folder:
+    usual = tempfile.gettempdir()
+    return _Folder(usual if len(usual) < _SOCKET_BYTES - 30 else "/tmp")
+
+
+class _Folder:
+    """A folder of this session's own, for its socket and files."""
+
+    def __init__(self, parent: str) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="etfarm-local-", dir=parent, ignore_cleanup_errors=True)
+
+    def __enter__(self) -> Path:
+        return Path(self._folder.name)
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
+
+
+async def _start(stack: AsyncExitStack, folder: Path) -> str:
+    """The address of a process that serves sessions, and ends with the stack or with this process."""
+    log = folder / "log"
+    with log.open("wb") as errors:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "etfarm.device_agents.serve_local", str(folder),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors,
+            # Ctrl-C is for the caller, which ends it in order.
+            start_new_session=True,
+        )  # fmt: skip
+
+    async def end() -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), _END_S)
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    stack.push_async_callback(end)
+    assert process.stdout is not None
+    line = b""
+    with suppress(TimeoutError):
+        line = await asyncio.wait_for(process.stdout.readline(), START_S)
+    if not line:
+        said = log.read_text(errors="replace").strip().splitlines()
+        raise LocalRunnerFailed(
+            f"The local runner's server did not start: {said[-1] if said else 'it says nothing'}.",
+            "Install etfarm[agent,export].",
+        )
+    return line.decode().strip().rpartition(" ")[2]

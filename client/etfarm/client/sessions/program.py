@@ -1,0 +1,116 @@
+"""What a session runs: a ready program whose files the server has, or a model that is compiled first."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etfarm.client.jobs.job import AsyncJob
+from etfarm.client.submit.preparation import ExampleInputs, Model, prepare
+from etfarm.client.submit.prepared import PreparedModel
+from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
+from etfarm.client.transport import decode, transfers
+from etfarm.client.transport.retry import repeat
+from etfarm.client.transport.stubs import Stubs
+from etfarm.v1 import common_pb2, compile_pb2, job_pb2
+from etfarm.wire import chunks, digest
+
+if TYPE_CHECKING:
+    from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A session's program, as its caller gave it."""
+
+    model: Model
+    recipe: str = DEFAULT_RECIPE
+    """What a model is compiled with; a ready program is not."""
+    example_inputs: ExampleInputs | None = None
+    data: Sequence[str | Path] = field(default=())
+    """Named data files (.ptd) of a ready program."""
+
+    def prepared(self, folder: Path) -> PreparedModel:
+        """It as bytes and files, those that are made in `folder`. Blocks for as long as an export takes."""
+        return prepare(
+            self.model,
+            recipes=[read_recipe(self.recipe)],
+            example_inputs=self.example_inputs,
+            data=self.data,
+            folder=folder,
+        )
+
+    async def on_farm(
+        self,
+        stubs: Stubs,
+        compile_model: Callable[[PreparedModel, str], Awaitable[AsyncJob]],
+        *,
+        on_upload: transfers.Moved | None,
+    ) -> tuple[compile_pb2.Program, dict[str, Sequence[str]]]:
+        """The program, which the farm's store holds then, and what its inputs are called by method, as far as known.
+
+        Raises:
+            EtfarmError: it is no model, or cannot be compiled; the compilation's own error.
+        """
+        with tempfile.TemporaryDirectory(prefix="etfarm-session-", ignore_cleanup_errors=True) as folder:
+            model = await asyncio.to_thread(self.prepared, Path(folder))
+            if model.program is not None:
+                return await send_program(stubs.artifacts, model, server=stubs.server, on_upload=on_upload), {}
+            job = await compile_model(model, self.recipe)
+        try:
+            await job.wait()
+        except asyncio.CancelledError:
+            # Whoever gives up the session wants no program of it.
+            await job.cancel()
+            raise
+        request = job_pb2.GetJobRequest(job_id=job.id)
+        (cell,) = (await repeat(lambda: stubs.jobs.Get(request), server=stubs.server)).cells
+        if (error := decode.cell(cell).error) is not None:
+            raise error
+        return cell.program, {name: method.input_names for name, method in model.methods.items()}
+
+
+class SharedModel:
+    """A model that several sessions of one farm run: it is sent, or compiled, once."""
+
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
+        self._making: asyncio.Task[tuple[compile_pb2.Program, dict[str, Sequence[str]]]] | None = None
+
+    async def on_farm(
+        self,
+        stubs: Stubs,
+        compile_model: Callable[[PreparedModel, str], Awaitable[AsyncJob]],
+        *,
+        on_upload: transfers.Moved | None,
+    ) -> tuple[compile_pb2.Program, dict[str, Sequence[str]]]:
+        """As ServedModel.on_farm; who gives up waiting leaves it to the others."""
+        if self._making is None:
+            making = self._served.on_farm(stubs, compile_model, on_upload=on_upload)
+            self._making = asyncio.create_task(making, name="program for several sessions")
+        return await asyncio.shield(self._making)
+
+    async def close(self) -> None:
+        """Nobody wants it any more."""
+        making, self._making = self._making, None
+        if making is not None:
+            making.cancel()
+            await asyncio.wait([making])
+
+
+async def send_program(
+    artifacts: ArtifactServiceAsyncStub, model: PreparedModel, *, server: str, on_upload: transfers.Moved | None = None
+) -> compile_pb2.Program:
+    """A ready program, once the store holds its files."""
+    assert model.program is not None
+    pte = await chunks.artifact_of_file(model.program)
+    data = {name: await chunks.artifact_of_file(path) for name, path in model.data.items()}
+    blobs: dict[str, tuple[common_pb2.Artifact, Any]] = {pte.digest: (pte, model.program)}
+    blobs |= {artifact.digest: (artifact, model.data[name]) for name, artifact in data.items()}
+    await transfers.upload_missing(artifacts, blobs, server=server, on_progress=on_upload)
+    whole = digest.of_program(pte.digest, {name: artifact.digest for name, artifact in data.items()})
+    return compile_pb2.Program(pte=pte, data=data, digest=whole)

@@ -1,0 +1,401 @@
+"""`AsyncSession` and `Session`: a device leased to this program, a program loaded on it, many calls.
+
+with Farm() as farm, farm.session(device="arch=aarch64", program="x.pte") as s:
+    y = s.run("forward", x)
+    print(s.loop(1000).p50_ns)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+import grpc
+
+from etfarm.client.errors import EtfarmError, FarmError, Kind, UserError, from_rpc_error
+from etfarm.client.models import Device
+from etfarm.client.sessions.calls import Loop, Outputs, flattened, loop_of
+from etfarm.client.transport import decode, transfers
+from etfarm.v1 import common_pb2, session_pb2
+from etfarm.wire import chunks, sessions, tensors
+from etfarm.wire.status import from_proto
+
+if TYPE_CHECKING:
+    from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
+    from etfarm.v1.session_pb2_grpc import SessionServiceAsyncStub
+
+LAST_WORD_S = 1.0
+"""How long the reason of a session's end may come after a call that failed of it."""
+
+Answer = TypeVar("Answer")
+
+Told = Callable[[str], None]
+"""Told one line or sentence."""
+
+
+class SessionClosed(UserError):
+    """A session is used outside of its `with` block."""
+
+    reason = "SESSION_CLOSED"
+    kind = Kind.FAILED_PRECONDITION
+
+
+class NoSuchMethod(UserError):
+    """The program has no method of the name."""
+
+    reason = "METHOD_MISSING"
+    kind = Kind.NOT_FOUND
+
+
+class SessionCut(FarmError):
+    """The session's stream ended without a word."""
+
+    reason = "SESSION_LOST"
+    kind = Kind.UNAVAILABLE
+
+
+@dataclass(frozen=True)
+class Line:
+    """Whom a session speaks to, and what it asks for."""
+
+    server: str
+    sessions: SessionServiceAsyncStub
+    artifacts: ArtifactServiceAsyncStub
+    request: session_pb2.OpenSessionRequest
+    input_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By method, in flattened order; where nothing is said, the program's own names."""
+
+
+Connect = Callable[[AsyncExitStack], Awaitable[Line]]
+"""Gives the line; what has to be undone at the session's end goes on the stack."""
+
+
+class AsyncSession:
+    """A program on a device that nobody else uses meanwhile. Use it with `async with`.
+
+    What the program's methods keep in their buffers stays from call to call, each method's for itself, and is gone with the
+    session. Calls are served in the order in which they are made; one that fails because of its inputs changes nothing.
+    """
+
+    def __init__(self, connect: Connect, *, on_wait: Told | None = None, on_log: Told | None = None) -> None:
+        """Made by AsyncFarm.session or LocalSession.
+
+        Args:
+            on_wait: told what the session waits for, whenever that changes.
+            on_log: told what the runner prints.
+        """
+        self._connect = connect
+        self._on_wait = on_wait
+        self._on_log = on_log
+        self._stack = AsyncExitStack()
+        self._line: Line | None = None
+        self._ready = session_pb2.SessionReady()
+        self._id = ""
+        self._following: asyncio.Task[None] | None = None
+        self._ended: EtfarmError | None = None
+        self._calls = 0
+        self._turn = asyncio.Lock()
+        """Held until the server has a call: neither large inputs, which are sent before it, nor the network, to which every call
+        is a stream of its own, must let a later one overtake."""
+        self._under_way: set[asyncio.Future[session_pb2.CallResponse]] = set()
+
+    async def __aenter__(self) -> Self:
+        """Waits for a device and loads the program there.
+
+        Raises:
+            EtfarmError: as SessionService.Open says.
+        """
+        self._ended = None
+        try:
+            line = await self._connect(self._stack)
+            events = line.sessions.Open(line.request)
+            self._stack.callback(events.cancel)
+            ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._following = asyncio.create_task(self._follow(line, events, ready), name="session events")
+            await ready
+            self._line = line
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Gives the device back."""
+        self._line = None
+        for call in self._under_way:
+            call.cancel()
+        following, self._following = self._following, None
+        if following is not None:
+            following.cancel()
+            await asyncio.wait([following])
+        await self._stack.aclose()
+
+    @property
+    def device(self) -> Device:
+        """Where the program is."""
+        self._must_be_open()
+        return decode.device(self._ready.device)
+
+    @property
+    def threads(self) -> int:
+        """The size of its thread pool."""
+        self._must_be_open()
+        return self._ready.threads
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """What there is to call."""
+        self._must_be_open()
+        return tuple(method.name for method in self._ready.methods)
+
+    def input_names(self, method: str) -> tuple[str, ...]:
+        """What a method's inputs are called, in flattened order: by the model that it was compiled from, or by the program
+        itself, or else by their places, as text.
+
+        Raises:
+            NoSuchMethod: the program has no such method.
+        """
+        described = self._method(method)
+        if described is None:
+            there = f"It has: {', '.join(self.methods)}."
+            raise NoSuchMethod(f"The program has no method {method!r}.", there, method=method)
+        own = [value.name for value in described.inputs]
+        known = self._must_be_open().input_names.get(method, ())
+        return tuple(known or (own if all(own) else map(str, range(len(own)))))
+
+    async def ended(self, within_s: float) -> EtfarmError | None:
+        """Why the session has ended, where it has or does so in time: its end comes after the call that brought it about."""
+        if self._following is not None and self._ended is None:
+            await asyncio.wait([self._following], timeout=within_s)
+        return self._ended
+
+    async def run(self, method: str, /, *inputs: Any, timeout_s: float | None = None, **named: Any) -> Outputs:
+        """One execution of `method`.
+
+        Args:
+            inputs: arrays, torch tensors, or Python numbers where the program takes those, in flattened order ...
+            named: ... or by the inputs' names, after those that came in order.
+            timeout_s: on the device, 600 when None; a program that takes longer is killed, and the session ends.
+
+        Raises:
+            UserError: an input does not fit; the session stays usable. PROGRAM_CRASHED and its like end the session.
+            EtfarmError: the session has ended: why.
+        """
+        described = self._method(method)
+        names = self._must_be_open().input_names.get(method, ())
+        values = flattened(method, described, names, inputs, named)
+        task = session_pb2.SessionTask(method=method, timeout_s=timeout_s)
+        answer = await self._call(task, values)
+        return await self._outputs(answer)
+
+    async def loop(
+        self,
+        iterations: int,
+        method: str = "",
+        inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+        *,
+        warmup: int | None = None,
+        min_time_s: float | None = None,
+        max_time_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> Loop:
+        """Measures `iterations` executions or more on the device, with no call between them.
+
+        Args:
+            method: the program's only one, or forward, when empty.
+            inputs: in flattened order or by name; those of the method's last call when None, or ones that the runner makes.
+            warmup: iterations before, which are not counted; 10 when None.
+            min_time_s, max_time_s: 0 and 60 when None.
+
+        Raises:
+            EtfarmError: as `run`.
+        """
+        line = self._must_be_open()
+        method = method or (self.methods[0] if len(self.methods) == 1 else "forward")
+        described = self._method(method)
+        values = None
+        if inputs is not None:
+            in_order, named = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+            values = flattened(method, described, line.input_names.get(method, ()), in_order, named)
+        task = session_pb2.SessionTask(method=method, timeout_s=timeout_s)
+        task.loop.CopyFrom(
+            session_pb2.SessionLoop(iterations=iterations, warmup=warmup, min_time_s=min_time_s, max_time_s=max_time_s)
+        )
+        answer = await self._call(task, values)
+        samples = await sessions.unpack(answer.measured.samples, self._fetch)
+        return loop_of(method, answer.measured, samples, await self._outputs(answer))
+
+    async def _call(self, task: session_pb2.SessionTask, values: Sequence[tensors.Value] | None) -> session_pb2.SessionAnswer:
+        line = self._must_be_open()
+        if self._ended is not None:
+            raise self._ended
+        async with self._turn:
+            if values is not None:
+                task.inputs.CopyFrom(await sessions.pack(tensors.encode(values), self._store))
+            self._calls += 1
+            request = session_pb2.CallRequest(session_id=self._id, call_id=str(self._calls), task=task)
+            call = line.sessions.Call(request)
+            calling: asyncio.Future[session_pb2.CallResponse] = asyncio.ensure_future(_awaited(call))
+            self._under_way.add(calling)
+            try:
+                await call.initial_metadata()
+            except asyncio.CancelledError:
+                calling.cancel()
+                self._under_way.discard(calling)
+                raise
+        try:
+            answer = (await calling).answer
+        except asyncio.CancelledError:
+            calling.cancel()
+            if self._line is None:
+                raise _closed() from None
+            raise
+        except grpc.aio.AioRpcError as error:
+            refusal = from_rpc_error(error, server=line.server)
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.NOT_FOUND) and self._following is not None:
+                # The session's end says more than the call that met it.
+                await asyncio.wait([self._following], timeout=LAST_WORD_S)
+            raise (self._ended or refusal) from None
+        finally:
+            self._under_way.discard(calling)
+        if answer.HasField("error"):
+            raise from_proto(answer.error)
+        return answer
+
+    async def _outputs(self, answer: session_pb2.SessionAnswer) -> Outputs:
+        run_ns = answer.run_ns if answer.HasField("run_ns") else None
+        return Outputs(tensors.decode(await sessions.unpack(answer.outputs, self._fetch)), run_ns)
+
+    async def _store(self, data: bytes) -> common_pb2.Artifact:
+        line = self._must_be_open()
+        artifact = chunks.artifact_of(data)
+        await transfers.upload_missing(line.artifacts, {artifact.digest: (artifact, data)}, server=line.server)
+        return artifact
+
+    async def _fetch(self, artifact: common_pb2.Artifact) -> bytes:
+        line = self._must_be_open()
+        return await transfers.download_bytes(line.artifacts, artifact, server=line.server)
+
+    def _method(self, name: str) -> session_pb2.SessionMethod | None:
+        """What the program says of a method; None where it has none of the name, which the device is to say."""
+        return next((method for method in self._ready.methods if method.name == name), None)
+
+    def _must_be_open(self) -> Line:
+        if self._line is None:
+            raise _closed()
+        return self._line
+
+    async def _follow(
+        self,
+        line: Line,
+        events: grpc.aio.UnaryStreamCall[session_pb2.OpenSessionRequest, session_pb2.SessionEvent],
+        ready: asyncio.Future[None],
+    ) -> None:
+        """Takes the session's events to its end."""
+        error: EtfarmError = SessionCut(f"The server at {line.server} ended the session without a word.", "Open another session.")
+        try:
+            async for event in events:
+                kind = event.WhichOneof("event")
+                if kind == "waiting" and self._on_wait is not None:
+                    self._on_wait(event.waiting.why)
+                elif kind == "ready":
+                    self._id = event.session_id
+                    self._ready.CopyFrom(event.ready)
+                    if not ready.done():
+                        ready.set_result(None)
+                elif kind == "log_line" and self._on_log is not None:
+                    self._on_log(event.log_line)
+                elif kind == "ended":
+                    error = from_proto(event.ended)
+        except grpc.aio.AioRpcError as broken:
+            error = from_rpc_error(broken, server=line.server)
+        except asyncio.CancelledError:
+            return
+        except Exception as raised:
+            # By whoever is told: the session is not open without it, and never would be.
+            if ready.done():
+                raise
+            ready.set_exception(raised)
+            return
+        self._ended = error
+        if not ready.done():
+            ready.set_exception(error)
+
+
+def _closed() -> SessionClosed:
+    return SessionClosed("The session is not open.", "Use it inside of `with farm.session(...) as s:`.")
+
+
+async def _awaited(call: Awaitable[Answer]) -> Answer:
+    return await call
+
+
+class Runs(Protocol):
+    """What runs coroutines for a program that knows no asyncio."""
+
+    def run(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
+        """The coroutine's answer."""
+
+
+class Session:
+    """AsyncSession without `await`. Use it with `with`."""
+
+    def __init__(self, loop: Callable[[], Runs], session: AsyncSession) -> None:
+        """Made by Farm.session."""
+        self._loop = loop
+        self._session = session
+
+    def __enter__(self) -> Self:
+        """As AsyncSession.__aenter__."""
+        self._loop().run(self._session.__aenter__())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """As AsyncSession.close."""
+        self._loop().run(self._session.close())
+
+    @property
+    def device(self) -> Device:
+        """As AsyncSession.device."""
+        return self._session.device
+
+    @property
+    def threads(self) -> int:
+        """As AsyncSession.threads."""
+        return self._session.threads
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """As AsyncSession.methods."""
+        return self._session.methods
+
+    def run(self, method: str, /, *inputs: Any, timeout_s: float | None = None, **named: Any) -> Outputs:
+        """As AsyncSession.run."""
+        return self._loop().run(self._session.run(method, *inputs, timeout_s=timeout_s, **named))
+
+    def loop(
+        self,
+        iterations: int,
+        method: str = "",
+        inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+        *,
+        warmup: int | None = None,
+        min_time_s: float | None = None,
+        max_time_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> Loop:
+        """As AsyncSession.loop."""
+        return self._loop().run(
+            self._session.loop(
+                iterations, method, inputs, warmup=warmup, min_time_s=min_time_s, max_time_s=max_time_s, timeout_s=timeout_s
+            )
+        )

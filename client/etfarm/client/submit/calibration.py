@@ -1,0 +1,100 @@
+"""Step 1, client: calibration sets: many samples a method, each read, checked and put away before the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from etfarm.client.export.errors import CalibrationMismatch, NoCalibrationSamples
+from etfarm.client.submit import npz
+from etfarm.client.submit.inputs import Arrays, in_order, named_arrays
+from etfarm.wire import digest, tensors
+
+if TYPE_CHECKING:
+    from etfarm.client.export.archive import InputType
+    from etfarm.client.submit.prepared import PreparedExport
+
+Calibration: TypeAlias = "str | Path | Iterable[Arrays] | Callable[[], Iterable[Arrays]]"
+"""What the library takes as a calibration set: an .npz (one sample, or with `batched` one for each index of axis 0), a folder
+of .npz files, samples one after the other, or a function that gives an iterator of them. A sample is arrays by name
+(`METHOD/` selects the method), or arrays in flattened order."""
+
+
+def calibrated(
+    export: PreparedExport, calibration: Calibration, model: str, *, batched: bool = False, folder: Path | None = None
+) -> PreparedExport:
+    """`export` with the samples of `calibration` in place of those that it had.
+
+    Args:
+        model: the model's name, for errors.
+        batched: axis 0 of every array is the samples'.
+        folder: where samples are kept as files instead of in memory; the caller's, who removes it.
+
+    Raises:
+        NoCalibrationSamples: it has none at all.
+        CalibrationMismatch: a sample's dtype or shape is not what the method takes.
+        UnknownInput, InputMissing, DuplicateInput: a sample's keys do not fit.
+        InputFileUnreadable, UnsupportedInputArray: see `npz.read_named`.
+    """
+    found: dict[str, list[bytes | Path]] = {}
+    for label, named in _samples(calibration, batched):
+        for method, ordered in _in_order(label, named, export, model):
+            prepared = export.methods[method]
+            _must_match(method, label, ordered, prepared.input_types)
+            found.setdefault(method, []).append(_kept(tensors.encode(ordered), folder))
+    if not found:
+        raise NoCalibrationSamples(model)
+    methods = {
+        name: replace(method, calibration=tuple(found.get(name, ()))) if name in found else method
+        for name, method in export.methods.items()
+    }
+    return replace(export, methods=methods)
+
+
+def _samples(calibration: Calibration, batched: bool) -> Iterator[tuple[str, Mapping[str, npz.Named]]]:
+    """Each sample with what errors call it."""
+    if isinstance(calibration, str | Path):
+        yield from npz.labelled_samples(Path(calibration), batched=batched)
+        return
+    for index, sample in enumerate(calibration() if callable(calibration) else calibration):
+        named = named_arrays(sample)
+        if batched:
+            yield from ((f"{index}[{place}]", one) for place, one in enumerate(npz.split("the sample", named)))
+        else:
+            yield str(index), named
+
+
+def _in_order(
+    label: str, named: Mapping[str, npz.Named], export: PreparedExport, model: str
+) -> Iterator[tuple[str, list[tensors.Value]]]:
+    """A sample's values by method, in its inputs' order; what does not fit is told with the sample's name."""
+    try:
+        for method, values in npz.by_method(named, list(export.methods)).items():
+            yield method, in_order(values, export.methods[method].input_names, model, method)
+    except (npz.UnknownInput, npz.InputMissing, npz.DuplicateInput) as error:
+        metadata = {**error.metadata, "sample": label}
+        raise type(error)(f"Calibration sample {label}: {error.message}", error.remedy, **metadata) from None
+
+
+def _must_match(method: str, label: str, values: list[tensors.Value], types: tuple[InputType | None, ...]) -> None:
+    for value, wanted in zip(values, types, strict=False):  # no types are known of an archive that cannot be read
+        if wanted is None:
+            continue
+        if not isinstance(value, tensors.Tensor):
+            raise CalibrationMismatch(method, label, f"{value.name!r} is {value.value!r} and not {wanted}", stage="")
+        sizes = zip(value.shape, wanted.sizes, strict=False)
+        fits = len(value.shape) == len(wanted.sizes) and all(want in (None, size) for size, want in sizes)
+        if value.dtype != wanted.dtype or not fits:
+            raise CalibrationMismatch(
+                method, label, f"{value.name!r} is {value.dtype} {list(value.shape)} and not {wanted}", stage=""
+            )
+
+
+def _kept(data: bytes, folder: Path | None) -> bytes | Path:
+    if folder is None:
+        return data
+    path = folder / digest.of_bytes(data)
+    path.write_bytes(data)
+    return path

@@ -1,0 +1,298 @@
+"""Step 1, client: whatever a user gives as a model becomes a PreparedModel, exported as often as its recipes want."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from etfarm.client.errors import UserError
+from etfarm.client.export import ModelSource, Pt2File, PteFile, resolve
+from etfarm.client.export.spec import EagerSpec, FileFactory, ModelSpec
+from etfarm.client.export.transform import torchao_parts
+from etfarm.client.submit.calibration import Calibration, calibrated
+from etfarm.client.submit.prepared import PreparedExport, PreparedMethod, PreparedModel, export_key, reference_key
+from etfarm.client.submit.recipes import read_recipe, reads_values
+from etfarm.wire.recipes import Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.export import ExportedProgram
+
+    from etfarm.client.export import ExportedModel
+
+Say: TypeAlias = Callable[[str], None]
+"""Told in one sentence what is being done."""
+
+_Method: TypeAlias = "nn.Module | ExportedProgram | str | Path"
+Model: TypeAlias = "_Method | Mapping[str, _Method] | ModelSource | ModelSpec | PreparedModel"
+"""What the library takes as a model: a MODEL argument of the command line, a path of a .pt2 or .pte, an eager module (with
+`example_inputs`; a GraphModule that convert_pt2e made is one, and is not quantized again), an exported program, a dict of
+one of these kinds by method, a ModelSource, or one that `prepare` made."""
+
+ExampleInputs: TypeAlias = "tuple[Any, ...] | Mapping[str, tuple[Any, ...]]"
+"""forward's arguments of an nn.Module; by method for a dict of them."""
+
+
+class BadModel(UserError):
+    """The library was given something as a model that is none."""
+
+    reason = "BAD_MODEL_ARGUMENT"
+
+
+class BadData(UserError):
+    """A named data file is none, or belongs to no program."""
+
+    reason = "BAD_DATA_FILE"
+
+
+def prepare(
+    model: Model,
+    *,
+    recipes: Sequence[str | Recipe] = (),
+    example_inputs: ExampleInputs | None = None,
+    calibration: Calibration | None = None,
+    batched: bool = False,
+    data: Sequence[str | Path] = (),
+    name: str = "",
+    folder: Path | None = None,
+    say: Say | None = None,
+) -> PreparedModel:
+    """`model`, a `Model`, ready to be sent. Imports torch for eager models only, and then blocks for seconds.
+
+    Args:
+        recipes: what it will be compiled with: an eager model is exported once for all that take it as it is, and once more
+            for each that rewrites modules or wants a strict export.
+        calibration: samples in place of the model's own; `batched` where axis 0 of every array is the samples'.
+        data: named data files (.ptd) of a ready program.
+        folder: where exports and samples are kept as files instead of in memory; the caller's, who removes it when they
+            are sent.
+        say: told what takes long.
+
+    Raises:
+        UserError: it is no model, or it cannot be exported; as etfarm.client.export says.
+        RecipeNeedsEagerModule: a recipe rewrites modules, and the model is exported already.
+        CalibrationMismatch: a sample is not like the example inputs.
+    """
+    wanted = [read_recipe(recipe) if isinstance(recipe, str) else recipe for recipe in recipes]
+    if example_inputs is not None and isinstance(model, str | Path | PreparedModel | ModelSource | Pt2File | PteFile | EagerSpec):
+        raise _own_inputs(repr(str(model)) if isinstance(model, str | Path) else f"A {type(model).__name__}")
+    if isinstance(model, PreparedModel):
+        made = model
+    else:
+        if isinstance(model, str | Path):
+            model = resolve(str(model))
+        made = _prepared(model, wanted, example_inputs, name, folder, say)
+        if isinstance(model, PteFile | Pt2File | FileFactory):
+            made = replace(made, file=model.path)
+    if data:
+        made = replace(made, data=_data(made, data))
+    if made.program is None:
+        for recipe in wanted:
+            made.export_for(recipe)
+        if calibration is not None:
+            made = _calibrated(made, wanted, calibration, batched, folder, say)
+    return made
+
+
+def _prepared(
+    model: Any, recipes: Sequence[Recipe], example_inputs: ExampleInputs | None, name: str, folder: Path | None, say: Say | None
+) -> PreparedModel:
+    if isinstance(model, PteFile):
+        return PreparedModel(name or model.label, program=model.path)
+    if isinstance(model, Pt2File):
+        return PreparedModel.of(name or model.label, {"forward": PreparedMethod.of_archive(model.path)})
+    if isinstance(model, EagerSpec):
+        from etfarm.client.export import load_source
+
+        return _exports(load_source(model, say=say), name or model.label, recipes, folder, say)
+    if isinstance(model, ModelSource):
+        return _exports(model, name or type(next(iter(model.methods.values()))).__name__, recipes, folder, say)
+    if isinstance(model, Mapping):
+        label, made = _of_methods(model, example_inputs)
+    else:
+        label, made = _in_memory(model, example_inputs)
+    if isinstance(made, ModelSource):
+        return _exports(made, name or label, recipes, folder, say)
+    return PreparedModel.of(name or label, made)
+
+
+def _exports(source: ModelSource, name: str, recipes: Sequence[Recipe], folder: Path | None, say: Say | None) -> PreparedModel:
+    """The model, exported once for each distinct wish of the recipes."""
+    from etfarm.client.export import export_source
+
+    wishes: dict[str, list[Recipe | None]] = {}
+    for recipe in recipes or (None,):
+        wishes.setdefault(export_key(recipe), []).append(recipe)
+    # Accuracy is told against the modules as they were: four bits against four bits would always look well.
+    references = {reference_key(recipe): recipe for recipe in recipes if torchao_parts(recipe)}
+    exports = {}
+    for key in references.keys() - wishes.keys():
+        if say is not None:
+            say(f"Exporting {name} as it is, to compare with.")
+        strict = references[key].strict
+        exports[key] = _export(export_source(source, name=name, strict=strict, calibrate=False, folder=folder))
+    for key, sharing in wishes.items():
+        first = sharing[0]
+        if say is not None:
+            say(f"Exporting {name}{f' for {first.text}' if key and first is not None else ''}.")
+        calibrate = any(recipe is None or reads_values(recipe) for recipe in sharing)
+        strict = first.strict if first is not None else False
+        exports[key] = _export(
+            export_source(source, name=name, strict=strict, recipe=first if key else None, calibrate=calibrate, folder=folder)
+        )
+    return PreparedModel(name, exports, eager=True)
+
+
+def _export(model: ExportedModel) -> PreparedExport:
+    methods = {
+        name: PreparedMethod(
+            method.pt2,
+            method.calibration,
+            method.input_names,
+            method.duration_ms,
+            method.input_types,
+            transformed=method.transform_ms is not None,
+            transform_ms=method.transform_ms,
+            quantized=method.quantized,
+        )
+        for name, method in model.methods.items()
+    }
+    return PreparedExport(methods, model.constant_methods)
+
+
+def _calibrated(
+    model: PreparedModel,
+    recipes: Sequence[Recipe],
+    calibration: Calibration,
+    batched: bool,
+    folder: Path | None,
+    say: Say | None,
+) -> PreparedModel:
+    """The model with the samples in each export that some recipe calibrates."""
+    if say is not None:
+        say(f"Reading calibration samples for {model.name}.")
+    exports = dict(model.exports)
+    for key, export in model.exports.items():
+        if not recipes or any(reads_values(recipe) for recipe in recipes if model.export_for(recipe) is export):
+            exports[key] = calibrated(export, calibration, model.name, batched=batched, folder=folder)
+    return replace(model, exports=exports)
+
+
+def _in_memory(model: Any, example_inputs: Any) -> tuple[str, ModelSource | dict[str, PreparedMethod]]:
+    """A label, and what a module or exported program of this process is."""
+    label = type(model).__name__
+    if "torch" not in sys.modules:  # then it can be neither a module nor an exported program
+        raise _no_model(model)
+    import torch
+
+    if isinstance(model, torch.nn.Module):
+        if example_inputs is None:
+            raise BadModel(f"The module {label} came without example inputs.", "Give example_inputs=(x, ...).", model=label)
+        return label, ModelSource.of(model, example_inputs)
+    if isinstance(model, torch.export.ExportedProgram):
+        if example_inputs is not None:
+            raise _own_inputs("An ExportedProgram")
+        return "program", {"forward": _of_program(model)}
+    raise _no_model(model)
+
+
+def _of_methods(methods: Mapping[Any, Any], example_inputs: Any) -> tuple[str, ModelSource | dict[str, PreparedMethod]]:
+    """A label, and what a dict of models by method is."""
+    if not methods or not all(isinstance(name, str) and name.isidentifier() for name in methods):
+        raise BadModel("A dict of models needs method names as keys.", 'Write {"encode": encoder, "decode": decoder}.')
+    kinds = {_kind(model) for model in methods.values()}
+    if len(kinds) > 1:
+        said = ", ".join(f"{name!r} is {_kind(model)}" for name, model in methods.items())
+        raise BadModel(
+            f"The methods of a model are of one kind, and {said}.",
+            "Give only modules, only exported programs, or only paths of .pt2 files.",
+        )
+    (kind,) = kinds
+    if kind == _MODULE:
+        if not isinstance(example_inputs, Mapping):
+            raise BadModel(
+                "A dict of modules came without example inputs by method.",
+                f'Give example_inputs={{"{next(iter(methods))}": (x, ...), ...}}.',
+            )
+        return "model", ModelSource(methods, example_inputs)
+    if example_inputs is not None:
+        raise _own_inputs("A dict of exported programs")
+    if kind == _PROGRAM:
+        return "program", {name: _of_program(program) for name, program in methods.items()}
+    if kind == _PATH:
+        files = {name: resolve(str(path)) for name, path in methods.items()}
+        for name, file in files.items():
+            if not isinstance(file, Pt2File):
+                raise BadModel(
+                    f"The method {name!r} is {methods[name]}, and a dict takes paths of .pt2 files only.",
+                    "Export it to a .pt2, or use a ModelSource for modules.",
+                )
+        archives = {name: PreparedMethod.of_archive(file.path) for name, file in files.items() if isinstance(file, Pt2File)}
+        return "+".join(dict.fromkeys(file.label for file in files.values())), archives
+    raise _no_model(next(iter(methods.values())))
+
+
+_MODULE, _PROGRAM, _PATH = "a module", "an exported program", "a path"
+
+
+def _kind(model: object) -> str:
+    if isinstance(model, str | Path):
+        return _PATH
+    if "torch" in sys.modules:
+        import torch
+
+        if isinstance(model, torch.nn.Module):
+            return _MODULE
+        if isinstance(model, torch.export.ExportedProgram):
+            return _PROGRAM
+    return f"a {type(model).__name__}"
+
+
+def _of_program(program: Any) -> PreparedMethod:
+    from etfarm.client.export.eager import archive_of
+
+    return PreparedMethod.of_archive(archive_of(program))
+
+
+def _data(model: PreparedModel, files: Sequence[str | Path]) -> dict[str, Path]:
+    """Named data files by the name that the program knows them under: the file's, without .ptd.
+
+    Source: the header of executorch/extension/flat_tensor: at byte 8, "FH01".
+    """
+    if model.program is None:
+        raise BadData(
+            f"Data files belong to a ready program, and {model.name} is compiled here.", "Leave --data out.", model=model.name
+        )
+    named: dict[str, Path] = {}
+    for file in map(Path, files):
+        try:
+            with file.open("rb") as opened:
+                head = opened.read(12)
+        except OSError as error:
+            raise BadData(f"The data file {file} cannot be read: {error.strerror}.", "Check the path.", path=file) from None
+        if head[8:12] != b"FH01":
+            raise BadData(
+                f"{file} is no .ptd file of ExecuTorch.", "Give what `etfarm compile -o` wrote beside the .pte.", path=file
+            )
+        name = file.name.removesuffix(".ptd")
+        if name in named:
+            raise BadData(f"Two data files are called {name}: {named[name]} and {file}.", "Give one of them.", path=file)
+        named[name] = file
+    return named
+
+
+def _own_inputs(what: str) -> BadModel:
+    return BadModel(f"{what} brings its own example inputs.", "Leave example_inputs out: they are for an nn.Module.", model=what)
+
+
+def _no_model(given: object) -> BadModel:
+    shown = repr(given)
+    return BadModel(
+        f"{shown if len(shown) <= 40 else f'{shown[:39]}…'} is no model: it is of the type {type(given).__name__}.",
+        "Give the path of a .pt2 or .pte, a text such as file.py:factory or demo:NAME, an nn.Module with example_inputs, "
+        "an ExportedProgram, a dict of these by method, or a ModelSource.",
+        model=type(given).__name__,
+    )

@@ -1,0 +1,152 @@
+"""Step 1, client: from models, recipes and inputs to what Submit takes: a JobSpec and the artifacts that it names."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etfarm.client.submit.inputs import Inputs, InputsDiffer, values_of
+from etfarm.client.submit.preparation import ExampleInputs, prepare
+from etfarm.client.submit.prepared import distinct_names
+from etfarm.client.submit.recipes import reads_values
+from etfarm.wire import tensors
+
+if TYPE_CHECKING:
+    from etfarm.client.submit.calibration import Calibration
+    from etfarm.client.submit.prepared import PreparedExport, PreparedModel
+    from etfarm.v1 import common_pb2, job_pb2
+    from etfarm.wire.recipes import Recipe
+
+
+@dataclass
+class Submission:
+    """A job before it is sent. `blobs` holds every artifact that `spec` names, by digest."""
+
+    spec: job_pb2.JobSpec
+    blobs: dict[str, tuple[common_pb2.Artifact, bytes | Path]] = field(default_factory=dict, repr=False)
+    request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    """One id for all tries of this submission, so that a lost answer makes no second job."""
+
+    def add(self, source: bytes | Path) -> common_pb2.Artifact:
+        """The artifact that `source` is, which will be sent if the store lacks it."""
+        from etfarm.v1 import common_pb2
+        from etfarm.wire import chunks, digest
+
+        if isinstance(source, bytes):
+            artifact = chunks.artifact_of(source)
+        else:
+            artifact = common_pb2.Artifact(digest=digest.of_file(source), size_bytes=source.stat().st_size)
+        self.blobs[artifact.digest] = (artifact, source)
+        return artifact
+
+    def add_candidates(self, models: Sequence[PreparedModel], recipes: Sequence[Recipe]) -> None:
+        """One candidate for each model and recipe; a ready program is one by itself, whatever the recipes. Models of one name
+        are told apart, or whoever reads of them later could not.
+
+        Raises:
+            RecipeNeedsEagerModule, NotPrepared: a model is not there in the form that a recipe takes.
+        """
+        for name, model in zip(distinct_names(models), models, strict=True):
+            if model.program is not None:
+                self._add_program(name, model, model.program)
+                continue
+            sent: dict[tuple[int, int, bool], job_pb2.Model] = {}
+            for recipe in recipes:
+                export, reference, calibrate = model.export_for(recipe), model.reference_for(recipe), reads_values(recipe)
+                candidate = self.spec.candidates.add(name=name, recipe=recipe.json, recipe_label=recipe.label)
+                key = id(export), id(reference), calibrate
+                known = sent[key] = sent.get(key) or self._model(name, export, reference, calibrate)
+                candidate.model.CopyFrom(known)
+                candidate.stages_done.extend(export.stages_done())
+
+    def add_inputs(self, inputs: Inputs, models: Sequence[PreparedModel], methods: Sequence[str]) -> None:
+        """`inputs`, an `Inputs`, as tensor files by method.
+
+        Raises:
+            UserError: the file cannot be read, or its keys fit no input.
+            InputsDiffer: the models do not agree on the inputs' names.
+        """
+        files: dict[str, bytes] = {}
+        for model in models:
+            for method, values in values_of(inputs, model, methods).items():
+                data = tensors.encode(values)
+                if files.setdefault(method, data) != data:
+                    raise InputsDiffer(
+                        f"The models of one job take {method}'s inputs under different names or in another order.",
+                        "Submit them one by one.",
+                        method=method,
+                    )
+        for method, data in files.items():
+            self.spec.inputs[method].CopyFrom(self.add(data))
+
+    def _add_program(self, name: str, model: PreparedModel, path: Path) -> None:
+        from etfarm.wire import digest
+
+        candidate = self.spec.candidates.add(name=name)
+        pte = self.add(path)
+        candidate.program.pte.CopyFrom(pte)
+        data = {key: self.add(file) for key, file in model.data.items()}
+        for key, artifact in data.items():
+            candidate.program.data[key].CopyFrom(artifact)
+        candidate.program.digest = digest.of_program(pte.digest, {name: artifact.digest for name, artifact in data.items()})
+
+    def _model(self, name: str, export: PreparedExport, reference: PreparedExport | None, calibrate: bool) -> job_pb2.Model:
+        """An export as it is sent. Samples go along only where something reads them: there may be thousands."""
+        from etfarm.v1 import job_pb2
+
+        model = job_pb2.Model(name=name)
+        for method, prepared in export.methods.items():
+            model.methods[method].exported_program.CopyFrom(self.add(prepared.pt2))
+            if reference is not None:
+                model.methods[method].reference.CopyFrom(self.add(reference.methods[method].pt2))
+            if calibrate:
+                model.methods[method].calibration.extend(self.add(sample) for sample in prepared.calibration)
+        for method, value in export.constants.items():
+            model.constant_methods[method].CopyFrom(self.add(value))
+        return model
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a job is made of, as its caller gave it."""
+
+    model: Any
+    recipes: str | Sequence[str]
+    example_inputs: ExampleInputs | None = None
+    calibration: Calibration | None = None
+    batched: bool = False
+    data: Sequence[str | Path] = ()
+    inputs: Inputs | None = None
+
+    @property
+    def listed_recipes(self) -> list[str]:
+        """The recipes, of one or several."""
+        return several(self.recipes)
+
+    def gather(self, spec: job_pb2.JobSpec, recipes: Sequence[Recipe], folder: Path) -> Submission:
+        """The submission, its files in `folder`. Blocks for as long as exports take."""
+        models = [
+            prepare(
+                one,
+                recipes=recipes,
+                example_inputs=self.example_inputs,
+                calibration=self.calibration,
+                batched=self.batched,
+                data=self.data,
+                folder=folder,
+            )
+            for one in several(self.model)
+        ]
+        made = Submission(spec)
+        made.add_candidates(models, recipes)
+        if self.inputs is not None:
+            made.add_inputs(self.inputs, models, list(spec.methods))
+        return made
+
+
+def several(one_or_more: Any) -> list[Any]:
+    """The items of a list or tuple; of anything else, it alone."""
+    return list(one_or_more) if isinstance(one_or_more, list | tuple) else [one_or_more]

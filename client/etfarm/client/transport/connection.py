@@ -1,0 +1,131 @@
+"""Step 1, client: the connection to a farm: to the one that is named, else to the embedded one, started where none runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from etfarm.client.embedded import lease as embedded
+from etfarm.client.errors import Kind, UserError, from_rpc_error
+from etfarm.client.transport.stubs import Stubs
+from etfarm.v1 import farm_pb2
+from etfarm.wire import names
+from etfarm.wire.channel import Access, BadAddress, open_channel, socket_token
+from etfarm.wire.status import Unreachable
+
+CONNECT_TIMEOUT_S = 10.0
+"""How long the first answer may take; a server on the other side of the world needs one second."""
+
+
+CHOSEN_PROJECT: Final[ContextVar[str | None]] = ContextVar("chosen_project", default=None)
+"""The project of `--project`, for every farm that a command connects to."""
+
+
+class NotConnected(UserError):
+    """The farm is used outside of its `with` block."""
+
+    reason = "NOT_CONNECTED"
+    kind = Kind.FAILED_PRECONDITION
+
+
+class Connection:
+    """What `AsyncFarm` calls a farm through, once it is opened."""
+
+    def __init__(
+        self,
+        address: str | None,
+        token: str | None,
+        tls_ca: str | Path | None,
+        on_status: Callable[[str], None] | None,
+        project: str | None = None,
+    ) -> None:
+        """The arguments are AsyncFarm's.
+
+        Raises:
+            BadAddress: there is no file `tls_ca`, or no server whose certificate it could be for.
+        """
+        self._address = address or os.environ.get(names.SERVER_VARIABLE) or None
+        if tls_ca is not None and self._address is None:
+            raise BadAddress(
+                "--tls-ca is for a server that is named, and the embedded farm has no certificate.",
+                f"Give --server (or {names.SERVER_VARIABLE}) too, or leave --tls-ca out.",
+            )
+        if tls_ca is not None and not Path(tls_ca).is_file():
+            raise BadAddress(f"There is no file {tls_ca}, which --tls-ca names.", "Check the path.", path=tls_ca)
+        self._token = token
+        self._tls_ca = tls_ca
+        self._on_status = on_status
+        self._project = project if project is not None else CHOSEN_PROJECT.get()
+        self._lease: embedded.Lease | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._stubs: Stubs | None = None
+
+    async def open(self) -> None:
+        """Connects.
+
+        Raises:
+            EtfarmError: SERVER_UNREACHABLE, UNAUTHENTICATED, PROJECT_NOT_FOUND; BAD_ADDRESS, BAD_TLS_FILE, BAD_PROJECT;
+                EMBEDDED_FARM_FAILED.
+        """
+        try:
+            if self._address is None:
+                self._lease = await embedded.join(on_status=self._on_status)
+                # ETFARM_PROJECT is meant for a team's server; this farm has only `default` until its user creates another.
+                access = Access(self._lease.address, socket_token(self._lease.address))
+            else:
+                access = Access.of(self._address, self._tls_ca)
+                if self._token is not None:
+                    access = replace(access, token=self._token)
+            if self._project is not None:
+                access = replace(access, project=self._project)
+            self._channel = open_channel(access)
+            self._stubs = Stubs.of(self._channel, access.server)
+            await _must_answer(self._stubs)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Leaves the farm; an embedded one that nobody else uses is gone afterwards."""
+        channel, lease = self._channel, self._lease
+        self._channel = self._stubs = self._lease = None
+        if channel is not None:
+            await channel.close()
+        if lease is not None:
+            await lease.leave()
+
+    @property
+    def stubs(self) -> Stubs:
+        """The farm's services.
+
+        Raises:
+            NotConnected: it is not open.
+        """
+        if self._stubs is None:
+            raise NotConnected("The farm is not connected.", "Use it inside of `with Farm(...) as farm:`.")
+        return self._stubs
+
+    @property
+    def lease(self) -> embedded.Lease | None:
+        """The hold on the embedded farm; None at a server that was named."""
+        return self._lease
+
+
+async def _must_answer(stubs: Stubs) -> None:
+    """One quick call, so that a wrong address is heard of now and not after the patience for a restart."""
+    try:
+        await stubs.farm.GetServerInfo(farm_pb2.GetServerInfoRequest(), timeout=CONNECT_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise Unreachable(
+                f"The server at {stubs.server} did not answer within {CONNECT_TIMEOUT_S:.0f} s.",
+                "Check the address (--server or ETFARM_SERVER) and the network.",
+                server=stubs.server,
+            ) from None
+        raise from_rpc_error(error, server=stubs.server) from None
