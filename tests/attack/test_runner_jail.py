@@ -20,12 +20,12 @@ import psutil
 import pytest
 
 from etfarm.client import Farm
+from etfarm.device_agents.daemon.systemd import unit
 from etfarm.device_agents.jail.confine import Jail, JailIncomplete, Measures, launcher_command, python_programs
 from etfarm.device_agents.jail.options import JailOptions
 from etfarm.device_agents.runners.bundle import CONFINE, unpack
 from etfarm.device_agents.runners.child import LocalChild, spawn_here
 from etfarm.device_agents.runners.native import NativeRunner
-from etfarm.device_agents.service import unit
 from etfarm.wire import tensors
 from etfarm.wire.sandbox import landlock, launch, seccomp
 from tests.support.emulation import need_compiler, need_emulator

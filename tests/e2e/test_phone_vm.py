@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("executorch")
 
-from etfarm.device_agents import android
+from etfarm.device_agents.device import android
 from etfarm.device_agents.runners.bundle import unpack
 from tests.support.emulation import aarch64_archive
 from tests.support.vms import PluggedPhone, phone_vm  # noqa: F401 - a fixture

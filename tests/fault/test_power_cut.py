@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.device_agents.agent import Results, write_whole
+from etfarm.device_agents.daemon.agent import Results, write_whole
 from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.wire import tensors
 from tests.support.agent import Connection, Launch, Server, launch, server

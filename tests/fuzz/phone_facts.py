@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etfarm.device_agents import android, facts, inventory, readings
+from etfarm.device_agents.device import android, inventory, readings, shell_facts
 from tests.support import dumps
 
 RUNS = 120
@@ -32,7 +32,7 @@ _TOKEN = b"0" * 32
 
 
 def framed(facts: dict[str, str]) -> bytes:
-    """Return what the script of `facts` prints of a device that has these."""
+    """Return what the script of `shell_facts` prints of a device that has these."""
     parts = [b"etfarm-facts " + _TOKEN]
     for name, text in facts.items():
         parts += [_TOKEN + b" + " + name.encode(), text.encode(), _TOKEN + b" - 0"]
@@ -115,7 +115,7 @@ def attacks() -> list[bytes]:
 
 def fuzz(data: bytes) -> None:
     """No text breaks a parser: what it does not say is unset."""
-    found = facts.split(data)
+    found = shell_facts.split(data)
     device = inventory.parse(found)
     reading = readings.parse(found)
     assert device.SerializeToString() is not None and reading.SerializeToString() is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from etfarm.device_agents.passes import traced_iterations
+from etfarm.device_agents.attempts.passes import traced_iterations
 from etfarm.v1 import common_pb2, job_pb2
 from etfarm.wire import tensors
 from tests.support.agent import LONG, WAIT_S, Launch, Server, launch, server

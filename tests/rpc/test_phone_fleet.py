@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from etfarm.device_agents.agent import Agent, DataFolder
-from etfarm.device_agents.cache import Cache
+from etfarm.device_agents.attempts.cache import Cache
+from etfarm.device_agents.conditions.gates import GateLimits
 from etfarm.device_agents.config import AgentConfig, PhoneOptions
-from etfarm.device_agents.gates import GateLimits
-from etfarm.device_agents.phones.fleet import Fleet
+from etfarm.device_agents.daemon.agent import Agent, DataFolder
+from etfarm.device_agents.daemon.phones.fleet import Fleet
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from etfarm.wire.channel import Access
 from tests.support.adbd import AdbPhone

@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import Empty, Queue
 
 from etfarm.client import Farm
-from etfarm.device_agents.own_runners import REMEMBERED
+from etfarm.device_agents.daemon.own_runners import REMEMBERED
 from tests.support.runner import know_own_runners, runner_archive
 
 START_S = 120.0

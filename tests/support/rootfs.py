@@ -94,7 +94,7 @@ def on_board(root: Path, folder: Path, *command: str, cpu: str = "cortex-a76") -
         root: as `board_root` gives it.
         folder: for two small scripts; a short path.
         command: begins with an absolute path.
-        cpu: see `etfarm.device_agents.emulator.DEFAULT_CPUS`.
+        cpu: see `etfarm.device_agents.runners.emulator.DEFAULT_CPUS`.
     """
     need_emulator()
     need_namespaces()

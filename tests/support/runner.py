@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from etfarm.device_agents.daemon.own_runners import REMEMBERED, own_runners
 from etfarm.device_agents.native.build import build_bundle, source_digest
-from etfarm.device_agents.own_runners import REMEMBERED, own_runners
 from etfarm.device_agents.runners.bundle import Bundle, unpack
 from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.device_agents.runners.protocol import MeasurePlan

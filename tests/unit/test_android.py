@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.device_agents import android, inventory, readings
+from etfarm.device_agents.device import android, inventory, readings
 from etfarm.v1 import device_pb2, report_pb2
 
 BATTERY = """Current Battery Service state:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.device_agents.arm_parts import LITTLE
-from etfarm.device_agents.inventory import choose_cpus, choose_threads, format_cpu_list, parse
+from etfarm.device_agents.device.arm_parts import LITTLE
+from etfarm.device_agents.device.inventory import choose_cpus, choose_threads, format_cpu_list, parse
 from etfarm.v1 import device_pb2
 from etfarm.wire import selectors
 from tests.support import dumps

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from etfarm.client.cli.commands import devices
-from etfarm.device_agents import inventory
+from etfarm.device_agents.device import inventory
 from etfarm.v1 import common_pb2, device_pb2, device_pb2_grpc, farm_pb2, farm_pb2_grpc
 from tests.support import dumps
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.device_agents import drift
-from etfarm.device_agents.passes import Passes
+from etfarm.device_agents.attempts import drift
+from etfarm.device_agents.attempts.passes import Passes
+from etfarm.device_agents.conditions.sampler import Sampler, watched
 from etfarm.device_agents.runners.bundle import Bundle
 from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan, OnProgress, Progress
-from etfarm.device_agents.sampler import Sampler, watched
 from etfarm.server.reports import statistics
 from etfarm.v1 import agent_pb2
 from tests.support.programs import program

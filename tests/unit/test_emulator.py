@@ -14,17 +14,18 @@ import numpy as np
 import psutil
 import pytest
 
-from etfarm.device_agents import inventory, main
+from etfarm.device_agents import main
+from etfarm.device_agents.attempts.fetch import try_out
 from etfarm.device_agents.config import AgentConfig
-from etfarm.device_agents.emulator import CpuUnknown, Emulator, EmulatorMissing
+from etfarm.device_agents.device import inventory
 from etfarm.device_agents.errors import RunnerDoesNotWork
-from etfarm.device_agents.machine import Machine
 from etfarm.device_agents.native import build
 from etfarm.device_agents.native.toolchain import Compiler, ExecutorchMissing
-from etfarm.device_agents.provisions import try_out
 from etfarm.device_agents.runners.bundle import MANIFEST_NAME, BadBundle, Bundle, BundledFile, open_folder, unpack
+from etfarm.device_agents.runners.emulator import CpuUnknown, Emulator, EmulatorMissing
 from etfarm.device_agents.runners.errors import ProgramOutOfMemory
 from etfarm.device_agents.runners.native import NativeRunner
+from etfarm.device_agents.targets.local import Machine
 from etfarm.server.artifacts.store import Store
 from etfarm.server.devices.bundles import Bundles, WrongArch
 from etfarm.server.state.engine import Database

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.device_agents import inventory
-from etfarm.device_agents.agent import DataFolder, Results, device_id
-from etfarm.device_agents.cache import Cache
+from etfarm.device_agents.attempts.attempt import Attempt
+from etfarm.device_agents.attempts.cache import Cache
+from etfarm.device_agents.attempts.passes import plan_of, traced_iterations
+from etfarm.device_agents.conditions.gates import GateLimits
 from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.daemon.agent import DataFolder, Results, device_id
+from etfarm.device_agents.device import inventory
 from etfarm.device_agents.errors import FolderInUse
-from etfarm.device_agents.execute import Attempt
-from etfarm.device_agents.gates import GateLimits
-from etfarm.device_agents.machine import Machine
-from etfarm.device_agents.passes import plan_of, traced_iterations
 from etfarm.device_agents.runners.python import PythonRunner
+from etfarm.device_agents.targets.local import Machine
 from etfarm.v1 import agent_pb2, artifact_pb2, artifact_pb2_grpc, common_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from etfarm.device_agents import android, facts, inventory, readings
+from etfarm.device_agents.device import android, inventory, readings, shell_facts
 
 Shell = Callable[[str], bytes]
 _APPLETS = ("cat", "getconf", "getprop", "grep", "head", "uname")
@@ -52,12 +52,12 @@ def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Shell:
 
 
 def ask(shell: Shell, paths: list[str], commands: Mapping[str, str] | None = None, **limits: int) -> dict[str, str]:
-    return facts.split(shell(facts.script(paths, commands, **limits)))
+    return shell_facts.split(shell(shell_facts.script(paths, commands, **limits)))
 
 
 def test_texts_come_as_they_are(shell: Shell, tmp_path: Path) -> None:
-    other = facts.split(shell(facts.script([])))
-    stale = facts.script([])
+    other = shell_facts.split(shell(shell_facts.script([])))
+    stale = shell_facts.script([])
     token = stale.partition("t=")[2][:32]
     texts = {
         "plain": b"performance\n",
@@ -126,10 +126,10 @@ def test_commands_are_facts_under_their_names(shell: Shell) -> None:
 def test_the_output_is_bounded_and_what_was_cut_off_is_no_fact(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "first").write_text("kept\n")
     (tmp_path / "second").write_text("x" * 100_000)
-    line = facts.script([f"{tmp_path}/first", f"{tmp_path}/second"], {"third": "echo lost"}, max_bytes=10_000)
+    line = shell_facts.script([f"{tmp_path}/first", f"{tmp_path}/second"], {"third": "echo lost"}, max_bytes=10_000)
     output = shell(line)
     assert len(output) == 10_000
-    assert facts.split(output) == {f"{tmp_path}/first": "kept\n"}
+    assert shell_facts.split(output) == {f"{tmp_path}/first": "kept\n"}
 
 
 def test_lines_are_bounded_where_head_counts_no_bytes(tmp_path: Path) -> None:
@@ -138,34 +138,34 @@ def test_lines_are_bounded_where_head_counts_no_bytes(tmp_path: Path) -> None:
     (tmp_path / "head").chmod(0o755)
     (tmp_path / "first").write_text("kept\n")
     (tmp_path / "second").write_text("\n" * 50_000)
-    line = facts.script([f"{tmp_path}/first", f"{tmp_path}/second"])
+    line = shell_facts.script([f"{tmp_path}/first", f"{tmp_path}/second"])
     output = _run(["sh"], line, f"{tmp_path}:{os.environ['PATH']}")
     assert output.count(b"\n") == 20_000
-    assert facts.split(output) == {f"{tmp_path}/first": "kept\n"}
+    assert shell_facts.split(output) == {f"{tmp_path}/first": "kept\n"}
 
 
 def test_a_terminal_and_a_greeting_before_it_change_nothing(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("one\ntwo\n")
-    output = _run(["sh"], facts.script([f"{tmp_path}/a"], {"b": "echo three"}), os.environ["PATH"])
-    assert facts.split(b"WARNING: linker: something\n" + output) == {f"{tmp_path}/a": "one\ntwo\n", "b": "three\n"}
-    assert facts.split(output.replace(b"\n", b"\r\n")) == facts.split(output)
-    assert facts.split(output.decode()) == facts.split(output)
+    output = _run(["sh"], shell_facts.script([f"{tmp_path}/a"], {"b": "echo three"}), os.environ["PATH"])
+    assert shell_facts.split(b"WARNING: linker: something\n" + output) == {f"{tmp_path}/a": "one\ntwo\n", "b": "three\n"}
+    assert shell_facts.split(output.replace(b"\n", b"\r\n")) == shell_facts.split(output)
+    assert shell_facts.split(output.decode()) == shell_facts.split(output)
 
 
 def test_each_line_frames_with_a_word_of_its_own() -> None:
-    assert facts.script(["/proc/stat"]) != facts.script(["/proc/stat"])
+    assert shell_facts.script(["/proc/stat"]) != shell_facts.script(["/proc/stat"])
 
 
 @pytest.mark.parametrize("path", ["relative", "/a b", "/a;id", "/$(id)", "/`id`", "/a\nb", "/a'b", "/~", "/é", ""])
 def test_what_is_no_path_of_a_fact_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match="no path of a fact"):
-        facts.script([path])
+        shell_facts.script([path])
 
 
 @pytest.mark.parametrize("name", ["", "two\nlines", "a\rb"])
 def test_what_is_no_name_of_a_fact_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="no name of a fact"):
-        facts.script([], {name: "true"})
+        shell_facts.script([], {name: "true"})
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
@@ -175,12 +175,12 @@ def test_any_text_comes_through_a_shell(tmp_path: Path, texts: list[str]) -> Non
     for number, text in enumerate(texts):
         (tmp_path / str(number)).write_bytes(text.encode())
         said[f"{tmp_path}/{number}"] = text
-    assert facts.split(_run(["sh"], facts.script(said), os.environ["PATH"])) == said
+    assert shell_facts.split(_run(["sh"], shell_facts.script(said), os.environ["PATH"])) == said
 
 
 @given(st.binary(max_size=300) | st.text(max_size=300))
 def test_output_of_something_else_has_no_facts(output: bytes | str) -> None:
-    assert facts.split(output) == {}
+    assert shell_facts.split(output) == {}
 
 
 def test_this_machine_is_the_same_through_a_shell(shell: Shell) -> None:

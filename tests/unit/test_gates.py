@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.device_agents.gates import COOLING_WINDOW_S, GateLimits, Gates, Surroundings
+from etfarm.device_agents.conditions.gates import COOLING_WINDOW_S, GateLimits, Gates, Surroundings
 
 LIMITS = GateLimits()
 

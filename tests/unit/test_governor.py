@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.device_agents.governor import Governors, GovernorUnknown
+from etfarm.device_agents.conditions.governor import Governors, GovernorUnknown
 
 POLICIES = "sys/devices/system/cpu/cpufreq"
 
@@ -55,7 +55,7 @@ def test_it_is_put_back_when_the_measurement_fails(tmp_path: Path) -> None:
 def test_an_agent_that_was_killed_puts_it_back_at_its_next_start(tmp_path: Path) -> None:
     root, kept = board(tmp_path, policy4="powersave"), tmp_path / "kept"
     code = (
-        "import os, signal, sys; from pathlib import Path; from etfarm.device_agents.governor import Governors\n"
+        "import os, signal, sys; from pathlib import Path; from etfarm.device_agents.conditions.governor import Governors\n"
         "root = Path(sys.argv[1])\n"
         "with Governors(root / 'kept', 'performance', root).held(): os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -16,13 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.device_agents import interleave, inventory
-from etfarm.device_agents.cache import Cache
+from etfarm.device_agents.attempts import interleaved
+from etfarm.device_agents.attempts.cache import Cache
+from etfarm.device_agents.attempts.interleaved import ROUNDS, STARTS, InterleavedAttempt, Turns, layout
+from etfarm.device_agents.conditions.gates import GateLimits
 from etfarm.device_agents.config import AgentConfig
-from etfarm.device_agents.gates import GateLimits
-from etfarm.device_agents.interleave import ROUNDS, STARTS, InterleavedAttempt, Turns, layout
-from etfarm.device_agents.machine import Machine
+from etfarm.device_agents.device import inventory
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan
+from etfarm.device_agents.targets.local import Machine
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
@@ -140,7 +141,7 @@ async def test_a_device_that_fails_without_the_program_fails_the_whole_attempt(
     async def crash(self: Turns, number: int, start: int, place: int) -> None:
         assert self._runner is not None
         os.kill(self._runner.pid, signal.SIGSEGV)
-        monkeypatch.setattr("etfarm.device_agents.execute.self_test_limit_s", lambda *_: 0.0)
+        monkeypatch.setattr("etfarm.device_agents.attempts.attempt.self_test_limit_s", lambda *_: 0.0)
         await self._runner.measure(MeasurePlan())
 
     monkeypatch.setattr(Turns, "block", crash)
@@ -241,4 +242,4 @@ def test_blocks_of_a_candidate_are_one_pass_in_the_end() -> None:
     assert (both.iterations, both.duration_ns, both.wall_ns, both.cpu_ns, both.peak_rss_bytes) == (3, 17, 22, 18, 100)
     assert both.involuntary_switches is None, "one of them is not known"
     assert list(both.samples_ns) == [4, 6, 7]
-    assert interleave.STARTS >= 5 and STARTS * ROUNDS >= 20
+    assert interleaved.STARTS >= 5 and STARTS * ROUNDS >= 20

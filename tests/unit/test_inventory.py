@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from etfarm.device_agents.errors import CoresUnknown
-from etfarm.device_agents.inventory import (
+from etfarm.device_agents.device.inventory import (
     choose_cpus,
     choose_threads,
     collect,
@@ -18,6 +17,7 @@ from etfarm.device_agents.inventory import (
     parse,
     parse_cpu_list,
 )
+from etfarm.device_agents.errors import CoresUnknown
 from etfarm.v1 import device_pb2
 from tests.support import dumps
 

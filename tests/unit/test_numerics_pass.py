@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from etfarm.device_agents import inventory, numerics
-from etfarm.device_agents.cache import Cache
+from etfarm.device_agents.attempts import numerics
+from etfarm.device_agents.attempts.attempt import Attempt
+from etfarm.device_agents.attempts.cache import Cache
+from etfarm.device_agents.attempts.interleaved import InterleavedAttempt
+from etfarm.device_agents.conditions.gates import GateLimits
 from etfarm.device_agents.config import AgentConfig
-from etfarm.device_agents.execute import Attempt
-from etfarm.device_agents.gates import GateLimits
-from etfarm.device_agents.interleave import InterleavedAttempt
-from etfarm.device_agents.machine import Machine
+from etfarm.device_agents.device import inventory
 from etfarm.device_agents.runners.python import PythonRunner
+from etfarm.device_agents.targets.local import Machine
 from etfarm.v1 import agent_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.device_agents import own_runners as module
-from etfarm.device_agents.own_runners import REMEMBERED, own_runners
+from etfarm.device_agents.daemon import own_runners as module
+from etfarm.device_agents.daemon.own_runners import REMEMBERED, own_runners
 from etfarm.device_agents.runners.python import PythonRunner
 
 pytestmark = pytest.mark.skipif(not PythonRunner.available(), reason="torch and executorch are not installed")

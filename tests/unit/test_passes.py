@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.device_agents import differences
-from etfarm.device_agents.passes import Passes, plan_of
+from etfarm.device_agents.attempts import output_diff
+from etfarm.device_agents.attempts.passes import Passes, plan_of
+from etfarm.device_agents.conditions.sampler import LONGEST_READING_S, Sampled, Sampler, watched
 from etfarm.device_agents.runners.bundle import Bundle
 from etfarm.device_agents.runners.native import NativeRunner
-from etfarm.device_agents.sampler import LONGEST_READING_S, Sampled, Sampler, watched
 from etfarm.v1 import agent_pb2, job_pb2
 from etfarm.wire import tensors
 from etfarm.wire.tensors import Scalar, Tensor, Value
@@ -139,9 +139,9 @@ def test_differences_are_numpys(values: list[float], data: st.DataObject) -> Non
     other = one.copy()
     for index in data.draw(st.lists(st.integers(0, len(values) - 1))):
         other[index] = data.draw(st.floats(width=32))
-    found = differences.compare([_tensor(one)], [_tensor(other)], ("A", "B"))
+    found = output_diff.compare([_tensor(one)], [_tensor(other)], ("A", "B"))
     different = one.view(np.uint32) != other.view(np.uint32)
-    assert bool(found) == different.any() == (not differences.equal([_tensor(one)], [_tensor(other)]))
+    assert bool(found) == different.any() == (not output_diff.equal([_tensor(one)], [_tensor(other)]))
     if found:
         (told,) = found
         assert (told.output, told.one, told.other) == ("y", "A", "B")
@@ -160,7 +160,7 @@ def test_a_place_is_told_in_the_order_of_the_dims_whatever_lies_in_memory() -> N
     other = one.copy()
     other[0, 1, 2, 3] = 5
     for order in ((0, 1, 2, 3), (0, 2, 3, 1)):
-        (told,) = differences.compare([_tensor(one, order)], [_tensor(other, order)])
+        (told,) = output_diff.compare([_tensor(one, order)], [_tensor(other, order)])
         assert list(told.at) == [0, 1, 2, 3] and told.max_abs_difference == 5
 
 
@@ -168,7 +168,7 @@ def test_a_place_is_told_in_the_order_of_the_dims_whatever_lies_in_memory() -> N
 def test_every_dtype_is_compared(dtype: str) -> None:
     one = np.array([0, 1, 1], dtype=tensors.dtype_of(dtype))
     other = np.array([0, 1, 0], dtype=tensors.dtype_of(dtype))
-    (told,) = differences.compare([_tensor(one)], [_tensor(other)])
+    (told,) = output_diff.compare([_tensor(one)], [_tensor(other)])
     assert (told.differing, told.elements) == (1, 3)
     assert told.HasField("max_abs_difference") is not dtype.startswith("float8")
     if told.HasField("max_abs_difference"):
@@ -177,12 +177,12 @@ def test_every_dtype_is_compared(dtype: str) -> None:
 
 def test_scalars_shapes_and_nan() -> None:
     nan, x = Scalar("s", math.nan), _tensor(np.zeros(2, np.float32))
-    assert differences.equal([nan, x], [nan, x])
-    assert not differences.equal([x], [x, x])
+    assert output_diff.equal([nan, x], [nan, x])
+    assert not output_diff.equal([x], [x, x])
     scalars: list[Value] = [Scalar("s", 3), Scalar("n", None)]
-    told = differences.compare(scalars, [Scalar("s", 5), Scalar("n", True)])
+    told = output_diff.compare(scalars, [Scalar("s", 5), Scalar("n", True)])
     assert [(each.output, each.max_abs_difference) for each in told] == [("s", 2), ("n", 0)]
-    (shape,) = differences.compare([x], [_tensor(np.zeros(3, np.float32))])
+    (shape,) = output_diff.compare([x], [_tensor(np.zeros(3, np.float32))])
     assert not shape.HasField("elements"), "other shapes are not compared element by element"
     empty = _tensor(np.zeros((0, 4), np.float32))
-    assert differences.compare([empty], [empty]) == []
+    assert output_diff.compare([empty], [empty]) == []

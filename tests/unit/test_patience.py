@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etfarm.device_agents.phones.patience import Patience
+from etfarm.device_agents.targets.phones.patience import Patience
 
 
 def test_pauses_double_up_to_the_last() -> None:

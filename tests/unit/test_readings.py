@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.device_agents import readings
+from etfarm.device_agents.device import readings
 
 CPU = "/sys/devices/system/cpu/cpu{}/cpufreq/"
 ZONE = "/sys/class/thermal/thermal_zone{}/"

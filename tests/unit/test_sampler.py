@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.device_agents.sampler import MAX_POINTS, Sampler, _Points, point
+from etfarm.device_agents.conditions.sampler import MAX_POINTS, Sampler, _Points, point
 from etfarm.v1 import report_pb2
 
 CLOCK = "/sys/devices/system/cpu/cpu{}/cpufreq/scaling_cur_freq"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from etfarm.device_agents.config import default_data_folder
+from etfarm.device_agents.daemon.systemd import TOKEN_FILE, unit, unit_of_this
 from etfarm.device_agents.runners.child import spawn_here
-from etfarm.device_agents.service import TOKEN_FILE, unit, unit_of_this
 from etfarm.wire.errors import UserError
 
 PROGRAM = ["/usr/bin/env", "etfarm", "agent"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from etfarm.device_agents.conditions.telemetry import Telemetry, run_telemetry
 from etfarm.device_agents.runners.protocol import Measured
-from etfarm.device_agents.telemetry import Telemetry, run_telemetry
 
 
 def test_what_is_told_is_what_the_machine_says(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from etfarm.device_agents.emulator import Emulator
-from etfarm.device_agents.gates import GateLimits
+from etfarm.device_agents.conditions.gates import GateLimits
 from etfarm.device_agents.jail.options import JailOptions
+from etfarm.device_agents.runners.emulator import Emulator
 from etfarm.wire.channel import Access
 from etfarm.wire.names import data_folder
 

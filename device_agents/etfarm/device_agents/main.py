@@ -16,9 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etfarm.device_agents import inventory
-from etfarm.device_agents.agent import Agent, DataFolder, device_id, emulated_id
-from etfarm.device_agents.cache import Cache
+from etfarm.device_agents.attempts.cache import Cache
+from etfarm.device_agents.conditions.gates import GateLimits
+from etfarm.device_agents.conditions.governor import KEPT_GOVERNORS, Governors
 from etfarm.device_agents.config import (
     DEFAULT_CACHE_LIMIT_BYTES,
     AgentConfig,
@@ -27,18 +27,18 @@ from etfarm.device_agents.config import (
     emulated_data_folder,
     phones_data_folder,
 )
-from etfarm.device_agents.emulator import DEFAULT_CPUS, SME_WARNING, Emulator
-from etfarm.device_agents.enrolment import enroll
+from etfarm.device_agents.daemon.agent import Agent, DataFolder, device_id, emulated_id
+from etfarm.device_agents.daemon.connection import Outgoing, Session
+from etfarm.device_agents.daemon.enrolment import enroll
+from etfarm.device_agents.daemon.own_runners import own_runners
+from etfarm.device_agents.daemon.systemd import unit_of_this
+from etfarm.device_agents.device import inventory
 from etfarm.device_agents.errors import NoCores
-from etfarm.device_agents.gates import GateLimits
-from etfarm.device_agents.governor import KEPT_GOVERNORS, Governors
 from etfarm.device_agents.jail.confine import Jail
 from etfarm.device_agents.jail.options import DEFAULT_USERS, JailOptions
 from etfarm.device_agents.jail.secrets import forget_variable, hide_memory
-from etfarm.device_agents.machine import Machine
-from etfarm.device_agents.own_runners import own_runners
-from etfarm.device_agents.service import unit_of_this
-from etfarm.device_agents.session import Outgoing, Session
+from etfarm.device_agents.runners.emulator import DEFAULT_CPUS, SME_WARNING, Emulator
+from etfarm.device_agents.targets.local import Machine
 from etfarm.v1 import device_pb2
 from etfarm.wire.channel import Access, parse_address
 from etfarm.wire.escapes import in_a_line, printable
@@ -46,7 +46,7 @@ from etfarm.wire.names import DATA_VARIABLE, SERVER_VARIABLE, boot_id
 from etfarm.wire.owner import at_end_of_stdin
 
 if TYPE_CHECKING:
-    from etfarm.device_agents.phones.fleet import Fleet
+    from etfarm.device_agents.daemon.phones.fleet import Fleet
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: 
 async def _fleet(config: AgentConfig, agent: Agent, agent_id: str, cache: Cache) -> Fleet:
     # Here, since boards have no use for it, and little memory.
     from etfarm.device_agents.adb import AdbServer
-    from etfarm.device_agents.phones.fleet import Fleet
+    from etfarm.device_agents.daemon.phones.fleet import Fleet
 
     fleet = Fleet(AdbServer(), agent, agent_id, cache, config)
     await fleet.find_server()

@@ -153,7 +153,7 @@ async def _start(stack: AsyncExitStack, folder: Path) -> str:
     log = folder / "log"
     with log.open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "etfarm.device_agents.serve_local", str(folder),
+            sys.executable, "-m", "etfarm.device_agents.daemon.serve_local", str(folder),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors,
             # Ctrl-C is for the caller, which ends it in order.
             start_new_session=True,

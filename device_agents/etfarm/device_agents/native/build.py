@@ -27,7 +27,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
-from etfarm.device_agents.emulator import DEFAULT_CPUS, Emulator, EmulatorMissing
 from etfarm.device_agents.native.scratch import delete_own, scratch_folder
 from etfarm.device_agents.native.toolchain import (
     EXECUTORCH_LIBRARIES,
@@ -39,6 +38,7 @@ from etfarm.device_agents.native.toolchain import (
 )
 from etfarm.device_agents.native.wheels import fetch_wheel
 from etfarm.device_agents.runners.bundle import CONFINE, MANIFEST_NAME, Bundle, BundledFile, BundleManifest
+from etfarm.device_agents.runners.emulator import DEFAULT_CPUS, Emulator, EmulatorMissing
 from etfarm.wire import digest
 from etfarm.wire.errors import FarmError, UserError
 

@@ -37,7 +37,7 @@ class Thresholds:
     """How far the medians of the last and the first third may lie apart, as a part of the first. Beyond, the run had no one
     median: the device was still getting slower or faster. On an idle virtual machine it was 0.02 with one thread and 0.05 with
     one on each cpu at most, but for a pace that changed once within the second of a pass, by 0.1 and more: agents double a pass
-    that drifts by over 0.05 until it does not, three times at most (etfarm.device_agents.drift)."""
+    that drifts by over 0.05 until it does not, three times at most (etfarm.device_agents.attempts.drift)."""
 
     max_drift_unsteady: float = 0.05
     """As max_drift, for a run whose warm-up did not become steady: there is a reason to expect a drift already."""

@@ -1,0 +1,391 @@
+"""Steps 6 to 8 of a job's way: one attempt, from the server's StartRun to a RunResult whose artifacts are uploaded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from array import array
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from etfarm.device_agents.attempts import numerics
+from etfarm.device_agents.attempts.cache import Cache, Lease, Transfers
+from etfarm.device_agents.attempts.fault_attribution import BAD_ENDS, judged, self_test_limit_s
+from etfarm.device_agents.attempts.fetch import (
+    DEFAULT_INPUTS_SEED,
+    ProgressTold,
+    fetch_program,
+    limit_s,
+)
+from etfarm.device_agents.attempts.passes import Passes, plan_of, traced_iterations
+from etfarm.device_agents.attempts.progress import Story
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.device.inventory import choose_cpus, choose_threads, format_cpu_list
+from etfarm.device_agents.errors import NotReached, SelfTestFailed, TransferTimedOut
+from etfarm.device_agents.runners import errors
+from etfarm.device_agents.runners.remote import RemoteRunner
+from etfarm.device_agents.targets.base import Provisions, Target
+from etfarm.v1 import agent_pb2, job_pb2, report_pb2
+from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
+from etfarm.wire import tensors
+from etfarm.wire.channel import open_channel
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.status import from_rpc_error, to_proto
+from etfarm.wire.tensors import Value
+
+log = logging.getLogger(__name__)
+
+_TIMING_PHASES: Final = frozenset({"WARMUP", "TIMED", "TRACED"})
+_TRANSFER_PHASES: Final = frozenset({"FETCH", "UPLOAD"})
+
+
+class Attempt:
+    """One attempt on this device. `run` it once; cancelling that kills the runner.
+
+    Args:
+        config: the agent's.
+        target: what it runs on.
+        cache: of artifacts.
+        folder: for the runners to work in; made, and deleted at the end.
+        start: what the server asks for. Its receipt is now.
+        on_progress: takes what the server is told meanwhile; never blocks.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        target: Target,
+        cache: Cache,
+        folder: Path,
+        start: agent_pb2.StartRun,
+        on_progress: ProgressTold,
+    ) -> None:
+        self.config = config
+        self.target = target
+        self.folder = folder
+        self.start = start
+        self._cache = cache
+        self._on_progress = on_progress
+        self.received_s = time.monotonic()
+        self.phase = ""
+        """What is under way."""
+        self._on_target = {candidate.cell_id for candidate in start.candidates}
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether something is still to be done there. Where not, all that is left is between this machine and the farm."""
+        return bool(self._on_target)
+
+    def left_target(self, cell_id: str) -> None:
+        """Nothing more is to be done there for a candidate."""
+        self._on_target.discard(cell_id)
+
+    @property
+    def timing(self) -> bool:
+        """Whether a pass is under way that nothing should disturb."""
+        return self.phase in _TIMING_PHASES
+
+    async def run(self) -> agent_pb2.RunResult:
+        """The attempt's result, with the errors of its candidates."""
+        start = self.start
+        try:
+            async with open_channel(self.config.access) as channel:
+                transfers = Transfers(ArtifactServiceStub(channel), self.config.pauses)
+                with self._cache.lease(transfers) as lease:
+                    results = await self._carry_out(transfers, lease)
+                    if not self.target.tells_memory:
+                        for result in results:
+                            # Mostly the emulator's own.
+                            result.memory.ClearField("peak_rss_bytes")
+        finally:
+            self.phase = ""
+            shutil.rmtree(self.folder, ignore_errors=True)
+        broken = next((result.error for result in results if result.error.reason == SelfTestFailed.reason), None)
+        return agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id, candidates=results, error=broken)
+
+    async def _carry_out(self, transfers: Transfers, lease: Lease) -> list[agent_pb2.CandidateResult]:
+        """What each candidate gave: one after the other, and none after the device failed."""
+        results: list[agent_pb2.CandidateResult] = []
+        for index, candidate in enumerate(self.start.candidates):
+            if results and results[-1].error.reason == SelfTestFailed.reason:
+                results.append(agent_pb2.CandidateResult(cell_id=candidate.cell_id, error=results[-1].error))
+                continue
+            results.append(await Execution(self, candidate, transfers, lease, self.folder / str(index)).run())
+        return results
+
+    def remaining_s(self) -> float:
+        """What is left of the attempt's time."""
+        return limit_s(self.start) - (time.monotonic() - self.received_s)
+
+    def tell(self, progress: agent_pb2.RunProgress) -> None:
+        """Sends progress, with what it is about."""
+        progress.attempt_id, progress.device_id = self.start.attempt_id, self.start.device_id
+        self._on_progress(progress)
+
+
+@dataclass(frozen=True)
+class Files:
+    """What a candidate gave, to be uploaded."""
+
+    outputs: list[Value]
+    samples: array[int] | None = None
+    etdump: Path | None = None
+
+
+class Execution(Story):
+    """One candidate of an attempt: FETCH, a fresh runner process with its passes, UPLOAD."""
+
+    def __init__(
+        self, attempt: Attempt, candidate: agent_pb2.RunCandidate, transfers: Transfers, lease: Lease, folder: Path
+    ) -> None:
+        super().__init__(attempt, agent_pb2.CandidateResult(cell_id=candidate.cell_id))
+        self._attempt = attempt
+        self.folder = folder
+        self._candidate = candidate
+        self._transfers = transfers
+        self._lease = lease
+        self._provisions: Provisions | None = None
+        self._inputs: list[Value] | None = None
+        self._runner: RemoteRunner | None = None
+
+    async def run(self) -> agent_pb2.CandidateResult:
+        """The candidate's result, or as much of it as there is, with its error."""
+        if await self.guarded(self._run):
+            await self.numerics()
+        return self.result
+
+    async def numerics(self) -> None:
+        """The numerics pass, where the job wants one. What fails in it is told of it alone."""
+        if self._candidate.HasField("numerics_program"):
+            self._runner = None
+            error = await self._failure_of(self._run_numerics)
+            if error is not None:
+                self.result.numerics.error.CopyFrom(to_proto(error))
+                self.tell(force=True)
+
+    async def guarded(self, work: Callable[[], Awaitable[None]]) -> bool:
+        """Does some of the candidate's work within the attempt's time; whether it went well. The result has the error if not."""
+        error = await self._failure_of(work)
+        if error is not None:
+            self._attempt.left_target(self._candidate.cell_id)
+            self.result.error.CopyFrom(to_proto(error))
+            self.tell(force=True)
+        return error is None
+
+    def measured(self) -> None:
+        """All passes are over, but for the numerics pass where there is one."""
+        if not self._candidate.HasField("numerics_program"):
+            self._attempt.left_target(self._candidate.cell_id)
+
+    async def _failure_of(self, work: Callable[[], Awaitable[None]]) -> EtfarmError | None:
+        """What ended some of the candidate's work, which has the attempt's time; None where it went well."""
+        try:
+            await self._in_time(work)
+            return None
+        except BAD_ENDS as error:
+            assert self._provisions is not None  # a program ran
+            limit_s = self_test_limit_s(self._attempt.target, self._provisions)
+            failure = await judged(error, self.start_runner(), limit_s)
+        except grpc.aio.AioRpcError as error:
+            failure = from_rpc_error(error, server=self._attempt.config.access.server)
+        except EtfarmError as error:
+            failure = error
+        failure.stage = failure.stage or self._attempt.phase
+        return failure
+
+    async def _in_time(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Does it within the attempt's time.
+
+        Raises:
+            NotReached, TransferTimedOut, ProgramHung: the time was over.
+        """
+        attempt = self._attempt
+        deadline_s = attempt.start.deadline_s
+        if attempt.remaining_s() <= 0:
+            raise NotReached(deadline_s)
+        deadline = asyncio.timeout(attempt.remaining_s())
+        try:
+            async with deadline:
+                await work()
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            if attempt.phase.startswith("WAIT_FOR_"):
+                raise NotReached(deadline_s) from None
+            is_transfer, runner = attempt.phase in _TRANSFER_PHASES, self._runner
+            stage = attempt.phase if is_transfer or runner is None else runner.stage
+            if runner is not None and runner.moving:
+                what = f"{runner.moving}, between the agent and {attempt.target.device.name},"
+                raise TransferTimedOut(stage, deadline_s, what) from None
+            if is_transfer:
+                raise TransferTimedOut(stage, deadline_s) from None
+            raise errors.ProgramHung(stage, deadline_s, list(self.recent)) from None
+
+    async def _run(self) -> None:
+        attempt, target, result = self._attempt, self._attempt.target, self.result
+        measurement = attempt.start.measurement if attempt.start.HasField("measurement") else None
+        cpus = choose_cpus(target.device, measurement.cores if measurement else "", target.restricted)
+        await self.fetch()
+        if measurement is not None and not target.device.emulated:
+            # What is timed on an emulated device means nothing: there is nothing to wait for, nor to set.
+            result.telemetry.waits.extend(await self.wait())
+            result.telemetry.affinity = format_cpu_list(cpus or target.usable_cpus())
+            with target.settings(cpus) as settings:
+                result.telemetry.settings.extend(settings)
+                files = await self._execute(measurement, cpus)
+        else:
+            files = await self._execute(measurement, cpus)
+        await self.upload(files)
+
+    async def _run_numerics(self) -> None:
+        """FETCH, NUMERICS in a runner of its own, and UPLOAD."""
+        attempt, target, given = self._attempt, self._attempt.target, self.result.numerics
+        cpus = choose_cpus(target.device, attempt.start.measurement.cores, target.restricted)
+        candidate = agent_pb2.RunCandidate()
+        candidate.CopyFrom(self._candidate)
+        candidate.program.CopyFrom(self._candidate.numerics_program)
+        with self.phase("FETCH"):
+            fetched = await fetch_program(candidate, target, attempt.config.data, self._lease, self.tell)
+        async with self.start_runner() as runner:
+            with self.phase("NUMERICS"):
+                await self.load(runner, cpus, again=True, instead=fetched, debug=True)
+                recorded = await numerics.record(runner, self.folder)
+            await self._collect()
+        self._runner = None
+        attempt.left_target(candidate.cell_id)
+        with self.phase("UPLOAD"):
+            given.etdump.CopyFrom(await self._transfers.upload(recorded.etdump))
+            given.debug.CopyFrom(await self._transfers.upload(recorded.debug))
+            given.outputs.CopyFrom(await self._transfers.upload(tensors.encode(recorded.outputs)))
+        await asyncio.to_thread(recorded.delete)
+
+    async def _execute(self, measurement: job_pb2.Measurement | None, cpus: frozenset[int] | None) -> Files:
+        """LOAD to the last pass, in a runner of its own."""
+        attempt, target, result = self._attempt, self._attempt.target, self.result
+        async with self.start_runner() as runner:
+            method = await self.load(runner, cpus)
+            if measurement is None:
+                with self.phase("RUN"):
+                    result.load.first_run_ns = (await runner.run()).run_ns
+                    return Files(await runner.outputs())
+            passes = Passes(runner, method, result, self)
+            # Nor is there a pace to wait for on an emulated device.
+            left_s = (lambda: 0.0) if target.device.emulated else attempt.remaining_s
+            samples = await passes.measure(plan_of(measurement), target.watch(cpus), left_s)
+            target.gates.measured()
+            return await self.trace(passes, samples)
+
+    async def fetch(self) -> None:
+        """FETCH: everything from the cache or the server, verified; the inputs, where some came.
+
+        Raises:
+            BadTensorFile: the inputs are none.
+            As `fetch_program`.
+        """
+        with self.phase("FETCH"):
+            attempt = self._attempt
+            self._provisions = await fetch_program(self._candidate, attempt.target, attempt.config.data, self._lease, self.tell)
+            if self._candidate.HasField("inputs"):
+                path = await self._lease.fetch(self._candidate.inputs, self.tell)
+                self._inputs = await asyncio.to_thread(lambda: tensors.decode(path.read_bytes()))
+        self.folder.mkdir(parents=True)
+
+    async def load(
+        self,
+        runner: RemoteRunner,
+        cpus: frozenset[int] | None,
+        *,
+        again: bool = False,
+        instead: Provisions | None = None,
+        debug: bool = False,
+    ) -> str:
+        """LOAD and LOAD_METHOD, up to the inputs; gives the method's name.
+
+        Args:
+            again: the result has all about it from an earlier runner.
+            instead: another program than the candidate's.
+            debug: for `Runner.debug`.
+        """
+        fetched, self._runner = instead or self._provisions, runner
+        assert fetched is not None  # it was fetched
+        result = agent_pb2.CandidateResult() if again else self.result
+        phase = nullcontext if again else self.phase
+        threads = self._candidate.threads
+        if not self._candidate.HasField("threads"):
+            threads = choose_threads(self._attempt.target.device, cpus)
+        with phase("LOAD"):
+            hello = await runner.hello()
+            result.runner.kind, result.runner.executorch = runner.kind, hello.executorch
+            if fetched.bundle is not None:
+                result.runner.bundle_digest = self._candidate.bundle.artifact.digest
+            if cpus is not None:
+                await runner.affinity(sorted(cpus))
+                result.runner.cores = format_cpu_list(cpus)
+            result.threads = await runner.threads(threads)
+            loaded = await runner.load(fetched.program, fetched.data)
+            result.load.load_ns = loaded.load_ns
+        method = self._candidate.method or (loaded.methods[0] if len(loaded.methods) == 1 else "forward")
+        with phase("LOAD_METHOD"):
+            result.load.load_method_ns = (await runner.load_method(method, trace=debug, debug=debug)).load_method_ns
+            result.memory.planned_bytes.extend((await runner.method(method)).planned_bytes)
+            if self._inputs is None:
+                await runner.default_inputs(DEFAULT_INPUTS_SEED)
+            else:
+                await runner.set_inputs(self._inputs)
+        return method
+
+    async def trace(self, passes: Passes, samples: array[int]) -> Files:
+        """TRACED, where the job wants it, and what the method gives when it runs for the first time."""
+        etdump = None if self._attempt.start.measurement.no_profile else self.folder / "trace.etdp"
+        files = Files(await passes.first_outputs(etdump, traced_iterations(samples)), samples, etdump)
+        await self._collect()
+        return files
+
+    async def _collect(self) -> None:
+        """The files of the runner, where they are elsewhere: an UPLOAD from there to here, whose time is not the pass's."""
+        assert self._runner is not None  # a pass is over
+        if self._runner.has_files:
+            with self.phase("UPLOAD"):
+                await self._runner.collect(self.tell)
+
+    async def upload(self, files: Files) -> None:
+        """UPLOAD: the artifacts of the result."""
+        self._runner = None
+        self.measured()
+        with self.phase("UPLOAD"):
+            self.result.outputs.CopyFrom(await self._transfers.upload(tensors.encode(files.outputs)))
+            if files.samples is not None:
+                self.result.samples.CopyFrom(await self._transfers.upload(files.samples.tobytes()))
+            if files.etdump is not None:
+                self.result.etdump.CopyFrom(await self._transfers.upload(files.etdump))
+
+    def start_runner(self) -> AbstractAsyncContextManager[RemoteRunner]:
+        """A fresh runner for the program, which was fetched."""
+        assert self._provisions is not None  # it was fetched
+        return self._attempt.target.start_runner(self._provisions.bundle, self.folder, self.take_log)
+
+    async def wait(self) -> list[report_pb2.GateWait]:
+        """WAIT_FOR_COOL and WAIT_FOR_IDLE, where the device has to; phases of the result then."""
+        attempt, began_s, heard = self._attempt, time.monotonic(), ""
+
+        def tell(phase: str, message: str) -> None:
+            nonlocal began_s, heard
+            is_new = heard != phase
+            if is_new and heard:
+                self.ended(heard, began_s, time.monotonic())
+            if is_new:
+                began_s = time.monotonic()
+            heard = attempt.phase = phase
+            self.tell(message=message, force=is_new)
+
+        waits = await attempt.target.gates.wait(tell, attempt.remaining_s())
+        if heard:
+            self.ended(heard, began_s, time.monotonic())
+        return waits

@@ -1,0 +1,331 @@
+"""Step 7 of candidates that take turns: alternating blocks of randomised order, over several starts of their processes.
+
+A round has one block of timed iterations of each candidate. All runners of a start live at once and one of them computes while
+the others wait at their pipes, so that whatever the device does meanwhile, it does to all of them alike. Where code and data
+happen to lie in memory makes a process faster or slower for all of its life, so all are started anew every few rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+from etfarm.device_agents.attempts.attempt import Attempt, Execution, Files
+from etfarm.device_agents.attempts.cache import Lease, Transfers
+from etfarm.device_agents.attempts.passes import Passes, plan_of
+from etfarm.device_agents.conditions.sampler import Watch
+from etfarm.device_agents.conditions.telemetry import run_telemetry
+from etfarm.device_agents.device.inventory import choose_cpus, format_cpu_list
+from etfarm.device_agents.errors import SelfTestFailed
+from etfarm.device_agents.runners.errors import ProgramOutOfMemory
+from etfarm.device_agents.runners.protocol import Measured, MeasurePlan
+from etfarm.device_agents.runners.remote import RemoteRunner
+from etfarm.v1 import agent_pb2
+
+STARTS: Final = 8
+"""Of the processes. Simulated with processes that differ by 1 %, 8 starts find 3 % between two programs in 19 of 20 cases, and
+call equal ones different in at most 1 of 20; 5 starts find it in 17 of 20."""
+ROUNDS: Final = 5
+"""Of each start. With the usual second for each candidate a block takes 25 ms: what disturbs for a moment disturbs few."""
+BLOCK_NS: Final = 20_000_000
+"""A block's least time: waking up, and caches that the others filled, are over within the first of 20 ms."""
+_PROBE_NS: Final = 5_000_000
+"""At the end of a warm-up, to tell how long an iteration takes."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How the rounds of an attempt are laid out."""
+
+    of_start: int
+    """Rounds of each start."""
+    iterations: tuple[int, ...]
+    """Of a block, by candidate."""
+
+
+def layout(plan: MeasurePlan, medians_ns: Sequence[float]) -> Rounds:
+    """Rounds in which each candidate gets the plan's iterations and time together, within its limits.
+
+    Args:
+        plan: of one candidate.
+        medians_ns: of an iteration, by candidate; above 0.
+    """
+    count = STARTS * ROUNDS
+    block_ns = max(BLOCK_NS, plan.min_time_ns / count)
+    most = max(1, plan.max_samples // count)
+    iterations = [max(math.ceil(block_ns / median), math.ceil(plan.iterations / count)) for median in medians_ns]
+    # A limit of time is kept by shorter blocks first, then by fewer rounds; a block has an iteration at least.
+    within = [max(1, int(plan.max_time_ns / count / median)) for median in medians_ns]
+    chosen = tuple(min(wanted, most, limit) for wanted, limit in zip(iterations, within, strict=True))
+    longest_ns = max(median * number for median, number in zip(medians_ns, chosen, strict=True))
+    return Rounds(max(1, min(ROUNDS, int(plan.max_time_ns / STARTS / longest_ns))), chosen)
+
+
+class Turns:
+    """One candidate: its runner of the current start, and what its blocks gave so far."""
+
+    def __init__(self, execution: Execution, cpus: frozenset[int] | None, plan: MeasurePlan) -> None:
+        self.execution = execution
+        self.iterations = 0
+        """Of a block."""
+        self.median_ns = 0.0
+        """Of an iteration, at the end of the first warm-up."""
+        self.measured: Measured | None = None
+        """All blocks as one pass."""
+        self._cpus = cpus
+        self._plan = plan
+        self._blocks: list[agent_pb2.InterleavedBlock] = []
+        self._opened = AsyncExitStack()
+        self._runner: RemoteRunner | None = None
+        self._method = ""
+        self._executed = self._executed_ns = 0
+
+    @property
+    def live(self) -> bool:
+        """Whether nothing failed."""
+        return not self.execution.result.HasField("error")
+
+    @property
+    def time_ns(self) -> int:
+        """Of its blocks, together."""
+        return self.measured.duration_ns if self.measured else 0
+
+    async def start(self, *, again: bool) -> None:
+        """A fresh runner, loaded and warmed up."""
+        self._runner = runner = await self._opened.enter_async_context(self.execution.start_runner())
+        self._method = await self.execution.load(runner, self._cpus, again=again)
+        plan = replace(
+            self._plan, max_warmup_ns=max(1, (self._plan.max_warmup_ns or self._plan.max_time_ns) // STARTS),
+            iterations=1, min_time_ns=_PROBE_NS,
+        )  # fmt: skip
+        if again:
+            warm = await runner.measure(plan)
+        else:
+            with self.execution.phase("WARMUP"):
+                warm = await runner.measure(plan)
+            self.median_ns = max(1.0, statistics.median(warm.samples_ns))
+            self.execution.result.load.first_run_ns = warm.first_run_ns
+        result = self.execution.result
+        self._executed, self._executed_ns = warm.warmup + warm.iterations, (warm.warmup_ns or 0) + warm.duration_ns
+        result.warmup += self._executed
+        result.warmup_ns += self._executed_ns
+        if warm.steady is not None:
+            result.steady = warm.steady and (result.steady or not again)
+
+    async def block(self, number: int, start: int, place: int) -> None:
+        """One block, of the round `number`."""
+        assert self._runner is not None  # it was started
+        left_ns = max(1, self._plan.max_time_ns - self.time_ns)
+        plan = MeasurePlan(
+            warmup=0, iterations=self.iterations, min_time_ns=0, max_time_ns=left_ns, max_samples=self.iterations
+        )  # fmt: skip
+        measured = await self._runner.measure(plan)
+        self._executed += measured.iterations
+        self._executed_ns += measured.duration_ns
+        self.measured = measured if self.measured is None else self.measured.joined(measured)
+        block = agent_pb2.InterleavedBlock(round=number, process_pair=start, place=place, samples=measured.iterations)
+        self._blocks.append(block)
+
+    async def trace(self) -> Files:
+        """The passes after the last block, in the runner that did it."""
+        assert self._runner is not None and self.measured is not None
+        passes = Passes(self._runner, self._method, self.execution.result, self.execution)
+        passes.executed(self._executed, self._executed_ns)
+        return await self.execution.trace(passes, self.measured.samples_ns)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of its runner, if there is one."""
+        return [] if self._runner is None else [self._runner.pid]
+
+    async def stop(self) -> None:
+        """Ends its runner, if there is one."""
+        self._runner = None
+        opened, self._opened = self._opened, AsyncExitStack()
+        await opened.aclose()
+
+    def conclude(self, began_s: float, ended_s: float) -> None:
+        """Fills the result with all but telemetry and files."""
+        execution, measured, plan = self.execution, self.measured, self._plan
+        assert measured is not None
+        execution.ended("TIMED", began_s, ended_s)
+        result = execution.result
+        result.blocks.extend(self._blocks)
+        result.iterations, result.duration_ns = measured.iterations, measured.duration_ns
+        if measured.peak_rss_bytes is not None:
+            result.memory.peak_rss_bytes = measured.peak_rss_bytes
+        is_enough = measured.iterations >= plan.iterations and measured.duration_ns >= plan.min_time_ns
+        is_full = measured.iterations + self.iterations > plan.max_samples
+        result.stop_reason = "ENOUGH" if is_enough else "MAX_SAMPLES" if is_full else "MAX_TIME"
+
+
+@dataclass(frozen=True)
+class _Begin:
+    """The moment before the first block."""
+
+    at_s: float
+    cpu_ns: int | None
+    """As `Target.runners_cpu_ns`."""
+
+
+class InterleavedAttempt(Attempt):
+    """An attempt whose candidates are measured in turns. What fails leaves the others to go on."""
+
+    async def _carry_out(self, transfers: Transfers, lease: Lease) -> list[agent_pb2.CandidateResult]:
+        measurement = self.start.measurement
+        target = self.target
+        cpus = choose_cpus(target.device, measurement.cores, target.restricted)
+        plan = plan_of(measurement)
+        executions = [
+            Execution(self, candidate, transfers, lease, self.folder / str(index))
+            for index, candidate in enumerate(self.start.candidates)
+        ]
+        turns = [Turns(execution, cpus, plan) for execution in executions]
+        files: dict[str, Files] = {}
+        try:
+            for execution in executions:
+                await execution.guarded(execution.fetch)
+            if target.device.emulated:
+                files = await self._measure(turns, plan, cpus)
+            else:
+                await self._wait(executions)
+                with target.settings(cpus) as settings:
+                    for execution in executions:
+                        execution.result.telemetry.affinity = format_cpu_list(cpus or target.usable_cpus())
+                        execution.result.telemetry.settings.extend(settings)
+                    files = await self._measure(turns, plan, cpus)
+        finally:
+            # A second cancellation must not leave runners of those that come later: the stopping goes on without us.
+            await asyncio.shield(asyncio.gather(*(each.stop() for each in turns)))
+        for execution in executions:
+            execution.measured()
+        for execution in executions:
+            if not self._broken(turns) and (made := files.get(execution.result.cell_id)) is not None:
+                await execution.guarded(partial(execution.upload, made))
+        for execution in executions:
+            if self._broken(turns) is None and not execution.result.HasField("error"):
+                await execution.numerics()
+        if (broken := self._broken(turns)) is not None:
+            for execution in executions:
+                execution.result.error.CopyFrom(broken.execution.result.error)
+        return [execution.result for execution in executions]
+
+    async def _wait(self, executions: Sequence[Execution]) -> None:
+        """The gates, once for all."""
+        waiting = next((each for each in executions if not each.result.HasField("error")), None)
+        if waiting is None:
+            return
+        known = len(waiting.result.phases)
+
+        async def wait() -> None:
+            waiting.result.telemetry.waits.extend(await waiting.wait())
+
+        await waiting.guarded(wait)
+        for execution in executions:
+            if execution is not waiting:
+                execution.result.telemetry.waits.extend(waiting.result.telemetry.waits)
+                execution.result.phases.extend(waiting.result.phases[known:])
+
+    async def _measure(self, turns: Sequence[Turns], plan: MeasurePlan, cpus: frozenset[int] | None) -> dict[str, Files]:
+        """LOAD to the last pass; what to upload, by cell."""
+        files: dict[str, Files] = {}
+        async with self.target.watch(cpus) as watching:
+            begin = await self._take_turns(turns, plan, watching)
+            ended_s, used_ns = time.monotonic(), self._cpu_ns(turns)
+            sampled = await watching.seen()
+        self.target.gates.measured()
+        for each in self._live(turns):
+            if each.measured is None:
+                continue
+            each.conclude(begin.at_s, ended_s)
+            telemetry = each.execution.result.telemetry
+            telemetry.MergeFrom(run_telemetry(each.measured, sampled))
+            if used_ns is not None and begin.cpu_ns is not None:
+                telemetry.runners_cpu_ns = used_ns - begin.cpu_ns
+        for each in self._live(turns):
+
+            async def trace(each: Turns = each) -> None:
+                files[each.execution.result.cell_id] = await each.trace()
+
+            await self._guarded(turns, each, trace)
+            await each.stop()
+        return files
+
+    async def _take_turns(self, turns: Sequence[Turns], plan: MeasurePlan, watching: Watch) -> _Begin:
+        """All rounds; the runners of the last start are left. Gives the moment before the first block."""
+        order, begin, number = random.Random(self.start.attempt_id), _Begin(0.0, 0), 0
+        rounds: Rounds | None = None
+        for start in range(STARTS):
+            for each in self._live(turns):
+                await each.stop()
+            for each in self._live(turns):
+                await self._guarded(turns, each, partial(each.start, again=start > 0))
+            live = self._live(turns)
+            if not live:
+                break
+            if rounds is None:
+                rounds = layout(plan, [each.median_ns for each in live])
+                for each, iterations in zip(live, rounds.iterations, strict=True):
+                    each.iterations = iterations
+                self.phase, begin = "TIMED", _Begin(time.monotonic(), self._cpu_ns(turns))
+                watching.begin()
+            of_start, is_last = 0, start == STARTS - 1
+            while self._live(turns) and (of_start < rounds.of_start or (is_last and self._wants_more(turns, plan, of_start))):
+                live = self._live(turns)
+                order.shuffle(live)
+                for place, each in enumerate(live):
+                    await self._guarded(turns, each, partial(each.block, number, start, place))
+                number, of_start = number + 1, of_start + 1
+                for each in live:
+                    total = max(number, STARTS * rounds.of_start)
+                    each.execution.progress(number, total, f"round {number} of {total}")
+                if any(each.time_ns >= plan.max_time_ns for each in self._live(turns)):
+                    return begin
+        return begin
+
+    def _wants_more(self, turns: Sequence[Turns], plan: MeasurePlan, of_start: int) -> bool:
+        """Whether a candidate got less than it should, since its iterations became shorter than they seemed."""
+        short = [each for each in self._live(turns) if each.time_ns < plan.min_time_ns]
+        return bool(short) and of_start < 4 * ROUNDS and all(_has_room(each, plan) for each in self._live(turns))
+
+    async def _guarded(self, turns: Sequence[Turns], each: Turns, work: Callable[[], Awaitable[None]]) -> None:
+        """Does a part of one candidate's work; one that fails is over, and the others are not."""
+        if not each.live or self._broken(turns) is not None:
+            return
+
+        async def part() -> None:
+            try:
+                await work()
+            except BaseException:
+                # Before anybody looks into why: what hangs must not compute beside that.
+                await each.stop()
+                raise
+
+        if not await each.execution.guarded(part):
+            error = each.execution.result.error
+            if error.reason == ProgramOutOfMemory.reason and len(turns) > 1:
+                together = f"The {len(turns)} candidates are in memory at once: without --interleave each has the device alone."
+                error.remedy = f"{error.remedy} {together}".strip()
+
+    def _cpu_ns(self, turns: Sequence[Turns]) -> int | None:
+        return self.target.runners_cpu_ns([pid for each in turns for pid in each.pids])
+
+    def _live(self, turns: Sequence[Turns]) -> list[Turns]:
+        """Those that go on; none where the device itself failed."""
+        return [] if self._broken(turns) is not None else [each for each in turns if each.live]
+
+    def _broken(self, turns: Sequence[Turns]) -> Turns | None:
+        return next((each for each in turns if each.execution.result.error.reason == SelfTestFailed.reason), None)
+
+
+def _has_room(each: Turns, plan: MeasurePlan) -> bool:
+    measured = each.measured
+    return measured is not None and measured.iterations + each.iterations <= plan.max_samples

@@ -1,0 +1,217 @@
+"""Step 7: the passes of a measurement over one loaded method. WARMUP and TIMED, never traced; TRACED; and whether they agree.
+
+A pass is compared by what it gave last. Outputs are read after the timed pass only: reading them takes memory, which the peak
+of the timed pass must not contain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from pathlib import Path
+from typing import Final, Protocol
+
+from etfarm.device_agents.attempts import drift, output_diff
+from etfarm.device_agents.conditions.sampler import Watch
+from etfarm.device_agents.conditions.telemetry import run_telemetry
+from etfarm.device_agents.runners.protocol import Measured, MeasurePlan, Progress, Runner
+from etfarm.v1 import agent_pb2, job_pb2, report_pb2
+from etfarm.wire.tensors import Value
+
+TRACED_ITERATIONS: Final = 10
+SHORT_TRACED_ITERATIONS: Final = 100
+SHORT_NS: Final = 200_000
+"""Median below which kernels are about as short as the resolution of the delegates' clocks, a microsecond: a small network
+has dozens of them. 100 iterations of it are traced in 20 ms."""
+MAX_WARMUP_NS: Final = 10_000_000_000
+"""Of a warm-up until the median is steady. Clocks and caches settle within a second; heat, which takes minutes, is what the
+drift over the timed pass tells."""
+UNLIMITED_NS: Final = 7 * 86_400 * 1_000_000_000
+"""Longer than any attempt may take."""
+_AT_LEAST_NS: Final = 1_000_000_000
+
+
+def plan_of(measurement: job_pb2.Measurement) -> MeasurePlan:
+    """How long to measure, with the defaults for what is absent.
+
+    Without a number of warm-up iterations the warm-up goes on until it is steady, for MAX_WARMUP_NS at most; a number is
+    exact, and only `max_warmup_s` ends it before.
+    """
+    default, given = MeasurePlan(), measurement
+    counted = given.HasField("warmup")
+    if given.HasField("max_warmup_s"):
+        max_warmup_ns = max(1, round(given.max_warmup_s * 1e9))
+    else:
+        max_warmup_ns = UNLIMITED_NS if counted else MAX_WARMUP_NS
+    return MeasurePlan(
+        warmup=given.warmup if counted else default.warmup,
+        steady=not counted,
+        max_warmup_ns=max_warmup_ns,
+        iterations=given.iterations if given.HasField("iterations") else default.iterations,
+        min_time_ns=round(given.min_time_s * 1e9) if given.HasField("min_time_s") else default.min_time_ns,
+        max_time_ns=max(1, round(given.max_time_s * 1e9)) if given.HasField("max_time_s") else default.max_time_ns,
+        max_samples=given.max_samples if given.HasField("max_samples") else default.max_samples,
+    )
+
+
+def traced_iterations(samples_ns: Sequence[int]) -> int:
+    """How many iterations to trace, from the timed ones; there is at least one."""
+    return SHORT_TRACED_ITERATIONS if sorted(samples_ns)[len(samples_ns) // 2] < SHORT_NS else TRACED_ITERATIONS
+
+
+class Told(Protocol):
+    """Who hears how far a pass is."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A phase of the result, told when it begins and when it ends."""
+
+    def switch(self, name: str) -> None:
+        """Another phase is under way; `ended` tells of it."""
+
+    def ended(self, name: str, began_s: float, ended_s: float) -> None:
+        """A phase is over, by the monotonic clock."""
+
+    def progress(self, done: int, total: int) -> None:
+        """So much of the current phase is done."""
+
+
+class Passes:
+    """Measures the method that is loaded, its inputs set, and fills the result.
+
+    Args:
+        runner: has never executed the method, or loaded it again since.
+        method: its name.
+        result: gets everything but outputs and files.
+        told: hears of phases and progress.
+    """
+
+    def __init__(self, runner: Runner, method: str, result: agent_pb2.CandidateResult, told: Told) -> None:
+        self._runner = runner
+        self._method = method
+        self._result = result
+        self._told = told
+        self._timed = 0
+        """Executions from loading to the end of the timed pass."""
+        self._patience_ns = 0
+        """For executing them again."""
+
+    async def measure(
+        self, plan: MeasurePlan, watch: AbstractAsyncContextManager[Watch], left_s: Callable[[], float] = lambda: math.inf
+    ) -> array[int]:
+        """WARMUP and TIMED, which goes on where its times drift: the samples; everything else about them goes into the result.
+
+        Args:
+            watch: is beside it.
+            left_s: of the attempt's time.
+        """
+        told, began_s, timed_s = self._told, time.monotonic(), 0.0
+        async with watch as watching:
+
+            def on_progress(progress: Progress) -> None:
+                nonlocal timed_s
+                if progress.stage == "TIMED" and not timed_s:
+                    timed_s = time.monotonic()
+                    watching.begin()
+                    told.ended("WARMUP", began_s, timed_s)
+                told.switch(progress.stage)
+                told.progress(progress.done, plan.warmup if progress.stage == "WARMUP" else plan.iterations)
+
+            told.switch("WARMUP")
+            measured = await drift.measure(self._runner, plan, on_progress, left_s)
+            ended_s = time.monotonic()
+            sampled = await watching.seen()
+        told.ended("TIMED", timed_s or began_s, ended_s)
+        self._take(measured)
+        self._result.telemetry.MergeFrom(run_telemetry(measured, sampled))
+        return measured.samples_ns
+
+    async def first_outputs(self, etdump: Path | None, iterations: int) -> list[Value]:
+        """What the method gives when it runs for the first time after loading, which is what references are made of.
+
+        With `etdump` this is the TRACED pass too. `outputs_equal` and `repeatability` tell whether all passes agree: a program
+        that keeps state gives something else in each execution, but the same again when it begins anew.
+
+        Args:
+            etdump: where to write the trace.
+            iterations: of it.
+        """
+        runner, told = self._runner, self._told
+        last = await runner.outputs()
+        lasts = [("TIMED_LAST", self._timed, last)]
+        if etdump is None:
+            told.switch("OUTPUTS")
+            await runner.load_method(self._method)
+            await runner.run()
+            first = await runner.outputs()
+        else:
+            with told.phase("TRACED"):
+                await runner.load_method(self._method, trace=True)
+                await runner.run()
+                first = await runner.outputs()
+                # That run has warmed it up.
+                traced = await runner.trace(
+                    iterations, etdump, warmup=0, on_progress=lambda progress: told.progress(progress.done, iterations)
+                )
+                self._result.traced_ns.extend(traced.samples_ns)
+                lasts.insert(0, ("TRACED_LAST", 1 + iterations, await runner.outputs()))
+        told.switch("OUTPUTS")
+        self._result.repeatability.CopyFrom(await self._repeatability(first, lasts))
+        if self._result.repeatability.outcome != "DIFFERENT":
+            self._result.outputs_equal = self._result.repeatability.outcome != "NONDETERMINISTIC"
+        return first
+
+    def _take(self, measured: Measured) -> None:
+        result = self._result
+        result.warmup, result.iterations = measured.warmup, measured.iterations
+        result.duration_ns, result.stop_reason = measured.duration_ns, measured.stop_reason
+        result.load.first_run_ns = measured.first_run_ns
+        if measured.steady is not None:
+            result.steady = measured.steady
+        if measured.warmup_ns is not None:
+            result.warmup_ns = measured.warmup_ns
+        if measured.peak_rss_bytes is not None:
+            result.memory.peak_rss_bytes = measured.peak_rss_bytes
+        self.executed(measured.warmup + measured.iterations, (measured.warmup_ns or 0) + measured.duration_ns)
+
+    def executed(self, executions: int, duration_ns: int) -> None:
+        """The method was executed so often since it was loaded, for so long: before `first_outputs` where `measure` was not."""
+        self._timed = executions
+        self._patience_ns = 2 * duration_ns + _AT_LEAST_NS
+
+    async def _repeatability(self, first: list[Value], lasts: Sequence[tuple[str, int, list[Value]]]) -> report_pb2.Repeatability:
+        """Whether the passes agree, and where they do not, why: the shortest one that differs from `first` is repeated.
+
+        Args:
+            first: of the first execution after loading.
+            lasts: passes by name, with the number of executions since loading and what the last of them gave; shortest first.
+        """
+        differing = [each for each in lasts if not output_diff.equal(first, each[2])]
+        if not differing:
+            return report_pb2.Repeatability(outcome="EQUAL")
+        runner = self._runner
+        await runner.load_method(self._method)
+        await runner.run()
+        if not output_diff.equal(first, again := await runner.outputs()):
+            return await _told("NONDETERMINISTIC", first, again, ("FIRST", "REPEATED"))
+        name, executions, last = differing[0]
+        if executions > 1:
+            plan = MeasurePlan(
+                warmup=0, iterations=executions - 1, min_time_ns=0, max_time_ns=self._patience_ns, max_samples=executions
+            )  # fmt: skip
+            done = (await runner.measure(plan)).iterations
+            again = await runner.outputs()
+            if done < executions - 1:
+                return await _told("DIFFERENT", first, last, ("FIRST", name))
+        if not output_diff.equal(last, again):
+            return await _told("NONDETERMINISTIC", last, again, (name, "REPEATED"))
+        return await _told("KEEPS_STATE", first, last, ("FIRST", name))
+
+
+async def _told(outcome: str, one: Sequence[Value], other: Sequence[Value], names: tuple[str, str]) -> report_pb2.Repeatability:
+    # Outputs may have millions of elements, and a heartbeat must not wait for them.
+    found = await asyncio.to_thread(output_diff.compare, one, other, names)
+    return report_pb2.Repeatability(outcome=outcome, differences=found)

@@ -1,0 +1,224 @@
+"""A session on this device, from the server's StartRun to the RunResult that says how it ended.
+
+Its calls come and go on a stream of its own. The stream is the session: when it ends, the runner is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections import deque
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from etfarm.device_agents.attempts.cache import Cache, Lease, Transfers
+from etfarm.device_agents.attempts.fault_attribution import BAD_ENDS, judged, self_test_limit_s
+from etfarm.device_agents.attempts.fetch import KEPT_LOG_LINES, ProgressTold, fetch_program, limit_s
+from etfarm.device_agents.attempts.session_program import Exchange, ServedProgram
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.device.inventory import choose_cpus, choose_threads
+from etfarm.device_agents.errors import TransferTimedOut
+from etfarm.device_agents.runners import errors
+from etfarm.device_agents.runners.process import LogLine
+from etfarm.device_agents.targets.base import Provisions, Target
+from etfarm.v1 import agent_pb2, common_pb2, session_pb2
+from etfarm.v1.agent_pb2_grpc import AgentServiceStub
+from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
+from etfarm.wire.channel import open_channel
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.status import from_rpc_error, to_proto
+
+log = logging.getLogger(__name__)
+
+_LAST_WORDS_S: Final = 1.0
+"""How long the last answer may take to get out before the stream is cut."""
+
+
+class ServedSession:
+    """One session on this device. `run` it once; cancelling that kills the runner.
+
+    Args:
+        config: the agent's.
+        target: what it runs on.
+        cache: of artifacts.
+        folder: for the runner to work in; made, and deleted at the end.
+        start: what the server asks for. Its receipt is now.
+        on_progress: takes what the server is told before the program is loaded; never blocks.
+    """
+
+    needs_target = True
+    """Until its end."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        target: Target,
+        cache: Cache,
+        folder: Path,
+        start: agent_pb2.StartRun,
+        on_progress: ProgressTold,
+    ) -> None:
+        self.config = config
+        self.target = target
+        self.folder = folder
+        self.start = start
+        self.phase = ""
+        """What is under way."""
+        self._cache = cache
+        self._on_progress = on_progress
+        self._received_s = time.monotonic()
+        self._replies: asyncio.Queue[agent_pb2.SessionReply | None] = asyncio.Queue()
+        self._provisions: Provisions | None = None
+        self._lines: deque[str] = deque(maxlen=KEPT_LOG_LINES)
+
+    @property
+    def timing(self) -> bool:
+        """Whether a pass is under way that nothing should disturb."""
+        return self.phase == "TIMED"
+
+    async def run(self) -> agent_pb2.RunResult:
+        """How the session ended; without an error where the server ended it."""
+        result = agent_pb2.RunResult(attempt_id=self.start.attempt_id, device_id=self.start.device_id)
+        try:
+            async with open_channel(self.config.access) as channel:
+                transfers = Transfers(ArtifactServiceStub(channel), self.config.pauses)
+                with self._cache.lease(transfers) as lease:
+                    await self._run(channel, transfers, lease)
+        except grpc.aio.AioRpcError as error:
+            result.error.CopyFrom(to_proto(from_rpc_error(error, server=self.config.access.server)))
+        except EtfarmError as raised:
+            end = await self._judged(raised)
+            end.stage = end.stage or self.phase
+            result.error.CopyFrom(to_proto(end))
+        finally:
+            self.phase = ""
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return result
+
+    async def _run(self, channel: grpc.aio.Channel, transfers: Transfers, lease: Lease) -> None:
+        (candidate,) = self.start.candidates
+        session = self.start.session
+        deadline_s = limit_s(self.start)
+        deadline = asyncio.timeout(deadline_s - (time.monotonic() - self._received_s))
+        cpus = choose_cpus(self.target.device, session.cores, self.target.restricted)
+        threads = candidate.threads if candidate.HasField("threads") else choose_threads(self.target.device, cpus)
+        try:
+            async with deadline:
+                self._enter("FETCH")
+                fetched = await fetch_program(candidate, self.target, self.config.data, lease, self._tell)
+                self._provisions = fetched
+            self.folder.mkdir(parents=True)
+            async with self.target.start_runner(fetched.bundle, self.folder, self._take_log) as runner:
+                served = ServedProgram(runner, self._exchange(transfers))
+                async with asyncio.timeout_at(deadline.when()) as deadline:
+                    self._enter("LOAD")
+                    ready = await served.load(fetched.program, fetched.data, cpus=cpus, threads=threads, methods=session.methods)
+                ready.runner.kind = runner.kind
+                if fetched.bundle is not None:
+                    ready.runner.bundle_digest = candidate.bundle.artifact.digest
+                await self._serve(channel, served, ready)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            if self.phase == "FETCH":
+                raise TransferTimedOut(self.phase, deadline_s) from None
+            raise errors.ProgramHung(self.phase, deadline_s, list(self._lines)) from None
+
+    async def _serve(self, channel: grpc.aio.Channel, served: ServedProgram, ready: session_pb2.SessionReady) -> None:
+        """Answers calls until the stream ends, from whichever side, or the program does.
+
+        Raises:
+            EtfarmError: what ended the program.
+            grpc.aio.AioRpcError: what ended the stream.
+        """
+        self._enter("SERVE")
+        self._reply(agent_pb2.SessionReply(ready=ready))
+        stream = AgentServiceStub(channel).ServeSession()
+        calls: asyncio.Queue[agent_pb2.SessionCall] = asyncio.Queue()
+
+        async def read() -> None:
+            async for call in stream:
+                calls.put_nowait(call)
+
+        async def write() -> None:
+            while (reply := await self._replies.get()) is not None:
+                await stream.write(reply)
+            await stream.done_writing()
+
+        writing = asyncio.create_task(write(), name=f"session {self.start.attempt_id} writing")
+        reading = asyncio.create_task(read(), name=f"session {self.start.attempt_id} reading")
+        working = asyncio.create_task(self._work(calls, served), name=f"session {self.start.attempt_id} working")
+        try:
+            await asyncio.wait({reading, working}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                # The last answer first: whoever made the call hears from it what became of the program.
+                self._replies.put_nowait(None)
+                await asyncio.wait({reading}, timeout=_LAST_WORDS_S)
+                working.result()
+            reading.result()
+        finally:
+            stream.cancel()
+            for task in (reading, writing, working):
+                task.cancel()
+            # What broke the stream is the reader's to tell.
+            await asyncio.gather(reading, writing, working, return_exceptions=True)
+
+    async def _work(self, calls: asyncio.Queue[agent_pb2.SessionCall], served: ServedProgram) -> None:
+        while True:
+            call = await calls.get()
+            self.phase = "TIMED" if call.task.HasField("loop") else "RUN"
+            answer, end = await served.answer(call.task)
+            self.phase = "SERVE"
+            if end is not None:
+                end = await self._judged(end)
+                answer.error.CopyFrom(to_proto(end))
+            while self._lines:
+                self._reply(agent_pb2.SessionReply(log_line=self._lines.popleft()))
+            answered = agent_pb2.SessionAnswered(call_id=call.call_id, answer=answer)
+            self._reply(agent_pb2.SessionReply(answered=answered))
+            if end is not None:
+                raise end
+
+    async def _judged(self, error: EtfarmError) -> EtfarmError:
+        """Whose fault it is, where that is not known yet."""
+        if not isinstance(error, BAD_ENDS) or "self_test" in error.metadata or self._provisions is None:
+            return error
+        again = self.target.start_runner(self._provisions.bundle, self.folder, None)
+        return await judged(error, again, self_test_limit_s(self.target, self._provisions))
+
+    def _exchange(self, transfers: Transfers) -> Exchange:
+        async def fetch(artifact: common_pb2.Artifact) -> bytes:
+            # Not into the cache: inputs are used once, and a session may see more of them than a disk holds.
+            path = self.folder / "inputs"
+            try:
+                await transfers.download(artifact, path)
+                return await asyncio.to_thread(path.read_bytes)
+            finally:
+                for name in ("inputs", "inputs.part"):
+                    (self.folder / name).unlink(missing_ok=True)
+
+        async def store(data: bytes) -> common_pb2.Artifact:
+            return await transfers.upload(data)
+
+        return Exchange(fetch, store)
+
+    def _reply(self, reply: agent_pb2.SessionReply) -> None:
+        reply.attempt_id = self.start.attempt_id
+        self._replies.put_nowait(reply)
+
+    def _take_log(self, line: LogLine) -> None:
+        self._lines.append(str(line))
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+        self._tell()
+
+    def _tell(self, done: int | None = None, total: int | None = None) -> None:
+        progress = agent_pb2.RunProgress(
+            attempt_id=self.start.attempt_id, device_id=self.start.device_id, phase=self.phase, done=done, total=total
+        )
+        self._on_progress(progress)

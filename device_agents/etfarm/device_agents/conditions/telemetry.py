@@ -1,0 +1,102 @@
+"""What heartbeats and results tell of this machine. What it does not have stays unset; 0 is only said where it was read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+from etfarm.device_agents.conditions.sampler import Sampled
+from etfarm.device_agents.runners.protocol import Measured
+from etfarm.v1 import device_pb2, report_pb2
+
+
+class Telemetry:
+    """Reads this machine's state.
+
+    Args:
+        folder: the agent's data folder, whose disk's free space is told.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process = psutil.Process()
+        # psutil answers the share since the call before; the first one has no before.
+        psutil.cpu_percent()
+
+    def read(self, *, light: bool = False) -> device_pb2.DeviceTelemetry:
+        """The state now.
+
+        Args:
+            light: only what costs a few small reads in /proc, for while a timed pass runs on the same cpus.
+        """
+        told = device_pb2.DeviceTelemetry()
+        told.at.GetCurrentTime()
+        told.load_1m = os.getloadavg()[0]
+        told.memory_available_bytes = psutil.virtual_memory().available
+        if light:
+            return told
+        told.cpu_share = psutil.cpu_percent() / 100
+        told.agent_rss_bytes = self._process.memory_info().rss
+        try:
+            told.disk_free_bytes = psutil.disk_usage(str(self._folder)).free
+        except OSError:
+            told.ClearField("disk_free_bytes")
+        if (temperature := _hottest_c()) is not None:
+            told.temperature_c = temperature
+        if (frequency := _frequency_hz()) is not None:
+            told.frequency_hz = frequency
+        _read_battery(told)
+        return told
+
+
+def run_telemetry(measured: Measured, sampled: Sampled | None = None) -> report_pb2.RunTelemetry:
+    """The counters of the timed pass and what was seen beside it; what the kernel does not tell stays unset."""
+    told = report_pb2.RunTelemetry(
+        cpu_time_ns=measured.cpu_ns,
+        wall_time_ns=measured.wall_ns,
+        voluntary_switches=measured.voluntary_switches,
+        involuntary_switches=measured.involuntary_switches,
+        minor_faults=measured.minor_faults,
+        major_faults=measured.major_faults,
+        psi_cpu_some_us=measured.cpu_pressure_us,
+    )
+    if sampled is not None:
+        told.before.CopyFrom(sampled.before)
+        told.after.CopyFrom(sampled.after)
+        told.series.extend(sampled.series)
+        told.sampler_cpu_ns = sampled.cpu_ns
+    return told
+
+
+def _hottest_c() -> float | None:
+    if not hasattr(psutil, "sensors_temperatures"):
+        return None
+    try:
+        sensors = [sensor for chip in psutil.sensors_temperatures().values() for sensor in chip]
+    except OSError:
+        return None
+    # Some drivers give 0 for a sensor that is not connected.
+    return max((sensor.current for sensor in sensors if sensor.current), default=None)
+
+
+def _frequency_hz() -> int | None:
+    try:
+        mean = psutil.cpu_freq()
+    except (OSError, NotImplementedError):
+        return None
+    return round(mean.current * 1_000_000) if mean is not None and mean.current else None
+
+
+def _read_battery(told: device_pb2.DeviceTelemetry) -> None:
+    try:
+        battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    except OSError:
+        # psutil lists a folder that not every /sys has.
+        return
+    if battery is None:
+        return
+    told.battery_share = battery.percent / 100
+    if battery.power_plugged is not None:
+        told.charging = battery.power_plugged

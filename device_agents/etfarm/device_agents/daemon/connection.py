@@ -1,0 +1,258 @@
+"""The Connect stream: Hello, heartbeats, runs and results, over as many connections as it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Final
+
+import grpc
+
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.daemon.agent import Agent
+from etfarm.v1 import agent_pb2, device_pb2
+from etfarm.v1.agent_pb2_grpc import AgentServiceStub
+from etfarm.wire.channel import open_channel
+from etfarm.wire.errors import EtfarmError, Kind
+from etfarm.wire.names import PROTOCOL_VERSION
+from etfarm.wire.status import from_rpc_error
+
+log = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+
+_FINAL_KINDS: Final = frozenset({Kind.UNAUTHENTICATED, Kind.PERMISSION_DENIED})
+"""Answers that stay the same however often one asks."""
+_FINAL_AT_FIRST: Final = frozenset({Kind.ALREADY_EXISTS, Kind.UNIMPLEMENTED, Kind.INVALID_ARGUMENT})
+"""Answers that end an agent which was never welcome. Later ALREADY_EXISTS only says that the server still holds our own
+stream, which is cut, for alive."""
+_LEAST_HEARTBEAT_S: Final = 0.05
+_GOODBYE_S: Final = 0.5
+"""How long a Goodbye may take to get out."""
+_RACE: Final = "Internal error from Core"
+"""What grpc.aio says where the server refused the stream before Hello was out; the next try hears the server's own words."""
+_SAY_AGAIN_S: Final = 60.0
+"""A reason why there is no connection is logged again after so long; a new one at once."""
+
+
+class Outgoing:
+    """Messages for the server, of the connection that there is now. Without one they are dropped."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[agent_pb2.AgentMessage | None] | None = None
+
+    def __call__(self, message: agent_pb2.AgentMessage) -> None:
+        if self._queue is not None:
+            self._queue.put_nowait(message)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether messages pile up, since the link takes none."""
+        return self._queue is not None and self._queue.qsize() > 100
+
+    def open(self, queue: asyncio.Queue[agent_pb2.AgentMessage | None]) -> None:
+        """From now on messages go into `queue`."""
+        self._queue = queue
+
+    def close(self) -> None:
+        """From now on messages are dropped."""
+        self._queue = None
+
+
+class Session:
+    """Keeps the agent connected.
+
+    Args:
+        config: the agent's.
+        agent: whom the server's messages are for.
+        agent_id: of Hello.
+        outgoing: what the agent puts its messages into.
+        say: takes the line that tells people about a connection.
+        version: the agent's.
+        host: this machine's name.
+        boot: of Hello.boot_id.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        agent: Agent,
+        agent_id: str,
+        outgoing: Outgoing,
+        say: Say,
+        *,
+        version: str,
+        host: str,
+        boot: str,
+    ) -> None:
+        self._config = config
+        self._agent = agent
+        self._agent_id = agent_id
+        self._outgoing = outgoing
+        self._say = say
+        self._version = version
+        self._host = host
+        self._boot = boot
+        self._was_welcome = False
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serves the farm until `stop`, then says Goodbye.
+
+        Raises:
+            EtfarmError: the server refuses this agent for good.
+        """
+        server = self._config.access.server
+        pauses = self._config.pauses()
+        loop = asyncio.get_running_loop()
+        said, said_s = "", 0.0
+        while not stop.is_set():
+            connection = _Connection()
+            refusal = await self._connect(connection, stop)
+            if stop.is_set():
+                return
+            if refusal is not None and self._is_final(refusal):
+                raise refusal
+            why = refusal.message if refusal is not None else f"The server at {server} closed the stream."
+            if connection.welcomed:
+                pauses, said = self._config.pauses(), ""
+            pause = next(pauses)
+            if _RACE in why:
+                log.debug("%s", why)
+            elif why != said or loop.time() - said_s > _SAY_AGAIN_S:
+                log.warning("%s Trying again.", why)
+                said, said_s = why, loop.time()
+            try:
+                async with asyncio.timeout(pause):
+                    await stop.wait()
+            except TimeoutError:
+                continue
+
+    def _is_final(self, error: EtfarmError) -> bool:
+        if error.kind in _FINAL_KINDS or error.reason == "PROTOCOL_UNSUPPORTED":
+            return True
+        return not self._was_welcome and error.kind in _FINAL_AT_FIRST
+
+    async def _connect(self, connection: _Connection, stop: asyncio.Event) -> EtfarmError | None:
+        """One connection, from Hello to its end or, after `stop`, to Goodbye; why it ended, None where no error was told.
+
+        A channel of its own: gRPC's would wait up to its own backoff before it looks whether the server is there again.
+        """
+        async with open_channel(self._config.access) as channel:
+            queue = connection.queue
+            hello = self._hello()
+            connection.said = {device.id: device for device in hello.devices}
+            queue.put_nowait(agent_pb2.AgentMessage(hello=hello))
+            call = AgentServiceStub(channel).Connect(_messages(queue))
+            reader = asyncio.create_task(self._read(call, connection), name="connection")
+            stopped = asyncio.create_task(stop.wait(), name="stop")
+            try:
+                await asyncio.wait({reader, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                if not reader.done() and connection.welcomed:
+                    queue.put_nowait(agent_pb2.AgentMessage(goodbye=agent_pb2.Goodbye(reason="the agent was stopped")))
+                    queue.put_nowait(None)
+                    await asyncio.wait({reader}, timeout=_GOODBYE_S)
+                return reader.result() if reader.done() else None
+            finally:
+                self._outgoing.close()
+                call.cancel()
+                # gRPC's task that takes the messages would wait for the next one for good.
+                queue.put_nowait(None)
+                tasks = [reader, stopped, *connection.tasks]
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _hello(self) -> agent_pb2.Hello:
+        return agent_pb2.Hello(
+            agent_id=self._agent_id,
+            protocol_version=PROTOCOL_VERSION,
+            agent_version=self._version,
+            host=self._host,
+            devices=self._agent.devices,
+            active_attempts=self._agent.active,
+            unacknowledged_attempts=self._agent.results.waiting,
+            boot_id=self._boot,
+        )
+
+    async def _read(self, call: _Call, connection: _Connection) -> EtfarmError | None:
+        """Takes the server's messages until the stream ends, and gives the error that it ends with.
+
+        The exception must not get any further: its traceback would hold the call in a cycle, and a call that is not
+        collected keeps its closed channel connecting and pinging.
+        """
+        try:
+            async for message in call:
+                self._take(message, connection)
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error, server=self._config.access.server)
+        return None
+
+    def _take(self, message: agent_pb2.ServerMessage, connection: _Connection) -> None:
+        """Does what one message says."""
+        kind = message.WhichOneof("message")
+        if kind == "welcome":
+            self._welcome(message.welcome, connection)
+        elif kind == "start_run":
+            self._agent.start(message.start_run)
+        elif kind == "cancel_run":
+            self._agent.cancel(message.cancel_run.attempt_id, message.cancel_run.reason)
+        elif kind == "ack":
+            self._agent.acknowledge(message.ack.attempt_id)
+        elif kind == "drain":
+            log.info("the server sends no new runs to %s", message.drain.device_id)
+        else:
+            log.warning("the server sent a message that this agent does not know; it may be newer")
+
+    def _welcome(self, welcome: agent_pb2.Welcome, connection: _Connection) -> None:
+        if connection.welcomed:
+            return
+        connection.welcomed = self._was_welcome = True
+        names = ", ".join(f"{device.name} ({device.id})" for device in self._agent.devices)
+        self._say(f"etfarm agent: connected to {self._config.access.server} {f'as {names}' if names else 'without a device yet'}")
+        self._outgoing.open(connection.queue)
+        # What came and went between Hello and now, which nobody was told.
+        now = {device.id: device for device in self._agent.devices}
+        for device_id in connection.said.keys() - now.keys():
+            self._outgoing(agent_pb2.AgentMessage(device_gone=agent_pb2.DeviceGone(device_id=device_id)))
+        for device_id, device in now.items():
+            if connection.said.get(device_id) != device:
+                self._outgoing(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=device)))
+        for result in self._agent.results.waiting.values():
+            self._outgoing(agent_pb2.AgentMessage(run_result=result))
+        interval_s = max(welcome.heartbeat_interval_s, _LEAST_HEARTBEAT_S)
+        connection.tasks.append(asyncio.create_task(self._beat(interval_s), name="heartbeats"))
+
+    async def _beat(self, interval_s: float) -> None:
+        """A heartbeat every interval, the first one at once."""
+        while True:
+            # What is not sent yet says as well that we live, and old telemetry is of no use.
+            if not self._outgoing.is_behind:
+                try:
+                    heartbeat = agent_pb2.Heartbeat(telemetry=self._agent.telemetry())
+                    self._outgoing(agent_pb2.AgentMessage(heartbeat=heartbeat))
+                except Exception:
+                    # A sensor that misbehaves must not make the farm take the agent for dead.
+                    log.exception("telemetry cannot be read")
+                    self._outgoing(agent_pb2.AgentMessage(heartbeat=agent_pb2.Heartbeat()))
+            await asyncio.sleep(interval_s)
+
+
+_Call = grpc.aio.StreamStreamCall[agent_pb2.AgentMessage, agent_pb2.ServerMessage]
+
+
+class _Connection:
+    """What belongs to one connection."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[agent_pb2.AgentMessage | None] = asyncio.Queue()
+        self.tasks: list[asyncio.Task[None]] = []
+        self.welcomed = False
+        self.said: dict[str, device_pb2.Device] = {}
+        """The devices of its Hello."""
+
+
+async def _messages(queue: asyncio.Queue[agent_pb2.AgentMessage | None]) -> AsyncIterator[agent_pb2.AgentMessage]:
+    """The queue's messages; None ends the stream."""
+    while (message := await queue.get()) is not None:
+        yield message

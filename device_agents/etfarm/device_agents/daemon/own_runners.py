@@ -1,0 +1,88 @@
+"""What this machine runs programs with where the farm sends nothing: ExecuTorch's Python binding, asked once and remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import platform
+import shutil
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+from etfarm.device_agents.daemon.agent import write_whole
+from etfarm.device_agents.runners.python import PythonRunner
+from etfarm.v1 import device_pb2
+from etfarm.wire.errors import EtfarmError
+
+log = logging.getLogger(__name__)
+
+REMEMBERED: Final = "own-runners.json"
+"""The file in the agent's data folder."""
+WORKING_BACKENDS: Final = frozenset({"XnnpackBackend"})
+"""Those that are whole in ExecuTorch's wheel. It registers others as available (QnnBackend), whose libraries or hardware are
+missed only when a program is loaded."""
+
+_ANSWER_S: Final = 30.0
+"""How long the binding may take to answer. Importing torch takes a second on a PC, and several on a board."""
+
+
+async def own_runners(folder: Path) -> list[device_pb2.DeviceRunner]:
+    """The binding, if it is installed and works; what does not work is logged.
+
+    Args:
+        folder: the agent's data folder. What was answered there before holds as long as the versions are the same.
+    """
+    versions = _versions()
+    if versions is None or not PythonRunner.available():
+        return []
+    path = folder / REMEMBERED
+    known = _remembered(path, versions)
+    if known is not None:
+        return known
+    scratch = folder / "own-runners"
+    try:
+        scratch.mkdir(exist_ok=True)
+        async with asyncio.timeout(_ANSWER_S), PythonRunner.start(scratch) as runner:
+            hello = await runner.hello()
+        backends = [name for name in hello.backends if name in WORKING_BACKENDS]
+        found: dict[str, Any] = {
+            "kind": runner.kind,
+            "executorch": hello.executorch,
+            "backends": backends,
+            "operators": list(hello.operators),
+        }
+        text = json.dumps({"versions": versions, "runners": [found]}, indent=1)
+        await asyncio.to_thread(write_whole, path, text.encode())
+        return [device_pb2.DeviceRunner(**found)]
+    except (EtfarmError, TimeoutError, OSError) as error:
+        why = str(error) or f"it did not answer within {_ANSWER_S:g} s"
+        log.warning("ExecuTorch is installed here, and its Python binding cannot be used: %s", why)
+        return []
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _remembered(path: Path, versions: Mapping[str, str]) -> list[device_pb2.DeviceRunner] | None:
+    """What `own_runners` wrote; None where there is nothing, or it is of other versions."""
+    try:
+        kept: Any = json.loads(path.read_text())
+        if kept["versions"] != versions:
+            return None
+        return [device_pb2.DeviceRunner(**runner) for runner in kept["runners"]]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s is damaged and made again: %s", path, error)
+        return None
+
+
+def _versions() -> dict[str, str] | None:
+    """What an answer depends on; None where the binding is not installed."""
+    try:
+        packages = {name: version(name) for name in ("torch", "executorch", "etfarm")}
+    except PackageNotFoundError:
+        return None
+    return packages | {"python": platform.python_version(), "arch": platform.machine()}

@@ -1,0 +1,300 @@
+"""`etfarm agent --adb`: every phone that the adb server lists becomes a device of the agent, and leaves it when it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Coroutine
+from contextlib import aclosing
+from typing import Final
+
+from etfarm.device_agents.adb import AdbServer, PhoneSilent, State
+from etfarm.device_agents.adb import Phone as Listed
+from etfarm.device_agents.attempts.cache import Cache
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.daemon.agent import Agent
+from etfarm.device_agents.daemon.phones.trial import Trial
+from etfarm.device_agents.errors import AgentFailed
+from etfarm.device_agents.targets.phones.alive import while_alive
+from etfarm.device_agents.targets.phones.claim import Claim, Pulse
+from etfarm.device_agents.targets.phones.errors import PhoneListedTwice, PhoneNotReady, PhoneTooOld, PhoneUnsupported
+from etfarm.device_agents.targets.phones.folder import ROOT
+from etfarm.device_agents.targets.phones.patience import Patience
+from etfarm.device_agents.targets.phones.phone import Phone, recognize
+from etfarm.v1 import device_pb2
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.status import to_proto
+
+log = logging.getLogger(__name__)
+
+_ARCHES: Final = ("aarch64", "x86_64")
+_REFRESH_S: Final = 30.0
+"""Between two looks at a phone that is idle."""
+_RESCUES: Final = 60
+"""Tries to connect again to a phone whose link is dead: for minutes, since its network may be away as well."""
+
+
+class Fleet:
+    """The phones of one agent.
+
+    Args:
+        adb: the server that knows them.
+        agent: whose devices they become.
+        agent_id: the agent's.
+        cache: of artifacts, for the runner that a new phone tries.
+        config: the agent's.
+    """
+
+    def __init__(self, adb: AdbServer, agent: Agent, agent_id: str, cache: Cache, config: AgentConfig) -> None:
+        assert config.phones is not None
+        self._adb = adb
+        self._agent = agent
+        self._agent_id = agent_id
+        self._config = config
+        self._options = config.phones
+        self._trial = Trial(config, cache)
+        self._listed: dict[str, Listed] = {}
+        self._serving: dict[str, asyncio.Task[None]] = {}
+        """Those of phones that are listed, by serial."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Those and the ones that still end: nobody waits for them but who comes after them."""
+        self._turns: dict[str, asyncio.Lock] = {}
+        """Held by the one task that serves a serial, ..."""
+        self._places: dict[str, asyncio.Lock] = {}
+        """... and by the one that serves a device, by its id."""
+        self._known: dict[str, device_pb2.Device] = {}
+        """What phones are that were recognized, by serial."""
+        self._announced: dict[str, str] = {}
+        """The device that each serial's phone is told as."""
+        self._served: dict[str, str] = {}
+        """Those that can be given runs. A phone by cable and Wi-Fi is listed twice, and is one device by one of the two."""
+        self._rescues: dict[str, asyncio.Task[None]] = {}
+        self._patience: dict[str, Patience] = {}
+        """With phones that could not be served, by serial."""
+        self._rescued: set[str] = set()
+        """Serials that are plugged in anew by this agent when they come next, and not by anybody else."""
+
+    async def find_server(self) -> None:
+        """Makes sure that there is an adb server.
+
+        Raises:
+            AdbMissing, AdbServerMissing: there is none, and none can be started.
+        """
+        await self._adb.start_server()
+
+    async def run(self) -> None:
+        """Follows the adb server's list until it is cancelled; an adb server that is gone is started again."""
+        pauses, said = self._config.pauses(), ""
+        try:
+            while True:
+                try:
+                    await self._adb.start_server()
+                    async with aclosing(self._adb.track()) as lists:
+                        async for listed in lists:
+                            pauses, said = self._config.pauses(), ""
+                            self._take({phone.serial: phone for phone in listed})
+                except EtfarmError as error:
+                    if said != (said := str(error)):
+                        log.warning("%s Trying again.", error)
+                except Exception:
+                    # Without this loop the agent would have no phones for good.
+                    log.exception("the phones cannot be followed")
+                self._take({})
+                await asyncio.sleep(next(pauses))
+        finally:
+            self._take({})
+            ending = [*self._tasks, *self._rescues.values()]
+            for task in self._rescues.values():
+                task.cancel()
+            if ending:
+                await asyncio.wait(ending)
+
+    def _take(self, listed: dict[str, Listed]) -> None:
+        """Begins and ends to serve phones as the list says. No phone waits for another one."""
+        changed = {serial for serial in {*self._listed, *listed} if self._listed.get(serial) != listed.get(serial)}
+        for serial in listed.keys() - self._listed.keys():
+            if serial in self._rescued:
+                # What did not help before is not tried more often for that.
+                self._rescued.discard(serial)
+            else:
+                self._patience.pop(serial, None)
+        self._listed = listed
+        for serial in sorted(changed):
+            if (former := self._serving.pop(serial, None)) is not None:
+                former.cancel()
+            if serial in listed:
+                task = asyncio.create_task(self._serve(listed[serial]), name=f"phone {serial}")
+                self._serving[serial] = task
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, listed: Listed) -> None:
+        """One phone, as long as adb says the same of it, once what was served of it before has ended."""
+        async with self._turns.setdefault(listed.serial, asyncio.Lock()):
+            await self._serve_in_turn(listed)
+
+    async def _serve_in_turn(self, listed: Listed) -> None:
+        serial = listed.serial
+        try:
+            while True:
+                try:
+                    await self._serve_once(listed)
+                except PhoneListedTwice as error:
+                    if self._is_served_by_another(serial, error.device_id):  # and not just leaving
+                        await self._tell(listed, error)
+                    async with self._places[error.device_id]:
+                        log.debug("the phone %s is left to %s", error.device_id, serial)
+                except EtfarmError as error:
+                    await self._trouble(listed, error)
+                except Exception as error:
+                    # A bug must not leave the other phones alone.
+                    failed = AgentFailed(f"The agent failed: {type(error).__name__}: {error}.")
+                    if self._patience_with(serial).is_new(str(failed)):
+                        log.exception("the phone %s cannot be served", serial)
+                    await self._trouble(listed, failed)
+        finally:
+            # One that is in another state now is still there, until more is known of it.
+            if serial not in self._listed and (device_id := self._announced.pop(serial, None)) is not None:
+                await self._agent.detach(device_id, "adb does not list it any more")
+
+    async def _serve_once(self, listed: Listed) -> None:
+        """Until something keeps the phone from being served.
+
+        Raises:
+            EtfarmError: what it is.
+        """
+        serial = listed.serial
+        if listed.state is not State.DEVICE:
+            await asyncio.sleep(self._options.settle_s)
+            await self._tell(listed, PhoneNotReady(listed))
+            # Another state ends this.
+            await asyncio.Event().wait()
+        if "shell_v2" not in await self._adb.features(serial):
+            raise PhoneTooOld(serial)
+        pulse = await Pulse.feel(self._adb, serial)
+        try:
+            device = await while_alive(recognize(self._adb, serial), pulse, self._options)
+        finally:
+            pulse.release()
+        device.agent_id = self._agent_id
+        device.name = "-".join(part for part in (self._config.name, device.name) if part)
+        device.labels.update(self._config.labels)
+        place = self._places.setdefault(device.id, asyncio.Lock())
+        if place.locked():
+            raise PhoneListedTwice(serial, device.id)
+        async with place:
+            self._known[serial] = device
+            if device.arch not in _ARCHES:
+                raise PhoneUnsupported(serial, device.arch)
+            await self._serve_as(device, serial)
+
+    async def _serve_as(self, device: device_pb2.Device, serial: str) -> None:
+        """`_serve_once` of a phone that is the device, and is served in no other way."""
+        phone = Phone(self._adb, serial, device, self._config)
+        claim = await Claim.take(self._adb, serial, ROOT, f"agent {self._agent_id} on {socket.gethostname()}")
+        try:
+            await while_alive(self._enrol(phone), claim, self._options, phone)
+        finally:
+            phone.gone = True
+            try:
+                if self._served.pop(serial, None) is not None:
+                    # Whatever adb says meanwhile: a run may have something left to send.
+                    await _whole(self._agent.detach(device.id, "adb does not reach it any more"))
+            finally:
+                claim.release()
+
+    async def _enrol(self, phone: Phone) -> None:
+        """Makes it a device of the farm, and then looks at it now and then for ever.
+
+        Raises:
+            EtfarmError: what keeps it from being one.
+        """
+        await phone.folder.open()
+        await phone.look()
+        await self._trial.run(phone)
+        await self._announce(phone.serial, phone.device.id)
+        self._served[phone.serial] = phone.device.id
+        self._agent.attach(phone)
+        self._patience.pop(phone.serial, None)
+        log.info("serving the phone %s as %s (%s)", phone.serial, phone.device.name, phone.device.id)
+        while True:
+            await asyncio.sleep(_REFRESH_S)
+            if not phone.is_running:
+                try:
+                    await phone.look()
+                except EtfarmError as error:
+                    # It answers; that its services are slow is no reason to leave it.
+                    log.info("%s", error)
+
+    def _is_served_by_another(self, serial: str, device_id: str) -> bool:
+        return any(served == device_id for known, served in self._served.items() if known != serial)
+
+    async def _announce(self, serial: str, device_id: str) -> None:
+        """What is told of the phone from here on is told of that device, and not of another."""
+        for other in [known for known, told in self._announced.items() if told == device_id]:
+            # An entry of a port that the phone had before, for example, which adb still lists as offline.
+            del self._announced[other]
+        former = self._announced.get(serial)
+        self._announced[serial] = device_id
+        if former not in (None, device_id):
+            await self._agent.detach(former, "it is known by its own serial now")
+
+    async def _trouble(self, listed: Listed, error: EtfarmError) -> None:
+        """Tells the farm why a phone cannot be served, tries what may help, and returns when it is time for another try."""
+        serial = listed.serial
+        await self._tell(listed, error)
+        patience = self._patience_with(serial)
+        pause_s = patience.pause_s()
+        # Of one that is gone adb knows, and has it back as soon as it can be.
+        if isinstance(error, PhoneSilent):
+            if patience.tries > 1:
+                # A new connection did not help before.
+                await asyncio.sleep(pause_s)
+            rescue = self._rescues.get(serial)
+            if rescue is None or rescue.done():
+                self._rescues[serial] = asyncio.create_task(self._rescue(serial), name=f"rescue of {serial}")
+        await asyncio.sleep(pause_s)
+
+    async def _tell(self, listed: Listed, error: EtfarmError) -> None:
+        """Tells the farm why a phone cannot be served, and people once."""
+        serial = listed.serial
+        if self._patience_with(serial).is_new(str(error)):
+            log.warning("%s", error)
+        told = device_pb2.Device(id=serial, name=listed.model or serial)
+        if (known := self._known.get(serial)) is not None:
+            told.CopyFrom(known)
+        told.agent_id = self._agent_id
+        told.problem.CopyFrom(to_proto(error))
+        if not isinstance(error, PhoneListedTwice) and not self._is_served_by_another(serial, told.id):
+            await self._announce(serial, told.id)
+            await self._agent.trouble(told)
+
+    def _patience_with(self, serial: str) -> Patience:
+        return self._patience.setdefault(serial, Patience(self._options.retry_s, self._options.retry_last_s))
+
+    async def _rescue(self, serial: str) -> None:
+        """Gives a phone a new connection. It is off adb's list meanwhile, so this is nothing that its serving does itself."""
+        pauses = self._config.pauses()
+        for _ in range(_RESCUES):
+            self._rescued.add(serial)
+            try:
+                await self._adb.reconnect(serial)
+                return
+            except EtfarmError as error:
+                if self._patience_with(serial).is_new(str(error)):
+                    log.info("%s", error)
+            await asyncio.sleep(self._options.retry_s + next(pauses))
+
+
+async def _whole(work: Coroutine[None, None, None]) -> None:
+    """Does it to its end; whoever is cancelled meanwhile is so afterwards."""
+    task, cancelled = asyncio.create_task(work), None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,90 @@
+"""The runner's trial on a phone that comes, before any program needs it there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from etfarm.device_agents.attempts.cache import Cache, Transfers
+from etfarm.device_agents.attempts.fetch import try_out
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.targets.phones.errors import OwnRunnerFailed
+from etfarm.device_agents.targets.phones.phone import Phone
+from etfarm.v1 import device_pb2, farm_pb2
+from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
+from etfarm.v1.farm_pb2_grpc import FarmServiceStub
+from etfarm.wire.channel import open_channel
+from etfarm.wire.errors import FarmError, UserError
+
+log = logging.getLogger(__name__)
+
+_BUNDLE_S: Final = 600.0
+"""How long the runner for a new phone may be on its way from the farm."""
+
+
+class Trial:
+    """Lets phones try their runners.
+
+    Args:
+        config: the agent's.
+        cache: of artifacts, for the runner that the farm has.
+    """
+
+    def __init__(self, config: AgentConfig, cache: Cache) -> None:
+        assert config.phones is not None  # it serves phones
+        self._config = config
+        self._options = config.phones
+        self._cache = cache
+
+    async def run(self, phone: Phone) -> None:
+        """The self-test of the runner that the farm has for the phone, or that was put on it. Without one, or without the farm,
+        the phone's first run does it.
+
+        Raises:
+            OwnRunnerFailed, RunnerDoesNotWork: with the signal, or with what the system said.
+            DeviceError: the phone is gone, or has no room.
+        """
+        if phone.has_own_runner:
+            phone.device.own_runners.append(await self._own_runner(phone))
+            return
+        try:
+            async with open_channel(self._config.access) as channel:
+                async with asyncio.timeout(self._options.farm_s):
+                    listed = await FarmServiceStub(channel).ListBundles(farm_pb2.ListBundlesRequest())
+                offered = next((each for each in listed.bundles if each.arch == phone.device.arch), None)
+                if offered is None:
+                    return
+                with self._cache.lease(Transfers(ArtifactServiceStub(channel), self._config.pauses)) as lease:
+                    async with asyncio.timeout(_BUNDLE_S):
+                        bundle = await lease.open_bundle(offered.artifact)
+                    await phone.install_runner(bundle)
+                    await try_out(bundle, offered.artifact.digest, phone, self._config.data)
+                    phone.tried.add(offered.artifact.digest)
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
+            log.info("the phone %s tries its runner at the first job: %s", phone.serial, error)
+
+    async def _own_runner(self, phone: Phone) -> device_pb2.DeviceRunner:
+        """What the runner that was put on the phone can do; it has tested itself.
+
+        Raises:
+            OwnRunnerFailed: it does not start, or computes wrongly.
+            DeviceError: the phone is gone.
+        """
+        try:
+            with tempfile.TemporaryDirectory(prefix="try-", dir=self._config.data) as folder:
+                async with asyncio.timeout(phone.self_test_s), phone.start_runner(None, Path(folder), None) as runner:
+                    hello = await runner.hello()
+                    await runner.self_test()
+        except (UserError, FarmError) as error:
+            raise OwnRunnerFailed(phone.serial, self._options.runner or "", error.message) from error
+        except TimeoutError:
+            why = f"it does not answer within {phone.self_test_s:g} s"
+            raise OwnRunnerFailed(phone.serial, self._options.runner or "", why) from None
+        return device_pb2.DeviceRunner(
+            kind=runner.kind, executorch=hello.executorch, backends=hello.backends, operators=hello.operators
+        )

@@ -1,0 +1,328 @@
+"""Sessions on this machine with no farm, served on a socket: `python -m etfarm.device_agents.daemon.serve_local FOLDER`.
+
+Started by the client's LocalSession, whose end of stdin it ends with. Tensors and programs come by ArtifactService, as
+they do on a farm; they are files of FOLDER, which is deleted at the end: a caller that was killed cannot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import platform
+import shutil
+import socket
+import sys
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import grpc
+
+from etfarm.device_agents.attempts.session_program import Exchange, ServedProgram
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.daemon.own_runners import WORKING_BACKENDS
+from etfarm.device_agents.device import inventory
+from etfarm.device_agents.native.build import source_digest
+from etfarm.device_agents.runners.bundle import Bundle, unpack
+from etfarm.device_agents.runners.protocol import Hello
+from etfarm.device_agents.runners.python import PythonRunner
+from etfarm.device_agents.targets.local import Machine
+from etfarm.v1 import (
+    artifact_pb2,
+    artifact_pb2_grpc,
+    common_pb2,
+    device_pb2,
+    session_pb2,
+    session_pb2_grpc,
+)
+from etfarm.wire import chunks
+from etfarm.wire.channel import SERVER_OPTIONS, Access
+from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Kind, UserError
+from etfarm.wire.names import data_folder
+from etfarm.wire.owner import at_end_of_stdin
+from etfarm.wire.sessions import SessionNotFound
+from etfarm.wire.status import to_proto, to_status
+
+_GRACE_S: Final = 2.0
+"""For calls to end by themselves: the caller took them back before it let go of stdin. Calls that the server cuts at once make
+gRPC complain in the caller's own process, on its stderr."""
+_KEPT_BYTES: Final = 2 << 30
+"""Of tensors that have been on their way; the longest unused go."""
+
+
+class ArtifactUnknown(UserError):
+    """Nothing was sent here under a digest."""
+
+    reason = "ARTIFACT_MISSING"
+    kind = Kind.FAILED_PRECONDITION
+
+
+class ArtifactDamaged(DeviceError):
+    """What was sent has another digest than was said."""
+
+    reason = "DIGEST_MISMATCH"
+    kind = Kind.DATA_LOSS
+
+
+class RunnerUnbuilt(FarmError):
+    """There is no runner for this machine, and none can be built."""
+
+    reason = "BUNDLE_BUILD_FAILED"
+
+
+class LocalArtifacts(artifact_pb2_grpc.ArtifactServiceServicer):
+    """What sessions of this process need of ArtifactService: whole files by digest, in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir()
+        self._sizes: dict[str, int] = {}
+        self.held: set[str] = set()
+        """What programs are made of: never deleted."""
+
+    def path(self, artifact: common_pb2.Artifact) -> Path:
+        """The file of an artifact.
+
+        Raises:
+            ArtifactUnknown: it was not sent.
+        """
+        if artifact.digest not in self._sizes:
+            raise ArtifactUnknown(f"Artifact {artifact.digest[:12]!r} was not sent.", "Upload it first.", digest=artifact.digest)
+        self._sizes[artifact.digest] = self._sizes.pop(artifact.digest)  # used now
+        return self._folder / artifact.digest
+
+    async def fetch(self, artifact: common_pb2.Artifact) -> bytes:
+        """An artifact's bytes."""
+        return await asyncio.to_thread(self.path(artifact).read_bytes)
+
+    async def keep(self, data: bytes) -> common_pb2.Artifact:
+        """`data` as an artifact."""
+        artifact = chunks.artifact_of(data)
+        await asyncio.to_thread((self._folder / artifact.digest).write_bytes, data)
+        self._took(artifact.digest, len(data))
+        return artifact
+
+    async def FindMissing(self, request: artifact_pb2.FindMissingRequest, context: Any) -> artifact_pb2.FindMissingResponse:
+        return artifact_pb2.FindMissingResponse(missing=[wanted for wanted in request.digests if wanted not in self._sizes])
+
+    async def GetUploadStatus(self, request: artifact_pb2.GetUploadStatusRequest, context: Any) -> artifact_pb2.UploadStatus:
+        size = self._sizes.get(request.digest)
+        return artifact_pb2.UploadStatus(digest=request.digest, committed_bytes=size or 0, complete=size is not None)
+
+    async def Upload(
+        self, request_iterator: AsyncIterator[artifact_pb2.UploadRequest], context: Any
+    ) -> artifact_pb2.UploadStatus:
+        reader = aiter(request_iterator)
+        artifact = (await anext(reader)).header.artifact
+        part = self._folder / f"{uuid.uuid4().hex}.part"
+        hasher, size = hashlib.sha256(), 0
+        try:
+            with part.open("wb") as file:
+                async for request in reader:
+                    await chunks.append(file.fileno(), hasher, request.chunk.data)
+                    size += len(request.chunk.data)
+            if hasher.hexdigest() != artifact.digest:
+                await _refuse(context, ArtifactDamaged(f"{artifact.digest[:12]!r} came damaged.", "Send it again."))
+            part.replace(self._folder / artifact.digest)
+        finally:
+            part.unlink(missing_ok=True)
+        self._took(artifact.digest, size)
+        return artifact_pb2.UploadStatus(digest=artifact.digest, committed_bytes=size, complete=True)
+
+    async def Download(self, request: artifact_pb2.DownloadRequest, context: Any) -> AsyncIterator[artifact_pb2.Chunk]:
+        try:
+            data = await self.fetch(common_pb2.Artifact(digest=request.digest))
+        except ArtifactUnknown as error:
+            await _refuse(context, error)
+        for start, length in chunks.spans(request.offset, len(data)):
+            yield artifact_pb2.Chunk(offset=start, data=data[start : start + length])
+
+    def _took(self, name: str, size: int) -> None:
+        self._sizes.pop(name, None)
+        self._sizes[name] = size
+        total = sum(self._sizes.values())
+        for old in [old for old in self._sizes if old not in self.held and old != name]:
+            if total <= _KEPT_BYTES:
+                return
+            total -= self._sizes.pop(old)
+            (self._folder / old).unlink(missing_ok=True)
+
+
+class LocalSessions(session_pb2_grpc.SessionServiceServicer):
+    """See session.proto; the device is this machine, and nobody waits in line for it."""
+
+    def __init__(self, config: AgentConfig, artifacts: LocalArtifacts) -> None:
+        self._config = config
+        self._artifacts = artifacts
+        self._machine = Machine(config, _device())
+        self._live: dict[str, _LocalSession] = {}
+
+    async def Open(self, request: session_pb2.OpenSessionRequest, context: Any) -> AsyncIterator[session_pb2.SessionEvent]:
+        session = _LocalSession(uuid.uuid4().hex[:16])
+        folder = self._config.data / session.id
+        folder.mkdir()
+        leading = asyncio.create_task(self._lead(session, request, folder), name=f"session-{session.id}")
+        self._live[session.id] = session
+        try:
+            while (event := await session.events.get()) is not None:
+                yield event
+        finally:
+            del self._live[session.id]
+            leading.cancel()
+            await asyncio.shield(asyncio.ensure_future(asyncio.wait([leading])))
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def Call(self, request: session_pb2.CallRequest, context: Any) -> session_pb2.CallResponse:
+        session = self._live.get(request.session_id)
+        if session is None or session.program is None:
+            await _refuse(context, SessionNotFound(f"There is no session {request.session_id!r}.", "Open another."))
+        working = asyncio.ensure_future(session.answer(request.task))
+        # A caller that goes away must not stop the runner in the middle of a command.
+        return session_pb2.CallResponse(call_id=request.call_id, answer=await asyncio.shield(working))
+
+    async def _lead(self, session: _LocalSession, request: session_pb2.OpenSessionRequest, folder: Path) -> None:
+        """A session's way to its end; the last event says why it ended, unless the caller left."""
+        try:
+            error = await self._serve(session, request, folder)
+        except EtfarmError as raised:
+            error = raised
+        except Exception as bug:  # noqa: BLE001 - whoever waits for the session hears of it
+            error = FarmError(f"etfarm has a bug: {bug!r}.")
+        session.tell(session_pb2.SessionEvent(ended=to_proto(error)))
+        session.events.put_nowait(None)
+
+    async def _serve(self, session: _LocalSession, request: session_pb2.OpenSessionRequest, folder: Path) -> EtfarmError:
+        def on_log(line: object) -> None:
+            session.tell(session_pb2.SessionEvent(log_line=str(line)))
+
+        bundle: Bundle | None = None
+        session.tell(session_pb2.SessionEvent(waiting=session_pb2.SessionWaiting(why="preparing the runner for this machine")))
+        try:
+            bundle = await asyncio.shield(asyncio.ensure_future(local_bundle()))
+        except RunnerUnbuilt as error:
+            if not PythonRunner.available():
+                raise
+            on_log(f"{error.message} ExecuTorch's Python binding runs the program instead.")
+        files = [request.program.pte, *request.program.data.values()]
+        self._artifacts.held.update(file.digest for file in files)
+        program, *data = (self._artifacts.path(file) for file in files)
+        cpus = inventory.choose_cpus(self._machine.device, request.cores, self._machine.restricted)
+        threads = request.threads if request.HasField("threads") else inventory.choose_threads(self._machine.device, cpus)
+        async with self._machine.start_runner(bundle, folder, on_log) as runner:
+            hello = await runner.hello()
+            served = ServedProgram(runner, Exchange(self._artifacts.fetch, self._artifacts.keep))
+            ready = await served.load(program, data, cpus=cpus, threads=threads, methods=request.methods)
+            ready.runner.kind = runner.kind
+            ready.device.CopyFrom(_in_use(self._machine.device, runner.kind, hello))
+            session.program = served
+            session.tell(session_pb2.SessionEvent(ready=ready))
+            return await session.over
+
+
+class _LocalSession:
+    def __init__(self, session_id: str) -> None:
+        self.id = session_id
+        self.program: ServedProgram | None = None
+        self.events: asyncio.Queue[session_pb2.SessionEvent | None] = asyncio.Queue()
+        self.over: asyncio.Future[EtfarmError] = asyncio.get_running_loop().create_future()
+        self._turn = asyncio.Lock()
+
+    def tell(self, event: session_pb2.SessionEvent) -> None:
+        event.session_id = self.id
+        self.events.put_nowait(event)
+
+    async def answer(self, task: session_pb2.SessionTask) -> session_pb2.SessionAnswer:
+        """One call's answer, in its turn."""
+        assert self.program is not None
+        async with self._turn:
+            answer, end = await self.program.answer(task)
+        if end is not None and not self.over.done():
+            self.over.set_result(end)
+        return answer
+
+
+async def local_bundle() -> Bundle:
+    """The runner of this machine, built when there is none of these sources and this ExecuTorch.
+
+    Raises:
+        RunnerUnbuilt: it cannot be built.
+    """
+    try:
+        executorch = version("executorch")
+    except PackageNotFoundError:
+        raise RunnerUnbuilt("There is no ExecuTorch to build the runner with.", "Install etfarm[export].") from None
+    sources = await asyncio.to_thread(source_digest)
+    cache = data_folder() / "local"
+    archive = cache / f"runner-{platform.machine()}-{executorch}-{sources[:16]}.tar.gz"
+    if not archive.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        await _build(archive)
+    return await asyncio.to_thread(unpack, archive, archive.with_name(archive.name.removesuffix(".tar.gz")))
+
+
+async def _build(archive: Path) -> None:
+    """Builds in a process of its own, which ends with this one."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "etfarm.wire.command", "bundle", "build", "--exit-with-stdin", "-o", str(archive),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    # Its stdin stays open as long as this process lives.
+    assert process.stderr is not None
+    said, _ = await asyncio.gather(process.stderr.read(), process.wait())
+    if process.returncode != 0:
+        lines = said.decode(errors="replace").strip().splitlines()
+        raise RunnerUnbuilt((lines[-1] if lines else f"It ended with {process.returncode}.").removeprefix("etfarm: "))
+
+
+def _device() -> device_pb2.Device:
+    device = inventory.parse(inventory.collect())
+    device.id, device.name = "local", socket.gethostname()
+    return device
+
+
+def _in_use(device: device_pb2.Device, kind: str, hello: Hello) -> device_pb2.Device:
+    """The device as a farm would tell of it while it serves this session."""
+    told = device_pb2.Device(
+        state=device_pb2.DEVICE_STATE_BUSY,
+        runner=kind,
+        backends=[name for name in hello.backends if name in WORKING_BACKENDS],
+        operator_count=len(hello.operators),
+    )
+    told.MergeFrom(device)
+    told.last_seen_at.GetCurrentTime()
+    return told
+
+
+async def _refuse(context: Any, error: EtfarmError) -> NoReturn:
+    await context.abort_with_status(to_status(error))
+    raise AssertionError("abort raises")
+
+
+async def serve(folder: Path) -> None:
+    """Serves until stdin ends, and deletes the folder."""
+    stop = asyncio.Event()
+    at_end_of_stdin(stop.set)
+    address = f"unix:{folder / 's'}"
+    config = AgentConfig(access=Access(address), name=socket.gethostname(), data=folder)
+    # What it does not have answers UNIMPLEMENTED: nobody here asks for it.
+    artifacts = LocalArtifacts(folder / "artifacts")  # type: ignore[abstract]
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(artifacts, server)
+    session_pb2_grpc.add_SessionServiceServicer_to_server(LocalSessions(config, artifacts), server)
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        print(f"etfarm: serving sessions on {address}", flush=True)
+        await stop.wait()
+        await server.stop(_GRACE_S)
+    finally:
+        # The caller does that too, unless it was killed.
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        asyncio.run(serve(Path(sys.argv[1])))

@@ -1,0 +1,198 @@
+"""What a device is, told once in the agent's Hello: a pure parser of facts, and the collector of this machine's own.
+
+Facts are `{path: text}` of files, and of commands under their own name (`uname -m`, `uname -r`, `getconf PAGESIZE`; what phones
+are asked for besides is in `android`), so that the same parser serves files read here and a phone's answer, see `facts`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from etfarm.device_agents.device import android, processors, readings
+from etfarm.device_agents.device.processors import is_count, parse_cpu_list
+from etfarm.device_agents.errors import CoresUnknown
+from etfarm.v1 import device_pb2
+
+__all__ = ["choose_cpus", "choose_threads", "collect", "format_cpu_list", "parse", "parse_cpu_list"]
+
+_MODEL: Final = "/sys/firmware/devicetree/base/model"
+_COMPATIBLE: Final = "/sys/firmware/devicetree/base/compatible"
+_FILES: Final = (
+    "/proc/cpuinfo",
+    "/proc/meminfo",
+    "/proc/self/status",
+    "/etc/os-release",
+    _MODEL,
+    _COMPATIBLE,
+    processors.ONLINE,
+)
+_POLICIES: Final = tuple(f"/sys/devices/system/cpu/cpufreq/policy*/{name}" for name in processors.PER_POLICY)
+_EQUIPMENT: Final = (
+    "/sys/class/thermal/thermal_zone*/type",
+    "/sys/class/power_supply/*/type",
+    "/sys/class/power_supply/*/scope",
+)
+PHONE_FILES: Final = (
+    *_FILES,
+    *(f"/sys/devices/system/cpu/cpu[0-9]*/{name}" for name in processors.PER_CPU),
+    *_POLICIES,
+    *_EQUIPMENT,
+)
+"""Files and globs that a phone is asked for, beside `android.INVENTORY_COMMANDS`."""
+_NARROW: Final = {"aarch64": "armv7l", "x86_64": "i686"}
+"""What programs are built for where a kernel of 64 bits has a system of 32."""
+
+
+def parse(facts: Mapping[str, str], cores: Collection[int] | None = None) -> device_pb2.Device:
+    """The device that the facts describe, without id, agent_id, name and labels. No I/O.
+
+    Clusters come fastest first (by the scheduler's cpu_capacity, then the maximum frequency). What no fact tells is unset.
+
+    Args:
+        facts: text by path or command, as `collect` gives it. Any of them may be missing.
+        cores: logical cpus that programs are restricted to, besides the affinity in the facts.
+    """
+    properties = android.properties(facts)
+    stanzas = processors.parse_stanzas(facts.get("/proc/cpuinfo", ""))
+    arch = android.arch(properties) or _arch(facts)
+    # qemu's user mode shows the /proc/cpuinfo of the machine below, whose features are not the program's.
+    translated = arch == "aarch64" and any("vendor_id" in stanza for stanza in stanzas)
+    if translated:
+        stanzas = []
+    cpus = processors.parse_cpus(facts, stanzas, cores)
+    clusters = processors.parse_clusters(cpus)
+    device = device_pb2.Device(
+        arch=arch,
+        soc=_soc(facts, stanzas, properties) or (clusters[0].part if clusters else ""),
+        os=_os(facts, properties),
+        cores=len(cpus),
+        emulated=translated or android.is_emulated(properties) or _is_emulated(facts, stanzas),
+        features=processors.common_features(cpus),
+        clusters=clusters,
+        thermal_zones=readings.zone_names(facts),
+        model=android.model(properties),
+    )
+    if (total := re.search(r"^MemTotal:\s+(\d{1,15}) kB", facts.get("/proc/meminfo", ""), re.MULTILINE)) is not None:
+        device.memory_bytes = int(total.group(1)) * 1024
+    if is_count(page := facts.get("getconf PAGESIZE", "").strip()) and int(page):
+        device.page_size_bytes = int(page)
+    elif (size := android.page_size_bytes(facts)) is not None:
+        device.page_size_bytes = size
+    if (battery := _has_battery(facts)) is not None:
+        device.has_battery = battery
+    return device
+
+
+def collect() -> dict[str, str]:
+    """The facts of this machine. A file that is not there or may not be read is left out."""
+    machine = os.uname()
+    facts = {
+        "uname -m": machine.machine,
+        "uname -r": machine.release,
+        "getconf PAGESIZE": str(os.sysconf("SC_PAGESIZE")),
+        "getconf LONG_BIT": str(struct.calcsize("P") * 8),
+    }
+    paths = [*_FILES]
+    for number in sorted(os.sched_getaffinity(0)):
+        paths += [f"{processors.CPU.format(number)}/{name}" for name in processors.PER_CPU]
+    paths += [str(path) for pattern in (*_POLICIES, *_EQUIPMENT) for path in sorted(Path("/").glob(pattern[1:]))]
+    for path in paths:
+        try:
+            facts[path] = Path(path).read_text(errors="replace")
+        except OSError:
+            continue
+    return facts
+
+
+def choose_cpus(device: device_pb2.Device, wanted: str, restricted: bool) -> frozenset[int] | None:
+    """The logical cpus to bind a runner to; None where the system may choose among all.
+
+    Args:
+        device: its clusters are fastest first.
+        wanted: Measurement.cores: `big`, `little`, a cpu list, or empty for the device's default.
+        restricted: whether the agent was told to use some cpus only (`--cores`), which are those of the device.
+
+    Raises:
+        CoresUnknown: it names none, or one that programs may not use here.
+    """
+    allowed = frozenset(cpu for cluster in device.clusters for cpu in cluster.cpus)
+    if not wanted:
+        return allowed if restricted else None
+    if wanted in ("big", "little"):
+        return frozenset(device.clusters[0 if wanted == "big" else -1].cpus)
+    try:
+        chosen = parse_cpu_list(wanted)
+    except ValueError:
+        chosen = frozenset()
+    if not chosen or not chosen <= allowed:
+        raise CoresUnknown(
+            f"{wanted!r} names no cpus that programs may use on {device.name}.",
+            f"Give big, little or cpus of {format_cpu_list(allowed)}.",
+            cores=wanted,
+            allowed=format_cpu_list(allowed),
+        )
+    return chosen
+
+
+def choose_threads(device: device_pb2.Device, cpus: frozenset[int] | None) -> int:
+    """The default number of threads: the physical cores of the fastest cluster, as far as `cpus` reach."""
+    for cluster in device.clusters:
+        reached = len(cluster.cpus if cpus is None else cpus.intersection(cluster.cpus))
+        if reached:
+            return max(1, min(cluster.physical_cores or reached, reached))
+    return 1
+
+
+def format_cpu_list(numbers: Collection[int]) -> str:
+    """The shortest cpu list of the numbers: "0-3,6". `parse_cpu_list` gives them back."""
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def _arch(facts: Mapping[str, str]) -> str:
+    kernel = facts.get("uname -m", "").strip()
+    return _NARROW.get(kernel, kernel) if facts.get("getconf LONG_BIT", "").strip() == "32" else kernel
+
+
+def _has_battery(facts: Mapping[str, str]) -> bool | None:
+    if (said := android.has_battery(facts)) is not None:
+        return said
+    supplies = [path for path in facts if re.match(r"/sys/class/power_supply/[^/]+/type\Z", path)]
+    return any(readings.is_own_battery(facts, path) for path in supplies) if supplies else None
+
+
+def _soc(facts: Mapping[str, str], stanzas: Sequence[processors.Stanza], properties: Mapping[str, str]) -> str:
+    if properties:
+        hardware = next((stanza["hardware"] for stanza in stanzas if "hardware" in stanza), "")
+        if name := android.soc(properties, hardware):
+            return name
+    return facts.get(_MODEL, "").strip("\0\r\n ") or processors.board_of(stanzas)
+
+
+def _os(facts: Mapping[str, str], properties: Mapping[str, str]) -> str:
+    named = re.search(r'^PRETTY_NAME="?([^"\r\n]*)', facts.get("/etc/os-release", ""), re.MULTILINE)
+    system = android.os(properties) or (named.group(1) if named else "")
+    kernel = facts.get("uname -r", "").strip()
+    return ", ".join(part for part in (system, f"Linux {kernel}" if kernel else "") if part)
+
+
+def _is_emulated(facts: Mapping[str, str], stanzas: Sequence[processors.Stanza]) -> bool:
+    """Whether timings of this machine mean nothing: QEMU translates its instructions.
+
+    A QEMU `virt` board under KVM has the same device tree and is counted as emulated too: rather no timing than a false one.
+    """
+    if "linux,dummy-virt" in facts.get(_COMPATIBLE, ""):
+        return True
+    return any(
+        "QEMU TCG" in stanza.get("model name", "") or "QEMU Virtual CPU" in stanza.get("model name", "") for stanza in stanzas
+    )

@@ -1,0 +1,263 @@
+"""The cpus that facts tell of, and the clusters that they form. Pure functions of `{path: text}`; no text breaks them.
+
+Kernels and vendors differ in what they tell: /proc/cpuinfo describes each cpu, one for all, or only those that are switched on;
+frequencies are told per cpu or per policy, or to nobody. What none tells is unset, and never taken from a core of another kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from etfarm.device_agents.device.arm_parts import LITTLE, part_name
+from etfarm.v1 import device_pb2
+
+Facts = Mapping[str, str]
+Stanza = Mapping[str, str]
+
+CPU: Final = "/sys/devices/system/cpu/cpu{}"
+ONLINE: Final = "/sys/devices/system/cpu/online"
+PER_CPU: Final = (
+    "topology/thread_siblings_list",
+    "topology/core_id",
+    "topology/physical_package_id",
+    "cpufreq/related_cpus",
+    "cpufreq/cpuinfo_max_freq",
+    "cpufreq/scaling_governor",
+    "regs/identification/midr_el1",
+    "cpu_capacity",
+)
+PER_POLICY: Final = ("related_cpus", "cpuinfo_max_freq", "scaling_governor")
+FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
+    "dotprod": ("asimddp",),
+    "fp16": ("asimdhp",),
+    "i8mm": ("i8mm",),
+    "bf16": ("bf16", "avx512_bf16", "amx_bf16"),
+    "sve": ("sve",),
+    "sve2": ("sve2",),
+    "sme": ("sme",),
+    "avx2": ("avx2",),
+    "avx512f": ("avx512f",),
+    "fma": ("fma",),
+    "vnni": ("avx512_vnni", "avx_vnni"),
+    "amx": ("amx_tile",),
+}
+"""Our names, each with the kernel's words that stand for it (Arm's `Features`, x86's `flags`); one of them is enough."""
+_POLICY_FILE: Final = re.compile(r"(/sys/devices/system/cpu/(?:cpufreq/policy\d+|cpu\d+/cpufreq)/)related_cpus\Z")
+_NO_BOARD: Final = re.compile(r"ARMv\d|AArch64|Generic DT based system|Dummy Virtual Machine", re.IGNORECASE)
+_PART_KEYS: Final = ("cpu implementer", "cpu part", "cpu variant")
+_SLOWEST_KHZ: Final = 1_000
+_FASTEST_KHZ: Final = 20_000_000
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """One logical cpu."""
+
+    number: int
+    part: str
+    features: frozenset[str]
+    """The kernel's words."""
+    core: str
+    """Equal for the logical cpus of one physical core."""
+    max_frequency_hz: int | None
+    governor: str
+    capacity: int | None
+    """What the scheduler thinks of its speed, 1024 for the fastest."""
+
+
+MOST_CPUS: Final = 1 << 13
+"""Maximum number of cpus that Linux supports; larger numbers are invalid."""
+_MOST_LIST: Final = 1 << 16
+"""Maximum characters of a cpu list, and numbers in its ranges: far more than a list that names each of 8192 cpus once."""
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """The numbers of a kernel cpu list such as "0-3,6", or "0 1 2".
+
+    Raises:
+        ValueError: it is no such list, or an empty one.
+    """
+    if len(text) > _MOST_LIST:
+        raise ValueError(f"a list of {len(text)} characters")
+    numbers: set[int] = set()
+    named = 0
+    for part in re.split(r"\s*,\s*|\s+", text.strip()):
+        first, dash, last = part.partition("-")
+        low, high = int(first), int(last if dash else first)
+        if not 0 <= low <= high < MOST_CPUS:
+            raise ValueError(f"{part[:40]!r} is no range of cpus")
+        if (named := named + high - low + 1) > _MOST_LIST:
+            raise ValueError(f"a list that names {named} cpus and more")
+        numbers.update(range(low, high + 1))
+    return frozenset(numbers)
+
+
+def is_count(text: str) -> bool:
+    """Whether a fact is a number that a field of the contract can hold, also times 1000."""
+    return text.isdecimal() and len(text) <= 15
+
+
+def parse_stanzas(cpuinfo: str) -> Sequence[Stanza]:
+    """/proc/cpuinfo's blocks, keys in lower case: one for each `processor` with a number, and for what stands apart from those.
+
+    Arm kernels append one about the whole board, and older ones one about all cpus. Before 3.16 several `processor` lines stand
+    in one block, with what they share behind the last.
+    """
+    stanzas: list[dict[str, str]] = []
+    current: dict[str, str] | None = None
+    for line in cpuinfo.splitlines():
+        key, colon, value = line.partition(":")
+        name, said = key.strip().lower(), value.strip()
+        if not line.strip():
+            current = None
+            continue
+        if not colon or (name == "processor" and not is_count(said)):
+            continue  # `Processor : ARMv7 Processor rev 4 (v7l)` is the first line of some
+        if current is None or (name == "processor" and "processor" in current):
+            current = {}
+            stanzas.append(current)
+        current[name] = said
+    return stanzas
+
+
+def parse_cpus(facts: Facts, stanzas: Sequence[Stanza], cores: Collection[int] | None) -> list[Cpu]:
+    """The cpus that programs may use now: those that are switched on, by the affinity in the facts, and among `cores`."""
+    policies = _policies(facts)
+    shared = _shared(stanzas)
+    # Kernels for one cpu alone give it no number.
+    alone = frozenset({0} if shared else ())
+    numbered = [(int(stanza["processor"]), stanza) for stanza in reversed(stanzas) if is_count(stanza.get("processor", ""))]
+    own = {number: stanza for number, stanza in numbered if number < MOST_CPUS}
+    return [
+        _cpu(number, facts, {**shared, **own.get(number, {})}, policies)
+        for number in sorted(_allowed(facts, own.keys() or alone, cores))
+    ]
+
+
+def parse_clusters(cpus: Iterable[Cpu]) -> list[device_pb2.Cluster]:
+    """Cores of one kind each, fastest first: by the scheduler's capacity, then what is made to save power last, then by clock."""
+    kinds: dict[tuple[str, int | None, int | None], list[Cpu]] = {}
+    for cpu in cpus:
+        kinds.setdefault((cpu.part, cpu.max_frequency_hz, cpu.capacity), []).append(cpu)
+    fastest_first = sorted(
+        kinds.items(), key=lambda kind: (-(kind[0][2] or 0), kind[0][0] in LITTLE, -(kind[0][1] or 0), kind[1][0].number)
+    )
+    return [
+        device_pb2.Cluster(
+            part=part,
+            cpus=[cpu.number for cpu in members],
+            max_frequency_hz=frequency,
+            governor=members[0].governor,
+            features=common_features(members),
+            physical_cores=len({cpu.core for cpu in members}),
+        )
+        for (part, frequency, _), members in fastest_first
+    ]
+
+
+def common_features(cpus: Iterable[Cpu]) -> list[str]:
+    """Our names for what all the cpus have."""
+    sets = [{name for name, words in FEATURES.items() if not cpu.features.isdisjoint(words)} for cpu in cpus]
+    common = set.intersection(*sets) if sets else set()
+    return [name for name in FEATURES if name in common]
+
+
+def board_of(stanzas: Sequence[Stanza]) -> str:
+    """What /proc/cpuinfo calls the board, or an x86 processor; empty where it calls it nothing."""
+    for key in ("model", "hardware", "model name"):
+        for stanza in stanzas:
+            # x86's `model` is a number, Arm's a board. Arm's `model name` is that of its instruction set.
+            said = stanza.get(key, "").removesuffix("(Flattened Device Tree)").strip()
+            if said and not said.isdecimal() and not _NO_BOARD.match(said):
+                return said
+    return ""
+
+
+def part_of(stanza: Stanza) -> str:
+    """What the core is called: by its numbers on Arm, by its own words elsewhere; empty where neither is told."""
+    try:
+        implementer, part = (int(stanza[key], 0) for key in _PART_KEYS[:2])
+    except (KeyError, ValueError):
+        return stanza.get("model name", "")
+    try:
+        variant = int(stanza.get("cpu variant", ""), 0)
+    except ValueError:
+        variant = 0
+    return part_name(implementer, part, variant)
+
+
+def _shared(stanzas: Sequence[Stanza]) -> Stanza:
+    """What holds for cpus that are not described themselves: only what no two descriptions differ in."""
+    keys = (*_PART_KEYS, "features", "flags", "model name")
+    told = {key: {stanza[key] for stanza in stanzas if key in stanza} for key in keys}
+    # Cores of several kinds are told apart by their part; those whose part is not told are of none of them.
+    if len({part_of(stanza) for stanza in stanzas if part_of(stanza)}) > 1:
+        return {}
+    return {key: values.copy().pop() for key, values in told.items() if len(values) == 1}
+
+
+def _allowed(facts: Facts, described: Collection[int], cores: Collection[int] | None) -> frozenset[int]:
+    listed = re.search(r"^Cpus_allowed_list:\s*(\S+)", facts.get("/proc/self/status", ""), re.MULTILINE)
+    allowed = _cpu_list(listed.group(1)) if listed else None
+    # The affinity names cpus as well that are switched off, or not even there.
+    online = _cpu_list(facts.get(ONLINE, "")) or frozenset(described) or allowed or frozenset()
+    usable = online if allowed is None else online & allowed
+    return usable if cores is None else usable & frozenset(cores)
+
+
+def _cpu_list(text: str) -> frozenset[int] | None:
+    try:
+        return parse_cpu_list(text)
+    except ValueError:
+        return None
+
+
+def _policies(facts: Facts) -> dict[int, str]:
+    """Folders of the frequency files that speak of a cpu."""
+    folders: dict[int, str] = {}
+    # A policy has at least one cpu, so there are no more policies than cpus.
+    policies = [(found, text) for path, text in facts.items() if (found := _POLICY_FILE.match(path)) is not None][:MOST_CPUS]
+    named = 0
+    for found, text in policies:
+        numbers = _cpu_list(text) or frozenset()
+        if (named := named + len(numbers)) <= _MOST_LIST:
+            for number in numbers:
+                folders.setdefault(number, found.group(1))
+    return folders
+
+
+def _cpu(number: int, facts: Facts, stanza: Stanza, policies: Mapping[int, str]) -> Cpu:
+    folder = CPU.format(number)
+
+    def fact(name: str) -> str:
+        return facts.get(f"{folder}/{name}", "").strip()
+
+    def frequency_fact(name: str) -> str:
+        return fact(f"cpufreq/{name}") or facts.get(f"{policies.get(number, '')}{name}", "").strip()
+
+    # Sibling lists tell cores apart on every kernel; Arm's core_id repeats in each cluster.
+    package, core_id = fact("topology/physical_package_id"), fact("topology/core_id")
+    core = fact("topology/thread_siblings_list") or (f"{package}:{core_id}" if core_id else f"cpu{number}")
+    frequency, capacity = frequency_fact("cpuinfo_max_freq"), fact("cpu_capacity")
+    plausible = is_count(frequency) and _SLOWEST_KHZ <= int(frequency) <= _FASTEST_KHZ
+    return Cpu(
+        number=number,
+        part=_part_by_midr(fact("regs/identification/midr_el1")) or part_of(stanza),
+        features=frozenset((stanza.get("features") or stanza.get("flags") or "").split()),
+        core=core,
+        max_frequency_hz=int(frequency) * 1000 if plausible else None,
+        governor=frequency_fact("scaling_governor"),
+        capacity=int(capacity) if is_count(capacity) else None,
+    )
+
+
+def _part_by_midr(text: str) -> str:
+    """By the register's own value, which the kernel shows for each cpu even where /proc/cpuinfo describes one for all."""
+    try:
+        midr = int(text, 16)
+    except ValueError:
+        return ""
+    return part_name(midr >> 24 & 0xFF, midr >> 4 & 0xFFF, midr >> 20 & 0xF) if midr > 0 else ""

@@ -1,0 +1,123 @@
+"""This machine as a target, or a processor that it emulates: processes here, files of this kernel."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from etfarm.device_agents.conditions.gates import Gates, Surroundings
+from etfarm.device_agents.conditions.governor import KEPT_GOVERNORS, Governors
+from etfarm.device_agents.conditions.sampler import Sampler, Watch, watched
+from etfarm.device_agents.conditions.telemetry import Telemetry
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.jail.confine import Jail, python_programs
+from etfarm.device_agents.runners.bundle import Bundle
+from etfarm.device_agents.runners.native import NativeRunner
+from etfarm.device_agents.runners.process import Limits, OnLog
+from etfarm.device_agents.runners.python import PythonRunner
+from etfarm.device_agents.runners.remote import RemoteRunner
+from etfarm.device_agents.targets.base import Provisions
+from etfarm.v1 import device_pb2, report_pb2
+from etfarm.wire.chunks import Progressed
+
+NO_DEADLINE_S: Final = 7 * 86_400.0
+
+
+class Machine:
+    """A `Target`.
+
+    Args:
+        config: the agent's; its emulator decides which of the two it is.
+        device: what it is.
+        jail: confines the machine's runners; a new Jail when None.
+    """
+
+    def __init__(self, config: AgentConfig, device: device_pb2.Device, jail: Jail | None = None) -> None:
+        self.device = device
+        self.jail = jail or Jail(config.jail)
+        self.gates = Gates(config.gates, Surroundings.of_machine(), config.data / "measured")
+        self.tried = set[str]()
+        self.restricted = config.cores is not None
+        self.tells_memory = config.emulator is None
+        self.has_own_runner = config.emulator is None and PythonRunner.available()
+        self.own_first = False
+        self.self_test_s = config.self_test_s
+        self._config = config
+        self._governors = Governors(config.data / KEPT_GOVERNORS, config.governor)
+        self._telemetry = Telemetry(config.data)
+
+    async def install(self, provisions: Provisions, on_progress: Progressed | None = None) -> None:
+        """Everything is here."""
+
+    def start_runner(
+        self, bundle: Bundle | None, folder: Path, on_log: OnLog | None
+    ) -> AbstractAsyncContextManager[RemoteRunner]:
+        """See `Target.start_runner`; it works in `folder`."""
+        return self._runner(bundle, folder, on_log)
+
+    @asynccontextmanager
+    async def _runner(self, bundle: Bundle | None, folder: Path, on_log: OnLog | None) -> AsyncIterator[RemoteRunner]:
+        emulator = self._config.emulator
+        data_bytes = int(psutil.virtual_memory().available * self._config.memory_share)
+        limits = Limits(data_bytes, NO_DEADLINE_S)
+        prefix = () if emulator is None else emulator.within(data_bytes)
+        if not (await self.jail.measures()).active:
+            started: AbstractAsyncContextManager[RemoteRunner]
+            if bundle is None:
+                started = PythonRunner.start(folder, limits=limits, on_log=on_log)
+            else:
+                started = NativeRunner.start(bundle.command(prefix), folder, limits=limits, on_log=on_log)
+            async with started as runner:
+                yield runner
+            return
+        with self.jail.box(folder) as box:
+            if bundle is None:
+                spawn = self.jail.spawn(box, await asyncio.to_thread(python_programs))
+                started = PythonRunner.start(folder, limits=limits, on_log=on_log, spawn=spawn)
+            else:
+                command = box.place_bundle(bundle, prefix)
+                spawn = self.jail.spawn(box, [] if emulator is None else [Path(emulator.path)])
+                started = NativeRunner.start(command, folder, limits=limits, on_log=on_log, spawn=spawn)
+            async with started as runner:
+                runner.path_for_runner = box.path_for_runner
+                yield runner
+
+    def watch(self, cpus: Collection[int] | None) -> AbstractAsyncContextManager[Watch]:
+        """See `Target.watch`."""
+        return watched(lambda: Sampler([list(cluster.cpus) for cluster in self.device.clusters], cpus))
+
+    def settings(self, cpus: Collection[int] | None) -> AbstractContextManager[list[report_pb2.DeviceSetting]]:
+        """The cpus' governors."""
+        return self._governors.held(cpus)
+
+    def usable_cpus(self) -> Collection[int]:
+        """See `Target.usable_cpus`."""
+        return os.sched_getaffinity(0)
+
+    def runners_cpu_ns(self, runners: Sequence[int]) -> int | None:
+        """See `Target.runners_cpu_ns`."""
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return round((ended.ru_utime + ended.ru_stime) * 1e9) + sum(_cpu_ns(pid) for pid in runners)
+
+    async def answers(self) -> bool:
+        """This machine is always here."""
+        return True
+
+    def telemetry(self, *, light: bool) -> device_pb2.DeviceTelemetry:
+        """See `Target.telemetry`."""
+        return self._telemetry.read(light=light)
+
+
+def _cpu_ns(pid: int) -> int:
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return 0  # it has just ended
+    return round((times.user + times.system) * 1e9)

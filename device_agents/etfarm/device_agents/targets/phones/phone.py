@@ -1,0 +1,270 @@
+"""A phone as a target: what it is, what it does beside a run, and runners on it. All of it by adb."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import shlex
+import time
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Final
+from uuid import uuid4
+
+from etfarm.device_agents.adb import AdbServer, PhoneSilent
+from etfarm.device_agents.conditions.gates import Gates, Surroundings
+from etfarm.device_agents.conditions.sampler import Sampled, Watch
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.device import android, inventory, readings, shell_facts
+from etfarm.device_agents.runners.bundle import CONFINE, Bundle
+from etfarm.device_agents.runners.process import Limits, OnLog
+from etfarm.device_agents.runners.remote import RemoteRunner
+from etfarm.device_agents.targets.base import Provisions
+from etfarm.device_agents.targets.local import NO_DEADLINE_S
+from etfarm.device_agents.targets.phones.errors import PhoneRefused
+from etfarm.device_agents.targets.phones.folder import PhoneFolder
+from etfarm.device_agents.targets.phones.runner import OwnPhoneRunner, PhoneRunner, spawn
+from etfarm.v1 import device_pb2, report_pb2
+from etfarm.wire.chunks import Progressed
+from etfarm.wire.errors import EtfarmError
+
+log = logging.getLogger(__name__)
+
+_FACTS_S: Final = 20.0
+_SERIALS: Final = ("ro.serialno", "ro.boot.serialno")
+_SELF_TEST_S: Final = 30.0
+
+
+async def ask(adb: AdbServer, serial: str, files: Collection[str], commands: Mapping[str, str]) -> dict[str, str]:
+    """What the phone answers, in one shell call: facts by path, or by the name of a command.
+
+    Raises:
+        PhoneRefused: it has no usable shell.
+        DeviceError: it is gone, or says nothing.
+    """
+    # As input: the command lines of old phones are short.
+    done = await adb.run(serial, "sh", input=shell_facts.script(files, commands).encode(), deadline_s=_FACTS_S)
+    found = shell_facts.split(done.stdout)
+    if not found:
+        raise PhoneRefused(serial, "say what it is", done.stderr.decode(errors="replace"))
+    return found
+
+
+async def recognize(adb: AdbServer, serial: str) -> device_pb2.Device:
+    """What the phone is, without agent_id and labels. Its id is its own serial, by whatever way it is connected.
+
+    Raises:
+        As `ask`.
+    """
+    found = await ask(adb, serial, inventory.PHONE_FILES, android.INVENTORY_COMMANDS)
+    device = inventory.parse(found)
+    told = android.properties(found)
+    # A phone in the network has HOST:PORT for adb, which changes.
+    device.id = next((name for key in _SERIALS if (name := told.get(key, "")) and name.lower() != "unknown"), serial)
+    device.name = "-".join([*re.findall(r"\w+", device.model), device.id[-4:]]) if device.model else device.id
+    return device
+
+
+class Phone:
+    """A `Target`. Its adb connection is somebody else's to keep.
+
+    Args:
+        adb: the server that knows it.
+        serial: as adb has it now.
+        device: what it is.
+        config: the agent's.
+    """
+
+    restricted = False
+    tells_memory = True
+    self_test_s = _SELF_TEST_S
+
+    def __init__(self, adb: AdbServer, serial: str, device: device_pb2.Device, config: AgentConfig) -> None:
+        assert config.phones is not None  # it serves phones
+        self.device = device
+        self.serial = serial
+        self.tried = set[str]()
+        self.has_own_runner = self.own_first = config.phones.runner is not None
+        self.folder = PhoneFolder(adb, serial, config.phones.limit_bytes)
+        self._runners = 0
+        self.gone = False
+        """It does not answer any more; another `Phone` takes its place when it is back."""
+        self.doubted = asyncio.Event()
+        """Somebody found that it does not answer."""
+        around = Surroundings(self._hottest_c, self._runnable, max(1, device.cores))
+        here = config.data / "phones" / re.sub(r"[^\w-]", "_", device.id)
+        here.mkdir(parents=True, exist_ok=True)
+        self.gates = Gates(config.gates, around, here / "measured")
+        self._adb = adb
+        self._config = config
+        self._own_runner = config.phones.runner
+        self._telemetry = device_pb2.DeviceTelemetry()
+        self._available_bytes: int | None = None
+
+    async def install(self, provisions: Provisions, on_progress: Progressed | None = None) -> None:
+        """See `Target.install`."""
+        sent = await self.folder.install(provisions.bundle, [provisions.program, *provisions.data], on_progress)
+        if sent:
+            log.info("%d bytes were carried to the phone %s", sent, self.serial)
+
+    async def install_runner(self, bundle: Bundle) -> None:
+        """Carries a bundle there before any program needs it; as `install`."""
+        await self.folder.install(bundle, [])
+
+    @asynccontextmanager
+    async def _runner(self, bundle: Bundle | None, folder: Path, on_log: OnLog | None) -> AsyncIterator[RemoteRunner]:
+        if self._own_runner:
+            command = shlex.split(self._own_runner)
+        else:
+            assert bundle is not None  # it has no runner of its own
+            there = self.folder.bundle(bundle)
+            command = there.command()
+            if CONFINE in bundle.manifest.options:
+                # On a phone the agent has the same rights as the program, so only the runner itself can give them up.
+                command += [CONFINE, "--readable", str(there.folder), "--readable", self.folder.files]
+        known = self._available_bytes
+        limits = Limits(None if known is None else int(known * self._config.memory_share), NO_DEADLINE_S)
+        work = self.folder.run(uuid4().hex)
+        kind = OwnPhoneRunner if self._own_runner else PhoneRunner
+        started = kind.connect(command, Path(work), limits, on_log, partial(spawn, self._adb, self.serial, lambda: self.gone))
+        self._runners += 1
+        try:
+            async with started as runner:
+                runner.files, runner.folder = self.folder, work
+                runner.must_be_confined = self._config.jail.required
+                yield runner
+        finally:
+            self._runners -= 1
+            if not self.gone:
+                await self._delete(work)
+
+    def start_runner(
+        self, bundle: Bundle | None, folder: Path, on_log: OnLog | None
+    ) -> AbstractAsyncContextManager[RemoteRunner]:
+        """See `Target.start_runner`; it works in a folder of the phone, and what it writes comes into `folder`."""
+        return self._runner(bundle, folder, on_log)
+
+    @asynccontextmanager
+    async def watch(self, cpus: Collection[int] | None) -> AsyncIterator[Watch]:
+        """Looks before the warm-up and after the pass: a look starts a dozen processes on the phone, which would disturb it."""
+        watch = _Looks(self, time.monotonic())
+        watch.before = await self.glance() or report_pb2.SystemReading()
+        yield watch
+
+    def settings(self, cpus: Collection[int] | None) -> AbstractContextManager[list[report_pb2.DeviceSetting]]:
+        """None: Android lets nobody but root set a clock."""
+        return _no_settings()
+
+    def usable_cpus(self) -> Collection[int]:
+        """See `Target.usable_cpus`."""
+        return [cpu for cluster in self.device.clusters for cpu in cluster.cpus]
+
+    def runners_cpu_ns(self, runners: Sequence[int]) -> int | None:
+        """Nobody tells."""
+        return None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a runner is there, which nothing should disturb."""
+        return self._runners > 0
+
+    async def glance(self, elapsed_ms: float = 0.0) -> report_pb2.SystemReading | None:
+        """`look`; None where the phone's services do not answer, which costs no measurement."""
+        try:
+            return await self.look(elapsed_ms)
+        except (PhoneSilent, PhoneRefused) as error:
+            log.warning("%s", error)
+            return None
+
+    async def answers(self) -> bool:
+        """See `Target.answers`."""
+        assert self._config.phones is not None
+        try:
+            await self._adb.run(self.serial, "true", deadline_s=self._config.phones.answer_s)
+        except EtfarmError:
+            self.gone = True
+            self.doubted.set()
+            return False
+        return True
+
+    def telemetry(self, *, light: bool) -> device_pb2.DeviceTelemetry:
+        """What `look` saw last."""
+        return self._telemetry
+
+    def _take(self, read: report_pb2.SystemReading) -> None:
+        """For heartbeats, and for the memory that a runner may use."""
+        told = device_pb2.DeviceTelemetry()
+        told.at.GetCurrentTime()
+        if read.HasField("load_1m"):
+            told.load_1m = read.load_1m
+        if read.HasField("memory_available_bytes"):
+            told.memory_available_bytes = self._available_bytes = read.memory_available_bytes
+        if read.zones:
+            told.temperature_c = max(zone.temperature_c for zone in read.zones)
+        clocks = [cpu.frequency_hz for cpu in read.cpus if cpu.HasField("frequency_hz")]
+        if clocks:
+            told.frequency_hz = round(sum(clocks) / len(clocks))
+        if read.HasField("battery_share"):
+            told.battery_share = read.battery_share
+        if read.HasField("charging"):
+            told.charging = read.charging
+        self._telemetry = told
+
+    async def look(self, elapsed_ms: float = 0.0) -> report_pb2.SystemReading:
+        """The state of the phone now, which heartbeats tell from here on.
+
+        Raises:
+            As `ask`.
+        """
+        found = await ask(self._adb, self.serial, readings.PHONE_FILES, android.READING_COMMANDS)
+        read = readings.parse(found, elapsed_ms)
+        self._take(read)
+        return read
+
+    async def _hottest_c(self) -> float | None:
+        return max((zone.temperature_c for zone in (await self.look()).zones), default=None)
+
+    async def _runnable(self) -> int | None:
+        done = await self._adb.run(self.serial, f"cat {readings.LOAD}", deadline_s=_FACTS_S)
+        return readings.runnable(done.stdout.decode(errors="replace"))
+
+    async def _delete(self, there: str) -> None:
+        try:
+            await self._adb.run(self.serial, f"rm -rf {shlex.quote(there)}", deadline_s=_FACTS_S)
+        except EtfarmError as error:
+            # `PhoneFolder.open` does it when the phone is back.
+            log.info("%s stays on the phone: %s", there, error.message)
+
+
+class _Looks:
+    """A `Watch` of two looks."""
+
+    def __init__(self, phone: Phone, began_s: float) -> None:
+        self._phone = phone
+        self._began_s = began_s
+        self._is_timed = False
+        self.before = report_pb2.SystemReading()
+
+    def begin(self) -> None:
+        """See `Watch.begin`."""
+        self._is_timed = True
+
+    async def seen(self) -> Sampled | None:
+        """See `Watch.seen`."""
+        if not self._is_timed:
+            return None
+        after = await self._phone.glance((time.monotonic() - self._began_s) * 1e3)
+        if after is None:
+            return None
+        for look in (self.before, after):
+            # The time that all cpus worked between the looks has the warm-up in it, which no counter of the pass has.
+            look.ClearField("cpu_busy_ns")
+        return Sampled(self.before, after, [], 0)
+
+
+@contextmanager
+def _no_settings() -> Iterator[list[report_pb2.DeviceSetting]]:
+    yield []

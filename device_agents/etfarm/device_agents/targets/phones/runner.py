@@ -1,0 +1,213 @@
+"""A runner on a phone: its process behind an adb shell, its files on the phone's own storage."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar, Final
+
+from etfarm.device_agents.adb import AdbServer, PhoneSilent, ShellProcess
+from etfarm.device_agents.runners.child import MAX_LINE_BYTES, Child
+from etfarm.device_agents.runners.native import NativeRunner
+from etfarm.device_agents.runners.process import RunnerProcess
+from etfarm.device_agents.runners.protocol import Debugged, Hello, Loaded, OnProgress, Traced
+from etfarm.device_agents.targets.phones.errors import PhoneRefused, RunnerNotConfined
+from etfarm.device_agents.targets.phones.folder import PhoneFolder
+from etfarm.wire.chunks import Progressed
+from etfarm.wire.errors import DeviceError, EtfarmError
+
+log = logging.getLogger(__name__)
+
+_START_S: Final = 15.0
+_KILL_S: Final = 10.0
+_LAST_SIGNAL: Final = 64
+_MOVED: Final = {"INPUTS": "its inputs", "OUTPUTS": "its outputs"}
+"""By the runner's stage, what comes or goes on the link and takes no time of the program's."""
+_SIGNALLED: Final = 128
+"""A phone's exit codes above it are of signals."""
+
+
+class PhoneChild:
+    """A `Child` on a phone.
+
+    Args:
+        process: the shell that became it.
+        pid: its number on the phone.
+        folder: its working folder there.
+        is_gone: whether the phone is known not to answer.
+    """
+
+    memory_ran_out: bool | None = None
+    """Android's own killer is no part of the kernel, which may not be asked either."""
+
+    def __init__(self, adb: AdbServer, process: ShellProcess, pid: int, folder: str, is_gone: Callable[[], bool]) -> None:
+        self._adb = adb
+        self._is_gone = is_gone
+        self._process = process
+        self._folder = folder
+        self._killing: asyncio.Task[None] | None = None
+        self.pid = pid
+        self.stdin = process.stdin
+        self.stdout = process.stdout
+        self.stderr = process.stderr
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was seen to end."""
+        return self._process.ended
+
+    @property
+    def lost(self) -> EtfarmError | None:
+        """The phone that is gone."""
+        return self._process.lost
+
+    def kill(self) -> None:
+        """See `Child.kill`."""
+        if self._is_gone():
+            self._process.kill()
+        elif not self._process.ended and self._killing is None:
+            self._killing = asyncio.create_task(self._kill(), name=f"killing {self.pid} on {self._process.serial}")
+
+    async def wait(self) -> int | None:
+        """See `Child.wait`."""
+        if self._killing is not None:
+            await asyncio.wait({self._killing})
+        try:
+            code = await self._process.wait()
+        except DeviceError:
+            return None  # told by `lost`
+        return code if code is None or not _SIGNALLED < code <= _SIGNALLED + _LAST_SIGNAL else _SIGNALLED - code
+
+    async def _kill(self) -> None:
+        # adbd hangs up on a shell whose connection ends, which a program may ignore. The shell led a group of its own, and the
+        # number could be another's by now.
+        pid, folder = self.pid, shlex.quote(self._folder)
+        command = f'[ "$(readlink /proc/{pid}/cwd)" = {folder} ] && {{ kill -9 -{pid} || kill -9 {pid}; }}'
+        try:
+            await self._adb.run(self._process.serial, command, deadline_s=_KILL_S)
+        except EtfarmError as error:
+            log.warning("the runner on %s cannot be killed: %s", self._process.serial, error.message)
+        finally:
+            self._process.kill()
+
+
+async def spawn(adb: AdbServer, serial: str, is_gone: Callable[[], bool], command: Sequence[str], folder: Path) -> Child:
+    """A process of `command` on the phone, in a new folder there.
+
+    Args:
+        is_gone: whether the phone is known not to answer; then nothing waits for it.
+
+    Raises:
+        PhoneRefused: the phone's shell cannot make the folder.
+        DeviceError: the phone is gone, or says nothing.
+    """
+    where = shlex.quote(str(folder))
+    # Nothing of the shell's surroundings, and the number first: it stays the process' own through exec. Where memory runs out
+    # it is the one to go, and not adbd, whose children are as safe as itself otherwise.
+    line = (
+        f"mkdir -p {where} && cd {where} || exit 1; {{ echo 800 >/proc/$$/oom_score_adj; }} 2>/dev/null; echo $$; "
+        f"exec env -i LC_ALL=C HOME={where} TMPDIR={where} {' '.join(map(shlex.quote, command))}"
+    )
+    process = await adb.shell(serial, line, limit=MAX_LINE_BYTES)
+    try:
+        async with asyncio.timeout(_START_S):
+            first = (await process.stdout.readline()).strip()
+            if first.isdigit():
+                return PhoneChild(adb, process, int(first), str(folder), is_gone)
+            told = (await process.stderr.read(4096)).decode(errors="replace").strip()
+            code = await process.wait()
+    except TimeoutError as error:
+        process.kill()
+        raise PhoneSilent(serial, "starting a runner", _START_S) from error
+    except BaseException:
+        process.kill()
+        raise
+    raise PhoneRefused(serial, "make a folder for a runner", told or f"exit code {code}")
+
+
+class PhoneRunner(NativeRunner):
+    """A `Runner` on a phone. Paths of its arguments are of this machine; files are there already, or come from there."""
+
+    files: PhoneFolder
+    folder: str
+    """Where it works, on the phone."""
+    must_be_confined = False
+    """Whether to refuse a runner that does not keep programs away from other processes and the network."""
+
+    def __init__(self, process: RunnerProcess) -> None:
+        super().__init__(process)
+        self._written: dict[Path, int] = {}
+        """Files that are there still, by where they are to be here, with their bytes."""
+        self._collecting = False
+
+    async def hello(self) -> Hello:
+        """See `Runner.hello`.
+
+        Raises:
+            RunnerNotConfined: the agent requires a confined runner, and this one, or the phone's kernel, does not provide it.
+            As `RemoteRunner.hello`.
+        """
+        hello = await super().hello()
+        if self.must_be_confined and "seccomp" not in hello.confined:
+            raise RunnerNotConfined(hello.confined)
+        log.debug("the phone's runner is confined by %s", ", ".join(hello.confined) or "nothing")
+        return hello
+
+    async def load(self, program: Path, data: Sequence[Path] = ()) -> Loaded:
+        """See `Runner.load`; the files were installed."""
+        return await super().load(Path(self.files.file(program)), [Path(self.files.file(path)) for path in data])
+
+    async def trace(self, iterations: int, etdump: Path, *, warmup: int = 1, on_progress: OnProgress | None = None) -> Traced:
+        """See `Runner.trace`; `collect` then brings the file."""
+        traced = await super().trace(iterations, self._there(etdump), warmup=warmup, on_progress=on_progress)
+        self._written[etdump] = traced.etdump_bytes
+        return replace(traced, etdump=etdump)
+
+    async def debug(self, etdump: Path, dump: Path, *, max_bytes: int | None = None) -> Debugged:
+        """See `Runner.debug`; `collect` then brings the files."""
+        done = await super().debug(self._there(etdump), self._there(dump), max_bytes=max_bytes)
+        self._written |= {etdump: done.etdump_bytes, dump: done.dump_bytes}
+        return replace(done, etdump=etdump, dump=dump)
+
+    @property
+    def moving(self) -> str:
+        """See `RemoteRunner.moving`."""
+        return "files that it wrote" if self._collecting else _MOVED.get(self.stage, "")
+
+    @property
+    def has_files(self) -> bool:
+        """See `RemoteRunner.has_files`."""
+        return bool(self._written)
+
+    async def collect(self, on_progress: Progressed | None = None) -> None:
+        """See `RemoteRunner.collect`. They are deleted on the phone.
+
+        Raises:
+            DeviceError: they cannot be read, or the phone is gone, or says nothing.
+            OSError: they cannot be written here.
+        """
+        self._collecting = True
+        done, total = 0, sum(self._written.values())
+        for path, size in self._written.items():
+
+            def told(part: int, _: int) -> None:
+                if on_progress is not None:
+                    on_progress(done + part, total)  # noqa: B023 - called before the loop goes on
+
+            await self.files.pull(str(self._there(path)), path, told)
+            done += size
+        self._written.clear()
+        self._collecting = False
+
+    def _there(self, path: Path) -> Path:
+        return Path(self.folder, path.name)
+
+
+class OwnPhoneRunner(PhoneRunner):
+    """One that was put on the phone beforehand."""
+
+    kind: ClassVar[str] = "own"
