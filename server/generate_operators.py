@@ -1,7 +1,7 @@
 """Generates the operators that an uploaded .pt2 may use; `--check` compares the committed list with the installed toolchain.
 
-The list is `etfarm/server/compile/operators.txt`. It is made from the tables of the pinned torch, torchao and ExecuTorch, in
-three steps, so that a new version's new operators are refused until somebody has generated and reviewed the list again:
+The list is `etfarm/server/compile/screening/operators.txt`. It is made from the tables of the pinned torch, torchao and
+ExecuTorch, in three steps, so that a new version's new operators are refused until somebody has generated and reviewed the list again:
 
 1. Candidates. ATen operators that carry `torch.Tag.core`, are decomposed by an export's default table, are composites of
    other operators, or are named in ExecuTorch's kernel and edge-dialect tables; their other overloads and in-place forms;
@@ -26,7 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-LIST: Final = Path(__file__).resolve().parent / "etfarm/server/compile/operators.txt"
+LIST: Final = Path(__file__).resolve().parent / "etfarm/server/compile/screening/operators.txt"
 
 
 def _words(text: str) -> frozenset[str]:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.workers import outputs, pool
-from etfarm.server.workers.faults import ChildDiskFull, ChildOutOfMemory, ChildTooManyProcesses
+from etfarm.server.workers import output_files, pool
+from etfarm.server.workers.errors import ChildDiskFull, ChildOutOfMemory, ChildTooManyProcesses
+from etfarm.server.workers.jail.measures import NAMES
 from etfarm.server.workers.limits import Limits
-from etfarm.server.workers.measures import NAMES
 from etfarm.server.workers.pool import Workers
 from etfarm.wire.sandbox import cgroups
 from tests.support import attack_tasks
@@ -142,11 +142,11 @@ async def test_only_real_files_of_its_own_leave_a_childs_folder(workers: Workers
     ]
     async with await workers.run(f"{TASKS}:leave_traps", {"secret": str(tmp_path / "secret")}, deadline_s=60) as finished:
         for name in no_files:
-            with pytest.raises(outputs.BadOutputFile) as caught:
-                outputs.claim(finished.folder, name)
+            with pytest.raises(output_files.BadOutputFile) as caught:
+                output_files.claim(finished.folder, name)
             assert str(finished.folder) not in str(caught.value)
         assert (finished.folder / "good").stat().st_uid != os.geteuid()
-        claimed = outputs.claim(finished.folder, "good").stat()
+        claimed = output_files.claim(finished.folder, "good").stat()
         assert (claimed.st_uid, claimed.st_gid, stat.S_IMODE(claimed.st_mode)) == (os.geteuid(), os.getegid(), 0o644)
     assert not finished.folder.exists()
 

@@ -15,7 +15,7 @@ from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.store import QuotaExceeded, Store
 from etfarm.server.compile import answers
 from etfarm.server.state.engine import Database
-from etfarm.server.workers.faults import BadAnswer
+from etfarm.server.workers.errors import BadAnswer
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 

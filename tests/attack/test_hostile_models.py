@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from etfarm.client import Farm
-from etfarm.server.compile import screen
+from etfarm.server.compile.screening import screen
 from etfarm.wire.errors import EtfarmError
 from tests.support import hostile
 from tests.support.farm import FarmProcess

@@ -78,7 +78,7 @@ MODELS: Final[dict[str, Callable[[int], tuple[Any, tuple[Any, ...]]]]] = {"resne
 def plain(path: Path) -> None:
     """A warm process that lowers `path` once for each line of stdin. Answers seconds and its peak in bytes as JSON."""
     from etfarm.server.compile.prewarm import PRELOAD
-    from etfarm.server.workers import forkserver
+    from etfarm.server.workers.child import forkserver
 
     assert not forkserver.warm(PRELOAD)
     gc.collect()
@@ -210,7 +210,7 @@ async def memory(path: Path, folder: Path, rounds: int) -> list[int]:
     peaks = []
     async with warm_workers(folder) as workers:
         for _ in range(rounds):
-            finished = await workers.run("etfarm.server.compile.pipeline:lower_model", request, deadline_s=600)
+            finished = await workers.run("etfarm.server.compile.lower.tasks:lower_model", request, deadline_s=600)
             async with finished:
                 peaks.append(finished.peak_rss_bytes)
     return peaks

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from etfarm.server.compile import screen
+from etfarm.server.compile.screening import screen
 from etfarm.wire.errors import UserError
 from tests.support.torchvision import torchvision_models
 

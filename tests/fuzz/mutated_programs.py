@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from etfarm.server.compile import facts, screen, sizes
+from etfarm.server.compile.inspect import facts, sizes
+from etfarm.server.compile.screening import screen
 from etfarm.v1 import agent_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest
 from etfarm.wire.errors import EtfarmError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from etfarm.server.compile import screen
+from etfarm.server.compile.screening import screen
 from etfarm.server.reports import graph, xnnpack
 from etfarm.wire.errors import EtfarmError
 from tests.fuzz import flatbuffers

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from etfarm.server.workers import faults, frames, hearing
+from etfarm.server.workers import errors
+from etfarm.server.workers.channel import child_output, frames
 from etfarm.wire.errors import EtfarmError, UserError
 
 TOKENS = (
@@ -23,7 +24,7 @@ TOKENS = (
 
 def seeds() -> list[bytes]:
     """Return what children say: stages, a result, an error, lines."""
-    error = faults.to_json(UserError("It does not fit.", "Make it smaller.", size="3"))
+    error = errors.to_json(UserError("It does not fit.", "Make it smaller.", size="3"))
     events = [frames.encode(frames.EVENT, b'{"stage": "LOWER", "phase": "%s"}' % phase) for phase in (b"START", b"END")]
     return [
         b"".join([*events, frames.encode(frames.RESULT, b"done")]),
@@ -36,23 +37,23 @@ def seeds() -> list[bytes]:
 
 def fuzz(data: bytes) -> None:
     """A child's bytes are its answers, or a BadAnswer; its error is an error whatever it says."""
-    made = faults.from_json(data)
-    assert isinstance(made, EtfarmError) and len(str(made)) < 2 * faults.MAX_TEXT + 10
-    assert faults.from_json(faults.to_json(made)).reason == made.reason
+    made = errors.from_json(data)
+    assert isinstance(made, EtfarmError) and len(str(made)) < 2 * errors.MAX_TEXT + 10
+    assert errors.from_json(errors.to_json(made)).reason == made.reason
     asyncio.run(_listen(data))
 
 
 async def _listen(data: bytes) -> None:
-    heard, events, lines = hearing.Heard(), list[bytes](), list[str]()
-    for feed in (hearing.listen, hearing.follow):
+    heard, events, lines = child_output.Heard(), list[bytes](), list[str]()
+    for feed in (child_output.listen, child_output.follow):
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()
-        if feed is hearing.follow:
-            await hearing.follow(reader, heard, lines.append)
+        if feed is child_output.follow:
+            await child_output.follow(reader, heard, lines.append)
             continue
         try:
-            await hearing.listen(reader, heard, events.append, lambda: None)
-        except faults.BadAnswer as error:
+            await child_output.listen(reader, heard, events.append, lambda: None)
+        except errors.BadAnswer as error:
             assert str(error)
     assert sum(map(len, lines)) <= 3 * len(data) and isinstance(heard.stage, str)

@@ -262,7 +262,7 @@ async def test_what_a_killed_server_started_ends_with_it_and_its_socket_can_be_t
     assert address_of(first) == f"unix:{path}"
     assert path.stat().st_mode & 0o777 == 0o600
     children = psutil.Process(first.pid).children(recursive=True)
-    assert any("etfarm.server.workers.forkserver" in " ".join(child.cmdline()) for child in children)
+    assert any("etfarm.server.workers.child.forkserver" in " ".join(child.cmdline()) for child in children)
     descriptors = [os.pidfd_open(child.pid) for child in children]
     try:
         first.kill9()

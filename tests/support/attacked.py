@@ -13,9 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from etfarm.server.workers.jail import JailOptions
+from etfarm.server.workers.jail.isolation import JailOptions
+from etfarm.server.workers.jail.measures import JailReport
 from etfarm.server.workers.limits import Limits
-from etfarm.server.workers.measures import JailReport
 from etfarm.server.workers.pool import Workers
 from tests.support.attack_tasks import Request
 

@@ -35,8 +35,9 @@ class CheckRequest:
 
 def check(request: CheckRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
     """Task: lowers and checks. Answers {"checks", "warnings", "sizes", "methods", "inputs", "left"} as JSON."""
-    from etfarm.server.compile import checks, facts, sizes, trials
-    from etfarm.server.compile.smoke import SmokeRunner
+    from etfarm.server.compile.inspect import facts, sizes
+    from etfarm.server.compile.verify import checks, trials
+    from etfarm.server.compile.verify.smoke import SmokeRunner
 
     smoke = SmokeRunner(folder / "smoke.log")
     try:

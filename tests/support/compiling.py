@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from etfarm.server.compile import values
 from etfarm.server.compile.prewarm import PRELOAD
+from etfarm.server.compile.program import values
 from etfarm.server.compile.request import LowerRequest, QuantizeRequest
 from etfarm.server.compile.result import LowerResult, QuantizeResult
 from etfarm.server.workers.limits import Limits
@@ -105,7 +105,7 @@ async def compiled(
 
 async def _ran(workers: Workers, task: str, request: object, answer: Compiled) -> tuple[Any, dict[str, bytes]]:
     async with await workers.run(
-        f"etfarm.server.compile.pipeline:{task}", request, deadline_s=180,
+        f"etfarm.server.compile.lower.tasks:{task}", request, deadline_s=180,
         on_event=lambda event: answer.events.append(json.loads(event)), on_log=answer.log.append,
     ) as finished:  # fmt: skip
         files = {p.name: p.read_bytes() for p in finished.folder.iterdir() if p.is_file() and not p.is_symlink()}

@@ -357,7 +357,7 @@ def _compile(
     folder: Path, models: Mapping[str, Path], recipe: str, method: str, calibration: Sequence[Path]
 ) -> tuple[Path, Path | None]:
     """The folder that model.pte and model.etrecord are in, and what was quantized."""
-    from etfarm.server.compile import pipeline
+    from etfarm.server.compile.lower import tasks
     from etfarm.server.compile.request import LowerRequest, QuantizeRequest
     from etfarm.wire import recipes
 
@@ -365,11 +365,11 @@ def _compile(
     lowered, quantized = dict(models), None
     if "pt2e" in recipe:
         folder.joinpath("q").mkdir(parents=True)
-        pipeline.quantize_model(QuantizeRequest(models, "network", chosen.json, {method: calibration}), folder / "q", _ignore)
+        tasks.quantize_model(QuantizeRequest(models, "network", chosen.json, {method: calibration}), folder / "q", _ignore)
         lowered[method] = quantized = folder / "q" / f"{method}.pt2"
     folder.joinpath("p").mkdir(parents=True)
     request = LowerRequest(lowered, models, "network", chosen.json, quantized is not None)
-    pipeline.lower_model(request, folder / "p", _ignore)
+    tasks.lower_model(request, folder / "p", _ignore)
     return folder / "p", quantized
 
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 pytest.importorskip("executorch")
 
-from etfarm.server.compile import checks, reference, trials  # noqa: E402 - needs torch
+from etfarm.server.compile.verify import checks, reference, trials  # noqa: E402 - needs torch
 from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire import tensors  # noqa: E402
 from etfarm.wire.errors import UserError  # noqa: E402

@@ -19,9 +19,9 @@ from executorch.export import ExportRecipe, ExportSession, LoweringRecipe, Stage
 from torch import nn  # noqa: E402
 from torch.export import Dim  # noqa: E402
 
-from etfarm.server.compile.explain import first_line, stage_failed  # noqa: E402
-from etfarm.server.compile.lowering import Stages  # noqa: E402
-from etfarm.server.compile.refusals import StageFailed  # noqa: E402
+from etfarm.server.compile.errors import StageFailed  # noqa: E402
+from etfarm.server.compile.lower.lowering import Stages  # noqa: E402
+from etfarm.server.compile.program.explain import first_line, stage_failed  # noqa: E402
 from etfarm.wire.errors import EtfarmError, Fault  # noqa: E402
 from tests.support import models  # noqa: E402
 

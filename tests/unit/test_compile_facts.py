@@ -19,8 +19,9 @@ from executorch.devtools.backend_debug import get_delegation_info  # noqa: E402
 from executorch.export import ExportRecipe, ExportSession  # noqa: E402
 from torch import nn  # noqa: E402
 
-from etfarm.server.compile import facts, places, sizes  # noqa: E402
-from etfarm.server.compile.refusals import NotAPte, UnsupportedProgram  # noqa: E402
+from etfarm.server.compile.errors import NotAPte, UnsupportedProgram  # noqa: E402
+from etfarm.server.compile.inspect import facts, sizes  # noqa: E402
+from etfarm.server.compile.program import places  # noqa: E402
 from etfarm.server.compile.request import InspectRequest  # noqa: E402
 from tests.support import models  # noqa: E402
 
@@ -117,7 +118,8 @@ _CODEBOOK = """
 import sys
 from pathlib import Path
 import torch
-from etfarm.server.compile import loading, quantize
+from etfarm.server.compile.lower import quantize
+from etfarm.server.compile.program import loading
 
 program = loading.load(Path(sys.argv[1]), Path(sys.argv[2]))
 assert quantize.is_quantized(program)

@@ -16,7 +16,8 @@ pytest.importorskip("executorch")
 from executorch.export import ExportSession  # noqa: E402
 from torch import nn  # noqa: E402
 
-from etfarm.server.compile import build, footprint, sizes  # noqa: E402
+from etfarm.server.compile.inspect import footprint, sizes  # noqa: E402
+from etfarm.server.compile.lower import build  # noqa: E402
 from etfarm.wire import recipes  # noqa: E402
 from tests.support.compiling import FOUR_BIT, STATIC  # noqa: E402
 

@@ -14,10 +14,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("executorch")
 
-from etfarm.server.compile import reference, values  # noqa: E402 - needs torch
 from etfarm.server.compile.inputs import InputMismatch, check_inputs  # noqa: E402
+from etfarm.server.compile.program import values  # noqa: E402 - needs torch
 from etfarm.server.compile.request import InspectRequest, LowerRequest  # noqa: E402
 from etfarm.server.compile.result import LowerResult  # noqa: E402
+from etfarm.server.compile.verify import reference  # noqa: E402 - needs torch
 from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire import recipes, tensors  # noqa: E402
 from etfarm.wire.errors import EtfarmError, Fault  # noqa: E402
@@ -167,7 +168,7 @@ async def test_an_unsafe_model_is_refused_in_the_child_too(workers: Workers, tmp
     model.write_bytes(model.read_bytes().replace(b"torch.ops.aten.relu.default", b"torch.ops.load_library.__x_"))
     request = LowerRequest({"forward": model}, {"forward": model}, "tiny", recipes.parse("xnnpack_fp32").json)
     with pytest.raises(EtfarmError) as caught:
-        await workers.run("etfarm.server.compile.pipeline:lower_model", request, deadline_s=60)
+        await workers.run("etfarm.server.compile.lower.tasks:lower_model", request, deadline_s=60)
     assert caught.value.reason in ("UNSAFE_MODEL", "NOT_A_PT2")
 
 
@@ -175,7 +176,7 @@ async def test_a_ready_program_is_described(workers: Workers, tmp_path: Path) ->
     one = await compiled(workers, tmp_path, models.dynamic)
     (tmp_path / "p").write_bytes(one.files["model.pte"])
     request = InspectRequest(tmp_path / "p", "tiny")
-    async with await workers.run("etfarm.server.compile.facts:inspect_pte", request, deadline_s=60) as finished:
+    async with await workers.run("etfarm.server.compile.inspect.facts:inspect_pte", request, deadline_s=60) as finished:
         result: LowerResult = json.loads(finished.result)
     assert result["stages"] == []
     assert result["facts"] is not None
@@ -190,7 +191,9 @@ async def test_a_damaged_program_is_a_users_error(workers: Workers, tmp_path: Pa
     data[48:400] = os.urandom(352)
     (tmp_path / "p").write_bytes(data)
     with pytest.raises(EtfarmError) as caught:
-        await workers.run("etfarm.server.compile.facts:inspect_pte", InspectRequest(tmp_path / "p", "tiny"), deadline_s=60)
+        await workers.run(
+            "etfarm.server.compile.inspect.facts:inspect_pte", InspectRequest(tmp_path / "p", "tiny"), deadline_s=60
+        )
     assert caught.value.reason == "UNSUPPORTED_PROGRAM"
 
 
@@ -204,7 +207,7 @@ def test_the_reference_is_the_model_before_quantization() -> None:
 
 
 async def test_the_recipes_that_this_host_has_are_listed(workers: Workers) -> None:
-    async with await workers.run("etfarm.server.compile.available:list_recipes", None, deadline_s=60) as finished:
+    async with await workers.run("etfarm.server.compile.lower.available:list_recipes", None, deadline_s=60) as finished:
         rows = {row["name"]: row for row in json.loads(finished.result)["recipes"]}
     assert list(rows) == list(recipes.RECIPES)
     for name, row in rows.items():

@@ -216,7 +216,7 @@ async def test_a_stage_that_gives_nothing_is_told(workers: Workers, tmp_path: Pa
 
 
 async def test_plug_ins_are_listed_behind_the_others(workers: Workers) -> None:
-    async with await workers.run("etfarm.server.compile.available:list_recipes", None, deadline_s=120) as finished:
+    async with await workers.run("etfarm.server.compile.lower.available:list_recipes", None, deadline_s=120) as finished:
         rows = {row["name"]: row for row in json.loads(finished.result)["recipes"]}
     assert list(rows) == [*recipes.RECIPES, "acme.broken", "acme.failing", "acme.fast", "acme.int8", "acme.levelled", "acme.text"]
     assert (rows["acme.fast"]["summary"], rows["acme.fast"]["available"]) == ("quick", True)

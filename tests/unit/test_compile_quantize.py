@@ -114,7 +114,8 @@ async def test_source_lines_and_debug_handles_are_those_without_the_file_between
 
 def in_one_process(calibration: list[Path], folder: Path) -> Path:
     """The same without files between quantization, export and lowering."""
-    from etfarm.server.compile import build, etrecord, lowering, places, quantize
+    from etfarm.server.compile.lower import build, etrecord, lowering, quantize
+    from etfarm.server.compile.program import places
 
     torch.manual_seed(0)
     program = models.conv()

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from etfarm.server.compile import smoke
-from etfarm.server.compile.smoke import Outcome, Run, SmokeRunner
+from etfarm.server.compile.verify import smoke
+from etfarm.server.compile.verify.smoke import Outcome, Run, SmokeRunner
 from etfarm.wire import tensors
 from etfarm.wire.tensors import Scalar
 

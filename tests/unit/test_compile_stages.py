@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("executorch")
 
-from etfarm.server.compile import build  # noqa: E402 - needs torch
+from etfarm.server.compile.lower import build  # noqa: E402 - needs torch
 from etfarm.server.compile.request import LowerRequest  # noqa: E402
 from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire import recipes  # noqa: E402
@@ -99,7 +99,7 @@ async def test_stopping_before_the_quantization_gives_what_came(workers: Workers
     )
     sent = models.save(models.conv, tmp_path / "sent")
     ask = LowerRequest({"forward": sent}, {"forward": sent}, "tiny", staged.json, stop_after="SOURCE_TRANSFORM")
-    async with await workers.run("etfarm.server.compile.pipeline:lower_model", ask, deadline_s=180) as finished:
+    async with await workers.run("etfarm.server.compile.lower.tasks:lower_model", ask, deadline_s=180) as finished:
         assert (finished.folder / "forward.pt2").read_bytes() == sent.read_bytes()
 
 

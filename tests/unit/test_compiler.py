@@ -17,9 +17,9 @@ from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.answers import MAX_ANSWER_BYTES, BadWorkerAnswer, parse
 from etfarm.server.compile.cache import FOUND_EARLIER, CompilationNotFound, Outcome, artifacts_of
 from etfarm.server.compile.compiler import Compiler, RecipeUnavailable, Tasks, UnknownStage
-from etfarm.server.compile.flights import Listener
+from etfarm.server.compile.single_flight import Listener
 from etfarm.server.state.engine import Database
-from etfarm.server.workers.jail import JailOptions
+from etfarm.server.workers.jail.isolation import JailOptions
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Finished, Workers
 from etfarm.v1 import common_pb2

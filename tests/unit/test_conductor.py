@@ -15,7 +15,7 @@ import pytest
 from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.cache import FOUND_EARLIER, Outcome
-from etfarm.server.compile.flights import Listener
+from etfarm.server.compile.single_flight import Listener
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
@@ -30,7 +30,7 @@ from etfarm.server.jobs.placement import Placement
 from etfarm.server.jobs.watch import Announcer
 from etfarm.server.reports.verdict import Thresholds
 from etfarm.server.state.engine import Database, DatabaseFull
-from etfarm.server.workers.quiet import Quiet
+from etfarm.server.workers.measurement_lock import Quiet
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device, DeviceRunner
 from etfarm.wire.chunks import artifact_of

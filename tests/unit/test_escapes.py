@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from etfarm.client.formats import compared, csv, escapes, html, markdown
-from etfarm.server.compile import stagefiles
+from etfarm.server.compile.lower import stage_files
 from etfarm.wire import escapes as wire
 from tests.support.documents import document, report, row
 
@@ -55,7 +55,7 @@ def test_no_cell_of_a_reports_csv_is_evaluated_and_its_numbers_are_numbers(name:
 
 
 def test_no_cell_of_a_stages_table_is_evaluated(tmp_path: Path) -> None:
-    stagefiles._write_table(
+    stage_files._write_table(
         {"=1+1": {"subgraphs": 0, "delegated_nodes": 0, "non_delegated_nodes": 1,
                   "operators": [{"op": "@SUM(1)", "delegated": 0, "non_delegated": 1}]}},
         tmp_path / "delegation.csv",

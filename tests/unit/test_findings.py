@@ -19,7 +19,7 @@ from etfarm.server.reports.paired import Block
 from etfarm.server.reports.request import AnalyzeRequest, Numerics
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
-from etfarm.server.workers.faults import ChildTimedOut
+from etfarm.server.workers.errors import ChildTimedOut
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.wire import digest

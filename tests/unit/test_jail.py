@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.workers import jail
+from etfarm.server.workers.jail import isolation
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.wire.sandbox import namespaces
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 AS_ANOTHER_USER = """
 import ctypes, os, pathlib
-from etfarm.server.workers import jail
+from etfarm.server.workers.jail import isolation
 from etfarm.wire.sandbox import namespaces, syscalls
 
 network = namespaces.network_inode()
@@ -27,8 +27,8 @@ os.setgroups([])
 os.setresgid(65534, 65534, 65534)
 os.setresuid(65534, 65534, 65534)
 ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: /proc/self is a daemon's own, as it is a login's
-jail._remove_network()
-jail.check_network(network)
+isolation._remove_network()
+isolation.check_network(network)
 syscalls.drop_capabilities()
 status = pathlib.Path("/proc/self/status").read_text()
 print(status.partition("CapEff:")[2].split()[0], os.geteuid())
@@ -36,27 +36,29 @@ print(status.partition("CapEff:")[2].split()[0], os.geteuid())
 
 
 def test_a_process_in_the_daemons_network_is_refused() -> None:
-    with pytest.raises(jail.NetworkNotRemoved, match="daemon's network namespace"):
-        jail.check_network(namespaces.network_inode())
+    with pytest.raises(isolation.NetworkNotRemoved, match="daemon's network namespace"):
+        isolation.check_network(namespaces.network_inode())
 
 
 def test_another_namespace_with_a_network_is_refused() -> None:
     # This test's own namespace has a loopback that is up: like a namespace that somebody else set up.
-    with pytest.raises(jail.NetworkNotRemoved, match="interface"):
-        jail.check_network(0)
+    with pytest.raises(isolation.NetworkNotRemoved, match="interface"):
+        isolation.check_network(0)
 
 
 def test_the_environment_carries_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ETFARM_TOKEN", "s3cret")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cret")
-    environment = jail.clean_environment(tmp_path)
+    environment = isolation.clean_environment(tmp_path)
     assert "s3cret" not in environment.values()
     assert environment["TMPDIR"] == environment["HOME"] == str(tmp_path)
 
 
 async def test_a_child_whose_network_stays_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # PYTHONPATH reaches the forkserver: a module that makes unshare a no-op stands in for a kernel that forbids it.
-    (tmp_path / "no_unshare.py").write_text("from etfarm.server.workers import jail\njail._remove_network = lambda: None\n")
+    (tmp_path / "no_unshare.py").write_text(
+        "from etfarm.server.workers.jail import isolation\nisolation._remove_network = lambda: None\n"
+    )
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
     pool = Workers(preload=["no_unshare"], limits=Limits(), folder=tmp_path / "jobs", concurrency=1)
     pool.start()

@@ -14,7 +14,7 @@ pytest.importorskip("executorch")
 
 from torch._export.serde.schema import SCHEMA_VERSION  # noqa: E402
 
-from etfarm.server.compile import loading  # noqa: E402
+from etfarm.server.compile.program import loading  # noqa: E402
 from etfarm.wire.errors import EtfarmError  # noqa: E402
 from tests.support import models  # noqa: E402
 

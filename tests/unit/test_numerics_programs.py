@@ -10,7 +10,7 @@ import pytest
 
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.compile.cache import CompilationNotFound, Outcome
-from etfarm.server.compile.flights import Listener
+from etfarm.server.compile.single_flight import Listener
 from etfarm.server.jobs import model
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.wire import recipes

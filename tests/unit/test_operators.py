@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.compile import operators
-from etfarm.server.compile.expressions import check_target
-from etfarm.server.compile.operators import Added, BadOperators, Operators
-from etfarm.server.compile.refusals import OperatorNotAllowed
+from etfarm.server.compile.errors import OperatorNotAllowed
+from etfarm.server.compile.screening import operators
+from etfarm.server.compile.screening.expressions import check_target
+from etfarm.server.compile.screening.operators import Added, BadOperators, Operators
 
 ROOT = Path(__file__).parents[2]
 SEEN = Path(__file__).parents[1] / "support" / "operators_seen.txt"
@@ -58,7 +58,7 @@ def test_what_reaches_files_memory_or_the_process_is_not_on_the_list(name: str) 
 
 
 def test_a_server_without_torch_reads_the_list() -> None:
-    code = "import sys; from etfarm.server.compile import operators as o; o.read(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from etfarm.server.compile.screening import operators as o; o.read(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

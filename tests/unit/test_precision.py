@@ -23,7 +23,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e  # noqa: E402
 
-from etfarm.server.compile import places, precision  # noqa: E402
+from etfarm.server.compile.program import fp32_layers, places  # noqa: E402
 from tests.support import models  # noqa: E402
 
 Forward = Callable[..., Any]
@@ -197,7 +197,7 @@ def test_whose_quantizers_and_partitioners_are_xnnpacks() -> None:
     class Own(XNNPACKQuantizer):  # type: ignore[misc]
         """As a plug-in has it."""
 
-    assert precision.by_xnnpack([XNNPACKQuantizer(), Own()])
-    assert precision.by_xnnpack([XnnpackPartitioner()])
-    assert precision.by_xnnpack([]), "ExecuTorch's portable kernels"
-    assert not precision.by_xnnpack([XNNPACKQuantizer(), object()])
+    assert fp32_layers.by_xnnpack([XNNPACKQuantizer(), Own()])
+    assert fp32_layers.by_xnnpack([XnnpackPartitioner()])
+    assert fp32_layers.by_xnnpack([]), "ExecuTorch's portable kernels"
+    assert not fp32_layers.by_xnnpack([XNNPACKQuantizer(), object()])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.server.workers.quiet import Quiet
+from etfarm.server.workers.measurement_lock import Quiet
 
 
 async def _settle() -> None:

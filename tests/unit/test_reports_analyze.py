@@ -16,7 +16,7 @@ import pytest
 from etfarm.server.reports.analyze import analyze, prewarm
 from etfarm.server.reports.paired import Block
 from etfarm.server.reports.request import AnalyzeRequest
-from etfarm.server.workers.hearing import stage_of
+from etfarm.server.workers.channel.child_output import stage_of
 from etfarm.v1 import report_pb2
 from etfarm.wire import tensors
 from etfarm.wire.tensors import Scalar, Tensor

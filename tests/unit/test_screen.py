@@ -20,8 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etfarm.server.compile import archives, expressions, payloads, pickles, screen
-from etfarm.server.compile.refusals import NotAPt2, NotAPte, TruncatedProgram, UnknownOperator, UnsafeModel
+from etfarm.server.compile.errors import NotAPt2, NotAPte, TruncatedProgram, UnknownOperator, UnsafeModel
+from etfarm.server.compile.screening import archives, expressions, payloads, pickles, screen
 from etfarm.wire.errors import UserError
 
 torch = pytest.importorskip("torch")
@@ -89,7 +89,7 @@ def test_what_torch_writes_after_lowering_to_core_operators_passes(tmp_path: Pat
 
 
 def test_the_screen_loads_neither_torch_nor_numpy() -> None:
-    code = "import sys, etfarm.server.compile.screen; sys.exit(bool({'torch', 'numpy', 'sympy'} & set(sys.modules)))"
+    code = "import sys, etfarm.server.compile.screening.screen; sys.exit(bool({'torch', 'numpy', 'sympy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -320,7 +320,7 @@ def test_a_large_graph_is_left_to_the_child(good: Members, tmp_path: Path) -> No
 def test_what_the_child_does_with_a_large_graph_is_refuse_it_before_torch_loads_it(
     good: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from etfarm.server.compile import loading
+    from etfarm.server.compile.program import loading
 
     monkeypatch.setattr(loading, "load_pt2", lambda _: pytest.fail("torch loads it"))
     with pytest.raises(UnsafeModel):

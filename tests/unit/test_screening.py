@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.compile import screen, screening
-from etfarm.server.compile.refusals import UnsafeModel
-from etfarm.server.compile.screening import Screening
+from etfarm.server.compile import upload_screening
+from etfarm.server.compile.errors import UnsafeModel
+from etfarm.server.compile.screening import screen
+from etfarm.server.compile.upload_screening import Screening
 
 
 class Gate:
@@ -80,17 +81,17 @@ async def test_a_caller_that_goes_away_leaves_the_others_their_answer(screened: 
 
 async def test_files_that_take_for_ever_take_no_thread_of_others(screened: Screening, gate: Gate) -> None:
     waiting = [asyncio.create_task(screened.screen_pt2(f"slow{index}")) for index in range(50)]
-    for _ in range(screening.THREADS):
+    for _ in range(upload_screening.THREADS):
         await asyncio.to_thread(gate.entered.acquire)
     # What the transfers and the store use is free, and no third screen has begun.
     assert await asyncio.gather(*(asyncio.to_thread(int, str(index)) for index in range(100))) == list(range(100))
-    assert len(gate.looked) == screening.THREADS
+    assert len(gate.looked) == upload_screening.THREADS
     gate.open.set()
     await asyncio.gather(*waiting)
 
 
 async def test_what_passed_is_remembered_up_to_a_bound(screened: Screening, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screening, "MAX_KEPT", 2)
+    monkeypatch.setattr(upload_screening, "MAX_KEPT", 2)
     gate.open.set()
     for name in ("a", "b", "c", "c", "a"):
         await screened.screen_pt2(name)

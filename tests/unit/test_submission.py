@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import Connection
 
 from etfarm.server.artifacts.store import ArtifactMissing, Store
-from etfarm.server.compile import screen
+from etfarm.server.compile.screening import screen
 from etfarm.server.devices.schedule import NoSuchDevice
 from etfarm.server.jobs import groups, model
 from etfarm.server.jobs.execution import MethodMissing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from etfarm.server.workers.view import Action, code_paths, plan
+from etfarm.server.workers.jail.file_view import Action, code_paths, plan
 
 
 def planned(shared: list[Path], hidden: list[Path], below: Path) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from etfarm.server.workers.turns import Turns
+from etfarm.server.workers.fair_slots import Turns
 
 
 class Queue:

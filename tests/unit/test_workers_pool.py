@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.workers.faults import MAX_METADATA, MAX_TEXT, ChildDied, ChildOutOfMemory, ChildTimedOut
+from etfarm.server.workers.errors import MAX_METADATA, MAX_TEXT, ChildDied, ChildOutOfMemory, ChildTimedOut
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers, WorkersDown
 from etfarm.wire.errors import EtfarmError, FarmError, Fault

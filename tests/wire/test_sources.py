@@ -65,8 +65,8 @@ def test_a_users_file(file: str) -> None:
         "/usr/lib/python3/dist-packages/executorch/exir/x.py",
         "/usr/lib/python3.11/contextlib.py",
         "etfarm/client/export/eager.py",
-        "/src/server/etfarm/server/compile/quantize.py",
-        "/venv/lib/python3.11/site-packages/etfarm/server/compile/quantize.py",
+        "/src/server/etfarm/server/compile/lower/quantize.py",
+        "/venv/lib/python3.11/site-packages/etfarm/server/compile/lower/quantize.py",
     ],
 )
 def test_not_a_users_file(file: str) -> None:

@@ -28,7 +28,7 @@ from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.prewarm import PRELOAD as COMPILE_PRELOAD
-from etfarm.server.compile.screening import Screening, screen_before_loading
+from etfarm.server.compile.upload_screening import Screening, screen_before_loading
 from etfarm.server.config import DATABASE, Config
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import Registry
@@ -65,9 +65,9 @@ from etfarm.server.rpc.reports import ReportService
 from etfarm.server.rpc.sessions import SessionService
 from etfarm.server.rpc.tokens import TokenService
 from etfarm.server.state.engine import Database
+from etfarm.server.workers.measurement_lock import Quiet
 from etfarm.server.workers.pool import Workers
-from etfarm.server.workers.quiet import Quiet
-from etfarm.server.workers.readers import Readers
+from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import (
     agent_pb2,
     agent_pb2_grpc,

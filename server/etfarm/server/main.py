@@ -18,7 +18,7 @@ import structlog
 
 from etfarm.server import preflight
 from etfarm.server.app import running
-from etfarm.server.compile import operators
+from etfarm.server.compile.screening import operators
 from etfarm.server.config import Config
 from etfarm.server.jobs.quotas import Quotas
 from etfarm.server.reports import thresholds

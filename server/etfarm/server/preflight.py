@@ -8,9 +8,9 @@ from pathlib import Path
 
 from etfarm.server.access.tokens import has_tokens
 from etfarm.server.config import DATABASE, Config
-from etfarm.server.workers.jail import JailOptions, NetworkNotRemoved
+from etfarm.server.workers.jail.isolation import JailOptions, NetworkNotRemoved
+from etfarm.server.workers.jail.measures import NETWORK, JailIncomplete, JailReport
 from etfarm.server.workers.limits import Limits
-from etfarm.server.workers.measures import NETWORK, JailIncomplete, JailReport
 from etfarm.server.workers.pool import Workers
 from etfarm.wire.errors import EtfarmError
 

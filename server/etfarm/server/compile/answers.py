@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.keys import program_digest
 from etfarm.server.compile.result import DimRange, MethodFacts, ValueFacts
-from etfarm.server.workers import outputs
+from etfarm.server.workers import output_files
 from etfarm.v1 import common_pb2, compile_pb2
 from etfarm.v1.compile_pb2 import Compilation
 from etfarm.wire.errors import FarmError
@@ -102,8 +102,8 @@ class Files:
             raise BadWorkerAnswer(f"The compile worker names more than {MAX_FILES} files.")
         self._left -= 1
         try:
-            path = await asyncio.to_thread(outputs.claim, self._folder, name)
-        except outputs.BadOutputFile as error:
+            path = await asyncio.to_thread(output_files.claim, self._folder, name)
+        except output_files.BadOutputFile as error:
             raise BadWorkerAnswer(error.message) from None
         # A child may have written anything: it takes from its project what an upload would take.
         await self._store.require_quota(self._project, path.stat().st_size)

@@ -16,10 +16,10 @@ from etfarm.server.access.scope import Scope
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile import answers
 from etfarm.server.compile.cache import Cache, Outcome, is_lasting
-from etfarm.server.compile.flights import Audience, Flights, Listener
 from etfarm.server.compile.keys import Plan, original_of, plan, toolchain
-from etfarm.server.compile.operators import Operators
 from etfarm.server.compile.request import InspectRequest, LowerRequest, QuantizeRequest
+from etfarm.server.compile.screening.operators import Operators
+from etfarm.server.compile.single_flight import Audience, Flights, Listener
 from etfarm.server.state.engine import Database
 from etfarm.server.workers.pool import Workers
 from etfarm.v1 import common_pb2, compile_pb2, job_pb2
@@ -52,10 +52,10 @@ _LOG_CHARACTERS: Final = 6000
 class Tasks:
     """The children's entry points, `module:function`."""
 
-    quantize: str = "etfarm.server.compile.pipeline:quantize_model"
-    lower: str = "etfarm.server.compile.pipeline:lower_model"
-    inspect: str = "etfarm.server.compile.facts:inspect_pte"
-    recipes: str = "etfarm.server.compile.available:list_recipes"
+    quantize: str = "etfarm.server.compile.lower.tasks:quantize_model"
+    lower: str = "etfarm.server.compile.lower.tasks:lower_model"
+    inspect: str = "etfarm.server.compile.inspect.facts:inspect_pte"
+    recipes: str = "etfarm.server.compile.lower.available:list_recipes"
 
 
 class RecipeUnavailable(UserError):

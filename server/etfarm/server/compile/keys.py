@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from types import MappingProxyType
 from typing import Final
 
-from etfarm.server.compile.operators import Operators
+from etfarm.server.compile.screening.operators import Operators
 from etfarm.v1 import common_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire.recipes import Component, Quantization, Recipe

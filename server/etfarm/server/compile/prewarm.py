@@ -50,7 +50,7 @@ def _warm() -> None:
     from executorch.devtools import Inspector  # noqa: F401
     from executorch.export import ExportRecipe, ExportSession
 
-    importlib.import_module("etfarm.server.compile.pipeline")
+    importlib.import_module("etfarm.server.compile.lower.tasks")
     executorch.runtime.Runtime.get()
     bilinear_2d.get_graphs()
     sdpa.get_graphs()

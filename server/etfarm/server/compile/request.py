@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from etfarm.server.compile.operators import Operators
+from etfarm.server.compile.screening.operators import Operators
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from etfarm.server.access.scope import FARM_HOLDER
 from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
-from etfarm.server.workers.readers import Readers
+from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.wire import archives, elf
 from etfarm.wire.errors import EtfarmError, FarmError, UserError

@@ -14,7 +14,7 @@ from etfarm.server.jobs.execution import Execution
 from etfarm.server.jobs.log import JobLog
 from etfarm.server.jobs.way import Steps, Way
 from etfarm.server.reports.assembly import since
-from etfarm.server.workers.quiet import Quiet
+from etfarm.server.workers.measurement_lock import Quiet
 from etfarm.v1.job_pb2 import Progress
 from etfarm.wire.errors import EtfarmError, Fault
 from etfarm.wire.status import from_proto, to_proto

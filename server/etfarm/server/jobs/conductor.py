@@ -14,7 +14,7 @@ import structlog
 
 from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.compile.compiler import Compiler
-from etfarm.server.compile.flights import Listener
+from etfarm.server.compile.single_flight import Listener
 from etfarm.server.jobs import model
 from etfarm.server.jobs.attempts import Attempts
 from etfarm.server.jobs.execution import Execution
@@ -29,7 +29,7 @@ from etfarm.server.reports.analyst import Analyst
 from etfarm.server.reports.assembly import assemble, since
 from etfarm.server.reports.verdict import Thresholds
 from etfarm.server.state.engine import retry_when_full
-from etfarm.server.workers.quiet import Quiet
+from etfarm.server.workers.measurement_lock import Quiet
 from etfarm.v1 import common_pb2, job_pb2
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent, Progress
 from etfarm.wire.errors import EtfarmError, FarmError, Fault

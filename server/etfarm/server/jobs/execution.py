@@ -24,7 +24,7 @@ from etfarm.server.jobs.placement import Placement
 from etfarm.server.jobs.plausibility import ImplausibleResult, Plan, artifacts_of, check_attempt, check_candidate
 from etfarm.server.jobs.way import Way
 from etfarm.server.state.engine import retry_when_full
-from etfarm.server.workers.readers import Readers
+from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Attempt, Cell, Job, Progress

@@ -9,7 +9,7 @@ from typing import Final
 
 from etfarm.server.compile.cache import CompilationNotFound
 from etfarm.server.compile.compiler import Compiler
-from etfarm.server.compile.flights import Listener
+from etfarm.server.compile.single_flight import Listener
 from etfarm.server.jobs import model
 from etfarm.server.jobs.way import Way
 from etfarm.v1 import compile_pb2, job_pb2

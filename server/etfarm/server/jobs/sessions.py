@@ -17,7 +17,7 @@ import structlog
 from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.compile.compiler import Compiler
-from etfarm.server.compile.flights import Listener
+from etfarm.server.compile.single_flight import Listener
 from etfarm.server.devices import schedule
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import DeviceOffline, Registry
@@ -40,7 +40,7 @@ from etfarm.server.jobs.lease import (
 )
 from etfarm.server.jobs.placement import Placement
 from etfarm.server.jobs.quotas import Counted, Quotas
-from etfarm.server.workers.quiet import Quiet
+from etfarm.server.workers.measurement_lock import Quiet
 from etfarm.v1 import agent_pb2, compile_pb2, job_pb2, session_pb2
 from etfarm.v1.session_pb2 import SessionAnswer, SessionEvent
 from etfarm.wire import selectors, sessions

@@ -24,7 +24,7 @@ from sqlalchemy.dialects.sqlite import insert
 from etfarm.server.reports.request import AnalyzeRequest
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
-from etfarm.server.workers.faults import BadAnswer, ChildDied, ChildOutOfMemory, ChildTimedOut
+from etfarm.server.workers.errors import BadAnswer, ChildDied, ChildOutOfMemory, ChildTimedOut
 from etfarm.server.workers.pool import Workers
 from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import digest as digests

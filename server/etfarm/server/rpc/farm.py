@@ -9,7 +9,7 @@ from etfarm.server.compile.keys import toolchain
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import Registry
 from etfarm.server.rpc.auth import caller, scope
-from etfarm.server.workers.measures import JailReport
+from etfarm.server.workers.jail.measures import JailReport
 from etfarm.v1 import agent_pb2, farm_pb2, farm_pb2_grpc
 from etfarm.v1.common_pb2 import Role
 from etfarm.wire.status import to_proto

@@ -24,12 +24,14 @@ from functools import cache
 from pathlib import Path
 from types import TracebackType
 
-from etfarm.server.workers import faults, frames, inputs, jail, outputs
-from etfarm.server.workers.hearing import Heard, follow, listen
-from etfarm.server.workers.jail import Jail, JailOptions
+from etfarm.server.workers import errors, output_files, request_files
+from etfarm.server.workers.channel import frames
+from etfarm.server.workers.channel.child_output import Heard, follow, listen
+from etfarm.server.workers.fair_slots import Turns
+from etfarm.server.workers.jail import isolation
+from etfarm.server.workers.jail.isolation import Jail, JailOptions
+from etfarm.server.workers.jail.measures import JailReport
 from etfarm.server.workers.limits import Limits
-from etfarm.server.workers.measures import JailReport
-from etfarm.server.workers.turns import Turns
 from etfarm.wire.errors import FarmError
 from etfarm.wire.sandbox import cgroups, namespaces
 
@@ -112,7 +114,7 @@ class Workers:
         self._options = options
         first = options.first_user
         if first is None or os.geteuid() != 0:
-            first = jail.choose_users(self._folder, concurrency)
+            first = isolation.choose_users(self._folder, concurrency)
         self._users = [None if first is None else first + number for number in range(concurrency)]
         self._family = f"etfarm-{hashlib.sha256(os.fsencode(self._folder)).hexdigest()[:12]}"
         self._running: set[asyncio.Task[object]] = set()
@@ -121,7 +123,7 @@ class Workers:
         """Starts the forkserver and returns within milliseconds; it warms up by itself. Call it in the event loop."""
         if (place := _place()) is not None:
             cgroups.remove_family(place, self._family)  # of a server that was killed
-        outputs.delete(self._folder)
+        output_files.delete(self._folder)
         self._folder.mkdir(parents=True, mode=0o700)
         (self._folder / _POINT).mkdir(mode=0o700)
         self._server = self._launch()
@@ -246,8 +248,8 @@ class Workers:
                 final = group.create_task(ended.read(), name=f"status of {task}")
         except TimeoutError:
             if stage_deadline_s is not None and stage_clock.expired():
-                raise faults.ChildTimedOut(task, stage_deadline_s, heard.stage, clock="stage") from None
-            raise faults.ChildTimedOut(task, deadline_s, heard.stage) from None
+                raise errors.ChildTimedOut(task, stage_deadline_s, heard.stage, clock="stage") from None
+            raise errors.ChildTimedOut(task, deadline_s, heard.stage) from None
         except ExceptionGroup as failed:
             raise _first(failed) from None
         finally:
@@ -262,7 +264,9 @@ class Workers:
         Raises:
             JailIncomplete, NetworkNotRemoved: as of `run`.
         """
-        async with await self.run("etfarm.server.workers.child:describe_jail", None, deadline_s=_DESCRIBE_S) as finished:
+        async with await self.run(
+            "etfarm.server.workers.child.supervisor:describe_jail", None, deadline_s=_DESCRIBE_S
+        ) as finished:
             return JailReport.from_json(finished.result)
 
     def _order(self, task: str, folder: Path, user: int | None) -> tuple[socket.socket, int, socket.socket]:
@@ -296,31 +300,31 @@ class Workers:
             said = json.loads(report)
             status = int(said["exit"])
         except (ValueError, KeyError, TypeError):
-            raise faults.ChildDied(task, -signal.SIGKILL, heard.stage, "\n".join(heard.tail)) from None
+            raise errors.ChildDied(task, -signal.SIGKILL, heard.stage, "\n".join(heard.tail)) from None
         if heard.result is None or status != 0:
             # A process of the tree was refused or ended for it, whatever the child made of that.
             if said["out_of_memory"]:
-                raise faults.ChildOutOfMemory(task, self._limits.memory_bytes, heard.stage, "\n".join(heard.tail)[-2000:])
+                raise errors.ChildOutOfMemory(task, self._limits.memory_bytes, heard.stage, "\n".join(heard.tail)[-2000:])
             if said["disk_full"]:
-                raise faults.ChildDiskFull(task, f"the disk has less than {self._limits.reserve_bytes >> 20} MiB or files left")
+                raise errors.ChildDiskFull(task, f"the disk has less than {self._limits.reserve_bytes >> 20} MiB or files left")
             if said["too_many_processes"]:
-                raise faults.ChildTooManyProcesses(task, self._limits.processes, heard.stage)
+                raise errors.ChildTooManyProcesses(task, self._limits.processes, heard.stage)
         if heard.error is not None:
             stage = heard.error.stage = heard.error.stage or heard.stage
-            if heard.error.reason == faults.ChildOutOfMemory.reason:
+            if heard.error.reason == errors.ChildOutOfMemory.reason:
                 detail = heard.error.metadata.get("detail", "")
-                raise faults.ChildOutOfMemory(task, self._limits.memory_bytes, stage, detail)
-            if heard.error.reason == faults.ChildTooManyProcesses.reason:
-                raise faults.ChildTooManyProcesses(task, self._limits.processes, stage)
+                raise errors.ChildOutOfMemory(task, self._limits.memory_bytes, stage, detail)
+            if heard.error.reason == errors.ChildTooManyProcesses.reason:
+                raise errors.ChildTooManyProcesses(task, self._limits.processes, stage)
             raise heard.error
         if heard.result is not None and status == 0:
             return Finished(heard.result, folder, int(said["peak_rss_bytes"]), float(said["cpu_s"]))
         log = "\n".join(heard.tail)
         if status == -signal.SIGXCPU:
-            raise faults.ChildTimedOut(task, self._limits.cpu_s, heard.stage, clock="CPU")
-        if faults.is_out_of_memory(RuntimeError(log)):
-            raise faults.ChildOutOfMemory(task, self._limits.memory_bytes, heard.stage, log[-2000:])
-        raise faults.ChildDied(task, status, heard.stage, log)
+            raise errors.ChildTimedOut(task, self._limits.cpu_s, heard.stage, clock="CPU")
+        if errors.is_out_of_memory(RuntimeError(log)):
+            raise errors.ChildOutOfMemory(task, self._limits.memory_bytes, heard.stage, log[-2000:])
+        raise errors.ChildDied(task, status, heard.stage, log)
 
     def _current(self) -> _Forkserver:
         if self._server is None:
@@ -339,10 +343,10 @@ class Workers:
         sight = json.dumps({"hidden": hidden, "readable": [str(path) for path in self._options.readable]})
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "etfarm.server.workers.forkserver", str(control_child.fileno()),
+                [sys.executable, "-P", "-m", "etfarm.server.workers.child.forkserver", str(control_child.fileno()),
                  str(alive_child), sight, *self._preload],
                 stdin=subprocess.DEVNULL, pass_fds=(control_child.fileno(), alive_child), cwd=home,
-                env=jail.clean_environment(home), start_new_session=True,
+                env=isolation.clean_environment(home), start_new_session=True,
             )  # fmt: skip
         finally:
             control_child.close()
@@ -406,12 +410,12 @@ async def _hang_up(writer: asyncio.StreamWriter, ended: asyncio.StreamReader) ->
 
 
 async def _delete(folder: Path) -> None:
-    await asyncio.to_thread(outputs.delete, folder)
+    await asyncio.to_thread(output_files.delete, folder)
 
 
 def _encode(request: object) -> bytes:
     """Return the frames that a child is sent: the files that it may read, then the request."""
-    files = json.dumps([str(path) for path in inputs.files_of(request)]).encode()
+    files = json.dumps([str(path) for path in request_files.files_of(request)]).encode()
     return frames.encode(frames.FILES, files) + frames.encode(frames.REQUEST, pickle.dumps(request))
 
 

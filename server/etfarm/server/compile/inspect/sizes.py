@@ -1,0 +1,89 @@
+"""Reads a .pte's description, and says where its bytes are. Constants and delegates' data are not read."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from executorch.exir._serialize._program import _flatbuffer_to_program, _get_extended_header
+from executorch.exir.schema import BackendDelegateDataReference, DataLocation, ExecutionPlan, Program
+
+from etfarm.server.compile.errors import UnsupportedProgram
+from etfarm.server.compile.program.explain import first_line
+from etfarm.server.compile.result import ProgramSizes
+from etfarm.server.workers.errors import is_out_of_memory
+
+
+@dataclass(frozen=True)
+class Described:
+    """A .pte's flatbuffer."""
+
+    program: Program
+    program_bytes: int
+    """Of the flatbuffer; the whole file where it has no segments."""
+
+
+def read(pte: Path) -> Described:
+    """The description of a .pte, fresh or ready.
+
+    Raises:
+        UnsupportedProgram: its flatbuffer cannot be read.
+    """
+    size = pte.stat().st_size
+    with pte.open("rb") as file:
+        header = _get_extended_header(file.read(64))
+        program_bytes = header.program_size if header is not None else size
+        file.seek(0)
+        head = file.read(program_bytes)
+    try:
+        return Described(_flatbuffer_to_program(head), program_bytes)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        traceback.print_exc()
+        raise UnsupportedProgram(
+            f"The program's description cannot be read: {first_line(error)}.", "Export it again with ExecuTorch 1.x."
+        ) from None
+
+
+def of_program(described: Described, data: Mapping[str, Path] | None = None) -> ProgramSizes:
+    """Where a program's bytes are. A delegate's data that several methods share count once in the whole, and in each method.
+
+    Args:
+        data: its named data files (.ptd).
+    """
+    program = described.program
+    used = {_place(d.processed) for plan in program.execution_plan for d in plan.delegates}
+    in_segments = {index for location, index in used if location == DataLocation.SEGMENT}
+    return {
+        "program_bytes": described.program_bytes,
+        "constant_bytes": sum(len(buffer.storage) for buffer in program.constant_buffer)
+        + sum(segment.size for index, segment in enumerate(program.segments) if index not in in_segments),
+        "delegate_bytes": sum(_bytes(program, *place) for place in used),
+        "methods": {
+            plan.name: {
+                "delegate_bytes": sum(_bytes(program, *place) for place in {_place(d.processed) for d in plan.delegates}),
+                "planned_bytes": planned_bytes(plan),
+            }
+            for plan in program.execution_plan
+        },
+        "data_bytes": {name: path.stat().st_size for name, path in sorted((data or {}).items())},
+    }  # fmt: skip
+
+
+def planned_bytes(plan: ExecutionPlan) -> list[int]:
+    """Sizes of a method's memory-planned buffers."""
+    # Buffer 0 stands for constants.
+    return [int(size) for size in plan.non_const_buffer_sizes[1:]]
+
+
+def _place(reference: BackendDelegateDataReference) -> tuple[DataLocation, int]:
+    return reference.location, reference.index
+
+
+def _bytes(program: Program, location: DataLocation, index: int) -> int:
+    if location == DataLocation.SEGMENT:
+        return int(program.segments[index].size)
+    return len(program.backend_delegate_data[index].data)

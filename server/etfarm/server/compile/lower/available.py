@@ -1,0 +1,112 @@
+"""Which recipes this host can compile, and what the others lack. Child side: it imports the providers."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Literal
+
+from etfarm.server.compile.lower import build, plugins
+from etfarm.server.compile.program.explain import first_line
+from etfarm.server.compile.result import RecipeRow, RecipesResult
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.recipes import RECIPES, Argument, BadRecipeArgument, Part, Plain, Quantization, Specification, resolve
+
+_QUANTIZATION: Final[dict[Quantization, Literal["none", "pt2e-static", "pt2e-dynamic", "torchao"]]] = {
+    Quantization.NONE: "none",
+    Quantization.PT2E_STATIC: "pt2e-static",
+    Quantization.PT2E_DYNAMIC: "pt2e-dynamic",
+    Quantization.TORCHAO_SOURCE: "torchao",
+}
+
+_TOOLS: Final = {
+    "coreml": ("coremltools",),
+    "coreai": ("coreai_torch", "coreai_opt"),
+    "arm_ethos": ("ethosu.vela", "tosa_serializer"),
+    "arm_tosa": ("tosa_serializer",),
+}
+"""Python packages without which a recipe's provider loads, and its compilation fails; by the recipe's first words."""
+
+_NOT_HERE: Final = {
+    "qnn": "Qualcomm's AI Engine Direct SDK, which no package registry has",
+    "arm_vgf": "Arm's ML SDK for Vulkan (its model converter)",
+}
+
+
+def list_recipes(request: object, folder: Path, emit: Callable[[bytes], None]) -> bytes:
+    """Task: answers a RecipesResult as JSON: every recipe that etfarm knows, in the table's order, then those of plug-ins."""
+    rows = [_row(specification, _missing(specification)) for specification in RECIPES.values()]
+    result: RecipesResult = {"recipes": rows + [_plugin(name) for name in plugins.names(plugins.RECIPES)]}
+    return json.dumps(result).encode()
+
+
+def _plugin(name: str) -> RecipeRow:
+    """A plug-in's recipe: what its specification says, and whether it gives an ExportRecipe."""
+    found = Specification(name, "", Quantization.NONE, "an installed plug-in's recipe")
+    try:
+        found = dataclasses.replace(plugins.specification(name) or found, name=name)
+        return _row(build.specification(Part(found, _required(found))), "")
+    except BadRecipeArgument:  # it is there, and does not say which arguments it needs
+        return _row(found, "")
+    except EtfarmError as error:
+        return _row(found, _why(error))
+
+
+def _row(specification: Specification, missing: str) -> RecipeRow:
+    return {
+        "name": specification.name,
+        "summary": specification.summary,
+        "backend": "" if specification.backend == "portable" else specification.backend,
+        "quantization": _QUANTIZATION[specification.quantization],
+        "available": not missing,
+        "missing": missing,
+        "arguments": [_argument(argument) for argument in specification.arguments],
+    }
+
+
+def _missing(specification: Specification) -> str:
+    for start, tools in _TOOLS.items():
+        absent = [tool for tool in tools if specification.name.startswith(start) and not _installed(tool)]
+        if absent:
+            return f"needs {specification.needs}: {', '.join(absent)} is not installed"
+    for start, what in _NOT_HERE.items():
+        if specification.name.startswith(start):
+            return f"needs {what}"
+    try:
+        build.export_recipe(resolve(specification.name, _required(specification)), ["forward"])
+    except EtfarmError as error:
+        return _why(error)
+    except Exception as error:  # noqa: BLE001 - a provider fails in its own ways, and each is an answer
+        return first_line(error)
+    return ""
+
+
+def _why(error: EtfarmError) -> str:
+    return error.metadata.get("missing") or error.metadata.get("why") or error.message
+
+
+def _required(specification: Specification) -> dict[str, Plain]:
+    return {argument.name: _example(argument) for argument in specification.arguments if argument.required}
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+def _example(argument: Argument) -> Plain:
+    if argument.choices:
+        return argument.choices[0]
+    if argument.kind is tuple:
+        return (1, 16)
+    return argument.bounds[1] if argument.bounds is not None else "SM8650"
+
+
+def _argument(argument: Argument) -> str:
+    default = "" if argument.default is None else f" (default {argument.default})"
+    return f"{argument.name}={argument.allowed}{' (required)' if argument.required else default}: {argument.summary}"

@@ -1,0 +1,141 @@
+"""Partitioners and quantizers that a recipe file names, as ExecuTorch's objects, fresh each time."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from etfarm.server.compile.errors import ToolchainIncomplete
+from etfarm.server.compile.program.explain import first_line
+from etfarm.wire.recipes import Component, Plain
+
+Arguments = Mapping[str, Plain]
+
+
+def partitioners(components: Sequence[Component]) -> list[Any]:
+    """ExecuTorch's Partitioners, in their order.
+
+    Raises:
+        ToolchainIncomplete: what one needs is not installed here.
+    """
+    return [_made(_PARTITIONERS, component) for component in components]
+
+
+def separate(partitioners: Sequence[Any] | Mapping[str, Sequence[Any]]) -> None:
+    """Has XNNPACK's partitioners, of a list or by method, give each operator a delegate of its own; others stay as they are."""
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+
+    lists = partitioners.values() if isinstance(partitioners, Mapping) else [partitioners]
+    for partitioner in (one for ones in lists for one in ones):
+        if isinstance(partitioner, XnnpackPartitioner):
+            partitioner.per_op_mode = True
+
+
+def quantizers(components: Sequence[Component]) -> list[Any]:
+    """torchao's PT2E Quantizers, in their order.
+
+    Raises:
+        ToolchainIncomplete: as `partitioners`.
+    """
+    return [_made(_QUANTIZERS, component) for component in components]
+
+
+def coreml_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Core ML's arguments with coremltools' own values for the names of systems and units."""
+    ct = importlib.import_module("coremltools")
+    enums = {"minimum_deployment_target": ct.target, "compute_unit": ct.ComputeUnit}
+    return {
+        key: getattr(enums[key], value) if key in enums else list(value) if isinstance(value, tuple) else value
+        for key, value in arguments.items()
+    }
+
+
+def _made(table: Mapping[str, Callable[[Arguments], Any]], component: Component) -> Any:
+    try:
+        return table[component.name](component.arguments)
+    except (ImportError, OSError) as error:
+        raise ToolchainIncomplete(component.name, first_line(error)) from error
+
+
+def _xnnpack_partitioner(arguments: Arguments) -> Any:
+    from executorch.backends.xnnpack.partition.config.xnnpack_config import ConfigPrecisionType
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+
+    precisions = [ConfigPrecisionType[precision.upper()] for precision in _texts(arguments, "precision")]
+    return XnnpackPartitioner(config_precisions=precisions or None, per_op_mode=bool(arguments.get("per_op")))
+
+
+def _coreml_partitioner(arguments: Arguments) -> Any:
+    from executorch.backends.apple.coreml.compiler import CoreMLBackend
+    from executorch.backends.apple.coreml.partition import CoreMLPartitioner
+
+    given = coreml_arguments(arguments)
+    whole = given.pop("lower_full_graph", False)
+    target = given.get("minimum_deployment_target")
+    ios18 = importlib.import_module("coremltools").target.iOS18
+    return CoreMLPartitioner(
+        compile_specs=CoreMLBackend.generate_compile_specs(**given),
+        lower_full_graph=bool(whole),
+        # Core ML has had state since iOS 18 only; the recipes' provider decides the same.
+        take_over_mutable_buffer=target is None or target >= ios18,
+    )
+
+
+def _vulkan_partitioner(arguments: Arguments) -> Any:
+    from executorch.backends.vulkan.partitioner.vulkan_partitioner import VulkanPartitioner
+
+    return VulkanPartitioner()
+
+
+def _xnnpack_quantizer(arguments: Arguments) -> Any:
+    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
+
+    quantizer = XNNPACKQuantizer()
+    per_channel, dynamic = bool(arguments.get("per_channel")), bool(arguments.get("dynamic"))
+    quantizer.set_global(get_symmetric_quantization_config(is_per_channel=per_channel, is_dynamic=dynamic))
+    only, skip = _texts(arguments, "only_modules"), _texts(arguments, "skip_modules")
+    if only or skip:
+        quantizer.set_filter_function(lambda node: (not only or _within(node, only)) and not _within(node, skip))
+    return quantizer
+
+
+def _coreml_quantizer(arguments: Arguments) -> Any:
+    import torch
+    from executorch.backends.apple.coreml.quantizer import CoreMLQuantizer
+
+    options = importlib.import_module("coremltools").optimize.torch.quantization
+    config = options.LinearQuantizerConfig(
+        global_config=options.ModuleLinearQuantizerConfig(
+            quantization_scheme="symmetric",
+            activation_dtype=torch.float32 if arguments.get("weight_only") else torch.quint8,
+            weight_dtype=torch.qint8,
+            weight_per_channel=bool(arguments.get("per_channel", True)),
+        )
+    )
+    for module in _texts(arguments, "skip_modules"):
+        config = config.set_module_name(module, None)
+    return CoreMLQuantizer(config)
+
+
+def _texts(arguments: Arguments, name: str) -> list[str]:
+    value = arguments.get(name, ())
+    return [value] if isinstance(value, str) else [str(text) for text in value] if isinstance(value, tuple) else []
+
+
+def _within(node: Any, modules: Sequence[str]) -> bool:
+    """Whether a node was made in one of the modules, or in a module of theirs."""
+    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+        name = str(path).replace("L['self'].", "").replace("L__self___", "")
+        if any(name == module or name.startswith(f"{module}.") for module in modules):
+            return True
+    return False
+
+
+_PARTITIONERS: Final[Mapping[str, Callable[[Arguments], Any]]] = {
+    "xnnpack": _xnnpack_partitioner,
+    "coreml": _coreml_partitioner,
+    "vulkan": _vulkan_partitioner,
+}
+
+_QUANTIZERS: Final[Mapping[str, Callable[[Arguments], Any]]] = {"xnnpack": _xnnpack_quantizer, "coreml": _coreml_quantizer}

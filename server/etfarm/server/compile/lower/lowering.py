@@ -1,0 +1,295 @@
+"""ExecuTorch's ExportSession behind typed doors: the stages from exported programs to a .pte, told one by one."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from executorch.devtools.backend_debug import get_delegation_info
+from executorch.exir import EdgeProgramManager, ExecutorchBackendConfig, ExecutorchProgramManager
+from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
+from executorch.export import ExportSession, StageType
+
+from etfarm.server.compile.errors import StageFailed
+from etfarm.server.compile.inspect import footprint
+from etfarm.server.compile.program.explain import stage_failed
+from etfarm.server.compile.result import Delegation, Place, StageEvent, StageTime
+from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
+from etfarm.wire.errors import EtfarmError, UserError
+
+
+class ExternalConstantsClash(UserError):
+    """Constants of two methods would have one name in a data file."""
+
+    reason = "EXTERNAL_CONSTANTS_CLASH"
+
+    def __init__(self, constant: str, one: str, other: str) -> None:
+        super().__init__(
+            f"The constant {constant} is another one in {one} than in {other}, and a data file knows constants by name only: "
+            "one of them would be read for both.",
+            "Name the methods' modules differently (wrap each in a module with its own attribute), or leave out "
+            "external_constants.",
+            stage="TO_EXECUTORCH", constant=constant, methods=f"{one},{other}",
+        )  # fmt: skip
+
+
+class Stages:
+    """Tells of each stage and keeps its time.
+
+    Args:
+        emit: gets StageEvents.
+        programs: what is compiled, by method, for sentences about what failed in it.
+    """
+
+    def __init__(self, emit: Callable[[StageEvent], None], programs: Mapping[str, Any]) -> None:
+        self._emit = emit
+        self.programs = programs
+        self.times: list[StageTime] = []
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[dict[str, float]]:
+        """One stage. Gives the dict that takes milliseconds by method. What torch raises inside becomes the user's StageFailed.
+
+        Raises:
+            StageFailed: with one sentence; the whole message is its cause and goes to the log.
+        """
+        self._emit({"stage": name, "phase": "START", "duration_ms": None})
+        began = time.monotonic()
+        methods: dict[str, float] = {}
+        try:
+            yield methods
+        except (EtfarmError, MemoryError):
+            raise
+        except Exception as error:
+            if is_out_of_memory(error) or is_disk_full(error):
+                raise
+            raise stage_failed(name, error, self.programs) from error
+        duration_ms = milliseconds(began)
+        self.times.append({"stage": name, "duration_ms": duration_ms, "where": "SERVER", "methods": methods})
+        self._emit({"stage": name, "phase": "END", "duration_ms": duration_ms})
+
+
+@contextmanager
+def timed(methods: dict[str, float], method: str) -> Iterator[None]:
+    """Puts a method's milliseconds into its stage's dict."""
+    began = time.monotonic()
+    yield
+    methods[method] = milliseconds(began)
+
+
+def milliseconds(began: float) -> float:
+    """Since a time of the monotonic clock."""
+    return round((time.monotonic() - began) * 1000, 3)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What is run on exported programs."""
+
+    stages: Sequence[str]
+    """From TO_EDGE_TRANSFORM_AND_LOWER or TO_EDGE on, in an order that ExecuTorch allows; at least one."""
+    replaced: Mapping[str, Any] = field(default_factory=dict)
+    """Stages of plug-ins, by the stage that each replaces."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Values of constant methods: a tensor, a plain Python value, or a tuple of them."""
+    etrecord: bool = False
+
+    @property
+    def partitions(self) -> bool:
+        """Whether one of the stages delegates."""
+        return not {"TO_EDGE_TRANSFORM_AND_LOWER", "TO_BACKEND"}.isdisjoint(self.stages)
+
+
+@dataclass
+class Lowered:
+    """What the stages made."""
+
+    manager: Any = None
+    """An ExecutorchProgramManager if TO_EXECUTORCH was run, otherwise the EdgeProgramManager of the last stage."""
+    delegation: dict[str, Delegation] = field(default_factory=dict)
+    """By method; empty where nothing was partitioned."""
+    initialized: dict[str, list[str]] = field(default_factory=dict)
+    """Buffers whose initial values had to be put into the program, by method."""
+    transformed: dict[str, Any] = field(default_factory=dict)
+    """The edge programs as EDGE_PROGRAM_MANAGER_TRANSFORM left them, where an ETRecord is wanted."""
+    graphs: footprint.Graphs = field(default_factory=dict)
+    """What XNNPACK wrote into its delegates."""
+
+
+Undelegated = Callable[[Any], Mapping[str, Mapping[str, list[Place]]]]
+"""Where the operators outside of an EdgeProgramManager's delegates come from, by method and operator."""
+
+
+def apply_aten_passes(recipe: Any, programs: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe's passes between export and edge. The session drops them silently when it starts from programs."""
+    passed = dict(programs)
+    for transform in recipe.aten_transform_passes or []:
+        passed = {method: transform(method, program) for method, program in passed.items()}
+    return passed
+
+
+def lower(
+    programs: Mapping[str, Any], recipe: Any, pipeline: Pipeline, name: str, stages: Stages, undelegated: Undelegated
+) -> Lowered:
+    """Runs ExecuTorch's session from exported programs on.
+
+    Args:
+        programs: by method.
+        recipe: a fresh ExportRecipe; it is used up.
+        name: the model's.
+
+    Raises:
+        StageFailed: as `Stages.stage`; or a plug-in's stage gave something else than the stage that it replaces.
+        ExternalConstantsClash: as it says.
+    """
+    import executorch.kernels.quantized  # noqa: F401 - its out variants, or undelegated int8 fails
+
+    recipe.pipeline_stages = [StageType[stage] for stage in pipeline.stages]
+    recipe.executorch_backend_config = recipe.executorch_backend_config or ExecutorchBackendConfig()
+    session = ExportSession(
+        dict(programs), export_recipe=recipe, name=name, generate_etrecord=pipeline.etrecord,
+        constant_methods=dict(pipeline.constants) or None,
+    )  # fmt: skip
+    for stage, plugin in pipeline.replaced.items():
+        session.register_stage(StageType[stage], plugin)
+    watch = _Watch(pipeline, recipe.executorch_backend_config, stages, undelegated)
+    for kind, stage in session.get_all_registered_stages().items():
+        stage.run = watch.watched(kind.name, stage)
+    lowered = watch.lowered
+    with footprint.kept_graphs() as lowered.graphs:
+        session.export()
+    lowered.manager = session.get_stage_artifacts()[StageType[pipeline.stages[-1]]].data
+    if pipeline.stages[-1] != "TO_EXECUTORCH":
+        watch.describe(lowered.manager)
+    return lowered
+
+
+class _Watch:
+    """What is told, changed and kept around the stages of one session."""
+
+    def __init__(self, pipeline: Pipeline, config: Any, stages: Stages, undelegated: Undelegated) -> None:
+        self._pipeline = pipeline
+        self._config = config
+        self._stages = stages
+        self._undelegated = undelegated
+        self.lowered = Lowered()
+
+    def watched(self, name: str, stage: Any) -> Callable[[Any], None]:
+        run = stage.run
+
+        def watched(artifact: Any) -> None:
+            if name == "TO_EXECUTORCH":
+                self.describe(artifact.data)  # the stage puts its own graphs into the edge programs
+                self._stages.programs = {m: artifact.data.exported_program(m) for m in artifact.data.methods}
+            with self._stages.stage(name):
+                if name == "TO_EXECUTORCH":
+                    self._before_executorch(artifact.data)
+                with torch.no_grad():  # a pass writes into weights, which torch forbids where they want gradients
+                    run(artifact)
+                if name in self._pipeline.replaced:
+                    _check_replacement(name, stage)
+            if name == "EDGE_PROGRAM_MANAGER_TRANSFORM" and self._pipeline.etrecord:
+                after = stage.get_artifacts().data
+                if after is not artifact.data:
+                    self.lowered.transformed = {m: _copied(after.exported_program(m)) for m in sorted(after.methods)}
+
+        return watched
+
+    def describe(self, manager: Any) -> None:
+        """Keeps what was delegated."""
+        if not self._pipeline.partitions:
+            return
+        places = self._undelegated(manager)
+        for method in sorted(manager.methods):
+            info = get_delegation_info(manager.exported_program(method).graph_module)
+            self.lowered.delegation[method] = _delegation(info, places.get(method, {}))
+
+    def _before_executorch(self, manager: Any) -> None:
+        # Only now: before the edge dialect a change of a buffer is an operator with an underscore, and in no signature.
+        names: set[str] = set()
+        for method in sorted(manager.methods):
+            buffers = _initialized_buffers(manager.exported_program(method))
+            if buffers:
+                self.lowered.initialized[method] = sorted(buffers)
+                names.update(buffers.values())
+        if names:
+            self._config.passes = [*self._config.passes, _Initialized(names)]
+        if self._config.external_constants:
+            _check_external(manager)
+
+
+class _Initialized(InitializedMutableBufferPass):  # type: ignore[misc]
+    """ExecuTorch's pass for whole names: it takes patterns, and `count` would be `count_of_others` too."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__([])
+        self._names = names
+
+    def placeholder(self, name: str, arg: Any, meta: Any) -> Any:
+        """Marks the buffer whose value the program keeps."""
+        if name in self._names:
+            meta["et_init_buffer"] = True
+        return super().placeholder(name, arg, meta)
+
+
+def _initialized_buffers(edge: Any) -> dict[str, str]:
+    """Buffers that a program changes and that do not begin at 0: their names in the module and in the graph."""
+    signature = edge.graph_signature
+    mutated = set(signature.buffers_to_mutate.values())
+    found = {}
+    for spec in signature.input_specs:
+        initial = edge.state_dict.get(spec.target, edge.constants.get(spec.target))
+        if spec.target in mutated and initial is not None and bool(initial.count_nonzero()):
+            found[spec.target] = spec.arg.name
+    return found
+
+
+def _check_external(manager: Any) -> None:
+    """Two methods' constants of one name would silently become one in a data file, which has names only."""
+    seen: dict[str, tuple[str, Any]] = {}
+    for method in sorted(manager.methods):
+        edge = manager.exported_program(method)
+        used = {node.name for node in edge.graph.nodes if node.op == "placeholder" and node.users}
+        mutated = set(edge.graph_signature.buffers_to_mutate.values())
+        for spec in edge.graph_signature.input_specs:
+            value = edge.state_dict.get(spec.target, edge.constants.get(spec.target)) if spec.target else None
+            if not isinstance(value, torch.Tensor) or spec.arg.name not in used or spec.target in mutated:
+                continue
+            other, first = seen.setdefault(spec.target, (method, value))
+            if first is not value and not (first.dtype == value.dtype and torch.equal(first, value)):
+                raise ExternalConstantsClash(spec.target, other, method)
+
+
+def _check_replacement(name: str, stage: Any) -> None:
+    given = getattr(stage.get_artifacts(), "data", None)
+    wanted = ExecutorchProgramManager if name == "TO_EXECUTORCH" else EdgeProgramManager
+    if not isinstance(given, wanted):
+        raise StageFailed(
+            name, "TypeError", f"the plug-in's stage {type(stage).__name__} gave {type(given).__name__}, not {wanted.__name__}",
+            "Its run() must keep a PipelineArtifact of what the replaced stage gives.",
+        )  # fmt: skip
+
+
+def _copied(program: Any) -> Any:
+    """The program with its own graph; TO_EXECUTORCH changes graphs where they are. Its weights are shared."""
+    again = copy.copy(program)
+    again._graph_module = copy.deepcopy(program.graph_module)
+    return again
+
+
+def _delegation(info: Any, places: Mapping[str, list[Place]]) -> Delegation:
+    rows = sorted(info.delegation_by_operator.items())
+    return {
+        "subgraphs": info.num_delegated_subgraphs,
+        "delegated_nodes": info.num_delegated_nodes,
+        "non_delegated_nodes": info.num_non_delegated_nodes,
+        "operators": [
+            {"op": op, "delegated": b.delegated, "non_delegated": b.non_delegated, "places": list(places.get(op, []))}
+            for op, b in rows
+        ],
+    }

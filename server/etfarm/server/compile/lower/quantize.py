@@ -1,0 +1,238 @@
+"""PT2E quantization of an exported program, dynamic shapes kept.
+
+ExportSession's own QuantizeStage takes eager modules only, and captures without the dynamic shapes: a .pt2 with an int8
+recipe would come out as fp32, and a dynamic model as a static one, both without a word. So it is done here, in front of
+the session, which then lowers the quantized program.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from executorch.export.stages import QuantizeStage
+from torch.export import Dim
+from torch.export.dynamic_shapes import _combine_args
+from torch.utils import _pytree as pytree
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+from etfarm.server.compile.errors import (
+    AlreadyQuantized,
+    BadCalibrationInput,
+    CalibrationFailed,
+    CalibrationNotFinite,
+    NoExampleInputs,
+    QuantizedNothing,
+    StageFailed,
+)
+from etfarm.server.compile.inputs import InputMismatch, check_inputs
+from etfarm.server.compile.inspect import facts
+from etfarm.server.compile.program import loading, values
+from etfarm.server.compile.program.explain import first_line
+from etfarm.server.compile.verify.reference import changed_buffers
+from etfarm.server.workers.errors import is_out_of_memory
+from etfarm.wire import tensors
+
+_QUANTIZED = ("quantized_decomposed.", "torchao.quantize_affine", "torchao.dequantize_affine", "torchao.choose_qparams",
+              "quant.dequantize_codebook")  # fmt: skip
+_TELL_S: Final = 2.0
+"""How often a long calibration is told of."""
+
+Module = Callable[..., Any]
+
+_log = logging.getLogger(__name__)
+
+
+def is_quantized(program: Any) -> bool:
+    """Whether a graph has quantize or dequantize operators."""
+    return any(str(node.target).startswith(_QUANTIZED) for node in program.graph.nodes if node.op == "call_function")
+
+
+def is_static(program: Any) -> bool:
+    """Whether activations are quantized by scales that a calibration found."""
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    return any(target.startswith("quantized_decomposed.quantize_per_tensor.default") for target in targets)
+
+
+def check(program: Any, name: str, method: str) -> None:
+    """Refuses what cannot be quantized, before anything costly runs.
+
+    Args:
+        name: the recipe's name, for the sentence.
+
+    Raises:
+        AlreadyQuantized, NoExampleInputs: as they say.
+    """
+    if is_quantized(program):
+        raise AlreadyQuantized(name, method)
+    if program.example_inputs is None:
+        raise NoExampleInputs(method)
+
+
+def quantize(program: Any, recipe: Any, name: str, method: str, calibration: Sequence[Path]) -> torch.nn.Module:
+    """The program as a module with quantize and dequantize operators; same arguments, same outputs.
+
+    Args:
+        recipe: ExecuTorch's QuantizationRecipe with PT2E quantizers, fresh.
+        name: the recipe's name, for the sentence.
+        calibration: tensor files, beside the program's own example inputs; one is held at a time.
+
+    Raises:
+        BadCalibrationInput: a sample does not fit.
+        CalibrationFailed: the model itself fails on a sample that fits.
+        CalibrationNotFinite: a sample makes a value NaN or infinite.
+        QuantizedNothing: no operator was quantized; the result would be silent fp32.
+        StageFailed: the recipe wants quantization-aware training.
+    """
+    if recipe.is_qat:
+        why = f"recipe {name} trains while it quantizes, and {method} arrives as an exported program"
+        raise StageFailed("QUANTIZE", "QuantizationAwareTraining", why, "Train it before, or use a recipe that calibrates only.")
+    stage = QuantizeStage(recipe)
+    # Guards are checked by check_inputs; as a submodule they would be in prepare_pt2e's way.
+    captured = stage._apply_passes(program.module(check_guards=False), recipe.pre_prepare_passes)
+    prepared = prepare_pt2e(captured, stage._get_quantizer_for_prepare_pt2e(recipe.quantizers))
+    prepared = stage._apply_passes(prepared, recipe.post_prepare_passes)
+    told = time.monotonic()
+    initial = _changed_buffers(program)
+    with torch.no_grad():
+        for index, (args, kwargs) in enumerate(_samples(program, recipe, method, calibration)):
+            _restore(prepared, initial)  # every sample is a first call
+            try:
+                prepared(*args, **kwargs)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                sample = f"calibration sample {index - 1}" if index else "the example inputs"
+                if "is not finite" in str(error):
+                    raise CalibrationNotFinite(method, sample, _not_finite(program, args, kwargs)) from error
+                raise CalibrationFailed(method, sample, first_line(error)) from error
+            if time.monotonic() - told > _TELL_S:
+                told = time.monotonic()
+                _log.info("calibrated %d of %d samples of %s", index + 1, len(calibration) + 1, method)
+    prepared = stage._apply_passes(prepared, recipe.pre_convert_passes)
+    converted: torch.nn.Module = stage._apply_passes(convert_pt2e(prepared), recipe.post_convert_passes)
+    # What calibration left in them would be the program's beginning: a KV cache that is full of samples.
+    _restore(converted, initial)
+    if not is_quantized(converted):
+        raise QuantizedNothing(name, method)
+    scales = [a for node in converted.graph.nodes if str(node.target).startswith(_QUANTIZED) for a in node.args]
+    if any(isinstance(scale, float) and not math.isfinite(scale) for scale in scales):
+        raise CalibrationNotFinite(method, "", "")  # observers of least and greatest values take any
+    return converted
+
+
+def export_again(module: torch.nn.Module, program: Any, strict: bool) -> Any:
+    """Exports a quantized module with the inputs, and the dynamic dims, of the program that it was.
+
+    Raises:
+        StageFailed: a dim that was dynamic became static.
+    """
+    args, kwargs = program.example_inputs
+    shapes = _dynamic_shapes(program, module, args, kwargs)
+    with torch.no_grad():
+        again = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=strict)
+    for before, after in zip(facts.of_exported(program)["inputs"], facts.of_exported(again)["inputs"], strict=True):
+        for dim, (was, now) in enumerate(zip(before["dims"] or [], after["dims"] or [], strict=True)):
+            if isinstance(was, dict) and not isinstance(now, dict):
+                why = f"dim {dim} of {before['name']!r} became static ({now}) when it was quantized"
+                raise StageFailed("TORCH_EXPORT", "Specialized", why, "Use a float recipe, or export with static shapes.")
+    return again
+
+
+def settle_origins(program: Any) -> None:
+    """Numbers the graphs that nodes say they come from, 1, 2, 3; torch takes their addresses, and equal programs would differ.
+
+    ExecuTorch derives debug handles from these numbers, and only asks which are equal.
+    """
+    numbers: dict[int, int] = {}
+    seen: set[int] = set()
+
+    def settle(sources: Sequence[Any]) -> None:
+        for source in sources:
+            info = source.node_info
+            if info is not None and id(info) not in seen:
+                seen.add(id(info))
+                info.graph_id = numbers.setdefault(info.graph_id, len(numbers) + 1)
+                source._dict = None
+            settle(source.from_node)
+
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                settle(node.meta.get("from_node", ()))
+
+
+def _changed_buffers(program: Any) -> dict[str, torch.Tensor]:
+    """Copies of the buffers that a program changes, by name."""
+    held = {**program.constants, **program.state_dict}
+    return {name: held[name].clone() for name in sorted(changed_buffers(program)) if name in held}
+
+
+def _restore(module: torch.nn.Module, initial: Mapping[str, torch.Tensor]) -> None:
+    for name, buffer in module.named_buffers():
+        if name in initial:
+            buffer.copy_(initial[name])
+
+
+def _samples(
+    program: Any, recipe: Any, method: str, calibration: Sequence[Path]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The recipe's own samples, or else the program's example inputs; then the calibration set."""
+    if recipe.calibration_inputs_fn is not None:
+        for own in recipe.calibration_inputs_fn():
+            yield own, {}
+    else:
+        yield program.example_inputs
+    expected = facts.of_exported(program)
+    for index, path in enumerate(calibration):
+        try:
+            sample = tensors.decode(path.read_bytes())
+            check_inputs(method, expected, sample)
+        except (InputMismatch, tensors.BadTensorFile) as error:
+            raise BadCalibrationInput(method, index, error.message.rstrip(".")) from None
+        yield values.to_arguments(program, [values.to_leaf(value) for value in sample])
+
+
+def _not_finite(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The names of the inputs that are NaN or infinite somewhere."""
+    leaves = zip(values.input_names(program), pytree.tree_leaves((args, kwargs)), strict=True)
+    return ", ".join(repr(name) for name, leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.isfinite().all())
+
+
+def _dynamic_shapes(program: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.export's dynamic_shapes of an exported program, one Dim a symbol; None when all dims are static."""
+    dims: dict[str, Any] = {}
+    by_name = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    specs = []
+    for name in values.input_names(program):
+        value = by_name.get(name)
+        shape = value.shape if isinstance(value, torch.Tensor) else ()
+        dynamic = {i: _dim(program, n, dims) for i, n in enumerate(shape) if isinstance(n, torch.SymInt)}
+        specs.append(dynamic or None)
+    if not any(specs):
+        return None
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    assert len(leaves) == len(specs)
+    arguments, keywords = pytree.tree_unflatten(specs, tree)
+    return _combine_args(module, arguments, keywords)
+
+
+def _dim(program: Any, size: torch.SymInt, dims: dict[str, Any]) -> Any:
+    expression = size.node.expr
+    symbols = sorted(expression.free_symbols, key=str)
+    if len(symbols) == 1:
+        symbol = symbols[0]
+        factor, offset = expression.coeff(symbol), expression.subs(symbol, 0)
+        if factor.is_Integer and factor > 0 and offset.is_Integer and expression == factor * symbol + offset:
+            limits = program.range_constraints[symbol]
+            low = int(limits.lower) if limits.lower.is_Integer else 0
+            dim = dims.setdefault(str(symbol), Dim(str(symbol), min=low, max=int(limits.upper)))
+            scaled = dim if factor == 1 else int(factor) * dim
+            return scaled + int(offset) if offset != 0 else scaled
+    low, high = loading.bounds(program, size)
+    return Dim.DYNAMIC(min=low, max=high)

@@ -1,0 +1,295 @@
+"""The compiling children's tasks: quantize exported programs, and lower them to a .pte that was tried on this host."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from etfarm.server.compile.errors import QuantizedNothing, RecipeNeedsEagerModule, StageFailed
+from etfarm.server.compile.inspect import facts, footprint, sizes
+from etfarm.server.compile.lower import build, etrecord, lowering, plugins, quantize, stage_files
+from etfarm.server.compile.program import fp32_layers, loading, places
+from etfarm.server.compile.program import values as wire_values
+from etfarm.server.compile.program.explain import first_line
+from etfarm.server.compile.program.toolchain import toolchain
+from etfarm.server.compile.request import LowerRequest, QuantizeRequest
+from etfarm.server.compile.result import Fp32Operator, LowerResult, QuantizeResult, StageEvent, Warning
+from etfarm.server.compile.screening.operators import Operators
+from etfarm.server.compile.verify import checks
+from etfarm.server.compile.verify.smoke import SmokeRunner
+from etfarm.server.workers.errors import is_out_of_memory
+from etfarm.wire import recipes, tensors
+from etfarm.wire.recipes import Quantization, Recipe
+from etfarm.wire.stages import check_order, check_stop_after
+
+_EXPORTING: Final = ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT")
+"""Stages that end before the edge dialect."""
+
+_log = logging.getLogger(__name__)
+
+
+def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
+    """Task: QUANTIZE and the TORCH_EXPORT after it, of all methods. Emits StageEvents, answers a QuantizeResult, all as JSON.
+
+    A method without quantizers of its own, or without anything that they quantize, stays as it came.
+
+    Raises:
+        UserError: the model, its calibration inputs, or this recipe for them, as the reasons of `compile.errors` say.
+        QuantizedNothing: in no method.
+        ToolchainIncomplete: this host cannot do the recipe.
+    """
+    torch.set_num_threads(request.threads)
+    recipe = build.resolved(recipes.from_json(request.recipe_json))
+    programs = _loaded(request.models, folder, request.operators)
+    stages = lowering.Stages(_emitter(emit), programs)
+    result: QuantizeResult = {"stages": stages.times, "programs": {}, "warnings": [], "stayed_fp32": {}}
+    quantizing = {method: found for method in programs if (found := build.quantization(recipe, method)) is not None}
+    name = _quantizing(recipe)
+    for method in quantizing:
+        quantize.check(programs[method], name, method)
+
+    modules = {}
+    nothing: list[QuantizedNothing] = []
+    with stages.stage("QUANTIZE") as times:
+        for method, how in quantizing.items():
+            calibration = request.calibration.get(method, ())
+            with lowering.timed(times, method):
+                try:
+                    modules[method] = quantize.quantize(programs[method], how, name, method, calibration)
+                except QuantizedNothing as error:
+                    nothing.append(error)
+                    continue
+            if not calibration and quantize.is_static(modules[method]):
+                _warn(
+                    result["warnings"], "FEW_CALIBRATION_INPUTS",
+                    f"{method} was calibrated with one input; eight or more give int8 its accuracy. "
+                    "Give the model calibration inputs.",
+                )  # fmt: skip
+        if not modules:
+            raise nothing[0] if nothing else QuantizedNothing(name, " or ".join(programs))
+        for left in nothing:
+            _warn(result["warnings"], left.reason, f"{left.message} It stays as it is.")
+    with stages.stage("TORCH_EXPORT") as times:
+        for method in sorted(programs):
+            file = folder / f"{method}.pt2"
+            result["programs"][method] = file.name
+            if method not in modules:
+                shutil.copyfile(request.models[method], file)
+                continue
+            with lowering.timed(times, method):
+                again = quantize.export_again(modules.pop(method), programs.pop(method), recipe.strict)
+                if not quantize.is_quantized(again):
+                    raise QuantizedNothing(name, method, "TORCH_EXPORT")
+                quantize.settle_origins(again)
+                # The archive's prefix is the file's stem, so equal programs of a method have equal bytes.
+                torch.export.save(again, str(file))
+            stayed = places.fp32(again, xnnpack=fp32_layers.by_xnnpack(quantizing[method].quantizers))
+            _tell_fp32(name, method, stayed, result["stayed_fp32"], result["warnings"])
+    return json.dumps(result).encode()
+
+
+def lower_model(request: LowerRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
+    """Task: the stages from exported programs to a .pte. Emits StageEvents, answers a LowerResult, all as JSON.
+
+    Raises:
+        UserError: the model, or this recipe for it, as the reasons of `compile.errors` say.
+        ToolchainIncomplete: this host cannot do the recipe.
+    """
+    smoke = SmokeRunner(folder / "smoke.log")  # first of all: see there
+    try:
+        return json.dumps(_lower(request, folder, _emitter(emit), smoke)).encode()
+    finally:
+        smoke.close()
+
+
+def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], None], smoke: SmokeRunner) -> LowerResult:
+    torch.set_num_threads(request.threads)
+    recipe = build.resolved(recipes.from_json(request.recipe_json))
+    built = build.export_recipe(recipe, sorted(request.models))
+    remaining = _remaining(recipe, built, request)
+    programs = _loaded(request.models, folder, request.operators)
+    again = {method: path for method, path in request.originals.items() if request.models[method] != path}
+    result: LowerResult = {
+        "stages": [], "program": None, "etrecord": None, "stage_files": {}, "inputs": checks.example_files(programs, folder),
+        "delegation": {}, "toolchain": toolchain(), "warnings": [], "facts": None, "sizes": None, "modules": [], "checks": [],
+        "stayed_fp32": {},
+    }  # fmt: skip
+    quantized = _check_quantized(recipe, built, request, programs)
+    for method in sorted(quantized) if not request.quantized_here else ():
+        stayed = places.fp32(programs[method], xnnpack=fp32_layers.by_xnnpack(build.partitioners(built, method)))
+        _tell_fp32(recipe.name, method, stayed, result["stayed_fp32"], result["warnings"])
+    if not remaining:
+        result["stage_files"] = stage_files.of_exported(request.models, programs, folder)
+        return result
+
+    stages = lowering.Stages(emit, programs)
+    result["stages"] = stages.times
+    exported = lowering.apply_aten_passes(built, programs)
+    pipeline = lowering.Pipeline(
+        remaining,
+        {stage: plugins.stage(name, stage) for stage, name in recipe.options.replace.items() if stage in remaining},
+        _constants(request),
+        request.want_etrecord and remaining[-1] == "TO_EXECUTORCH",
+    )
+    lowered = lowering.lower(exported, built, pipeline, request.model_name, stages, places.undelegated)
+    result["delegation"] = lowered.delegation
+    if remaining[-1] != "TO_EXECUTORCH":
+        result["stage_files"] = stage_files.of_edge(lowered.manager, lowered.delegation, folder)
+        return result
+
+    for method, buffers in lowered.initialized.items():
+        _warn(
+            result["warnings"], "INITIALIZED_MUTABLE_BUFFERS",
+            f"The initial values of {', '.join(buffers)}, which {method} changes, were put into the .pte; "
+            "ExecuTorch alone would start them at 0.",
+        )  # fmt: skip
+    data = _write_program(lowered.manager, folder, result)
+    described = sizes.read(folder / "model.pte")
+    found = result["facts"] = facts.of_program(described.program)
+    _add_footprint(lowered, result)
+    kept = [lowered] if request.want_etrecord else []
+    del lowered
+
+    def save_etrecord() -> None:
+        if kept:
+            _save_etrecord(kept.pop(), exported, folder, result)
+
+    if again:
+        save_etrecord()
+    originals = programs | _loaded(
+        again, folder, request.operators
+    )  # only now: their weights are not beside those that are lowered
+    for method, original in originals.items():
+        facts.add_exported(found, method, original)
+    result["sizes"] = sizes.of_program(described, data)
+    checked = checks.check_program(
+        smoke, originals=originals, pte=folder / "model.pte", data=data, folder=folder, quantized=bool(quantized),
+        backends={method: found["methods"][method]["backends"] for method in originals}, delegation=result["delegation"],
+        meanwhile=save_etrecord,
+    )  # fmt: skip
+    result["checks"] = checked.checks
+    result["warnings"].extend(checked.warnings)
+    return result
+
+
+def _remaining(recipe: Recipe, built: Any, request: LowerRequest) -> list[str]:
+    """The stages to run here; none where `stop_after` is one that was done before.
+
+    Raises:
+        BadStages: their order is none, or `stop_after` is not among them.
+    """
+    whole = build.stages(recipe, built)
+    if request.stop_after is not None and request.stop_after not in whole:
+        check_stop_after(recipe, request.stop_after)
+    wanted = whole if request.stop_after is None else whole[: whole.index(request.stop_after) + 1]
+    remaining = [stage for stage in wanted if stage not in _EXPORTING]
+    if remaining:
+        check_order(remaining)
+    return remaining
+
+
+def _quantizing(recipe: Recipe) -> str:
+    """What quantizes, by name. The recipe's own name is in no sentence of QUANTIZE: its result is shared with other recipes."""
+    parts = [part.name for part in recipe.parts if part.specification.quantization is not Quantization.NONE]
+    own = [recipe.options.quantizers, *(one.quantizers for one in recipe.options.methods.values())]
+    return "+".join(parts or sorted({one.name for ones in own for one in ones or ()})) or recipe.name
+
+
+def _loaded(models: Mapping[str, Path], folder: Path, operators: Operators) -> dict[str, Any]:
+    """Programs by method, sorted, so that equal models give equal bytes; each is checked."""
+    programs = {}
+    for method, path in sorted(models.items()):
+        if not method.isidentifier():
+            raise ValueError(f"{method!r} is no method's name")
+        own = folder / f"load-{len(list(folder.glob('load-*')))}"
+        own.mkdir()
+        programs[method] = loading.load(path, own, operators)
+        loading.check(programs[method], method)
+    return programs
+
+
+def _check_quantized(recipe: Recipe, built: Any, request: LowerRequest, programs: Mapping[str, Any]) -> set[str]:
+    """The methods that have quantized operators.
+
+    Raises:
+        RecipeNeedsEagerModule: the recipe replaces modules, and no method shows any of it.
+        QuantizedNothing: the recipe quantizes, and none was.
+    """
+    quantized = {method for method, program in programs.items() if quantize.is_quantized(program)}
+    if quantized or (request.stop_after == "SOURCE_TRANSFORM" and "QUANTIZE" in recipe.stages):
+        return quantized
+    if recipe.quantization is Quantization.TORCHAO_SOURCE:
+        raise RecipeNeedsEagerModule(recipe.name, "the model")
+    own = recipe.options.quantizers is None and built.quantization_recipe is not None
+    if recipe.quantization is not Quantization.NONE or (own and built.quantization_recipe.quantizers):
+        raise QuantizedNothing(recipe.name, " or ".join(programs))
+    return quantized
+
+
+def _constants(request: LowerRequest) -> dict[str, Any]:
+    """What constant methods give: one leaf is itself, several are a tuple.
+
+    Raises:
+        StageFailed: one has the name of a method; the program would have two of it.
+    """
+    found = {}
+    for name, path in sorted(request.constant_methods.items()):
+        if name in request.models:
+            why = f"{name} is both a method and a constant method"
+            raise StageFailed("TO_EXECUTORCH", "DuplicateMethod", why, "Rename one of them.")
+        leaves = [wire_values.to_leaf(value) for value in tensors.decode(path.read_bytes())]
+        found[name] = leaves[0] if len(leaves) == 1 else tuple(leaves)
+    return found
+
+
+def _write_program(manager: Any, folder: Path, result: LowerResult) -> dict[str, Path]:
+    """Writes model.pte and its data files; gives these by the name that the program knows them under."""
+    with (folder / "model.pte").open("wb") as file:
+        manager.write_to_file(file)
+    manager.write_tensor_data_to_file(str(folder))
+    data = {name: folder / f"{name}.ptd" for name in sorted(manager._tensor_data or {})}
+    result["program"] = {"pte": "model.pte", "data": {name: path.name for name, path in data.items()}}
+    return data
+
+
+def _add_footprint(lowered: lowering.Lowered, result: LowerResult) -> None:
+    try:
+        result["modules"] = footprint.of_program(lowered.manager, lowered.graphs)
+    except Exception as error:  # noqa: BLE001 - the program is there; it reads what a plug-in may have made otherwise
+        traceback.print_exc()
+        _warn(result["warnings"], "FOOTPRINT_FAILED", f"What each module takes is not known: {first_line(error)}.")
+
+
+def _save_etrecord(lowered: lowering.Lowered, exported: Mapping[str, Any], folder: Path, result: LowerResult) -> None:
+    try:
+        etrecord.save(lowered.manager.get_etrecord(), exported, lowered.transformed, folder / "model.etrecord")
+        result["etrecord"] = "model.etrecord"
+    except Exception as error:  # noqa: BLE001 - the program is there; without the record only the profile lacks names
+        if is_out_of_memory(error):
+            _log.warning("not enough memory for the ETRecord")
+        traceback.print_exc()
+        _warn(result["warnings"], "ETRECORD_FAILED", f"No ETRecord was written: {first_line(error)}.")
+
+
+def _tell_fp32(
+    recipe: str, method: str, left: list[Fp32Operator], stayed: dict[str, list[Fp32Operator]], warnings: list[Warning]
+) -> None:
+    if left:
+        stayed[method] = left
+        operators = ", ".join(f"{row['count']} x {row['op']}" for row in left)
+        _warn(warnings, "STAYED_FP32", f"Recipe {recipe} left operators of {method} in fp32: {operators}.")
+
+
+def _warn(warnings: list[Warning], code: str, message: str) -> None:
+    warnings.append({"code": code, "message": message})
+
+
+def _emitter(emit: Callable[[bytes], None]) -> Callable[[StageEvent], None]:
+    return lambda event: emit(json.dumps(event).encode())

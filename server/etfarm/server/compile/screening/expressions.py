@@ -1,0 +1,377 @@
+"""Grammars of the texts in a .pt2 that torch evaluates or pastes into source code. Stdlib only.
+
+Python's own parser reads them (it executes nothing), and only the nodes that torch's printers write pass.
+Source: torch/_export/serde/serialize.py (_print_sympy is sympy's srepr; the functions are its `sympy_functions`) and
+torch/export/_unlift.py (_convert_guards_code_to_fn).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Final
+
+from etfarm.server.compile.errors import OperatorNotAllowed, UnknownOperator, UnsafeModel
+from etfarm.server.compile.screening import operators
+from etfarm.wire.errors import UserError
+
+MAX_EXPRESSION: Final = 20_000
+MAX_DEPTH: Final = 60
+MAX_DEGREE: Final = 64
+"""Greatest product of the exponents of powers within powers."""
+MAX_PRECISION: Final = 256
+"""Most bits of a float in an expression; torch's have 53."""
+MAX_NAME: Final = 2000
+
+_SYMBOL: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
+_NAME: Final = re.compile(r"[A-Za-z0-9_.]*")
+_IDENTIFIER: Final = re.compile(r"[A-Za-z0-9_]*")
+_FUNCTION: Final = re.compile(r"[A-Za-z0-9_.<>\- ]*")
+_VERIFIERS: Final = frozenset({"", "ATEN", "TRAINING"})
+_PATH: Final = re.compile(r"[A-Za-z0-9_.@\-]*")
+_TREE_TEXT: Final = re.compile(r"[A-Za-z0-9_.\- :/]*")
+_RANGE: Final = re.compile(r"[A-Za-z0-9_*+\-/ (),.]{1,2000}")
+_NUMBER: Final = re.compile(r"-?[0-9]{1,20}(\.[0-9]{0,40})?(e[+-]?[0-9]{1,3})?")
+
+
+class EdgeDialectProgram(UserError):
+    """A .pt2 that was lowered already: its operators are ExecuTorch's, which look like code to whoever loads them.
+
+    Args:
+        what: what shows it, for the sentence.
+    """
+
+    reason = "EDGE_DIALECT_PROGRAM"
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"The model is an edge-dialect program, which to_edge or a stage after it made ({what}), and was not loaded.",
+            "Give the ATen-dialect program that it was lowered from, as torch.export.export gives it; the farm lowers it.",
+            what=what,
+        )  # fmt: skip
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SYMBOL_FUNCTIONS: Final = _words(
+    "Integer Rational Float Add Mul Mod Max Min Abs FloorDiv ModularIndexing PythonMod CleanDiv CeilDiv "
+    "CeilToInt FloorToInt IntTrueDiv FloatTrueDiv ToFloat TruncToInt TruncToFloat RoundToInt Identity Where "
+    "And Or Not Equality Unequality LessThan StrictLessThan GreaterThan StrictGreaterThan"
+)
+_SYMBOL_FLAGS: Final = frozenset({"positive", "integer", "nonnegative", "nonzero", "real", "precision"})
+_SYMBOL_CONSTANTS: Final = frozenset({"true", "false", "oo"})
+_GUARD_FUNCTIONS: Final = _words(
+    "Mod Max Min Abs FloorDiv PythonMod CleanDiv CeilToInt FloorToInt IntTrueDiv ToFloat TruncToInt Eq Ne min max abs len"
+)
+_GUARD_METHODS: Final = frozenset({"size", "stride", "storage_offset"})
+
+_OPERATORS: Final = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Div, ast.Mod)
+_COMPARISONS: Final = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+
+_OPERATOR: Final = re.compile(r"torch\.ops\.([A-Za-z_][A-Za-z0-9_]*)\.([A-Za-z_][A-Za-z0-9_]*)(?:\.([A-Za-z][A-Za-z0-9_]*))?")
+_OWN: Final = _words(
+    "_c10d_functional _dtensor _quantized aten c10d c10d_functional debugprims dim_order_ops executorch executorch_prim fsdp "
+    "higher_order inductor inductor_prims mkl mkldnn mkldnn_prepacked onednn prim prims profiler quantized quantized_decomposed "
+    "rngprims rpc sparse static_runtime streams symm_mem torchao"
+)
+"""Namespaces of torch, torchao and ExecuTorch. An unlisted operator of theirs is refused as unsafe; one of any other namespace,
+such as that of a user's own library, as unknown."""
+_EDGE: Final = re.compile(r"executorch\.exir\.dialects\.edge\.[A-Za-z0-9_.]{1,200}")
+
+
+def check_symbol(text: str, where: str) -> None:
+    """An `expr_str`, which torch hands to sympify: sympy's srepr of sizes, like `Symbol('s31', integer=True)`.
+
+    Raises:
+        UnsafeModel: it is anything else.
+    """
+    tree = _parsed(text, where, "expr_str")
+    nodes = _nodes(tree, text, where, "expr_str")
+    # A power of powers is a short way to write a number without end.
+    if not all(map(_is_symbol_node, nodes)) or _degree(nodes) > MAX_DEGREE:
+        raise _refused("UNSAFE_EXPRESSION", where, "expr_str", text)
+
+
+def _degree(nodes: list[ast.AST]) -> int:
+    """Return the first product of nested exponents that is above MAX_DEGREE; 1 if there is none.
+
+    Args:
+        nodes: nodes of an accepted tree, parents before children.
+    """
+    around = {id(nodes[0]): 1}
+    for node in nodes:
+        degree = around[id(node)]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Pow":
+            degree *= _EXPONENTS.get(ast.unparse(node.args[1]), 1)
+        if degree > MAX_DEGREE:
+            return degree
+        around.update((id(child), degree) for child in ast.iter_child_nodes(node))
+    return 1
+
+
+def _is_symbol_node(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return _is_symbol_call(node)
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.USub)
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, _OPERATORS)
+    if isinstance(node, ast.Name):  # `true`, or a function's or symbol's name: those that are called are in _is_call
+        return node.id in _SYMBOL_CONSTANTS | _SYMBOL_FUNCTIONS | {"Symbol", "Pow"} or bool(
+            re.fullmatch(r"[suzf][0-9]{1,6}|zuf[0-9]{1,6}", node.id)
+        )
+    if isinstance(node, ast.Constant):
+        return _is_number(node.value) or isinstance(node.value, bool) or _is_short_text(node.value)
+    return isinstance(node, ast.keyword | ast.Expression | ast.Load | ast.operator | ast.unaryop)
+
+
+def _is_symbol_call(node: ast.Call) -> bool:
+    if not isinstance(node.func, ast.Name) or any(k.arg not in _SYMBOL_FLAGS for k in node.keywords):
+        return False
+    if not all(isinstance(k.value, ast.Constant) and _is_flag(k.value.value) for k in node.keywords):
+        return False
+    name, texts = node.func.id, [a.value for a in node.args if isinstance(a, ast.Constant) and _is_str(a)]
+    if name == "Symbol":
+        return len(node.args) == len(texts) == 1 and _SYMBOL.fullmatch(str(texts[0])) is not None
+    if name == "Float":
+        return all(_NUMBER.fullmatch(str(text)) for text in texts)
+    if texts:
+        return False
+    if name == "Pow":  # towers of powers are a way to keep a CPU busy
+        return len(node.args) == 2 and _is_exponent(node.args[1])
+    return name in _SYMBOL_FUNCTIONS
+
+
+_EXPONENTS: Final = {f"{sign}{n}": n for n in range(1, 9) for sign in ("", "-")}
+_EXPONENTS.update({f"Integer({text})": n for text, n in list(_EXPONENTS.items())})
+"""Allowed exponents as Python unparses them, with their absolute values. Roots do not count."""
+_ROOTS: Final = ("Rational(1, 2)", "Rational(-1, 2)")
+
+
+def _is_exponent(node: ast.AST) -> bool:
+    # Bounded before it is written out: an exponent may itself be a tree.
+    return sum(1 for _ in ast.walk(node)) <= 12 and (ast.unparse(node) in _EXPONENTS or ast.unparse(node) in _ROOTS)
+
+
+def _is_flag(value: object) -> bool:
+    return value is None or isinstance(value, bool) or (isinstance(value, int) and 0 <= value <= MAX_PRECISION)
+
+
+def check_guard(text: str, where: str) -> None:
+    """An entry of `guards_code`, which torch executes: comparisons of sizes like `L['x'].size()[0] <= 8`.
+
+    Raises:
+        UnsafeModel: it is anything else.
+    """
+    tree = _parsed(text, where, "guards_code")
+    nodes = _nodes(tree, text, where, "guards_code")
+    keys = {id(node.slice) for node in nodes if isinstance(node, ast.Subscript)}
+    for node in nodes:
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if not _is_guard_node(node) or (is_text and id(node) not in keys):
+            raise _refused("UNSAFE_GUARD", where, "guards_code", text)
+
+
+def _is_guard_node(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Attribute):
+            return not node.args and not node.keywords and node.func.attr in _GUARD_METHODS
+        return isinstance(node.func, ast.Name) and node.func.id in _GUARD_FUNCTIONS and not node.keywords
+    if isinstance(node, ast.Attribute):
+        return node.attr in _GUARD_METHODS and isinstance(node.value, ast.Subscript)
+    if isinstance(node, ast.Name):
+        return node.id in _GUARD_FUNCTIONS or node.id == "L"
+    if isinstance(node, ast.Constant):
+        if isinstance(node.value, str):
+            return _TREE_TEXT.fullmatch(node.value) is not None
+        return _is_number(node.value) or isinstance(node.value, bool) or node.value is None
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, _OPERATORS)
+    if isinstance(node, ast.Compare):
+        return all(isinstance(op, _COMPARISONS) for op in node.ops)
+    allowed = (
+        ast.BoolOp, ast.UnaryOp, ast.Subscript, ast.IfExp, ast.Expression, ast.Load, ast.operator, ast.unaryop,
+        ast.boolop, ast.cmpop,
+    )  # fmt: skip
+    return isinstance(node, allowed)
+
+
+def check_target(text: str, where: str, allowed: frozenset[str] | None = None) -> None:
+    """A node's target, or an operator as an argument, which torch looks up by getattr: one of those that are allowed.
+
+    Args:
+        allowed: as in `screen.screen_pt2`.
+
+    Raises:
+        OperatorNotAllowed: an operator of torch's or ExecuTorch's that is on no list.
+        UnknownOperator: an operator of another library.
+        EdgeDialectProgram: an operator of the edge dialect.
+        UnsafeModel: it is anything else.
+    """
+    if text in (operators.builtin() if allowed is None else allowed):
+        return
+    if _EDGE.fullmatch(text):
+        raise EdgeDialectProgram(text)
+    operator = _OPERATOR.fullmatch(text) if len(text) <= MAX_NAME else None
+    if operator is None or (operator[3] is None and (operator[1] != "higher_order" or operator[2].startswith("__"))):
+        raise _refused("UNSAFE_TARGET", where, "target", text)
+    namespace, name, overload = operator.groups()
+    if namespace in _OWN:
+        raise OperatorNotAllowed(where, namespace, name, overload or "")
+    raise UnknownOperator(f"{namespace}::{name}")
+
+
+def check_functions(text: str, where: str) -> None:
+    """Check a `source_fn_stack` such as `conv,torch.nn.modules.conv.Conv2d;...`, whose paths torch looks up by getattr.
+
+    Raises:
+        UnsafeModel: a path is malformed, or has a double underscore.
+    """
+    for entry in text.split(";"):
+        path = entry.rpartition(",")[2]
+        if len(path) > MAX_NAME or not _FUNCTION.fullmatch(path) or "__" in path:
+            raise _refused("UNSAFE_NAME", where, "source_fn_stack", entry)
+
+
+def check_verifiers(values: object, where: str) -> None:
+    """Check that the `verifiers`, by which torch finds the class that verifies the program, are those of ATen programs.
+
+    Raises:
+        UnsafeModel: another verifier is named.
+    """
+    if not isinstance(values, list) or not all(isinstance(value, str) and value in _VERIFIERS for value in values):
+        raise _refused("UNSAFE_VERIFIER", where, "verifier", str(values))
+
+
+def check_tree(text: str, where: str) -> None:
+    """A treespec as JSON, whose dict keys torch pastes into the code of guards: no quotes, nothing that ends a string.
+
+    Nothing in it is imported either: torch imports the module of an enum and of a defaultdict's factory by its name.
+
+    Raises:
+        UnsafeModel: it is no JSON of plain texts, or names what would be imported.
+    """
+    try:
+        stack: list[object] = [json.loads(text)]
+        while stack:
+            found = stack.pop()
+            if isinstance(found, dict):
+                if not found.keys().isdisjoint(_IMPORTED) and not _is_plain_factory(found):
+                    raise _refused("UNSAFE_TREE", where, "pytree", text)
+                stack.extend([*found.keys(), *found.values()])
+            elif isinstance(found, list):
+                stack.extend(found)
+            elif isinstance(found, str) and not _TREE_TEXT.fullmatch(found):
+                stack.append(json.loads(found))  # a node's context is JSON inside of the JSON
+    except (ValueError, RecursionError):
+        raise _refused("UNSAFE_TREE", where, "pytree", text) from None
+
+
+_IMPORTED: Final = frozenset({"__enum__", "default_factory_module", "default_factory_name"})
+
+
+def _is_plain_factory(context: dict[str, object]) -> bool:
+    module, factory = context.get("default_factory_module"), context.get("default_factory_name")
+    return "__enum__" not in context and module == "builtins" and factory in ("dict", "float", "int", "list", "set", "tuple")
+
+
+def check_float(text: str, where: str) -> None:
+    """Check a float that JSON cannot represent as a number.
+
+    Raises:
+        UnsafeModel: it is anything else.
+    """
+    if text not in ("Infinity", "-Infinity", "NaN"):
+        raise _refused("UNSAFE_NAME", where, "number", text)
+
+
+def check_path(text: str, where: str) -> None:
+    """The path of a module, a parameter or a buffer like `layers.0.conv@1` or `block4-5.weight`; torch sets attributes by it.
+
+    Raises:
+        UnsafeModel: it is anything else, or has an attribute of Python's own.
+    """
+    if len(text) > MAX_NAME or not _PATH.fullmatch(text) or _is_own_attribute(text):
+        raise _refused("UNSAFE_NAME", where, "path", text)
+
+
+def check_name(text: str, where: str) -> None:
+    """A name of a parameter or a field, or a type's; torch.fx pastes them into source code, and sets attributes by them.
+
+    Raises:
+        UnsafeModel: it has other characters than letters, digits, underscores and dots, or an attribute of Python's own.
+    """
+    if len(text) > MAX_NAME or not _NAME.fullmatch(text) or ("." in text and _is_own_attribute(text)):
+        raise _refused("UNSAFE_NAME", where, "name", text)
+
+
+def _is_own_attribute(path: str) -> bool:
+    return any(part.startswith("__") and part.endswith("__") and len(part) > 4 for part in path.split("."))
+
+
+def check_identifier(text: str, where: str) -> None:
+    """Check the name of a node or an argument, which torch.fx turns into a variable.
+
+    Raises:
+        UnsafeModel: it has other characters than letters, digits and underscores.
+    """
+    if len(text) > MAX_NAME or not _IDENTIFIER.fullmatch(text):
+        raise _refused("UNSAFE_NAME", where, "name", text)
+
+
+def check_range(text: str, where: str) -> None:
+    """A key of `range_constraints`, an expression like `2*s39`, which torch only compares.
+
+    Raises:
+        UnsafeModel: it has other characters, or a counter that torch would count up to.
+    """
+    counter = re.match(r"[a-z]+([0-9]+)", text)
+    if not _RANGE.fullmatch(text) or (counter and len(counter[1]) > 6):
+        raise _refused("UNSAFE_NAME", where, "range", text)
+
+
+def _parsed(text: str, where: str, what: str) -> ast.AST:
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    # Bounds first: Python's parser, and sympy's recursion, have none of their own.
+    if len(text) > MAX_EXPRESSION or deepest > MAX_DEPTH or not text.isascii():
+        raise _refused("UNSAFE_EXPRESSION", where, what, text)
+    try:
+        return ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise _refused("UNSAFE_EXPRESSION", where, what, text) from None
+
+
+def _nodes(tree: ast.AST, text: str, where: str, what: str) -> list[ast.AST]:
+    found: list[ast.AST] = []
+    level = [tree]
+    for _ in range(4 * MAX_DEPTH):
+        if not level:
+            return found
+        found += level
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    raise _refused("UNSAFE_EXPRESSION", where, what, text)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool):
+        return False
+    return (isinstance(value, int) and abs(value) < 1 << 63) or isinstance(value, float)
+
+
+def _is_str(node: ast.Constant) -> bool:
+    return isinstance(node.value, str)
+
+
+def _is_short_text(value: object) -> bool:
+    # Which calls may have a text, and which text, _is_symbol_call says.
+    return isinstance(value, str) and len(value) <= 100
+
+
+def _refused(vector: str, where: str, what: str, text: str) -> UnsafeModel:
+    return UnsafeModel(vector, where, f"has a {what} that could be code: {text[:120]!r}")

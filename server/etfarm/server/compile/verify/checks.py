@@ -1,0 +1,388 @@
+"""Whether what came out is right: methods run on this host at several sizes, against eager PyTorch on the same inputs.
+
+    smoke = SmokeRunner(folder / "smoke.log")          # first of all, before torch has worked
+    ...
+    files = checks.example_files(originals, folder)    # {method: "inputs-0.ett"} for LowerResult["inputs"]
+    checked = checks.check_program(
+        smoke, originals=originals, pte=folder / "model.pte", data={"weights.ptd": folder / "weights.ptd"},
+        backends={method: facts["methods"][method]["backends"] for method in originals}, folder=folder, quantized=True,
+    )
+    checked.checks, checked.warnings                   # for LowerResult
+
+`originals` are the programs before quantization. They are run, so give them after lowering or before, not during; weights
+are shared with them, and buffers that they change are as before afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from etfarm.server.compile.errors import ProgramCannotRun
+from etfarm.server.compile.program.explain import missing_kernel
+from etfarm.server.compile.result import Delegation, HostCheck, OutputCheck, Warning
+from etfarm.server.compile.verify import reference, trials
+from etfarm.server.compile.verify.reference import ReferenceFailed
+from etfarm.server.compile.verify.smoke import HOST_BACKENDS, MAX_DATA_FILES, Run, SmokeRunner
+from etfarm.server.compile.verify.trials import TooLarge, Trial
+from etfarm.server.workers.errors import is_out_of_memory
+from etfarm.wire import tensors
+from etfarm.wire.tensors import Scalar, Value
+
+RUN_S: Final = 120.0
+"""How long one run may take; a slower one is a warning, since it says nothing against the program."""
+
+FLOAT_DB: Final = 40.0
+"""A float program that is further away computes something else: fp16 alone has some 60 dB, fp32 over 100."""
+
+QUANTIZED_DB: Final = 10.0
+"""A quantized program that is further away is of little use; good int8 has 20 to 45 dB."""
+
+EXACT_DB: Final = 300.0
+"""Cap of the SQNR, which an exact match has: float64 itself resolves some 320 dB."""
+
+_ROUNDING: Final = 1e-6
+"""Errors that no float program is blamed for: outputs that should cancel to 0 are made of rounding only."""
+
+_NOT_ZERO: Final = 1e-3
+"""Errors that a float program is blamed for where the model gives zeros."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Checked:
+    """What was found."""
+
+    checks: list[HostCheck] = field(default_factory=list)
+    warnings: list[Warning] = field(default_factory=list)
+
+    def warn(self, code: str, message: str) -> None:
+        """Adds a warning."""
+        self.warnings.append({"code": code, "message": message})
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One output: what is told of it, and what it is judged by."""
+
+    told: OutputCheck
+    judged_db: float | None
+    """The SQNR with the reference's mean taken from the signal, or a bias passes for accuracy; None where told's is None."""
+    is_constant: bool = False
+    """Whether the reference has one value only, against which a quantizer cannot be judged."""
+    wrong: str = ""
+    """Why it cannot be compared: another shape, or NaN on one side."""
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What stays the same over one program's methods."""
+
+    smoke: SmokeRunner
+    pte: Path
+    data: Mapping[str, Path]
+    folder: Path
+    quantized: bool
+    delegation: Mapping[str, Delegation]
+
+    @property
+    def inputs(self) -> Path:
+        """Of the run that was started last."""
+        return self.folder / "inputs.ett"
+
+    @property
+    def outputs(self) -> Path:
+        """As `inputs`."""
+        return self.folder / "outputs.ett"
+
+
+def example_files(programs: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Writes the example inputs that exported programs carry: files in `folder` by method; a method without any is missing."""
+    files = {}
+    for index, (method, program) in enumerate(sorted(programs.items())):
+        trial = trials.example(program)
+        if trial is not None:
+            files[method] = f"inputs-{index}.ett"
+            (folder / files[method]).write_bytes(tensors.encode(trial.values))
+    return files
+
+
+def check_program(
+    smoke: SmokeRunner,
+    *,
+    originals: Mapping[str, Any],
+    pte: Path,
+    data: Mapping[str, Path],
+    backends: Mapping[str, Sequence[str]],
+    folder: Path,
+    quantized: bool,
+    delegation: Mapping[str, Delegation] | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> Checked:
+    """Runs each method at its example inputs, and at its smallest and largest ones where it has dynamic dims.
+
+    Args:
+        smoke: forked before torch worked.
+        originals: exported programs before quantization, by method.
+        data: the program's named data files.
+        backends: delegates' backend ids by method.
+        folder: temporary files are made in it, and removed.
+        quantized: whether outputs may be as far away as a quantized program's.
+        delegation: by method; says where an operator without a kernel comes from.
+        meanwhile: other work, which is done while the first method is tried, or before where none is.
+
+    Raises:
+        ProgramCannotRun: the runtime refuses, or crashes at, inputs that eager PyTorch takes.
+    """
+    checked = Checked()
+    with tempfile.TemporaryDirectory(dir=folder, prefix="checks-") as temporary:
+        program = _Program(smoke, pte, data, Path(temporary), quantized, delegation or {})
+        for method, original in sorted(originals.items()):
+            trial = trials.example(original)
+            why = _not_on_host(backends.get(method, ()), data, trial)
+            if why or trial is None:
+                checked.warn("NOT_RUN_ON_HOST", f"{method} was not tried on the server: {why}.")
+                continue
+            _check_method(program, method, original, trial, checked, meanwhile)
+            meanwhile = None
+    if meanwhile is not None:
+        meanwhile()
+    return checked
+
+
+def _not_on_host(backends: Sequence[str], data: Mapping[str, Path], trial: Trial | None) -> str:
+    foreign = sorted(set(backends) - HOST_BACKENDS)
+    if foreign:
+        return f"this host cannot run {', '.join(foreign)}"
+    if len(data) > MAX_DATA_FILES:
+        return f"its constants are in {len(data)} data files, and the host's runtime takes {MAX_DATA_FILES}"
+    return "it carries no example inputs" if trial is None else ""
+
+
+def _check_method(
+    program: _Program, method: str, original: Any, example: Trial, checked: Checked, meanwhile: Callable[[], None] | None
+) -> None:
+    _start(program, method, example)
+    if meanwhile is not None:
+        meanwhile()
+    with _half_of_the_threads():
+        expected = _expected(original, example)
+    outputs = _outputs(program, method, original, example)
+    if isinstance(outputs, str):
+        checked.warn("NOT_RUN_ON_HOST", f"{method} was tried on the server, and {outputs}.")
+        checked.checks.append(_check(method, example, ran=False, why=outputs))
+        return
+    if isinstance(expected, _Refused):
+        checked.checks.append(_check(method, example, ran=True, why=expected.why))
+        checked.warn("NOT_COMPARED", f"{method} ran on the server, and was not compared with eager PyTorch: {expected.why}.")
+    else:
+        _compare(program, method, original, example, expected, outputs, checked)
+    if trials.is_dynamic(original):
+        _check_extreme(program, method, original, example, "MIN", checked)
+        _check_extreme(program, method, original, example, "MAX", checked)
+
+
+@contextmanager
+def _half_of_the_threads() -> Iterator[None]:
+    """The program runs beside: threads that wait for a cpu spin, and both would take longer than one after the other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // 2))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _check_extreme(
+    program: _Program, method: str, original: Any, example: Trial, which: Literal["MIN", "MAX"], checked: Checked
+) -> None:
+    why = ""
+    for trial in trials.extremes(original, example, which):
+        if isinstance(trial, TooLarge):
+            most = trials.MAX_INPUT_BYTES >> 20
+            why = f"they have {trial.size_bytes >> 20} MiB, and at most {most} MiB are tried"
+            break
+        expected = _expected(original, trial)
+        if isinstance(expected, _Refused):
+            why = expected.why
+            if expected.is_guard:
+                continue
+            checked.checks.append(_check(method, trial, ran=False, why=why))
+            break
+        _start(program, method, trial)
+        outputs = _outputs(program, method, original, trial)
+        if isinstance(outputs, str):
+            why = outputs
+            checked.checks.append(_check(method, trial, ran=False, why=why))
+        else:
+            why = ""
+            _compare(program, method, original, trial, expected, outputs, checked)
+        break
+    if why:
+        code, word = ("NOT_RUN_AT_MINIMUM", "smallest") if which == "MIN" else ("NOT_RUN_AT_MAXIMUM", "largest")
+        checked.warn(code, f"{method} was not checked at its {word} inputs: {why}.")
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """Eager PyTorch did not run the inputs."""
+
+    why: str
+    is_guard: bool = False
+
+
+def _expected(original: Any, trial: Trial) -> list[Value] | _Refused:
+    try:
+        return reference.run_program(original, trial.values)
+    except ReferenceFailed as error:
+        return _Refused(f"eager PyTorch refuses them ({error.why})", error.is_guard)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return _Refused("eager PyTorch has not enough memory for them")
+
+
+def _start(program: _Program, method: str, trial: Trial) -> None:
+    program.inputs.write_bytes(tensors.encode(trial.values))
+    program.smoke.start(program.pte, program.data, Run(method, program.inputs, program.outputs), RUN_S)
+
+
+def _outputs(program: _Program, method: str, original: Any, trial: Trial) -> list[Value] | str:
+    """The outputs of the run that was started; or why they do not exist, where that says nothing against the program.
+
+    Raises:
+        ProgramCannotRun: it says something against it.
+    """
+    outcome = program.smoke.finish()
+    if outcome.log:
+        _log.info("%s at %s inputs on the host:\n%s", method, trial.inputs, outcome.log.rstrip())
+    if outcome.ran:
+        return tensors.decode(program.outputs.read_bytes())
+    if outcome.timed_out or outcome.out_of_memory:
+        return outcome.why if outcome.timed_out else f"there is not enough memory ({outcome.why})"
+    table = program.delegation.get(method)
+    operator = missing_kernel(outcome.why, original, table["operators"] if table else ())
+    raise ProgramCannotRun(method, outcome.why, trial.words, operator)
+
+
+def _check(method: str, trial: Trial, *, ran: bool, why: str = "") -> HostCheck:
+    return {"method": method, "inputs": trial.inputs, "shapes": trial.shapes, "ran": ran, "why": why, "outputs": []}
+
+
+def _compare(
+    program: _Program, method: str, original: Any, trial: Trial, expected: list[Value], outputs: list[Value], checked: Checked
+) -> None:
+    check = _check(method, trial, ran=True)
+    checked.checks.append(check)
+    if len(expected) != len(outputs):
+        check["why"] = f"it gave {len(outputs)} outputs where the model gives {len(expected)}"
+        checked.warn("OUTPUTS_DIFFER", f"{method} on the server{_at(trial)}: {check['why']}.")
+        return
+    found = [difference(v.name or str(i), v, actual) for i, (v, actual) in enumerate(zip(expected, outputs, strict=True))]
+    check["outputs"] = [one.told for one in found]
+    problems = [problem for one in found if (problem := _problem(one, quantized=program.quantized))]
+    if not problems:
+        return
+    if _is_random(original, trial, expected):
+        check["why"] = "the model gives other outputs each time it is run"
+        checked.warn("NOT_COMPARED", f"{method} was not compared with eager PyTorch: {check['why']}.")
+    elif program.quantized:
+        checked.warn(
+            "LOW_ACCURACY",
+            f"{method} is far from the model before quantization{_at(trial)}: {'; '.join(problems)}. Give calibration inputs "
+            "like the real ones, or use a recipe that keeps more in fp32.",
+        )
+    else:
+        checked.warn(
+            "OUTPUTS_DIFFER",
+            f"{method} computes something else than eager PyTorch{_at(trial)}: {'; '.join(problems)}. Compile it with the "
+            "recipe portable too: if that agrees, the backend is the reason.",
+        )
+
+
+def _at(trial: Trial) -> str:
+    return f" {trial.words}" if trial.words else ""
+
+
+def _problem(found: Difference, *, quantized: bool) -> str:
+    if found.wrong:
+        return f"{found.told['output']} {found.wrong}"
+    told, db = found.told, found.judged_db
+    if quantized:
+        if found.is_constant or db is None or db >= QUANTIZED_DB:
+            return ""
+        return f"{told['output']} has {db:.1f} dB, and {QUANTIZED_DB:g} dB is little already"
+    error = told["max_abs_error"] or 0.0
+    if told["equal"] or error <= _ROUNDING:
+        return ""
+    if told["sqnr_db"] is None:
+        return f"{told['output']} is up to {error:g} where the model gives zeros" if error > _NOT_ZERO else ""
+    return f"{told['output']} has {told['sqnr_db']:.1f} dB, where floats have over 100" if told["sqnr_db"] < FLOAT_DB else ""
+
+
+def _is_random(original: Any, trial: Trial, expected: list[Value]) -> bool:
+    again = _expected(original, trial)
+    return not isinstance(again, _Refused) and not all(
+        difference("", one, other).told["equal"] for one, other in zip(expected, again, strict=True)
+    )
+
+
+def difference(name: str, expected: Value, actual: Value) -> Difference:
+    """One output of the program against eager PyTorch's, computed in float64."""
+    if (isinstance(expected, Scalar) and expected.value is None) or (isinstance(actual, Scalar) and actual.value is None):
+        same = isinstance(expected, Scalar) and isinstance(actual, Scalar) and expected.value == actual.value
+        return Difference(_told(name, same), None, wrong="" if same else "is None on one side only")
+    reference_, output = _array(expected), _array(actual)
+    if reference_.shape != output.shape:
+        shapes = f"has the shape {list(output.shape)} where the model gives {list(reference_.shape)}"
+        return Difference(_told(name, False), None, wrong=shapes)
+    r, a = reference_.astype(np.float64).ravel(), output.astype(np.float64).ravel()
+    exact = reference_.dtype == output.dtype and reference_.dtype.kind in "biu"
+    # int64 above 2^53 is no float64: equality is asked of the integers themselves.
+    same_at = (reference_ == output).ravel() if exact else (r == a) | (np.isnan(r) & np.isnan(a))
+    equal = bool(same_at.all())
+    with np.errstate(invalid="ignore", over="ignore"):
+        largest = float(np.where(same_at, 0.0, np.abs(r - a)).max()) if r.size else math.nan
+    told = _told(name, equal, largest if math.isfinite(largest) else None, _sqnr_db(r, r, a))
+    if not equal and (np.isfinite(r) != np.isfinite(a)).any():
+        return Difference(told, None, wrong="has NaN or infinity where the model has none, or none where it has some")
+    spread = float(np.ptp(r)) if r.size and np.isfinite(r).all() else 0.0
+    # float32 noise around one value is no signal, and tells nothing of a quantizer.
+    is_constant = spread <= 1e-6 * float(np.abs(r).max(initial=0.0)) and r.size != 1
+    return Difference(told, _sqnr_db(r if r.size < 2 else r - r.mean(), r, a), is_constant)
+
+
+def _told(name: str, equal: bool, error: float | None = None, sqnr_db: float | None = None) -> OutputCheck:
+    return {"output": name, "equal": equal, "max_abs_error": error, "sqnr_db": sqnr_db}
+
+
+def _array(value: Value) -> NDArray[np.generic]:
+    return np.asarray(value.value) if isinstance(value, Scalar) else tensors.to_array(value)
+
+
+def _sqnr_db(signal: NDArray[np.float64], reference: NDArray[np.float64], actual: NDArray[np.float64]) -> float | None:
+    """10 log10(sum s^2 / sum (r - a)^2), at most EXACT_DB; None where one has a NaN or infinity, or the signal is all zero.
+
+    Source: etfarm.server.reports.accuracy has the same definition.
+    """
+    if not (np.isfinite(reference).all() and np.isfinite(actual).all()) or not signal.any():
+        return None
+    # Scaled first, since squares of large float64 overflow and of small ones vanish.
+    scale = float(np.abs(signal).max())
+    with np.errstate(over="ignore"):
+        noise = float(np.square((reference - actual) / scale).sum())
+    if noise == 0:
+        return EXACT_DB
+    power = float(np.square(signal / scale).sum())
+    return min(EXACT_DB, 10 * math.log10(power / noise)) if math.isfinite(noise) else None

@@ -1,0 +1,115 @@
+"""The forkserver: imports and warms what compiling needs once, then forks a supervisor per order, for ever.
+
+Run as `python -m etfarm.server.workers.child.forkserver CONTROL ALIVE SIGHT PRELOAD...`, CONTROL and ALIVE being inherited file
+descriptors, SIGHT a JSON object of the paths that no child sees (`hidden`) and that all see besides the code (`readable`).
+CONTROL is a SEQPACKET socket: first it says `{"failed": {entry: why}}` when it is warm, then each message from the daemon is an
+Order as JSON with three file descriptors: channel, log, status. ALIVE is a pipe whose other end only the daemon holds, so that
+its end is the daemon's death.
+
+Not multiprocessing's forkserver: that one inherits the daemon's environment (tokens), imports the daemon's `__main__`
+into each child, blocks in `Process.start()` while it warms up, and leaves grandchildren behind when it is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from etfarm.server.workers.child.supervisor import Order, supervise
+from etfarm.server.workers.jail import file_view
+from etfarm.server.workers.jail.isolation import Jail
+from etfarm.server.workers.limits import Limits
+from etfarm.wire.sandbox import cgroups, namespaces, syscalls
+
+MAX_ORDER_BYTES = 1 << 16
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serves until the daemon closes CONTROL or dies."""
+    control = socket.socket(fileno=int(arguments[0]))
+    alive = int(arguments[1])
+    _end_with(alive)
+    _take_rights()
+    forks = namespaces.PidNamespaceForks()
+    # Ended supervisors are reaped by the kernel.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    failed = warm(arguments[3:])
+    sight = json.loads(arguments[2])
+    shared = file_view.plan([*file_view.code_paths(), *map(Path, sight["readable"])], map(Path, sight["hidden"]))
+    gc.collect()
+    gc.freeze()  # a collection in a child would touch, and so copy, every page
+    control.send(json.dumps({"failed": failed}).encode())
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, MAX_ORDER_BYTES, 3)
+        if not message:
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if forks.fork() == 0:
+            try:
+                control.close()
+                os.close(alive)
+                channel, log, status = descriptors
+                supervise(_order(message), shared, socket.socket(fileno=channel), log, socket.socket(fileno=status))
+            except BaseException:  # noqa: BLE001 - a supervisor must never return into the forkserver's loop
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def warm(entries: Sequence[str]) -> dict[str, str]:
+    """Imports each `module`, and calls the function of each `module:function`. Gives what failed, and why."""
+    failed = {}
+    for entry in entries:
+        module, _, function = entry.partition(":")
+        try:
+            loaded = importlib.import_module(module)
+            if function:
+                getattr(loaded, function)()
+        except Exception as error:  # noqa: BLE001 - a missing provider must not take the others along
+            traceback.print_exc()
+            failed[entry] = f"{type(error).__name__}: {error}"
+    return failed
+
+
+def _order(message: bytes) -> Order:
+    said = json.loads(message)
+    place = said["jail"].pop("place")
+    jail = Jail(**said["jail"], place=None if place is None else cgroups.Place(**place))
+    return Order(said["task"], said["folder"], Limits(**said["limits"]), jail)
+
+
+def _take_rights() -> None:
+    # Without the right to make namespaces it needs a user namespace, here once, so that children's parents have them too.
+    with contextlib.suppress(OSError):
+        if not syscalls.has_capability(syscalls.CAP_SYS_ADMIN):
+            namespaces.enter_user_namespace()
+
+
+def _end_with(alive: int) -> None:
+    # SIGIO's default action ends this process the moment the pipe's last writer is gone, in the middle of an import
+    # too. PR_SET_PDEATHSIG would fire already when the daemon's starting thread ends.
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(alive, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
+    gone = select.poll()
+    gone.register(alive, select.POLLIN)
+    if gone.poll(0):
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
