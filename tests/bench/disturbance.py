@@ -27,7 +27,7 @@ from etfarm.device_agents.attempts.passes import Passes, plan_of
 from etfarm.device_agents.conditions.sampler import Sampler, watched
 from etfarm.device_agents.runners.bundle import Bundle, unpack
 from etfarm.device_agents.runners.native import NativeRunner
-from etfarm.server.reports import statistics as summaries
+from etfarm.server.reports.latency import statistics as summaries
 from etfarm.server.reports.verdict import Thresholds, judge
 from etfarm.v1 import agent_pb2, job_pb2, report_pb2
 from tests.support.programs import program

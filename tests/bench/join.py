@@ -70,8 +70,8 @@ async def trace(folder: Path, iterations: int) -> None:
 
 def join_here(folder: Path) -> dict[str, Any]:
     """As the analysis does it: rows with lines and times."""
-    from etfarm.server.reports import profile
     from etfarm.server.reports.request import AnalyzeRequest
+    from etfarm.server.reports.trace import profile
     from etfarm.v1 import report_pb2
 
     request = AnalyzeRequest(

@@ -68,7 +68,7 @@ def test_a_program_of_several_methods(farm: FarmProcess, tmp_path: Path, model: 
     for method in ("vision_encoder", "token_embedding", "text_decoder"):
         program = torch.export.load(tmp_path / f"x.{method}.pt2")
         assert program.graph_signature.user_inputs
-    from etfarm.server.reports.graph import read_record
+    from etfarm.server.reports.trace.graph import read_record
 
     for method in ("vision_encoder", "token_embedding", "text_decoder"):
         record = read_record(tmp_path / "x.etrecord", method)

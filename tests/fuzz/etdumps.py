@@ -1,10 +1,10 @@
-"""ETDumps of a device's traced pass, `etfarm.server.reports.etdump`."""
+"""ETDumps of a device's traced pass, `etfarm.server.reports.trace.etdump`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from etfarm.server.reports import etdump
+from etfarm.server.reports.trace import etdump
 from tests.fuzz import flatbuffers
 
 TOKENS = (b"ED00", b"Method::execute", b"DELEGATE_CALL", b"native_call_cumsum.out")

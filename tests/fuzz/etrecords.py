@@ -1,4 +1,4 @@
-"""ETRecords: the graph of a compilation that a report joins with a trace, `etfarm.server.reports.graph` and `edge`.
+"""ETRecords: the graph of a compilation that a report joins with a trace, `etfarm.server.reports.trace.graph` and `edge`.
 
 An input is a zip archive, or texts of entries: a name, a line feed, the text, and a NUL byte between two entries.
 """
@@ -11,8 +11,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from etfarm.server.reports import edge, graph
-from etfarm.server.reports.graph import BadRecord
+from etfarm.server.reports.numerics import edge
+from etfarm.server.reports.trace import graph
+from etfarm.server.reports.trace.graph import BadRecord
 
 RUNS = 120
 TOKENS = (

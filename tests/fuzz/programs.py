@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from etfarm.server.compile.screening import screen
-from etfarm.server.reports import graph, xnnpack
+from etfarm.server.reports.trace import graph, xnnpack
 from etfarm.wire.errors import EtfarmError
 from tests.fuzz import flatbuffers
 

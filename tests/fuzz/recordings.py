@@ -1,4 +1,4 @@
-"""The values of a device's numerics pass: an ETDump and the file that it refers to, `etfarm.server.reports.recording`."""
+"""The values of a device's numerics pass: an ETDump and the file that it refers to, `etfarm.server.reports.trace.recording`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import struct
 import tempfile
 from pathlib import Path
 
-from etfarm.server.reports.recording import BadRecording, Recording
+from etfarm.server.reports.trace.recording import BadRecording, Recording
 from tests.fuzz import flatbuffers
 
 TOKENS = (b"ED00", struct.pack("<q", -1), struct.pack("<q", 1 << 40), struct.pack("<I", 1 << 20))

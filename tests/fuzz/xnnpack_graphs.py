@@ -1,10 +1,10 @@
-"""XNNPACK's own graphs within a program, `etfarm.server.reports.xnnpack`."""
+"""XNNPACK's own graphs within a program, `etfarm.server.reports.trace.xnnpack`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from etfarm.server.reports import graph, xnnpack
+from etfarm.server.reports.trace import graph, xnnpack
 from tests.fuzz import flatbuffers
 
 TOKENS = (b"XH00", b"XN00", b"XN01")

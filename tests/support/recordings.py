@@ -380,7 +380,7 @@ def _ignore(event: bytes) -> None:
 def _make(run: RecordedRun, temporary: Path, made: _Made) -> None:
     import torch
 
-    from etfarm.server.reports import reference
+    from etfarm.server.reports.numerics import reference
     from etfarm.wire import tensors
 
     run.folder.mkdir()
@@ -405,7 +405,7 @@ def _make(run: RecordedRun, temporary: Path, made: _Made) -> None:
 
 
 def _make_other(run: RecordedRun, temporary: Path, made: _Made) -> None:
-    from etfarm.server.reports import reference
+    from etfarm.server.reports.numerics import reference
     from etfarm.wire import tensors
 
     shutil.copytree(run.folder.parent / made.like, run.folder)

@@ -256,7 +256,7 @@ _MAKERS: dict[str, Callable[[Path], str]] = {
 def _run(folder: Path, method: str) -> None:
     from executorch.extension.pybindings.portable_lib import _load_for_executorch
 
-    from etfarm.server.reports import reference
+    from etfarm.server.reports.numerics import reference
     from etfarm.wire import tensors
 
     (inputs,) = _images(1)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.server.reports import accuracy
+from etfarm.server.reports.numerics import accuracy
 from etfarm.wire import tensors
 from etfarm.wire.tensors import Scalar, Tensor
 

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("executorch")
 
-from etfarm.server.reports.graph import read_record  # noqa: E402 - needs torch
+from etfarm.server.reports.trace.graph import read_record  # noqa: E402 - needs torch
 from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire import recipes  # noqa: E402
 from etfarm.wire.errors import EtfarmError  # noqa: E402

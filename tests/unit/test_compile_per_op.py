@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("executorch")
 
-from etfarm.server.reports import graph, xnnpack  # noqa: E402 - needs torch
+from etfarm.server.reports.trace import graph, xnnpack  # noqa: E402 - needs torch
 from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire import recipes  # noqa: E402
 from tests.support import models  # noqa: E402

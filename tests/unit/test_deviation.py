@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.server.reports.deviation import BINS, deviation, histogram, summary
+from etfarm.server.reports.numerics.deviation import BINS, deviation, histogram, summary
 
 FLOATS = st.floats(-1e6, 1e6, allow_subnormal=False)
 PAIRS = st.lists(st.tuples(FLOATS, FLOATS), min_size=1, max_size=40)

@@ -18,7 +18,7 @@ from etfarm.device_agents.conditions.sampler import Sampler, watched
 from etfarm.device_agents.runners.bundle import Bundle
 from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan, OnProgress, Progress
-from etfarm.server.reports import statistics
+from etfarm.server.reports.latency import statistics
 from etfarm.v1 import agent_pb2
 from tests.support.programs import program
 from tests.support.runner import runner_bundle

@@ -13,8 +13,8 @@ from executorch.devtools import etdump as schemas
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.server.reports import etdump
-from etfarm.server.reports.etdump import BadTrace, Trace
+from etfarm.server.reports.trace import etdump
+from etfarm.server.reports.trace.etdump import BadTrace, Trace
 from tests.support.etdumps import decoded, event, written
 from tests.support.traces import traced
 

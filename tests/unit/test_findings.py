@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import func, select
 
 from etfarm.server.reports.findings import CUT_SHORT, FILE_MISSING, Findings, key_of
-from etfarm.server.reports.paired import Block
+from etfarm.server.reports.latency.interleaved import Block
 from etfarm.server.reports.request import AnalyzeRequest, Numerics
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database

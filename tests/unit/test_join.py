@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.server.reports import etdump, graph, provenance
-from etfarm.server.reports.etdump import Call, Kernel, Trace
-from etfarm.server.reports.graph import Instruction, Record
-from etfarm.server.reports.join import Joined, join
+from etfarm.server.reports.trace import etdump, graph, provenance
+from etfarm.server.reports.trace.etdump import Call, Kernel, Trace
+from etfarm.server.reports.trace.graph import Instruction, Record
+from etfarm.server.reports.trace.join import Joined, join
 from etfarm.v1 import report_pb2
 from etfarm.wire import digest
 from tests.bench import join as bench

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etfarm.server.reports import choices
 from etfarm.server.reports.analyze import analyze
-from etfarm.server.reports.recording import Recording
+from etfarm.server.reports.numerics import choices
 from etfarm.server.reports.request import AnalyzeRequest, Numerics
+from etfarm.server.reports.trace.recording import Recording
 from etfarm.v1 import report_pb2
 from etfarm.wire import tensors
 from tests.support.recordings import RecordedRun, line_of, recorded

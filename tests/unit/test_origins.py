@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from etfarm.wire.origins import Node, Operator, find
+from etfarm.server.graphs.origins import Node, Operator, find
 
 
 def linear(handle: int, takes: str, gives: str, *, size: int = 64, candidate: bool = True) -> list[Operator]:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from etfarm.server.reports import paired
-from etfarm.server.reports.paired import BadBlocks, Block, Rounds, compare, interval, medians, rounds_of
+from etfarm.server.reports.latency import interleaved
+from etfarm.server.reports.latency.interleaved import BadBlocks, Block, Rounds, compare, interval, medians, rounds_of
 
 STARTS, OF_START = 8, 5
 
@@ -61,7 +61,7 @@ def test_the_interval_holds_the_ratio_and_scales_with_the_rounds(starts: list[li
     ratios = np.array([ratio for start in starts for ratio in start])
     pairs = np.repeat(np.arange(len(starts)), [len(start) for start in starts])
     found = interval(Rounds(ratios, pairs))
-    if ratios.size < paired.MIN_ROUNDS:
+    if ratios.size < interleaved.MIN_ROUNDS:
         assert found is None
         return
     assert found is not None
@@ -76,7 +76,7 @@ def test_equal_ratios_have_an_interval_without_width() -> None:
 
 def test_equal_programs_are_rarely_called_different_where_pooled_samples_often_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that drifts, processes that are faster or slower for all of their lives, samples that resemble each other."""
-    monkeypatch.setattr(paired, "RESAMPLES", 2000)
+    monkeypatch.setattr(interleaved, "RESAMPLES", 2000)
     random = np.random.default_rng(7)
     trials, pooled_trials, called, pooled = 200, 40, 0, 0
     for trial in range(trials):
@@ -114,7 +114,7 @@ def _holds_one(one: NDArray[np.float64], other: NDArray[np.float64], random: np.
 
 
 def test_three_percent_are_found_between_programs_whose_processes_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paired, "RESAMPLES", 2000)
+    monkeypatch.setattr(interleaved, "RESAMPLES", 2000)
     random = np.random.default_rng(3)
     found = 0
     for _ in range(100):
@@ -135,7 +135,7 @@ def test_a_start_with_more_rounds_than_others_counts_as_one_start() -> None:
 
 
 def test_rounds_that_something_disturbed_leave_the_interval_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paired, "RESAMPLES", 2000)
+    monkeypatch.setattr(interleaved, "RESAMPLES", 2000)
     random = np.random.default_rng(11)
     widths, misses = [], 0
     for _ in range(100):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from executorch import exir
 
-from etfarm.server.reports import graph
-from etfarm.server.reports.graph import BadProgram, Instruction, read_program
+from etfarm.server.reports.trace import graph
+from etfarm.server.reports.trace.graph import BadProgram, Instruction, read_program
 from tests.support.traces import traced
 
 NAMES = ["residual_int8", "xnnpack", "portable", "methods", "renamed"]

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etfarm.server.reports import etdump, graph, provenance
 from etfarm.server.reports.analyze import analyze
-from etfarm.server.reports.attribution import attribute
-from etfarm.server.reports.etdump import Trace
-from etfarm.server.reports.graph import Record
 from etfarm.server.reports.request import AnalyzeRequest
+from etfarm.server.reports.trace import etdump, graph, provenance
+from etfarm.server.reports.trace.attribution import attribute
+from etfarm.server.reports.trace.etdump import Trace
+from etfarm.server.reports.trace.graph import Record
 from etfarm.v1 import report_pb2
 from tests.support.etdumps import event, written
 from tests.support.traces import ITERATIONS, Traced, traced

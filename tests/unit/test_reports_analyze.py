@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from etfarm.server.reports.analyze import analyze, prewarm
-from etfarm.server.reports.paired import Block
+from etfarm.server.reports.latency.interleaved import Block
 from etfarm.server.reports.request import AnalyzeRequest
 from etfarm.server.workers.channel.child_output import stage_of
 from etfarm.v1 import report_pb2
@@ -204,7 +204,7 @@ def test_cut_samples_cost_the_latency_only(tmp_path: Path) -> None:
 def _accuracy_of(folder: Path, module: object, inputs: list[tensors.Value], outputs: list[tensors.Value]) -> report_pb2.Report:
     import torch
 
-    from etfarm.server.reports.reference import to_torch
+    from etfarm.server.reports.numerics.reference import to_torch
 
     assert isinstance(module, torch.nn.Module)
     torch.export.save(torch.export.export(module.eval(), tuple(to_torch(value) for value in inputs)), folder / "model.pt2")

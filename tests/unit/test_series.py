@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from etfarm.server.reports.series import without_rows, without_series
+from etfarm.server.reports.latency.series import without_rows, without_series
 from etfarm.v1.report_pb2 import OperatorKind, Report, VerdictStatus
 from etfarm.wire import comparison, views
 from etfarm.wire.comparison import Side

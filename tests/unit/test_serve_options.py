@@ -9,7 +9,7 @@ import pytest
 
 from etfarm.server.config import Config
 from etfarm.server.main import config_of, parser
-from etfarm.server.reports.thresholds import BadThresholds, Thresholds
+from etfarm.server.reports.latency.thresholds import BadThresholds, Thresholds
 
 
 def config(*arguments: str) -> Config:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.server.reports import statistics
+from etfarm.server.reports.latency import statistics
 
 SAMPLES = st.lists(st.integers(0, 2**53), min_size=1, max_size=300)
 MEDIAN = 1_000_000

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.reports import thresholds
-from etfarm.server.reports.thresholds import BadThresholds, Thresholds
+from etfarm.server.reports.latency import thresholds
+from etfarm.server.reports.latency.thresholds import BadThresholds, Thresholds
 
 
 def test_a_file_changes_what_it_names(tmp_path: Path) -> None:

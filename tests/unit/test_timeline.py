@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.server.reports import timeline
 from etfarm.server.reports.analyze import analyze
-from etfarm.server.reports.etdump import Call, Kernel, Spans, Trace
-from etfarm.server.reports.graph import Instruction, Record
-from etfarm.server.reports.join import join
 from etfarm.server.reports.request import AnalyzeRequest
-from etfarm.server.reports.timeline import Place, lay
+from etfarm.server.reports.trace import timeline
+from etfarm.server.reports.trace.etdump import Call, Kernel, Spans, Trace
+from etfarm.server.reports.trace.graph import Instruction, Record
+from etfarm.server.reports.trace.join import join
+from etfarm.server.reports.trace.timeline import Place, lay
 from etfarm.v1 import report_pb2
 from tests.support.traces import traced
 

@@ -14,7 +14,7 @@ from executorch.backends.xnnpack import serialization
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.server.reports import graph, xnnpack
+from etfarm.server.reports.trace import graph, xnnpack
 from tests.support.traces import traced
 
 NAMES = ["residual", "residual_int8", "gated_dynamic", "int8", "xnnpack"]

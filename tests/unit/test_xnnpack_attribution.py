@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.reports import etdump, graph, xnnpack
 from etfarm.server.reports.analyze import analyze
-from etfarm.server.reports.attribution import Attribution, attribute
-from etfarm.server.reports.etdump import Kernel, Trace
-from etfarm.server.reports.graph import Record
-from etfarm.server.reports.join import join
-from etfarm.server.reports.kernels import family
 from etfarm.server.reports.request import AnalyzeRequest
+from etfarm.server.reports.trace import etdump, graph, xnnpack
+from etfarm.server.reports.trace.attribution import Attribution, attribute
+from etfarm.server.reports.trace.etdump import Kernel, Trace
+from etfarm.server.reports.trace.graph import Record
+from etfarm.server.reports.trace.join import join
+from etfarm.server.reports.trace.kernels import family
 from etfarm.v1 import report_pb2
 from tests.support import traces
 from tests.support.traces import line_of, traced

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from etfarm.server.reports.kernels import Match, Part, Unaligned, align, family
-from etfarm.server.reports.xnnpack import Value, XGraph, XNode
+from etfarm.server.reports.trace.kernels import Match, Part, Unaligned, align, family
+from etfarm.server.reports.trace.xnnpack import Value, XGraph, XNode
 
 FP32, QINT8, QDINT8 = 1, 3, 9
 

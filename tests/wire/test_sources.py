@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from etfarm.wire.sources import Source, common_module, is_users, module_of, source_of
+from etfarm.server.graphs.sources import Source, common_module, is_users, module_of, source_of
 
 TRACE = """  File "models/resnet.py", line 31, in forward
     y = self.conv2(y)

@@ -21,8 +21,8 @@ from etfarm.server.app import running
 from etfarm.server.compile.screening import operators
 from etfarm.server.config import Config
 from etfarm.server.jobs.quotas import Quotas
-from etfarm.server.reports import thresholds
-from etfarm.server.reports.thresholds import Thresholds
+from etfarm.server.reports.latency import thresholds
+from etfarm.server.reports.latency.thresholds import Thresholds
 from etfarm.wire.channel import parse_address
 from etfarm.wire.errors import FarmError, UserError
 from etfarm.wire.escapes import in_a_line, printable

@@ -34,7 +34,7 @@ for executing them again where outputs differ."""
 def drift(samples_ns: array[int]) -> float | None:
     """How far the median of the last third lies from that of the first, as a part of it; None below 30 samples.
 
-    Source: etfarm.server.reports.statistics.drift, by which the verdict judges.
+    Source: etfarm.server.reports.latency.statistics.drift, by which the verdict judges.
     """
     third = len(samples_ns) // 3
     if len(samples_ns) < _LEAST_SAMPLES:

@@ -17,7 +17,7 @@ from etfarm.server.jobs.listing import LIST_BYTES, listed_events, listed_job, st
 from etfarm.server.jobs.quotas import Quotas
 from etfarm.server.jobs.tags import LATEST, find_tag, tags_of
 from etfarm.server.jobs.watch import Announcer
-from etfarm.server.reports.series import without_rows
+from etfarm.server.reports.latency.series import without_rows
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, job_pb2, report_pb2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from etfarm.server.artifacts.store import Store
 from etfarm.server.reports.findings import Findings
-from etfarm.server.reports.paired import Block
+from etfarm.server.reports.latency.interleaved import Block
 from etfarm.server.reports.request import AnalyzeRequest, Numerics
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 

@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from etfarm.server.reports import accuracy, numerics, oddities, paired, profile, reference, statistics
+from etfarm.server.reports import oddities
+from etfarm.server.reports.latency import interleaved, statistics
+from etfarm.server.reports.numerics import accuracy, numeric_gap, reference
 from etfarm.server.reports.request import AnalyzeRequest
+from etfarm.server.reports.trace import profile
 from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import tensors
 from etfarm.wire.errors import EtfarmError
@@ -61,7 +64,7 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
             profile.fill(report, request, lambda code, message: _warn(report, code, message))
     if request.numerics is not None and request.inputs is not None:
         with _part("NUMERICS", report, emit):
-            numerics.fill(
+            numeric_gap.fill(
                 report, request.method, request.model, request.inputs, request.numerics, deadline_s,
                 lambda code, message: _warn(report, code, message), request.screen,
             )  # fmt: skip
@@ -123,11 +126,11 @@ def _fill_latency(report: report_pb2.Report, path: Path) -> None:
 
 
 def _fill_interleaved(report: report_pb2.Report, request: AnalyzeRequest, samples: Path, base: Path) -> None:
-    rounds = paired.rounds_of(
-        paired.medians(statistics.read_samples(samples), request.blocks),
-        paired.medians(statistics.read_samples(base), request.base_blocks),
+    rounds = interleaved.rounds_of(
+        interleaved.medians(statistics.read_samples(samples), request.blocks),
+        interleaved.medians(statistics.read_samples(base), request.base_blocks),
     )
-    found = paired.compare(rounds)
+    found = interleaved.compare(rounds)
     if found is None:
         return
     report.interleaved.MergeFrom(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from etfarm.server.reports.paired import Block
+from etfarm.server.reports.latency.interleaved import Block
 
 
 @dataclass(frozen=True)

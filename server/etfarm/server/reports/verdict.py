@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from etfarm.server.reports.thresholds import MIN_FOR_INTERVAL, Thresholds
+from etfarm.server.reports.latency.thresholds import MIN_FOR_INTERVAL, Thresholds
 from etfarm.v1 import agent_pb2, report_pb2
 
 __all__ = ["Thresholds", "judge"]

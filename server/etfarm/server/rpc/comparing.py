@@ -9,7 +9,7 @@ from typing import Final
 
 from etfarm.server.access.scope import Scope
 from etfarm.server.jobs.journal import Journal
-from etfarm.server.reports.series import without_series
+from etfarm.server.reports.latency.series import without_series
 from etfarm.v1 import job_pb2, report_pb2
 from etfarm.wire import comparison
 from etfarm.wire.comparison import Side

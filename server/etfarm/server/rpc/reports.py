@@ -11,7 +11,7 @@ from etfarm.server.jobs.history import History, Wanted
 from etfarm.server.jobs.journal import PAGE_BYTES, Journal
 from etfarm.server.jobs.revision import Revision
 from etfarm.server.jobs.tags import Tags
-from etfarm.server.reports.series import without_series
+from etfarm.server.reports.latency.series import without_series
 from etfarm.server.rpc.auth import ADMIN, caller, require_owner, scope
 from etfarm.server.rpc.comparing import compare
 from etfarm.server.rpc.pages import page_size, page_start

@@ -26,8 +26,8 @@ from executorch.exir.tensor import TensorSpec
 
 from etfarm.server.compile.program.places import module_path
 from etfarm.server.compile.result import ModuleFootprint
-from etfarm.wire import origins
-from etfarm.wire.sources import common_module
+from etfarm.server.graphs import origins
+from etfarm.server.graphs.sources import common_module
 
 Graphs = Mapping[bytes, Any]
 """XNNPACK's graphs by the bytes of the delegates that they were written into."""

@@ -25,9 +25,9 @@ from etfarm.server.compile.errors import (
 )
 from etfarm.server.compile.program.places import places
 from etfarm.server.compile.result import OperatorDelegation, Place
+from etfarm.server.graphs.sources import source_of
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.recipes import BadCombination
-from etfarm.wire.sources import source_of
 
 _MAX = 400
 _NAMED: Final = 3

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from etfarm.server.compile.program import fp32_layers
 from etfarm.server.compile.result import Fp32Operator, Place, SourceLine
-from etfarm.wire.sources import Source, module_of, source_of
+from etfarm.server.graphs.sources import Source, module_of, source_of
 
 MAX_PLACES: Final = 20
 """Places of one operator; those beyond are the least frequent, and summed into none."""

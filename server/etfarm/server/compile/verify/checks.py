@@ -374,7 +374,7 @@ def _array(value: Value) -> NDArray[np.generic]:
 def _sqnr_db(signal: NDArray[np.float64], reference: NDArray[np.float64], actual: NDArray[np.float64]) -> float | None:
     """10 log10(sum s^2 / sum (r - a)^2), at most EXACT_DB; None where one has a NaN or infinity, or the signal is all zero.
 
-    Source: etfarm.server.reports.accuracy has the same definition.
+    Source: etfarm.server.reports.numerics.accuracy has the same definition.
     """
     if not (np.isfinite(reference).all() and np.isfinite(actual).all()) or not signal.any():
         return None

@@ -11,9 +11,9 @@ from typing import Final
 
 import numpy as np
 
-from etfarm.server.reports import kernels, xnnpack
-from etfarm.server.reports.etdump import Trace
-from etfarm.server.reports.graph import Instruction, Record, base_name
+from etfarm.server.reports.trace import kernels, xnnpack
+from etfarm.server.reports.trace.etdump import Trace
+from etfarm.server.reports.trace.graph import Instruction, Record, base_name
 
 Program = Mapping[tuple[int, int], Instruction]
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from etfarm.server.reports.deviation import Array
-from etfarm.server.reports.graph import base_name
+from etfarm.server.reports.numerics.deviation import Array
+from etfarm.server.reports.trace.graph import base_name
 
 if TYPE_CHECKING:
     from torch.fx import Node

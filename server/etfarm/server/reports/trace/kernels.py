@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Final
 
-from etfarm.server.reports.xnnpack import XGraph, XNode
+from etfarm.server.reports.trace.xnnpack import XGraph, XNode
 from etfarm.wire.errors import FarmError
 
 _MATRIX: Final = ("Fully Connected", "Dynamic Fully Connected")

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from etfarm.server.reports import attribution, etdump, graph, join, provenance
 from etfarm.server.reports.request import AnalyzeRequest
+from etfarm.server.reports.trace import attribution, etdump, graph, join, provenance
 from etfarm.v1 import report_pb2
 
 Warn = Callable[[str, str], None]

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from etfarm.server.reports.accuracy import EXACT_DB
+from etfarm.server.reports.numerics.accuracy import EXACT_DB
 from etfarm.v1 import report_pb2
 
 BINS: Final = 32

@@ -28,12 +28,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from etfarm.server.reports import timeline
-from etfarm.server.reports.etdump import Call, Kernel, Spans, Times, Trace
-from etfarm.server.reports.graph import Instruction, Origin, Record, base_name
-from etfarm.server.reports.timeline import Place
+from etfarm.server.graphs.sources import Source
+from etfarm.server.reports.trace import timeline
+from etfarm.server.reports.trace.etdump import Call, Kernel, Spans, Times, Trace
+from etfarm.server.reports.trace.graph import Instruction, Origin, Record, base_name
+from etfarm.server.reports.trace.timeline import Place
 from etfarm.v1 import compile_pb2, report_pb2
-from etfarm.wire.sources import Source
 
 RESOLUTION_NS: Final = {"XnnpackBackend": 1000.0}
 """Clock resolution of the events inside a delegate, by backend. Of others it is told from the times themselves."""

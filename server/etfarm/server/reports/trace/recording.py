@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from etfarm.server.reports.flatbuffer import Columns, Positions, Table
+from etfarm.server.reports.trace.flatbuffer import Columns, Positions, Table
 from etfarm.wire.errors import DeviceError, Kind
 from etfarm.wire.tensors import dtype_of
 

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from etfarm.server.reports import choices, edge, graph
-from etfarm.server.reports.accuracy import EXACT_DB
-from etfarm.server.reports.counterparts import Output
-from etfarm.server.reports.deviation import Array, Deviation, deviation, histogram, summary
-from etfarm.server.reports.recording import Recording
+from etfarm.server.reports.numerics import choices, edge
+from etfarm.server.reports.numerics.accuracy import EXACT_DB
+from etfarm.server.reports.numerics.counterparts import Output
+from etfarm.server.reports.numerics.deviation import Array, Deviation, deviation, histogram, summary
+from etfarm.server.reports.trace import graph
+from etfarm.server.reports.trace.recording import Recording
 from etfarm.v1 import report_pb2
 from etfarm.wire.errors import FarmError
 

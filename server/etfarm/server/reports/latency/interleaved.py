@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from etfarm.server.reports.statistics import student
+from etfarm.server.reports.latency.statistics import student
 from etfarm.wire.errors import DeviceError, Kind
 
 MIN_PAIRS: Final = 4

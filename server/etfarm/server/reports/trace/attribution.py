@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from etfarm.server.reports import kernels, xnnpack
-from etfarm.server.reports.etdump import Call, Trace
-from etfarm.server.reports.graph import Instruction, Node, Origin, Record, base_name, sources_of
-from etfarm.wire import origins
-from etfarm.wire.sources import common_module
+from etfarm.server.graphs import origins
+from etfarm.server.graphs.sources import common_module
+from etfarm.server.reports.trace import kernels, xnnpack
+from etfarm.server.reports.trace.etdump import Call, Trace
+from etfarm.server.reports.trace.graph import Instruction, Node, Origin, Record, base_name, sources_of
 
 _QUANTIZATION: Final = "quantized_decomposed."
 

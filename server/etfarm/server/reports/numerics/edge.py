@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from etfarm.server.reports import graph
-from etfarm.server.reports.graph import BadRecord, Instruction, Node, base_name
-from etfarm.server.reports.recording import Stored
+from etfarm.server.reports.trace import graph
+from etfarm.server.reports.trace.graph import BadRecord, Instruction, Node, base_name
+from etfarm.server.reports.trace.recording import Stored
 
 _DTYPES: Final = {
     1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float16", 7: "float32", 8: "float64", 12: "bool",

@@ -10,9 +10,9 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from etfarm.server.reports.edge import EdgeGraph, Operator, fits
-from etfarm.server.reports.graph import Instruction, base_name
-from etfarm.server.reports.recording import Recorded, Stored
+from etfarm.server.reports.numerics.edge import EdgeGraph, Operator, fits
+from etfarm.server.reports.trace.graph import Instruction, base_name
+from etfarm.server.reports.trace.recording import Recorded, Stored
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

@@ -12,16 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from etfarm.server.reports import counterparts, edge, graph, provenance, reference
-from etfarm.server.reports.counterparts import Counterparts, Output
-from etfarm.server.reports.deviation import Array
-from etfarm.server.reports.judgement import THRESHOLD_DB, Observer, OutOfTime, Slot, is_bad, is_judged
-from etfarm.server.reports.recording import NothingRecorded, Recording
+from etfarm.server.graphs.sources import Source, common_module
+from etfarm.server.reports.numerics import counterparts, edge, reference
+from etfarm.server.reports.numerics.counterparts import Counterparts, Output
+from etfarm.server.reports.numerics.deviation import Array
+from etfarm.server.reports.numerics.operator_check import THRESHOLD_DB, Observer, OutOfTime, Slot, is_bad, is_judged
 from etfarm.server.reports.request import Numerics
+from etfarm.server.reports.trace import graph, provenance
+from etfarm.server.reports.trace.recording import NothingRecorded, Recording
 from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import tensors
 from etfarm.wire.errors import FarmError, UserError
-from etfarm.wire.sources import Source, common_module
 
 EAGER: Final = "EAGER"
 QUANTIZED: Final = "QUANTIZED"

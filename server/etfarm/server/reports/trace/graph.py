@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from etfarm.server.reports.flatbuffer import Table
+from etfarm.server.graphs.origins import Operator
+from etfarm.server.graphs.sources import Source, common_module, module_of, source_of
+from etfarm.server.reports.trace.flatbuffer import Table
 from etfarm.wire.errors import FarmError
-from etfarm.wire.origins import Operator
-from etfarm.wire.sources import Source, common_module, module_of, source_of
 
 _EDGE: Final = "edge_dialect_exported_program"
 _TARGETS: Final = ("executorch.exir.dialects.edge.ops.", "torch.ops.")

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from etfarm.server.reports.thresholds import MIN_FOR_INTERVAL
+from etfarm.server.reports.latency.thresholds import MIN_FOR_INTERVAL
 from etfarm.wire.errors import DeviceError, Kind
 
 CONFIDENCE: Final = 0.95

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from etfarm.server.reports.flatbuffer import Table
+from etfarm.server.reports.trace.flatbuffer import Table
 from etfarm.wire.errors import FarmError
 
 NAME: Final = "XnnpackBackend"
