@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etfarm.server.reports import oddities
-from etfarm.server.reports.analyze import analyze
+from etfarm.server.reports.analyze import analyze, describe_nan
 from etfarm.server.reports.request import AnalyzeRequest
 from etfarm.v1 import report_pb2
 from etfarm.wire import tensors
@@ -21,7 +20,7 @@ def test_nan_of_every_dtype_that_has_it_is_counted(dtype: str) -> None:
     kind = tensors.dtype_of(dtype)
     has_nan = "float" in dtype
     array = np.array([[1, np.nan if has_nan else 0, 1]] * 2).astype(kind)
-    said = oddities.not_a_number([tensors.from_array("x", array)])
+    said = describe_nan([tensors.from_array("x", array)])
     assert said.startswith("The inputs have NaN: 2 of 6 elements of 'x'.") is has_nan
     assert bool(said) is has_nan
 
@@ -31,8 +30,8 @@ def test_scalars_and_tensors_without_elements_are_looked_at_too() -> None:
         tensors.from_array("empty", np.zeros((0, 3), np.float32)), tensors.from_array("point", np.float32(np.nan).reshape(())),
         Scalar("none", None), Scalar("two", 2), Scalar("flag", True), Scalar("", float("nan")),
     ]  # fmt: skip
-    assert "NaN: 1 of 1 element of 'point', 1 of 1 element of 5." in oddities.not_a_number(values)
-    assert oddities.not_a_number([value for value in values if value.name not in ("point", "")]) == ""
+    assert "NaN: 1 of 1 element of 'point', 1 of 1 element of 5." in describe_nan(values)
+    assert describe_nan([value for value in values if value.name not in ("point", "")]) == ""
 
 
 def test_a_report_warns_of_nan_among_the_inputs(tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from etfarm.server.reports import oddities
+import numpy as np
+
 from etfarm.server.reports.latency import interleaved, statistics
 from etfarm.server.reports.numerics import accuracy, numeric_gap, reference
 from etfarm.server.reports.request import AnalyzeRequest
@@ -45,8 +46,8 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
         with _part("INPUTS", report, emit):
             inputs = tensors.decode(request.inputs.read_bytes())
             report.inputs.tensors.extend(map(_input, inputs))
-            if said := oddities.not_a_number(inputs):
-                _warn(report, "INPUTS_HAVE_NAN", said)
+            if sentence := describe_nan(inputs):
+                _warn(report, "INPUTS_HAVE_NAN", sentence)
     if request.samples is not None:
         with _part("STATISTICS", report, emit):
             _fill_latency(report, request.samples)
@@ -69,6 +70,20 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
                 lambda code, message: _warn(report, code, message), request.screen,
             )  # fmt: skip
     return report.SerializeToString()
+
+
+def describe_nan(inputs: Iterable[tensors.Value]) -> str:
+    """Return a warning that counts the NaN of each input; empty if there is none."""
+    counts = []
+    for index, value in enumerate(inputs):
+        if isinstance(value, tensors.Scalar) and not isinstance(value.value, float):
+            continue
+        array = np.asarray(value.value) if isinstance(value, tensors.Scalar) else tensors.to_array(value)
+        # numpy does not count bfloat16 and the 8-bit floats as inexact dtypes, but its isnan handles them.
+        count = 0 if array.dtype.kind in "biu" else int(np.isnan(array).sum())
+        if count:
+            counts.append(f"{count} of {array.size} element{'s' if array.size > 1 else ''} of {value.name or index!r}")
+    return f"The inputs have NaN: {', '.join(counts)}. What is computed from it is NaN as well." if counts else ""
 
 
 def prewarm() -> None:

@@ -209,10 +209,10 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _code() -> dict[str, str]:
-    """What an analysis runs: this package's and the wire's sources, which also tells two versions under development apart, and
-    the versions of what they call."""
+    """Return digests of the sources that an analysis runs, which differ between two versions under development as well, and
+    the versions of the packages that they call."""
     sources: dict[str, str] = {}
-    for package in ("etfarm.server.reports", "etfarm.wire"):
+    for package in ("etfarm.server.reports", "etfarm.server.graphs", "etfarm.wire"):
         found = find_spec(package)
         for folder in (found.submodule_search_locations or ()) if found is not None else ():
             files = sorted(Path(folder).rglob("*.py"))
