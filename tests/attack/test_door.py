@@ -18,7 +18,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from etfarm.server.rpc.connections import most_connections
+from etfarm.server.rpc.door.connections import most_connections
 from etfarm.v1 import (
     agent_pb2,
     agent_pb2_grpc,

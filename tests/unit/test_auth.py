@@ -9,8 +9,8 @@ import pytest
 import trustme
 
 from etfarm.server.config import Config, Exposed
-from etfarm.server.rpc import auth
-from etfarm.server.rpc.auth import (
+from etfarm.server.rpc.door import auth
+from etfarm.server.rpc.door.auth import (
     ADMIN,
     AGENT,
     LOCAL,

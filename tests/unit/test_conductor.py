@@ -21,13 +21,13 @@ from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
 from etfarm.server.jobs import model
-from etfarm.server.jobs.attempts import MAX_ATTEMPTS
+from etfarm.server.jobs.cells.attempts import MAX_ATTEMPTS
+from etfarm.server.jobs.cells.execution import Execution
+from etfarm.server.jobs.cells.placement import Placement
 from etfarm.server.jobs.conductor import Conductor
-from etfarm.server.jobs.execution import Execution
-from etfarm.server.jobs.journal import Journal
-from etfarm.server.jobs.log import JobLog
-from etfarm.server.jobs.placement import Placement
-from etfarm.server.jobs.watch import Announcer
+from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.log import JobLog
+from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.reports.verdict import Thresholds
 from etfarm.server.state.engine import Database, DatabaseFull
 from etfarm.server.workers.measurement_lock import Quiet

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.rpc import connections
-from etfarm.server.rpc.connections import STRANGER_S, STRANGERS_OF_AN_ADDRESS, Connections
-from etfarm.server.rpc.failures import FLOOD, FORGET_S, FREE, MAX_ADDRESSES, MAX_WAIT_S, Failures, address_of
+from etfarm.server.rpc.door import connections
+from etfarm.server.rpc.door.connections import STRANGER_S, STRANGERS_OF_AN_ADDRESS, Connections
+from etfarm.server.rpc.door.failures import FLOOD, FORGET_S, FREE, MAX_ADDRESSES, MAX_WAIT_S, Failures, address_of
 
 
 class Clock:

@@ -11,7 +11,8 @@ import pytest
 
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.compile.cache import Outcome
-from etfarm.server.jobs import groups, model
+from etfarm.server.jobs import model
+from etfarm.server.jobs.cells import groups
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.v1.artifact_pb2 import Chunk
 from etfarm.wire.chunks import artifact_of

@@ -10,9 +10,9 @@ import pytest
 
 from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.jobs import model
-from etfarm.server.jobs.history import History, NoHistory, Wanted
-from etfarm.server.jobs.journal import Journal
-from etfarm.server.jobs.watch import Announcer
+from etfarm.server.jobs.records.history import History, NoHistory, Wanted
+from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state.engine import Database
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Job

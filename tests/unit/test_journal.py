@@ -12,9 +12,9 @@ from sqlalchemy import select
 
 from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.jobs import model
-from etfarm.server.jobs.journal import JobNotFound, Journal, ReportNotFound, SequenceUnknown, StaleVersion
-from etfarm.server.jobs.tags import TagAmbiguous, Tags
-from etfarm.server.jobs.watch import Announcer
+from etfarm.server.jobs.records.journal import JobNotFound, Journal, ReportNotFound, SequenceUnknown, StaleVersion
+from etfarm.server.jobs.records.tags import TagAmbiguous, Tags
+from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1.agent_pb2 import CandidateResult

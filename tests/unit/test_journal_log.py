@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.jobs import model
-from etfarm.server.jobs.journal import Journal
-from etfarm.server.jobs.log import JobLog
-from etfarm.server.jobs.watch import Announcer
+from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.log import JobLog
+from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state.engine import Database
 from etfarm.v1.job_pb2 import Job, JobSpec, LogLine
 

@@ -12,11 +12,11 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from etfarm.server.rpc import limits
-from etfarm.server.rpc.admission import MalformedRequest, admitted, deserializer
-from etfarm.server.rpc.limits import LIMITS, SIZES, LimitExceeded, check
-from etfarm.server.rpc.salvage import Salvaged
-from etfarm.server.rpc.wire_scan import Scan, TooManyFields
+from etfarm.server.rpc.door import limits
+from etfarm.server.rpc.door.admission import MalformedRequest, admitted, deserializer
+from etfarm.server.rpc.door.limits import LIMITS, SIZES, LimitExceeded, check
+from etfarm.server.rpc.door.wire_scan import Scan, TooManyFields
+from etfarm.server.rpc.services.salvage import Salvaged
 from etfarm.v1 import agent_pb2, artifact_pb2, common_pb2, device_pb2, job_pb2
 from etfarm.wire.errors import Fault
 from etfarm.wire.status import from_proto

@@ -9,7 +9,7 @@ import pytest
 
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.schedule import Waiting
-from etfarm.server.jobs.placement import Placement
+from etfarm.server.jobs.cells.placement import Placement
 from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.wire import selectors
 

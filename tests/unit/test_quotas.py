@@ -11,9 +11,9 @@ import pytest
 
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
-from etfarm.server.jobs.journal import Journal
-from etfarm.server.jobs.quotas import Counted, QuotaExceeded, Quotas, UnknownQuota
-from etfarm.server.jobs.watch import Announcer
+from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.quotas import Counted, QuotaExceeded, Quotas, UnknownQuota
+from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state.engine import Database
 from etfarm.v1.job_pb2 import Job
 from etfarm.wire.errors import Kind

@@ -14,13 +14,13 @@ from etfarm.client.jobs.job import AsyncJob
 from etfarm.client.transport.stubs import Stubs
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
-from etfarm.server.jobs.history import History
-from etfarm.server.jobs.journal import Journal
-from etfarm.server.jobs.tags import Tags
-from etfarm.server.jobs.watch import Announcer
-from etfarm.server.rpc.auth import Tokens
-from etfarm.server.rpc.edge import Edge
-from etfarm.server.rpc.reports import ReportService
+from etfarm.server.jobs.records.history import History
+from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.tags import Tags
+from etfarm.server.jobs.records.watch import Announcer
+from etfarm.server.rpc.door.auth import Tokens
+from etfarm.server.rpc.door.interceptor import Edge
+from etfarm.server.rpc.services.reports import ReportService
 from etfarm.server.state.engine import Database
 from etfarm.v1.job_pb2 import Job
 from etfarm.v1.report_pb2 import GetReportsRequest, ListHistoryRequest, Report

@@ -17,13 +17,14 @@ from sqlalchemy import Connection
 from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.compile.screening import screen
 from etfarm.server.devices.schedule import NoSuchDevice
-from etfarm.server.jobs import groups, model
-from etfarm.server.jobs.execution import MethodMissing
-from etfarm.server.jobs.journal import Journal
+from etfarm.server.jobs import model
+from etfarm.server.jobs.cells import groups
+from etfarm.server.jobs.cells.execution import MethodMissing
+from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.submission import MAX_CELLS, MAX_SAMPLES, BadJob, RecipeNeedsEagerModule, Submission
-from etfarm.server.jobs.watch import Announcer
-from etfarm.server.rpc import auth
-from etfarm.server.rpc.jobs import JobService
+from etfarm.server.rpc.door import auth
+from etfarm.server.rpc.services.jobs import JobService
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.v1.device_pb2 import Device, DeviceState

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.access.scope import EVERYTHING, Scope
-from etfarm.server.jobs.tags import MAX_TAGS, TagNotFound, TagNotYours, Tags, TooManyTags, tags_of
+from etfarm.server.jobs.records.tags import MAX_TAGS, TagNotFound, TagNotYours, Tags, TooManyTags, tags_of
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 

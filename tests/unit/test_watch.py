@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etfarm.server.jobs.watch import Announcer
+from etfarm.server.jobs.records.watch import Announcer
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent, LogLine, Progress
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from etfarm.server.access.tokens import has_tokens
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.compile.screening.operators import Operators
-from etfarm.server.jobs.quotas import Quotas
+from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.reports.verdict import Thresholds
 from etfarm.wire.channel import Address
 from etfarm.wire.errors import UserError

@@ -20,7 +20,7 @@ from etfarm.server import preflight
 from etfarm.server.app import running
 from etfarm.server.compile.screening import operators
 from etfarm.server.config import Config
-from etfarm.server.jobs.quotas import Quotas
+from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.reports.latency import thresholds
 from etfarm.server.reports.latency.thresholds import Thresholds
 from etfarm.wire.channel import parse_address

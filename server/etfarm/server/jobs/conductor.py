@@ -16,15 +16,15 @@ from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.single_flight import Listener
 from etfarm.server.jobs import model
-from etfarm.server.jobs.attempts import Attempts
-from etfarm.server.jobs.execution import Execution
-from etfarm.server.jobs.groups import Groups, base_of
-from etfarm.server.jobs.journal import Journal, StaleVersion
-from etfarm.server.jobs.log import JobLog
-from etfarm.server.jobs.numerics import NumericsPrograms
+from etfarm.server.jobs.cells.attempts import Attempts
+from etfarm.server.jobs.cells.cell_run import Steps, Way, to_the_end
+from etfarm.server.jobs.cells.execution import Execution
+from etfarm.server.jobs.cells.groups import Groups, base_of
+from etfarm.server.jobs.cells.numerics import NumericsPrograms
+from etfarm.server.jobs.records.journal import Journal, StaleVersion
+from etfarm.server.jobs.records.log import JobLog
+from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.takeups import CARE_S, HANDLED, IN_SERVER, MOST, STABLE_S, SetAside, Takeups, is_handled
-from etfarm.server.jobs.watch import Announcer
-from etfarm.server.jobs.way import Steps, Way, to_the_end
 from etfarm.server.reports.analyst import Analyst
 from etfarm.server.reports.assembly import assemble, since
 from etfarm.server.reports.verdict import Thresholds

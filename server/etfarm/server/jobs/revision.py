@@ -12,12 +12,12 @@ from etfarm.server.compile.cache import CompilationNotFound
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.devices.registry import DeviceNotFound
 from etfarm.server.jobs import model
-from etfarm.server.jobs.execution import Execution
-from etfarm.server.jobs.groups import base_of
-from etfarm.server.jobs.journal import Journal, ReportNotFound
-from etfarm.server.jobs.log import JobLog
-from etfarm.server.jobs.numerics import NumericsPrograms
-from etfarm.server.jobs.way import Way
+from etfarm.server.jobs.cells.cell_run import Way
+from etfarm.server.jobs.cells.execution import Execution
+from etfarm.server.jobs.cells.groups import base_of
+from etfarm.server.jobs.cells.numerics import NumericsPrograms
+from etfarm.server.jobs.records.journal import Journal, ReportNotFound
+from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.reports.analyst import Analyst
 from etfarm.server.reports.assembly import assemble
 from etfarm.server.reports.findings import FILE_MISSING, is_of_analysis

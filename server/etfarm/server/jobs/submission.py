@@ -12,8 +12,8 @@ from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.compile.errors import RecipeNeedsEagerModule
 from etfarm.server.compile.upload_screening import Screening
 from etfarm.server.devices import schedule
-from etfarm.server.jobs import groups
-from etfarm.server.jobs.execution import MethodMissing
+from etfarm.server.jobs.cells import groups
+from etfarm.server.jobs.cells.execution import MethodMissing
 from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import common_pb2, job_pb2
 from etfarm.v1.device_pb2 import Device

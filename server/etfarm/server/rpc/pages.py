@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etfarm.server.jobs.history import BadPageToken
+from etfarm.server.jobs.records.history import BadPageToken
 
 
 def page_size(asked: int, usual: int, most: int) -> int:

@@ -1,0 +1,182 @@
+"""Step 10: reports of all jobs, found again by what they are of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+
+from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, select, true
+
+from etfarm.server.access.scope import Scope
+from etfarm.server.jobs.records.journal import PAGE_BYTES
+from etfarm.server.jobs.records.tags import tags_of
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+from etfarm.v1 import report_pb2
+from etfarm.v1.device_pb2 import Device
+from etfarm.wire import selectors
+from etfarm.wire.errors import Kind, UserError
+
+LEAST_DIGEST = 4
+"""So many characters of a model's digest stand for it."""
+
+_KNOWN = 20
+"""Names of models that are listed for who asked for none of them."""
+
+_TOKEN = re.compile(r"(\d{1,18})\.([0-9a-zA-Z_-]{1,64})\Z", re.ASCII)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+
+
+class NoHistory(UserError):
+    """Nothing was ever measured of the model."""
+
+    reason = "NO_HISTORY"
+    kind = Kind.NOT_FOUND
+
+
+class BadPageToken(UserError):
+    """A page's token is none that an answer gave."""
+
+    reason = "BAD_PAGE_TOKEN"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which reports; None and the empty selector stand for all."""
+
+    model: str
+    """A model's name, or the first characters of its digest."""
+    device: selectors.Selector = field(default_factory=selectors.Selector)
+    recipe: str | None = None
+    method: str | None = None
+    threads: int | None = None
+
+
+class History:
+    """All reports of a farm.
+
+    Args:
+        devices: those that are known in a scope, offline ones included.
+        page_bytes: of the slim reports of a page together, which one alone may exceed.
+    """
+
+    def __init__(self, database: Database, devices: Callable[[Scope], Sequence[Device]], *, page_bytes: int = PAGE_BYTES) -> None:
+        self._page_bytes = page_bytes
+        self._database = database
+        self._devices = devices
+
+    async def page(self, wanted: Wanted, size: int, token: str, scope: Scope) -> report_pb2.ListHistoryResponse:
+        """Slim reports, newest first: without samples, operators, numeric gap and series of telemetry.
+
+        A device is selected by what is known of it now; one that the farm no longer knows by what its reports tell, which is
+        neither labels, features nor backends. What is outside of the scope does not exist.
+
+        Raises:
+            NoHistory: there is no report of the model, whatever the device, recipe, method and threads.
+            BadPageToken: `token` is neither empty nor of the page before.
+        """
+        before = _position(token) if token else None
+        known = {device.id: device for device in self._devices(scope)}
+
+        def read(connection: Connection) -> report_pb2.ListHistoryResponse:
+            table = schema.reports
+            of_model = and_(_of_model(wanted.model), _in_scope(scope))
+            if connection.execute(select(table.c.id).where(of_model).limit(1)).scalar() is None:
+                raise _no_history(connection, wanted.model, scope)
+            terms = [of_model, *_terms(wanted)]
+            if wanted.device.terms:
+                terms.append(table.c.device_id.in_(_devices(connection, of_model, wanted.device, known, scope)))
+            if before is not None:
+                at, report_id = before
+                terms.append(or_(table.c.created_at < at, and_(table.c.created_at == at, table.c.id < report_id)))
+            newest_first = (table.c.created_at.desc(), table.c.id.desc())
+            query = select(table.c.id, table.c.job_id, table.c.created_at).where(*terms).order_by(*newest_first).limit(size + 1)
+            rows = connection.execute(query).all()
+            answer = report_pb2.ListHistoryResponse()
+            left = self._page_bytes
+            for row in rows[:size]:
+                body = connection.execute(select(table.c.slim).where(table.c.id == row.id)).scalar_one()
+                if answer.entries and len(body) > left:
+                    break
+                left -= len(body)
+                answer.entries.add(
+                    job_id=row.job_id, tags=tags_of(connection, row.job_id), report=report_pb2.Report.FromString(body)
+                )
+            if len(rows) > len(answer.entries):
+                last = rows[len(answer.entries) - 1]
+                answer.next_page_token = f"{(last.created_at - _EPOCH) // _MICROSECOND}.{last.id}"
+            return answer
+
+        return await self._database.read(read)
+
+
+def _in_scope(scope: Scope) -> ColumnElement[bool]:
+    """Return the condition that a report's job is in the scope."""
+    jobs = schema.jobs.c
+    return (
+        exists().where(jobs.id == schema.reports.c.job_id, scope.clause(jobs.project)) if scope.projects is not None else true()
+    )
+
+
+def _of_model(model: str) -> ColumnElement[bool]:
+    table = schema.reports
+    named = table.c.model_name == model
+    if len(model) < LEAST_DIGEST:
+        return named
+    return or_(named, table.c.model_digest.startswith(model.lower(), autoescape=True))
+
+
+def _terms(wanted: Wanted) -> list[ColumnElement[bool]]:
+    table = schema.reports
+    pairs = ((table.c.recipe, wanted.recipe), (table.c.method, wanted.method), (table.c.threads, wanted.threads))
+    return [column == value for column, value in pairs if value is not None]
+
+
+def _devices(
+    connection: Connection, of_model: ColumnElement[bool], selector: selectors.Selector, known: dict[str, Device], scope: Scope
+) -> list[str]:
+    """The ids of those devices that reports of the model are of and that the selector matches."""
+    table = schema.reports
+    matching = []
+    for device_id in connection.execute(select(table.c.device_id).where(of_model, table.c.device_id != "").distinct()).scalars():
+        device = known.get(device_id)
+        if device is None:
+            of_device = select(table.c.slim).where(table.c.device_id == device_id, _in_scope(scope))
+            newest = connection.execute(of_device.order_by(table.c.created_at.desc()).limit(1)).scalar_one()
+            device = _told(report_pb2.Report.FromString(newest).device)
+        if selector.matches(device):
+            matching.append(device_id)
+    return matching
+
+
+def _told(device: report_pb2.ReportDevice) -> Device:
+    return Device(
+        id=device.id, name=device.name, arch=device.arch, soc=device.soc, os=device.os, cores=device.cores,
+        memory_bytes=device.memory_bytes, emulated=device.emulated,
+    )  # fmt: skip
+
+
+def _position(token: str) -> tuple[datetime, str]:
+    found = _TOKEN.match(token)
+    if found is None:
+        raise _bad_token(token)
+    try:
+        return _EPOCH + int(found[1]) * _MICROSECOND, found[2]
+    except OverflowError:  # after the year 9999
+        raise _bad_token(token) from None
+
+
+def _bad_token(token: str) -> BadPageToken:
+    return BadPageToken(f"{token[:80]!r} is no page token.", "Send next_page_token of the page before.")
+
+
+def _no_history(connection: Connection, model: str, scope: Scope) -> NoHistory:
+    table = schema.reports
+    of_scope = select(table.c.model_name).where(_in_scope(scope)).group_by(table.c.model_name)
+    query = of_scope.order_by(func.max(table.c.created_at).desc()).limit(_KNOWN)
+    names = [name for name in connection.execute(query).scalars() if name]
+    there = f"There are reports of: {', '.join(names)}." if names else "There are no reports yet."
+    return NoHistory(f"There is no report of a model {model[:80]!r}.", there, model=model[:80], known=",".join(names))

@@ -1,0 +1,123 @@
+"""The log of a job: what its compilers and runners printed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import datetime
+from functools import partial
+from typing import Final
+
+import structlog
+from sqlalchemy import Connection, func, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from etfarm.server.jobs import model
+from etfarm.server.jobs.records.journal import job_row
+from etfarm.server.jobs.records.watch import Announcer
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+from etfarm.v1.job_pb2 import JobEvent, LogLine
+from etfarm.wire.errors import EtfarmError
+
+log = structlog.get_logger()
+
+_PAGE = 500
+
+MAX_LINES: Final = 100_000
+MAX_CHARACTERS: Final = 32 << 20
+"""Of one job's log; a last line says that it is full."""
+
+_LINE: Final = 8000
+"""Characters of one line."""
+
+
+class JobLog:
+    """What compilers and runners printed, a line each, numbered within the job. Lines are written in batches."""
+
+    def __init__(self, database: Database, announcer: Announcer, now: Callable[[], datetime]) -> None:
+        self._database = database
+        self._announcer = announcer
+        self._now = now
+        self._numbers: dict[str, int] = {}
+        self._characters: dict[str, int] = {}
+        self._waiting: list[dict[str, object]] = []
+        self._flushing: asyncio.Task[None] | None = None
+
+    def add(self, job_id: str, cell_id: str, source: str, text: str) -> None:
+        """Takes one line; watchers get it at once, the database soon."""
+        number, characters = self._numbers.get(job_id, 0) + 1, self._characters.get(job_id, 0)
+        if number > MAX_LINES or characters > MAX_CHARACTERS:
+            return
+        self._numbers[job_id] = number
+        text = text[:_LINE]
+        self._characters[job_id] = characters + len(text)
+        if number == MAX_LINES or characters + len(text) > MAX_CHARACTERS:
+            cell_id, source, text = "", "FARM", "The job's log is full: what follows is left out."
+        at = self._now()
+        self._waiting.append({"job_id": job_id, "number": number, "at": at, "cell_id": cell_id, "source": source, "text": text})
+        line = LogLine(number=number, cell_id=cell_id, source=source, text=text)
+        line.at.FromDatetime(at)
+        self._announcer.announce(job_id, JobEvent(at=line.at, log=line))
+        self._begin()
+
+    async def resume(self, job_id: str) -> None:
+        """Goes on counting where an earlier server stopped."""
+        table = schema.log_lines.c
+        query = select(func.max(table.number), func.sum(func.length(table.text))).where(table.job_id == job_id)
+        last, characters = await self._database.read(lambda connection: connection.execute(query).one())
+        self._numbers[job_id], self._characters[job_id] = int(last or 0), int(characters or 0)
+
+    async def flush(self) -> None:
+        """Returns when all lines so far are written down. A caller that is cancelled meanwhile takes none along."""
+        while self._waiting or (self._flushing is not None and not self._flushing.done()):
+            await asyncio.shield(self._begin())
+
+    def _begin(self) -> asyncio.Task[None]:
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.create_task(self._write(), name="log-flush")
+        return self._flushing
+
+    async def _write(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            try:
+                await self._database.write(partial(_insert, rows=batch))
+            except (EtfarmError, SQLAlchemyError):
+                # Log lines are not worth a job: it goes on without these.
+                log.exception("log lines are lost", lines=len(batch))
+
+    async def tail(self, job_id: str, cell_id: str, *, follow: bool) -> AsyncIterator[LogLine]:
+        """The lines so far, with `follow` also those to come until the job is terminal; of one cell where `cell_id` says so."""
+        with self._announcer.subscribe(job_id) as subscription:
+            await self.flush()
+            job = await self._database.read(partial(job_row, job_id=job_id, with_spec=False))
+            follow = follow and not model.is_terminal(job.state)
+            seen = 0
+            while lines := await self._database.read(partial(_lines, job_id=job_id, after=seen)):
+                for line in lines:
+                    seen = line.number
+                    if cell_id in ("", line.cell_id):
+                        yield line
+            while follow:
+                for event in await subscription.take():
+                    kind = event.WhichOneof("event")
+                    if kind == "log" and event.log.number > seen and cell_id in ("", event.log.cell_id):
+                        yield event.log
+                    elif kind == "job" and model.is_terminal(event.job_state):
+                        return
+
+
+def _insert(connection: Connection, rows: list[dict[str, object]]) -> None:
+    connection.execute(schema.log_lines.insert(), rows)
+
+
+def _lines(connection: Connection, job_id: str, after: int) -> Sequence[LogLine]:
+    table = schema.log_lines
+    query = select(table).where(table.c.job_id == job_id, table.c.number > after).order_by(table.c.number).limit(_PAGE)
+    lines = []
+    for row in connection.execute(query):
+        line = LogLine(number=row.number, cell_id=row.cell_id, source=row.source, text=row.text)
+        line.at.FromDatetime(row.at)
+        lines.append(line)
+    return lines

@@ -1,0 +1,127 @@
+"""Decoding of requests, and the check against the limits, before a servicer sees them.
+
+Large requests are checked in slices, between which the event loop serves other calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor_pool import Default
+from google.protobuf.message import DecodeError, Message
+
+from etfarm.server.rpc.door.limits import SIZES, Check, Limit, LimitExceeded, Size, exceeded
+from etfarm.server.rpc.door.wire_scan import Scan, TooManyFields, can_grow
+from etfarm.wire.errors import UserError
+
+_SMALL_BYTES: Final = 64 << 10
+"""Size up to which requests are decoded unchecked: they cannot grow beyond a few MiB."""
+
+_STEPS: Final = 2_000
+"""Number of fields that are checked before other calls get their turn: about 2 ms."""
+
+
+class MalformedRequest(UserError):
+    """The bytes of a request are not a message of its type."""
+
+    reason = "MALFORMED_REQUEST"
+
+
+def deserializer(method: str, decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    """Return a method's request deserializer for gRPC. Large requests stay bytes until `admitted`, after authentication."""
+    assert decode is not None, method
+    descriptor = _input_of(method)
+    size = SIZES.get(descriptor.full_name, Size()) if descriptor is not None else Size()
+    grows = descriptor is not None and can_grow(descriptor)
+
+    def deserialize(data: bytes) -> Any:
+        if len(data) <= size.most_bytes and (len(data) <= _SMALL_BYTES or not grows):
+            try:
+                return decode(data)
+            except DecodeError:
+                pass
+        return Undecoded(data, decode, descriptor, size)
+
+    return deserialize
+
+
+@dataclass(frozen=True, eq=False)
+class Undecoded:
+    """The bytes of a request that is too large to decode unchecked, or that cannot be decoded."""
+
+    data: bytes
+    decode: Callable[[bytes], Any]
+    descriptor: Descriptor | None
+    size: Size
+
+    async def message(self) -> Any:
+        """Return the decoded request.
+
+        Raises:
+            LimitExceeded: the request is too large, or would have too many entries.
+            MalformedRequest: the bytes are not a message of the type.
+        """
+        name = self.descriptor.name if self.descriptor is not None else "The request"
+        if len(self.data) > self.size.most_bytes:
+            raise exceeded(name, Limit(self.size.most_bytes), "bytes", len(self.data))
+        if self.descriptor is not None:
+            scan = Scan(self.data, self.descriptor, self.size.most_entries)
+            try:
+                for _ in scan.slices(_STEPS):
+                    await asyncio.sleep(0)
+            except TooManyFields as error:
+                raise exceeded(name, Limit(error.most), "entries", error.got) from None
+        try:
+            return self.decode(self.data)
+        except DecodeError:
+            raise MalformedRequest(
+                f"The request is not a valid {name}.", "Update etfarm, or fix the program that sends it."
+            ) from None
+
+
+async def admitted(request: Any) -> Any:
+    """Return the checked request for a servicer, or a stream whose requests are checked one by one.
+
+    Raises:
+        LimitExceeded: the request exceeds a limit; for a stream, raised by the iteration.
+        MalformedRequest: the bytes are not a message of the type.
+    """
+    if isinstance(request, Undecoded):
+        request = await request.message()
+    if not isinstance(request, Message):
+        return _Checked(request)
+    for _ in Check(request).slices(_STEPS):
+        await asyncio.sleep(0)
+    return request
+
+
+class _Checked:
+    """A stream of checked requests. A servicer may continue it after a refused request."""
+
+    def __init__(self, requests: AsyncIterator[Any]) -> None:
+        self._requests = aiter(requests)
+
+    def __aiter__(self) -> _Checked:
+        return self
+
+    async def __anext__(self) -> Any:
+        request = await anext(self._requests)
+        if isinstance(request, Undecoded):
+            request = await request.message()
+        try:
+            return await admitted(request)
+        except LimitExceeded as error:
+            error.refused = request
+            raise
+
+
+def _input_of(method: str) -> Descriptor | None:
+    try:
+        found: Descriptor = Default().FindMethodByName(method.lstrip("/").replace("/", ".")).input_type
+    except KeyError:
+        return None
+    return found

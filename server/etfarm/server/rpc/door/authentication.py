@@ -1,0 +1,155 @@
+"""Authentication of calls by the tokens of the watched `--tokens` file and of the database."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from etfarm.server.access.tokens import Credential, TokenTable
+from etfarm.server.rpc.door.auth import LOCAL, BadTokenFile, Tokens, Unauthenticated, sent_key, unknown_token
+from etfarm.v1 import token_pb2
+
+log = structlog.get_logger()
+
+POLL_S: Final = 0.5
+"""Interval at which the token file is polled. A change counts once two polls see the same, so half-written files do not count."""
+
+_SAVE_USES_S: Final = 60.0
+
+Signature = tuple[int, int, int, int] | None
+
+
+class Authentication:
+    """The tokens of one server. Without a file and without tokens in the database every caller is LOCAL.
+
+    Args:
+        file: the `--tokens` file.
+        changed: a file that another process touches after it changed tokens in the database.
+        now: gives the instant, in UTC.
+
+    Raises:
+        BadTokenFile: the file cannot be used.
+    """
+
+    def __init__(self, file: Path | None, table: TokenTable, changed: Path, now: Callable[[], datetime]) -> None:
+        self._file = file
+        self._seen = self._settled = _signature(file)
+        self._tokens = Tokens.read(file) if file is not None else Tokens({})
+        self._table = table
+        self._marker = changed
+        self._marked = _signature(changed)
+        self._now = now
+
+    @property
+    def asks_for_tokens(self) -> bool:
+        """Whether callers need a token."""
+        return self._file is not None or not self._table.is_empty
+
+    def authenticate(self, header: str | None) -> Credential:
+        """Return the credential of a call's `authorization` header.
+
+        Raises:
+            Unauthenticated: the token is missing, unknown, revoked or expired.
+        """
+        if not self.asks_for_tokens:
+            return Credential(b"", "", LOCAL)
+        key = sent_key(header)
+        if (credential := self._table.find(key)) is not None:
+            if self._is_expired(credential):
+                raise Unauthenticated(
+                    f"The token of {credential.principal.name} has expired.", "Ask the farm's admin for another (ETFARM_TOKEN)."
+                )
+            self._table.mark_used(credential)
+            return credential
+        principal = (self._tokens.by_hash or {}).get(key)
+        if principal is None:
+            raise unknown_token()
+        return Credential(key, f"file:{principal.name}", principal)
+
+    def is_valid(self, credential: Credential) -> bool:
+        """Return whether calls with the credential may continue."""
+        if not credential.key:
+            return not self.asks_for_tokens
+        if (current := self._table.find(credential.key)) is not None:
+            return not self._is_expired(current)
+        return (self._tokens.by_hash or {}).get(credential.key) == credential.principal
+
+    def _is_expired(self, credential: Credential) -> bool:
+        return credential.expires_at is not None and credential.expires_at <= self._now()
+
+    def from_file(self) -> Iterator[token_pb2.Token]:
+        """Yield the tokens of the file, without their secrets."""
+        for principal in (self._tokens.by_hash or {}).values():
+            yield token_pb2.Token(id=f"file:{principal.name}", principal=principal.name, role=principal.role, from_file=True)
+
+    async def watch(self, end_invalid: Callable[[], None]) -> None:
+        """Follow the file and other processes' changes for as long as the server runs.
+
+        Args:
+            end_invalid: ends the calls whose credential is no longer valid; called at every poll, since tokens expire.
+        """
+        loop = asyncio.get_running_loop()
+        saved = loop.time()
+        while True:  # a poll is two stats; no notification of changes works on every file system
+            await asyncio.sleep(POLL_S)
+            try:
+                await self._look()
+                if loop.time() - saved > _SAVE_USES_S:
+                    saved = loop.time()
+                    await self._table.save_uses()
+            except Exception:
+                log.exception("the tokens could not be looked at")
+            end_invalid()
+
+    async def close(self) -> None:
+        """Write when tokens were last used, when the server ends."""
+        try:
+            await self._table.save_uses()
+        except Exception:
+            log.exception("when tokens were used last could not be written")
+
+    async def _look(self) -> None:
+        signature, marked = await asyncio.to_thread(lambda: (_signature(self._file), _signature(self._marker)))
+        if marked != self._marked:
+            self._marked = marked
+            await self._table.load()
+        if signature == self._seen and signature != self._settled and self._file is not None:
+            self._settled = signature
+            try:
+                self._tokens = await asyncio.to_thread(_read, self._file)
+                log.info("the token file was read again", path=str(self._file), tokens=len(self._tokens.by_hash or {}))
+            except BadTokenFile as error:
+                log.error("the changed token file cannot be used; the tokens of before stay", why=str(error))
+        self._seen = signature
+
+
+def _read(path: Path) -> Tokens:
+    """Return the tokens of a changed file. Unlike at the start, the file may be empty, which revokes all its tokens.
+
+    Raises:
+        BadTokenFile: the file cannot be used.
+    """
+    try:
+        return Tokens.read(path)
+    except BadTokenFile as bad:
+        try:
+            text, mode = path.read_text(errors="replace"), path.stat().st_mode
+        except OSError:
+            raise bad from None
+        if mode & 0o077 or any(line.partition("#")[0].split() for line in text.splitlines()):
+            raise
+        return Tokens({})
+
+
+def _signature(path: Path | None) -> Signature:
+    """Return values that change when a file is written or replaced; None if there is no file."""
+    try:
+        stat = path.stat() if path is not None else None
+    except OSError:
+        return None
+    return None if stat is None else (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)

@@ -1,0 +1,221 @@
+"""The interceptor around every rpc: who calls, may they, and what an error is to the caller."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, Protocol
+
+import grpc
+import structlog
+from grpc.aio import ServicerContext
+
+from etfarm.server.access.audit import AuditLog
+from etfarm.server.access.tokens import Credential
+from etfarm.server.rpc.door import admission
+from etfarm.server.rpc.door.auditing import Auditor, entry_of, rpc_of
+from etfarm.server.rpc.door.auth import Resolve, enter, resolve_default
+from etfarm.server.rpc.door.calls import Call, Calls
+from etfarm.server.rpc.door.connections import Connections
+from etfarm.server.rpc.door.failures import Failures, address_of
+from etfarm.v1.common_pb2 import Principal
+from etfarm.wire.errors import EtfarmError, FarmError, Kind, UserError
+from etfarm.wire.status import to_status
+
+log = structlog.get_logger()
+
+PROJECT_KEY = "etfarm-project"
+"""The metadata that names the project of a call."""
+
+
+class Unimplemented(UserError):
+    """An rpc that the contract declares for later work."""
+
+    reason = "UNIMPLEMENTED"
+    kind = Kind.UNIMPLEMENTED
+
+
+def later(rpc: str) -> Callable[[object, object, object], NoReturn]:
+    """An rpc of a servicer that this version answers with UNIMPLEMENTED and its name."""
+
+    def answer(self: object, request: object, context: object) -> NoReturn:
+        raise Unimplemented(f"This server does not have {rpc} yet.", "Update the server.", rpc=rpc)
+
+    return answer
+
+
+class Authenticates(Protocol):
+    """A source of credentials: `Authentication`, or the `Tokens` of a file."""
+
+    def authenticate(self, header: str | None) -> Credential:
+        """Return the credential of an `authorization` header, or raise Unauthenticated."""
+        ...
+
+    def is_valid(self, credential: Credential) -> bool:
+        """Return whether calls with the credential may continue."""
+        ...
+
+
+class Edge(grpc.aio.ServerInterceptor):
+    """Makes a Principal for every call, and a status of every error.
+
+    The call's metadata decides whether the caller is authenticated and authorized. The messages of a refused call are neither
+    received nor decoded, so that callers without a token cost no memory.
+    """
+
+    def __init__(
+        self,
+        tokens: Authenticates,
+        resolve: Resolve = resolve_default,
+        *,
+        audit: AuditLog | None = None,
+        connections: Connections | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        resolve: adds the projects to a principal.
+        audit: records changes and refusals.
+        connections: closes connections without a valid token.
+        """
+        self._tokens = tokens
+        self._resolve = resolve
+        self._audit = audit
+        self._connections = connections
+        self.calls = Calls(tokens.is_valid, resolve)
+        self._failures = Failures(clock)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = handler_call_details.method
+        metadata = handler_call_details.invocation_metadata
+        principal: Principal | None = None
+        try:
+            credential = self._tokens.authenticate(_text(metadata, "authorization"))
+            principal = credential.principal
+            principal = self._resolve(principal, _text(metadata, PROJECT_KEY) or "")
+            # This task runs the handler too, so that it sees the caller.
+            enter(credential, principal, method)
+            call = self.calls.begin(method, credential, principal)
+        except EtfarmError as error:
+            return self._refusal(error, method, principal)
+
+        def admit(context: ServicerContext[Any, Any]) -> Auditor | None:
+            peer = context.peer()
+            if self._connections is not None and credential.key:
+                self._connections.trust(peer)
+            return None if self._audit is None else Auditor(self._audit, method, call.principal, address_of(peer))
+
+        kind = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
+        wrap = _streaming if handler.response_streaming else _single
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        made: grpc.RpcMethodHandler[Any, Any] = make(
+            wrap(getattr(handler, kind), admit, call),
+            request_deserializer=admission.deserializer(method, handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )
+        return made
+
+    def _refusal(self, error: EtfarmError, method: str, principal: Principal | None) -> grpc.RpcMethodHandler[Any, Any]:
+        """Return a handler that refuses the call. It handles streams, of which gRPC reads no message unless the handler asks."""
+
+        async def refuse(requests: object, context: ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+            address = address_of(context.peer())
+            if error.kind is Kind.UNAUTHENTICATED and (wait_s := self._failures.note(address)) > 0:
+                error.metadata["retry_after_s"] = f"{wait_s:.0f}"
+                if self._connections is not None and self._failures.is_flood(address):
+                    self._connections.distrust(context.peer())
+            if self._audit is not None:
+                self._audit.refuse(entry_of(rpc_of(method), error.reason, principal, address))
+            await _abort(context, error, method)
+            yield b""
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _text(metadata: Any, key: str) -> str | None:
+    value = next((value for name, value in metadata or () if name == key), None)
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+Admit = Callable[[ServicerContext[Any, Any]], Auditor | None]
+
+
+def _single(behavior: Callable[..., Any], admit: Admit, call: Call) -> Callable[..., Awaitable[Any]]:
+    async def answer(request: Any, context: ServicerContext[Any, Any]) -> Any:
+        auditor = admit(context)
+        try:
+            admitted = await admission.admitted(request)
+            if auditor is not None:
+                auditor.examine(admitted)
+            answered = await _awaited(behavior(admitted, context))
+        except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001 - the edge: every error becomes a status
+            await _fail(context, error, call, auditor)
+        if auditor is not None:
+            auditor.succeeded(answered)
+        return answered
+
+    return answer
+
+
+def _streaming(behavior: Callable[..., Any], admit: Admit, call: Call) -> Callable[..., AsyncIterator[Any]]:
+    async def answer(request: Any, context: ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        auditor = admit(context)
+
+        async def abort(error: EtfarmError) -> None:
+            with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError, asyncio.InvalidStateError):
+                await context.abort_with_status(to_status(error))
+
+        try:
+            admitted = await admission.admitted(request)
+            if auditor is not None:
+                auditor.examine(admitted)
+            answers = behavior(admitted, context)
+            if asyncio.iscoroutine(answers):  # a handler that writes its answers itself, such as that of health checks
+                await answers
+                return
+            async for message in answers:
+                if auditor is not None:
+                    auditor.succeeded(message)
+                call.abort_sending = abort
+                yield message
+                call.abort_sending = None
+            if auditor is not None:
+                auditor.succeeded()
+        except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001 - the edge: every error becomes a status
+            await _fail(context, error, call, auditor)
+
+    return answer
+
+
+async def _fail(context: ServicerContext[Any, Any], error: BaseException, call: Call, auditor: Auditor | None) -> NoReturn:
+    """End a call whose handler raised: with the error's status, as cancelled, or with the reason why the server ended it."""
+    if auditor is not None:
+        auditor.failed(
+            error.reason if isinstance(error, EtfarmError) else "INTERNAL" if isinstance(error, Exception) else "CANCELLED"
+        )
+    if isinstance(error, asyncio.CancelledError) and call.ending is not None:
+        await _abort(context, call.recover(), call.method)
+    if isinstance(error, (asyncio.CancelledError, grpc.aio.AbortError)):
+        raise error
+    assert isinstance(error, Exception)
+    await _abort(context, error, call.method)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if asyncio.iscoroutine(value) else value
+
+
+async def _abort(context: ServicerContext[Any, Any], error: Exception, method: str) -> NoReturn:
+    if not isinstance(error, EtfarmError):
+        log.exception("an rpc failed by a bug", method=method)
+        error = FarmError(f"etfarm has a bug: {error!r}.", "The server's log has the traceback.")
+    await context.abort_with_status(to_status(error))
+    raise AssertionError("abort raises")

@@ -1,0 +1,140 @@
+"""Counts the objects that protobuf would create from a request's bytes, before decoding: two bytes can become a hundred."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from etfarm.server.rpc.door.limits import limit_of
+
+_VARINT: Final = 0
+_FIXED64: Final = 1
+_LENGTH: Final = 2
+_FIXED32: Final = 5
+
+_NUMBER_BYTES: Final = 10
+"""Length of the longest varint."""
+
+_FIELDS_PER_ENTRY: Final = 8
+"""Maximum number of fields of any kind per allowed entry."""
+
+
+class TooManyFields(Exception):
+    """The message would have more entries than are allowed."""
+
+    def __init__(self, most: int, got: int) -> None:
+        super().__init__(f"{got} entries, {most} allowed")
+        self.most = most
+        self.got = got
+
+
+class Scan:
+    """A scan of an encoded message's fields, in slices. It descends into messages and skips everything else.
+
+    Bytes that are not a valid message are left to the decoder.
+    """
+
+    def __init__(self, data: bytes, descriptor: Descriptor, most_entries: int) -> None:
+        self._data = data
+        self._most = most_entries
+        self._entries = 0
+        self._fields = 0
+        self._open: list[tuple[int, int, _Known]] = [(0, len(data), _known(descriptor))]
+        """Ranges of bytes that remain to be scanned: start, end, and the fields of their message."""
+
+    def slices(self, steps: int) -> Iterator[None]:
+        """Scan all fields, about `steps` of them between two yields.
+
+        Raises:
+            TooManyFields: as `run`.
+        """
+        while not self.run(steps):
+            yield
+
+    def run(self, steps: int) -> bool:
+        """Scan about `steps` fields; return whether all were scanned.
+
+        Raises:
+            TooManyFields: there are more entries than are allowed.
+        """
+        data = self._data
+        while self._open:
+            at, end, known = self._open.pop()
+            while at < end:
+                if steps <= 0:
+                    self._open.append((at, end, known))
+                    self._require_few()
+                    return False
+                steps -= 1
+                self._fields += 1
+                tag, at = _varint(data, at, end)
+                kind, number = tag & 7, tag >> 3
+                if kind == _VARINT:
+                    _, at = _varint(data, at, end)
+                elif kind == _LENGTH:
+                    size, at = _varint(data, at, end)
+                    if number in known.entries:
+                        self._entries += 1
+                        child = known.entries[number]
+                        if child is not None and 0 < size <= end - at:
+                            self._open.append((at + size, end, known))
+                            end, known = at + size, _known(child)
+                            continue
+                    elif size > known.packed_bytes.get(number, size):
+                        raise TooManyFields(known.packed_bytes[number] // _NUMBER_BYTES, size)
+                    at += size
+                elif kind in (_FIXED64, _FIXED32):
+                    at += 8 if kind == _FIXED64 else 4
+                else:
+                    at = end  # a group, which the contract has none of, or no message at all
+        self._require_few()
+        return True
+
+    def _require_few(self) -> None:
+        if self._entries > self._most or self._fields > _FIELDS_PER_ENTRY * self._most:
+            raise TooManyFields(self._most, max(self._entries, self._fields // _FIELDS_PER_ENTRY))
+
+
+def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < end and shift < 70:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    return 0, end
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The properties of a message's fields that the scan needs, by field number."""
+
+    entries: dict[int, Descriptor | None]
+    """Fields that count as entries: messages, with their type, and lists of texts."""
+    packed_bytes: dict[int, int]
+    """Lists of numbers, with the maximum size of their packed bytes."""
+
+
+@cache
+def _known(descriptor: Descriptor) -> _Known:
+    texts = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+    lists = [field for field in descriptor.fields if field.is_repeated and field.message_type is None]
+    messages = {field.number: field.message_type for field in descriptor.fields if field.message_type is not None}
+    return _Known(
+        messages | {field.number: None for field in lists if field.type in texts},
+        {field.number: limit_of(field).most * _NUMBER_BYTES for field in lists if field.type not in texts},
+    )
+
+
+@cache
+def can_grow(descriptor: Descriptor) -> bool:
+    """Return whether messages of a type may hold any number of objects."""
+    return any(
+        field.is_repeated or (field.message_type is not None and can_grow(field.message_type)) for field in descriptor.fields
+    )

@@ -1,0 +1,176 @@
+"""AgentService: one stream for each connected agent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+import structlog
+
+from etfarm.server.access.identities import Identities, Identity
+from etfarm.server.access.scope import agent_holder
+from etfarm.server.devices.registry import AgentConnected, DeviceNotYours, DeviceTooLarge, Registry, TooManyDevices
+from etfarm.server.devices.runs import Runs
+from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
+from etfarm.server.rpc.door.auth import ADMIN, caller
+from etfarm.server.rpc.services.artifacts import holder_of
+from etfarm.server.rpc.services.enrolment import Enrolment
+from etfarm.server.rpc.services.salvage import Salvaged
+from etfarm.server.sessions.sessions import Sessions
+from etfarm.v1 import agent_pb2, agent_pb2_grpc
+from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.names import PROTOCOL_VERSION
+
+log = structlog.get_logger()
+
+
+class NoHello(UserError):
+    """An agent's first message is no Hello."""
+
+    reason = "NO_HELLO"
+
+
+class ProtocolUnsupported(UserError):
+    """An agent speaks another version of the protocol."""
+
+    reason = "PROTOCOL_UNSUPPORTED"
+    kind = Kind.FAILED_PRECONDITION
+
+
+class AgentService(agent_pb2_grpc.AgentServiceServicer):
+    """See agent.proto."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        identities: Identities,
+        runs: Runs,
+        sessions: Sessions,
+        enrolment: Enrolment,
+        *,
+        version: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self._enrolment = enrolment
+        self._registry = registry
+        self._identities = identities
+        self._runs = runs
+        self._sessions = sessions
+        self._version = version
+        self._clock = clock
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[agent_pb2.AgentMessage], context: object
+    ) -> AsyncIterator[agent_pb2.ServerMessage]:
+        request_iterator = Salvaged(request_iterator)
+        first = await anext(aiter(request_iterator), None)
+        if first is None or first.WhichOneof("message") != "hello":
+            raise NoHello("The first message of an agent is Hello.")
+        hello = first.hello
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolUnsupported(
+                f"The agent speaks protocol {hello.protocol_version}, this server {PROTOCOL_VERSION}.",
+                "Install the same etfarm on both.", supported=PROTOCOL_VERSION,
+            )  # fmt: skip
+        principal = caller()
+        await self._identities.admit(hello.agent_id, principal)
+        session = AgentSession(
+            hello.agent_id, hello.boot_id, self._clock, principal=principal.name, is_admin=principal.role == ADMIN
+        )
+        if (task := asyncio.current_task()) is not None:
+            session.on_overflow(task.cancel)
+        session.send(
+            agent_pb2.ServerMessage(
+                welcome=agent_pb2.Welcome(server_version=self._version, heartbeat_interval_s=HEARTBEAT_INTERVAL_S)
+            )
+        )
+        # A stream that breaks while its devices are being registered must not leave them behind.
+        try:
+            await self._registry.connect(session, hello)
+            log.info("agent connected", agent=hello.agent_id, host=hello.host, devices=[device.id for device in hello.devices])
+            for attempt_id in hello.active_attempts:
+                if not self._runs.knows(attempt_id):
+                    cancel = agent_pb2.CancelRun(attempt_id=attempt_id, reason="the server no longer knows it")
+                    session.send(agent_pb2.ServerMessage(cancel_run=cancel))
+            listening = asyncio.create_task(self._listen(session, request_iterator), name=f"agent-{hello.agent_id}")
+            try:
+                async for message in session.outgoing():
+                    yield message
+            finally:
+                listening.cancel()
+                await asyncio.wait([listening])
+                log.info("agent disconnected", agent=hello.agent_id)
+        finally:
+            session.end()
+            await self._registry.disconnect(session)
+
+    async def ServeSession(
+        self, request_iterator: AsyncIterator[agent_pb2.SessionReply], context: object
+    ) -> AsyncIterator[agent_pb2.SessionCall]:
+        async for call in self._sessions.serve(Salvaged(request_iterator), caller().name, holder_of(caller())):
+            yield call
+
+    async def Enroll(self, request: agent_pb2.EnrollAgentRequest, context: object) -> agent_pb2.EnrollAgentResponse:
+        return await self._enrolment.enroll(request)
+
+    async def ListAgents(self, request: agent_pb2.ListAgentsRequest, context: object) -> agent_pb2.ListAgentsResponse:
+        devices = self._registry.agents()
+        return agent_pb2.ListAgentsResponse(
+            agents=[self._agent(identity, devices) for identity in self._identities.list(devices)]
+        )
+
+    async def BindAgent(self, request: agent_pb2.BindAgentRequest, context: object) -> agent_pb2.Agent:
+        identity = await self._identities.bind(request.agent_id, request.principal, by=caller().name)
+        self._registry.end_foreign_session(request.agent_id, request.principal)
+        return self._agent(identity, self._registry.agents())
+
+    def _agent(self, identity: Identity, devices: Mapping[str, Sequence[str]]) -> agent_pb2.Agent:
+        return agent_pb2.Agent(
+            agent_id=identity.agent_id, principal=identity.principal, refused_principal=identity.refused,
+            connected=self._registry.is_agent_connected(identity.agent_id), device_ids=sorted(devices.get(identity.agent_id, ())),
+        )  # fmt: skip
+
+    async def _listen(self, session: AgentSession, messages: AsyncIterator[agent_pb2.AgentMessage]) -> None:
+        """Takes an agent's messages until it says goodbye, is silent for too long, or the stream breaks."""
+        try:
+            reader = aiter(messages)
+            while True:
+                async with asyncio.timeout(session.silence_left_s()):
+                    message = await anext(reader, None)
+                if message is None:
+                    return
+                if message.WhichOneof("message") == "goodbye":
+                    self._registry.farewell(session)
+                    return
+                session.heard()
+                await self._take(session, message)
+        except TimeoutError:
+            log.warning("an agent fell silent", agent=session.agent_id)
+        except Exception:
+            log.exception("an agent's message could not be taken", agent=session.agent_id)
+        finally:
+            session.end()
+
+    async def _take(self, session: AgentSession, message: agent_pb2.AgentMessage) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "heartbeat":
+            await self._registry.heartbeat(session, message.heartbeat)
+        elif kind == "run_progress" and self._registry.serves(session, message.run_progress.device_id):
+            self._runs.progressed(message.run_progress)
+        elif kind == "run_result":
+            result = message.run_result
+            # An admin's uploads are held by a project; an agent's by the agent.
+            holder = "" if session.is_admin else agent_holder(session.principal)
+            heard = self._registry.serves(session, result.device_id) and self._runs.deliver(result, holder)
+            if not heard and not self._runs.knows(result.attempt_id):
+                # Of an attempt that was given up or cancelled: nobody will read it, so the agent may forget it.
+                ack = agent_pb2.Ack(attempt_id=result.attempt_id)
+                session.send(agent_pb2.ServerMessage(ack=ack))
+        elif kind == "device_update":
+            try:
+                await self._registry.update(session, message.device_update.device)
+            except (AgentConnected, DeviceNotYours, DeviceTooLarge, TooManyDevices) as error:
+                # Its other devices are not to suffer for it.
+                log.warning("a device is left out", agent=session.agent_id, why=error.message)
+        elif kind == "device_gone":
+            self._registry.gone(session, message.device_gone.device_id, message.device_gone.reason)

@@ -1,0 +1,180 @@
+"""ArtifactService: bytes into and out of the store."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from etfarm.server.access.projects import require_active
+from etfarm.server.access.scope import FARM_HOLDER, agent_holder
+from etfarm.server.artifacts.errors import ArtifactNotFound, BadPageToken, BadUpload
+from etfarm.server.artifacts.holdings import Holding
+from etfarm.server.artifacts.store import Store
+from etfarm.server.rpc.door.auth import ADMIN, AGENT, caller
+from etfarm.server.rpc.door.interceptor import later
+from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2
+from etfarm.v1.common_pb2 import Principal
+
+_MOST_DIGESTS: Final = 10_000
+_PAGE: Final = 100
+_LARGEST_PAGE: Final = 1000
+_PAGE_BYTES: Final = 1 << 20
+
+NeededByAgent = Callable[[str, str], Awaitable[bool]]
+"""Takes an agent's principal and a digest; returns whether a live attempt or session of the principal needs the artifact."""
+
+
+def holder_of(principal: Principal) -> str:
+    """Return the holder of what the principal uploads.
+
+    Raises:
+        ProjectAmbiguous: the principal has to choose one of its projects.
+    """
+    return agent_holder(principal.name) if principal.role == AGENT else require_active(principal)
+
+
+def readable_holders(principal: Principal) -> set[str]:
+    """Return the holders whose artifacts the principal may read; not for admins, who may read all."""
+    return {FARM_HOLDER, *([agent_holder(principal.name)] if principal.role == AGENT else principal.projects)}
+
+
+class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
+    """See artifact.proto.
+
+    Args:
+        needed_by_agent: decides what an agent may download besides its own uploads and the farm's runners.
+    """
+
+    Delete: Any = later("ArtifactService.Delete")
+    Collect: Any = later("ArtifactService.Collect")
+
+    def __init__(self, store: Store, needed_by_agent: NeededByAgent) -> None:
+        self._store = store
+        self._needed_by_agent = needed_by_agent
+        self._downloads: dict[str, asyncio.Semaphore] = {}
+        self._verifying = asyncio.Lock()
+
+    async def FindMissing(self, request: artifact_pb2.FindMissingRequest, context: object) -> artifact_pb2.FindMissingResponse:
+        if len(request.digests) > _MOST_DIGESTS:
+            error = BadUpload(f"{len(request.digests)} digests are too many.", f"Ask for {_MOST_DIGESTS} at a time.")
+            error.reason = "DIGEST_MALFORMED"
+            raise error
+        missing = await self._store.missing(request.digests, holder_of(caller()))
+        return artifact_pb2.FindMissingResponse(missing=missing)
+
+    async def GetUploadStatus(self, request: artifact_pb2.GetUploadStatusRequest, context: object) -> artifact_pb2.UploadStatus:
+        return await self._store.upload_status(request.digest, holder_of(caller()))
+
+    async def Upload(
+        self, request_iterator: AsyncIterator[artifact_pb2.UploadRequest], context: object
+    ) -> artifact_pb2.UploadStatus:
+        first = None
+        # A silent stream is refused like one that sends something else first.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._store.limits.upload_idle_s):
+                first = await anext(aiter(request_iterator), None)
+        if first is None or first.WhichOneof("message") != "header":
+            error = BadUpload("An upload begins with a header.", "Send UploadRequest.header first.")
+            error.reason = "NO_HEADER"
+            raise error
+        who = caller()
+        # An agent of a farm without tokens is an admin.
+        return await self._store.receive(
+            first.header.artifact, _chunks(request_iterator), holder_of(who), who.name, is_result=who.role in (ADMIN, AGENT)
+        )
+
+    async def Download(self, request: artifact_pb2.DownloadRequest, context: object) -> AsyncIterator[artifact_pb2.Chunk]:
+        who = caller()
+        if not await self._may_read(who, request.digest):
+            raise ArtifactNotFound(request.digest)
+        limits = self._store.limits
+        turn = self._downloads.setdefault(who.name, asyncio.Semaphore(limits.downloads))
+        async with turn:
+            with _ended_when_idle(limits.download_idle_s) as advance:
+                async for chunk in self._store.chunks(request.digest, request.offset):
+                    advance()
+                    yield chunk
+
+    async def _may_read(self, who: Principal, digest: str) -> bool:
+        self._store.place(digest)
+        if who.role == ADMIN or await self._store.holds(digest, readable_holders(who)):
+            return True
+        return who.role == AGENT and await self._needed_by_agent(who.name, digest)
+
+    async def List(self, request: artifact_pb2.ListArtifactsRequest, context: object) -> artifact_pb2.ListArtifactsResponse:
+        who, size = caller(), min(request.page_size or _PAGE, _LARGEST_PAGE)
+        if size < 1:
+            raise BadPageToken(f"`page_size` must be 0 to {_LARGEST_PAGE}, got {request.page_size}.")
+        after = _read_token(request.page_token) if request.page_token else None
+        rows = await self._store.page(None if who.role == ADMIN else set(who.projects), after, size + 1)
+        answer, taken_bytes = artifact_pb2.ListArtifactsResponse(), 0
+        for index, row in enumerate(rows):
+            listed = _listed(row)
+            taken_bytes += listed.ByteSize()
+            if index == size or (index and taken_bytes > _PAGE_BYTES):
+                answer.next_page_token = _token(rows[index - 1])
+                break
+            answer.artifacts.append(listed)
+        return answer
+
+    async def Verify(
+        self, request: artifact_pb2.VerifyArtifactsRequest, context: object
+    ) -> AsyncIterator[artifact_pb2.VerifyArtifactsProgress]:
+        # One at a time: two would compete for the same disk.
+        async with self._verifying:
+            async for done, total, done_bytes, damaged in self._store.verify():
+                yield artifact_pb2.VerifyArtifactsProgress(done=done, total=total, done_bytes=done_bytes, damaged=damaged)
+
+
+@contextmanager
+def _ended_when_idle(idle_s: float) -> Iterator[Callable[[], None]]:
+    """Cancel the current task when a stream's receiver reads nothing for too long. Yields a function to call for each message.
+
+    The stream's generator is suspended while it waits for the receiver, so a timeout within it would not fire.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    timer = loop.call_later(idle_s, task.cancel)
+
+    def advance() -> None:
+        nonlocal timer
+        timer.cancel()
+        timer = loop.call_later(idle_s, task.cancel)
+
+    try:
+        yield advance
+    finally:
+        timer.cancel()
+
+
+def _listed(row: Holding) -> artifact_pb2.StoredArtifact:
+    listed = artifact_pb2.StoredArtifact(
+        artifact=common_pb2.Artifact(digest=row.digest, size_bytes=row.size_bytes), owner=row.owner, project=row.holder
+    )
+    listed.stored_at.FromDatetime(row.held_at)
+    return listed
+
+
+def _token(row: Holding) -> str:
+    position = [row.held_at.astimezone(UTC).isoformat(), row.digest, row.holder]
+    return base64.urlsafe_b64encode(json.dumps(position).encode()).decode()
+
+
+def _read_token(token: str) -> tuple[datetime, str, str]:
+    try:
+        held_at, digest, holder = json.loads(base64.urlsafe_b64decode(token))
+        return datetime.fromisoformat(held_at).astimezone(UTC), str(digest), str(holder)
+    except (ValueError, TypeError, RecursionError, OverflowError):
+        raise BadPageToken("`page_token` is not one that this server gave.", "Begin with the first page.") from None
+
+
+async def _chunks(requests: AsyncIterator[artifact_pb2.UploadRequest]) -> AsyncIterator[artifact_pb2.Chunk]:
+    async for request in requests:
+        if request.WhichOneof("message") != "chunk":
+            raise BadUpload("After an upload's header come chunks only.")
+        yield request.chunk

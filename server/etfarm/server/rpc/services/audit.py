@@ -1,0 +1,20 @@
+"""AuditService: see audit.proto."""
+
+from __future__ import annotations
+
+from etfarm.server.access.audit import AuditLog
+from etfarm.server.rpc.services.tokens import page_of
+from etfarm.v1 import audit_pb2, audit_pb2_grpc
+
+
+class AuditService(audit_pb2_grpc.AuditServiceServicer):
+    """See audit.proto."""
+
+    def __init__(self, audit: AuditLog) -> None:
+        self._audit = audit
+
+    async def List(self, request: audit_pb2.ListAuditRequest, context: object) -> audit_pb2.ListAuditResponse:
+        size, before = page_of(request.page_size, request.page_token)
+        entries = await self._audit.list(size + 1, before or None, request.principal, request.action)
+        token = str(entries[size - 1].number) if len(entries) > size else ""
+        return audit_pb2.ListAuditResponse(entries=entries[:size], next_page_token=token)

@@ -1,0 +1,77 @@
+"""ReportService.Compare: two jobs against each other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Final
+
+from etfarm.server.access.scope import Scope
+from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.reports.latency.series import without_series
+from etfarm.v1 import job_pb2, report_pb2
+from etfarm.wire import comparison
+from etfarm.wire.comparison import Side
+from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.report import job_json, report_json
+
+_MOST_BYTES: Final = 60 << 20
+"""Maximum size of the document, which must fit a message of 64 MiB."""
+
+
+class ComparisonTooLarge(UserError):
+    """A comparison is larger than a message can be."""
+
+    reason = "COMPARISON_TOO_LARGE"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+
+Found = tuple[job_pb2.Job, Sequence[report_pb2.Report], str | None]
+
+
+async def compare(journal: Journal, request: report_pb2.CompareRequest, version: str, scope: Scope) -> report_pb2.CompareResponse:
+    """The document etfarm.comparison/1 of two jobs.
+
+    Args:
+        version: this server's, which the jobs' JSON has.
+        scope: what the caller sees.
+
+    Raises:
+        JobNotFound, NoSuchReport, NothingToCompare: as the contract says.
+    """
+    base = await _found(journal, request.base, version, scope)
+    candidate = await _found(journal, request.candidate, version, scope)
+    # Hundreds of reports have some hundred thousand operators.
+    return await asyncio.to_thread(_answer, base, candidate)
+
+
+async def _found(journal: Journal, reference: str, version: str, scope: Scope) -> Found:
+    name, choice = comparison.split_choice(reference)
+    job = await journal.get(name, scope)
+    job.server_version = version
+    return job, await _reports(journal, job.id), choice
+
+
+async def _reports(journal: Journal, job_id: str) -> Sequence[report_pb2.Report]:
+    """All reports of a job without what a comparison does not read: whole ones are in memory a page at a time."""
+    found: list[report_pb2.Report] = []
+    start: int | None = 0
+    while start is not None:
+        reports, start = await journal.reports_page(job_id, start=start)
+        found += await asyncio.to_thread(lambda page: [without_series(report) for report in page], reports)
+    return found
+
+
+def _answer(base: Found, candidate: Found) -> report_pb2.CompareResponse:
+    document = json.dumps(comparison.compare(_side(*base), _side(*candidate)), allow_nan=False, ensure_ascii=False)
+    if (size := len(document.encode())) > _MOST_BYTES:
+        raise ComparisonTooLarge(
+            f"The comparison must have at most {_MOST_BYTES:,} bytes, got {size:,}.",
+            "Compare a cell at a time: write JOB#0 and JOB#0.", limit=_MOST_BYTES, got=size,
+        )  # fmt: skip
+    return report_pb2.CompareResponse(document=document)
+
+
+def _side(job: job_pb2.Job, reports: Sequence[report_pb2.Report], choice: str | None) -> Side:
+    return Side([report_json(report) for report in reports], job_json(job), None, choice)

@@ -1,0 +1,20 @@
+"""CompileService: recipes and finished compilations."""
+
+from __future__ import annotations
+
+from etfarm.server.compile.compiler import Compiler
+from etfarm.server.rpc.door.auth import scope
+from etfarm.v1 import compile_pb2, compile_pb2_grpc
+
+
+class CompileService(compile_pb2_grpc.CompileServiceServicer):
+    """See compile.proto."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+
+    async def ListRecipes(self, request: compile_pb2.ListRecipesRequest, context: object) -> compile_pb2.ListRecipesResponse:
+        return await self._compiler.recipes()
+
+    async def GetCompilation(self, request: compile_pb2.GetCompilationRequest, context: object) -> compile_pb2.Compilation:
+        return await self._compiler.get_visible(request.key, scope())

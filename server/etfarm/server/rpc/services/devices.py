@@ -1,0 +1,47 @@
+"""DeviceService: what the farm can measure on."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from etfarm.server.access.projects import Projects
+from etfarm.server.devices.registry import MAX_DEVICES, Registry
+from etfarm.server.rpc.door.auth import scope
+from etfarm.server.rpc.door.interceptor import later
+from etfarm.server.rpc.pages import page_size, page_start
+from etfarm.v1 import device_pb2, device_pb2_grpc
+from etfarm.wire import selectors
+
+_PAGE_BYTES: Final = 16 << 20
+
+
+class DeviceService(device_pb2_grpc.DeviceServiceServicer):
+    """See device.proto."""
+
+    Watch: Any = later("DeviceService.Watch")
+    Reserve: Any = later("DeviceService.Reserve")
+    Renew: Any = later("DeviceService.Renew")
+    Release: Any = later("DeviceService.Release")
+    Label: Any = later("DeviceService.Label")
+    Drain: Any = later("DeviceService.Drain")
+
+    def __init__(self, registry: Registry, projects: Projects) -> None:
+        self._registry = registry
+        self._projects = projects
+
+    async def List(self, request: device_pb2.ListDevicesRequest, context: object) -> device_pb2.ListDevicesResponse:
+        selector = selectors.parse(request.selector)
+        start, size = page_start(request.page_token), page_size(request.page_size, MAX_DEVICES, MAX_DEVICES)
+        devices, following = await self._registry.page(selector, start, size, _PAGE_BYTES, scope())
+        token = "" if following is None else str(following)
+        return device_pb2.ListDevicesResponse(devices=devices, next_page_token=token)
+
+    async def Get(self, request: device_pb2.GetDeviceRequest, context: object) -> device_pb2.Device:
+        return self._registry.get(request.device_id, scope())
+
+    async def Forget(self, request: device_pb2.ForgetDeviceRequest, context: object) -> device_pb2.ForgetDeviceResponse:
+        await self._registry.forget(request.device_id)
+        return device_pb2.ForgetDeviceResponse()
+
+    async def Restrict(self, request: device_pb2.RestrictDeviceRequest, context: object) -> device_pb2.Device:
+        return await self._registry.restrict(request.device_id, {self._projects.require(name) for name in request.projects})

@@ -1,0 +1,124 @@
+"""JobService: submit, look, watch, cancel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from datetime import datetime
+from typing import Any
+
+from etfarm.server.jobs import model
+from etfarm.server.jobs.conductor import Conductor
+from etfarm.server.jobs.records.journal import Journal, job_not_found
+from etfarm.server.jobs.records.listing import JOB_BYTES
+from etfarm.server.jobs.records.log import JobLog
+from etfarm.server.jobs.records.quotas import Counted, Quotas
+from etfarm.server.jobs.records.watch import Announcer
+from etfarm.server.jobs.submission import BadJob, Submission
+from etfarm.server.rpc.door.auth import active_project, caller, require_owner, scope
+from etfarm.server.rpc.door.interceptor import later
+from etfarm.server.state.cut import fit
+from etfarm.v1 import job_pb2, job_pb2_grpc
+
+
+class JobService(job_pb2_grpc.JobServiceServicer):
+    """See job.proto."""
+
+    Retry: Any = later("JobService.Retry")
+
+    def __init__(
+        self,
+        journal: Journal,
+        joblog: JobLog,
+        announcer: Announcer,
+        submission: Submission,
+        conductor: Conductor,
+        *,
+        version: str,
+        now: Callable[[], datetime],
+        quotas: Quotas | None = None,
+    ) -> None:
+        self._streams = Counted("streams_per_user", "watched jobs and followed logs", (quotas or Quotas()).streams_per_user)
+        self._journal = journal
+        self._joblog = joblog
+        self._announcer = announcer
+        self._submission = submission
+        self._conductor = conductor
+        self._version = version
+        self._now = now
+        self._accepting: set[asyncio.Task[job_pb2.Job]] = set()
+
+    async def Submit(self, request: job_pb2.SubmitRequest, context: object) -> job_pb2.Job:
+        if not request.request_id:
+            raise BadJob("The request has no request_id.", "Send a UUID, the same one when you send it again.")
+        owner = caller().name
+        if (known := await self._journal.submitted(owner, request.request_id)) is not None:
+            return self._own(_visible(known, request.request_id))
+        project = active_project()
+        await self._submission.require_quota(project)
+        made = await self._submission.make(request.spec, owner=owner, project=project, at=self._now())
+        # A caller that goes away in the middle must not leave a job that is written down and that nobody leads.
+        accepting = asyncio.create_task(self._accept(made, request.request_id), name=f"accept-{made.id}")
+        self._accepting.add(accepting)
+        accepting.add_done_callback(self._accepting.discard)
+        return self._own(_visible(await asyncio.shield(accepting), request.request_id))
+
+    async def _accept(self, made: job_pb2.Job, request_id: str) -> job_pb2.Job:
+        job, is_new = await self._journal.submit(made, request_id)
+        if is_new:
+            self._conductor.start(job)
+        return job
+
+    async def Get(self, request: job_pb2.GetJobRequest, context: object) -> job_pb2.Job:
+        job = await self._journal.get(request.job_id, scope())
+        if job.ByteSize() > JOB_BYTES:
+            await asyncio.to_thread(fit, job, JOB_BYTES)
+        return self._own(job)
+
+    async def List(self, request: job_pb2.ListJobsRequest, context: object) -> job_pb2.ListJobsResponse:
+        token = request.page_token
+        if token and not (token.isascii() and token.isdecimal() and len(token) < 18):
+            raise BadJob(f"{token[:80]!r} is no page token.", "Send next_page_token of the page before.")
+        if request.page_size < 0:
+            raise BadJob(f"A page of {request.page_size} jobs is none.", "Give a page_size of 1 to 500, or 0 for 50.")
+        size = min(request.page_size or 50, 500)
+        jobs, following = await self._journal.list(size, int(token) if token else None, scope())
+        token = "" if following is None else str(following)
+        return job_pb2.ListJobsResponse(jobs=[self._own(job) for job in jobs], next_page_token=token)
+
+    async def Watch(self, request: job_pb2.WatchRequest, context: object) -> AsyncIterator[job_pb2.JobEvent]:
+        job = await self._journal.get(request.job_id, scope())
+        with self._streams.hold(caller().name):
+            async for event in self._journal.watch(job.id, request.after_sequence):
+                yield event
+
+    async def Cancel(self, request: job_pb2.CancelRequest, context: object) -> job_pb2.Job:
+        job = await self._journal.get(request.job_id, scope())
+        require_owner(job.owner, f"Job {job.id}")
+        await self._conductor.cancel(job)
+        return self._own(await self._journal.get(job.id, scope()))
+
+    async def TailLog(self, request: job_pb2.TailLogRequest, context: object) -> AsyncIterator[job_pb2.LogLine]:
+        job = await self._journal.get(request.job_id, scope())
+        live = request.follow and not model.is_terminal(job.state)
+        with self._streams.hold(caller().name):
+            async for line in self._joblog.tail(job.id, request.cell_id, follow=live):
+                yield line
+
+    def _own(self, job: job_pb2.Job) -> job_pb2.Job:
+        job.server_version = self._version
+        for cell in job.cells:
+            if cell.state == model.WAITING and (progress := self._announcer.latest(job.id, cell.id)) is not None:
+                cell.waiting_for = progress.message
+        return job
+
+
+def _visible(job: job_pb2.Job, request_id: str) -> job_pb2.Job:
+    """Return the job of an earlier request, unless its owner is no longer a member of its project.
+
+    Raises:
+        JobNotFound: the job belongs to none of the caller's projects.
+    """
+    if not scope().allows(job.project):
+        raise job_not_found(request_id)
+    return job

@@ -1,0 +1,140 @@
+"""ReportService: what the farm found out, and how it is found again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from etfarm.server.access.scope import Scope
+from etfarm.server.jobs.records.history import History, Wanted
+from etfarm.server.jobs.records.journal import PAGE_BYTES, Journal
+from etfarm.server.jobs.records.tags import Tags
+from etfarm.server.jobs.revision import Revision
+from etfarm.server.reports.latency.series import without_series
+from etfarm.server.rpc.door.auth import ADMIN, caller, require_owner, scope
+from etfarm.server.rpc.pages import page_size, page_start
+from etfarm.server.rpc.services.comparing import compare
+from etfarm.v1 import job_pb2, report_pb2, report_pb2_grpc
+from etfarm.wire import selectors, views
+from etfarm.wire.report import report_json
+
+_PAGE_OF_OPERATORS: Final = 100, 1000
+_PAGE_OF_HISTORY: Final = 50, 500
+"""Entries of a page, where the request does not say, and at most."""
+
+_Row = Mapping[str, Any]
+
+_ORDERS: Final[dict[str, Callable[[_Row], Any]]] = {
+    "own": lambda row: (-(row["share"] or 0.0), -(row["mean_ns"] or 0.0), row["index"]),
+    "name": lambda row: (row["name"], row["index"]),
+    "order": lambda row: row["index"],
+}
+"""How single rows are sorted. They have nothing below them: their total is their own."""
+
+
+class ReportService(report_pb2_grpc.ReportServiceServicer):
+    """See report.proto."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        history: History,
+        tags: Tags,
+        revision: Revision,
+        *,
+        version: str,
+        page_bytes: int = PAGE_BYTES,
+    ) -> None:
+        self._version = version
+        self._page_bytes = page_bytes
+        self._journal = journal
+        self._history = history
+        self._tags = tags
+        self._revision = revision
+
+    async def Get(self, request: report_pb2.GetReportsRequest, context: object) -> report_pb2.GetReportsResponse:
+        job = await self._journal.get(request.job_id, scope())
+        reports, following = await self._journal.reports_page(
+            job.id, start=page_start(request.page_token), most_bytes=self._page_bytes, cell_id=request.cell
+        )
+        token = "" if following is None else str(following)
+        return report_pb2.GetReportsResponse(reports=reports, next_page_token=token)
+
+    async def ListOperators(self, request: report_pb2.ListOperatorsRequest, context: object) -> report_pb2.ListOperatorsResponse:
+        sort = request.sort or "own"
+        views.check(request.by or views.BY[0], sort)
+        start = page_start(request.page_token)
+        size = page_size(request.page_size, *_PAGE_OF_OPERATORS)
+        report = await self._journal.report(request.report_id, scope())
+        return await asyncio.to_thread(_operators, report, request.by, sort, start, size)
+
+    async def Compare(self, request: report_pb2.CompareRequest, context: object) -> report_pb2.CompareResponse:
+        return await compare(self._journal, request, self._version, scope())
+
+    async def Tag(self, request: report_pb2.TagRequest, context: object) -> report_pb2.TagResponse:
+        principal = caller()
+        is_admin = principal.role == ADMIN
+        job = await self._journal.get(request.job_id, scope()) if request.job_id or not request.remove else job_pb2.Job()
+        if request.remove:
+            before = await self._tags.remove(request.tag, job.id, scope=_of_job(job), caller=principal.name, is_admin=is_admin)
+        else:
+            before = await self._tags.put(request.tag, job.id, project=job.project, caller=principal.name, is_admin=is_admin)
+        return report_pb2.TagResponse(job_id=job.id or before, tag=request.tag, previous_job_id=before)
+
+    async def ListHistory(self, request: report_pb2.ListHistoryRequest, context: object) -> report_pb2.ListHistoryResponse:
+        wanted = Wanted(
+            request.model,
+            selectors.parse(request.device),
+            request.recipe or None,
+            request.method or None,
+            request.threads if request.HasField("threads") else None,
+        )
+        size = page_size(request.page_size, *_PAGE_OF_HISTORY)
+        return await self._history.page(wanted, size, request.page_token, scope())
+
+    async def Analyze(self, request: report_pb2.AnalyzeJobRequest, context: object) -> report_pb2.AnalyzeJobResponse:
+        job = await self._journal.get(request.job_id, scope())
+        require_owner(job.owner, f"Job {job.id}")
+        return report_pb2.AnalyzeJobResponse(report_ids=[report.id for report in await self._revision.revise(job)])
+
+
+def _of_job(job: job_pb2.Job) -> Scope:
+    """Return where a tag to remove is looked up: in the project of the job that is named, else wherever the caller sees."""
+    return Scope(frozenset({job.project}), job.project) if job.id else scope()
+
+
+def _operators(report: report_pb2.Report, by: str, sort: str, start: int, size: int) -> report_pb2.ListOperatorsResponse:
+    answer = report_pb2.ListOperatorsResponse()
+    rows = report_json(without_series(report_pb2.Report(operators=report.operators)))["operators"] or []
+    if by:
+        groups = views.group(rows, by, sort)
+        count = len(groups)
+        for group in groups[start : start + size]:
+            answer.groups.add(
+                key=group.key, detail=group.detail, rows=group.rows, own_ns=group.own_ns, own_share=group.own_share,
+                total_ns=group.total_ns, total_share=group.total_share, depth=group.depth, indexes=group.indexes,
+            )  # fmt: skip
+    else:
+        by_index = {row.index: row for row in report.operators}
+        in_order = sorted(rows, key=_ORDERS["own" if sort == "total" else sort])
+        count = len(in_order)
+        for row in in_order[start : start + size]:
+            answer.operators.append(by_index[row["index"]])
+    return _cut_off(answer, start, count)
+
+
+def _cut_off(answer: report_pb2.ListOperatorsResponse, start: int, count: int) -> report_pb2.ListOperatorsResponse:
+    """The page as far as a message can carry it, with the token of the next one."""
+    entries = answer.operators or answer.groups
+    left = PAGE_BYTES
+    count_on_page = 0
+    for entry in entries:
+        left -= entry.ByteSize()
+        if left < 0 and count_on_page:
+            break
+        count_on_page += 1
+    del entries[count_on_page:]
+    if start + count_on_page < count:
+        answer.next_page_token = str(start + count_on_page)
+    return answer

@@ -1,0 +1,33 @@
+"""SessionService: leases on devices, and calls to what is loaded there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from grpc.aio import ServicerContext
+
+from etfarm.server.rpc.door.auth import ADMIN, NotYours, active_project, caller, scope
+from etfarm.server.sessions.sessions import Sessions
+from etfarm.v1 import session_pb2, session_pb2_grpc
+
+
+class SessionService(session_pb2_grpc.SessionServiceServicer):
+    """See session.proto."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+
+    async def Open(self, request: session_pb2.OpenSessionRequest, context: object) -> AsyncIterator[session_pb2.SessionEvent]:
+        async for event in self._sessions.open(request, caller().name, active_project()):
+            yield event
+
+    async def Call(self, request: session_pb2.CallRequest, context: ServicerContext[Any, Any]) -> session_pb2.CallResponse:
+        owner, principal = self._sessions.owner_of(request.session_id, scope()), caller()
+        if principal.role != ADMIN and principal.name != owner:
+            raise NotYours(f"The session belongs to {owner}.", "Open one of your own.", owner=owner)
+
+        async def taken() -> None:
+            await context.send_initial_metadata(())
+
+        return session_pb2.CallResponse(call_id=request.call_id, answer=await self._sessions.call(request, taken))

@@ -1,0 +1,86 @@
+"""TokenService: see token.proto."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from etfarm.server.access.audit import AuditLog
+from etfarm.server.access.tokens import BadTokenRequest, TokenNotFound, TokenTable
+from etfarm.server.rpc.door.auth import ADMIN, caller, credential
+from etfarm.server.rpc.door.authentication import Authentication
+from etfarm.v1 import token_pb2, token_pb2_grpc
+from etfarm.wire.errors import UserError
+
+_PAGE = 100
+_LARGEST_PAGE = 1000
+
+
+class BadPageToken(UserError):
+    """A page size or a page token is not valid."""
+
+    reason = "BAD_PAGE_TOKEN"
+
+
+class TokenService(token_pb2_grpc.TokenServiceServicer):
+    """See token.proto.
+
+    Args:
+        on_members: called after a principal became a member of projects, to refresh caches of the members.
+    """
+
+    def __init__(
+        self, table: TokenTable, authentication: Authentication, audit: AuditLog, on_members: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._table = table
+        self._authentication = authentication
+        self._audit = audit
+        self._on_members = on_members
+
+    async def Create(self, request: token_pb2.CreateTokenRequest, context: object) -> token_pb2.CreateTokenResponse:
+        if not self._authentication.asks_for_tokens and (request.role != ADMIN or request.enrolment):
+            raise BadTokenRequest(
+                "The first token must be an admin's: with it, the server asks every caller for a token.",
+                "Create it with `etfarm tokens create NAME --role admin`, then the others with ETFARM_TOKEN set to it.",
+            )
+        token, secret = await self._table.create(
+            request.principal, request.role, by=caller().name, enrolment=request.enrolment, projects=list(request.projects),
+            lifetime_s=request.lifetime_s if request.HasField("lifetime_s") else None,
+        )  # fmt: skip
+        if request.projects:
+            await self._on_members()
+        return token_pb2.CreateTokenResponse(token=token, secret=secret)
+
+    async def List(self, request: token_pb2.ListTokensRequest, context: object) -> token_pb2.ListTokensResponse:
+        size, offset = page_of(request.page_size, request.page_token)
+        tokens = await self._table.list(size + 1, offset)
+        more = len(tokens) > size
+        listed = tokens[:size] if more else [*tokens, *self._authentication.from_file()]
+        return token_pb2.ListTokensResponse(tokens=listed, next_page_token=str(offset + size) if more else "")
+
+    async def Revoke(self, request: token_pb2.RevokeTokenRequest, context: object) -> token_pb2.Token:
+        return await self._table.revoke(request.id)
+
+    async def Rotate(self, request: token_pb2.RotateTokenRequest, context: object) -> token_pb2.CreateTokenResponse:
+        own = credential().token_id
+        chosen = request.id or own
+        if chosen.startswith("file:") or not chosen:
+            raise TokenNotFound("This token is not one of the database's.", "Change the server's --tokens file.", id=chosen[:80])
+        if caller().role != ADMIN and chosen != own:
+            raise TokenNotFound(
+                f"There is no token {chosen[:80]!r} of yours.", "Leave the id out to rotate your own.", id=chosen[:80]
+            )
+        token, secret = await self._table.rotate(chosen, key=credential().key if chosen == own else None)
+        return token_pb2.CreateTokenResponse(token=token, secret=secret)
+
+
+def page_of(size: int, token: str) -> tuple[int, int]:
+    """Return the size of a page and the number that its token stands for, 0 for the first page.
+
+    Raises:
+        BadPageToken: the size or the token is not allowed.
+    """
+    if token and not (token.isascii() and token.isdecimal() and len(token) < 18):
+        raise BadPageToken(f"{token[:80]!r} is not a page token.", "Send next_page_token of the page before.")
+    if not 0 <= size <= _LARGEST_PAGE:
+        raise BadPageToken(f"page_size must be 0 to {_LARGEST_PAGE}, got {size}.")
+    return size or _PAGE, int(token or 0)
