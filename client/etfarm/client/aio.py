@@ -29,6 +29,7 @@ from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
 from etfarm.client.submit.submission import Given, several
 from etfarm.client.transport import decode, transfers
 from etfarm.client.transport.connection import Connection
+from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.retry import repeat
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import (
@@ -315,12 +316,11 @@ class AsyncFarm:
         """The farm's jobs, newest first."""
         jobs: list[JobInfo] = []
         request = job_pb2.ListJobsRequest(page_size=min(limit, 500))
-        while True:
-            answer = await repeat(lambda: self._open.jobs.List(request), server=self.address)
-            jobs += [decode.job(job) for job in answer.jobs]
-            if not answer.next_page_token or len(jobs) >= limit:
-                return jobs[:limit]
-            request.page_token = answer.next_page_token
+        async for page in iterate_pages(self._open.jobs.List, request, server=self.address):
+            jobs += [decode.job(job) for job in page.jobs]
+            if len(jobs) >= limit:
+                break
+        return jobs[:limit]
 
     async def job(self, job_id: str) -> AsyncJob:
         """A job by its id, a unique prefix of it of at least 4 characters, a tag, or `latest`.
@@ -416,12 +416,9 @@ class AsyncFarm:
         selectors.parse(selector)
         request = device_pb2.ListDevicesRequest(selector=selector)
         devices: list[Device] = []
-        while True:
-            answer = await repeat(lambda: self._open.devices.List(request), server=self.address)
-            devices += [decode.device(device) for device in answer.devices]
-            if not answer.next_page_token:
-                return devices
-            request.page_token = answer.next_page_token
+        async for page in iterate_pages(self._open.devices.List, request, server=self.address):
+            devices += [decode.device(device) for device in page.devices]
+        return devices
 
     async def device(self, device_id: str) -> Device:
         """A device by its id, a unique prefix of it, or its name.

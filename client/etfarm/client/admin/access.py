@@ -13,6 +13,7 @@ import grpc
 
 from etfarm.client.errors import from_rpc_error
 from etfarm.client.transport.connection import Connection
+from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import audit_pb2, common_pb2, token_pb2
 
@@ -81,12 +82,9 @@ class AccessControl:
         """Return every token, newest first; those of the server's `--tokens` file come last."""
         tokens: list[Token] = []
         request = token_pb2.ListTokensRequest(page_size=_PAGE)
-        while True:
-            page = await self._call(self._stubs.tokens.List, request)
+        async for page in iterate_pages(self._stubs.tokens.List, request, server=self._stubs.server):
             tokens += map(_token, page.tokens)
-            if not page.next_page_token:
-                return tokens
-            request.page_token = page.next_page_token
+        return tokens
 
     async def revoke_token(self, token_id: str) -> Token:
         """Revoke a token and end the calls that use it."""
@@ -100,14 +98,14 @@ class AccessControl:
     async def audit(self, *, principal: str = "", action: str = "", most: int = 100) -> list[AuditEntry]:
         """Return at most `most` entries of the audit log, newest first."""
         entries: list[AuditEntry] = []
-        request = audit_pb2.ListAuditRequest(principal=principal, action=action)
-        while len(entries) < most:
-            request.page_size = min(_PAGE, most - len(entries))
-            page = await self._call(self._stubs.audit.List, request)
+        if most <= 0:
+            return entries
+        request = audit_pb2.ListAuditRequest(principal=principal, action=action, page_size=min(_PAGE, most))
+        async for page in iterate_pages(self._stubs.audit.List, request, server=self._stubs.server):
             entries += map(_entry, page.entries)
-            if not page.next_page_token:
+            if len(entries) >= most:
                 break
-            request.page_token = page.next_page_token
+            request.page_size = min(_PAGE, most - len(entries))
         return entries
 
     async def _call(self, rpc: Any, request: Any) -> Any:

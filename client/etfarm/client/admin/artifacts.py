@@ -10,6 +10,7 @@ import grpc
 
 from etfarm.client.errors import Kind, UserError, from_rpc_error
 from etfarm.client.transport import transfers
+from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.retry import repeat
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import artifact_pb2, common_pb2
@@ -40,16 +41,18 @@ async def list_all(stubs: Stubs, limit: int | None = None) -> AsyncIterator[Stor
     Raises:
         EtfarmError: as ArtifactService.List says.
     """
-    token, left = "", limit
-    while left is None or left > 0:
-        size = _PAGE if left is None else min(left, _PAGE)
-        request = artifact_pb2.ListArtifactsRequest(page_size=size, page_token=token)
-        page = await repeat(lambda request=request: stubs.artifacts.List(request), server=stubs.server)  # type: ignore[misc]
+    if limit is not None and limit <= 0:
+        return
+    left = limit
+    request = artifact_pb2.ListArtifactsRequest(page_size=_PAGE if left is None else min(left, _PAGE))
+    async for page in iterate_pages(stubs.artifacts.List, request, server=stubs.server):
         for row in page.artifacts:
             yield row
-        if not (token := page.next_page_token):
-            return
-        left = None if left is None else left - len(page.artifacts)
+        if left is not None:
+            left -= len(page.artifacts)
+            if left <= 0:
+                return
+            request.page_size = min(left, _PAGE)
 
 
 async def find(stubs: Stubs, digest: str) -> common_pb2.Artifact:

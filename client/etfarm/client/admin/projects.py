@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from etfarm.client.models import Project
 from etfarm.client.transport import decode
+from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.retry import repeat
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import project_pb2
@@ -23,12 +24,9 @@ class AsyncProjects:
         """Return the projects, sorted by name."""
         projects: list[Project] = []
         request = project_pb2.ListProjectsRequest()
-        while True:
-            answer = await repeat(lambda: self._stubs.List(request), server=self._server)
-            projects += [decode.project(message) for message in answer.projects]
-            if not answer.next_page_token:
-                return projects
-            request.page_token = answer.next_page_token
+        async for page in iterate_pages(self._stubs.List, request, server=self._server):
+            projects += [decode.project(message) for message in page.projects]
+        return projects
 
     async def create(self, name: str, members: Sequence[str] = (), *, storage_limit_bytes: int | None = None) -> Project:
         """Create a project.

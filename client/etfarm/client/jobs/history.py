@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from etfarm.client.formats.answers import REFERENCES
 from etfarm.client.models import Report
-from etfarm.client.transport.retry import repeat
+from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import report_pb2
 from etfarm.wire import changes, selectors
@@ -104,16 +104,18 @@ async def fetch(
 ) -> list[HistoryEntry]:
     """As AsyncFarm.history."""
     selectors.parse(device)
-    request = report_pb2.ListHistoryRequest(model=model, device=device, recipe=recipe, method=method, threads=threads)
-    found: list[HistoryEntry] = []
-    while len(found) < limit:
-        request.page_size = min(_PAGE, limit - len(found))
-        answer = await repeat(lambda: stubs.reports.ListHistory(request), server=stubs.server)
-        found += [_entry(entry) for entry in answer.entries]
-        request.page_token = answer.next_page_token
-        if not answer.next_page_token:
+    entries: list[HistoryEntry] = []
+    if limit <= 0:
+        return entries
+    request = report_pb2.ListHistoryRequest(
+        model=model, device=device, recipe=recipe, method=method, threads=threads, page_size=min(_PAGE, limit)
+    )
+    async for page in iterate_pages(stubs.reports.ListHistory, request, server=stubs.server):
+        entries += [_entry(entry) for entry in page.entries]
+        if len(entries) >= limit:
             break
-    return found
+        request.page_size = min(_PAGE, limit - len(entries))
+    return entries
 
 
 def trends(entries: Sequence[HistoryEntry]) -> tuple[Series, ...]:

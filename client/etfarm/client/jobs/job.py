@@ -11,6 +11,7 @@ import grpc
 from etfarm.client.errors import FarmError, Kind, OutputUnwritable, UserError, from_rpc_error
 from etfarm.client.models import CellState, Event, JobInfo, JobResult, JobState, LogLine
 from etfarm.client.transport import decode, transfers
+from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.retry import Backoff, repeat
 from etfarm.v1 import common_pb2, job_pb2, report_pb2
 from etfarm.wire import report, tensors
@@ -284,13 +285,10 @@ class AsyncJob:
     async def _reports(self, cell_id: str = "") -> list[report_pb2.Report]:
         """All of the job's reports that there are, or a cell's."""
         request = report_pb2.GetReportsRequest(job_id=self.id, cell=cell_id)
-        found: list[report_pb2.Report] = []
-        while True:
-            answer = await repeat(lambda: self._stubs.reports.Get(request), server=self._stubs.server)
-            found += answer.reports
-            if not answer.next_page_token:
-                return found
-            request.page_token = answer.next_page_token
+        reports: list[report_pb2.Report] = []
+        async for page in iterate_pages(self._stubs.reports.Get, request, server=self._stubs.server):
+            reports += page.reports
+        return reports
 
     async def _download(self, artifacts: Mapping[str, common_pb2.Artifact], files: Mapping[str, Path]) -> list[Path]:
         for name, artifact in artifacts.items():

@@ -1,0 +1,73 @@
+"""List calls whose answers come in pages."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final, Protocol, TypeVar
+
+from etfarm.client.errors import FarmError
+from etfarm.client.transport.retry import repeat
+
+MAX_PAGES: Final = 100_000
+"""Maximum number of pages of one list: at 500 rows a page, 50 million rows."""
+
+
+class EndlessList(FarmError):
+    """A list whose pages do not lead to an end."""
+
+    reason = "ENDLESS_LIST"
+
+
+class PagedRequest(Protocol):
+    """The request of a List call."""
+
+    page_token: str
+
+
+class Page(Protocol):
+    """One page of an answer."""
+
+    @property
+    def next_page_token(self) -> str:
+        """The token of the next page; empty on the last page."""
+
+
+RequestT = TypeVar("RequestT", bound=PagedRequest)
+PageT = TypeVar("PageT", bound=Page)
+
+
+async def iterate_pages(
+    rpc: Callable[[RequestT], Awaitable[PageT]], request: RequestT, *, server: str, max_pages: int = MAX_PAGES
+) -> AsyncIterator[PageT]:
+    """Yield the pages of a list, from that of `request.page_token` to the last.
+
+    Args:
+        rpc: the call, which is repeated while the server is away.
+        request: the request of every page; its `page_token` is set here. The caller may change `page_size` between pages.
+        server: address for error messages.
+
+    Raises:
+        EndlessList: the server returns a page token a second time, or more than `max_pages` pages.
+        EtfarmError: as the call.
+    """
+    tokens = {request.page_token}
+    for _ in range(max_pages):
+        page = await repeat(lambda: rpc(request), server=server)
+        yield page
+        token = page.next_page_token
+        if not token:
+            return
+        if token in tokens:
+            raise EndlessList(
+                f"The server {server} returned the same page token twice, so its list has no end.",
+                "This is a defect of the server: update it, or report the defect.",
+                server=server,
+            )
+        tokens.add(token)
+        request.page_token = token
+    raise EndlessList(
+        f"The server {server} returned more than {max_pages} pages for one list.",
+        "Narrow the list down with the command's filters. If it is short, this is a defect of the server.",
+        server=server,
+        max_pages=max_pages,
+    )
