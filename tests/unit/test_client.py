@@ -17,7 +17,8 @@ import pytest
 from etfarm.client.aio import AsyncFarm
 from etfarm.client.client import Farm
 from etfarm.client.errors import JobFailed, SeveralReports, exit_code
-from etfarm.client.jobs.job import AsyncJob, data_file_name, method_file
+from etfarm.client.jobs.file_names import data_file_name, method_file
+from etfarm.client.jobs.job import AsyncJob
 from etfarm.client.models import CellChanged, JobChanged, JobResult, LogLine, Progress, Record
 from etfarm.client.submit.inputs import InputsDiffer
 from etfarm.client.submit.npz import InputMissing, UnknownInput

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from etfarm.client.errors import FarmError, Kind, OutputUnwritable, UserError, from_rpc_error
+from etfarm.client.jobs import raw_files
+from etfarm.client.jobs.file_names import data_file_name, method_file, safe_name
 from etfarm.client.models import CellState, Event, JobInfo, JobResult, JobState, LogLine
 from etfarm.client.transport import decode, transfers
 from etfarm.client.transport.paging import iterate_pages
@@ -261,8 +263,6 @@ class AsyncJob:
             CellNotFound, NothingThere, OutputUnwritable: there is no such cell or report, or a file cannot be written.
             EtfarmError: a file is not in the store any more; SERVER_UNREACHABLE.
         """
-        from etfarm.client.jobs import raw_files
-
         found = self._cell(cell)
         for one in await self._reports(found.id):
             return await raw_files.save(self._stubs, self._job, found, one, folder)
@@ -323,19 +323,3 @@ class AsyncJob:
             why = "it has not come so far" if not CellState(known.state).is_terminal else "it made none"
             raise NothingThere(f"Cell {index} of job {self.id} has no {what}: {why}.", job=self.id, cell=index)
         return getattr(cell, what)
-
-
-def data_file_name(name: str) -> str:
-    """The file of a program's named data: its name with .ptd, and no folder whatever the name says."""
-    safe = safe_name(name)
-    return safe if safe.endswith(".ptd") else f"{safe}.ptd"
-
-
-def method_file(path: Path, method: str) -> Path:
-    """Where one of several methods' files goes: x.METHOD.pt2 for x.pt2."""
-    return path.with_name(safe_name(f"{path.stem}.{method}{path.suffix}"))
-
-
-def safe_name(name: str) -> str:
-    """A file's name that a server gave, without any folder in it."""
-    return name.replace("/", "_").replace("\\", "_").lstrip(".") or "_"

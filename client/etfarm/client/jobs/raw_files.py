@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from etfarm.client.errors import OutputUnwritable
 from etfarm.client.formats import executorch
-from etfarm.client.jobs.job import data_file_name, safe_name
+from etfarm.client.jobs.file_names import data_file_name, safe_name
 from etfarm.client.submit import npz
 from etfarm.client.transport import transfers
 from etfarm.client.transport.retry import repeat

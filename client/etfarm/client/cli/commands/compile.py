@@ -186,7 +186,8 @@ def _must_be_folder(path: Path) -> None:
 
 async def _save_stage(job: AsyncJob, output: Path) -> list[Path]:
     """A stage's files: those of the output's kind, or all into a folder."""
-    from etfarm.client.jobs.job import NothingThere, method_file
+    from etfarm.client.jobs.file_names import method_file
+    from etfarm.client.jobs.job import NothingThere
 
     kind = output.suffix.lower()
     if kind not in _OF_STAGES:

@@ -17,7 +17,7 @@ from etfarm.client.cli.commands.report import documents
 from etfarm.client.cli.terminal.capabilities import put, tell
 from etfarm.client.errors import OutputUnwritable
 from etfarm.client.formats import tables, units
-from etfarm.client.jobs.job import safe_name
+from etfarm.client.jobs.file_names import safe_name
 
 _SUFFIXES = {
     "json": ".json", "csv": ".csv", "parquet": ".parquet", "html": ".html", "markdown": ".md", "perfetto": ".trace.json",
