@@ -13,7 +13,7 @@ from rich.console import Console
 
 from etfarm.client.cli.commands import compare
 from etfarm.client.formats import answers, compared
-from etfarm.client.jobs import report_file as reportfile
+from etfarm.client.jobs import report_file
 from etfarm.client.jobs.comparison import needs_farm
 from tests.wire.test_comparison import against, operator, report, reports, timed
 
@@ -178,7 +178,7 @@ def test_a_file_of_an_older_version_is_read(tmp_path: Path) -> None:
     for key in ("interleaved", "numerics", "analysis", "telemetry"):
         del old[key]
     del old["compile"]["sizes"], old["latency"]["drift"]
-    (read,) = reportfile.read(Path(write(tmp_path / "old.json", old)))["reports"]
+    (read,) = report_file.read(Path(write(tmp_path / "old.json", old)))["reports"]
     assert read == {**report("o"), "compile": {**report("o")["compile"]}}
     assert list(read) == list(report("o"))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from etfarm.client.embedded import lease as embedded
+from etfarm.client.embedded import lease as embedded_lease
 from etfarm.client.embedded.lease import Place, join
 from etfarm.client.embedded.supervisor import last_words
 from etfarm.client.errors import EmbeddedFarmFailed
@@ -119,7 +119,7 @@ async def test_another_user_cannot_join(place: Place) -> None:
     said, _ = await stranger.communicate()
     place.data.chmod(0o700)
     assert said.startswith(b"connected") and b"{" not in said, "it was answered"
-    assert not await embedded.is_lasting()
+    assert not await embedded_lease.is_lasting()
     await lease.leave()
 
 
@@ -171,14 +171,14 @@ async def test_a_killed_supervisor_takes_its_children_along_and_is_heard_of(plac
 
 
 async def test_a_lasting_farm_is_known_as_one(place: Place) -> None:
-    assert not await embedded.is_lasting()
+    assert not await embedded_lease.is_lasting()
     up = await join(kind="up")
-    assert await embedded.is_lasting()
+    assert await embedded_lease.is_lasting()
     guest = await join()
     assert guest.lasting
     await guest.leave()
     await up.leave()
-    assert not await embedded.is_lasting()
+    assert not await embedded_lease.is_lasting()
 
 
 async def test_a_server_that_cannot_start_says_why(place: Place) -> None:
@@ -220,7 +220,7 @@ def test_of_a_log_only_what_says_why_is_quoted(log: str, said: str) -> None:
 async def test_a_long_path_has_its_sockets_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(names.DATA_VARIABLE, str(tmp_path / ("long" * 30)))
     place = Place.of_user()
-    assert len(str(place.server_socket)) <= embedded.LONGEST_SOCKET_PATH
+    assert len(str(place.server_socket)) <= embedded_lease.LONGEST_SOCKET_PATH
     lease = await join()
     assert stat.S_IMODE(place.sockets.stat().st_mode) == 0o700
     await lease.leave()

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
 
-from etfarm.client.cli.terminal import capabilities as terminal
-from etfarm.client.cli.terminal import output
+from etfarm.client.cli.terminal import capabilities, output
 from etfarm.client.cli.terminal.display import PlainDisplay
 from etfarm.client.cli.views import render
 from etfarm.wire import report as projection
@@ -36,12 +35,12 @@ def assert_harmless(text: str) -> None:
 
 @given(NAMES)
 def test_what_steers_is_a_mark_and_all_else_stays(name: str) -> None:
-    shown = terminal.printable(name)
+    shown = capabilities.printable(name)
     assert_harmless(shown)
     assert len(shown) == len(name)
-    assert all(after in (before, terminal.MARK) for before, after in zip(name, shown, strict=True))
-    assert terminal.printable(shown) == shown
-    assert not set(terminal.in_a_line(name)) & set("\n\t")
+    assert all(after in (before, capabilities.MARK) for before, after in zip(name, shown, strict=True))
+    assert capabilities.printable(shown) == shown
+    assert not set(capabilities.in_a_line(name)) & set("\n\t")
 
 
 @given(NAMES, st.booleans())
@@ -70,8 +69,8 @@ def test_a_reports_names_lines_and_code_are_marked(capsys: pytest.CaptureFixture
     output.show_table(("NAME", "WHAT"), [(f"net{STEERING}", Text(f"a\nb{STEERING}", style="red"))], shrink=("WHAT",))
     said = capsys.readouterr().out
     assert_harmless(said)
-    assert f"net{terminal.MARK}[2J" in said and f"a{terminal.MARK}b" in said
-    assert len(said.splitlines()[-1].split(terminal.MARK)) > 10, "a newline in a name begins no line of its own"
+    assert f"net{capabilities.MARK}[2J" in said and f"a{capabilities.MARK}b" in said
+    assert len(said.splitlines()[-1].split(capabilities.MARK)) > 10, "a newline in a name begins no line of its own"
 
 
 def test_progress_errors_and_logs_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +98,7 @@ def test_a_file_of_others_is_shown_and_a_pipe_gets_its_json_as_it_is(tmp_path: P
     command = [sys.executable, "-m", "etfarm.wire.command", "report"]
     shown = subprocess.run([*command, "show", "r.json"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     assert_harmless(shown.stdout + shown.stderr)
-    assert f"net{terminal.MARK}31m{terminal.MARK}" in shown.stdout
+    assert f"net{capabilities.MARK}31m{capabilities.MARK}" in shown.stdout
     exported = [*command, "export", "r.json", "--format", "json"]
     piped = subprocess.run(exported, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     assert name in piped.stdout

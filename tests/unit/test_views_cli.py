@@ -10,7 +10,7 @@ from google.protobuf import json_format
 from rich.console import Console
 
 from etfarm.client.cli.commands.report import main as command
-from etfarm.client.cli.views import groupings as views
+from etfarm.client.cli.views import groupings
 from etfarm.v1 import report_pb2
 from etfarm.wire import report
 
@@ -58,7 +58,7 @@ def _document(**changes: Any) -> dict[str, Any]:
 def _lines(by: str, sort: str = "total", width: int = 140, document: dict[str, Any] | None = None, **options: Any) -> list[str]:
     console = Console(width=width, color_system=None, highlight=False)
     with console.capture() as capture:
-        console.print(views.report(document or _document(), by, sort, width=width, **options))
+        console.print(groupings.report(document or _document(), by, sort, width=width, **options))
     return [line.rstrip() for line in capture.get().splitlines()]
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 from etfarm.client.admin.projects import AsyncProjects
-from etfarm.client.datasets import devices as fleet
+from etfarm.client.datasets import devices as dataset_devices
 from etfarm.client.datasets.dataset import Options, Result
 from etfarm.client.datasets.samples import given
-from etfarm.client.embedded import lease as embedded
+from etfarm.client.embedded.lease import Lease
 from etfarm.client.jobs import history
 from etfarm.client.jobs.comparison import Compared, Comparison, compare, gate_of
 from etfarm.client.jobs.history import HistoryEntry
@@ -98,7 +98,7 @@ class AsyncFarm:
         return self._open.server
 
     @property
-    def lease(self) -> embedded.Lease | None:
+    def lease(self) -> Lease | None:
         """The hold on the embedded farm; None at a server that was named."""
         return self._connection.lease
 
@@ -310,7 +310,7 @@ class AsyncFarm:
         Raises:
             EtfarmError: no session can be had; a sample failed, which the error names, unless `keep_going` leaves it out.
         """
-        return fleet.dataset(self, program, given(inputs), device, devices=devices, options=options).outputs(on_result)
+        return dataset_devices.dataset(self, program, given(inputs), device, devices=devices, options=options).outputs(on_result)
 
     async def jobs(self, limit: int = 50) -> list[JobInfo]:
         """The farm's jobs, newest first."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etfarm.client.jobs import report_file as reportfile
+from etfarm.client.jobs import report_file
 from etfarm.client.models import JobResult, Record
 from etfarm.wire import comparison
 from etfarm.wire.comparison import Gate, Side
@@ -35,7 +35,7 @@ class Comparison(Record):
 
 def needs_farm(*sides: Compared) -> bool:
     """Whether one of them is a job that a farm must be asked for."""
-    return any(isinstance(side, str) and not reportfile.is_named(comparison.split_choice(side)[0]) for side in sides)
+    return any(isinstance(side, str) and not report_file.is_named(comparison.split_choice(side)[0]) for side in sides)
 
 
 def gate_of(texts: str | Sequence[str], *, strict: bool = False, accept_invalid: bool = False) -> Gate | None:
@@ -83,8 +83,8 @@ async def _side(stubs: Stubs | None, what: Compared) -> Side:
         document = what.json()
         return Side(document["reports"], document["job"])
     name, choice = comparison.split_choice(str(what))
-    if isinstance(what, Path) or reportfile.is_named(name):
-        document = await asyncio.to_thread(reportfile.read, Path(name))
+    if isinstance(what, Path) or report_file.is_named(name):
+        document = await asyncio.to_thread(report_file.read, Path(name))
         return Side(document["reports"], document["job"], name, choice)
     from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.transport.connection import NotConnected

@@ -11,7 +11,7 @@ from typing import Final
 
 import grpc
 
-from etfarm.client.embedded import lease as embedded
+from etfarm.client.embedded.lease import Lease, join
 from etfarm.client.errors import Kind, UserError, from_rpc_error
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import farm_pb2
@@ -62,7 +62,7 @@ class Connection:
         self._tls_ca = tls_ca
         self._on_status = on_status
         self._project = project if project is not None else CHOSEN_PROJECT.get()
-        self._lease: embedded.Lease | None = None
+        self._lease: Lease | None = None
         self._channel: grpc.aio.Channel | None = None
         self._stubs: Stubs | None = None
 
@@ -75,7 +75,7 @@ class Connection:
         """
         try:
             if self._address is None:
-                self._lease = await embedded.join(on_status=self._on_status)
+                self._lease = await join(on_status=self._on_status)
                 # ETFARM_PROJECT is meant for a team's server; this farm has only `default` until its user creates another.
                 access = Access(self._lease.address, socket_token(self._lease.address))
             else:
@@ -112,7 +112,7 @@ class Connection:
         return self._stubs
 
     @property
-    def lease(self) -> embedded.Lease | None:
+    def lease(self) -> Lease | None:
         """The hold on the embedded farm; None at a server that was named."""
         return self._lease
 

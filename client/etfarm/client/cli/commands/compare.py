@@ -77,7 +77,7 @@ def compare(
     Exit codes: 0 done, and every gate passed; 1 a cell of the candidate failed, or there is nothing to compare; 2 usage; 3 a
     gate was not passed; 4 the server cannot be reached.
     """
-    from etfarm.client.jobs import comparison as comparing
+    from etfarm.client.jobs import comparison as comparisons
     from etfarm.wire import comparison
 
     outcome: Outcome = context.obj
@@ -87,11 +87,11 @@ def compare(
     if markdown is not None and markdown != STDOUT:
         must_be_writable(Path(markdown))
     outcome.goes_to(json)
-    limits = comparing.gate_of(gate or (), strict=strict, accept_invalid=accept_invalid)
+    limits = comparisons.gate_of(gate or (), strict=strict, accept_invalid=accept_invalid)
 
     async def ask() -> Comparison:
-        if not comparing.needs_farm(base, candidate):
-            return await comparing.compare(None, base, candidate, limits)
+        if not comparisons.needs_farm(base, candidate):
+            return await comparisons.compare(None, base, candidate, limits)
         from etfarm.client.aio import AsyncFarm
 
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:

@@ -17,11 +17,11 @@ def main(argv: list[str]) -> int:
 
 def up() -> int:
     """Keeps the embedded farm of this user running until Ctrl-C; other commands use it meanwhile, and may --detach."""
-    from etfarm.client.embedded import lease as embedded
+    from etfarm.client.embedded.lease import join
     from etfarm.wire.names import SERVER_VARIABLE
 
     async def stay() -> None:
-        lease = await embedded.join(kind="up", on_status=lambda text: print(text, file=sys.stderr, flush=True))
+        lease = await join(kind="up", on_status=lambda text: print(text, file=sys.stderr, flush=True))
         try:
             print(f"The embedded farm runs at {lease.address}; its data is in {lease.data}.")
             print("Commands of yours use it by themselves. From elsewhere on this machine:")

@@ -15,7 +15,7 @@ from etfarm.client.aio import AsyncFarm
 from etfarm.client.cli.app import STDOUT, Outcome, Usage, in_thread, must_be_writable
 from etfarm.client.cli.terminal import output
 from etfarm.client.cli.terminal.progress import Progress, open_progress
-from etfarm.client.datasets import devices as fleet
+from etfarm.client.datasets import devices as dataset_devices
 from etfarm.client.datasets.dataset import Dataset, Options, Result, named
 from etfarm.client.datasets.metrics import Mean, Metric, find
 from etfarm.client.datasets.outputs import Sink, open_sink
@@ -152,7 +152,7 @@ async def carry_out(wanted: Wanted, outcome: Outcome) -> int:
         try:
             async with AsyncFarm(wanted.server, tls_ca=wanted.tls_ca, on_status=progress.status) as farm:
                 model = await preparing
-                dataset = fleet.dataset(
+                dataset = dataset_devices.dataset(
                     farm, model, source.samples, wanted.device,
                     devices=wanted.devices, labels=wanted.metric is not None, options=options,
                 )  # fmt: skip

@@ -34,10 +34,10 @@ def find(name: str, outcome: Outcome, *, server: str | None, tls_ca: str | None)
         EtfarmError: JOB_NOT_FOUND; SERVER_UNREACHABLE.
     """
     from etfarm.client.aio import AsyncFarm
-    from etfarm.client.jobs import report_file as reportfile
+    from etfarm.client.jobs import report_file
 
-    if reportfile.is_named(name):
-        return Found(reportfile.read(Path(name)), "")
+    if report_file.is_named(name):
+        return Found(report_file.read(Path(name)), "")
 
     async def fetch() -> Found:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:

@@ -109,11 +109,11 @@ def comparison_of(base: str, candidate: str, outcome: Outcome, *, server: str | 
         EtfarmError: as `etfarm.client.jobs.comparison.compare` says.
     """
     from etfarm.client.aio import AsyncFarm
-    from etfarm.client.jobs import comparison as comparing
+    from etfarm.client.jobs import comparison as comparisons
 
     async def compare() -> Mapping[str, Any]:
-        if not comparing.needs_farm(base, candidate):
-            return (await comparing.compare(None, base, candidate)).json()
+        if not comparisons.needs_farm(base, candidate):
+            return (await comparisons.compare(None, base, candidate)).json()
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
             return (await farm.compare(base, candidate)).json()
 
@@ -184,9 +184,9 @@ def save_raw_files(
         EtfarmError: there is no such job or report, or a file cannot be fetched.
     """
     from etfarm.client.aio import AsyncFarm
-    from etfarm.client.jobs import report_file as reportfile
+    from etfarm.client.jobs import report_file
 
-    if reportfile.is_named(job):
+    if report_file.is_named(job):
         raise Usage(
             "ExecuTorch's files lie in a farm's store, and not in a report file.",
             "Name the job: etfarm report export JOB --format executorch.",
