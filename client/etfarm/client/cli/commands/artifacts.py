@@ -80,9 +80,9 @@ def put(
 ) -> None:
     """Store a file for your project and print its digest."""
     from etfarm.client.admin import artifacts
-    from etfarm.client.cli.commands.bench import must_be_file
+    from etfarm.client.cli.arguments import require_file
 
-    must_be_file(file)
+    require_file(file)
     artifact, was_sent = _connected(lambda stubs: artifacts.put(stubs, file), server, tls_ca)
     print(artifact.digest if was_sent else f"{artifact.digest} (stored already)")
 

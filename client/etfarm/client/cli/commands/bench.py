@@ -10,7 +10,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, run_async
-from etfarm.client.cli.terminal.capabilities import tell
+from etfarm.client.cli.arguments import report_generated_inputs, require_data_program, require_eager_models, require_file
 
 if TYPE_CHECKING:
     from etfarm.client.export.spec import ModelSpec
@@ -103,18 +103,19 @@ def bench(
     if recipes and all(isinstance(spec, PteFile) for spec in specs):
         raise Usage("A .pte is compiled already, so that --recipe says nothing about it.", "Leave --recipe out.")
     if interleave:
-        must_be_several(specs, recipes)
+        require_several_candidates(specs, recipes)
     if inputs is not None:
-        must_be_file(inputs)
-    must_belong(data or (), specs)
+        require_file(inputs)
+    require_data_program(data or (), specs)
     if numerics:
-        must_have_graphs(specs)
+        require_graphs(specs)
     samples = options.calibration_of(calibration, batched, recipes or [DEFAULT_RECIPE])
-    must_be_eager(specs, recipes)
-    say_made_up(specs, inputs)
+    require_eager_models(specs, recipes)
+    report_generated_inputs(specs, inputs)
 
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal.display import Display, open_display
+    from etfarm.client.cli.views.results import print_detached, print_result
     from etfarm.client.cli.workflows import job as flow
     from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.models import JobResult, JobState
@@ -150,7 +151,7 @@ def bench(
 
     async def carry_out() -> int:
         if detach:
-            await flow.must_last(server)
+            await flow.require_persistent_farm(server)
         with open_display() as display:
             task = flow.Task(
                 specs,
@@ -174,7 +175,7 @@ def bench(
     return run_async(carry_out, outcome)
 
 
-def must_be_several(specs: Sequence[ModelSpec], recipes: Sequence[str]) -> None:
+def require_several_candidates(specs: Sequence[ModelSpec], recipes: Sequence[str]) -> None:
     """For `--interleave`: whether there is something to compare with.
 
     Raises:
@@ -186,33 +187,7 @@ def must_be_several(specs: Sequence[ModelSpec], recipes: Sequence[str]) -> None:
         raise Usage("--interleave compares candidates, and there is one.", "Give a second MODEL or --recipe.")
 
 
-def must_be_file(path: Path) -> None:
-    """For an option that names a file which is read later.
-
-    Raises:
-        Usage: there is none.
-    """
-    if not path.is_file():
-        raise Usage(f"There is no file {path}.", f"Paths start at the working folder, {Path.cwd()}.", path=path)
-
-
-def must_belong(data: Sequence[Path], specs: Sequence[ModelSpec]) -> None:
-    """For `--data`: whether the files are there, and one program that they can be of.
-
-    Raises:
-        Usage: they are not.
-    """
-    from etfarm.client.export.spec import PteFile
-
-    for path in data:
-        must_be_file(path)
-    programs = [spec for spec in specs if isinstance(spec, PteFile)]
-    if data and len(programs) != 1:
-        count = f"{len(programs)} of them are there" if programs else "there is none"
-        raise Usage(f"--data is of one .pte, and {count}.", "Give each program a command of its own.")
-
-
-def must_have_graphs(specs: Sequence[ModelSpec]) -> None:
+def require_graphs(specs: Sequence[ModelSpec]) -> None:
     """For `--numerics`: whether there is something to compare operators with.
 
     Raises:
@@ -226,49 +201,3 @@ def must_have_graphs(specs: Sequence[ModelSpec]) -> None:
                 f"{spec.path.name} is compiled: --numerics has no graph to compare its operators with.",
                 "Give the .pt2 or the model itself, or leave --numerics out.",
             )
-
-
-def must_be_eager(specs: Sequence[ModelSpec], recipes: Sequence[str]) -> None:
-    """Whether no archive is given to a recipe that rewrites modules, before anything starts.
-
-    Raises:
-        RecipeNeedsEagerModule: one is.
-    """
-    from etfarm.client.export.spec import Pt2File
-    from etfarm.client.submit.preparation import prepare
-
-    for spec in specs:
-        if isinstance(spec, Pt2File):
-            prepare(spec, recipes=recipes)
-
-
-def say_made_up(specs: Sequence[ModelSpec], inputs: Path | None) -> None:
-    """Says which models run on inputs that nobody gave: a .pte has no example inputs inside."""
-    from etfarm.client.export.spec import PteFile
-
-    programs = [spec.path.name for spec in specs if isinstance(spec, PteFile)]
-    if programs and inputs is None:
-        run = "runs" if len(programs) == 1 else "run"
-        tell(f"No --inputs: {', '.join(programs)} {run} on made-up inputs, seed 0.", to_stderr=True)
-
-
-def print_result(result: object, *, to_stderr: bool) -> None:
-    """Prints a job's reports and how to see them again."""
-    from rich.text import Text
-
-    from etfarm.client.cli.terminal import output
-    from etfarm.client.cli.views import render
-    from etfarm.client.models import JobResult
-
-    assert isinstance(result, JobResult)
-    console = output.open_console(to_stderr=to_stderr)
-    document = result.json()
-    reports = render.reports(document["reports"], width=console.width, job=result.job.id)
-    foot = Text(f"job {result.job.id}  {result.state.value}  etfarm report show {result.job.id}", style="dim")
-    output.say(console, reports, foot)
-
-
-def print_detached(job_id: str, *, to_stderr: bool) -> None:
-    """Prints a job's id, alone on stdout, and what to do with it."""
-    tell(job_id, to_stderr=to_stderr)
-    tell(f"It goes on: `etfarm jobs watch {job_id}`, then `etfarm report show {job_id}`.", to_stderr=True)

@@ -32,9 +32,9 @@ def add_(
 ) -> None:
     """Uploads a runner bundle; devices of its architecture get it from now on."""
     from etfarm.client.aio import AsyncFarm
-    from etfarm.client.cli.commands.bench import must_be_file
+    from etfarm.client.cli.arguments import require_file
 
-    must_be_file(file)
+    require_file(file)
 
     async def send() -> tuple[Bundle, list[Bundle]]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:

@@ -10,6 +10,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, must_be_writable, run_async
+from etfarm.client.cli.arguments import require_eager_models
 
 if TYPE_CHECKING:
     from etfarm.client.jobs.job import AsyncJob
@@ -71,7 +72,6 @@ def compile_(
     outcome.goes_to(json)
     labels = options.labels_of(label or ())
 
-    from etfarm.client.cli.commands.bench import must_be_eager
     from etfarm.client.export.spec import PteFile, resolve
     from etfarm.client.submit.recipes import read_recipe
 
@@ -84,11 +84,11 @@ def compile_(
         raise Usage(f"{model} is compiled already.", "Run it with `etfarm run` or measure it with `etfarm bench`.", path=model)
     _must_fit(stage, output, etrecord)
     samples = options.calibration_of(calibration, batched, [recipe])
-    must_be_eager([spec], [recipe])
+    require_eager_models([spec], [recipe])
 
     from etfarm.client.aio import AsyncFarm
-    from etfarm.client.cli.commands.bench import print_result
     from etfarm.client.cli.terminal.display import Display, open_display
+    from etfarm.client.cli.views.results import print_result
     from etfarm.client.cli.workflows import job as flow
     from etfarm.client.models import JobResult, JobState
     from etfarm.client.submit.prepared import PreparedModel

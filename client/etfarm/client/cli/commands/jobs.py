@@ -119,8 +119,8 @@ def watch(
 ) -> int:
     """Waits for a job and shows its reports. Ctrl-C leaves the job alone: `etfarm jobs cancel` ends it."""
     from etfarm.client.aio import AsyncFarm
-    from etfarm.client.cli.commands.bench import print_result
     from etfarm.client.cli.terminal.display import open_display
+    from etfarm.client.cli.views.results import print_result
     from etfarm.client.cli.workflows import job as flow
     from etfarm.client.models import JobState
 

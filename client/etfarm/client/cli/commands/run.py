@@ -10,6 +10,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, must_be_writable, run_async
+from etfarm.client.cli.arguments import report_generated_inputs, require_data_program, require_eager_models, require_file
 
 
 def main(argv: list[str]) -> int:
@@ -68,7 +69,6 @@ def run(
     outcome.takes_verbose(verbose)
     outcome.goes_to(json)
 
-    from etfarm.client.cli.commands.bench import must_be_eager, must_be_file, must_belong, print_result, say_made_up
     from etfarm.client.export.spec import PteFile, resolve
     from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
     from etfarm.wire import selectors
@@ -79,8 +79,8 @@ def run(
     spec = resolve(model)
     if recipe is not None and isinstance(spec, PteFile):
         raise Usage("A .pte is compiled already, so that --recipe says nothing about it.", "Leave --recipe out.")
-    must_belong(data or (), [spec])
-    must_be_eager([spec], [recipe] if recipe is not None else [])
+    require_data_program(data or (), [spec])
+    require_eager_models([spec], [recipe] if recipe is not None else [])
     if is_dataset(
         inputs, batched, {"--devices": devices, "--all-devices": all_devices, "--mixed": mixed, "--metric": metric,
         "--keep-going": keep_going, "--reset": reset},
@@ -104,13 +104,14 @@ def run(
         )  # fmt: skip
         return run_async(lambda: dataset.carry_out(wanted, outcome), outcome)
     if inputs is not None:
-        must_be_file(inputs)
+        require_file(inputs)
     if output is not None:
         must_be_writable(output)
-    say_made_up([spec], inputs)
+    report_generated_inputs([spec], inputs)
 
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal.display import Display, open_display
+    from etfarm.client.cli.views.results import print_result
     from etfarm.client.cli.workflows import job as flow
     from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.models import JobResult, JobState

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from etfarm.client.aio import AsyncFarm
 from etfarm.client.cli.app import Outcome, in_thread
 from etfarm.client.cli.terminal.display import Display
-from etfarm.client.embedded import lease as embedded
+from etfarm.client.embedded.lease import Lease, is_lasting
 from etfarm.client.errors import Interrupted, UserError
 from etfarm.client.export.spec import EagerSpec, ModelSpec, PteFile
 from etfarm.client.formats import units
@@ -83,7 +83,7 @@ async def carry_out(task: Task, outcome: Outcome, display: Display) -> tuple[Asy
     try:
         await _both(preparing, connecting)
         if farm.lease is not None and task.detach and not farm.lease.lasting:
-            raise lasting_farm_needed()
+            raise _persistent_farm_needed()
         models = _with_farm(task, farm, preparing.result(), kept.cleanup, outcome, display)
         return await _while_there(asyncio.create_task(models, name="job"), farm.lease)
     finally:
@@ -91,18 +91,18 @@ async def carry_out(task: Task, outcome: Outcome, display: Display) -> tuple[Asy
         kept.cleanup()
 
 
-async def must_last(server: str | None) -> None:
-    """For `--detach`: whether the farm that the command will use stays when the command has left.
+async def require_persistent_farm(server: str | None) -> None:
+    """Check, for `--detach`, that the command's farm goes on after the command.
 
     Raises:
         NeedsLastingFarm: no server is named, and no embedded farm is kept by `etfarm up`.
     """
-    if not (server or os.environ.get(names.SERVER_VARIABLE)) and not await embedded.is_lasting():
-        raise lasting_farm_needed()
+    if not (server or os.environ.get(names.SERVER_VARIABLE)) and not await is_lasting():
+        raise _persistent_farm_needed()
 
 
-def lasting_farm_needed() -> NeedsLastingFarm:
-    """What `--detach` is answered with on a farm that would take the job along."""
+def _persistent_farm_needed() -> NeedsLastingFarm:
+    """Return the error of `--detach` on a farm that ends with the command."""
     return NeedsLastingFarm(
         "--detach needs a farm that stays: the embedded farm ends with this command, and the job with it.",
         "Run `etfarm up` in another terminal first, or name a server with --server or ETFARM_SERVER.",
@@ -144,7 +144,7 @@ async def _both(*tasks: asyncio.Task[Any]) -> None:
         raise
 
 
-async def _while_there(working: asyncio.Task[Answer], lease: embedded.Lease | None) -> Answer:
+async def _while_there(working: asyncio.Task[Answer], lease: Lease | None) -> Answer:
     """What the work gives, for as long as the farm is there.
 
     Cancelled, it waits until the work has cleaned up, and raises what that raises.

@@ -1,0 +1,63 @@
+"""Checks of arguments that several commands share; each refuses before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from etfarm.client.cli.app import Usage
+from etfarm.client.cli.terminal.capabilities import tell
+
+if TYPE_CHECKING:
+    from etfarm.client.export.spec import ModelSpec
+
+
+def require_file(path: Path) -> None:
+    """Check that a file which is read later exists.
+
+    Raises:
+        Usage: there is no such file.
+    """
+    if not path.is_file():
+        raise Usage(f"There is no file {path}.", f"Paths start at the working folder, {Path.cwd()}.", path=path)
+
+
+def require_data_program(data: Sequence[Path], specs: Sequence[ModelSpec]) -> None:
+    """Check the files of `--data`: they exist, and exactly one model is a ready program.
+
+    Raises:
+        Usage: a file is missing, or the models are not exactly one program.
+    """
+    from etfarm.client.export.spec import PteFile
+
+    for path in data:
+        require_file(path)
+    programs = [spec for spec in specs if isinstance(spec, PteFile)]
+    if data and len(programs) != 1:
+        count = f"{len(programs)} of them are there" if programs else "there is none"
+        raise Usage(f"--data is of one .pte, and {count}.", "Give each program a command of its own.")
+
+
+def require_eager_models(specs: Sequence[ModelSpec], recipes: Sequence[str]) -> None:
+    """Check that no recipe which rewrites modules is applied to an archive.
+
+    Raises:
+        RecipeNeedsEagerModule: a recipe needs the module of an archive.
+    """
+    from etfarm.client.export.spec import Pt2File
+    from etfarm.client.submit.preparation import prepare
+
+    for spec in specs:
+        if isinstance(spec, Pt2File):
+            prepare(spec, recipes=recipes)
+
+
+def report_generated_inputs(specs: Sequence[ModelSpec], inputs: Path | None) -> None:
+    """Print which programs run on generated inputs: a .pte contains no example inputs."""
+    from etfarm.client.export.spec import PteFile
+
+    programs = [spec.path.name for spec in specs if isinstance(spec, PteFile)]
+    if programs and inputs is None:
+        run = "runs" if len(programs) == 1 else "run"
+        tell(f"No --inputs: {', '.join(programs)} {run} on made-up inputs, seed 0.", to_stderr=True)
