@@ -20,9 +20,13 @@ import pytest
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import Outcome, Usage, execute, in_thread, run_async, write_whole
+from etfarm.client.cli.app import execute
 from etfarm.client.cli.commands import bench, compile, devices, jobs, run
 from etfarm.client.cli.commands.report import main as report
+from etfarm.client.cli.event_loop import in_thread, run_async
+from etfarm.client.cli.files import write_whole
+from etfarm.client.cli.outcome import Outcome
+from etfarm.client.cli.usage import Usage
 from etfarm.client.cli.workflows import job as flow
 from etfarm.client.errors import EmbeddedFarmFailed, Interrupted, NotAvailable, exit_code
 from etfarm.client.export import spec

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from etfarm.client import Farm
-from etfarm.client.cli.app import Usage
 from etfarm.client.cli.commands import devices, jobs, projects
 from etfarm.client.cli.commands.projects import size_of
+from etfarm.client.cli.usage import Usage
 from etfarm.client.transport.connection import CHOSEN_PROJECT
 from etfarm.wire.channel import Access, BadProjectName, open_channel
 from etfarm.wire.errors import UserError

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etfarm.client.cli.app import Usage
 from etfarm.client.cli.terminal.capabilities import tell
+from etfarm.client.cli.usage import Usage
 
 if TYPE_CHECKING:
     from etfarm.client.export.spec import ModelSpec

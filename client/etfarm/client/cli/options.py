@@ -10,8 +10,8 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from etfarm.client.cli.app import Usage
 from etfarm.client.cli.terminal.capabilities import tell
+from etfarm.client.cli.usage import Usage
 
 Item = TypeVar("Item")
 

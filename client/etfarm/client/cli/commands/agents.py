@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import execute, run_async
+from etfarm.client.cli.app import execute
+from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.terminal.capabilities import tell
 
 if TYPE_CHECKING:

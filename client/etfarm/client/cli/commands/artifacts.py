@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import execute, must_be_writable, run_async
+from etfarm.client.cli.app import execute
+from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.files import require_writable
 from etfarm.client.cli.terminal.capabilities import in_a_line
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ def get(
     from etfarm.client.admin import artifacts
     from etfarm.client.formats import units
 
-    must_be_writable(file)
+    require_writable(file)
     artifact = _connected(lambda stubs: artifacts.get(stubs, digest, file), server, tls_ca)
     print(f"{file}: {in_a_line(artifact.digest)}, {units.size(artifact.size_bytes)}")
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import STDOUT, execute, run_async
+from etfarm.client.cli.app import execute
+from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.outcome import STDOUT
 
 if TYPE_CHECKING:
     from etfarm.client.admin.access import AuditEntry
@@ -71,7 +73,7 @@ def _write(file: str, entries: list[AuditEntry]) -> None:
     import json
     from pathlib import Path
 
-    from etfarm.client.cli.app import must_be_writable, write_whole
+    from etfarm.client.cli.files import require_writable, write_whole
     from etfarm.client.cli.terminal.capabilities import put
 
     documents = [
@@ -82,5 +84,5 @@ def _write(file: str, entries: list[AuditEntry]) -> None:
     if file == STDOUT:
         put(text)
     else:
-        must_be_writable(Path(file))
+        require_writable(Path(file))
         write_whole(Path(file), text.encode())

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, run_async
+from etfarm.client.cli.app import execute
 from etfarm.client.cli.arguments import report_generated_inputs, require_data_program, require_eager_models, require_file
+from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.outcome import STDOUT, Outcome
+from etfarm.client.cli.usage import Usage
 
 if TYPE_CHECKING:
     from etfarm.client.export.spec import ModelSpec

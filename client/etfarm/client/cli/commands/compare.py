@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, must_be_writable, run_async, write_whole
+from etfarm.client.cli.app import execute
+from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.files import require_writable, write_whole
+from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import put, tell
+from etfarm.client.cli.usage import Usage
 from etfarm.client.errors import DONE, FAILED, GATE
 
 if TYPE_CHECKING:
@@ -85,7 +89,7 @@ def compare(
     if markdown == json == STDOUT:
         raise Usage("--json and --markdown cannot both be on stdout.", "Give one of them a file.")
     if markdown is not None and markdown != STDOUT:
-        must_be_writable(Path(markdown))
+        require_writable(Path(markdown))
     outcome.goes_to(json)
     limits = comparisons.gate_of(gate or (), strict=strict, accept_invalid=accept_invalid)
 

@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, must_be_writable, run_async
+from etfarm.client.cli.app import execute
 from etfarm.client.cli.arguments import require_eager_models
+from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.files import require_writable
+from etfarm.client.cli.outcome import STDOUT, Outcome
+from etfarm.client.cli.usage import Usage
 
 if TYPE_CHECKING:
     from etfarm.client.jobs.job import AsyncJob
@@ -172,7 +176,7 @@ def _must_fit(stage: str, output: Path | None, etrecord: Path | None) -> None:
         if stage and path is output and kind not in _OF_STAGES:
             _must_be_folder(path)
         else:
-            must_be_writable(path)
+            require_writable(path)
 
 
 def _must_be_folder(path: Path) -> None:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import STDOUT, Outcome, execute, run_async
+from etfarm.client.cli.app import execute
+from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.outcome import STDOUT, Outcome
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import STDOUT, Command, Outcome, execute, run_async
+from etfarm.client.cli.app import Command, execute
+from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import tell
 
 if TYPE_CHECKING:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import Command, Usage, execute, run_async
+from etfarm.client.cli.app import Command, execute
+from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.terminal.capabilities import tell
+from etfarm.client.cli.usage import Usage
 
 if TYPE_CHECKING:
     from etfarm.client.admin.projects import AsyncProjects

@@ -9,8 +9,12 @@ from typing import Annotated
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import STDOUT, Outcome, Usage, execute, must_be_writable, run_async
+from etfarm.client.cli.app import execute
 from etfarm.client.cli.arguments import report_generated_inputs, require_data_program, require_eager_models, require_file
+from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.files import require_writable
+from etfarm.client.cli.outcome import STDOUT, Outcome
+from etfarm.client.cli.usage import Usage
 
 
 def main(argv: list[str]) -> int:
@@ -106,7 +110,7 @@ def run(
     if inputs is not None:
         require_file(inputs)
     if output is not None:
-        must_be_writable(output)
+        require_writable(output)
     report_generated_inputs([spec], inputs)
 
     from etfarm.client.aio import AsyncFarm

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import STDOUT, Command, Usage, execute, run_async
+from etfarm.client.cli.app import Command, execute
+from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.outcome import STDOUT
 from etfarm.client.cli.terminal.capabilities import in_a_line, put
+from etfarm.client.cli.usage import Usage
 
 if TYPE_CHECKING:
     from etfarm.client.admin.access import Token
@@ -173,16 +176,16 @@ def _document(token: Token) -> dict[str, object]:
 
 def _check(file: str | None) -> None:
     """Check that the file can be written, before the server creates a secret that would be lost."""
-    from etfarm.client.cli.app import must_be_writable
+    from etfarm.client.cli.files import require_writable
 
     if file not in (None, STDOUT):
-        must_be_writable(Path(str(file)))
+        require_writable(Path(str(file)))
 
 
 def _write(file: str, document: object) -> None:
     import json
 
-    from etfarm.client.cli.app import write_whole
+    from etfarm.client.cli.files import write_whole
 
     text = json.dumps(document, indent=2) + "\n"
     if file == STDOUT:

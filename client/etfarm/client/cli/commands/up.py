@@ -6,7 +6,8 @@ import asyncio
 import shlex
 import sys
 
-from etfarm.client.cli.app import execute, run_async
+from etfarm.client.cli.app import execute
+from etfarm.client.cli.event_loop import run_async
 from etfarm.client.errors import Interrupted
 
 

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from etfarm.client.aio import AsyncFarm
-from etfarm.client.cli.app import STDOUT, Outcome, Usage, in_thread, must_be_writable
+from etfarm.client.cli.event_loop import in_thread
+from etfarm.client.cli.files import require_writable
+from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal import output
 from etfarm.client.cli.terminal.progress import Progress, open_progress
+from etfarm.client.cli.usage import Usage
 from etfarm.client.datasets import devices as dataset_devices
 from etfarm.client.datasets.dataset import Dataset, Options, Result, named
 from etfarm.client.datasets.metrics import Mean, Metric, find
@@ -127,7 +130,7 @@ def sink_of(path: Path, inputs: Path) -> Sink:
         return open_sink(path)
     if path.exists() and path.suffix.lower() != ".npz":
         raise Usage(f"{path} is a file.", "Name a folder, for a file a sample, or X.npz for all in one.", path=path)
-    must_be_writable(path)
+    require_writable(path)
     return open_sink(path)
 
 

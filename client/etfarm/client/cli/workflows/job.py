@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from etfarm.client.aio import AsyncFarm
-from etfarm.client.cli.app import Outcome, in_thread
+from etfarm.client.cli.event_loop import in_thread
+from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.terminal.display import Display
 from etfarm.client.embedded.lease import Lease, is_lasting
 from etfarm.client.errors import Interrupted, UserError

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from etfarm.client.cli.app import Outcome, run_async
+from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.outcome import Outcome
 
 JobOrFile = Annotated[
     str,

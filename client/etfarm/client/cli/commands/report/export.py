@@ -12,9 +12,12 @@ import typer
 
 from etfarm.client import formats
 from etfarm.client.cli import options
-from etfarm.client.cli.app import STDOUT, Outcome, Usage, must_be_writable, run_async, write_whole
 from etfarm.client.cli.commands.report import documents
+from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.files import require_writable, write_whole
+from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import put, tell
+from etfarm.client.cli.usage import Usage
 from etfarm.client.errors import OutputUnwritable
 from etfarm.client.formats import tables, units
 from etfarm.client.jobs.file_names import safe_name
@@ -72,7 +75,7 @@ def export(
     target = None if output is None or output == STDOUT else Path(output)
     in_folder = target is not None and (str(output).endswith(_SLASHES) or target.is_dir())
     if target is not None:
-        (must_be_folder if in_folder else must_be_writable)(target)
+        (must_be_folder if in_folder else require_writable)(target)
     if output == STDOUT or (output is None and format_ in _TO_STDOUT):
         if format_ in _BINARY and sys.stdout.isatty():
             raise Usage(f"A terminal cannot show {format_}.", "Give -o FILE.")

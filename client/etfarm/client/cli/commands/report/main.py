@@ -7,10 +7,12 @@ from typing import Annotated
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import STDOUT, Command, Outcome, Usage, execute
+from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.commands.report import documents
 from etfarm.client.cli.commands.report.export import export
 from etfarm.client.cli.commands.report.tag import analyze, tag
+from etfarm.client.cli.outcome import STDOUT, Outcome
+from etfarm.client.cli.usage import Usage
 from etfarm.wire import views
 
 

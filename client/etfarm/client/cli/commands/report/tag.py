@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import STDOUT, Outcome, Usage, run_async
+from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import tell
+from etfarm.client.cli.usage import Usage
 from etfarm.client.formats import units
 
 if TYPE_CHECKING:

@@ -1,0 +1,112 @@
+"""The event loop of a command: Ctrl-C ends it cleanly, and blocking work never delays that."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from etfarm.client.cli.outcome import STDOUT, Outcome
+from etfarm.client.cli.terminal.capabilities import tell
+from etfarm.client.errors import Interrupted, OutputUnwritable
+from etfarm.wire.errors import Fault, error_of
+
+Answer = TypeVar("Answer")
+
+
+def run_async(main: Callable[[], Coroutine[Any, Any, Answer]], outcome: Outcome | None = None) -> Answer:
+    """Runs `main` in an event loop. The first Ctrl-C (or SIGTERM) cancels it, so that it can clean up; the second leaves.
+
+    Args:
+        outcome: its `--json` file is written at the first Ctrl-C already: after a second one nobody would.
+
+    Raises:
+        Interrupted: it was cancelled so and said nothing itself.
+    """
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(main(), name="command")
+    caught: list[int] = []
+
+    def interrupt(number: int) -> None:
+        if caught:
+            if outcome is not None and outcome.json_file == STDOUT:
+                _write_cancelled(outcome)
+            sys.stderr.write("\x1b[?25h" if sys.stderr.isatty() else "")
+            sys.stderr.flush()
+            os._exit(128 + number)
+        caught.append(number)
+        task.cancel()
+        if outcome is not None and outcome.json_file != STDOUT:
+            _write_cancelled(outcome)
+
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    for number in numbers:
+        loop.add_signal_handler(number, interrupt, number)
+    try:
+        return loop.run_until_complete(task)
+    except (asyncio.CancelledError, Interrupted) as error:
+        interrupted = error if isinstance(error, Interrupted) else Interrupted("Interrupted.")
+        interrupted.signal_number = caught[0] if caught else signal.SIGINT
+        raise interrupted from None
+    finally:
+        loop.run_until_complete(_end_other_tasks())
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        for number in numbers:
+            loop.remove_signal_handler(number)
+        loop.close()
+
+
+def _write_cancelled(outcome: Outcome) -> None:
+    error = error_of(Fault.USER, "CANCELLED", "Interrupted; the command did not wait until its job was cancelled.")
+    try:
+        outcome.write(error)
+    except OutputUnwritable as unwritable:
+        tell(f"etfarm: {unwritable}", to_stderr=True)
+
+
+async def _end_other_tasks() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+_THREAD_NAME = "etfarm work"
+
+
+async def in_thread(work: Callable[[], Answer]) -> Answer:
+    """The answer of blocking work in a thread that nobody has to wait for: Ctrl-C does not wait for torch."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Answer] = loop.create_future()
+
+    def settle(answer: Answer | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(answer)  # type: ignore[arg-type]
+
+    def target() -> None:
+        answer, failed = None, None
+        try:
+            answer = work()
+        except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
+            failed = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, answer, failed)
+
+    threading.Thread(target=target, name=_THREAD_NAME, daemon=True).start()
+    return await future
+
+
+def leave_busy_threads(code: int) -> None:
+    """Ends the process now if work was left behind in a thread: torch at work does not outlive Python's end well."""
+    if any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,43 @@
+"""Files that a command writes at its end: checked before it starts, and written whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from etfarm.client.cli.usage import Usage
+from etfarm.client.errors import OutputUnwritable
+
+
+def require_writable(path: Path) -> None:
+    """For an option that names a file which is written at the end.
+
+    Raises:
+        Usage: the file's folder is not there, or the file is a folder.
+        OutputUnwritable: this user may not write there.
+    """
+    if not path.parent.is_dir():
+        raise Usage(f"There is no folder {path.parent} for {path}.", "Make it first.", path=path)
+    if path.is_dir():
+        raise Usage(f"{path} is a folder.", "Name a file.", path=path)
+    # A file is replaced, which its folder must allow; a pipe or a device is written to.
+    if not os.access(path if path.exists() and not path.is_file() else path.parent, os.W_OK):
+        raise OutputUnwritable(f"{path} cannot be written: Permission denied.", "Give another path.", path=path)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Puts `data` at `path` at once: a reader finds all of it or what was there before.
+
+    Raises:
+        OutputUnwritable: it cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)  # a pipe or /dev/null: nothing to replace
+            return
+        part.write_bytes(data)
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise OutputUnwritable(f"{path} cannot be written: {error.strerror or error}.", "Give another path.", path=path) from None
