@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from etfarm.device_agents.jail.options import JailOptions
 from etfarm.device_agents.runners.emulator import Emulator
 from etfarm.wire.channel import Access
 from etfarm.wire.names import data_folder
+from etfarm.wire.retry_backoff import retry_backoff
 
 DEFAULT_CACHE_LIMIT_BYTES = 8 << 30
 
@@ -94,8 +94,5 @@ class AgentConfig:
     """... which doubles up to this, and is jittered so that a farm's agents do not come back all at once."""
 
     def pauses(self) -> Iterator[float]:
-        """Seconds to wait before each further try to reach the server, for ever."""
-        pause = self.retry_first_s
-        while True:
-            yield pause * random.uniform(0.5, 1.0)
-            pause = min(2 * pause, self.retry_last_s)
+        """Return the seconds to wait before each further try to reach the server, without end."""
+        return retry_backoff(self.retry_first_s, self.retry_last_s)

@@ -7,13 +7,13 @@ what they do.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import grpc
 
 from etfarm.client.errors import from_rpc_error
+from etfarm.wire.retry_backoff import retry_backoff
 
 PATIENCE_S = 30.0
 """How long a server that has answered before may be away: a restart takes seconds."""
@@ -29,12 +29,12 @@ class Backoff:
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self._patience_s = patience_s
-        self._delay_s = FIRST_DELAY_S
+        self._pauses = retry_backoff(FIRST_DELAY_S, LONGEST_DELAY_S)
         self._until_s: float | None = None
 
     def reset(self) -> None:
         """It worked: the next failure is a first one."""
-        self._delay_s, self._until_s = FIRST_DELAY_S, None
+        self._pauses, self._until_s = retry_backoff(FIRST_DELAY_S, LONGEST_DELAY_S), None
 
     async def wait(self) -> bool:
         """Pauses, longer each time; False, at once, when the time is up."""
@@ -43,9 +43,7 @@ class Backoff:
             self._until_s = now + self._patience_s
         if now >= self._until_s:
             return False
-        # Half of the pause is random: clients that lost one server do not come back in one moment.
-        await asyncio.sleep(min(self._delay_s * random.uniform(0.5, 1), self._until_s - now))
-        self._delay_s = min(self._delay_s * 2, LONGEST_DELAY_S)
+        await asyncio.sleep(min(next(self._pauses), self._until_s - now))
         return True
 
 

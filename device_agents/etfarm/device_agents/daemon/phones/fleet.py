@@ -15,12 +15,12 @@ from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.daemon.agent import Agent
 from etfarm.device_agents.daemon.phones.trial import Trial
+from etfarm.device_agents.daemon.phones.tries import FailedTries
 from etfarm.device_agents.errors import AgentFailed
 from etfarm.device_agents.targets.phones.alive import while_alive
 from etfarm.device_agents.targets.phones.claim import Claim, Pulse
 from etfarm.device_agents.targets.phones.errors import PhoneListedTwice, PhoneNotReady, PhoneTooOld, PhoneUnsupported
 from etfarm.device_agents.targets.phones.folder import ROOT
-from etfarm.device_agents.targets.phones.patience import Patience
 from etfarm.device_agents.targets.phones.phone import Phone, recognize
 from etfarm.v1 import device_pb2
 from etfarm.wire.errors import EtfarmError
@@ -70,8 +70,8 @@ class Fleet:
         self._served: dict[str, str] = {}
         """Those that can be given runs. A phone by cable and Wi-Fi is listed twice, and is one device by one of the two."""
         self._rescues: dict[str, asyncio.Task[None]] = {}
-        self._patience: dict[str, Patience] = {}
-        """With phones that could not be served, by serial."""
+        self._failed_tries: dict[str, FailedTries] = {}
+        """Failed tries to serve phones, by serial."""
         self._rescued: set[str] = set()
         """Serials that are plugged in anew by this agent when they come next, and not by anybody else."""
 
@@ -118,7 +118,7 @@ class Fleet:
                 # What did not help before is not tried more often for that.
                 self._rescued.discard(serial)
             else:
-                self._patience.pop(serial, None)
+                self._failed_tries.pop(serial, None)
         self._listed = listed
         for serial in sorted(changed):
             if (former := self._serving.pop(serial, None)) is not None:
@@ -150,7 +150,7 @@ class Fleet:
                 except Exception as error:
                     # A bug must not leave the other phones alone.
                     failed = AgentFailed(f"The agent failed: {type(error).__name__}: {error}.")
-                    if self._patience_with(serial).is_new(str(failed)):
+                    if self._tries_of(serial).is_new(str(failed)):
                         log.exception("the phone %s cannot be served", serial)
                     await self._trouble(listed, failed)
         finally:
@@ -216,7 +216,7 @@ class Fleet:
         await self._announce(phone.serial, phone.device.id)
         self._served[phone.serial] = phone.device.id
         self._agent.attach(phone)
-        self._patience.pop(phone.serial, None)
+        self._failed_tries.pop(phone.serial, None)
         log.info("serving the phone %s as %s (%s)", phone.serial, phone.device.name, phone.device.id)
         while True:
             await asyncio.sleep(_REFRESH_S)
@@ -244,11 +244,11 @@ class Fleet:
         """Tells the farm why a phone cannot be served, tries what may help, and returns when it is time for another try."""
         serial = listed.serial
         await self._tell(listed, error)
-        patience = self._patience_with(serial)
-        pause_s = patience.pause_s()
+        tries = self._tries_of(serial)
+        pause_s = tries.add()
         # Of one that is gone adb knows, and has it back as soon as it can be.
         if isinstance(error, PhoneSilent):
-            if patience.tries > 1:
+            if tries.count > 1:
                 # A new connection did not help before.
                 await asyncio.sleep(pause_s)
             rescue = self._rescues.get(serial)
@@ -259,7 +259,7 @@ class Fleet:
     async def _tell(self, listed: Listed, error: EtfarmError) -> None:
         """Tells the farm why a phone cannot be served, and people once."""
         serial = listed.serial
-        if self._patience_with(serial).is_new(str(error)):
+        if self._tries_of(serial).is_new(str(error)):
             log.warning("%s", error)
         told = device_pb2.Device(id=serial, name=listed.model or serial)
         if (known := self._known.get(serial)) is not None:
@@ -270,8 +270,8 @@ class Fleet:
             await self._announce(serial, told.id)
             await self._agent.trouble(told)
 
-    def _patience_with(self, serial: str) -> Patience:
-        return self._patience.setdefault(serial, Patience(self._options.retry_s, self._options.retry_last_s))
+    def _tries_of(self, serial: str) -> FailedTries:
+        return self._failed_tries.setdefault(serial, FailedTries(self._options.retry_s, self._options.retry_last_s))
 
     async def _rescue(self, serial: str) -> None:
         """Gives a phone a new connection. It is off adb's list meanwhile, so this is nothing that its serving does itself."""
@@ -282,7 +282,7 @@ class Fleet:
                 await self._adb.reconnect(serial)
                 return
             except EtfarmError as error:
-                if self._patience_with(serial).is_new(str(error)):
+                if self._tries_of(serial).is_new(str(error)):
                     log.info("%s", error)
             await asyncio.sleep(self._options.retry_s + next(pauses))
 
