@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.device_agents.daemon.agent import Results, write_whole
+from etfarm.device_agents.daemon.agent import Results
 from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.wire import tensors
+from etfarm.wire.atomic_write import write_atomically
 from tests.support.agent import Connection, Launch, Server, launch, server
 from tests.support.programs import program
 from tests.support.runner import close
@@ -146,5 +147,5 @@ def test_a_file_is_durable_before_it_has_its_name_and_its_name_before_it_is_reli
         synced.append((Path(f"/proc/self/fd/{descriptor}").readlink(), path.read_bytes()))
 
     monkeypatch.setattr(os, "fsync", observed)
-    write_whole(path, b"new")
+    write_atomically(path, b"new", durable=True)
     assert synced == [(tmp_path / "file.part", b"old"), (tmp_path, b"new")]

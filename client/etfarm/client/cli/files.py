@@ -7,6 +7,7 @@ from pathlib import Path
 
 from etfarm.client.cli.usage import Usage
 from etfarm.client.errors import OutputUnwritable
+from etfarm.wire.atomic_write import write_atomically
 
 
 def require_writable(path: Path) -> None:
@@ -31,13 +32,10 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         OutputUnwritable: it cannot be written.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         if path.exists() and not path.is_file():
             path.write_bytes(data)  # a pipe or /dev/null: nothing to replace
             return
-        part.write_bytes(data)
-        part.replace(path)
+        write_atomically(path, data)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise OutputUnwritable(f"{path} cannot be written: {error.strerror or error}.", "Give another path.", path=path) from None

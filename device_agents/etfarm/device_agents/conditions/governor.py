@@ -19,6 +19,7 @@ from typing import Final
 
 from etfarm.device_agents.device.inventory import format_cpu_list, parse_cpu_list
 from etfarm.v1 import report_pb2
+from etfarm.wire.atomic_write import write_atomically
 from etfarm.wire.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -184,12 +185,7 @@ class Governors:
         return True
 
     def _keep(self, found: Mapping[str, str]) -> None:
-        partial = self._kept.with_name(self._kept.name + ".part")
-        with partial.open("w") as file:
-            json.dump(found, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._kept)
+        write_atomically(self._kept, json.dumps(dict(found)).encode(), durable=True)
 
     def _put_back(self, found: Mapping[str, str], left: Mapping[str, str]) -> None:
         """Writes them back, and keeps what is left for later. What fails is logged and not tried again: others may have set

@@ -8,7 +8,6 @@ import ctypes
 import fcntl
 import hashlib
 import logging
-import os
 import re
 import shutil
 import uuid
@@ -26,6 +25,7 @@ from etfarm.device_agents.errors import AgentFailed, Cancelled, DeviceBusy, Devi
 from etfarm.device_agents.runners.errors import DeviceStorageFailed
 from etfarm.device_agents.targets.base import Target
 from etfarm.v1 import agent_pb2, common_pb2, device_pb2
+from etfarm.wire.atomic_write import write_atomically
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import to_proto
 
@@ -93,7 +93,7 @@ class DataFolder:
                 log.warning("%s holds no UUID; this agent gets a new id", path)
         agent_id = str(uuid.uuid4())
         try:
-            write_whole(path, f"{agent_id}\n".encode())
+            write_atomically(path, f"{agent_id}\n".encode(), durable=True)
         except OSError as error:
             raise FolderUnusable(self.path, error.strerror or str(error)) from None
         return agent_id
@@ -132,7 +132,9 @@ class Results:
         self._waiting[result.attempt_id] = result
         try:
             told = result.SerializeToString()
-            await asyncio.to_thread(write_whole, self._path(result.attempt_id), hashlib.sha256(told).digest() + told)
+            await asyncio.to_thread(
+                write_atomically, self._path(result.attempt_id), hashlib.sha256(told).digest() + told, durable=True
+            )
         except OSError as error:
             log.error("the result of attempt %s cannot be written: %s", result.attempt_id, error)
 
@@ -160,22 +162,6 @@ def _result_in(path: Path) -> agent_pb2.RunResult | None:
     except OSError as error:
         log.warning("%s cannot be read: %s", path, error)
     return None
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Puts a file in place, whole or not at all; it is there after a power cut once this has returned."""
-    partial = path.with_name(path.name + ".part")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    # The file's name as well, which is the folder's.
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def device_id(machine_id: str, agent_id: str, *, is_default_folder: bool) -> str:

@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -17,6 +16,7 @@ import grpc
 from etfarm.device_agents.errors import FolderUnusable
 from etfarm.v1 import agent_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
+from etfarm.wire.atomic_write import write_atomically
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.errors import EtfarmError, Kind
 from etfarm.wire.names import ENROLMENT_PREFIX
@@ -91,14 +91,8 @@ def _kept_token(path: Path, access: Access) -> str | None:
 def _keep(path: Path, access: Access, token: str) -> None:
     """Write the token for the next start, readable by the agent's user alone."""
     document = {"server": access.server, "token": token, "enrolment_sha256": _sha256(access.token)}
-    fresh = path.with_name(path.name + ".part")
     try:
-        fresh.unlink(missing_ok=True)
-        with os.fdopen(os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-            json.dump(document, file)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
+        write_atomically(path, json.dumps(document).encode(), durable=True, mode=0o600)
     except OSError as error:
         raise FolderUnusable(path.parent, error.strerror or str(error)) from None
 

@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from etfarm.device_agents.daemon.agent import write_whole
 from etfarm.device_agents.runners.python import PythonRunner
 from etfarm.v1 import device_pb2
+from etfarm.wire.atomic_write import write_atomically
 from etfarm.wire.errors import EtfarmError
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ async def own_runners(folder: Path) -> list[device_pb2.DeviceRunner]:
             "operators": list(hello.operators),
         }
         text = json.dumps({"versions": versions, "runners": [found]}, indent=1)
-        await asyncio.to_thread(write_whole, path, text.encode())
+        await asyncio.to_thread(write_atomically, path, text.encode(), durable=True)
         return [device_pb2.DeviceRunner(**found)]
     except (EtfarmError, TimeoutError, OSError) as error:
         why = str(error) or f"it did not answer within {_ANSWER_S:g} s"
