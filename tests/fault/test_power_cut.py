@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.device_agents.daemon.agent import Results
+from etfarm.device_agents.daemon.result_outbox import ResultOutbox
 from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.wire import tensors
 from etfarm.wire.atomic_write import write_atomically
@@ -99,7 +99,7 @@ async def test_an_id_that_was_written_stays(server: Server, launch: Launch) -> N
 
 
 async def test_a_whole_result_is_sent_whatever_lies_beside_it(server: Server, launch: Launch, tmp_path: Path) -> None:
-    results = Results(tmp_path / "agent" / "results")
+    results = ResultOutbox(tmp_path / "agent" / "results")
     kept = agent_pb2.RunResult(attempt_id="whole", device_id="d", error=common_pb2.Error(message="of an earlier life"))
     await results.put(kept)
     (path,) = (tmp_path / "agent" / "results").iterdir()
@@ -120,7 +120,7 @@ async def test_a_whole_result_is_sent_whatever_lies_beside_it(server: Server, la
 
 
 def test_a_message_that_is_cut_is_not_taken_for_a_message(tmp_path: Path) -> None:
-    results = Results(tmp_path)
+    results = ResultOutbox(tmp_path)
     whole = agent_pb2.RunResult(
         attempt_id="a", device_id="d", candidates=[agent_pb2.CandidateResult(cell_id=cell) for cell in ("one", "two")]
     )
@@ -129,9 +129,9 @@ def test_a_message_that_is_cut_is_not_taken_for_a_message(tmp_path: Path) -> Non
     kept = path.read_bytes()
     for length in range(len(kept)):
         path.write_bytes(kept[:length])
-        assert not Results(tmp_path).waiting
+        assert not ResultOutbox(tmp_path).waiting
     path.write_bytes(kept)
-    assert dict(Results(tmp_path).waiting) == {"a": whole}
+    assert dict(ResultOutbox(tmp_path).waiting) == {"a": whole}
 
 
 def test_a_file_is_durable_before_it_has_its_name_and_its_name_before_it_is_relied_on(

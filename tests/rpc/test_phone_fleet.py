@@ -13,7 +13,8 @@ import pytest
 from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.conditions.gates import GateLimits
 from etfarm.device_agents.config import AgentConfig, PhoneOptions
-from etfarm.device_agents.daemon.agent import Agent, DataFolder
+from etfarm.device_agents.daemon.agent import Agent
+from etfarm.device_agents.daemon.data_folder import DataFolder
 from etfarm.device_agents.daemon.phones.fleet import Fleet
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from etfarm.wire.channel import Access

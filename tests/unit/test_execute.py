@@ -18,8 +18,10 @@ from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.attempts.passes import plan_of, traced_iterations
 from etfarm.device_agents.conditions.gates import GateLimits
 from etfarm.device_agents.config import AgentConfig
-from etfarm.device_agents.daemon.agent import DataFolder, Results, device_id
+from etfarm.device_agents.daemon.data_folder import DataFolder
+from etfarm.device_agents.daemon.result_outbox import ResultOutbox
 from etfarm.device_agents.device import inventory
+from etfarm.device_agents.device.identity import device_id
 from etfarm.device_agents.errors import FolderInUse
 from etfarm.device_agents.runners.python import PythonRunner
 from etfarm.device_agents.targets.local import Machine
@@ -223,12 +225,12 @@ def test_the_agents_id_outlives_the_process(tmp_path: Path) -> None:
 
 
 async def test_results_outlive_the_process_until_they_are_acknowledged(tmp_path: Path) -> None:
-    results = Results(tmp_path)
+    results = ResultOutbox(tmp_path)
     for attempt in ("../../etc/passwd", "b"):
         await results.put(agent_pb2.RunResult(attempt_id=attempt, device_id="d"))
     (tmp_path / "half.pb.part").write_bytes(b"\xff")
-    again = Results(tmp_path)
+    again = ResultOutbox(tmp_path)
     assert dict(again.waiting) == dict(results.waiting)
     again.drop("../../etc/passwd")
     again.drop("unknown")
-    assert list(Results(tmp_path).waiting) == ["b"]
+    assert list(ResultOutbox(tmp_path).waiting) == ["b"]

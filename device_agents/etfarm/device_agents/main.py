@@ -27,12 +27,14 @@ from etfarm.device_agents.config import (
     emulated_data_folder,
     phones_data_folder,
 )
-from etfarm.device_agents.daemon.agent import Agent, DataFolder, device_id, emulated_id
+from etfarm.device_agents.daemon.agent import Agent
 from etfarm.device_agents.daemon.connection import Outgoing, Session
+from etfarm.device_agents.daemon.data_folder import DataFolder
 from etfarm.device_agents.daemon.enrolment import enroll
 from etfarm.device_agents.daemon.own_runners import own_runners
 from etfarm.device_agents.daemon.systemd import unit_of_this
 from etfarm.device_agents.device import inventory
+from etfarm.device_agents.device.identity import device_id, emulated_id
 from etfarm.device_agents.errors import NoCores
 from etfarm.device_agents.jail.confine import Jail
 from etfarm.device_agents.jail.options import DEFAULT_USERS, JailOptions

@@ -171,7 +171,7 @@ class Session:
             host=self._host,
             devices=self._agent.devices,
             active_attempts=self._agent.active,
-            unacknowledged_attempts=self._agent.results.waiting,
+            unacknowledged_attempts=self._agent.outbox.waiting,
             boot_id=self._boot,
         )
 
@@ -218,7 +218,7 @@ class Session:
         for device_id, device in now.items():
             if connection.said.get(device_id) != device:
                 self._outgoing(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=device)))
-        for result in self._agent.results.waiting.values():
+        for result in self._agent.outbox.waiting.values():
             self._outgoing(agent_pb2.AgentMessage(run_result=result))
         interval_s = max(welcome.heartbeat_interval_s, _LEAST_HEARTBEAT_S)
         connection.tasks.append(asyncio.create_task(self._beat(interval_s), name="heartbeats"))

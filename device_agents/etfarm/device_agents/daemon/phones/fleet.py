@@ -268,7 +268,7 @@ class Fleet:
         told.problem.CopyFrom(to_proto(error))
         if not isinstance(error, PhoneListedTwice) and not self._is_served_by_another(serial, told.id):
             await self._announce(serial, told.id)
-            await self._agent.trouble(told)
+            await self._agent.mark_unusable(told)
 
     def _tries_of(self, serial: str) -> FailedTries:
         return self._failed_tries.setdefault(serial, FailedTries(self._options.retry_s, self._options.retry_last_s))

@@ -1,0 +1,78 @@
+"""The agent's data folder: its lock, the agent's id, and the folders that the other rooms work in."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import shutil
+import uuid
+from pathlib import Path
+from typing import IO
+
+from etfarm.device_agents.errors import FolderInUse, FolderUnusable
+from etfarm.wire.atomic_write import write_atomically
+
+log = logging.getLogger(__name__)
+
+
+class DataFolder:
+    """The data folder of one agent, locked while the agent runs.
+
+    Raises:
+        FolderInUse: another process holds the lock.
+        FolderUnusable: the folder cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            # Other users, runners above all, must not read results, the cache or the agent's identity.
+            with contextlib.suppress(PermissionError):  # another user's folder that this agent may write
+                path.chmod(0o700)
+            self._lock: IO[str] = (path / "lock").open("a+")
+        except OSError as error:
+            raise FolderUnusable(path, error.strerror or str(error)) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise FolderInUse(
+                f"Another agent works in {path}.", "Stop it, or give this one a folder of its own with --data.", folder=path
+            ) from None
+        # Work folders of runs that ended with an earlier process.
+        shutil.rmtree(self.runs, ignore_errors=True)
+
+    @property
+    def runs(self) -> Path:
+        """The folder that holds a work folder for each run; emptied when the agent starts."""
+        return self.path / "runs"
+
+    @property
+    def results(self) -> Path:
+        """The folder of results that the server has not acknowledged."""
+        return self.path / "results"
+
+    def agent_id(self) -> str:
+        """Return the agent's UUID, which the first call creates.
+
+        Raises:
+            FolderUnusable: a new id cannot be written.
+        """
+        path = self.path / "agent_id"
+        if path.exists():
+            try:
+                return str(uuid.UUID(path.read_text().strip()))
+            except ValueError:
+                log.warning("%s holds no UUID; this agent gets a new id", path)
+        agent_id = str(uuid.uuid4())
+        try:
+            write_atomically(path, f"{agent_id}\n".encode(), durable=True)
+        except OSError as error:
+            raise FolderUnusable(self.path, error.strerror or str(error)) from None
+        return agent_id
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._lock.close()
