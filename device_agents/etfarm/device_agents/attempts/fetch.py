@@ -11,8 +11,7 @@ from typing import Final
 from etfarm.device_agents.attempts.cache import Lease
 from etfarm.device_agents.errors import NoRunner, ProgramMismatch, RunnerDoesNotWork
 from etfarm.device_agents.runners.bundle import Bundle
-from etfarm.device_agents.targets.base import Provisions, Target
-from etfarm.device_agents.targets.local import NO_DEADLINE_S
+from etfarm.device_agents.targets.base import NO_DEADLINE_S, Provisions, Target
 from etfarm.v1 import agent_pb2
 from etfarm.wire import digest
 from etfarm.wire.chunks import Progressed

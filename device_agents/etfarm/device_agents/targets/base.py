@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from etfarm.device_agents.conditions.gates import Gates
 from etfarm.device_agents.conditions.sampler import Watch
@@ -15,6 +15,9 @@ from etfarm.device_agents.runners.process import OnLog
 from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.v1 import device_pb2, report_pb2
 from etfarm.wire.chunks import Progressed
+
+NO_DEADLINE_S: Final = 7 * 86_400.0
+"""The limit of an attempt, and of each command to its runner, if the server sets no deadline."""
 
 
 @dataclass(frozen=True)

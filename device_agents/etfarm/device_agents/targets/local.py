@@ -8,7 +8,6 @@ import resource
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Final
 
 import psutil
 
@@ -23,11 +22,9 @@ from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.device_agents.runners.process import Limits, OnLog
 from etfarm.device_agents.runners.python import PythonRunner
 from etfarm.device_agents.runners.remote import RemoteRunner
-from etfarm.device_agents.targets.base import Provisions
+from etfarm.device_agents.targets.base import NO_DEADLINE_S, Provisions
 from etfarm.v1 import device_pb2, report_pb2
 from etfarm.wire.chunks import Progressed
-
-NO_DEADLINE_S: Final = 7 * 86_400.0
 
 
 class Machine:

@@ -22,8 +22,7 @@ from etfarm.device_agents.device import android, inventory, readings, shell_fact
 from etfarm.device_agents.runners.bundle import CONFINE, Bundle
 from etfarm.device_agents.runners.process import Limits, OnLog
 from etfarm.device_agents.runners.remote import RemoteRunner
-from etfarm.device_agents.targets.base import Provisions
-from etfarm.device_agents.targets.local import NO_DEADLINE_S
+from etfarm.device_agents.targets.base import NO_DEADLINE_S, Provisions
 from etfarm.device_agents.targets.phones.errors import PhoneRefused
 from etfarm.device_agents.targets.phones.folder import PhoneFolder
 from etfarm.device_agents.targets.phones.runner import OwnPhoneRunner, PhoneRunner, spawn
