@@ -36,18 +36,18 @@ class Heard:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        self.switch(name)
+        self.enter_phase(name)
         yield
-        self.ended(name, 0, 0)
+        self.end_phase(name, 0, 0)
 
-    def switch(self, name: str) -> None:
+    def enter_phase(self, name: str) -> None:
         self.now = name
 
-    def ended(self, name: str, began_s: float, ended_s: float) -> None:
+    def end_phase(self, name: str, began_s: float, ended_s: float) -> None:
         assert began_s <= ended_s
         self.phases.append(name)
 
-    def progress(self, done: int, total: int) -> None:
+    def report_steps(self, done: int, total: int) -> None:
         assert done >= 0 and total >= 0
 
 

@@ -17,19 +17,15 @@ import grpc
 
 from etfarm.device_agents.attempts import numerics
 from etfarm.device_agents.attempts.cache import Cache, Lease, Transfers
-from etfarm.device_agents.attempts.fault_attribution import BAD_ENDS, judged, self_test_limit_s
-from etfarm.device_agents.attempts.fetch import (
-    DEFAULT_INPUTS_SEED,
-    ProgressTold,
-    fetch_program,
-    limit_s,
-)
+from etfarm.device_agents.attempts.fault_attribution import ABNORMAL_EXITS, attribute_fault, self_test_limit_s
+from etfarm.device_agents.attempts.fetch import attempt_limit_s, fetch_program
 from etfarm.device_agents.attempts.passes import Passes, plan_of, traced_iterations
-from etfarm.device_agents.attempts.progress import Story
+from etfarm.device_agents.attempts.progress import CandidateProgress, OnRunProgress
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.device.inventory import choose_cpus, choose_threads, format_cpu_list
 from etfarm.device_agents.errors import NotReached, SelfTestFailed, TransferTimedOut
 from etfarm.device_agents.runners import errors
+from etfarm.device_agents.runners.protocol import DEFAULT_INPUTS_SEED
 from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.device_agents.targets.base import Provisions, Target
 from etfarm.v1 import agent_pb2, job_pb2, report_pb2
@@ -65,7 +61,7 @@ class Attempt:
         cache: Cache,
         folder: Path,
         start: agent_pb2.StartRun,
-        on_progress: ProgressTold,
+        on_progress: OnRunProgress,
     ) -> None:
         self.config = config
         self.target = target
@@ -122,10 +118,10 @@ class Attempt:
 
     def remaining_s(self) -> float:
         """What is left of the attempt's time."""
-        return limit_s(self.start) - (time.monotonic() - self.received_s)
+        return attempt_limit_s(self.start) - (time.monotonic() - self.received_s)
 
-    def tell(self, progress: agent_pb2.RunProgress) -> None:
-        """Sends progress, with what it is about."""
+    def send_progress(self, progress: agent_pb2.RunProgress) -> None:
+        """Send progress to the server, with the ids of the attempt and the device."""
         progress.attempt_id, progress.device_id = self.start.attempt_id, self.start.device_id
         self._on_progress(progress)
 
@@ -139,7 +135,7 @@ class Files:
     etdump: Path | None = None
 
 
-class Execution(Story):
+class Execution(CandidateProgress):
     """One candidate of an attempt: FETCH, a fresh runner process with its passes, UPLOAD."""
 
     def __init__(
@@ -168,7 +164,7 @@ class Execution(Story):
             error = await self._failure_of(self._run_numerics)
             if error is not None:
                 self.result.numerics.error.CopyFrom(to_proto(error))
-                self.tell(force=True)
+                self.report(force=True)
 
     async def guarded(self, work: Callable[[], Awaitable[None]]) -> bool:
         """Does some of the candidate's work within the attempt's time; whether it went well. The result has the error if not."""
@@ -176,7 +172,7 @@ class Execution(Story):
         if error is not None:
             self._attempt.left_target(self._candidate.cell_id)
             self.result.error.CopyFrom(to_proto(error))
-            self.tell(force=True)
+            self.report(force=True)
         return error is None
 
     def measured(self) -> None:
@@ -189,10 +185,10 @@ class Execution(Story):
         try:
             await self._in_time(work)
             return None
-        except BAD_ENDS as error:
+        except ABNORMAL_EXITS as error:
             assert self._provisions is not None  # a program ran
             limit_s = self_test_limit_s(self._attempt.target, self._provisions)
-            failure = await judged(error, self.start_runner(), limit_s)
+            failure = await attribute_fault(error, self.start_runner(), limit_s)
         except grpc.aio.AioRpcError as error:
             failure = from_rpc_error(error, server=self._attempt.config.access.server)
         except EtfarmError as error:
@@ -252,7 +248,7 @@ class Execution(Story):
         candidate.CopyFrom(self._candidate)
         candidate.program.CopyFrom(self._candidate.numerics_program)
         with self.phase("FETCH"):
-            fetched = await fetch_program(candidate, target, attempt.config.data, self._lease, self.tell)
+            fetched = await fetch_program(candidate, target, attempt.config.data, self._lease, self.report)
         async with self.start_runner() as runner:
             with self.phase("NUMERICS"):
                 await self.load(runner, cpus, again=True, instead=fetched, debug=True)
@@ -291,9 +287,9 @@ class Execution(Story):
         """
         with self.phase("FETCH"):
             attempt = self._attempt
-            self._provisions = await fetch_program(self._candidate, attempt.target, attempt.config.data, self._lease, self.tell)
+            self._provisions = await fetch_program(self._candidate, attempt.target, attempt.config.data, self._lease, self.report)
             if self._candidate.HasField("inputs"):
-                path = await self._lease.fetch(self._candidate.inputs, self.tell)
+                path = await self._lease.fetch(self._candidate.inputs, self.report)
                 self._inputs = await asyncio.to_thread(lambda: tensors.decode(path.read_bytes()))
         self.folder.mkdir(parents=True)
 
@@ -353,7 +349,7 @@ class Execution(Story):
         assert self._runner is not None  # a pass is over
         if self._runner.has_files:
             with self.phase("UPLOAD"):
-                await self._runner.collect(self.tell)
+                await self._runner.collect(self.report)
 
     async def upload(self, files: Files) -> None:
         """UPLOAD: the artifacts of the result."""
@@ -379,13 +375,13 @@ class Execution(Story):
             nonlocal began_s, heard
             is_new = heard != phase
             if is_new and heard:
-                self.ended(heard, began_s, time.monotonic())
+                self.end_phase(heard, began_s, time.monotonic())
             if is_new:
                 began_s = time.monotonic()
             heard = attempt.phase = phase
-            self.tell(message=message, force=is_new)
+            self.report(message=message, force=is_new)
 
         waits = await attempt.target.gates.wait(tell, attempt.remaining_s())
         if heard:
-            self.ended(heard, began_s, time.monotonic())
+            self.end_phase(heard, began_s, time.monotonic())
         return waits

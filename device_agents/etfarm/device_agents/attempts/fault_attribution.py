@@ -1,4 +1,4 @@
-"""Whose fault it is that a program ended badly: its own, if the runner answers right after without it."""
+"""Fault attribution: a program that ended abnormally is to blame if the runner passes its self-test right after without it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from etfarm.wire.errors import EtfarmError
 
 log = logging.getLogger(__name__)
 
-BAD_ENDS: Final = (errors.ProgramCrashed, errors.ProgramHung, errors.ProgramOutOfMemory)
-"""Ends that the device may be to blame for."""
+ABNORMAL_EXITS: Final = (errors.ProgramCrashed, errors.ProgramHung, errors.ProgramOutOfMemory)
+"""Errors that the program or the device may be to blame for."""
 
 
 def self_test_limit_s(target: Target, provisions: Provisions) -> float:
-    """How long a self-test may take. Importing torch alone takes seconds on a board."""
+    """Return the deadline of a self-test; the Python runner has more time, since importing torch takes seconds on a board."""
     return target.self_test_s * (1 if provisions.bundle else 3)
 
 
-async def judged(error: EtfarmError, starting: AbstractAsyncContextManager[RemoteRunner], limit_s: float) -> EtfarmError:
-    """`error` as the program's, or SelfTestFailed where the device fails without the program too.
+async def attribute_fault(error: EtfarmError, starting: AbstractAsyncContextManager[RemoteRunner], limit_s: float) -> EtfarmError:
+    """Return `error` if the program is to blame, or SelfTestFailed if the device fails without the program too.
 
     Args:
-        error: one of BAD_ENDS.
-        starting: gives a fresh runner of the same kind.
-        limit_s: for the self-test.
+        error: one of ABNORMAL_EXITS.
+        starting: starts a fresh runner of the same kind.
+        limit_s: the self-test's deadline.
     """
     try:
         async with asyncio.timeout(limit_s), starting as runner:

@@ -1,12 +1,10 @@
-"""What a run needs before it begins, where it runs: the program, its data files, and a runner for it."""
+"""Everything that a run needs before it begins, fetched to its target: the program, its data files and a runner."""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 from etfarm.device_agents.attempts.cache import Lease
 from etfarm.device_agents.errors import NoRunner, ProgramMismatch, RunnerDoesNotWork
@@ -17,30 +15,25 @@ from etfarm.wire import digest
 from etfarm.wire.chunks import Progressed
 from etfarm.wire.errors import DeviceError, EtfarmError
 
-ProgressTold = Callable[[agent_pb2.RunProgress], None]
-"""Takes what the server is told of an attempt; never blocks."""
 
-DEFAULT_INPUTS_SEED: Final = 0
-"""Of the inputs that the runner makes where none came."""
-KEPT_LOG_LINES: Final = 200
-"""Of a runner, between two messages that carry them; of more, the last ones."""
-
-
-def limit_s(start: agent_pb2.StartRun) -> float:
-    """Of an attempt, from its receipt."""
+def attempt_limit_s(start: agent_pb2.StartRun) -> float:
+    """Return how long an attempt may take from its receipt, in seconds."""
     return start.deadline_s if start.deadline_s > 0 else NO_DEADLINE_S
 
 
 async def fetch_program(
     candidate: agent_pb2.RunCandidate, target: Target, scratch: Path, lease: Lease, on_progress: Progressed
 ) -> Provisions:
-    """Everything from the cache or the server, verified, and carried to the target; a runner that is used first has passed its
-    self-test there.
+    """Fetch a candidate's files from the cache or the server, verify them, and carry them to the target.
 
-    Without a bundle it is for the target's own runner.
+    A runner that is new to the target passes its self-test there first. Without a bundle the target's own runner is used.
 
     Args:
-        scratch: a folder for the self-test.
+        candidate: the program and the runner's bundle.
+        target: where the program runs.
+        scratch: a folder on this disk, for the self-test.
+        lease: keeps the files in the cache.
+        on_progress: takes the bytes that are done, and all bytes.
 
     Raises:
         ProgramMismatch, NoRunner, BundleUnusable, RunnerDoesNotWork: the server sent what cannot be run.
@@ -76,15 +69,16 @@ async def fetch_program(
 
 
 async def try_out(bundle: Bundle, sent: str, target: Target, scratch: Path) -> tuple[str, ...]:
-    """The runner's own self-test, without any program: the kernels and backends that passed it.
+    """Run the runner's own self-test, without any program, and return the kernels and backends that passed it.
 
     Args:
-        bundle: was carried to the target.
+        bundle: the runner's bundle, which is on the target already.
         sent: the bundle's digest.
-        scratch: a folder of this disk.
+        target: where the runner runs.
+        scratch: a folder on this disk.
 
     Raises:
-        RunnerDoesNotWork: it does not start there, or computes wrongly.
+        RunnerDoesNotWork: the runner does not start there, or computes wrongly.
         DeviceError: the target is gone.
     """
     try:

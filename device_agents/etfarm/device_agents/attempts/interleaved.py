@@ -156,7 +156,7 @@ class Turns:
         """Fills the result with all but telemetry and files."""
         execution, measured, plan = self.execution, self.measured, self._plan
         assert measured is not None
-        execution.ended("TIMED", began_s, ended_s)
+        execution.end_phase("TIMED", began_s, ended_s)
         result = execution.result
         result.blocks.extend(self._blocks)
         result.iterations, result.duration_ns = measured.iterations, measured.duration_ns
@@ -286,7 +286,7 @@ class InterleavedAttempt(Attempt):
                 number, of_start = number + 1, of_start + 1
                 for each in live:
                     total = max(number, STARTS * rounds.of_start)
-                    each.execution.progress(number, total, f"round {number} of {total}")
+                    each.execution.report_steps(number, total, f"round {number} of {total}")
                 if any(each.time_ns >= plan.max_time_ns for each in self._live(turns)):
                     return begin
         return begin

@@ -63,20 +63,20 @@ def traced_iterations(samples_ns: Sequence[int]) -> int:
     return SHORT_TRACED_ITERATIONS if sorted(samples_ns)[len(samples_ns) // 2] < SHORT_NS else TRACED_ITERATIONS
 
 
-class Told(Protocol):
-    """Who hears how far a pass is."""
+class PhaseListener(Protocol):
+    """The receiver of a candidate's phases and progress."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """A phase of the result, told when it begins and when it ends."""
+        """Add a phase to the result, and report when it begins and when it ends."""
 
-    def switch(self, name: str) -> None:
-        """Another phase is under way; `ended` tells of it."""
+    def enter_phase(self, name: str) -> None:
+        """Make another phase the current one; `end_phase` reports it."""
 
-    def ended(self, name: str, began_s: float, ended_s: float) -> None:
-        """A phase is over, by the monotonic clock."""
+    def end_phase(self, name: str, began_s: float, ended_s: float) -> None:
+        """Report a phase that is over, by the monotonic clock."""
 
-    def progress(self, done: int, total: int) -> None:
-        """So much of the current phase is done."""
+    def report_steps(self, done: int, total: int) -> None:
+        """Report how many of the current phase's steps are done."""
 
 
 class Passes:
@@ -86,14 +86,14 @@ class Passes:
         runner: has never executed the method, or loaded it again since.
         method: its name.
         result: gets everything but outputs and files.
-        told: hears of phases and progress.
+        listener: receives phases and progress.
     """
 
-    def __init__(self, runner: Runner, method: str, result: agent_pb2.CandidateResult, told: Told) -> None:
+    def __init__(self, runner: Runner, method: str, result: agent_pb2.CandidateResult, listener: PhaseListener) -> None:
         self._runner = runner
         self._method = method
         self._result = result
-        self._told = told
+        self._listener = listener
         self._timed = 0
         """Executions from loading to the end of the timed pass."""
         self._patience_ns = 0
@@ -108,7 +108,7 @@ class Passes:
             watch: is beside it.
             left_s: of the attempt's time.
         """
-        told, began_s, timed_s = self._told, time.monotonic(), 0.0
+        listener, began_s, timed_s = self._listener, time.monotonic(), 0.0
         async with watch as watching:
 
             def on_progress(progress: Progress) -> None:
@@ -116,15 +116,15 @@ class Passes:
                 if progress.stage == "TIMED" and not timed_s:
                     timed_s = time.monotonic()
                     watching.begin()
-                    told.ended("WARMUP", began_s, timed_s)
-                told.switch(progress.stage)
-                told.progress(progress.done, plan.warmup if progress.stage == "WARMUP" else plan.iterations)
+                    listener.end_phase("WARMUP", began_s, timed_s)
+                listener.enter_phase(progress.stage)
+                listener.report_steps(progress.done, plan.warmup if progress.stage == "WARMUP" else plan.iterations)
 
-            told.switch("WARMUP")
+            listener.enter_phase("WARMUP")
             measured = await drift.measure(self._runner, plan, on_progress, left_s)
             ended_s = time.monotonic()
             sampled = await watching.seen()
-        told.ended("TIMED", timed_s or began_s, ended_s)
+        listener.end_phase("TIMED", timed_s or began_s, ended_s)
         self._take(measured)
         self._result.telemetry.MergeFrom(run_telemetry(measured, sampled))
         return measured.samples_ns
@@ -139,26 +139,26 @@ class Passes:
             etdump: where to write the trace.
             iterations: of it.
         """
-        runner, told = self._runner, self._told
+        runner, listener = self._runner, self._listener
         last = await runner.outputs()
         lasts = [("TIMED_LAST", self._timed, last)]
         if etdump is None:
-            told.switch("OUTPUTS")
+            listener.enter_phase("OUTPUTS")
             await runner.load_method(self._method)
             await runner.run()
             first = await runner.outputs()
         else:
-            with told.phase("TRACED"):
+            with listener.phase("TRACED"):
                 await runner.load_method(self._method, trace=True)
                 await runner.run()
                 first = await runner.outputs()
                 # That run has warmed it up.
                 traced = await runner.trace(
-                    iterations, etdump, warmup=0, on_progress=lambda progress: told.progress(progress.done, iterations)
+                    iterations, etdump, warmup=0, on_progress=lambda progress: listener.report_steps(progress.done, iterations)
                 )
                 self._result.traced_ns.extend(traced.samples_ns)
                 lasts.insert(0, ("TRACED_LAST", 1 + iterations, await runner.outputs()))
-        told.switch("OUTPUTS")
+        listener.enter_phase("OUTPUTS")
         self._result.repeatability.CopyFrom(await self._repeatability(first, lasts))
         if self._result.repeatability.outcome != "DIFFERENT":
             self._result.outputs_equal = self._result.repeatability.outcome != "NONDETERMINISTIC"
@@ -196,7 +196,7 @@ class Passes:
         await runner.load_method(self._method)
         await runner.run()
         if not output_diff.equal(first, again := await runner.outputs()):
-            return await _told("NONDETERMINISTIC", first, again, ("FIRST", "REPEATED"))
+            return await _repeatability("NONDETERMINISTIC", first, again, ("FIRST", "REPEATED"))
         name, executions, last = differing[0]
         if executions > 1:
             plan = MeasurePlan(
@@ -205,13 +205,15 @@ class Passes:
             done = (await runner.measure(plan)).iterations
             again = await runner.outputs()
             if done < executions - 1:
-                return await _told("DIFFERENT", first, last, ("FIRST", name))
+                return await _repeatability("DIFFERENT", first, last, ("FIRST", name))
         if not output_diff.equal(last, again):
-            return await _told("NONDETERMINISTIC", last, again, (name, "REPEATED"))
-        return await _told("KEEPS_STATE", first, last, ("FIRST", name))
+            return await _repeatability("NONDETERMINISTIC", last, again, (name, "REPEATED"))
+        return await _repeatability("KEEPS_STATE", first, last, ("FIRST", name))
 
 
-async def _told(outcome: str, one: Sequence[Value], other: Sequence[Value], names: tuple[str, str]) -> report_pb2.Repeatability:
+async def _repeatability(
+    outcome: str, one: Sequence[Value], other: Sequence[Value], names: tuple[str, str]
+) -> report_pb2.Repeatability:
     # Outputs may have millions of elements, and a heartbeat must not wait for them.
     found = await asyncio.to_thread(output_diff.compare, one, other, names)
     return report_pb2.Repeatability(outcome=outcome, differences=found)

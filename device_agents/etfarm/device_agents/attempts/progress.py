@@ -1,81 +1,85 @@
-"""What the server is told of a candidate while it is carried out: phases, how far they are, what its runner prints."""
+"""Progress of a candidate, as the server sees it: its phases, how far each one is, and what the runner prints."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Protocol
 
-from etfarm.device_agents.attempts.fetch import KEPT_LOG_LINES
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.runners.process import LogLine
 from etfarm.v1 import agent_pb2
 
+OnRunProgress = Callable[[agent_pb2.RunProgress], None]
+"""Takes an attempt's progress for the server; never blocks."""
+
+KEPT_LOG_LINES: Final = 200
+"""The runner's last lines that are kept until the next message carries them."""
 _RECENT_LINES: Final = 60
 
 
-class Teller(Protocol):
-    """The attempt, as far as its candidates tell of it."""
+class ProgressSink(Protocol):
+    """The attempt, as its candidates see it when they report progress."""
 
     config: AgentConfig
     phase: str
-    """What is under way."""
+    """The current phase."""
     received_s: float
-    """When, by the monotonic clock; phases are told from there."""
+    """The monotonic time of the attempt's receipt, which phases start from."""
 
-    def tell(self, progress: agent_pb2.RunProgress) -> None:
-        """Sends progress."""
+    def send_progress(self, progress: agent_pb2.RunProgress) -> None:
+        """Send progress to the server."""
 
 
-class Story:
-    """Of one candidate; its phases are in its result, too.
+class CandidateProgress:
+    """The progress of one candidate; its phases are in its result, too.
 
     Args:
-        attempt: the candidate's.
-        result: the candidate's.
+        sink: the candidate's attempt.
+        result: the candidate's result.
     """
 
-    def __init__(self, attempt: Teller, result: agent_pb2.CandidateResult) -> None:
-        self._told = attempt
+    def __init__(self, sink: ProgressSink, result: agent_pb2.CandidateResult) -> None:
+        self._sink = sink
         self.result = result
         self._lines: deque[str] = deque(maxlen=KEPT_LOG_LINES)
-        self._told_s = 0.0
+        self._sent_s = 0.0
         self.recent: deque[str] = deque(maxlen=_RECENT_LINES)
-        """What the runner printed last."""
+        """The runner's last lines."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase of the result, told when it begins and when it ends."""
-        self.switch(name)
+        """Add a phase to the result, and report when it begins and when it ends."""
+        self.enter_phase(name)
         began_s = time.monotonic()
-        self.tell(force=True)
+        self.report(force=True)
         yield
-        self.ended(name, began_s, time.monotonic())
+        self.end_phase(name, began_s, time.monotonic())
 
-    def switch(self, name: str) -> None:
-        """Another phase is under way."""
-        self._told.phase = name
+    def enter_phase(self, name: str) -> None:
+        """Make another phase the current one."""
+        self._sink.phase = name
 
-    def ended(self, name: str, began_s: float, ended_s: float) -> None:
-        """A phase of the result is over."""
+    def end_phase(self, name: str, began_s: float, ended_s: float) -> None:
+        """Add a phase that is over to the result, and report it."""
         duration_ms = (ended_s - began_s) * 1e3
-        start_ms = (began_s - self._told.received_s) * 1e3
+        start_ms = (began_s - self._sink.received_s) * 1e3
         self.result.phases.add(actor="DEVICE", phase=name, start_ms=start_ms, duration_ms=duration_ms)
-        self.switch(name)
-        self.tell(duration_ms=duration_ms, force=True)
+        self.enter_phase(name)
+        self.report(duration_ms=duration_ms, force=True)
 
-    def progress(self, done: int, total: int, message: str = "") -> None:
-        """So much of the current phase is done."""
-        self.tell(done, total, message=message)
+    def report_steps(self, done: int, total: int, message: str = "") -> None:
+        """Report how many of the current phase's steps are done."""
+        self.report(done, total, message=message)
 
     def take_log(self, line: LogLine) -> None:
-        """The runner printed a line."""
+        """Keep a line that the runner printed for the next message."""
         self._lines.append(str(line))
         self.recent.append(str(line))
 
-    def tell(
+    def report(
         self,
         done: int | None = None,
         total: int | None = None,
@@ -84,20 +88,28 @@ class Story:
         message: str = "",
         force: bool = False,
     ) -> None:
-        """Progress of the current phase. Not more often than the configuration allows, unless it is the phase's begin or end."""
+        """Report progress of the current phase, not more often than the configuration allows.
+
+        Args:
+            done: steps that are done; None if the phase has none.
+            total: steps in all, as far as that is known.
+            duration_ms: the phase's duration, once it is over.
+            message: a line for people.
+            force: report in any case.
+        """
         now = time.monotonic()
-        if not force and now - self._told_s < self._told.config.progress_interval_s:
+        if not force and now - self._sent_s < self._sink.config.progress_interval_s:
             return
-        self._told_s = now
+        self._sent_s = now
         progress = agent_pb2.RunProgress(
-            cell_id=self.result.cell_id, phase=self._told.phase, log_lines=self._lines, message=message
+            cell_id=self.result.cell_id, phase=self._sink.phase, log_lines=self._lines, message=message
         )  # fmt: skip
         self._lines.clear()
         if duration_ms is not None:
             progress.duration_ms = duration_ms
         if done is not None:
             progress.done = done
-            # A pass that goes on for its least time passes the least number of iterations.
+            # A pass that goes on for its least time exceeds the least number of iterations.
             if total is not None and done <= total:
                 progress.total = total
-        self._told.tell(progress)
+        self._sink.send_progress(progress)

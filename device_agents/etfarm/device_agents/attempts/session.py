@@ -16,8 +16,9 @@ from typing import Final
 import grpc
 
 from etfarm.device_agents.attempts.cache import Cache, Lease, Transfers
-from etfarm.device_agents.attempts.fault_attribution import BAD_ENDS, judged, self_test_limit_s
-from etfarm.device_agents.attempts.fetch import KEPT_LOG_LINES, ProgressTold, fetch_program, limit_s
+from etfarm.device_agents.attempts.fault_attribution import ABNORMAL_EXITS, attribute_fault, self_test_limit_s
+from etfarm.device_agents.attempts.fetch import attempt_limit_s, fetch_program
+from etfarm.device_agents.attempts.progress import KEPT_LOG_LINES, OnRunProgress
 from etfarm.device_agents.attempts.session_program import Exchange, ServedProgram
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.device.inventory import choose_cpus, choose_threads
@@ -60,7 +61,7 @@ class ServedSession:
         cache: Cache,
         folder: Path,
         start: agent_pb2.StartRun,
-        on_progress: ProgressTold,
+        on_progress: OnRunProgress,
     ) -> None:
         self.config = config
         self.target = target
@@ -102,7 +103,7 @@ class ServedSession:
     async def _run(self, channel: grpc.aio.Channel, transfers: Transfers, lease: Lease) -> None:
         (candidate,) = self.start.candidates
         session = self.start.session
-        deadline_s = limit_s(self.start)
+        deadline_s = attempt_limit_s(self.start)
         deadline = asyncio.timeout(deadline_s - (time.monotonic() - self._received_s))
         cpus = choose_cpus(self.target.device, session.cores, self.target.restricted)
         threads = candidate.threads if candidate.HasField("threads") else choose_threads(self.target.device, cpus)
@@ -185,10 +186,10 @@ class ServedSession:
 
     async def _judged(self, error: EtfarmError) -> EtfarmError:
         """Whose fault it is, where that is not known yet."""
-        if not isinstance(error, BAD_ENDS) or "self_test" in error.metadata or self._provisions is None:
+        if not isinstance(error, ABNORMAL_EXITS) or "self_test" in error.metadata or self._provisions is None:
             return error
         again = self.target.start_runner(self._provisions.bundle, self.folder, None)
-        return await judged(error, again, self_test_limit_s(self.target, self._provisions))
+        return await attribute_fault(error, again, self_test_limit_s(self.target, self._provisions))
 
     def _exchange(self, transfers: Transfers) -> Exchange:
         async def fetch(artifact: common_pb2.Artifact) -> bytes:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from etfarm.device_agents.attempts.fetch import DEFAULT_INPUTS_SEED
 from etfarm.device_agents.device.inventory import format_cpu_list
 from etfarm.device_agents.runners import errors
-from etfarm.device_agents.runners.protocol import MeasurePlan, MethodInfo, Runner, TensorInfo
+from etfarm.device_agents.runners.protocol import DEFAULT_INPUTS_SEED, MeasurePlan, MethodInfo, Runner, TensorInfo
 from etfarm.v1 import common_pb2, session_pb2
 from etfarm.wire import sessions, tensors
 from etfarm.wire.errors import EtfarmError, UserError

@@ -6,9 +6,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from etfarm.wire.tensors import Value
+
+DEFAULT_INPUTS_SEED: Final = 0
+"""The seed of `Runner.default_inputs` for a program that came without inputs."""
 
 
 @dataclass(frozen=True)

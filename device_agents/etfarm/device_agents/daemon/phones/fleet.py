@@ -18,7 +18,7 @@ from etfarm.device_agents.daemon.phones.trial import Trial
 from etfarm.device_agents.daemon.phones.tries import FailedTries
 from etfarm.device_agents.errors import AgentFailed
 from etfarm.device_agents.targets.phones.alive import while_alive
-from etfarm.device_agents.targets.phones.claim import Claim, Pulse
+from etfarm.device_agents.targets.phones.claim import Claim, LivenessProbe
 from etfarm.device_agents.targets.phones.errors import PhoneListedTwice, PhoneNotReady, PhoneTooOld, PhoneUnsupported
 from etfarm.device_agents.targets.phones.folder import ROOT
 from etfarm.device_agents.targets.phones.phone import Phone, recognize
@@ -172,11 +172,11 @@ class Fleet:
             await asyncio.Event().wait()
         if "shell_v2" not in await self._adb.features(serial):
             raise PhoneTooOld(serial)
-        pulse = await Pulse.feel(self._adb, serial)
+        probe = await LivenessProbe.open(self._adb, serial)
         try:
-            device = await while_alive(recognize(self._adb, serial), pulse, self._options)
+            device = await while_alive(recognize(self._adb, serial), probe, self._options)
         finally:
-            pulse.release()
+            probe.release()
         device.agent_id = self._agent_id
         device.name = "-".join(part for part in (self._config.name, device.name) if part)
         device.labels.update(self._config.labels)

@@ -1,4 +1,4 @@
-"""Work on a phone as long as the phone lives, which adb says of a dead link for a minute and more."""
+"""Work on a phone that ends when the phone dies; adb itself reports a dead link only after a minute or more."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from typing import TypeVar
 
 from etfarm.device_agents.adb import PhoneGone
 from etfarm.device_agents.config import PhoneOptions
-from etfarm.device_agents.targets.phones.claim import Pulse
+from etfarm.device_agents.targets.phones.claim import LivenessProbe
 from etfarm.device_agents.targets.phones.phone import Phone
 
 T = TypeVar("T")
 
 
-async def while_alive(work: Coroutine[None, None, T], pulse: Pulse, options: PhoneOptions, phone: Phone | None = None) -> T:
-    """What the work gives. It is cancelled, and has ended, where the phone dies.
+async def while_alive(
+    work: Coroutine[None, None, T], probe: LivenessProbe, options: PhoneOptions, phone: Phone | None = None
+) -> T:
+    """Return the result of the work, which is cancelled, and has ended, when the phone dies.
 
     Args:
-        work: on the phone.
-        pulse: of the phone.
-        options: how often the phone is asked, and how long it may take to answer.
-        phone: once that is known. It is `gone` before the work is cancelled, so that nothing of it waits for the phone.
+        work: what to do on the phone.
+        probe: the phone's liveness probe.
+        options: how often the phone is probed, and how long it may take to answer.
+        phone: the phone, once it is known; `gone` before the work is cancelled, so that the work does not wait for it.
 
     Raises:
-        PhoneGone: the pulse ended, or somebody else found that the phone does not answer.
-        PhoneSilent: it does not answer.
+        PhoneGone: the probe's shell ended, or the work has doubts that the phone answers.
+        PhoneSilent: the phone does not answer.
         As `work`.
     """
-    working = asyncio.create_task(work, name=f"work on {pulse.serial}")
-    watching = asyncio.create_task(_watch(pulse, options, phone), name=f"pulse of {pulse.serial}")
+    working = asyncio.create_task(work, name=f"work on {probe.serial}")
+    watching = asyncio.create_task(_watch(probe, options, phone), name=f"liveness of {probe.serial}")
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -40,29 +42,29 @@ async def while_alive(work: Coroutine[None, None, T], pulse: Pulse, options: Pho
     finally:
         for task in (working, watching):
             task.cancel()
-        # What one of them has to say about its end, the other one has told.
+        # The error of one of them was raised above; the other one was cancelled.
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _watch(pulse: Pulse, options: PhoneOptions, phone: Phone | None) -> None:
-    """Returns never.
+async def _watch(probe: LivenessProbe, options: PhoneOptions, phone: Phone | None) -> None:
+    """Probe the phone until it does not answer.
 
     Raises:
         DeviceError: the phone does not answer.
     """
     doubted = asyncio.Event() if phone is None else phone.doubted
     lost = {
-        asyncio.create_task(pulse.ended(), name=f"end of {pulse.serial}"),
-        asyncio.create_task(doubted.wait(), name=f"doubts of {pulse.serial}"),
+        asyncio.create_task(probe.ended(), name=f"end of {probe.serial}"),
+        asyncio.create_task(doubted.wait(), name=f"doubts of {probe.serial}"),
     }
     try:
         while True:
             done, _ = await asyncio.wait(lost, timeout=options.probe_s, return_when=asyncio.FIRST_COMPLETED)
             if done:
-                raise PhoneGone(pulse.serial, "its shell ended")
+                raise PhoneGone(probe.serial, "its shell ended")
             # Behind a large file an answer on a slow link comes late.
             if phone is None or not phone.folder.is_carrying:
-                await pulse.probe(options.answer_s)
+                await probe.check(options.answer_s)
     finally:
         for task in lost:
             task.cancel()

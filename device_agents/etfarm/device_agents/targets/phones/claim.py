@@ -1,8 +1,8 @@
-"""Who serves a phone, and whether it lives: a shell on it that echoes what it is sent, and holds a lock.
+"""Exclusive use of a phone and its liveness: a shell on the phone that echoes what it is sent, and holds a lock.
 
-The lock is the phone's own and ends with the shell, so that an agent that was killed leaves the phone free, and two agents
-cannot serve one phone, from whatever machines. The echo tells a live link from one that adb only takes for alive, and costs the
-phone no new process.
+The phone itself holds the lock, which ends with the shell: an agent that was killed leaves the phone free, and two agents cannot
+serve one phone, whatever machines they run on. The echo distinguishes a live link from one that adb only believes to be alive,
+and starts no process on the phone.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _script(root: str, owner: str) -> str:
     )
 
 
-class Pulse:
-    """Tells whether a phone lives, until `release`. Made by `feel`, which needs no place on the phone."""
+class LivenessProbe:
+    """A shell on a phone that answers as long as the phone lives, until `release`. `open` needs no folder on the phone."""
 
     def __init__(self, process: ShellProcess, serial: str) -> None:
         self._process = process
@@ -39,25 +39,25 @@ class Pulse:
         self._count = 0
 
     @classmethod
-    async def feel(cls, adb: AdbServer, serial: str) -> Self:
-        """Begins to.
+    async def open(cls, adb: AdbServer, serial: str) -> Self:
+        """Start the shell on the phone.
 
         Raises:
-            DeviceError: the phone is gone, or says nothing.
+            DeviceError: the phone is gone, or does not answer.
         """
         return cls(await adb.shell(serial, "exec cat"), serial)
 
     async def ended(self) -> None:
-        """Returns when the shell has ended: the phone, or its link, is gone."""
+        """Wait until the shell has ended: the phone, or its link, is gone."""
         with suppress(DeviceError):
             await self._process.wait()
 
-    async def probe(self, within_s: float) -> None:
-        """Whether the phone answers.
+    async def check(self, within_s: float) -> None:
+        """Wait for the phone's answer.
 
         Raises:
             PhoneGone: the link ended.
-            PhoneSilent: it did not within that time.
+            PhoneSilent: the phone did not answer within that time.
         """
         self._count += 1
         sent = b"%d\n" % self._count
@@ -74,26 +74,28 @@ class Pulse:
             raise PhoneSilent(self.serial, "asking whether it lives", within_s) from error
 
     def release(self) -> None:
-        """Ends the shell, and with it what it holds, as soon as the phone hears of it; harmless where it is gone."""
+        """End the shell, and with it the lock, as soon as the phone notices; does nothing if the shell is gone."""
         self._process.kill()
 
 
-class Claim(Pulse):
-    """A phone that this agent serves alone, until `release`. Made by `take`."""
+class Claim(LivenessProbe):
+    """An exclusive claim on a phone, until `release`; `take` makes one."""
 
     @classmethod
     async def take(cls, adb: AdbServer, serial: str, root: str, owner: str, *, again: bool = False) -> Self:
-        """Claims the phone.
+        """Claim the phone.
 
         Args:
-            root: the agent's folder there.
-            owner: one line that tells people who claims it; another process's is another one.
-            again: an own claim of before was ended.
+            adb: the adb server that knows the phone.
+            serial: the phone's serial.
+            root: the agent's folder on the phone.
+            owner: one line that names the claiming process to people, different for each process.
+            again: whether an earlier claim of this agent was just ended.
 
         Raises:
-            PhoneTaken: another agent has it.
+            PhoneTaken: another agent has claimed it.
             PhoneRefused: its folder cannot be made.
-            DeviceError: it is gone, or says nothing.
+            DeviceError: the phone is gone, or does not answer.
         """
         process = await adb.shell(serial, _script(root, owner))
         try:
@@ -101,7 +103,7 @@ class Claim(Pulse):
                 line = (await process.stdout.readline()).decode(errors="replace").strip()
                 if line == "mine":
                     return cls(process, serial)
-                told = (await process.stderr.read()).decode(errors="replace")
+                complaint = (await process.stderr.read()).decode(errors="replace")
                 code = await process.wait()
         except TimeoutError as error:
             process.kill()
@@ -113,10 +115,10 @@ class Claim(Pulse):
         if code == _TAKEN:
             former, _, pid = line.rpartition(" ")
             if former == owner and pid.isdigit() and not again:
-                # This agent's own, over a link that is dead and that the phone takes for alive.
+                # This agent's own claim, over a dead link that the phone believes to be alive.
                 await adb.run(
                     serial, f'[ "$(readlink /proc/{pid}/cwd)" = {shlex.quote(root)} ] && kill -9 -{pid}', deadline_s=_FIRST_S
                 )
                 return await cls.take(adb, serial, root, owner, again=True)
             raise PhoneTaken(serial, former or line)
-        raise PhoneRefused(serial, "make a folder for etfarm", told or line)
+        raise PhoneRefused(serial, "make a folder for etfarm", complaint or line)
