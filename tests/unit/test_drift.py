@@ -115,7 +115,7 @@ async def test_a_real_pass_that_goes_on_is_one_pass_for_all_who_hear_of_it(
     monkeypatch.setattr(drift, "CALM", -1.0)  # nothing is calm enough
     made, result, heard = program("counter"), agent_pb2.CandidateResult(), Heard()
     done: list[int] = []
-    monkeypatch.setattr(heard, "progress", lambda count, total: done.append(count))
+    monkeypatch.setattr(heard, "report_steps", lambda count, total: done.append(count))
     async with NativeRunner.start(runner_bundle.command(), tmp_path) as runner:
         await runner.threads(1)
         await runner.load(made.path)

@@ -19,9 +19,20 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from etfarm.wire.sandbox import syscalls
-
-ARCHITECTURES: Final = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""AUDIT_ARCH_* of the architectures that a filter can be built for, by platform.machine()."""
+from etfarm.wire.sandbox.bpf import (
+    ABOVE,
+    ALLOW,
+    ANY_BIT,
+    ARCHITECTURES,
+    ARGUMENT_0,
+    ARGUMENT_1,
+    EQUALS,
+    INSTRUCTION_BYTES,
+    LOAD,
+    instruction,
+    load_call,
+    refuse,
+)  # fmt: skip
 
 HIGHEST_KNOWN: Final = 466
 """removexattrat, of Linux 6.13. Higher numbers, those of the x32 ABI included, answer ENOSYS."""
@@ -129,8 +140,42 @@ NUMBERS: Final[Mapping[str, tuple[int | None, int | None]]] = {
     "pidfd_open": (434, 434),
     "pidfd_send_signal": (424, 424),
     "memfd_create": (319, 279),
+    "rt_sigqueueinfo": (129, 138),
+    "process_mrelease": (448, 448),
+    "symlink": (88, None),
+    "symlinkat": (266, 36),
+    "link": (86, None),
+    "linkat": (265, 37),
+    "mkdir": (83, None),
+    "mkdirat": (258, 34),
+    "rename": (82, None),
+    "renameat": (264, 38),
+    "renameat2": (316, 276),
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "setpriority": (141, 140),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30),
+    "setpgid": (109, 154),
+    "setsid": (112, 157),
+    "rt_tgsigqueueinfo": (297, 240),
+    "prlimit64": (302, 261),
+    "prctl": (157, 167),
+    "fcntl": (72, 25),
 }
-"""Numbers on x86_64 and aarch64; None where an architecture lacks the call."""
+"""Numbers on x86_64 and aarch64; None if an architecture lacks the call. Confinements refuse some of them each."""
 
 SOCKETS: Final = ("socket", "socketpair", "connect", "bind", "listen", "accept", "accept4")
 NAMESPACES: Final = ("unshare", "setns")
@@ -166,17 +211,6 @@ the C library falls back to clone, whose flags are checked."""
 _PERSONALITY_QUERY: Final = 0xFFFFFFFF
 _INJECTING_IOCTLS: Final = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: type into the terminal that started the farm
 
-_LOAD: Final = 0x20  # BPF_LD | BPF_W | BPF_ABS
-_EQUALS: Final = 0x15  # BPF_JMP | BPF_JEQ | BPF_K
-_ABOVE: Final = 0x25  # BPF_JMP | BPF_JGT | BPF_K
-_ANY_BIT: Final = 0x45  # BPF_JMP | BPF_JSET | BPF_K
-_RETURN: Final = 0x06  # BPF_RET | BPF_K
-_NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
-"""Offsets in struct seccomp_data; of an argument, its low word: both architectures are little-endian."""
-
-_ALLOW: Final = 0x7FFF0000
-_KILL_PROCESS: Final = 0x80000000
-_ERRNO: Final = 0x00050000
 _MODE_FILTER: Final = 2
 
 
@@ -211,14 +245,7 @@ def build(policy: Policy, machine: str) -> bytes:
     if machine not in ARCHITECTURES:
         raise UnsupportedArchitecture(machine)
     column = list(ARCHITECTURES).index(machine)
-    program = [
-        _instruction(_LOAD, _ARCHITECTURE),
-        _instruction(_EQUALS, ARCHITECTURES[machine], then=1),
-        _instruction(_RETURN, _KILL_PROCESS),
-        _instruction(_LOAD, _NUMBER),
-        _instruction(_ABOVE, HIGHEST_KNOWN, otherwise=1),
-        _refuse(errno.ENOSYS),
-    ]
+    program = [*load_call(machine), instruction(ABOVE, HIGHEST_KNOWN, otherwise=1), refuse(errno.ENOSYS)]
 
     def number(name: str) -> int | None:
         return NUMBERS[name][column]
@@ -227,34 +254,33 @@ def build(policy: Policy, machine: str) -> bytes:
         """Add a call whose argument decides; `body` ends in a return on every path."""
         call = number(name)
         if call is not None:
-            program.extend([_instruction(_EQUALS, call, otherwise=len(body)), *body])
+            program.extend([instruction(EQUALS, call, otherwise=len(body)), *body])
 
-    allow = _instruction(_RETURN, _ALLOW)
     checked(
         "clone",
-        _instruction(_LOAD, _ARGUMENT_0),
-        _instruction(_ANY_BIT, syscalls.CLONE_NEW_ANY, otherwise=1), _refuse(errno.EPERM), allow,
+        instruction(LOAD, ARGUMENT_0),
+        instruction(ANY_BIT, syscalls.CLONE_NEW_ANY, otherwise=1), refuse(), ALLOW,
     )  # fmt: skip
     checked(
         "personality",
-        _instruction(_LOAD, _ARGUMENT_0),
-        _instruction(_EQUALS, _PERSONALITY_QUERY, then=1), _refuse(errno.EPERM), allow,
+        instruction(LOAD, ARGUMENT_0),
+        instruction(EQUALS, _PERSONALITY_QUERY, then=1), refuse(), ALLOW,
     )  # fmt: skip
     checked(
         "ioctl",
-        _instruction(_LOAD, _ARGUMENT_1),
-        _instruction(_EQUALS, _INJECTING_IOCTLS[0], then=1), _instruction(_EQUALS, _INJECTING_IOCTLS[1], otherwise=1),
-        _refuse(errno.EPERM), allow,
+        instruction(LOAD, ARGUMENT_1),
+        instruction(EQUALS, _INJECTING_IOCTLS[0], then=1), instruction(EQUALS, _INJECTING_IOCTLS[1], otherwise=1),
+        refuse(), ALLOW,
     )  # fmt: skip
     if policy.allow_unix_socketpair:
         checked(
             "socketpair",
-            _instruction(_LOAD, _ARGUMENT_0),
-            _instruction(_EQUALS, 1, then=1), _refuse(errno.EPERM), allow,
+            instruction(LOAD, ARGUMENT_0),
+            instruction(EQUALS, 1, then=1), refuse(), ALLOW,
         )  # fmt: skip
     for name, error in policy.denied.items():
-        checked(name, _refuse(error))
-    program.append(allow)
+        checked(name, refuse(error))
+    program.append(ALLOW)
     return b"".join(program)
 
 
@@ -268,7 +294,7 @@ def install(policy: Policy) -> None:
     """
     program = build(policy, platform.machine() if struct.calcsize("P") == 8 else "32-bit")
     code = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
+    header = struct.pack("HxxxxxxP", len(program) // INSTRUCTION_BYTES, ctypes.addressof(code))
     filters = ctypes.create_string_buffer(header, len(header))
     syscalls.prctl(syscalls.PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(filters))
 
@@ -284,11 +310,3 @@ def is_available() -> bool:
 def _actions() -> str:
     with open("/proc/sys/kernel/seccomp/actions_avail", encoding="ascii") as actions:  # noqa: PTH123 - used before a chroot too
         return actions.read()
-
-
-def _instruction(code: int, value: int, *, then: int = 0, otherwise: int = 0) -> bytes:
-    return struct.pack("HBBI", code, then, otherwise, value)
-
-
-def _refuse(error: int) -> bytes:
-    return _instruction(_RETURN, _ERRNO | error)
