@@ -1,7 +1,8 @@
 """Generates the operators that an uploaded .pt2 may use; `--check` compares the committed list with the installed toolchain.
 
 The list is `etfarm/server/compile/screening/operators.txt`. It is made from the tables of the pinned torch, torchao and
-ExecuTorch, in three steps, so that a new version's new operators are refused until somebody has generated and reviewed the list again:
+ExecuTorch, in three steps, so that a new version's new operators are refused until somebody has generated and reviewed the list
+again:
 
 1. Candidates. ATen operators that carry `torch.Tag.core`, are decomposed by an export's default table, are composites of
    other operators, or are named in ExecuTorch's kernel and edge-dialect tables; their other overloads and in-place forms;

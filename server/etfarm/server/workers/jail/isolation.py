@@ -1,8 +1,9 @@
 """The jail of a child: measures that limit what a user's bytes could do if they managed to run code.
 
 The child has its own user, mounts (see `file_view`), process and network namespaces, and limits. It has no capabilities and
-cannot gain any, and a filter refuses system calls that could. What the host does not allow is recorded in `measures`, except for the
-network: a child that still has one loads nothing. `compile.screening` keeps users' bytes from running code in the first place.
+cannot gain any, and a filter refuses system calls that could. What the host does not allow is recorded in `measures`, except
+for the network: a child that still has one loads nothing. `compile.screening` keeps users' bytes from running code in the first
+place.
 
 Children are forks of a process that has loaded torch, so tools that wrap a command (bubblewrap) cannot jail them: the load takes
 seconds, a fork milliseconds.
