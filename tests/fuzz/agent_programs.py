@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from etfarm.device_agents.runners.python_child import pte
-from etfarm.device_agents.runners.python_child.flatbuffer import BadBuffer
+from etfarm.wire.flatbuffer import BadBuffer
 from tests.fuzz import flatbuffers
 
 TOKENS = (b"ET12", b"eh00", b"FT01", b"XH00", b"forward")

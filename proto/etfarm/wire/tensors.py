@@ -47,6 +47,12 @@ ITEM_BYTES = {
 }  # fmt: skip
 """Size of one element by dtype name. The names are torch's, which are numpy's or ml_dtypes' too."""
 
+SCALAR_TYPES: Final = {
+    0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64", 11: "bool",
+    15: "bfloat16", 23: "float8_e5m2", 24: "float8_e4m3fn", 27: "uint16", 28: "uint32", 29: "uint64",
+}  # fmt: skip
+"""Dtype names by their numbers in ExecuTorch's enum ScalarType, which programs and ETDumps hold."""
+
 
 class BadTensorFile(UserError):
     """Bytes that should be a tensor file are none."""

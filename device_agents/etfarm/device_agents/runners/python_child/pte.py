@@ -13,19 +13,11 @@ from math import prod
 from pathlib import Path
 from typing import Final, TypeVar
 
-from etfarm.device_agents.runners.python_child.flatbuffer import BadBuffer, Buffer, Table
+from etfarm.wire.flatbuffer import BadBuffer, Buffer, Table
+from etfarm.wire.tensors import ITEM_BYTES, SCALAR_TYPES
 
 T = TypeVar("T")
 
-DTYPES: Final = {
-    0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64", 11: "bool",
-    15: "bfloat16", 23: "float8_e5m2", 24: "float8_e4m3fn", 27: "uint16", 28: "uint32", 29: "uint64",
-}  # fmt: skip
-"""torch's names by ExecuTorch's ScalarType, for the types that etfarm carries."""
-ITEM_BYTES: Final = {
-    "uint8": 1, "int8": 1, "bool": 1, "float8_e5m2": 1, "float8_e4m3fn": 1, "int16": 2, "uint16": 2, "float16": 2,
-    "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
-}  # fmt: skip
 _EXTERNAL: Final = 1
 _INLINE: Final = 0
 _XNNPACK_MAGIC: Final = b"XH00"
@@ -130,7 +122,7 @@ def _mapped(path: Path) -> memoryview:
 
 def _method(plan: Table, program: Table, buffer: Buffer) -> FileMethod:
     values = [_value(value) for value in plan.tables(2)]
-    delegates = plan.tables(7)
+    delegates = list(plan.tables(7))
     backends = [delegate.text(0) for delegate in delegates]
     keys = {value.external_key for value in values if value.external_key is not None}
     for delegate, backend in zip(delegates, backends, strict=True):
@@ -138,9 +130,9 @@ def _method(plan: Table, program: Table, buffer: Buffer) -> FileMethod:
             keys |= _xnnpack_keys(_processed(delegate, program, buffer))
     return FileMethod(
         plan.text(0),
-        tuple(_at(values, index) for index in plan.numbers(3, "i")),
-        tuple(_at(values, index) for index in plan.numbers(4, "i")),
-        tuple(plan.numbers(8, "q")[1:]),  # the first is reserved
+        tuple(_at(values, index) for index in plan.numbers(3, "<i")),
+        tuple(_at(values, index) for index in plan.numbers(4, "<i")),
+        plan.numbers(8, "<q")[1:],  # the first is reserved
         tuple(dict.fromkeys(backends)),
         tuple(dict.fromkeys(_operators(plan.tables(6)))),
         frozenset(keys),
@@ -156,13 +148,13 @@ def _operators(operators: Iterable[Table]) -> Iterable[str]:
 
 def _value(value: Table) -> FileValue:
     content = value.table(1)
-    match value.number(0, "B"):
+    match value.number(0, "<B"):
         case 1:
             return FileValue("none")
         case 2 if content:
-            return FileValue("int", content.number(0, "q"))
+            return FileValue("int", content.number(0, "<q"))
         case 3 if content:
-            return FileValue("bool", bool(content.number(0, "?")))
+            return FileValue("bool", bool(content.number(0, "<?")))
         case 4 if content:
             return FileValue("double", content.real(0))
         case 5 if content:
@@ -175,28 +167,28 @@ def _tensor(tensor: Table) -> FileValue:
     return FileValue(
         "tensor",
         name=extra.text(1) if extra else "",
-        dtype=DTYPES.get(tensor.number(0, "b"), "unsupported"),
-        shape=tuple(tensor.numbers(2, "i")),
-        dim_order=tuple(tensor.numbers(3, "B")),
-        planned=tensor.table(6) is not None or tensor.number(5, "I") != 0,
-        dynamic=tensor.number(8, "b") != 0,
-        external_key=extra.text(1) if extra and extra.number(2, "b") == _EXTERNAL else None,
+        dtype=SCALAR_TYPES.get(tensor.number(0, "<b"), "unsupported"),
+        shape=tensor.numbers(2, "<i"),
+        dim_order=tensor.numbers(3, "<B"),
+        planned=tensor.table(6) is not None or tensor.number(5, "<I") != 0,
+        dynamic=tensor.number(8, "<b") != 0,
+        external_key=extra.text(1) if extra and extra.number(2, "<b") == _EXTERNAL else None,
     )
 
 
 def _processed(delegate: Table, program: Table, buffer: Buffer) -> Buffer:
     """What the delegate's own compiler made."""
     reference = delegate.table(1)
-    index = reference.number(1, "I") if reference else 0
-    if reference and reference.number(0, "b") != _INLINE:
-        segment = _at(program.tables(4), index)
+    index = reference.number(1, "<I") if reference else 0
+    if reference and reference.number(0, "<b") != _INLINE:
+        segment = _at(list(program.tables(4)), index)
         # The extended header behind the identifier says where segments begin.
         if bytes(buffer[8:12]) != b"eh00" or len(buffer) < 32:
             raise BadBuffer("it has segments and no extended header")
         (base,) = struct.unpack_from("<Q", buffer, 24)
-        start = base + segment.number(0, "Q")
-        return buffer[start : start + segment.number(1, "Q")]
-    return _at(program.tables(3), index).data(0)
+        start = base + segment.number(0, "<Q")
+        return buffer[start : start + segment.number(1, "<Q")]
+    return _at(list(program.tables(3)), index).content(0)
 
 
 def _xnnpack_keys(blob: Buffer) -> set[str]:

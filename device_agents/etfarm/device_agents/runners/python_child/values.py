@@ -12,7 +12,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from etfarm.device_agents.runners.python_child.pte import ITEM_BYTES, FileValue
+from etfarm.device_agents.runners.python_child.pte import FileValue
+from etfarm.wire.tensors import ITEM_BYTES
 
 _MASK: Final = (1 << 64) - 1
 _MANTISSA_BITS: Final = {"float32": 24, "float64": 53, "float16": 11, "bfloat16": 8}

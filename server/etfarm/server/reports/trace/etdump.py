@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from etfarm.server.reports.trace.flatbuffer import Columns, Positions, Table
+from etfarm.server.reports.trace.flatbuffer import Columns, Positions
 from etfarm.wire.errors import DeviceError, Kind
+from etfarm.wire.flatbuffer import Table
 
 EXECUTE: Final = "Method::execute"
 DELEGATE_CALL: Final = "DELEGATE_CALL"
@@ -118,7 +118,7 @@ def read(data: bytes) -> Trace:
         raise BadTrace(f"The trace is cut short: {len(data)} of its {wanted} bytes are there.", size_bytes=len(data))
     try:
         table, left_out = _table(data)
-    except (struct.error, IndexError, ValueError) as error:
+    except (IndexError, ValueError) as error:
         raise BadTrace(f"The trace of {len(data)} bytes is damaged ({error}).", size_bytes=len(data)) from error
     method = next(timed.times_ns for key, timed in table.items() if key[2] == EXECUTE)
     return Trace(method, _calls(table), left_out)
@@ -155,7 +155,7 @@ class _Events:
     def __init__(self, data: bytes) -> None:
         root = Table.root(data, 4)
         columns = Columns(data)
-        places = np.array(root.places(_RUNS), dtype=np.int64)
+        places = np.array(root.positions(_RUNS), dtype=np.int64)
         starts, lengths = columns.vectors(columns.targets(places), _EVENTS, 4)
         if int(lengths.sum()) * _SMALLEST_EVENT > len(data):
             raise ValueError("it says more events than its bytes can hold")

@@ -10,7 +10,6 @@ import json
 import lzma
 import math
 import re
-import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -20,8 +19,8 @@ from typing import Any, Final
 
 from etfarm.server.graphs.origins import Operator
 from etfarm.server.graphs.sources import Source, common_module, module_of, source_of
-from etfarm.server.reports.trace.flatbuffer import Table
 from etfarm.wire.errors import FarmError
+from etfarm.wire.flatbuffer import Table
 
 _EDGE: Final = "edge_dialect_exported_program"
 _TARGETS: Final = ("executorch.exir.dialects.edge.ops.", "torch.ops.")
@@ -217,7 +216,7 @@ def read_program(path: Path, method: str) -> dict[tuple[int, int], Instruction]:
         if plan is None:
             raise BadProgram(f"The program has no method {method!r}.", method=method)
         return dict(_instructions(plan, program, file))
-    except (struct.error, IndexError, ValueError, OSError) as error:
+    except (IndexError, ValueError, OSError) as error:
         raise BadProgram(f"The program cannot be read ({type(error).__name__}: {error}).", method=method) from error
 
 

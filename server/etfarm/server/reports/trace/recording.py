@@ -13,9 +13,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from etfarm.server.reports.trace.flatbuffer import Columns, Positions, Table
+from etfarm.server.reports.trace.flatbuffer import Columns, Positions
 from etfarm.wire.errors import DeviceError, Kind
-from etfarm.wire.tensors import dtype_of
+from etfarm.wire.flatbuffer import Table
+from etfarm.wire.tensors import SCALAR_TYPES, dtype_of
 
 _IDENTIFIER: Final = b"ED00"
 _RUNS: Final = 1  # fields of ETDump
@@ -25,13 +26,6 @@ _CHAIN, _INSTRUCTION, _ENTRY, _NUMBER, _TEXT = 0, 1, 2, 3, 4  # of DebugEvent
 _KIND, _TENSOR, _LIST, _OUTPUT = 0, 1, 2, 7  # of Value
 _SCALAR_TYPE, _SIZES, _STRIDES, _OFFSET = 0, 1, 2, 3  # of Tensor
 _TENSOR_KIND, _LIST_KIND = 5, 6  # members of ValueType
-
-_DTYPES: Final = {
-    0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64", 11: "bool",
-    15: "bfloat16", 23: "float8_e5m2", 24: "float8_e4m3fn", 27: "uint16", 28: "uint32", 29: "uint64",
-}  # fmt: skip
-"""torch's names by executorch_flatbuffer.ScalarType."""
-
 
 _SMALLEST_EVENT: Final = 16
 """Bytes: an offset in the vector, and a table of one field. More events than fit are the same ones again."""
@@ -128,16 +122,16 @@ def _end(value: Stored) -> int:
 def _instructions(data: bytes) -> Iterator[Recorded]:
     """In order of execution; what a loop's body gives again is left out, since no one value stands for it."""
     columns = Columns(data)
-    runs = [run for run in Table.root(data, 4).tables(_RUNS) if run.places(_EVENTS)]
+    runs = [run for run in Table.root(data, 4).tables(_RUNS) if run.positions(_EVENTS)]
     found: dict[tuple[int, int], list[Stored]] = {}
     repeated: set[tuple[int, int]] = set()
     before = None
     with_values = events_in_all = 0
     for run in runs:
-        events_in_all += len(run.places(_EVENTS))
+        events_in_all += len(run.positions(_EVENTS))
         if events_in_all * _SMALLEST_EVENT > len(data):
             raise ValueError("it says more events than its bytes can hold")
-        events = columns.targets(np.array(run.places(_EVENTS), dtype=np.int64))
+        events = columns.targets(np.array(run.positions(_EVENTS), dtype=np.int64))
         tables = columns.targets(columns.fields(events, _DEBUG_EVENT))
         tables = tables[tables > 0]
         entries = columns.targets(columns.fields(tables, _ENTRY))
@@ -171,7 +165,7 @@ def _values(data: bytes, columns: Columns, entries: Positions) -> Iterator[list[
         if kind == _TENSOR_KIND:
             yield [_stored(data, tensor)]
         elif kind == _LIST_KIND:
-            places = Table(data, several).places(0)
+            places = Table(data, several).positions(0)
             if (left := left - len(places)) < 0:
                 raise ValueError("it says more tensors than its bytes can hold")
             yield [_stored(data, at + _offset(data, at)) for at in places]
@@ -182,13 +176,11 @@ def _values(data: bytes, columns: Columns, entries: Positions) -> Iterator[list[
 def _stored(data: bytes, at: int) -> Stored:
     table = Table(data, at)
     code = table.number(_SCALAR_TYPE, "<b")
-    if code not in _DTYPES:
+    if code not in SCALAR_TYPES:
         raise ValueError(f"a tensor has the unknown type {code}")
-    if max(len(table.places(slot, 8)) for slot in (_SIZES, _STRIDES)) > _MOST_DIMS:
+    if max(len(table.positions(slot, 8)) for slot in (_SIZES, _STRIDES)) > _MOST_DIMS:
         raise ValueError(f"a tensor has more than {_MOST_DIMS} dims")
-    shape, strides = (
-        tuple(struct.unpack_from("<q", data, place)[0] for place in table.places(slot, 8)) for slot in (_SIZES, _STRIDES)
-    )
+    shape, strides = table.numbers(_SIZES, "<q"), table.numbers(_STRIDES, "<q")
     if len(shape) != len(strides) or min((*shape, *strides), default=0) < 0:
         raise ValueError(f"a tensor has the sizes {shape} and the strides {strides}")
     reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -197,7 +189,7 @@ def _stored(data: bytes, at: int) -> Stored:
     offset = table.number(_OFFSET, "<q") if 0 not in shape else 0  # of an empty tensor it is -1
     if offset < 0:
         raise ValueError("a tensor has no place in the debug file")
-    return Stored(_DTYPES[code], shape, strides, offset)
+    return Stored(SCALAR_TYPES[code], shape, strides, offset)
 
 
 def _offset(data: bytes, at: int) -> int:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from etfarm.server.reports.trace.flatbuffer import Table
 from etfarm.wire.errors import FarmError
+from etfarm.wire.flatbuffer import Table
 
 NAME: Final = "XnnpackBackend"
 """XNNPACK's delegate, as programs name it."""
