@@ -33,7 +33,7 @@ def farm_with_board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmPr
     running = FarmProcess(folder)
     try:
         running.start(agents=0)
-        running.add_agent("--idle-wait", "0", "--cool-down", "0")
+        running.add_agent()
         with running.client() as client:
             client.add_bundle(archive)
         agent = QemuAgent(running.address, folder / "board", "--name", "board", "--idle-wait", "0", "--cool-down", "0")

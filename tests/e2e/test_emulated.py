@@ -30,7 +30,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     running = FarmProcess(tmp_path_factory.mktemp("mixed"))
     try:
         running.start(agents=0)
-        running.add_agent("--idle-wait", "0", "--cool-down", "0")
+        running.add_agent()
         with running.client() as client:
             client.add_bundle(archive)
         running.add_agent("--emulate", "aarch64")

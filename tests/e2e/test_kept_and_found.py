@@ -47,7 +47,7 @@ class Kept:
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
     farm = FarmProcess(tmp_path_factory.mktemp("kept"), serve=["--analysis-timeout", "10"])
     try:
-        farm.start(agents=0).add_agent("--idle-wait", "0")  # nothing here is about how true the numbers are
+        farm.start()
         yield Kept(farm)
     finally:
         farm.stop()

@@ -30,7 +30,7 @@ def lab(phone_vm: PluggedPhone, tmp_path_factory: pytest.TempPathFactory) -> Ite
     farm = FarmProcess(tmp_path_factory.mktemp("lab"))
     try:
         farm.start(agents=0)
-        farm.add_agent("--idle-wait", "0", "--cool-down", "0")
+        farm.add_agent()
         with farm.client() as client:
             client.add_bundle(archive)
         phone_vm.adb.disconnect(phone_vm.phone)

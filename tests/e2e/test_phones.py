@@ -59,7 +59,7 @@ async def desk(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Desk]:
     async with running_phone() as phone:
         try:
             farm.start(agents=1)
-            farm.add_agent("--adb", "--idle-wait", "0", environment={"ADB_SERVER_SOCKET": phone.server.address})
+            farm.add_agent("--adb", environment={"ADB_SERVER_SOCKET": phone.server.address})
             desk = Desk(farm, phone)
             assert desk.shows("IDLE"), farm.agents[1].log.read_text()
             yield desk

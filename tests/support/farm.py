@@ -19,6 +19,10 @@ from tests.support.runner import know_own_runners, runner_archive
 
 START_S = 120.0
 """How long a process may take until it says the line that is waited for, on a busy machine."""
+WAIT_FOR_NOTHING = ("--idle-wait", "0", "--cool-wait", "0", "--cool-down", "0")
+"""An agent that measures at once: other tests keep the machine busy, so each measurement would wait the whole 10 s for it to
+become idle. What the gates do is tested in tests/unit/test_gates.py and tests/rpc/test_agent.py, an agent with its defaults in
+tests/e2e/test_main_job.py."""
 LAUNCHER = b"sandbox/launch.py"
 """In the command line of a process that confines itself before it becomes a runner."""
 PROMPTLY_S = 15.0
@@ -136,9 +140,10 @@ class FarmProcess:
     def add_agent(
         self, *arguments: str, server: str | None = None, bare: bool = False, environment: dict[str, str] | None = None
     ) -> Daemon:
-        """A connected agent with a data folder of its own.
+        """Start an agent with a data folder of its own; it has connected when this returns.
 
         Args:
+            arguments: options of `etfarm agent`, which stand behind WAIT_FOR_NOTHING and so win over it.
             bare: as on a machine that has the agent alone, without torch.
         """
         index = len(self.agents)
@@ -148,7 +153,7 @@ class FarmProcess:
             known.write_text(json.dumps(json.loads(known.read_text()) | {"runners": []}))
         agent = Daemon(
             ["agent", "--server", server or self.address, "--data", str(data), "--name", f"board-{index}", "--exit-with-stdin",
-             *arguments],
+             *WAIT_FOR_NOTHING, *arguments],
             self.folder / f"agent-{index}.log",
             environment,
         )  # fmt: skip
