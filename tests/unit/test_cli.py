@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ from etfarm.client.cli.workflows import job as flow
 from etfarm.client.errors import EmbeddedFarmFailed, Interrupted, NotAvailable, exit_code
 from etfarm.client.export import spec
 from etfarm.client.formats import units
+from etfarm.client.transport.connection import CHOSEN_PROJECT
 from etfarm.wire import recipes
 from etfarm.wire.errors import EtfarmError, Fault, Kind, error_of
 
@@ -178,6 +179,43 @@ def test_detach_without_a_lasting_farm_names_up(
     assert bench.main(["demo:resnet8", "--detach"]) == 2
     assert "etfarm up" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []  # nothing was started
+
+
+@pytest.mark.parametrize(
+    ("main", "argv"),
+    [
+        (bench.main, []),
+        (compile.main, []),
+        (run.main, []),
+        (jobs.main, ["list"]),
+        (report.main, ["show"]),
+        (devices.main, ["show"]),
+    ],
+)
+def test_commands_that_call_a_farm_show_the_option_project(
+    main: Callable[[list[str]], int], argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*argv, "--help"]) == 0
+    assert "--project NAME" in capsys.readouterr().out
+
+
+def test_project_stands_before_or_after_a_subcommand() -> None:
+    chosen: list[str | None] = []
+
+    def show(project: options.Project = None) -> None:
+        chosen.append(CHOSEN_PROJECT.get())
+
+    token = CHOSEN_PROJECT.set(None)
+    try:
+        for argv in (
+            ["--project", "a", "show"],
+            ["show", "--project=b"],
+            ["--project=a", "show", "--project", "c", "--project", "d"],
+        ):
+            assert execute({"show": show}, argv, "jobs") == 0
+    finally:
+        CHOSEN_PROJECT.reset(token)
+    assert chosen == ["a", "b", "d"]
 
 
 def test_a_group_without_a_subcommand_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import typer
 
+from etfarm.client.cli import options
 from etfarm.client.cli.event_loop import leave_busy_threads
 from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.terminal.capabilities import printable, tell
@@ -27,8 +28,6 @@ def execute(
     name: str,
     about: str = "",
     later: Collection[str] = (),
-    *,
-    takes_project: bool = True,
 ) -> int:
     """Runs a command, or one of a group's, and answers its exit code; errors are one sentence on stderr.
 
@@ -37,14 +36,13 @@ def execute(
         name: what comes after `etfarm`.
         about: the group's help; a function's is its docstring.
         later: subcommands of a group that this version knows and does not have.
-        takes_project: whether `--project NAME` selects the project that owns what the command creates.
     """
     outcome = Outcome()
     code, error = 0, None
     try:
         if argv and argv[0] in later:
             raise NotAvailable(f"`etfarm {name} {argv[0]}`", "")
-        code = _run(command, _choose_project(argv) if takes_project else argv, name, about, outcome)
+        code = _run(command, argv, name, about, outcome)
     except EtfarmError as raised:
         error, code = raised, exit_code(raised)
     except (KeyboardInterrupt, typer.Abort):
@@ -79,7 +77,7 @@ def _run(command: Command | Mapping[str, Command], argv: list[str], name: str, a
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
     if isinstance(command, Mapping):
-        app.callback(help=about)(_nothing)
+        app.callback(help=about)(_group)
         for subcommand, function in command.items():
             app.command(subcommand)(function)
     else:
@@ -91,36 +89,8 @@ def _run(command: Command | Mapping[str, Command], argv: list[str], name: str, a
     return int(code or 0) if asked is argv else 2
 
 
-def _choose_project(argv: list[str]) -> list[str]:
-    """Select the project of `--project NAME`, an option of every command that calls a farm, and return the other arguments.
-
-    The last one counts.
-
-    Raises:
-        Usage: the name is missing.
-    """
-    end = argv.index("--") if "--" in argv else len(argv)
-    kept: list[str] = []
-    chosen: str | None = None
-    words = iter(argv[:end])
-    for word in words:
-        if word == "--project":
-            chosen = next(words, "")
-        elif word.startswith("--project="):
-            chosen = word.removeprefix("--project=")
-        else:
-            kept.append(word)
-    if chosen is not None:
-        if not chosen or chosen.startswith("-"):
-            raise Usage("--project requires a project's name.", "`etfarm projects list` shows yours.")
-        from etfarm.client.transport.connection import CHOSEN_PROJECT
-
-        CHOSEN_PROJECT.set(chosen)
-    return kept + argv[end:]
-
-
-def _nothing() -> None:
-    """A group's own callback: its subcommands do everything."""
+def _group(project: options.Project = None) -> None:
+    """Take the options of a group that come before its subcommand."""
 
 
 def _json_file(argv: list[str]) -> str | None:

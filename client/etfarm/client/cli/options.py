@@ -24,6 +24,35 @@ Server = Annotated[
 TlsCa = Annotated[
     str | None, typer.Option("--tls-ca", metavar="FILE", help="PEM of the authority that signed the server's certificate.")
 ]
+
+
+def _choose_project(name: str | None) -> None:
+    """Select the project of `--project` for the farms that the command connects to.
+
+    Raises:
+        Usage: the name is empty, or it is another option.
+    """
+    if name is None:
+        return
+    if not name or name.startswith("-"):
+        raise Usage("--project requires a project's name.", "`etfarm projects list` shows yours.")
+    from etfarm.client.transport.connection import CHOSEN_PROJECT
+
+    CHOSEN_PROJECT.set(name)
+
+
+Project = Annotated[
+    str | None,
+    typer.Option(
+        "--project",
+        metavar="NAME",
+        help="The project that owns what the command creates; else ETFARM_PROJECT, else your only project.",
+        callback=_choose_project,
+        expose_value=False,
+    ),
+]
+"""The callback does all the work: a command that takes it does not read the argument."""
+
 JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write etfarm.report/1 there, on failure too; - is stdout.")
 ]

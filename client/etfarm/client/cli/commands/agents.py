@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     return execute({"list": list_, "bind": bind}, argv, "agents", "Lists agent identities and binds them to tokens. Admins only.")
 
 
-def list_(server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
+def list_(server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None) -> None:
     """List the known agent identities with their principals, and those that were refused because they are not bound."""
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
@@ -50,6 +50,7 @@ def bind(
     principal: Annotated[str, typer.Argument(metavar="NAME", help="Principal whose token may connect as the agent from now on.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> None:
     """Bind an agent identity to a principal, and end a connection that another principal's token made."""
     from etfarm.client.aio import AsyncFarm

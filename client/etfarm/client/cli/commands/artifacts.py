@@ -33,6 +33,7 @@ def list_(
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="How many to list at most.")] = 50,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> None:
     """List the artifacts of your projects, newest first."""
     from etfarm.client.admin import artifacts
@@ -65,6 +66,7 @@ def get(
     file: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="File to write.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> None:
     """Download an artifact and verify its sha256."""
     from etfarm.client.admin import artifacts
@@ -79,6 +81,7 @@ def put(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to store.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> None:
     """Store a file for your project and print its digest."""
     from etfarm.client.admin import artifacts
@@ -89,7 +92,7 @@ def put(
     print(artifact.digest if was_sent else f"{artifact.digest} (stored already)")
 
 
-def verify(server: options.Server = None, tls_ca: options.TlsCa = None) -> int:
+def verify(server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None) -> int:
     """Verify every stored artifact. A damaged one leaves the store; the next upload of its bytes restores it. Admins only.
 
     The exit code is 1 if any artifact is damaged.

@@ -32,6 +32,7 @@ def audit(
     ] = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> None:
     """List who changed what, and who was refused, newest first. Admins only."""
     from rich.text import Text

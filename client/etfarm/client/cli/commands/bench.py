@@ -79,6 +79,7 @@ def bench(
     verbose: options.Verbose = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> int:
     """Measures models on devices: latency, memory, accuracy, and operators by source line.
 

@@ -30,6 +30,7 @@ def add_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What `etfarm bundle build -o FILE` made.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> None:
     """Uploads a runner bundle; devices of its architecture get it from now on."""
     from etfarm.client.aio import AsyncFarm
@@ -48,7 +49,7 @@ def add_(
         tell(f"It is kept and not used: the one of ExecuTorch {first.executorch}, which the farm lowers with, goes before it.")
 
 
-def list_bundles(server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
+def list_bundles(server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None) -> None:
     """The runner bundles of the farm, newest first: for each architecture the one that is used."""
     from etfarm.client.aio import AsyncFarm
 

@@ -62,6 +62,7 @@ def compare(
     ] = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> int:
     """Compares CANDIDATE with BASE: latency, operators, size, memory, accuracy, delegation, and what else is not the same.
 

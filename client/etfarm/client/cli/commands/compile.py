@@ -66,6 +66,7 @@ def compile_(
     verbose: options.Verbose = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> int:
     """Lowers a model to a .pte and its ETRecord, or stops after a stage and fetches what that made.
 

@@ -25,17 +25,14 @@ def main(argv: list[str]) -> int:
     """Runs `etfarm devices`."""
     later = ("reserve", "release", "drain", "undrain", "label")
     commands: dict[str, Command] = {"list": list_, "show": show, "restrict": restrict, "forget": forget}
-    # `restrict` has a --project of its own.
-    is_own = argv[:1] == ["restrict"]
-    return execute(
-        commands, argv, "devices", "Lists, shows, restricts and forgets the devices of the farm.", later, takes_project=not is_own
-    )
+    return execute(commands, argv, "devices", "Lists, shows, restricts and forgets the devices of the farm.", later)
 
 
 def list_(
     device: Annotated[str, typer.Option("--device", metavar="SELECTOR", help="Only those that match.")] = "",
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> None:
     """All known devices, offline ones included."""
     from rich.text import Text
@@ -80,6 +77,7 @@ def show(
     device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> None:
     """One device with all that is known of it."""
     from etfarm.client.aio import AsyncFarm
@@ -96,6 +94,7 @@ def forget(
     device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> None:
     """Remove an offline device from the farm. Its reports stay; it comes back when an agent announces it. Admins only."""
     from etfarm.client.aio import AsyncFarm

@@ -48,6 +48,7 @@ def history(
     ] = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> int:
     """How a model's numbers went: a table for each recipe, device, method and thread count, the newest report last.
 

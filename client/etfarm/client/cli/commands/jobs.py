@@ -27,6 +27,7 @@ def list_(
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="So many, the newest.")] = 20,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> None:
     """The jobs of the farm, newest first."""
     from etfarm.client.aio import AsyncFarm
@@ -72,7 +73,9 @@ def list_(
     output.show_table(heads, rows, right=("TOOK",), shrink=("NAME", "WHAT"))
 
 
-def show(job: options.JobId, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
+def show(
+    job: options.JobId, server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None
+) -> None:
     """One job and its cells."""
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
@@ -118,6 +121,7 @@ def watch(
     verbose: options.Verbose = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> int:
     """Waits for a job and shows its reports. Ctrl-C leaves the job alone: `etfarm jobs cancel` ends it."""
     from etfarm.client.aio import AsyncFarm
@@ -144,7 +148,9 @@ def watch(
     return run_async(follow, outcome)
 
 
-def cancel(job: options.JobId, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
+def cancel(
+    job: options.JobId, server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None
+) -> None:
     """Ends what is live of a job."""
     from etfarm.client.aio import AsyncFarm
 
@@ -166,6 +172,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is done.")] = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> None:
     """What the compilers and runners of a job printed."""
     from etfarm.client.aio import AsyncFarm

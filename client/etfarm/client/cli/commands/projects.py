@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     )
 
 
-def list_(server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
+def list_(server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None) -> None:
     """List your projects; an admin sees all."""
     _show(_call(lambda projects: projects.list(), server, tls_ca))
 
@@ -51,6 +51,7 @@ def create(
     storage: Storage = "",
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    owner: options.Project = None,
 ) -> None:
     """Create a project."""
     limit_bytes = size_of(storage)
@@ -65,6 +66,7 @@ def add(
     members: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of tokens.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    owner: options.Project = None,
 ) -> None:
     """Add members to a project. A member's first project replaces `default`, unless you add the member there as well."""
     _show([_each(members, lambda projects, name: projects.add_member(project, name), server, tls_ca)])
@@ -75,12 +77,15 @@ def remove(
     members: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of tokens.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    owner: options.Project = None,
 ) -> None:
     """Remove members from a project. Someone without any project is a member of `default`; to lock them out, revoke the token."""
     _show([_each(members, lambda projects, name: projects.remove_member(project, name), server, tls_ca)])
 
 
-def limit(project: Name, storage: Storage, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
+def limit(
+    project: Name, storage: Storage, server: options.Server = None, tls_ca: options.TlsCa = None, owner: options.Project = None
+) -> None:
     """Change the storage limit of a project's artifacts."""
     limit_bytes = size_of(storage)
     _show([_call(lambda projects: projects.limit(project, limit_bytes), server, tls_ca)])

@@ -26,6 +26,7 @@ def list_(
     available: Annotated[bool, typer.Option("--available", help="Only those that this farm can run.")] = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> None:
     """All recipes, plug-ins' too, those that this farm can run first."""
     from rich.text import Text
@@ -55,6 +56,7 @@ def show(
     ],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> None:
     """One recipe: what it does, its arguments, stages and digest, and whether this farm can run it."""
     from etfarm.client.cli.terminal import output

@@ -64,6 +64,7 @@ def run(
     verbose: options.Verbose = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> int:
     """Runs a program once on a device and fetches its outputs; or a data set, one sample after the other.
 

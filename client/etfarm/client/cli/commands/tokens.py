@@ -37,8 +37,7 @@ TokenId = Annotated[str, typer.Argument(metavar="ID", help="The token's id, as `
 def main(argv: list[str]) -> int:
     """Run `etfarm tokens`."""
     commands: dict[str, Command] = {"create": create, "list": list_, "revoke": revoke, "rotate": rotate}
-    # `create` has a --project of its own.
-    return execute(commands, argv, "tokens", _ABOUT, takes_project=argv[:1] != ["create"])
+    return execute(commands, argv, "tokens", _ABOUT)
 
 
 def create(
@@ -80,7 +79,9 @@ def create(
     _show_secret(token, secret, json)
 
 
-def list_(json: Json = None, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
+def list_(
+    json: Json = None, server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None
+) -> None:
     """List all tokens without their secrets, newest first; those of the server's --tokens file come last."""
     from etfarm.client.admin.access import open_access
     from etfarm.client.cli.terminal import output
@@ -114,7 +115,7 @@ def list_(json: Json = None, server: options.Server = None, tls_ca: options.TlsC
     output.show_table(heads, rows, shrink=("NAME", "AGENT"))
 
 
-def revoke(token: TokenId, server: options.Server = None, tls_ca: options.TlsCa = None) -> None:
+def revoke(token: TokenId, server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None) -> None:
     """Revoke a token at once, and end the calls that use it."""
     from etfarm.client.admin.access import open_access
 
@@ -131,6 +132,7 @@ def rotate(
     json: Json = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> None:
     """Replace a token's secret at once, and print the new one. It is not shown again."""
     from etfarm.client.admin.access import open_access

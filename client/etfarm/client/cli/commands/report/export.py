@@ -56,6 +56,7 @@ def export(
     ] = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> int:
     """A job's reports, or a file's, as JSON, CSV, Parquet, HTML, Markdown or a Perfetto trace; or ExecuTorch's own files."""
     outcome: Outcome = context.obj

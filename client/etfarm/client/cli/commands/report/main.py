@@ -37,6 +37,7 @@ def show(
     json: options.JsonFile = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> int:
     """A job's reports, those of cells that are done while it runs; or those of a file."""
     from rich.text import Text

@@ -24,6 +24,7 @@ def tag(
     remove: Annotated[bool, typer.Option("--remove", help="Take it away; `tag NAME --remove` does as well.")] = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> None:
     """Names a job, as a baseline: the name stands for it wherever a job's id does. It moves from the job that had it."""
     from etfarm.client.aio import AsyncFarm
@@ -50,6 +51,7 @@ def analyze(
     json: options.JsonFile = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> int:
     """Works a job's reports out again from the stored files, by the server's version, and keeps them in place of the old."""
     from etfarm.client.aio import AsyncFarm
