@@ -22,6 +22,7 @@ from etfarm.client.models import Agent, Bundle, Device, JobInfo, JobResult, Reci
 from etfarm.client.sessions.calls import Outputs
 from etfarm.client.sessions.program import ServedModel, SharedModel
 from etfarm.client.sessions.session import AsyncSession, Line, Told
+from etfarm.client.submit.bench_options import BenchOptions, device_choices, takes_keywords_of
 from etfarm.client.submit.calibration import Calibration
 from etfarm.client.submit.inputs import Inputs
 from etfarm.client.submit.preparation import ExampleInputs, Model
@@ -102,34 +103,8 @@ class AsyncFarm:
         """The hold on the embedded farm; None at a server that was named."""
         return self._connection.lease
 
-    async def bench(
-        self,
-        model: Model | Sequence[Model],
-        recipes: str | Sequence[str] = (DEFAULT_RECIPE,),
-        devices: str | Sequence[str] = ("",),
-        *,
-        all_devices: bool = False,
-        example_inputs: ExampleInputs | None = None,
-        calibration: Calibration | None = None,
-        batched: bool = False,
-        data: Sequence[str | Path] = (),
-        inputs: Inputs | None = None,
-        methods: Sequence[str] = (),
-        threads: Sequence[int] = (),
-        cores: str = "",
-        iterations: int | None = None,
-        warmup: int | None = None,
-        min_time_s: float | None = None,
-        profile: bool = True,
-        numerics: bool = False,
-        interleave: bool = False,
-        name: str = "",
-        labels: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        priority: int = 0,
-        no_cache: bool = False,
-        on_upload: transfers.Moved | None = None,
-    ) -> AsyncJob:
+    @takes_keywords_of(BenchOptions)
+    async def bench(self, model: Model | Sequence[Model], options: BenchOptions) -> AsyncJob:
         """Submits a benchmark: each model with each recipe, on each device choice, with each method and thread count.
 
         Args:
@@ -146,32 +121,19 @@ class AsyncFarm:
                 compiled beside the one that is timed, and run once. Not of ready programs.
             interleave: measure the candidates of each device choice, method and thread count in turns, on one device: two at
                 least. `report.interleaved` then compares each with the first, round by round.
+            options: all others, which `etfarm.client.submit.bench_options.BenchOptions` lists.
 
         Raises:
             EtfarmError: a model, recipe, selector or input is wrong, or the server refuses the job.
         """
-        measurement = job_pb2.Measurement(
-            warmup=warmup,
-            iterations=iterations,
-            min_time_s=min_time_s,
-            no_profile=not profile,
-            numerics=numerics,
-            cores=cores,
-            interleave=interleave,
+        return await self.submit_bench(model, options)
+
+    async def submit_bench(self, model: Model | Sequence[Model], options: BenchOptions) -> AsyncJob:
+        """Submit a benchmark whose options are one object; otherwise as `bench`."""
+        given = Given(
+            model, options.recipes, options.example_inputs, options.calibration, options.batched, options.data, options.inputs
         )
-        spec = job_pb2.JobSpec(
-            name=name,
-            labels=labels,
-            devices=_choices(devices, all_devices),
-            methods=methods,
-            threads=threads,
-            measurement=measurement,
-            priority=priority,
-            timeout_s=timeout_s,
-            no_cache=no_cache,
-        )
-        given = Given(model, recipes, example_inputs, calibration, batched, data, inputs)
-        return await self._submit(spec, given, on_upload)
+        return await self._submit(options.job_spec(), given, options.on_upload)
 
     async def compile(
         self,
@@ -229,7 +191,7 @@ class AsyncFarm:
         """
         spec = job_pb2.JobSpec(
             name=name,
-            devices=_choices(device, all_devices=False),
+            devices=device_choices(device, all_devices=False),
             methods=methods,
             threads=[threads] if threads else [],
             timeout_s=timeout_s,
@@ -519,8 +481,3 @@ class AsyncFarm:
             async with asyncio.timeout(GIVE_UP_S):
                 await AsyncJob(stubs, await submitting).cancel()
             raise
-
-
-def _choices(devices: str | Iterable[str], all_devices: bool) -> list[job_pb2.DeviceChoice]:
-    wanted = [devices] if isinstance(devices, str) else list(devices)
-    return [job_pb2.DeviceChoice(selector=selector, all=all_devices) for selector in wanted or [""]]

@@ -26,6 +26,7 @@ from etfarm.client.models import (
 )
 from etfarm.client.sessions.calls import Outputs
 from etfarm.client.sessions.session import Session, Told
+from etfarm.client.submit.bench_options import BenchOptions, takes_keywords_of
 from etfarm.client.submit.calibration import Calibration
 from etfarm.client.submit.inputs import Inputs
 from etfarm.client.submit.preparation import ExampleInputs, Model
@@ -165,63 +166,10 @@ class Farm:
         """The server's address."""
         return self._farm.address
 
-    def bench(
-        self,
-        model: Model | Sequence[Model],
-        recipes: str | Sequence[str] = (DEFAULT_RECIPE,),
-        devices: str | Sequence[str] = ("",),
-        *,
-        all_devices: bool = False,
-        example_inputs: ExampleInputs | None = None,
-        calibration: Calibration | None = None,
-        batched: bool = False,
-        data: Sequence[str | Path] = (),
-        inputs: Inputs | None = None,
-        methods: Sequence[str] = (),
-        threads: Sequence[int] = (),
-        cores: str = "",
-        iterations: int | None = None,
-        warmup: int | None = None,
-        min_time_s: float | None = None,
-        profile: bool = True,
-        numerics: bool = False,
-        interleave: bool = False,
-        name: str = "",
-        labels: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        priority: int = 0,
-        no_cache: bool = False,
-        on_upload: transfers.Moved | None = None,
-    ) -> Job:
+    @takes_keywords_of(BenchOptions)
+    def bench(self, model: Model | Sequence[Model], options: BenchOptions) -> Job:
         """As AsyncFarm.bench."""
-        return self._job(
-            self._farm.bench(
-                model,
-                recipes,
-                devices,
-                all_devices=all_devices,
-                example_inputs=example_inputs,
-                calibration=calibration,
-                batched=batched,
-                data=data,
-                inputs=inputs,
-                methods=methods,
-                threads=threads,
-                cores=cores,
-                iterations=iterations,
-                warmup=warmup,
-                min_time_s=min_time_s,
-                profile=profile,
-                numerics=numerics,
-                interleave=interleave,
-                name=name,
-                labels=labels,
-                timeout_s=timeout_s,
-                priority=priority,
-                no_cache=no_cache,
-                on_upload=on_upload,
-            )
-        )
+        return self._job(self._farm.submit_bench(model, options))
 
     def compile(
         self,

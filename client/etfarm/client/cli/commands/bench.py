@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -123,31 +124,32 @@ def bench(
     from etfarm.client.cli.workflows import job as flow
     from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.models import JobResult, JobState
+    from etfarm.client.submit.bench_options import BenchOptions
     from etfarm.client.submit.prepared import PreparedModel
 
+    chosen = BenchOptions(
+        recipes or [DEFAULT_RECIPE],
+        device or [""],
+        all_devices=all_devices,
+        inputs=inputs,
+        methods=methods,
+        threads=counts,
+        cores=cores,
+        iterations=iterations,
+        warmup=warmup,
+        min_time_s=min_time,
+        profile=not no_profile,
+        numerics=numerics,
+        interleave=interleave,
+        name=name,
+        labels=labels,
+        timeout_s=timeout,
+        priority=priority,
+        no_cache=no_cache,
+    )
+
     async def submit(farm: AsyncFarm, prepared: list[PreparedModel], display: Display) -> AsyncJob:
-        return await farm.bench(
-            prepared,
-            recipes or [DEFAULT_RECIPE],
-            device or [""],
-            all_devices=all_devices,
-            inputs=inputs,
-            methods=methods,
-            threads=counts,
-            cores=cores,
-            iterations=iterations,
-            warmup=warmup,
-            min_time_s=min_time,
-            profile=not no_profile,
-            numerics=numerics,
-            interleave=interleave,
-            name=name,
-            labels=labels,
-            timeout_s=timeout,
-            priority=priority,
-            no_cache=no_cache,
-            on_upload=display.moved,
-        )
+        return await farm.submit_bench(prepared, replace(chosen, on_upload=display.moved))
 
     async def finish(job: AsyncJob, result: JobResult, display: Display) -> None:
         display.stop()

@@ -1,0 +1,131 @@
+"""The options of a benchmark: one frozen object from the caller's keywords to the JobSpec."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from etfarm.client.submit.calibration import Calibration
+from etfarm.client.submit.inputs import Inputs
+from etfarm.client.submit.preparation import ExampleInputs
+from etfarm.client.submit.recipes import DEFAULT_RECIPE
+from etfarm.client.transport import transfers
+from etfarm.v1 import job_pb2
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """The options of one benchmark, beside its models."""
+
+    recipes: str | Sequence[str] = (DEFAULT_RECIPE,)
+    """Names with arguments, several joined by +, or TOML files, as on the command line."""
+    devices: str | Sequence[str] = ("",)
+    """Selectors; each is one cell on one matching device, or one per match with `all_devices`."""
+    _: KW_ONLY
+    all_devices: bool = False
+    example_inputs: ExampleInputs | None = None
+    """forward's arguments, for an nn.Module; by method for a dict of modules."""
+    calibration: Calibration | None = None
+    """Samples for static quantization in place of the models' own."""
+    batched: bool = False
+    """Whether axis 0 of every array of `calibration` is the samples'."""
+    data: Sequence[str | Path] = ()
+    """Named data files (.ptd) of a ready program."""
+    inputs: Inputs | None = None
+    """Inputs of the programs; the models' own example inputs when None."""
+    methods: Sequence[str] = ()
+    """Methods to measure; forward, or the only one, when empty."""
+    threads: Sequence[int] = ()
+    """Thread counts; the number of cores of the fastest cluster when empty."""
+    cores: str = ""
+    """big, little, or CPUs such as 0-3."""
+    iterations: int | None = None
+    """Minimum number of timed iterations."""
+    warmup: int | None = None
+    """Number of iterations that are not counted; until the latency is steady when None."""
+    min_time_s: float | None = None
+    """Minimum duration of the timed iterations, in seconds."""
+    profile: bool = True
+    """Whether a traced pass gives the operators."""
+    numerics: bool = False
+    """Whether the outputs of each operator are compared too."""
+    interleave: bool = False
+    """Whether the candidates are measured in turns, on one device."""
+    name: str = ""
+    """The job's name."""
+    labels: Mapping[str, str] | None = None
+    """The job's labels."""
+    timeout_s: float | None = None
+    """Limit of one run, in seconds; the server's default when None."""
+    priority: int = 0
+    """Jobs with a higher priority run first."""
+    no_cache: bool = False
+    """Whether to compile again what the farm has compiled before."""
+    on_upload: transfers.Moved | None = None
+    """Callback with the number of bytes sent and their total."""
+
+    def job_spec(self) -> job_pb2.JobSpec:
+        """Return the JobSpec, without its candidates and inputs."""
+        measurement = job_pb2.Measurement(
+            warmup=self.warmup,
+            iterations=self.iterations,
+            min_time_s=self.min_time_s,
+            no_profile=not self.profile,
+            numerics=self.numerics,
+            cores=self.cores,
+            interleave=self.interleave,
+        )
+        return job_pb2.JobSpec(
+            name=self.name,
+            labels=self.labels,
+            devices=device_choices(self.devices, all_devices=self.all_devices),
+            methods=self.methods,
+            threads=self.threads,
+            measurement=measurement,
+            priority=self.priority,
+            timeout_s=self.timeout_s,
+            no_cache=self.no_cache,
+        )
+
+
+def device_choices(devices: str | Iterable[str], *, all_devices: bool) -> list[job_pb2.DeviceChoice]:
+    """Return the device choices of one or several selectors; that of any device when there is no selector."""
+    selectors = [devices] if isinstance(devices, str) else list(devices)
+    return [job_pb2.DeviceChoice(selector=selector, all=all_devices) for selector in selectors or [""]]
+
+
+FarmT = TypeVar("FarmT")
+ModelT = TypeVar("ModelT")
+OptionsT = TypeVar("OptionsT")
+ResultT = TypeVar("ResultT")
+P = ParamSpec("P")
+
+
+def takes_keywords_of(
+    options_type: Callable[P, OptionsT],
+) -> Callable[[Callable[[FarmT, ModelT, OptionsT], ResultT]], Callable[Concatenate[FarmT, ModelT, P], ResultT]]:
+    """Return a decorator that replaces a method's options object by the keywords of `options_type`.
+
+    Type checkers and `help` show the keywords, so that they are written down once, as the fields of a frozen dataclass.
+    """
+
+    def decorate(method: Callable[[FarmT, ModelT, OptionsT], ResultT]) -> Callable[Concatenate[FarmT, ModelT, P], ResultT]:
+        @functools.wraps(method)
+        def call(self: FarmT, model: ModelT, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+            return method(self, model, options_type(*args, **kwargs))
+
+        call.__signature__ = _signature(method, options_type)  # type: ignore[attr-defined]
+        return call  # type: ignore[return-value]  # mypy: a Concatenate has no parameter names
+
+    return decorate
+
+
+def _signature(method: Callable[..., Any], options_type: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of `method` with the parameters of `options_type` in place of its last one."""
+    signature = inspect.signature(method)
+    own = list(signature.parameters.values())[:-1]
+    return signature.replace(parameters=[*own, *inspect.signature(options_type).parameters.values()])
