@@ -20,8 +20,8 @@ from etfarm.client.errors import JobFailed, SeveralReports, exit_code
 from etfarm.client.jobs.file_names import data_file_name, method_file
 from etfarm.client.jobs.job import AsyncJob
 from etfarm.client.models import CellChanged, JobChanged, JobResult, LogLine, Progress, Record
+from etfarm.client.submit.input_names import InputMissing, UnknownInput
 from etfarm.client.submit.inputs import InputsDiffer
-from etfarm.client.submit.npz import InputMissing, UnknownInput
 from etfarm.client.submit.preparation import BadModel, prepare
 from etfarm.client.submit.prepared import PreparedExport, PreparedMethod, PreparedModel
 from etfarm.client.submit.recipes import read_recipe

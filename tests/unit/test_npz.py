@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from etfarm.client.submit import npz
+from etfarm.client.submit import input_names, npz
 from etfarm.wire.tensors import Scalar, Tensor, from_array, to_array
 
 
@@ -46,9 +46,9 @@ def test_a_file_without_keys_gives_a_method_none(tmp_path: Path) -> None:
     assert npz.read_inputs(path, {"reset": []}) == {"reset": []}
     for batched in (False, True):
         (sample,) = npz.read_samples(path, batched=batched)
-        with pytest.raises(npz.InputMissing, match="forward: the input 'x' is missing"):
-            npz.order(npz.by_method(sample, ["forward"])["forward"], ["x"], "forward")
-    with pytest.raises(npz.InputMissing, match=r"No input is given\. The methods are encode, decode\."):
+        with pytest.raises(input_names.InputMissing, match="forward: the input 'x' is missing"):
+            input_names.order(input_names.by_method(sample, ["forward"])["forward"], ["x"], "forward")
+    with pytest.raises(input_names.InputMissing, match=r"No input is given\. The methods are encode, decode\."):
         npz.read_inputs(path, {"encode": ["x"], "decode": ["x"]})
 
 
@@ -56,7 +56,7 @@ def test_a_key_without_a_method_is_the_only_methods_or_forwards(tmp_path: Path) 
     path = saved(tmp_path, x=np.zeros(1, np.float32))
     assert list(npz.read_inputs(path, {"encode": ["x"]})) == ["encode"]
     assert list(npz.read_inputs(path, {"encode": ["x"], "forward": ["x"]})) == ["forward"]
-    with pytest.raises(npz.UnknownInput, match="The methods are encode, decode"):
+    with pytest.raises(input_names.UnknownInput, match="The methods are encode, decode"):
         npz.read_inputs(path, {"encode": ["x"], "decode": ["x"]})
 
 
@@ -110,19 +110,19 @@ def test_fortran_order_and_foreign_byte_order_become_plain(tmp_path: Path) -> No
 
 def test_keys_that_do_not_fit_are_told_with_those_that_would() -> None:
     one = Scalar("", 1)
-    with pytest.raises(npz.UnknownInput, match=r"no input 'z'.*The inputs are x, y") as unknown:
-        npz.order({"x": one, "z": one}, ["x", "y"])
+    with pytest.raises(input_names.UnknownInput, match=r"no input 'z'.*The inputs are x, y") as unknown:
+        input_names.order({"x": one, "z": one}, ["x", "y"])
     assert unknown.value.metadata["inputs"] == "x,y"
-    with pytest.raises(npz.UnknownInput):
-        npz.order({"2": one}, ["x", "y"])
-    with pytest.raises(npz.InputMissing, match="'y' is missing"):
-        npz.order({"x": one}, ["x", "y"])
-    with pytest.raises(npz.DuplicateInput, match="'x' and '0' are one input"):
-        npz.order({"x": one, "0": one, "y": one}, ["x", "y"])
+    with pytest.raises(input_names.UnknownInput):
+        input_names.order({"2": one}, ["x", "y"])
+    with pytest.raises(input_names.InputMissing, match="'y' is missing"):
+        input_names.order({"x": one}, ["x", "y"])
+    with pytest.raises(input_names.DuplicateInput, match="'x' and '0' are one input"):
+        input_names.order({"x": one, "0": one, "y": one}, ["x", "y"])
 
 
 def test_a_name_wins_over_a_place() -> None:
-    values = npz.order({"arr_0": Scalar("", 1), "0": Scalar("", 2)}, ["x", "arr_0"])
+    values = input_names.order({"arr_0": Scalar("", 1), "0": Scalar("", 2)}, ["x", "arr_0"])
     assert values == [Scalar("x", 2), Scalar("arr_0", 1)]
 
 
@@ -174,7 +174,7 @@ def test_the_samples_of_a_batch_keep_the_dim_order_that_the_file_says(tmp_path: 
     images = np.arange(2 * 3 * 4 * 5, dtype=np.float32).reshape(2, 3, 4, 5)
     np.savez(tmp_path / "batch.npz", x=images, **{"x.dim_order": np.array([0, 2, 3, 1])})
     for image, sample in zip(images, npz.read_samples(tmp_path / "batch.npz", batched=True), strict=True):
-        value = sample[npz.UNSAID]["x"]
+        value = sample[input_names.UNSAID]["x"]
         assert isinstance(value, Tensor)
         assert value.dim_order == (1, 2, 0)
         np.testing.assert_array_equal(to_array(value), image)

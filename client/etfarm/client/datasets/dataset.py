@@ -24,7 +24,7 @@ from etfarm.client.errors import EtfarmError, Fault
 from etfarm.client.models import Device
 from etfarm.client.sessions.calls import Outputs
 from etfarm.client.sessions.session import AsyncSession, Told
-from etfarm.client.submit import npz
+from etfarm.client.submit import input_names
 from etfarm.client.submit.inputs import in_order, value_of
 from etfarm.wire.errors import error_of
 from etfarm.wire.tensors import Scalar, Tensor, Value, to_array
@@ -355,23 +355,23 @@ class Dataset:
         for key, value in sample.values.items():
             said, slash, rest = key.partition("/")
             own = rest if slash and said == method else key
-            if npz.place_of(own, names) is None:
+            if input_names.place_of(own, names) is None:
                 if not self._labels:
                     there = f"The inputs are {', '.join(names)}" if names else "There are no inputs"
-                    raise npz.UnknownInput(
+                    raise input_names.UnknownInput(
                         f"{method}: there is no input {key!r}.", f"{there}; for a metric it would be a label.", key=key
                     )
                 labels[key] = _plain(value)
             elif own in inputs:
                 said = f"{method}: the input {own!r} is given twice, with its method and without."
-                raise npz.DuplicateInput(said, method=method, key=own)
+                raise input_names.DuplicateInput(said, method=method, key=own)
             else:
                 inputs[own] = value_of(own, value)
         try:
-            return _by_name(npz.order(inputs, names, method), names), labels
-        except npz.InputMissing as error:
+            return _by_name(input_names.order(inputs, names, method), names), labels
+        except input_names.InputMissing as error:
             beside = f" Beside them there is {', '.join(labels)}." if labels else ""
-            raise npz.InputMissing(error.message, f"{error.remedy}{beside}", **error.metadata) from None
+            raise input_names.InputMissing(error.message, f"{error.remedy}{beside}", **error.metadata) from None
 
 
 def _by_name(values: Sequence[Value], names: Sequence[str]) -> dict[str, Value]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from etfarm.client.export.errors import CalibrationMismatch, NoCalibrationSamples
-from etfarm.client.submit import npz
+from etfarm.client.submit import input_names, npz
 from etfarm.client.submit.inputs import Arrays, in_order, named_arrays
 from etfarm.wire import digest, tensors
 
@@ -53,7 +53,7 @@ def calibrated(
     return replace(export, methods=methods)
 
 
-def _samples(calibration: Calibration, batched: bool) -> Iterator[tuple[str, Mapping[str, npz.Named]]]:
+def _samples(calibration: Calibration, batched: bool) -> Iterator[tuple[str, Mapping[str, input_names.Named]]]:
     """Each sample with what errors call it."""
     if isinstance(calibration, str | Path):
         yield from npz.labelled_samples(Path(calibration), batched=batched)
@@ -67,13 +67,13 @@ def _samples(calibration: Calibration, batched: bool) -> Iterator[tuple[str, Map
 
 
 def _in_order(
-    label: str, named: Mapping[str, npz.Named], export: PreparedExport, model: str
+    label: str, named: Mapping[str, input_names.Named], export: PreparedExport, model: str
 ) -> Iterator[tuple[str, list[tensors.Value]]]:
     """A sample's values by method, in its inputs' order; what does not fit is told with the sample's name."""
     try:
-        for method, values in npz.by_method(named, list(export.methods)).items():
+        for method, values in input_names.by_method(named, list(export.methods)).items():
             yield method, in_order(values, export.methods[method].input_names, model, method)
-    except (npz.UnknownInput, npz.InputMissing, npz.DuplicateInput) as error:
+    except (input_names.UnknownInput, input_names.InputMissing, input_names.DuplicateInput) as error:
         metadata = {**error.metadata, "sample": label}
         raise type(error)(f"Calibration sample {label}: {error.message}", error.remedy, **metadata) from None
 

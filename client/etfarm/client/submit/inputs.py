@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from etfarm.client.errors import UserError
-from etfarm.client.submit import npz
+from etfarm.client.submit import input_names, npz
 from etfarm.wire import tensors
 
 if TYPE_CHECKING:
@@ -29,15 +29,15 @@ class InputsDiffer(UserError):
     reason = "INPUTS_DIFFER"
 
 
-def named_arrays(given: Arrays) -> dict[str, npz.Named]:
+def named_arrays(given: Arrays) -> dict[str, input_names.Named]:
     """Arrays by method and name, as `npz.read_named` gives those of a file."""
     pairs = given.items() if isinstance(given, Mapping) else ((str(i), array) for i, array in enumerate(given))
-    named: dict[str, npz.Named] = {}
+    named: dict[str, input_names.Named] = {}
     for key, array in pairs:
         method, slash, rest = key.partition("/")
-        method, name = (method, rest) if slash else (npz.UNSAID, key)
+        method, name = (method, rest) if slash else (input_names.UNSAID, key)
         named.setdefault(method, {})[name] = value_of(name, array)
-    return named or {npz.UNSAID: {}}
+    return named or {input_names.UNSAID: {}}
 
 
 def values_of(inputs: Inputs, model: PreparedModel, methods: Sequence[str]) -> dict[str, list[tensors.Value]]:
@@ -51,7 +51,7 @@ def values_of(inputs: Inputs, model: PreparedModel, methods: Sequence[str]) -> d
         named = {method: {} for method in methods or (["forward"] if "forward" in known else known)}
     label = model.program.name if model.program is not None else model.name
     result = {}
-    for method, values in npz.by_method(named, known).items():
+    for method, values in input_names.by_method(named, known).items():
         names = model.methods[method].input_names if method in model.methods else ()
         result[method] = in_order(values, names, label, method)
     return result
@@ -65,18 +65,20 @@ def in_order(values: Mapping[str, tensors.Value], names: Sequence[str], model: s
         InputMissing, DuplicateInput: an input is left out, or there twice.
     """
     if names:
-        return npz.order(values, names, method)
+        return input_names.order(values, names, method)
     for key in values:
         place = key.removeprefix("arr_")
         if not (place.isascii() and place.isdecimal()):
             said = f"{model} has no input names: use 0, 1, ... as keys, not {key!r}."
-            raise npz.UnknownInput(said, method=method, key=key)
+            raise input_names.UnknownInput(said, method=method, key=key)
     last = max((int(key.removeprefix("arr_")) for key in values), default=-1)
     if last >= len(values):
         taken = {int(key.removeprefix("arr_")) for key in values}
         missing = next(place for place in range(last) if place not in taken)
-        raise npz.InputMissing(f"{method}: the input {missing} is missing.", f"There is {last}.", method=method, missing=missing)
-    return npz.order(values, [str(place) for place in range(last + 1)], method)
+        raise input_names.InputMissing(
+            f"{method}: the input {missing} is missing.", f"There is {last}.", method=method, missing=missing
+        )
+    return input_names.order(values, [str(place) for place in range(last + 1)], method)
 
 
 def value_of(name: str, value: Any) -> tensors.Value:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import io
 import lzma
 import math
-import re
 import tokenize
 import zipfile
 import zlib
@@ -24,15 +23,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from etfarm.wire.errors import Kind, UserError
+from etfarm.client.submit.input_names import UNSAID, Named, by_method, order
+from etfarm.wire.errors import UserError
 from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value, dtype_of, from_array, to_array
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-UNSAID = ""
-"""The method of keys without `METHOD/`."""
 
 _FOREIGN = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 _SCALAR = "scalar"
@@ -40,10 +37,6 @@ DTYPE = ".dtype"
 """After a key: its sibling that tells what the array is, where npz has no type for it."""
 
 _DIM_ORDER = ".dim_order"
-_PLACE = re.compile(r"(?:arr_)?(\d+)\Z")
-
-Named = dict[str, Value]
-"""Values by the key that the file has, without `METHOD/`, in the file's order."""
 
 
 class InputFileUnreadable(UserError):
@@ -56,25 +49,6 @@ class UnsupportedInputArray(UserError):
     """An array of an inputs file has a dtype that no program takes, or a wrong `.dtype` beside it."""
 
     reason = "UNSUPPORTED_INPUT"
-
-
-class UnknownInput(UserError):
-    """An inputs file has a key that is no input."""
-
-    reason = "UNKNOWN_INPUT"
-    kind = Kind.NOT_FOUND
-
-
-class DuplicateInput(UserError):
-    """Two keys of an inputs file are one input."""
-
-    reason = "DUPLICATE_INPUT"
-
-
-class InputMissing(UserError):
-    """An inputs file lacks an input."""
-
-    reason = "INPUT_MISSING"
 
 
 class OutputFileUnwritable(UserError):
@@ -146,84 +120,6 @@ def read_inputs(path: Path, methods: Mapping[str, Sequence[str]]) -> dict[str, l
     """
     named = read_named(path)
     return {method: order(values, methods[method], method) for method, values in by_method(named, methods).items()}
-
-
-def by_method(named: Mapping[str, Named], methods: Sequence[str] | Mapping[str, object]) -> dict[str, Named]:
-    """`named` with keys of no method given to the only one, or to forward where there are several.
-
-    Raises:
-        UnknownInput: a key's method is not in `methods`, or nobody can say which method is meant.
-        InputMissing: nor where there is no key.
-        DuplicateInput: one key is there with and without its method.
-    """
-    known = list(methods)
-    default = known[0] if len(known) == 1 else "forward"
-    result: dict[str, Named] = {}
-    for said, values in named.items():
-        method = said or default
-        if method not in known:
-            if not values:
-                raise InputMissing("No input is given.", f"The methods are {', '.join(known)}.", methods=",".join(known))
-            first = next(iter(values))
-            key = f"{said}/{first}" if said else first
-            raise UnknownInput(
-                f"The input {key!r} belongs to no method.",
-                f"The methods are {', '.join(known)}.",
-                key=key,
-                methods=",".join(known),
-            )
-        # One without values too: that it was given none is not the same as that nobody spoke of it.
-        own = result.setdefault(method, {})
-        for name, value in values.items():
-            if name in own:
-                raise DuplicateInput(
-                    f"{method}: the input {name!r} is given twice, with its method and without.", method=method, key=name
-                )
-            own[name] = value
-    return result
-
-
-def place_of(key: str, names: Sequence[str]) -> int | None:
-    """The place of the input that a key means: by its name, or by its place where no input is called so; None where none."""
-    if key in names:
-        return list(names).index(key)
-    digits = _PLACE.match(key)
-    return int(digits[1]) if digits and int(digits[1]) < len(names) else None
-
-
-def order(named: Mapping[str, Value], names: Sequence[str], method: str = "") -> list[Value]:
-    """The values in the order of `names`, the inputs in flattened order, and called by them.
-
-    A key is a name, or a place where no input is called so.
-
-    Raises:
-        UnknownInput: a key is neither.
-        DuplicateInput: two keys are one input.
-        InputMissing: an input has no key.
-    """
-    prefix = f"{method}: " if method else ""
-    there = f"The inputs are {', '.join(names)}." if names else "There are no inputs."
-    found: dict[int, Value] = {}
-    keys: dict[int, str] = {}
-    for key, value in named.items():
-        place = place_of(key, names)
-        if place is None:
-            raise UnknownInput(f"{prefix}there is no input {key!r}.", there, method=method, key=key, inputs=",".join(names))
-        if place in found:
-            raise DuplicateInput(
-                f"{prefix}{keys[place]!r} and {key!r} are one input, {names[place]!r}.", "Give it once.", method=method, key=key
-            )
-        found[place], keys[place] = _called(names[place], value), key
-    missing = [name for place, name in enumerate(names) if place not in found]
-    if missing:
-        raise InputMissing(
-            f"{prefix}the input {missing[0]!r} is missing.",
-            there,
-            method=method,
-            missing=",".join(missing),
-            inputs=",".join(names),
-        )
-    return [found[place] for place in range(len(names))]
 
 
 def write_outputs(
@@ -424,12 +320,6 @@ def _at(value: Value, index: int) -> Value:
         return value
     order = tuple(dim - 1 for dim in value.dim_order if dim)
     return from_array(value.name, to_array(value)[index], order)
-
-
-def _called(name: str, value: Value) -> Value:
-    if isinstance(value, Scalar):
-        return Scalar(name, value.value)
-    return Tensor(name, value.dtype, value.shape, value.data, value.dim_order)
 
 
 def entries(

@@ -1,0 +1,124 @@
+"""Names of inputs: the keys of a file or mapping, matched to the methods and inputs of a program.
+
+A key is an input's name, or its place `0`, `1`, ... in flattened order (`arr_0`, as np.savez calls them, works too).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.tensors import Scalar, Tensor, Value
+
+UNSAID = ""
+"""The method of keys without `METHOD/`."""
+
+_PLACE = re.compile(r"(?:arr_)?(\d+)\Z")
+
+
+Named = dict[str, Value]
+"""Values by the key that the file has, without `METHOD/`, in the file's order."""
+
+
+class UnknownInput(UserError):
+    """An inputs file has a key that is no input."""
+
+    reason = "UNKNOWN_INPUT"
+    kind = Kind.NOT_FOUND
+
+
+class DuplicateInput(UserError):
+    """Two keys of an inputs file are one input."""
+
+    reason = "DUPLICATE_INPUT"
+
+
+class InputMissing(UserError):
+    """An inputs file lacks an input."""
+
+    reason = "INPUT_MISSING"
+
+
+def by_method(named: Mapping[str, Named], methods: Sequence[str] | Mapping[str, object]) -> dict[str, Named]:
+    """`named` with keys of no method given to the only one, or to forward where there are several.
+
+    Raises:
+        UnknownInput: a key's method is not in `methods`, or nobody can say which method is meant.
+        InputMissing: nor where there is no key.
+        DuplicateInput: one key is there with and without its method.
+    """
+    known = list(methods)
+    default = known[0] if len(known) == 1 else "forward"
+    result: dict[str, Named] = {}
+    for said, values in named.items():
+        method = said or default
+        if method not in known:
+            if not values:
+                raise InputMissing("No input is given.", f"The methods are {', '.join(known)}.", methods=",".join(known))
+            first = next(iter(values))
+            key = f"{said}/{first}" if said else first
+            raise UnknownInput(
+                f"The input {key!r} belongs to no method.",
+                f"The methods are {', '.join(known)}.",
+                key=key,
+                methods=",".join(known),
+            )
+        # One without values too: that it was given none is not the same as that nobody spoke of it.
+        own = result.setdefault(method, {})
+        for name, value in values.items():
+            if name in own:
+                raise DuplicateInput(
+                    f"{method}: the input {name!r} is given twice, with its method and without.", method=method, key=name
+                )
+            own[name] = value
+    return result
+
+
+def place_of(key: str, names: Sequence[str]) -> int | None:
+    """The place of the input that a key means: by its name, or by its place where no input is called so; None where none."""
+    if key in names:
+        return list(names).index(key)
+    digits = _PLACE.match(key)
+    return int(digits[1]) if digits and int(digits[1]) < len(names) else None
+
+
+def order(named: Mapping[str, Value], names: Sequence[str], method: str = "") -> list[Value]:
+    """The values in the order of `names`, the inputs in flattened order, and called by them.
+
+    A key is a name, or a place where no input is called so.
+
+    Raises:
+        UnknownInput: a key is neither.
+        DuplicateInput: two keys are one input.
+        InputMissing: an input has no key.
+    """
+    prefix = f"{method}: " if method else ""
+    there = f"The inputs are {', '.join(names)}." if names else "There are no inputs."
+    found: dict[int, Value] = {}
+    keys: dict[int, str] = {}
+    for key, value in named.items():
+        place = place_of(key, names)
+        if place is None:
+            raise UnknownInput(f"{prefix}there is no input {key!r}.", there, method=method, key=key, inputs=",".join(names))
+        if place in found:
+            raise DuplicateInput(
+                f"{prefix}{keys[place]!r} and {key!r} are one input, {names[place]!r}.", "Give it once.", method=method, key=key
+            )
+        found[place], keys[place] = _called(names[place], value), key
+    missing = [name for place, name in enumerate(names) if place not in found]
+    if missing:
+        raise InputMissing(
+            f"{prefix}the input {missing[0]!r} is missing.",
+            there,
+            method=method,
+            missing=",".join(missing),
+            inputs=",".join(names),
+        )
+    return [found[place] for place in range(len(names))]
+
+
+def _called(name: str, value: Value) -> Value:
+    if isinstance(value, Scalar):
+        return Scalar(name, value.value)
+    return Tensor(name, value.dtype, value.shape, value.data, value.dim_order)
