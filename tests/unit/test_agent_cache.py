@@ -15,7 +15,8 @@ from typing import Any
 import grpc
 import pytest
 
-from etfarm.device_agents.attempts.cache import BundleUnusable, Cache, Transfers
+from etfarm.device_agents.attempts.cache import BundleUnusable, Cache
+from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.errors import DiskFull, MalformedDigest
 from etfarm.device_agents.runners.bundle import BundledFile, BundleManifest
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2

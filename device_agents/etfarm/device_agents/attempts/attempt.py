@@ -16,11 +16,12 @@ from typing import Final
 import grpc
 
 from etfarm.device_agents.attempts import numerics
-from etfarm.device_agents.attempts.cache import Cache, Lease, Transfers
+from etfarm.device_agents.attempts.cache import Cache, Lease
 from etfarm.device_agents.attempts.fault_attribution import ABNORMAL_EXITS, attribute_fault, self_test_limit_s
 from etfarm.device_agents.attempts.fetch import attempt_limit_s, fetch_program
 from etfarm.device_agents.attempts.passes import Passes, plan_of, traced_iterations
 from etfarm.device_agents.attempts.progress import CandidateProgress, OnRunProgress
+from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.device.inventory import choose_cpus, choose_threads, format_cpu_list
 from etfarm.device_agents.errors import NotReached, SelfTestFailed, TransferTimedOut

@@ -1,7 +1,4 @@
-"""Step 6 of a job's way: the artifacts that a run needs, on this machine's disk, verified, and kept for the next run.
-
-And the way back, step 8: `Transfers` carries artifacts in both directions, patient with a link that is cut.
-"""
+"""The artifact cache: the files that runs need, on this machine's disk, verified, and kept for the next run."""
 
 from __future__ import annotations
 
@@ -10,41 +7,21 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final
 
-import grpc
-
+from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.errors import DiskFull, MalformedDigest
-from etfarm.device_agents.jail.box import require_plain_file
 from etfarm.device_agents.runners.bundle import BadBundle, Bundle, unpack
-from etfarm.v1 import artifact_pb2, common_pb2
-from etfarm.wire import chunks, digest
+from etfarm.v1 import common_pb2
+from etfarm.wire import digest
 from etfarm.wire.chunks import Progressed
 from etfarm.wire.errors import DeviceError
-from etfarm.wire.status import from_rpc_error
-
-if TYPE_CHECKING:
-    from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-_TRY_AGAIN: Final = frozenset(
-    {
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.ABORTED,
-        grpc.StatusCode.OUT_OF_RANGE,
-        # What a server that is going down gives the streams under way.
-        grpc.StatusCode.CANCELLED,
-    }
-)
-_FULL: Final = frozenset({"DISK_FULL", "QUOTA_EXCEEDED"})
-"""Reasons for which the server has no room for a result now. The agent waits, so that no measurement is lost."""
-_CORRUPTIONS: Final = 3
-"""Times that one artifact may arrive damaged before it is no accident."""
 _MODE: Final = 0o444
 """Mode of a complete artifact: read-only, and readable for a runner of another user that has a link to it."""
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -56,73 +33,16 @@ class BundleUnusable(DeviceError):
     reason = "DEVICE_BUNDLE_UNUSABLE"
 
 
-class Transfers:
-    """Artifacts from and to the server. A cut link or a server that restarts is waited for, without an end of its own:
-    cancel, or set a deadline around.
-
-    Args:
-        stub: of the connection.
-        pauses: gives the seconds to wait before each further try of one transfer.
-    """
-
-    def __init__(self, stub: ArtifactServiceAsyncStub, pauses: Callable[[], Iterator[float]]) -> None:
-        self._stub = stub
-        self._pauses = pauses
-
-    async def download(self, artifact: common_pb2.Artifact, path: Path, on_progress: Progressed | None = None) -> None:
-        """Puts the artifact at `path`, whole and verified; see `etfarm.wire.chunks.download`."""
-        await self._persist(lambda: chunks.download(self._stub, artifact, path, on_progress=on_progress))
-
-    async def upload(self, source: bytes | Path, on_progress: Progressed | None = None) -> common_pb2.Artifact:
-        """The artifact that `source` is, once the server holds it whole."""
-        if isinstance(source, Path):
-            # Written by a runner, which may read less than this process.
-            require_plain_file(source)
-            artifact = await chunks.artifact_of_file(source)
-        else:
-            artifact = chunks.artifact_of(source)
-        await self._persist(lambda: self._upload(artifact, source, on_progress))
-        return artifact
-
-    async def _upload(self, artifact: common_pb2.Artifact, source: bytes | Path, on_progress: Progressed | None) -> None:
-        asked = await self._stub.FindMissing(artifact_pb2.FindMissingRequest(digests=[artifact.digest]))
-        if asked.missing:
-            await chunks.upload(self._stub, artifact, source, on_progress=on_progress)
-
-    async def _persist(self, transfer: Callable[[], Awaitable[T]]) -> T:
-        corruptions = 0
-        for pause in self._pauses():
-            try:
-                return await transfer()
-            except chunks.CorruptDownload:
-                corruptions += 1
-                if corruptions == _CORRUPTIONS:
-                    raise
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.DATA_LOSS:
-                    corruptions += 1
-                is_full = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _reason(error) in _FULL
-                if corruptions == _CORRUPTIONS or not (is_full or error.code() in _TRY_AGAIN | {grpc.StatusCode.DATA_LOSS}):
-                    raise
-                log.info("a transfer was cut (%s); trying again in %.1f s", error.code().name, pause)
-            await asyncio.sleep(pause)
-        raise AssertionError("pauses never end")
-
-
-def _reason(error: grpc.aio.AioRpcError) -> str:
-    return from_rpc_error(error, server="").reason
-
-
 class Cache:
     """Artifacts by digest below one folder, and bundles unpacked beside them.
 
-    A file under its digest is whole: it gets that name when its sha256 has been verified. One that an earlier process left
-    is verified again before its first use here, since what happened to the disk meanwhile is unknown. Least recently used
-    ones go when the limit is passed, but none that a lease holds. The folder belongs to this process alone.
+    A file named by its digest is whole: it gets that name when its sha256 has been verified. A file of an earlier process is
+    verified again before its first use, since the disk may have changed meanwhile. Above the limit the least recently used
+    files are deleted, but none that a lease holds. The folder belongs to this process alone.
 
     Args:
-        folder: made when it is missing.
-        limit_bytes: of everything below `folder`; what leases hold may pass it.
+        folder: created if it is missing.
+        limit_bytes: the limit of everything below `folder`; files that leases hold may exceed it.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
@@ -137,13 +57,13 @@ class Cache:
         # Runners get links to the files of their own attempt and must not reach anything else here.
         with suppress(PermissionError):  # another user's folder that this agent may write
             folder.chmod(0o700)
-        # Folders that an ended process was unpacking into.
+        # Folders that an earlier process was unpacking into.
         for staging in self._bundles.glob(".*"):
             shutil.rmtree(staging, ignore_errors=True)
 
     @contextmanager
     def lease(self, transfers: Transfers) -> Iterator[Lease]:
-        """A lease, whose artifacts stay at least until it ends. Missing ones come by `transfers`."""
+        """Open a lease, which keeps its artifacts in the cache until it ends; `transfers` downloads missing ones."""
         lease = Lease(self, transfers)
         self._leases.append(lease)
         try:
@@ -153,7 +73,7 @@ class Cache:
             self.evict()
 
     def evict(self) -> None:
-        """Deletes what was not used for longest until the limit holds. Blocks for a few file operations."""
+        """Delete the least recently used entries until the limit holds. Blocks for a few file operations."""
         held = {name for lease in self._leases for name in lease.digests}
         entries: list[tuple[float, int, Path]] = []
         for path in [*self._blobs.iterdir(), *self._bundles.iterdir()]:
@@ -181,7 +101,7 @@ class Cache:
             log.info("deleted %s from the cache, %d bytes", path.name, size)
 
     async def fetch(self, transfers: Transfers, artifact: common_pb2.Artifact, on_progress: Progressed | None) -> Path:
-        """See `Lease.fetch`."""
+        """Fetch an artifact; see `Lease.fetch`."""
         path = self._blobs / _checked(artifact.digest)
         async with self._alone(artifact.digest):
             if artifact.digest not in self._verified and path.exists():
@@ -204,15 +124,15 @@ class Cache:
             return path
 
     async def open_bundle(self, transfers: Transfers, artifact: common_pb2.Artifact, on_progress: Progressed | None) -> Bundle:
-        """See `Lease.open_bundle`."""
+        """Open a runner bundle; see `Lease.open_bundle`."""
         archive = await self.fetch(transfers, artifact, on_progress)
         folder = self._bundles / artifact.digest
         async with self._alone(f"bundle {artifact.digest}"):
             try:
-                # Its files are verified at every run: hashing 17 MB takes 10 ms, and this is what measures all the others.
+                # Its files are verified at every run: hashing 17 MB takes 10 ms, and all measurements depend on them.
                 bundle = await asyncio.to_thread(unpack, archive, folder)
             except BadBundle:
-                # The archive was verified at its first use only; now it is again, and fetched where it was damaged since.
+                # The archive was verified at its first use only: verify it again, and fetch it if it is damaged.
                 self._verified.discard(artifact.digest)
                 archive = await self.fetch(transfers, artifact, on_progress)
                 try:
@@ -232,19 +152,19 @@ class Cache:
 
 
 class Lease:
-    """Artifacts that one run uses. Made by `Cache.lease`."""
+    """The artifacts that one run uses; `Cache.lease` makes one."""
 
     def __init__(self, cache: Cache, transfers: Transfers) -> None:
         self._cache = cache
         self._transfers = transfers
         self.digests: set[str] = set()
-        """What may not be deleted now."""
+        """Digests of entries that must not be deleted now."""
 
     async def fetch(self, artifact: common_pb2.Artifact, on_progress: Progressed | None = None) -> Path:
-        """The artifact's file, whole and verified. Bytes that an earlier try left are not asked for again.
+        """Return the artifact's file, whole and verified. A download resumes where an earlier try ended.
 
         Raises:
-            CorruptDownload: the bytes that came have another digest; the next try starts at 0.
+            CorruptDownload: the bytes that arrived have another digest; the next try starts at 0.
             DiskFull: this machine's disk has no room.
             grpc.aio.AioRpcError: as ArtifactService.Download says.
         """
@@ -252,10 +172,10 @@ class Lease:
         return await self._cache.fetch(self._transfers, artifact, on_progress)
 
     async def open_bundle(self, artifact: common_pb2.Artifact, on_progress: Progressed | None = None) -> Bundle:
-        """The runner bundle that the artifact is, unpacked and verified.
+        """Return the runner bundle that the artifact is, unpacked and verified.
 
         Raises:
-            BundleUnusable: it cannot be unpacked here, not even when its archive was verified or fetched once more.
+            BundleUnusable: the bundle cannot be unpacked here, although its archive was verified or fetched once more.
             As `fetch`.
         """
         self.digests.add(artifact.digest)
@@ -263,7 +183,7 @@ class Lease:
 
 
 def _checked(name: str) -> str:
-    """The digest, which becomes a file name."""
+    """Return the digest, which becomes a file name, if it is one."""
     if not digest.is_digest(name):
         raise MalformedDigest(f"{name!r} is no sha256.", digest=name)
     return name

@@ -19,8 +19,9 @@ from functools import partial
 from typing import Final
 
 from etfarm.device_agents.attempts.attempt import Attempt, Execution, Files
-from etfarm.device_agents.attempts.cache import Lease, Transfers
+from etfarm.device_agents.attempts.cache import Lease
 from etfarm.device_agents.attempts.passes import Passes, plan_of
+from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.conditions.sampler import Watch
 from etfarm.device_agents.conditions.telemetry import run_telemetry
 from etfarm.device_agents.device.inventory import choose_cpus, format_cpu_list

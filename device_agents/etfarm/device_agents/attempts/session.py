@@ -15,11 +15,12 @@ from typing import Final
 
 import grpc
 
-from etfarm.device_agents.attempts.cache import Cache, Lease, Transfers
+from etfarm.device_agents.attempts.cache import Cache, Lease
 from etfarm.device_agents.attempts.fault_attribution import ABNORMAL_EXITS, attribute_fault, self_test_limit_s
 from etfarm.device_agents.attempts.fetch import attempt_limit_s, fetch_program
 from etfarm.device_agents.attempts.progress import KEPT_LOG_LINES, OnRunProgress
 from etfarm.device_agents.attempts.session_program import Exchange, ServedProgram
+from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.device.inventory import choose_cpus, choose_threads
 from etfarm.device_agents.errors import TransferTimedOut

@@ -10,8 +10,9 @@ from typing import Final
 
 import grpc
 
-from etfarm.device_agents.attempts.cache import Cache, Transfers
+from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.attempts.fetch import try_out
+from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.targets.phones.errors import OwnRunnerFailed
 from etfarm.device_agents.targets.phones.phone import Phone
