@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
         _parser().error("--emulate and --cores are of this machine, and --adb serves phones: start another agent for it")
     parse_address(options.server)
     if options.print_unit:
-        _say(unit_of_this(argv, vars(options)).rstrip("\n"))
+        _print_line(unit_of_this(argv, vars(options)).rstrip("\n"))
         return 0
     _log_to_stderr()
     _share_one_heap()
@@ -116,12 +116,12 @@ async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: 
     cache = Cache(config.data / "cache", config.cache_limit_bytes)
     agent = Agent(config, folder, cache, outgoing)
     session = Session(
-        config, agent, agent_id, outgoing, _say,
+        config, agent, agent_id, outgoing, _print_line,
         version=version("etfarm"), host=socket.gethostname(), boot="" if device is None else boot_id(),
     )  # fmt: skip
     fleet = None if device is not None else await _fleet(config, agent, agent_id, cache)
     jail = Jail(config.jail)
-    _say(f"etfarm agent: connecting to {config.access.server}")
+    _print_line(f"etfarm agent: connecting to {config.access.server}")
     if device is not None:
         device.id, device.agent_id = _device_id(config, agent_id), agent_id
         measures = await jail.measures()
@@ -334,10 +334,10 @@ def _users(text: str) -> range:
 
 
 def _size(text: str) -> int:
-    found = _SIZE.match(text.strip())
-    if found is None:
+    match = _SIZE.match(text.strip())
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 1000000 or 500MiB")
-    number, unit = int(found.group(1)), (found.group(2) or "").upper()
+    number, unit = int(match.group(1)), (match.group(2) or "").upper()
     if not unit:
         return number
     base = 1024 if unit.endswith("I") else 1000
@@ -362,7 +362,7 @@ def _share_one_heap() -> None:
         mallopt(_M_ARENA_MAX, 1)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(printable(line), flush=True)
 
 

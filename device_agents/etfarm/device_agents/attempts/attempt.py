@@ -1,4 +1,4 @@
-"""Steps 6 to 8 of a job's way: one attempt, from the server's StartRun to a RunResult whose artifacts are uploaded."""
+"""One attempt, from the server's StartRun to a RunResult whose artifacts are uploaded: fetch, run and upload."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Attempt:
     """One attempt on this device. `run` it once; cancelling that kills the runner.
 
     Args:
-        config: the agent's.
+        config: the agent's settings.
         target: what it runs on.
-        cache: of artifacts.
-        folder: for the runners to work in; made, and deleted at the end.
-        start: what the server asks for. Its receipt is now.
-        on_progress: takes what the server is told meanwhile; never blocks.
+        cache: the artifact cache.
+        folder: where the runners work; created, and deleted at the end.
+        start: what the server asks for, received now.
+        on_progress: takes progress for the server; never blocks.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class Attempt:
         self._on_progress = on_progress
         self.received_s = time.monotonic()
         self.phase = ""
-        """What is under way."""
+        """The current phase."""
         self._on_target = {candidate.cell_id for candidate in start.candidates}
 
     @property
     def needs_target(self) -> bool:
-        """Whether something is still to be done there. Where not, all that is left is between this machine and the farm."""
+        """Whether something is still to be done on the target; if not, all that is left is between this machine and the farm."""
         return bool(self._on_target)
 
     def left_target(self, cell_id: str) -> None:
-        """Nothing more is to be done there for a candidate."""
+        """Note that nothing more is to be done on the target for a candidate."""
         self._on_target.discard(cell_id)
 
     @property
@@ -90,14 +90,14 @@ class Attempt:
         return self.phase in _TIMING_PHASES
 
     async def run(self) -> agent_pb2.RunResult:
-        """The attempt's result, with the errors of its candidates."""
+        """Run the attempt and return its result, with the errors of its candidates."""
         start = self.start
         try:
             async with open_channel(self.config.access) as channel:
                 transfers = Transfers(ArtifactServiceStub(channel), self.config.pauses)
                 with self._cache.lease(transfers) as lease:
                     results = await self._carry_out(transfers, lease)
-                    if not self.target.tells_memory:
+                    if not self.target.measures_memory:
                         for result in results:
                             # Mostly the emulator's own.
                             result.memory.ClearField("peak_rss_bytes")
@@ -108,7 +108,7 @@ class Attempt:
         return agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id, candidates=results, error=broken)
 
     async def _carry_out(self, transfers: Transfers, lease: Lease) -> list[agent_pb2.CandidateResult]:
-        """What each candidate gave: one after the other, and none after the device failed."""
+        """Run the candidates one after the other, and none after the device failed; return their results."""
         results: list[agent_pb2.CandidateResult] = []
         for index, candidate in enumerate(self.start.candidates):
             if results and results[-1].error.reason == SelfTestFailed.reason:
@@ -118,7 +118,7 @@ class Attempt:
         return results
 
     def remaining_s(self) -> float:
-        """What is left of the attempt's time."""
+        """Return what is left of the attempt's time."""
         return attempt_limit_s(self.start) - (time.monotonic() - self.received_s)
 
     def send_progress(self, progress: agent_pb2.RunProgress) -> None:
@@ -129,7 +129,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Files:
-    """What a candidate gave, to be uploaded."""
+    """A candidate's outputs and files, to be uploaded."""
 
     outputs: list[Value]
     samples: array[int] | None = None
@@ -153,13 +153,13 @@ class Execution(CandidateProgress):
         self._runner: RemoteRunner | None = None
 
     async def run(self) -> agent_pb2.CandidateResult:
-        """The candidate's result, or as much of it as there is, with its error."""
+        """Run the candidate and return its result, or as much of it as there is, with its error."""
         if await self.guarded(self._run):
             await self.numerics()
         return self.result
 
     async def numerics(self) -> None:
-        """The numerics pass, where the job wants one. What fails in it is told of it alone."""
+        """Run the numerics pass, if the job wants one. Its error is reported for this pass alone."""
         if self._candidate.HasField("numerics_program"):
             self._runner = None
             error = await self._failure_of(self._run_numerics)
@@ -168,7 +168,7 @@ class Execution(CandidateProgress):
                 self.report(force=True)
 
     async def guarded(self, work: Callable[[], Awaitable[None]]) -> bool:
-        """Does some of the candidate's work within the attempt's time; whether it went well. The result has the error if not."""
+        """Do a part of the candidate's work within the attempt's time; return whether it succeeded. An error is in the result."""
         error = await self._failure_of(work)
         if error is not None:
             self._attempt.left_target(self._candidate.cell_id)
@@ -177,12 +177,12 @@ class Execution(CandidateProgress):
         return error is None
 
     def measured(self) -> None:
-        """All passes are over, but for the numerics pass where there is one."""
+        """Note that all passes are over, except for the numerics pass if there is one."""
         if not self._candidate.HasField("numerics_program"):
             self._attempt.left_target(self._candidate.cell_id)
 
     async def _failure_of(self, work: Callable[[], Awaitable[None]]) -> EtfarmError | None:
-        """What ended some of the candidate's work, which has the attempt's time; None where it went well."""
+        """Do a part of the candidate's work within the attempt's time; return the error that ended it, or None."""
         try:
             await self._in_time(work)
             return None
@@ -198,10 +198,10 @@ class Execution(CandidateProgress):
         return failure
 
     async def _in_time(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Does it within the attempt's time.
+        """Do a part of the work within the attempt's time.
 
         Raises:
-            NotReached, TransferTimedOut, ProgramHung: the time was over.
+            NotReached, TransferTimedOut, ProgramHung: the time is over.
         """
         attempt = self._attempt
         deadline_s = attempt.start.deadline_s
@@ -231,7 +231,7 @@ class Execution(CandidateProgress):
         cpus = choose_cpus(target.device, measurement.cores if measurement else "", target.restricted)
         await self.fetch()
         if measurement is not None and not target.device.emulated:
-            # What is timed on an emulated device means nothing: there is nothing to wait for, nor to set.
+            # Times of an emulated device mean nothing: there is nothing to wait for, nor to set.
             result.telemetry.waits.extend(await self.wait())
             result.telemetry.affinity = format_cpu_list(cpus or target.usable_cpus())
             with target.settings(cpus) as settings:
@@ -242,8 +242,8 @@ class Execution(CandidateProgress):
         await self.upload(files)
 
     async def _run_numerics(self) -> None:
-        """FETCH, NUMERICS in a runner of its own, and UPLOAD."""
-        attempt, target, given = self._attempt, self._attempt.target, self.result.numerics
+        """Run FETCH, NUMERICS in a runner of its own, and UPLOAD."""
+        attempt, target, numerics_result = self._attempt, self._attempt.target, self.result.numerics
         cpus = choose_cpus(target.device, attempt.start.measurement.cores, target.restricted)
         candidate = agent_pb2.RunCandidate()
         candidate.CopyFrom(self._candidate)
@@ -258,13 +258,13 @@ class Execution(CandidateProgress):
         self._runner = None
         attempt.left_target(candidate.cell_id)
         with self.phase("UPLOAD"):
-            given.etdump.CopyFrom(await self._transfers.upload(recorded.etdump))
-            given.debug.CopyFrom(await self._transfers.upload(recorded.debug))
-            given.outputs.CopyFrom(await self._transfers.upload(tensors.encode(recorded.outputs)))
+            numerics_result.etdump.CopyFrom(await self._transfers.upload(recorded.etdump))
+            numerics_result.debug.CopyFrom(await self._transfers.upload(recorded.debug))
+            numerics_result.outputs.CopyFrom(await self._transfers.upload(tensors.encode(recorded.outputs)))
         await asyncio.to_thread(recorded.delete)
 
     async def _execute(self, measurement: job_pb2.Measurement | None, cpus: frozenset[int] | None) -> Files:
-        """LOAD to the last pass, in a runner of its own."""
+        """Run everything from LOAD to the last pass, in a runner of its own."""
         attempt, target, result = self._attempt, self._attempt.target, self.result
         async with self.start_runner() as runner:
             method = await self.load(runner, cpus)
@@ -273,17 +273,17 @@ class Execution(CandidateProgress):
                     result.load.first_run_ns = (await runner.run()).run_ns
                     return Files(await runner.outputs())
             passes = Passes(runner, method, result, self)
-            # Nor is there a pace to wait for on an emulated device.
+            # An emulated device has no pace to wait for.
             left_s = (lambda: 0.0) if target.device.emulated else attempt.remaining_s
             samples = await passes.measure(plan_of(measurement), target.watch(cpus), left_s)
             target.gates.measured()
             return await self.trace(passes, samples)
 
     async def fetch(self) -> None:
-        """FETCH: everything from the cache or the server, verified; the inputs, where some came.
+        """Run FETCH: get everything from the cache or the server, verified, and the inputs if there are any.
 
         Raises:
-            BadTensorFile: the inputs are none.
+            BadTensorFile: the inputs are no tensor file.
             As `fetch_program`.
         """
         with self.phase("FETCH"):
@@ -303,12 +303,14 @@ class Execution(CandidateProgress):
         instead: Provisions | None = None,
         debug: bool = False,
     ) -> str:
-        """LOAD and LOAD_METHOD, up to the inputs; gives the method's name.
+        """Run LOAD and LOAD_METHOD, set the inputs, and return the method's name.
 
         Args:
-            again: the result has all about it from an earlier runner.
+            runner: a fresh runner.
+            cpus: cpus to bind it to; None leaves it unbound.
+            again: whether the result has the load times of an earlier runner already.
             instead: another program than the candidate's.
-            debug: for `Runner.debug`.
+            debug: whether to load the method for `Runner.debug`.
         """
         fetched, self._runner = instead or self._provisions, runner
         assert fetched is not None  # it was fetched
@@ -339,21 +341,21 @@ class Execution(CandidateProgress):
         return method
 
     async def trace(self, passes: Passes, samples: array[int]) -> Files:
-        """TRACED, where the job wants it, and what the method gives when it runs for the first time."""
+        """Run TRACED, if the job wants it, and return the first execution's outputs and all files."""
         etdump = None if self._attempt.start.measurement.no_profile else self.folder / "trace.etdp"
         files = Files(await passes.first_outputs(etdump, traced_iterations(samples)), samples, etdump)
         await self._collect()
         return files
 
     async def _collect(self) -> None:
-        """The files of the runner, where they are elsewhere: an UPLOAD from there to here, whose time is not the pass's."""
+        """Run UPLOAD from the target to here, if the runner's files are elsewhere; its time is not the pass's."""
         assert self._runner is not None  # a pass is over
         if self._runner.has_files:
             with self.phase("UPLOAD"):
                 await self._runner.collect(self.report)
 
     async def upload(self, files: Files) -> None:
-        """UPLOAD: the artifacts of the result."""
+        """Run UPLOAD of the result's artifacts."""
         self._runner = None
         self.measured()
         with self.phase("UPLOAD"):
@@ -364,25 +366,25 @@ class Execution(CandidateProgress):
                 self.result.etdump.CopyFrom(await self._transfers.upload(files.etdump))
 
     def start_runner(self) -> AbstractAsyncContextManager[RemoteRunner]:
-        """A fresh runner for the program, which was fetched."""
+        """Start a fresh runner for the program, which was fetched."""
         assert self._provisions is not None  # it was fetched
         return self._attempt.target.start_runner(self._provisions.bundle, self.folder, self.take_log)
 
     async def wait(self) -> list[report_pb2.GateWait]:
-        """WAIT_FOR_COOL and WAIT_FOR_IDLE, where the device has to; phases of the result then."""
-        attempt, began_s, heard = self._attempt, time.monotonic(), ""
+        """Run WAIT_FOR_COOL and WAIT_FOR_IDLE, if the device has to; they are phases of the result then."""
+        attempt, began_s, current = self._attempt, time.monotonic(), ""
 
-        def tell(phase: str, message: str) -> None:
-            nonlocal began_s, heard
-            is_new = heard != phase
-            if is_new and heard:
-                self.end_phase(heard, began_s, time.monotonic())
+        def report_wait(phase: str, message: str) -> None:
+            nonlocal began_s, current
+            is_new = current != phase
+            if is_new and current:
+                self.end_phase(current, began_s, time.monotonic())
             if is_new:
                 began_s = time.monotonic()
-            heard = attempt.phase = phase
+            current = attempt.phase = phase
             self.report(message=message, force=is_new)
 
-        waits = await attempt.target.gates.wait(tell, attempt.remaining_s())
-        if heard:
-            self.end_phase(heard, began_s, time.monotonic())
+        waits = await attempt.target.gates.wait(report_wait, attempt.remaining_s())
+        if current:
+            self.end_phase(current, began_s, time.monotonic())
         return waits

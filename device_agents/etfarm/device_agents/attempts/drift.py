@@ -1,7 +1,7 @@
-"""Step 7: a timed pass goes on where its times drift, so that a pace that changed once leaves it a median all the same.
+"""Drift of a timed pass: a pass whose times drift continues, so that it has one median although the pace changed once.
 
-A pass is at least so many iterations and so many seconds. In the shortest usual one, a second, a neighbour that goes or a clock
-that steps leaves two halves and no one median. All samples are kept, and the verdict judges all of them as it judges any pass.
+A pass has a minimum number of iterations and a minimum time. In the shortest usual pass, one second, a neighbour that ends or a
+clock that steps leaves two halves without a common median. All samples are kept, and the verdict judges them as in any pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ for executing them again where outputs differ."""
 
 
 def drift(samples_ns: array[int]) -> float | None:
-    """How far the median of the last third lies from that of the first, as a part of it; None below 30 samples.
+    """Return the relative difference between the medians of the last and the first third; None below 30 samples.
 
     Source: etfarm.server.reports.latency.statistics.drift, by which the verdict judges.
     """
@@ -46,19 +46,22 @@ def drift(samples_ns: array[int]) -> float | None:
 async def measure(
     runner: Runner, plan: MeasurePlan, on_progress: OnProgress, left_s: Callable[[], float] = lambda: math.inf
 ) -> Measured:
-    """The timed pass; where it drifts it is doubled, DOUBLINGS times at most, within the plan's limits.
+    """Run the timed pass; if it drifts, double it, DOUBLINGS times at most, within the plan's limits.
 
-    A pass without a least time has exactly its iterations. Where a pass went on, `stop_reason` is SETTLED, or DRIFTING where
+    A pass without a minimum time has exactly its iterations. If a pass was doubled, `stop_reason` is SETTLED, or DRIFTING if
     that did not help.
 
     Args:
-        left_s: of the attempt's time.
+        runner: has the method loaded and its inputs set.
+        plan: how long to measure.
+        on_progress: takes the progress of the whole pass.
+        left_s: returns what is left of the attempt's time.
     """
     measured = await runner.measure(plan, on_progress)
     went_on = False
     for _ in range(DOUBLINGS if plan.min_time_ns else 0):
         more = _as_long_again(plan, measured, left_s())
-        # A million samples are sorted, and a heartbeat must not wait for that.
+        # Sorting a million samples takes long, and a heartbeat must not wait for it.
         if more is None or await asyncio.to_thread(_is_calm, measured):
             break
         done = measured.iterations
@@ -76,12 +79,12 @@ async def measure(
 
 
 def _is_calm(measured: Measured) -> bool:
-    found = drift(measured.samples_ns)
-    return found is None or abs(found) <= CALM
+    change = drift(measured.samples_ns)
+    return change is None or abs(change) <= CALM
 
 
 def _as_long_again(plan: MeasurePlan, measured: Measured, left_s: float) -> MeasurePlan | None:
-    """What doubles a pass; None where a limit stands against it."""
+    """Return the plan that doubles a pass; None if a limit forbids it."""
     left_ns, left = plan.max_time_ns - measured.duration_ns, plan.max_samples - measured.iterations
     if measured.stop_reason != "ENOUGH" or left_ns <= 0 or left <= 0 or left_s < _REPEATED * measured.duration_ns / 1e9:
         return None

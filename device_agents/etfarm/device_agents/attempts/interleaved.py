@@ -1,4 +1,4 @@
-"""Step 7 of candidates that take turns: alternating blocks of randomised order, over several starts of their processes.
+"""Interleaved candidates: alternating blocks in randomised order, over several starts of their processes.
 
 A round has one block of timed iterations of each candidate. All runners of a start live at once and one of them computes while
 the others wait at their pipes, so that whatever the device does meanwhile, it does to all of them alike. Where code and data
@@ -209,8 +209,8 @@ class InterleavedAttempt(Attempt):
         for execution in executions:
             execution.measured()
         for execution in executions:
-            if not self._broken(turns) and (made := files.get(execution.result.cell_id)) is not None:
-                await execution.guarded(partial(execution.upload, made))
+            if not self._broken(turns) and (candidate_files := files.get(execution.result.cell_id)) is not None:
+                await execution.guarded(partial(execution.upload, candidate_files))
         for execution in executions:
             if self._broken(turns) is None and not execution.result.HasField("error"):
                 await execution.numerics()

@@ -1,4 +1,4 @@
-"""Step 7: the numerics pass: one execution that records what every operator gave."""
+"""The numerics pass: one execution that records every operator's outputs."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from etfarm.wire.tensors import Value
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the pass gave."""
+    """The files and outputs of a numerics pass."""
 
     etdump: Path
-    """Its events, which say where in `debug` each value lies."""
+    """Its events, which say where each value lies in `debug`."""
     debug: Path
     outputs: list[Value]
 
     def delete(self) -> None:
-        """Makes room for what follows: the values of a large model take gigabytes."""
+        """Delete the files, since the values of a large model take gigabytes."""
         self.etdump.unlink()
         self.debug.unlink()
 
 
 async def record(runner: Runner, folder: Path) -> Recorded:
-    """One execution of the method, which is loaded with `debug`, its inputs set; the files are in `folder`, or come there by
-    `RemoteRunner.collect`.
+    """Execute the method once and record it; the files are in `folder`, or arrive there by `RemoteRunner.collect`.
 
-    Half of what the disk has free may be filled: others need some of it meanwhile.
+    The values may fill half of the disk's free space, since others need some of it meanwhile.
+
+    Args:
+        runner: has the method loaded with `debug`, and its inputs set.
+        folder: where to write the files.
 
     Raises:
         DeviceStorageFailed: the values take more than that, or the disk is full.

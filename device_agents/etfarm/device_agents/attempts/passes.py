@@ -1,6 +1,6 @@
-"""Step 7: the passes of a measurement over one loaded method. WARMUP and TIMED, never traced; TRACED; and whether they agree.
+"""The passes of a measurement over one loaded method: WARMUP and TIMED without tracing, then TRACED; and whether they agree.
 
-A pass is compared by what it gave last. Outputs are read after the timed pass only: reading them takes memory, which the peak
+Passes are compared by their last outputs. Outputs are read after the timed pass only: reading them takes memory, which the peak
 of the timed pass must not contain.
 """
 
@@ -36,30 +36,30 @@ _AT_LEAST_NS: Final = 1_000_000_000
 
 
 def plan_of(measurement: job_pb2.Measurement) -> MeasurePlan:
-    """How long to measure, with the defaults for what is absent.
+    """Return how long to measure, with the defaults for what is absent.
 
     Without a number of warm-up iterations the warm-up goes on until it is steady, for MAX_WARMUP_NS at most; a number is
     exact, and only `max_warmup_s` ends it before.
     """
-    default, given = MeasurePlan(), measurement
-    counted = given.HasField("warmup")
-    if given.HasField("max_warmup_s"):
-        max_warmup_ns = max(1, round(given.max_warmup_s * 1e9))
+    default = MeasurePlan()
+    counted = measurement.HasField("warmup")
+    if measurement.HasField("max_warmup_s"):
+        max_warmup_ns = max(1, round(measurement.max_warmup_s * 1e9))
     else:
         max_warmup_ns = UNLIMITED_NS if counted else MAX_WARMUP_NS
     return MeasurePlan(
-        warmup=given.warmup if counted else default.warmup,
+        warmup=measurement.warmup if counted else default.warmup,
         steady=not counted,
         max_warmup_ns=max_warmup_ns,
-        iterations=given.iterations if given.HasField("iterations") else default.iterations,
-        min_time_ns=round(given.min_time_s * 1e9) if given.HasField("min_time_s") else default.min_time_ns,
-        max_time_ns=max(1, round(given.max_time_s * 1e9)) if given.HasField("max_time_s") else default.max_time_ns,
-        max_samples=given.max_samples if given.HasField("max_samples") else default.max_samples,
+        iterations=measurement.iterations if measurement.HasField("iterations") else default.iterations,
+        min_time_ns=round(measurement.min_time_s * 1e9) if measurement.HasField("min_time_s") else default.min_time_ns,
+        max_time_ns=max(1, round(measurement.max_time_s * 1e9)) if measurement.HasField("max_time_s") else default.max_time_ns,
+        max_samples=measurement.max_samples if measurement.HasField("max_samples") else default.max_samples,
     )
 
 
 def traced_iterations(samples_ns: Sequence[int]) -> int:
-    """How many iterations to trace, from the timed ones; there is at least one."""
+    """Return how many iterations to trace, from the samples of the timed ones; there is at least one."""
     return SHORT_TRACED_ITERATIONS if sorted(samples_ns)[len(samples_ns) // 2] < SHORT_NS else TRACED_ITERATIONS
 
 
@@ -80,7 +80,7 @@ class PhaseListener(Protocol):
 
 
 class Passes:
-    """Measures the method that is loaded, its inputs set, and fills the result.
+    """The passes over the method that is loaded, with its inputs set; they fill the result.
 
     Args:
         runner: has never executed the method, or loaded it again since.
@@ -96,17 +96,18 @@ class Passes:
         self._listener = listener
         self._timed = 0
         """Executions from loading to the end of the timed pass."""
-        self._patience_ns = 0
-        """For executing them again."""
+        self._repeat_limit_ns = 0
+        """Limit of repeating these executions."""
 
     async def measure(
         self, plan: MeasurePlan, watch: AbstractAsyncContextManager[Watch], left_s: Callable[[], float] = lambda: math.inf
     ) -> array[int]:
-        """WARMUP and TIMED, which goes on where its times drift: the samples; everything else about them goes into the result.
+        """Run WARMUP and TIMED, which continues if its times drift; return the samples, and put all else into the result.
 
         Args:
-            watch: is beside it.
-            left_s: of the attempt's time.
+            plan: how long to measure.
+            watch: observes the device meanwhile.
+            left_s: returns what is left of the attempt's time.
         """
         listener, began_s, timed_s = self._listener, time.monotonic(), 0.0
         async with watch as watching:
@@ -130,14 +131,14 @@ class Passes:
         return measured.samples_ns
 
     async def first_outputs(self, etdump: Path | None, iterations: int) -> list[Value]:
-        """What the method gives when it runs for the first time after loading, which is what references are made of.
+        """Return the outputs of the first execution after loading, which references are compared with.
 
-        With `etdump` this is the TRACED pass too. `outputs_equal` and `repeatability` tell whether all passes agree: a program
-        that keeps state gives something else in each execution, but the same again when it begins anew.
+        With `etdump` this is the TRACED pass too. `outputs_equal` and `repeatability` say whether all passes agree: a program
+        that keeps state returns something else in each execution, but the same again when it starts anew.
 
         Args:
             etdump: where to write the trace.
-            iterations: of it.
+            iterations: number of traced iterations.
         """
         runner, listener = self._runner, self._listener
         last = await runner.outputs()
@@ -178,16 +179,16 @@ class Passes:
         self.executed(measured.warmup + measured.iterations, (measured.warmup_ns or 0) + measured.duration_ns)
 
     def executed(self, executions: int, duration_ns: int) -> None:
-        """The method was executed so often since it was loaded, for so long: before `first_outputs` where `measure` was not."""
+        """Note how often and how long the method was executed since it was loaded; before `first_outputs` without `measure`."""
         self._timed = executions
-        self._patience_ns = 2 * duration_ns + _AT_LEAST_NS
+        self._repeat_limit_ns = 2 * duration_ns + _AT_LEAST_NS
 
     async def _repeatability(self, first: list[Value], lasts: Sequence[tuple[str, int, list[Value]]]) -> report_pb2.Repeatability:
-        """Whether the passes agree, and where they do not, why: the shortest one that differs from `first` is repeated.
+        """Return whether the passes agree, and if not, why: repeat the shortest one that differs from `first`.
 
         Args:
-            first: of the first execution after loading.
-            lasts: passes by name, with the number of executions since loading and what the last of them gave; shortest first.
+            first: outputs of the first execution after loading.
+            lasts: passes by name, with the number of executions since loading and the last one's outputs; shortest first.
         """
         differing = [each for each in lasts if not output_diff.equal(first, each[2])]
         if not differing:
@@ -200,7 +201,7 @@ class Passes:
         name, executions, last = differing[0]
         if executions > 1:
             plan = MeasurePlan(
-                warmup=0, iterations=executions - 1, min_time_ns=0, max_time_ns=self._patience_ns, max_samples=executions
+                warmup=0, iterations=executions - 1, min_time_ns=0, max_time_ns=self._repeat_limit_ns, max_samples=executions
             )  # fmt: skip
             done = (await runner.measure(plan)).iterations
             again = await runner.outputs()
@@ -212,8 +213,8 @@ class Passes:
 
 
 async def _repeatability(
-    outcome: str, one: Sequence[Value], other: Sequence[Value], names: tuple[str, str]
+    outcome: str, first: Sequence[Value], second: Sequence[Value], names: tuple[str, str]
 ) -> report_pb2.Repeatability:
     # Outputs may have millions of elements, and a heartbeat must not wait for them.
-    found = await asyncio.to_thread(output_diff.compare, one, other, names)
-    return report_pb2.Repeatability(outcome=outcome, differences=found)
+    differences = await asyncio.to_thread(output_diff.compare, first, second, names)
+    return report_pb2.Repeatability(outcome=outcome, differences=differences)

@@ -111,7 +111,7 @@ class ServedSession:
         try:
             async with deadline:
                 self._enter("FETCH")
-                fetched = await fetch_program(candidate, self.target, self.config.data, lease, self._tell)
+                fetched = await fetch_program(candidate, self.target, self.config.data, lease, self._report)
                 self._provisions = fetched
             self.folder.mkdir(parents=True)
             async with self.target.start_runner(fetched.bundle, self.folder, self._take_log) as runner:
@@ -217,9 +217,9 @@ class ServedSession:
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
-        self._tell()
+        self._report()
 
-    def _tell(self, done: int | None = None, total: int | None = None) -> None:
+    def _report(self, done: int | None = None, total: int | None = None) -> None:
         progress = agent_pb2.RunProgress(
             attempt_id=self.start.attempt_id, device_id=self.start.device_id, phase=self.phase, done=done, total=total
         )

@@ -48,7 +48,7 @@ class ServedProgram:
         self._methods: tuple[str, ...] = ()
         self._current: str | None = None
         self._loaded: set[str] = set()
-        self._given: set[str] = set()
+        self._with_inputs: set[str] = set()
         """Methods whose inputs are set."""
         self.stage = ""
         """What is under way."""
@@ -108,10 +108,10 @@ class ServedProgram:
             data = await sessions.unpack(task.inputs, self._exchange.fetch)
             values = await _aside(data, lambda: tensors.decode(data))
             await self._runner.set_inputs(values)
-            self._given.add(task.method)
-        elif task.method not in self._given:
+            self._with_inputs.add(task.method)
+        elif task.method not in self._with_inputs:
             await self._runner.default_inputs(DEFAULT_INPUTS_SEED)
-            self._given.add(task.method)
+            self._with_inputs.add(task.method)
         if task.HasField("loop"):
             await self._measure(task.loop, answer.measured)
         else:

@@ -1,6 +1,6 @@
-"""Step 6: what a device waits for before a measurement, so that it starts cool and quiet. Never for ever, and never without need.
+"""Gates: what a device waits for before a measurement, so that it starts cool and idle. Bounded; skipped when unnecessary.
 
-A device without thermal zones or a load to read passes at once.
+A device without thermal zones or a readable load passes at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GateLimits:
-    """What a measurement waits for, and how long."""
+    """Limits of what a measurement waits for, and how long."""
 
     cool_below_c: float = 60.0
     """Temperature of the hottest zone. A Raspberry Pi slows down from 80 on, other boards and phones from about there; what
@@ -54,7 +54,7 @@ _COOL_AGAIN_S: Final = 0.5
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What gates look at; a device lacks what gives None."""
+    """The readings that gates depend on; None is what a device does not have."""
 
     hottest_c: Callable[[], Awaitable[float | None]]
     runnable: Callable[[], Awaitable[int | None]]
@@ -65,7 +65,7 @@ class Surroundings:
 
     @classmethod
     def of_machine(cls, root: Path = Path("/")) -> Surroundings:
-        """This machine's."""
+        """Return this machine's surroundings."""
         heat = [path for path in readings.find(root) if "/thermal_zone" in path]
 
         async def hottest_c() -> float | None:
@@ -77,8 +77,8 @@ class Surroundings:
         return cls(hottest_c, runnable, os.cpu_count() or 1)
 
 
-Tell = Callable[[str, str], None]
-"""Takes a phase (WAIT_FOR_COOL, WAIT_FOR_IDLE) and a sentence about what is waited for, as often as there is news."""
+OnWait = Callable[[str, str], None]
+"""Takes the phase (WAIT_FOR_COOL, WAIT_FOR_IDLE) and a message that says what is waited for, whenever that changes."""
 
 
 class Gates:
@@ -96,7 +96,7 @@ class Gates:
         self._last = last
 
     def measured(self) -> None:
-        """A measurement ended now."""
+        """Note that a measurement ended now."""
         now_s = self._around.wall_s()
         try:
             self._last.touch()
@@ -104,11 +104,12 @@ class Gates:
         except OSError as error:
             log.warning("%s cannot be written: %s", self._last, error)
 
-    async def wait(self, tell: Tell, left_s: float) -> list[report_pb2.GateWait]:
-        """Returns when the device is cool and idle, or has been given the time to become so; tells which gates held it up.
+    async def wait(self, on_wait: OnWait, left_s: float) -> list[report_pb2.GateWait]:
+        """Wait until the device is cool and idle, or the limits are reached; return the gates that had to wait.
 
         Args:
-            left_s: of the attempt's time; waiting takes half of it at most, so that the program has the rest.
+            on_wait: takes what is waited for.
+            left_s: what is left of the attempt's time; waiting takes half of it at most, so that the program has the rest.
         """
         limits, each_s = self._limits, left_s / 6
         limits = replace(
@@ -118,10 +119,10 @@ class Gates:
             idle_wait_s=min(limits.idle_wait_s, each_s),
         )
         bounded = Gates(limits, self._around, self._last)
-        waits = [await bounded._cool_down(tell), await bounded._cool(tell), await bounded._idle(tell)]
+        waits = [await bounded._cool_down(on_wait), await bounded._cool(on_wait), await bounded._idle(on_wait)]
         return [each for each in waits if each is not None]
 
-    async def _cool_down(self, tell: Tell) -> report_pb2.GateWait | None:
+    async def _cool_down(self, on_wait: OnWait) -> report_pb2.GateWait | None:
         around, pause_s = self._around, self._limits.cool_down_s
         if not self._last.exists() or await around.hottest_c() is None:
             return None
@@ -129,11 +130,11 @@ class Gates:
         left_s = min(pause_s, self._last.stat().st_mtime + pause_s - around.wall_s())
         if left_s <= 0:
             return None
-        tell("WAIT_FOR_COOL", f"a pause of {pause_s:g} s between two measurements")
+        on_wait("WAIT_FOR_COOL", f"a pause of {pause_s:g} s between two measurements")
         await around.sleep(left_s)
         return report_pb2.GateWait(gate="COOL_DOWN", waited_ms=left_s * 1e3, passed=True)
 
-    async def _cool(self, tell: Tell) -> report_pb2.GateWait | None:
+    async def _cool(self, on_wait: OnWait) -> report_pb2.GateWait | None:
         around, most = self._around, self._limits.cool_below_c
         began_s = around.now_s()
         seen: deque[tuple[float, float]] = deque()
@@ -146,21 +147,21 @@ class Gates:
             hopeless = waited_s >= COOLING_WINDOW_S and max(degrees for _, degrees in seen) - hottest < COOLING_C
             if hopeless or waited_s >= self._limits.cool_wait_s:
                 break
-            tell("WAIT_FOR_COOL", f"{hottest:.1f} °C, to be below {most:g} °C")
+            on_wait("WAIT_FOR_COOL", f"{hottest:.1f} °C, to be below {most:g} °C")
             await around.sleep(min(_COOL_AGAIN_S, self._limits.cool_wait_s - waited_s))
-        return self._told("COOL", began_s, hottest, most)
+        return self._gate_wait("COOL", began_s, hottest, most)
 
-    async def _idle(self, tell: Tell) -> report_pb2.GateWait | None:
+    async def _idle(self, on_wait: OnWait) -> report_pb2.GateWait | None:
         around, most = self._around, self._limits.idle_below
         began_s = around.now_s()
         while (busy := await self._busy()) is not None and busy >= most:
             waited_s = around.now_s() - began_s
             if waited_s >= self._limits.idle_wait_s:
                 break
-            tell("WAIT_FOR_IDLE", f"{busy:.2f} tasks per cpu run, to be below {most:g}")
+            on_wait("WAIT_FOR_IDLE", f"{busy:.2f} tasks per cpu run, to be below {most:g}")
             await around.sleep(min(_AGAIN_S, self._limits.idle_wait_s - waited_s))
-        # The looks themselves are no waiting.
-        return self._told("IDLE", began_s + (LOOKS - 1) * LOOK_S, busy, most)
+        # Reading the load takes time as well, which is no waiting.
+        return self._gate_wait("IDLE", began_s + (LOOKS - 1) * LOOK_S, busy, most)
 
     async def _busy(self) -> float | None:
         looks: list[int] = []
@@ -172,7 +173,7 @@ class Gates:
             looks.append(seen)
         return statistics.fmean(looks) / self._around.cpus
 
-    def _told(self, gate: str, began_s: float, last: float | None, most: float) -> report_pb2.GateWait | None:
+    def _gate_wait(self, gate: str, began_s: float, last: float | None, most: float) -> report_pb2.GateWait | None:
         waited_s = self._around.now_s() - began_s
         passed = last is None or last < most
         if passed and waited_s < _AGAIN_S:

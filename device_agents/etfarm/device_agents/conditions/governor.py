@@ -1,8 +1,8 @@
-"""Step 6: the clock of the device for a measurement, set where the agent may and put back in any case.
+"""The cpus' clock governors during a measurement: set if the agent may, and restored in any case.
 
-What was found is written into the agent's data folder before it is changed, so that an agent that was killed meanwhile puts it
-back at its next start. Agents beside each other on one machine have a governor one at a time, or the one that ends last would
-put back what the other had set: who changes a governor holds a lock on its file, which ends with the process in any case.
+The previous governors are written into the agent's data folder before they are changed, so that an agent that was killed restores
+them at its next start. Several agents on one machine change a governor one at a time, or the last one would restore what another
+one had set: an agent that changes a governor holds a lock on its file, which ends with the process in any case.
 """
 
 from __future__ import annotations
@@ -72,22 +72,22 @@ class Governors:
 
     def restore(self) -> None:
         """Puts back what an earlier process left changed; nothing where there is nothing to put back."""
-        if found := self._left():
+        if kept := self._left():
             with ExitStack() as locks:
-                mine = {path: governor for path, governor in found.items() if self._is_mine(self._root / path[1:], locks)}
-                self._put_back(mine, {path: governor for path, governor in found.items() if path not in mine})
+                mine = {path: governor for path, governor in kept.items() if self._is_mine(self._root / path[1:], locks)}
+                self._put_back(mine, {path: governor for path, governor in kept.items() if path not in mine})
 
     def _left(self) -> dict[str, str]:
         """What an earlier process found and did not put back: governors by file."""
         try:
-            found = json.loads(self._kept.read_text())
+            kept = json.loads(self._kept.read_text())
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
             log.warning("%s cannot be read, governors stay as they are: %s", self._kept, error)
             return {}
         left = {}
-        for path, governor in found.items() if isinstance(found, dict) else ():
+        for path, governor in kept.items() if isinstance(kept, dict) else ():
             # The file is ours, yet what is written as root into /sys is looked at twice.
             if _GOVERNOR_FILE.match(path) and isinstance(governor, str) and _NAME.match(governor):
                 left[path] = governor
@@ -106,16 +106,16 @@ class Governors:
             return
         # What another agent had when this one last looked.
         self.restore()
-        found, left = dict[str, str](), self._left()
+        previous, left = dict[str, str](), self._left()
         with ExitStack() as locks:
             try:
                 for policy in self._policies():
-                    if (setting := self._set(policy, cpus, found, left, locks)) is not None:
+                    if (setting := self._set(policy, cpus, previous, left, locks)) is not None:
                         settings.append(setting)
                 yield settings
             finally:
-                if found:
-                    self._put_back(found, left)
+                if previous:
+                    self._put_back(previous, left)
 
     def _policies(self) -> list[Path]:
         try:
@@ -125,7 +125,7 @@ class Governors:
             return []
 
     def _set(
-        self, policy: Path, cpus: Collection[int] | None, found: dict[str, str], left: dict[str, str], locks: ExitStack
+        self, policy: Path, cpus: Collection[int] | None, previous: dict[str, str], left: dict[str, str], locks: ExitStack
     ) -> report_pb2.DeviceSetting | None:
         """Sets one policy, and adds what it had to `found`; None where there is nothing to change.
 
@@ -163,8 +163,8 @@ class Governors:
                 return setting
             key = f"/{file.relative_to(self._root)}"
             # First what was found, then the change: a process that is killed in between has lost nothing.
-            self._keep(left | found | {key: governor})
-            found[key] = governor
+            self._keep(left | previous | {key: governor})
+            previous[key] = governor
             file.write_text(self._wanted)
             setting.applied = file.read_text().strip() == self._wanted
             if not setting.applied:
@@ -184,13 +184,13 @@ class Governors:
             log.warning("%s cannot be locked: %s", file, error)
         return True
 
-    def _keep(self, found: Mapping[str, str]) -> None:
-        write_atomically(self._kept, json.dumps(dict(found)).encode(), durable=True)
+    def _keep(self, governors: Mapping[str, str]) -> None:
+        write_atomically(self._kept, json.dumps(dict(governors)).encode(), durable=True)
 
-    def _put_back(self, found: Mapping[str, str], left: Mapping[str, str]) -> None:
+    def _put_back(self, governors: Mapping[str, str], left: Mapping[str, str]) -> None:
         """Writes them back, and keeps what is left for later. What fails is logged and not tried again: others may have set
         something since."""
-        for path, governor in found.items():
+        for path, governor in governors.items():
             try:
                 (self._root / path[1:]).write_text(governor)
             except OSError as error:

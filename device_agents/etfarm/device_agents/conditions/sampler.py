@@ -1,4 +1,4 @@
-"""Step 7, beside the timed pass: what the device does meanwhile, seen from a thread of the agent.
+"""The sampler: what the device does during a timed pass, read from a thread of the agent.
 
 The runner is a process of its own, so the thread shares nothing with it but the machine. Where the runner is bound to some
 cpus and there are others, the thread keeps to the others. Cost, measured on a virtual machine with two cpus and without
@@ -155,27 +155,27 @@ def point(
     facts: readings.Facts, earlier: readings.Facts, at_ms: float, earlier_ms: float, clusters: Sequence[Sequence[int]]
 ) -> report_pb2.TelemetryPoint:
     """A point of the series, of facts and those of the point before. No I/O."""
-    told = report_pb2.TelemetryPoint(elapsed_ms=at_ms)
+    sample = report_pb2.TelemetryPoint(elapsed_ms=at_ms)
     fastest = [
         max((hz for cpu in cpus if (hz := readings.frequency_hz(facts, cpu)) is not None), default=None) for cpus in clusters
     ]
     known = [hz for hz in fastest if hz is not None]
     if len(known) == len(fastest):
-        told.frequency_hz.extend(known)
+        sample.frequency_hz.extend(known)
     if (temperature := readings.hottest_c(facts)) is not None:
-        told.temperature_c = temperature
+        sample.temperature_c = temperature
     if (load := readings.parse({readings.LOAD: facts.get(readings.LOAD, "")})).HasField("load_1m"):
-        told.load_1m = load.load_1m
+        sample.load_1m = load.load_1m
     between_ms = at_ms - earlier_ms
     if between_ms <= 0:
-        return told
+        return sample
     waited = [readings.waited_us(each.get(readings.CPU_PRESSURE, "")) for each in (earlier, facts)]
     if waited[0] is not None and waited[1] is not None:
-        told.psi_cpu = max(0, waited[1] - waited[0]) / 1e3 / between_ms
+        sample.psi_cpu = max(0, waited[1] - waited[0]) / 1e3 / between_ms
     times = [readings.cpu_times_ns(each.get(readings.STAT, "")) for each in (earlier, facts)]
     if times[0] is not None and times[1] is not None:
-        told.busy_cpus = max(0, times[1][0] - times[0][0]) / 1e6 / between_ms
-    return told
+        sample.busy_cpus = max(0, times[1][0] - times[0][0]) / 1e6 / between_ms
+    return sample
 
 
 def _keep_off(busy: frozenset[int]) -> None:

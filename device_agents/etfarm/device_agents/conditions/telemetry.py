@@ -1,4 +1,4 @@
-"""What heartbeats and results tell of this machine. What it does not have stays unset; 0 is only said where it was read."""
+"""Telemetry of this machine for heartbeats and results. What it does not have stays unset; 0 is a value that was read."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ class Telemetry:
         Args:
             light: only what costs a few small reads in /proc, for while a timed pass runs on the same cpus.
         """
-        told = device_pb2.DeviceTelemetry()
-        told.at.GetCurrentTime()
-        told.load_1m = os.getloadavg()[0]
-        told.memory_available_bytes = psutil.virtual_memory().available
+        state = device_pb2.DeviceTelemetry()
+        state.at.GetCurrentTime()
+        state.load_1m = os.getloadavg()[0]
+        state.memory_available_bytes = psutil.virtual_memory().available
         if light:
-            return told
-        told.cpu_share = psutil.cpu_percent() / 100
-        told.agent_rss_bytes = self._process.memory_info().rss
+            return state
+        state.cpu_share = psutil.cpu_percent() / 100
+        state.agent_rss_bytes = self._process.memory_info().rss
         try:
-            told.disk_free_bytes = psutil.disk_usage(str(self._folder)).free
+            state.disk_free_bytes = psutil.disk_usage(str(self._folder)).free
         except OSError:
-            told.ClearField("disk_free_bytes")
+            state.ClearField("disk_free_bytes")
         if (temperature := _hottest_c()) is not None:
-            told.temperature_c = temperature
+            state.temperature_c = temperature
         if (frequency := _frequency_hz()) is not None:
-            told.frequency_hz = frequency
-        _read_battery(told)
-        return told
+            state.frequency_hz = frequency
+        _read_battery(state)
+        return state
 
 
 def run_telemetry(measured: Measured, sampled: Sampled | None = None) -> report_pb2.RunTelemetry:
     """The counters of the timed pass and what was seen beside it; what the kernel does not tell stays unset."""
-    told = report_pb2.RunTelemetry(
+    telemetry = report_pb2.RunTelemetry(
         cpu_time_ns=measured.cpu_ns,
         wall_time_ns=measured.wall_ns,
         voluntary_switches=measured.voluntary_switches,
@@ -63,11 +63,11 @@ def run_telemetry(measured: Measured, sampled: Sampled | None = None) -> report_
         psi_cpu_some_us=measured.cpu_pressure_us,
     )
     if sampled is not None:
-        told.before.CopyFrom(sampled.before)
-        told.after.CopyFrom(sampled.after)
-        told.series.extend(sampled.series)
-        told.sampler_cpu_ns = sampled.cpu_ns
-    return told
+        telemetry.before.CopyFrom(sampled.before)
+        telemetry.after.CopyFrom(sampled.after)
+        telemetry.series.extend(sampled.series)
+        telemetry.sampler_cpu_ns = sampled.cpu_ns
+    return telemetry
 
 
 def _hottest_c() -> float | None:
@@ -89,7 +89,7 @@ def _frequency_hz() -> int | None:
     return round(mean.current * 1_000_000) if mean is not None and mean.current else None
 
 
-def _read_battery(told: device_pb2.DeviceTelemetry) -> None:
+def _read_battery(state: device_pb2.DeviceTelemetry) -> None:
     try:
         battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     except OSError:
@@ -97,6 +97,6 @@ def _read_battery(told: device_pb2.DeviceTelemetry) -> None:
         return
     if battery is None:
         return
-    told.battery_share = battery.percent / 100
+    state.battery_share = battery.percent / 100
     if battery.power_plugged is not None:
-        told.charging = battery.power_plugged
+        state.charging = battery.power_plugged

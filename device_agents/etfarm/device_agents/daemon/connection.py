@@ -20,7 +20,7 @@ from etfarm.wire.status import from_rpc_error
 
 log = logging.getLogger(__name__)
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 _FINAL_KINDS: Final = frozenset({Kind.UNAUTHENTICATED, Kind.PERMISSION_DENIED})
 """Answers that stay the same however often one asks."""
@@ -32,7 +32,7 @@ _GOODBYE_S: Final = 0.5
 """How long a Goodbye may take to get out."""
 _RACE: Final = "Internal error from Core"
 """What grpc.aio says where the server refused the stream before Hello was out; the next try hears the server's own words."""
-_SAY_AGAIN_S: Final = 60.0
+_LOG_AGAIN_S: Final = 60.0
 """A reason why there is no connection is logged again after so long; a new one at once."""
 
 
@@ -80,7 +80,7 @@ class Session:
         agent: Agent,
         agent_id: str,
         outgoing: Outgoing,
-        say: Say,
+        print_line: PrintLine,
         *,
         version: str,
         host: str,
@@ -90,7 +90,7 @@ class Session:
         self._agent = agent
         self._agent_id = agent_id
         self._outgoing = outgoing
-        self._say = say
+        self._print_line = print_line
         self._version = version
         self._host = host
         self._boot = boot
@@ -105,7 +105,7 @@ class Session:
         server = self._config.access.server
         pauses = self._config.pauses()
         loop = asyncio.get_running_loop()
-        said, said_s = "", 0.0
+        logged, logged_s = "", 0.0
         while not stop.is_set():
             connection = _Connection()
             refusal = await self._connect(connection, stop)
@@ -115,13 +115,13 @@ class Session:
                 raise refusal
             why = refusal.message if refusal is not None else f"The server at {server} closed the stream."
             if connection.welcomed:
-                pauses, said = self._config.pauses(), ""
+                pauses, logged = self._config.pauses(), ""
             pause = next(pauses)
             if _RACE in why:
                 log.debug("%s", why)
-            elif why != said or loop.time() - said_s > _SAY_AGAIN_S:
+            elif why != logged or loop.time() - logged_s > _LOG_AGAIN_S:
                 log.warning("%s Trying again.", why)
-                said, said_s = why, loop.time()
+                logged, logged_s = why, loop.time()
             try:
                 async with asyncio.timeout(pause):
                     await stop.wait()
@@ -141,7 +141,7 @@ class Session:
         async with open_channel(self._config.access) as channel:
             queue = connection.queue
             hello = self._hello()
-            connection.said = {device.id: device for device in hello.devices}
+            connection.announced = {device.id: device for device in hello.devices}
             queue.put_nowait(agent_pb2.AgentMessage(hello=hello))
             call = AgentServiceStub(channel).Connect(_messages(queue))
             reader = asyncio.create_task(self._read(call, connection), name="connection")
@@ -209,14 +209,16 @@ class Session:
             return
         connection.welcomed = self._was_welcome = True
         names = ", ".join(f"{device.name} ({device.id})" for device in self._agent.devices)
-        self._say(f"etfarm agent: connected to {self._config.access.server} {f'as {names}' if names else 'without a device yet'}")
+        self._print_line(
+            f"etfarm agent: connected to {self._config.access.server} {f'as {names}' if names else 'without a device yet'}"
+        )
         self._outgoing.open(connection.queue)
         # What came and went between Hello and now, which nobody was told.
         now = {device.id: device for device in self._agent.devices}
-        for device_id in connection.said.keys() - now.keys():
+        for device_id in connection.announced.keys() - now.keys():
             self._outgoing(agent_pb2.AgentMessage(device_gone=agent_pb2.DeviceGone(device_id=device_id)))
         for device_id, device in now.items():
-            if connection.said.get(device_id) != device:
+            if connection.announced.get(device_id) != device:
                 self._outgoing(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=device)))
         for result in self._agent.outbox.waiting.values():
             self._outgoing(agent_pb2.AgentMessage(run_result=result))
@@ -248,7 +250,7 @@ class _Connection:
         self.queue: asyncio.Queue[agent_pb2.AgentMessage | None] = asyncio.Queue()
         self.tasks: list[asyncio.Task[None]] = []
         self.welcomed = False
-        self.said: dict[str, device_pb2.Device] = {}
+        self.announced: dict[str, device_pb2.Device] = {}
         """The devices of its Hello."""
 
 

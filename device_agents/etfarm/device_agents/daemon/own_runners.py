@@ -48,15 +48,15 @@ async def own_runners(folder: Path) -> list[device_pb2.DeviceRunner]:
         async with asyncio.timeout(_ANSWER_S), PythonRunner.start(scratch) as runner:
             hello = await runner.hello()
         backends = [name for name in hello.backends if name in WORKING_BACKENDS]
-        found: dict[str, Any] = {
+        description: dict[str, Any] = {
             "kind": runner.kind,
             "executorch": hello.executorch,
             "backends": backends,
             "operators": list(hello.operators),
         }
-        text = json.dumps({"versions": versions, "runners": [found]}, indent=1)
+        text = json.dumps({"versions": versions, "runners": [description]}, indent=1)
         await asyncio.to_thread(write_atomically, path, text.encode(), durable=True)
-        return [device_pb2.DeviceRunner(**found)]
+        return [device_pb2.DeviceRunner(**description)]
     except (EtfarmError, TimeoutError, OSError) as error:
         why = str(error) or f"it did not answer within {_ANSWER_S:g} s"
         log.warning("ExecuTorch is installed here, and its Python binding cannot be used: %s", why)

@@ -191,15 +191,17 @@ class LocalSessions(session_pb2_grpc.SessionServiceServicer):
             error = raised
         except Exception as bug:  # noqa: BLE001 - whoever waits for the session hears of it
             error = FarmError(f"etfarm has a bug: {bug!r}.")
-        session.tell(session_pb2.SessionEvent(ended=to_proto(error)))
+        session.put_event(session_pb2.SessionEvent(ended=to_proto(error)))
         session.events.put_nowait(None)
 
     async def _serve(self, session: _LocalSession, request: session_pb2.OpenSessionRequest, folder: Path) -> EtfarmError:
         def on_log(line: object) -> None:
-            session.tell(session_pb2.SessionEvent(log_line=str(line)))
+            session.put_event(session_pb2.SessionEvent(log_line=str(line)))
 
         bundle: Bundle | None = None
-        session.tell(session_pb2.SessionEvent(waiting=session_pb2.SessionWaiting(why="preparing the runner for this machine")))
+        session.put_event(
+            session_pb2.SessionEvent(waiting=session_pb2.SessionWaiting(why="preparing the runner for this machine"))
+        )
         try:
             bundle = await asyncio.shield(asyncio.ensure_future(local_bundle()))
         except RunnerUnbuilt as error:
@@ -218,7 +220,7 @@ class LocalSessions(session_pb2_grpc.SessionServiceServicer):
             ready.runner.kind = runner.kind
             ready.device.CopyFrom(_in_use(self._machine.device, runner.kind, hello))
             session.program = served
-            session.tell(session_pb2.SessionEvent(ready=ready))
+            session.put_event(session_pb2.SessionEvent(ready=ready))
             return await session.over
 
 
@@ -230,7 +232,7 @@ class _LocalSession:
         self.over: asyncio.Future[EtfarmError] = asyncio.get_running_loop().create_future()
         self._turn = asyncio.Lock()
 
-    def tell(self, event: session_pb2.SessionEvent) -> None:
+    def put_event(self, event: session_pb2.SessionEvent) -> None:
         event.session_id = self.id
         self.events.put_nowait(event)
 
@@ -271,9 +273,9 @@ async def _build(archive: Path) -> None:
     )  # fmt: skip
     # Its stdin stays open as long as this process lives.
     assert process.stderr is not None
-    said, _ = await asyncio.gather(process.stderr.read(), process.wait())
+    stderr, _ = await asyncio.gather(process.stderr.read(), process.wait())
     if process.returncode != 0:
-        lines = said.decode(errors="replace").strip().splitlines()
+        lines = stderr.decode(errors="replace").strip().splitlines()
         raise RunnerUnbuilt((lines[-1] if lines else f"It ended with {process.returncode}.").removeprefix("etfarm: "))
 
 
@@ -285,15 +287,15 @@ def _device() -> device_pb2.Device:
 
 def _in_use(device: device_pb2.Device, kind: str, hello: Hello) -> device_pb2.Device:
     """The device as a farm would tell of it while it serves this session."""
-    told = device_pb2.Device(
+    description = device_pb2.Device(
         state=device_pb2.DEVICE_STATE_BUSY,
         runner=kind,
         backends=[name for name in hello.backends if name in WORKING_BACKENDS],
         operator_count=len(hello.operators),
     )
-    told.MergeFrom(device)
-    told.last_seen_at.GetCurrentTime()
-    return told
+    description.MergeFrom(device)
+    description.last_seen_at.GetCurrentTime()
+    return description
 
 
 async def _refuse(context: Any, error: EtfarmError) -> NoReturn:

@@ -56,9 +56,9 @@ _CHARGING, _DISCHARGING, _NOT_CHARGING, _FULL = "2", "3", "4", "5"
 
 def properties(facts: Facts) -> dict[str, str]:
     """System properties: of the listing, and those that were asked for alone (`getprop KEY`). Empty ones are left out."""
-    said = dict(_PROPERTY.findall(facts.get(GETPROP, "")))
-    said |= {name.removeprefix("getprop "): text for name, text in facts.items() if name.startswith("getprop ")}
-    return {name: text.strip() for name, text in said.items() if text.strip()}
+    values = dict(_PROPERTY.findall(facts.get(GETPROP, "")))
+    values |= {name.removeprefix("getprop "): text for name, text in facts.items() if name.startswith("getprop ")}
+    return {name: text.strip() for name, text in values.items() if text.strip()}
 
 
 def arch(properties: Mapping[str, str]) -> str:
@@ -118,22 +118,24 @@ def has_battery(facts: Facts) -> bool | None:
 
 def battery_share(facts: Facts) -> float | None:
     """How full the battery is, 0 to 1."""
-    said = _battery(facts)
-    level, scale = said.get("level", ""), said.get("scale", "100")
-    if said.get("present") == "false" or not (_is_small(level) and _is_small(scale)) or not 0 <= int(level) <= int(scale) > 0:
+    battery = _battery(facts)
+    level, scale = battery.get("level", ""), battery.get("scale", "100")
+    if battery.get("present") == "false" or not (_is_small(level) and _is_small(scale)) or not 0 <= int(level) <= int(scale) > 0:
         return None
     return int(level) / int(scale)
 
 
 def charging(facts: Facts) -> bool | None:
     """Whether a charger carries the phone. One at a port that gives too little loses charge all the same, and is not charging."""
-    said = _battery(facts)
-    status = said.get("status")
+    battery = _battery(facts)
+    status = battery.get("status")
     if status in (_CHARGING, _FULL):
         return True
     if status == _DISCHARGING:
         return False
-    powered = [said[f"{source} powered"] == "true" for source in ("AC", "USB", "Wireless", "Dock") if f"{source} powered" in said]
+    powered = [
+        battery[f"{source} powered"] == "true" for source in ("AC", "USB", "Wireless", "Dock") if f"{source} powered" in battery
+    ]
     if powered:
         return any(powered)
     return True if status == _NOT_CHARGING else None
@@ -141,8 +143,8 @@ def charging(facts: Facts) -> bool | None:
 
 def thermal_status(facts: Facts) -> int | None:
     """How severely the system slows down against heat: 0 none to 6 shutdown."""
-    found = re.search(r"^[ \t]{0,16}Thermal Status: ([0-6])[ \t\r]*$", facts.get(THERMAL, ""), re.MULTILINE)
-    return int(found.group(1)) if found else None
+    match = re.search(r"^[ \t]{0,16}Thermal Status: ([0-6])[ \t\r]*$", facts.get(THERMAL, ""), re.MULTILINE)
+    return int(match.group(1)) if match else None
 
 
 def temperatures(facts: Facts) -> list[report_pb2.ThermalZone]:
@@ -150,28 +152,28 @@ def temperatures(facts: Facts) -> list[report_pb2.ThermalZone]:
 
     A sensor that is not connected says 0, NaN or something beyond this world, which the caller leaves out.
     """
-    said = facts.get(THERMAL, "")
-    _, now, behind = said.partition("Current temperatures from HAL:")
-    section = re.split(r"^\S.*:[ \t\r]*$", behind, maxsplit=1, flags=re.MULTILINE)[0] if now else said
-    found: dict[str, float] = {}
+    dump = facts.get(THERMAL, "")
+    _, now, behind = dump.partition("Current temperatures from HAL:")
+    section = re.split(r"^\S.*:[ \t\r]*$", behind, maxsplit=1, flags=re.MULTILINE)[0] if now else dump
+    degrees_by_name: dict[str, float] = {}
     for value, kind, name in _TEMPERATURE.findall(section):
         if int(kind) in _NO_TEMPERATURES:
             continue
         try:
-            found[name.strip()] = float(value)
+            degrees_by_name[name.strip()] = float(value)
         except ValueError:
             continue
-    if not found and (tenths := _battery(facts).get("temperature", "")) and _is_small(tenths):
-        found["battery"] = int(tenths) / 10
-    return [report_pb2.ThermalZone(name=name, temperature_c=degrees) for name, degrees in found.items()]
+    if not degrees_by_name and (tenths := _battery(facts).get("temperature", "")) and _is_small(tenths):
+        degrees_by_name["battery"] = int(tenths) / 10
+    return [report_pb2.ThermalZone(name=name, temperature_c=degrees) for name, degrees in degrees_by_name.items()]
 
 
 def screen_on(facts: Facts) -> bool | None:
     """Whether the screen is on; a clock that it shows while it dozes does not count. None where nothing tells."""
-    said = facts.get(POWER, "")
-    if (state := re.search(r"Display Power: state=(\w+)", said)) is not None:
+    dump = facts.get(POWER, "")
+    if (state := re.search(r"Display Power: state=(\w+)", dump)) is not None:
         return state.group(1) == "ON"
-    awake = re.search(r"mWakefulness=(\w+)", said)
+    awake = re.search(r"mWakefulness=(\w+)", dump)
     return awake.group(1) in ("Awake", "Dreaming") if awake else None
 
 
@@ -179,24 +181,24 @@ def disk_free_bytes(facts: Facts) -> int | None:
     """What programs may still write to the phone's storage."""
     head, _, rest = facts.get(DISK, "").strip().partition("\n")
     unit = 512 if "512-blocks" in head else 1024
-    found = re.search(r"\s\d{1,15}\s+\d{1,15}\s+(\d{1,15})\s+\d+%", rest)
-    return int(found.group(1)) * unit if found else None
+    match = re.search(r"\s\d{1,15}\s+\d{1,15}\s+(\d{1,15})\s+\d+%", rest)
+    return int(match.group(1)) * unit if match else None
 
 
 def page_size_bytes(facts: Facts) -> int | None:
     """By the kernel's account of a process, where `getconf` is not there."""
-    found = re.search(r"KernelPageSize:\s+(\d{1,9}) kB", facts.get(SMAPS, ""))
-    return int(found.group(1)) * 1024 if found and int(found.group(1)) else None
+    match = re.search(r"KernelPageSize:\s+(\d{1,9}) kB", facts.get(SMAPS, ""))
+    return int(match.group(1)) * 1024 if match and int(match.group(1)) else None
 
 
 def _battery(facts: Facts) -> dict[str, str]:
     """The service's state, the first of what it dumps."""
-    said: dict[str, str] = {}
+    state: dict[str, str] = {}
     for key, value in re.findall(
         r"^[ \t]{1,16}([A-Za-z][A-Za-z ]{0,39}): (\S{1,40})[ \t\r]*$", facts.get(BATTERY, ""), re.MULTILINE
     ):
-        said.setdefault(key, value)
-    return said
+        state.setdefault(key, value)
+    return state
 
 
 def _named(text: str) -> str:

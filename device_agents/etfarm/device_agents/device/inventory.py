@@ -165,8 +165,8 @@ def _arch(facts: Mapping[str, str]) -> str:
 
 
 def _has_battery(facts: Mapping[str, str]) -> bool | None:
-    if (said := android.has_battery(facts)) is not None:
-        return said
+    if (present := android.has_battery(facts)) is not None:
+        return present
     supplies = [path for path in facts if re.match(r"/sys/class/power_supply/[^/]+/type\Z", path)]
     return any(readings.is_own_battery(facts, path) for path in supplies) if supplies else None
 

@@ -110,16 +110,16 @@ def parse_stanzas(cpuinfo: str) -> Sequence[Stanza]:
     current: dict[str, str] | None = None
     for line in cpuinfo.splitlines():
         key, colon, value = line.partition(":")
-        name, said = key.strip().lower(), value.strip()
+        name, text = key.strip().lower(), value.strip()
         if not line.strip():
             current = None
             continue
-        if not colon or (name == "processor" and not is_count(said)):
+        if not colon or (name == "processor" and not is_count(text)):
             continue  # `Processor : ARMv7 Processor rev 4 (v7l)` is the first line of some
         if current is None or (name == "processor" and "processor" in current):
             current = {}
             stanzas.append(current)
-        current[name] = said
+        current[name] = text
     return stanzas
 
 
@@ -170,9 +170,9 @@ def board_of(stanzas: Sequence[Stanza]) -> str:
     for key in ("model", "hardware", "model name"):
         for stanza in stanzas:
             # x86's `model` is a number, Arm's a board. Arm's `model name` is that of its instruction set.
-            said = stanza.get(key, "").removesuffix("(Flattened Device Tree)").strip()
-            if said and not said.isdecimal() and not _NO_BOARD.match(said):
-                return said
+            name = stanza.get(key, "").removesuffix("(Flattened Device Tree)").strip()
+            if name and not name.isdecimal() and not _NO_BOARD.match(name):
+                return name
     return ""
 
 
@@ -192,11 +192,11 @@ def part_of(stanza: Stanza) -> str:
 def _shared(stanzas: Sequence[Stanza]) -> Stanza:
     """What holds for cpus that are not described themselves: only what no two descriptions differ in."""
     keys = (*_PART_KEYS, "features", "flags", "model name")
-    told = {key: {stanza[key] for stanza in stanzas if key in stanza} for key in keys}
+    distinct = {key: {stanza[key] for stanza in stanzas if key in stanza} for key in keys}
     # Cores of several kinds are told apart by their part; those whose part is not told are of none of them.
     if len({part_of(stanza) for stanza in stanzas if part_of(stanza)}) > 1:
         return {}
-    return {key: values.copy().pop() for key, values in told.items() if len(values) == 1}
+    return {key: values.copy().pop() for key, values in distinct.items() if len(values) == 1}
 
 
 def _allowed(facts: Facts, described: Collection[int], cores: Collection[int] | None) -> frozenset[int]:
@@ -219,13 +219,13 @@ def _policies(facts: Facts) -> dict[int, str]:
     """Folders of the frequency files that speak of a cpu."""
     folders: dict[int, str] = {}
     # A policy has at least one cpu, so there are no more policies than cpus.
-    policies = [(found, text) for path, text in facts.items() if (found := _POLICY_FILE.match(path)) is not None][:MOST_CPUS]
+    policies = [(match, text) for path, text in facts.items() if (match := _POLICY_FILE.match(path)) is not None][:MOST_CPUS]
     named = 0
-    for found, text in policies:
+    for match, text in policies:
         numbers = _cpu_list(text) or frozenset()
         if (named := named + len(numbers)) <= _MOST_LIST:
             for number in numbers:
-                folders.setdefault(number, found.group(1))
+                folders.setdefault(number, match.group(1))
     return folders
 
 

@@ -62,8 +62,8 @@ _HOTTEST_C: Final = 150
 
 def find(root: Path = Path("/")) -> tuple[str, ...]:
     """The paths of the facts that this machine has, for `collect`. A few milliseconds; they stay while it runs."""
-    found = [path for pattern in _PATTERNS for path in root.glob(pattern)]
-    return (*_PROC, *(f"/{path.relative_to(root)}" for path in sorted(found, key=_natural)))
+    existing = [path for pattern in _PATTERNS for path in root.glob(pattern)]
+    return (*_PROC, *(f"/{path.relative_to(root)}" for path in sorted(existing, key=_natural)))
 
 
 def collect(paths: Iterable[str], root: Path = Path("/")) -> dict[str, str]:
@@ -125,8 +125,8 @@ def cpu_times_ns(stat: str) -> tuple[int, int] | None:
 
 def runnable(loadavg: str) -> int | None:
     """Of /proc/loadavg: tasks that run or want to, the reader left out."""
-    found = re.match(r"(?:\S+\s+){3}(\d{1,9})/\d+", loadavg)
-    return max(0, int(found.group(1)) - 1) if found else None
+    match = re.match(r"(?:\S+\s+){3}(\d{1,9})/\d+", loadavg)
+    return max(0, int(match.group(1)) - 1) if match else None
 
 
 def waited_us(pressure: str) -> int | None:
@@ -140,7 +140,7 @@ def zones(facts: Facts) -> list[report_pb2.ThermalZone]:
 
     The kernel's unit is a thousandth of a degree; drivers of some phones give degrees. An unconnected sensor gives 0.
     """
-    found = []
+    zones_read = []
     for path, text in facts.items():
         value = _integer(text)
         if not path.endswith("/temp") or value is None or value == 0:
@@ -148,11 +148,11 @@ def zones(facts: Facts) -> list[report_pb2.ThermalZone]:
         name = _zone_name(facts, path.removesuffix("temp"))
         degrees = value / 1000 if abs(value) >= 1000 else float(value)
         if _COLDEST_C <= degrees <= _HOTTEST_C and not _NO_TEMPERATURE.fullmatch(name):
-            found.append(report_pb2.ThermalZone(name=name, temperature_c=degrees))
-    if found:
-        return found
-    told = android.temperatures(facts)
-    return [zone for zone in told if _COLDEST_C <= zone.temperature_c <= _HOTTEST_C and zone.temperature_c != 0]
+            zones_read.append(report_pb2.ThermalZone(name=name, temperature_c=degrees))
+    if zones_read:
+        return zones_read
+    reported = android.temperatures(facts)
+    return [zone for zone in reported if _COLDEST_C <= zone.temperature_c <= _HOTTEST_C and zone.temperature_c != 0]
 
 
 def zone_names(facts: Facts) -> list[str]:
@@ -173,8 +173,8 @@ def hottest_c(facts: Facts) -> float | None:
 
 def frequency_hz(facts: Facts, cpu: int) -> int | None:
     """The clock of a cpu now."""
-    said = facts.get(f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_cur_freq", "").strip()
-    return _hertz(said or _clocks(facts).get(cpu, {}).get("scaling_cur_freq", ""))
+    text = facts.get(f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_cur_freq", "").strip()
+    return _hertz(text or _clocks(facts).get(cpu, {}).get("scaling_cur_freq", ""))
 
 
 def is_own_battery(facts: Facts, path: str) -> bool:
@@ -184,33 +184,33 @@ def is_own_battery(facts: Facts, path: str) -> bool:
 
 
 def _cpus(facts: Facts) -> list[report_pb2.CpuReading]:
-    found = []
-    for number, said in sorted(_clocks(facts).items()):
+    cpus = []
+    for number, clocks in sorted(_clocks(facts).items()):
         # A driver that cannot tell writes <unknown>.
-        clock, limit = _hertz(said.get("scaling_cur_freq", "")), _hertz(said.get("scaling_max_freq", ""))
-        governor = said.get("scaling_governor")
+        clock, limit = _hertz(clocks.get("scaling_cur_freq", "")), _hertz(clocks.get("scaling_max_freq", ""))
+        governor = clocks.get("scaling_governor")
         if clock is not None or limit is not None or governor:
-            found.append(report_pb2.CpuReading(cpu=number, frequency_hz=clock, limit_hz=limit, governor=governor))
-    return found
+            cpus.append(report_pb2.CpuReading(cpu=number, frequency_hz=clock, limit_hz=limit, governor=governor))
+    return cpus
 
 
 def _clocks(facts: Facts) -> dict[int, dict[str, str]]:
     """By cpu, texts of its frequency files by their names; of those of its policy where it has none of its own."""
-    found: dict[int, dict[str, str]] = {}
+    clocks: dict[int, dict[str, str]] = {}
     named = 0
     for path, text in facts.items():
         if (own := _CPU_FILE.match(path)) is not None:
-            if (said := text.strip()) and int(own.group(1)) < MOST_CPUS:
-                found.setdefault(int(own.group(1)), {})[own.group(2)] = said
+            if (value := text.strip()) and int(own.group(1)) < MOST_CPUS:
+                clocks.setdefault(int(own.group(1)), {})[own.group(2)] = value
         elif (policy := _POLICY_FILE.match(path)) is not None:
             shared = {name: facts.get(f"{policy.group(1)}{name}", "").strip() for name in _CLOCKS}
             numbers = _cpu_list(text)
             # Each cpu has one policy; ignore a device whose policies name the cpus over and over.
             named += len(numbers)
             for number in numbers if named <= 2 * MOST_CPUS else ():
-                cpu = found.setdefault(number, {})
-                cpu.update({name: said for name, said in shared.items() if said and name not in cpu})
-    return found
+                cpu = clocks.setdefault(number, {})
+                cpu.update({name: value for name, value in shared.items() if value and name not in cpu})
+    return clocks
 
 
 def _cpu_list(text: str) -> frozenset[int]:
@@ -225,14 +225,14 @@ def _hertz(kilohertz: str) -> int | None:
 
 
 def _cooling(facts: Facts) -> list[report_pb2.CoolingDevice]:
-    found = []
+    devices = []
     for path, text in facts.items():
         if not path.endswith("/cur_state") or (state := _integer(text)) is None:
             continue
         kind = facts.get(f"{path.removesuffix('cur_state')}type", "").strip()
         if _SLOWING.search(kind):
-            found.append(report_pb2.CoolingDevice(name=kind, state=state))
-    return found
+            devices.append(report_pb2.CoolingDevice(name=kind, state=state))
+    return devices
 
 
 def _read_battery(facts: Facts, read: report_pb2.SystemReading) -> None:
@@ -251,8 +251,8 @@ def _read_battery(facts: Facts, read: report_pb2.SystemReading) -> None:
 
 
 def _pressure(text: str, key: str) -> float | None:
-    found = re.search(rf"^some\b.*\b{key}=([\d.]+)", text, re.MULTILINE)
-    return _first_float(found.group(1)) if found else None
+    match = re.search(rf"^some\b.*\b{key}=([\d.]+)", text, re.MULTILINE)
+    return _first_float(match.group(1)) if match else None
 
 
 def _first_float(text: str) -> float | None:

@@ -66,7 +66,7 @@ def split(output: bytes | str) -> dict[str, str]:
     framed = re.compile(rb"%b \+ ([^\n]+)\n(.*?)\n%b - 0$" % (token, token), re.MULTILINE | re.DOTALL)
     facts = {}
     for section in re.split(rb"^(?=%b \+ )" % token, behind, flags=re.MULTILINE):
-        if (found := framed.match(section)) is not None:
-            name, text = (part.decode(errors="replace") for part in found.groups())
+        if (match := framed.match(section)) is not None:
+            name, text = (part.decode(errors="replace") for part in match.groups())
             facts[name] = text
     return facts

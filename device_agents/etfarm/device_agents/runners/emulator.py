@@ -124,8 +124,8 @@ class Emulator:
 
     def version(self) -> str:
         """Such as `7.2.22`; empty where it does not say."""
-        found = re.search(r"version (\S+)", self._ask("--version").stdout.decode(errors="replace"))
-        return found[1] if found else ""
+        match = re.search(r"version (\S+)", self._ask("--version").stdout.decode(errors="replace"))
+        return match[1] if match else ""
 
     def models(self) -> list[str]:
         """The processors that it knows; empty where it does not say."""
@@ -174,10 +174,10 @@ class Emulator:
             # The stack behind the vector must reach as far as is written.
             done = self._ask("-cpu", self.cpu, str(program), environment={"PADDING": "x" * _PROBE_BYTES})
         if done.returncode != 0:
-            told = done.stderr.decode(errors="replace").strip().splitlines()
-            why = told[-1].removeprefix(f"{Path(self.path).name}: ").rstrip(".") if told else _ending(done.returncode)
+            lines = done.stderr.decode(errors="replace").strip().splitlines()
+            why = lines[-1].removeprefix(f"{Path(self.path).name}: ").rstrip(".") if lines else _ending(done.returncode)
             known = self.models()
-            if told and done.returncode == 1:
+            if lines and done.returncode == 1:
                 raise CpuUnknown(self.cpu, known, why)
             raise EmulatorFailed(f"{self.path} does not run a program: {why}.", path=self.path, why=why)
         try:

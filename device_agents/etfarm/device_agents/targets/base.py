@@ -58,7 +58,7 @@ class Target(Protocol):
         """Whether that runner goes before any bundle."""
 
     @property
-    def tells_memory(self) -> bool:
+    def measures_memory(self) -> bool:
         """Whether the memory of a runner's process is the program's, and not an emulator's."""
 
     @property

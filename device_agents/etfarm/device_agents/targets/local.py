@@ -42,7 +42,7 @@ class Machine:
         self.gates = Gates(config.gates, Surroundings.of_machine(), config.data / "measured")
         self.tried = set[str]()
         self.restricted = config.cores is not None
-        self.tells_memory = config.emulator is None
+        self.measures_memory = config.emulator is None
         self.has_own_runner = config.emulator is None and PythonRunner.available()
         self.own_first = False
         self.self_test_s = config.self_test_s

@@ -85,17 +85,17 @@ class Fleet:
 
     async def run(self) -> None:
         """Follows the adb server's list until it is cancelled; an adb server that is gone is started again."""
-        pauses, said = self._config.pauses(), ""
+        pauses, logged = self._config.pauses(), ""
         try:
             while True:
                 try:
                     await self._adb.start_server()
                     async with aclosing(self._adb.track()) as lists:
                         async for listed in lists:
-                            pauses, said = self._config.pauses(), ""
+                            pauses, logged = self._config.pauses(), ""
                             self._take({phone.serial: phone for phone in listed})
                 except EtfarmError as error:
-                    if said != (said := str(error)):
+                    if logged != (logged := str(error)):
                         log.warning("%s Trying again.", error)
                 except Exception:
                     # Without this loop the agent would have no phones for good.
@@ -142,17 +142,17 @@ class Fleet:
                     await self._serve_once(listed)
                 except PhoneListedTwice as error:
                     if self._is_served_by_another(serial, error.device_id):  # and not just leaving
-                        await self._tell(listed, error)
+                        await self._announce_problem(listed, error)
                     async with self._places[error.device_id]:
                         log.debug("the phone %s is left to %s", error.device_id, serial)
                 except EtfarmError as error:
-                    await self._trouble(listed, error)
+                    await self._handle_failure(listed, error)
                 except Exception as error:
                     # A bug must not leave the other phones alone.
                     failed = AgentFailed(f"The agent failed: {type(error).__name__}: {error}.")
                     if self._tries_of(serial).is_new(str(failed)):
                         log.exception("the phone %s cannot be served", serial)
-                    await self._trouble(listed, failed)
+                    await self._handle_failure(listed, failed)
         finally:
             # One that is in another state now is still there, until more is known of it.
             if serial not in self._listed and (device_id := self._announced.pop(serial, None)) is not None:
@@ -167,7 +167,7 @@ class Fleet:
         serial = listed.serial
         if listed.state is not State.DEVICE:
             await asyncio.sleep(self._options.settle_s)
-            await self._tell(listed, PhoneNotReady(listed))
+            await self._announce_problem(listed, PhoneNotReady(listed))
             # Another state ends this.
             await asyncio.Event().wait()
         if "shell_v2" not in await self._adb.features(serial):
@@ -232,7 +232,7 @@ class Fleet:
 
     async def _announce(self, serial: str, device_id: str) -> None:
         """What is told of the phone from here on is told of that device, and not of another."""
-        for other in [known for known, told in self._announced.items() if told == device_id]:
+        for other in [known for known, announced in self._announced.items() if announced == device_id]:
             # An entry of a port that the phone had before, for example, which adb still lists as offline.
             del self._announced[other]
         former = self._announced.get(serial)
@@ -240,10 +240,10 @@ class Fleet:
         if former not in (None, device_id):
             await self._agent.detach(former, "it is known by its own serial now")
 
-    async def _trouble(self, listed: Listed, error: EtfarmError) -> None:
+    async def _handle_failure(self, listed: Listed, error: EtfarmError) -> None:
         """Tells the farm why a phone cannot be served, tries what may help, and returns when it is time for another try."""
         serial = listed.serial
-        await self._tell(listed, error)
+        await self._announce_problem(listed, error)
         tries = self._tries_of(serial)
         pause_s = tries.add()
         # Of one that is gone adb knows, and has it back as soon as it can be.
@@ -256,19 +256,19 @@ class Fleet:
                 self._rescues[serial] = asyncio.create_task(self._rescue(serial), name=f"rescue of {serial}")
         await asyncio.sleep(pause_s)
 
-    async def _tell(self, listed: Listed, error: EtfarmError) -> None:
+    async def _announce_problem(self, listed: Listed, error: EtfarmError) -> None:
         """Tells the farm why a phone cannot be served, and people once."""
         serial = listed.serial
         if self._tries_of(serial).is_new(str(error)):
             log.warning("%s", error)
-        told = device_pb2.Device(id=serial, name=listed.model or serial)
+        device = device_pb2.Device(id=serial, name=listed.model or serial)
         if (known := self._known.get(serial)) is not None:
-            told.CopyFrom(known)
-        told.agent_id = self._agent_id
-        told.problem.CopyFrom(to_proto(error))
-        if not isinstance(error, PhoneListedTwice) and not self._is_served_by_another(serial, told.id):
-            await self._announce(serial, told.id)
-            await self._agent.mark_unusable(told)
+            device.CopyFrom(known)
+        device.agent_id = self._agent_id
+        device.problem.CopyFrom(to_proto(error))
+        if not isinstance(error, PhoneListedTwice) and not self._is_served_by_another(serial, device.id):
+            await self._announce(serial, device.id)
+            await self._agent.mark_unusable(device)
 
     def _tries_of(self, serial: str) -> FailedTries:
         return self._failed_tries.setdefault(serial, FailedTries(self._options.retry_s, self._options.retry_last_s))

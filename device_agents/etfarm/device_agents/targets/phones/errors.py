@@ -93,13 +93,13 @@ class PhoneRefused(DeviceError):
 
     reason = "PHONE_REFUSED"
 
-    def __init__(self, serial: str, what: str, told: str) -> None:
+    def __init__(self, serial: str, what: str, complaint: str) -> None:
         super().__init__(
-            f"The phone {serial} cannot {what}: {told.strip() or 'it does not say why'}.",
+            f"The phone {serial} cannot {what}: {complaint.strip() or 'it does not say why'}.",
             "Its shell user needs /data/local/tmp, with room for 100 MB, and the programs of Android 8 or later.",
             serial=serial,
             what=what,
-            told=told.strip(),
+            told=complaint.strip(),
         )
 
 

@@ -148,8 +148,8 @@ class PhoneFolder:
         """
         done = await self._adb.run(self._serial, command, deadline_s=deadline_s)
         if done.exit_code != 0:
-            told = (done.stderr or done.stdout).decode(errors="replace").strip() or f"exit code {done.exit_code}"
-            raise PhoneRefused(self._serial, what, told.splitlines()[-1])
+            complaint = (done.stderr or done.stdout).decode(errors="replace").strip() or f"exit code {done.exit_code}"
+            raise PhoneRefused(self._serial, what, complaint.splitlines()[-1])
         return done
 
     def _wanted(self, bundle: Bundle | None, files: Sequence[Path]) -> list[_Wanted]:
@@ -172,24 +172,24 @@ class PhoneFolder:
         lines = done.stdout.decode(errors="replace").splitlines()
         if done.exit_code == 127:
             raise PhoneRefused(self._serial, "hash a file", done.stderr.decode(errors="replace"))
-        sums = [found for line in lines if (found := _SUM.fullmatch(line.strip())) is not None]
-        return {posixpath.join(self.root, found[2]): found[1] for found in sums}
+        sums = [match for line in lines if (match := _SUM.fullmatch(line.strip())) is not None]
+        return {posixpath.join(self.root, match[2]): match[1] for match in sums}
 
     async def _push(self, missing: Sequence[_Wanted], keep: set[str], on_progress: OnProgress | None) -> int:
         total, done, sent = sum(each.source.stat().st_size for each in missing), 0, 0
         for each in missing:
 
-            def told(part: int, _: int) -> None:
+            def report_part(part: int, _: int) -> None:
                 if on_progress is not None:
                     on_progress(done + part, total)  # noqa: B023 - called before the loop goes on
 
             try:
-                sent += await self._adb.push(self._serial, each.source, each.remote, each.mode, on_progress=told)
+                sent += await self._adb.push(self._serial, each.source, each.remote, each.mode, on_progress=report_part)
             except PhoneFull:
                 # Others may have filled it; what this run does not need makes room once.
                 if not await self._evict(keep, 0):
                     raise
-                sent += await self._adb.push(self._serial, each.source, each.remote, each.mode, on_progress=told)
+                sent += await self._adb.push(self._serial, each.source, each.remote, each.mode, on_progress=report_part)
             done += each.source.stat().st_size
         return sent
 
@@ -203,9 +203,9 @@ class PhoneFolder:
         listing = 'for each in bundles/* files/*; do [ -e "$each" ] && echo $(stat -c %Y "$each") $(du -sk "$each"); done; true'
         done = await self.shell(f"cd {shlex.quote(self.root)} && {listing}", "list its folder")
         entries = [
-            (int(found[1]), int(found[2]) * _KIB, found[3])
+            (int(match[1]), int(match[2]) * _KIB, match[3])
             for line in done.stdout.decode(errors="replace").splitlines()
-            if (found := _ENTRY.fullmatch(line.strip())) is not None
+            if (match := _ENTRY.fullmatch(line.strip())) is not None
         ]
         total, gone = sum(size for _, size, _ in entries), list[str]()
         for _, size, name in sorted(entries):

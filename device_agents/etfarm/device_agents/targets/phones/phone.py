@@ -46,10 +46,10 @@ async def ask(adb: AdbServer, serial: str, files: Collection[str], commands: Map
     """
     # As input: the command lines of old phones are short.
     done = await adb.run(serial, "sh", input=shell_facts.script(files, commands).encode(), deadline_s=_FACTS_S)
-    found = shell_facts.split(done.stdout)
-    if not found:
+    facts = shell_facts.split(done.stdout)
+    if not facts:
         raise PhoneRefused(serial, "say what it is", done.stderr.decode(errors="replace"))
-    return found
+    return facts
 
 
 async def recognize(adb: AdbServer, serial: str) -> device_pb2.Device:
@@ -58,11 +58,11 @@ async def recognize(adb: AdbServer, serial: str) -> device_pb2.Device:
     Raises:
         As `ask`.
     """
-    found = await ask(adb, serial, inventory.PHONE_FILES, android.INVENTORY_COMMANDS)
-    device = inventory.parse(found)
-    told = android.properties(found)
+    facts = await ask(adb, serial, inventory.PHONE_FILES, android.INVENTORY_COMMANDS)
+    device = inventory.parse(facts)
+    properties = android.properties(facts)
     # A phone in the network has HOST:PORT for adb, which changes.
-    device.id = next((name for key in _SERIALS if (name := told.get(key, "")) and name.lower() != "unknown"), serial)
+    device.id = next((name for key in _SERIALS if (name := properties.get(key, "")) and name.lower() != "unknown"), serial)
     device.name = "-".join([*re.findall(r"\w+", device.model), device.id[-4:]]) if device.model else device.id
     return device
 
@@ -78,7 +78,7 @@ class Phone:
     """
 
     restricted = False
-    tells_memory = True
+    measures_memory = True
     self_test_s = _SELF_TEST_S
 
     def __init__(self, adb: AdbServer, serial: str, device: device_pb2.Device, config: AgentConfig) -> None:
@@ -195,22 +195,22 @@ class Phone:
 
     def _take(self, read: report_pb2.SystemReading) -> None:
         """For heartbeats, and for the memory that a runner may use."""
-        told = device_pb2.DeviceTelemetry()
-        told.at.GetCurrentTime()
+        telemetry = device_pb2.DeviceTelemetry()
+        telemetry.at.GetCurrentTime()
         if read.HasField("load_1m"):
-            told.load_1m = read.load_1m
+            telemetry.load_1m = read.load_1m
         if read.HasField("memory_available_bytes"):
-            told.memory_available_bytes = self._available_bytes = read.memory_available_bytes
+            telemetry.memory_available_bytes = self._available_bytes = read.memory_available_bytes
         if read.zones:
-            told.temperature_c = max(zone.temperature_c for zone in read.zones)
+            telemetry.temperature_c = max(zone.temperature_c for zone in read.zones)
         clocks = [cpu.frequency_hz for cpu in read.cpus if cpu.HasField("frequency_hz")]
         if clocks:
-            told.frequency_hz = round(sum(clocks) / len(clocks))
+            telemetry.frequency_hz = round(sum(clocks) / len(clocks))
         if read.HasField("battery_share"):
-            told.battery_share = read.battery_share
+            telemetry.battery_share = read.battery_share
         if read.HasField("charging"):
-            told.charging = read.charging
-        self._telemetry = told
+            telemetry.charging = read.charging
+        self._telemetry = telemetry
 
     async def look(self, elapsed_ms: float = 0.0) -> report_pb2.SystemReading:
         """The state of the phone now, which heartbeats tell from here on.
@@ -218,8 +218,8 @@ class Phone:
         Raises:
             As `ask`.
         """
-        found = await ask(self._adb, self.serial, readings.PHONE_FILES, android.READING_COMMANDS)
-        read = readings.parse(found, elapsed_ms)
+        facts = await ask(self._adb, self.serial, readings.PHONE_FILES, android.READING_COMMANDS)
+        read = readings.parse(facts, elapsed_ms)
         self._take(read)
         return read
 

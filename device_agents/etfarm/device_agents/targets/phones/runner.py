@@ -118,7 +118,7 @@ async def spawn(adb: AdbServer, serial: str, is_gone: Callable[[], bool], comman
             first = (await process.stdout.readline()).strip()
             if first.isdigit():
                 return PhoneChild(adb, process, int(first), str(folder), is_gone)
-            told = (await process.stderr.read(4096)).decode(errors="replace").strip()
+            complaint = (await process.stderr.read(4096)).decode(errors="replace").strip()
             code = await process.wait()
     except TimeoutError as error:
         process.kill()
@@ -126,7 +126,7 @@ async def spawn(adb: AdbServer, serial: str, is_gone: Callable[[], bool], comman
     except BaseException:
         process.kill()
         raise
-    raise PhoneRefused(serial, "make a folder for a runner", told or f"exit code {code}")
+    raise PhoneRefused(serial, "make a folder for a runner", complaint or f"exit code {code}")
 
 
 class PhoneRunner(NativeRunner):
@@ -194,11 +194,11 @@ class PhoneRunner(NativeRunner):
         done, total = 0, sum(self._written.values())
         for path, size in self._written.items():
 
-            def told(part: int, _: int) -> None:
+            def report_part(part: int, _: int) -> None:
                 if on_progress is not None:
                     on_progress(done + part, total)  # noqa: B023 - called before the loop goes on
 
-            await self.files.pull(str(self._there(path)), path, told)
+            await self.files.pull(str(self._there(path)), path, report_part)
             done += size
         self._written.clear()
         self._collecting = False
