@@ -126,7 +126,7 @@ def test_without_an_emulator_its_package_is_named(tmp_path: Path, monkeypatch: p
 def test_a_processor_without_emulation_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main(["--cpu", "cortex-a76", "--server", "127.0.0.1:1"])
-    assert ended.value.code == 2 and "give --emulate ARCH too" in capsys.readouterr().err
+    assert ended.value.code == 2 and "--cpu requires --emulate" in capsys.readouterr().err
 
 
 @boards

@@ -1,4 +1,4 @@
-"""`etfarm agent`: the daemon on target hardware. Settings in, exit code out; everything is put together here."""
+"""`etfarm agent`: the command line, and the composition of the daemon from it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from etfarm.device_agents.config import (
     phones_data_folder,
 )
 from etfarm.device_agents.daemon.agent import Agent
-from etfarm.device_agents.daemon.connection import Outgoing, Session
+from etfarm.device_agents.daemon.connection import Outgoing, ServerConnection
 from etfarm.device_agents.daemon.data_folder import DataFolder
 from etfarm.device_agents.daemon.enrolment import enroll
 from etfarm.device_agents.daemon.own_runners import own_runners
@@ -58,7 +58,10 @@ _SIZE = re.compile(r"(\d+)\s*([KMGT]i?)?B?\Z", re.IGNORECASE)
 
 
 def main(argv: list[str]) -> int:
-    """The command; `argv` is what follows `agent`. Ends by SIGTERM, SIGINT, or with `--exit-with-stdin` at the end of stdin.
+    """Run `etfarm agent` until SIGTERM, SIGINT, or with `--exit-with-stdin` the end of stdin; return the exit code.
+
+    Args:
+        argv: the arguments that follow `agent`.
 
     Raises:
         EtfarmError: the agent cannot work, or the server refuses it; the message is for people.
@@ -67,11 +70,13 @@ def main(argv: list[str]) -> int:
     if not options.server:
         _parser().error(f"give --server ADDR, or set {SERVER_VARIABLE}")
     if options.cpu and not options.emulate:
-        _parser().error("--cpu is of an emulated device: give --emulate ARCH too")
+        _parser().error("--cpu requires --emulate")
     if (options.phone_runner or options.phone_limit is not None) and not options.adb:
-        _parser().error("--phone-runner and --phone-limit are of phones: give --adb too")
+        _parser().error("--phone-runner and --phone-limit require --adb")
     if options.adb and (options.emulate or options.cores):
-        _parser().error("--emulate and --cores are of this machine, and --adb serves phones: start another agent for it")
+        _parser().error(
+            "--adb cannot be combined with --emulate or --cores: start one agent for phones and another one for this machine"
+        )
     parse_address(options.server)
     if options.print_unit:
         _print_line(unit_of_this(argv, vars(options)).rstrip("\n"))
@@ -79,10 +84,10 @@ def main(argv: list[str]) -> int:
     _log_to_stderr()
     _share_one_heap()
     config = _config(options)
-    # Files that are of no use are the caller's to mend, now.
+    # Fail now if the certificates cannot be used.
     config.access.credentials()
     device = None if config.phones else _device(config)
-    # Only one that was asked for: no kernel must have the default.
+    # Check an explicit choice only: a kernel may lack the default.
     if options.governor is not None and not config.phones and config.emulator is None:
         Governors(config.data / KEPT_GOVERNORS, config.governor).check(config.cores)
     # The configuration holds the token from here on.
@@ -97,10 +102,13 @@ def main(argv: list[str]) -> int:
 
 
 async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: DataFolder, exit_with_stdin: bool) -> None:
-    """Serves until it is told to stop.
+    """Serve until a signal, or the end of stdin.
 
     Args:
-        device: this machine, or what it emulates; None where phones are served.
+        config: the agent's settings.
+        device: this machine, or the processor it emulates; None if phones are served.
+        folder: the data folder.
+        exit_with_stdin: whether the end of stdin ends the agent.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -111,11 +119,11 @@ async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: 
     agent_id = folder.agent_id()
     config = dataclasses.replace(config, access=await enroll(config.access, config.data, agent_id, config.pauses()))
     outgoing = Outgoing()
-    # Of a process that was killed while it measured.
+    # A process that was killed while it measured has left them changed.
     Governors(config.data / KEPT_GOVERNORS, None).restore()
     cache = Cache(config.data / "cache", config.cache_limit_bytes)
     agent = Agent(config, folder, cache, outgoing)
-    session = Session(
+    connection = ServerConnection(
         config, agent, agent_id, outgoing, _print_line,
         version=version("etfarm"), host=socket.gethostname(), boot="" if device is None else boot_id(),
     )  # fmt: skip
@@ -133,7 +141,7 @@ async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: 
         await jail.keep_ready()
     following = None if fleet is None else asyncio.create_task(fleet.run(), name="phones")
     try:
-        await session.run(stop)
+        await connection.run(stop)
     finally:
         await agent.close()
         await jail.close()
@@ -143,7 +151,7 @@ async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: 
 
 
 async def _fleet(config: AgentConfig, agent: Agent, agent_id: str, cache: Cache) -> Fleet:
-    # Here, since boards have no use for it, and little memory.
+    # Imported here: boards do not need it, and have little memory.
     from etfarm.device_agents.adb import AdbServer
     from etfarm.device_agents.daemon.phones.fleet import Fleet
 
@@ -153,7 +161,7 @@ async def _fleet(config: AgentConfig, agent: Agent, agent_id: str, cache: Cache)
 
 
 async def _own_runners(config: AgentConfig, stop: asyncio.Event) -> list[device_pb2.DeviceRunner]:
-    """What is installed here to run programs with; none where the agent is stopped meanwhile, or serves another processor."""
+    """Return the runners that are installed here; none if the agent is stopped meanwhile, or serves an emulated processor."""
     if config.emulator is not None:
         return []
     stopped = asyncio.create_task(stop.wait(), name="stop")
@@ -168,7 +176,7 @@ async def _own_runners(config: AgentConfig, stop: asyncio.Event) -> list[device_
 
 
 def _device(config: AgentConfig) -> device_pb2.Device:
-    """What the agent serves, without ids."""
+    """Return the device that the agent serves, without ids."""
     emulator = config.emulator
     device = emulator.device(config.cores) if emulator else inventory.parse(inventory.collect(), config.cores)
     if not device.cores:
@@ -356,7 +364,7 @@ def _number(text: str) -> float:
 
 
 def _share_one_heap() -> None:
-    """For all threads: glibc would give each of gRPC's its own, a megabyte of what a small board has."""
+    """Let all threads share one heap: glibc would give each thread of gRPC one, a megabyte of a small board's memory."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, 1)
@@ -367,7 +375,7 @@ def _print_line(line: str) -> None:
 
 
 class _OneLine(logging.Formatter):
-    """A record, its traceback included, on one line and without control characters."""
+    """A formatter that puts a record, traceback included, on one line without control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         return in_a_line(super().format(record).replace("\n", " | "))

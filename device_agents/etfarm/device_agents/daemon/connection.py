@@ -23,21 +23,21 @@ log = logging.getLogger(__name__)
 PrintLine = Callable[[str], None]
 
 _FINAL_KINDS: Final = frozenset({Kind.UNAUTHENTICATED, Kind.PERMISSION_DENIED})
-"""Answers that stay the same however often one asks."""
+"""Errors that stay the same however often the agent tries."""
 _FINAL_AT_FIRST: Final = frozenset({Kind.ALREADY_EXISTS, Kind.UNIMPLEMENTED, Kind.INVALID_ARGUMENT})
-"""Answers that end an agent which was never welcome. Later ALREADY_EXISTS only says that the server still holds our own
-stream, which is cut, for alive."""
+"""Errors that end an agent which was never welcome. Later, ALREADY_EXISTS only means that the server still believes the agent's
+own broken stream to be alive."""
 _LEAST_HEARTBEAT_S: Final = 0.05
 _GOODBYE_S: Final = 0.5
-"""How long a Goodbye may take to get out."""
+"""How long sending a Goodbye may take."""
 _RACE: Final = "Internal error from Core"
-"""What grpc.aio says where the server refused the stream before Hello was out; the next try hears the server's own words."""
+"""grpc.aio's message if the server refused the stream before Hello was sent; the next try gets the server's own error."""
 _LOG_AGAIN_S: Final = 60.0
-"""A reason why there is no connection is logged again after so long; a new one at once."""
+"""Time after which the same reason for having no connection is logged again; a new reason is logged at once."""
 
 
 class Outgoing:
-    """Messages for the server, of the connection that there is now. Without one they are dropped."""
+    """The messages for the server. They go to the current connection; without one they are dropped."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[agent_pb2.AgentMessage | None] | None = None
@@ -48,30 +48,30 @@ class Outgoing:
 
     @property
     def is_behind(self) -> bool:
-        """Whether messages pile up, since the link takes none."""
+        """Whether messages pile up because the link takes none."""
         return self._queue is not None and self._queue.qsize() > 100
 
     def open(self, queue: asyncio.Queue[agent_pb2.AgentMessage | None]) -> None:
-        """From now on messages go into `queue`."""
+        """Put messages into `queue` from now on."""
         self._queue = queue
 
     def close(self) -> None:
-        """From now on messages are dropped."""
+        """Drop messages from now on."""
         self._queue = None
 
 
-class Session:
-    """Keeps the agent connected.
+class ServerConnection:
+    """The agent's connection to the server, opened again whenever it ends.
 
     Args:
-        config: the agent's.
-        agent: whom the server's messages are for.
-        agent_id: of Hello.
-        outgoing: what the agent puts its messages into.
-        say: takes the line that tells people about a connection.
-        version: the agent's.
+        config: the agent's settings.
+        agent: receives the server's messages.
+        agent_id: the agent's UUID.
+        outgoing: receives the agent's messages.
+        print_line: prints a line for people when a connection is made.
+        version: the agent's version.
         host: this machine's name.
-        boot: of Hello.boot_id.
+        boot: the id of this machine's boot; empty for phones.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Session:
         self._was_welcome = False
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serves the farm until `stop`, then says Goodbye.
+        """Serve the farm until `stop`, then send Goodbye.
 
         Raises:
             EtfarmError: the server refuses this agent for good.
@@ -134,9 +134,9 @@ class Session:
         return not self._was_welcome and error.kind in _FINAL_AT_FIRST
 
     async def _connect(self, connection: _Connection, stop: asyncio.Event) -> EtfarmError | None:
-        """One connection, from Hello to its end or, after `stop`, to Goodbye; why it ended, None where no error was told.
+        """Keep one connection from Hello to its end or, after `stop`, to Goodbye; return the error that ended it, if any.
 
-        A channel of its own: gRPC's would wait up to its own backoff before it looks whether the server is there again.
+        Each connection has a channel of its own: an old channel would wait for its own back-off before it connects again.
         """
         async with open_channel(self._config.access) as channel:
             queue = connection.queue
@@ -156,7 +156,7 @@ class Session:
             finally:
                 self._outgoing.close()
                 call.cancel()
-                # gRPC's task that takes the messages would wait for the next one for good.
+                # gRPC's task that takes the messages would wait for the next one forever.
                 queue.put_nowait(None)
                 tasks = [reader, stopped, *connection.tasks]
                 for task in tasks:
@@ -176,7 +176,7 @@ class Session:
         )
 
     async def _read(self, call: _Call, connection: _Connection) -> EtfarmError | None:
-        """Takes the server's messages until the stream ends, and gives the error that it ends with.
+        """Handle the server's messages until the stream ends; return the error that ended it, if any.
 
         The exception must not get any further: its traceback would hold the call in a cycle, and a call that is not
         collected keeps its closed channel connecting and pinging.
@@ -189,7 +189,7 @@ class Session:
         return None
 
     def _take(self, message: agent_pb2.ServerMessage, connection: _Connection) -> None:
-        """Does what one message says."""
+        """Handle one message."""
         kind = message.WhichOneof("message")
         if kind == "welcome":
             self._welcome(message.welcome, connection)
@@ -213,7 +213,7 @@ class Session:
             f"etfarm agent: connected to {self._config.access.server} {f'as {names}' if names else 'without a device yet'}"
         )
         self._outgoing.open(connection.queue)
-        # What came and went between Hello and now, which nobody was told.
+        # Devices that came or went since Hello, which the server does not know yet.
         now = {device.id: device for device in self._agent.devices}
         for device_id in connection.announced.keys() - now.keys():
             self._outgoing(agent_pb2.AgentMessage(device_gone=agent_pb2.DeviceGone(device_id=device_id)))
@@ -226,9 +226,9 @@ class Session:
         connection.tasks.append(asyncio.create_task(self._beat(interval_s), name="heartbeats"))
 
     async def _beat(self, interval_s: float) -> None:
-        """A heartbeat every interval, the first one at once."""
+        """Send a heartbeat every interval, the first one at once."""
         while True:
-            # What is not sent yet says as well that we live, and old telemetry is of no use.
+            # Unsent messages prove that the agent lives, and old telemetry is useless.
             if not self._outgoing.is_behind:
                 try:
                     heartbeat = agent_pb2.Heartbeat(telemetry=self._agent.telemetry())
@@ -244,7 +244,7 @@ _Call = grpc.aio.StreamStreamCall[agent_pb2.AgentMessage, agent_pb2.ServerMessag
 
 
 class _Connection:
-    """What belongs to one connection."""
+    """The state of one connection."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[agent_pb2.AgentMessage | None] = asyncio.Queue()
@@ -255,6 +255,6 @@ class _Connection:
 
 
 async def _messages(queue: asyncio.Queue[agent_pb2.AgentMessage | None]) -> AsyncIterator[agent_pb2.AgentMessage]:
-    """The queue's messages; None ends the stream."""
+    """Yield the queue's messages until None."""
     while (message := await queue.get()) is not None:
         yield message

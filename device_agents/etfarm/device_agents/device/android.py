@@ -1,6 +1,6 @@
 """What a phone is asked for beside the kernel's files, and what its answers mean: properties, and dumps of its services.
 
-Each is a fact under the name of its command, as `facts.split` gives it. Pure functions; no text breaks them.
+Each is a fact under the name of its command, as `shell_facts.split` returns it. Pure functions; no text breaks them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a device is, told once in the agent's Hello: a pure parser of facts, and the collector of this machine's own.
 
 Facts are `{path: text}` of files, and of commands under their own name (`uname -m`, `uname -r`, `getconf PAGESIZE`; what phones
-are asked for besides is in `android`), so that the same parser serves files read here and a phone's answer, see `facts`.
+are asked for besides is in `android`), so that the same parser serves files read here and a phone's answer, see `shell_facts`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The state of the device at one moment, around and during a timed pass: a pure parser of facts, and the reader of local ones.
 
-Facts are `{path: text}` as in `inventory`, so that the same parser serves files read here and a phone's answer, see `facts`.
-What a device does not have is absent; 0 is only said where it was read.
+Facts are `{path: text}` as in `inventory`, so that the same parser serves files of this machine and a phone's answer (see
+`shell_facts`). What a device does not have is absent; 0 is a value that was read.
 """
 
 from __future__ import annotations

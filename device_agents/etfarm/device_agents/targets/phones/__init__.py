@@ -1,1 +1,4 @@
-"""Phones that an adb server knows, as targets: what lies on them, what runs on them, and their coming and going."""
+"""Phones as targets, by adb: `phone` is the target, `folder` the agent's files on it, `runner` a runner process on it.
+
+`claim` makes this agent the only one that uses a phone, and `alive` ends work on a phone that died.
+"""

@@ -90,7 +90,7 @@ class PhoneFolder:
 
         Raises:
             PhoneRefused: it cannot be made.
-            DeviceError: the phone is gone, or says nothing.
+            DeviceError: the phone is gone, or does not answer.
         """
         root = shlex.quote(self.root)
         await self.shell(f"mkdir -p {root}/bundles {root}/files && rm -rf {root}/runs && mkdir {root}/runs", "make its folder")
@@ -104,7 +104,7 @@ class PhoneFolder:
         Raises:
             PhoneFull: it has no room, not even without all that this run does not need.
             PhoneStorageDamaged: what was carried there has another digest there.
-            DeviceError: the phone is gone, or says nothing.
+            DeviceError: the phone is gone, or does not answer.
         """
         wanted, keep = self._wanted(bundle, files), self._entries(bundle, files)
         there = await self._sums(keep)
@@ -124,7 +124,7 @@ class PhoneFolder:
         """Fetches a file that a runner wrote, and deletes it there.
 
         Raises:
-            DeviceError: it cannot be read, or the phone is gone, or says nothing.
+            DeviceError: it cannot be read, or the phone is gone, or does not answer.
             OSError: `path` cannot be written.
         """
         with self._carrying():
@@ -144,7 +144,7 @@ class PhoneFolder:
 
         Raises:
             PhoneRefused: it ended with another exit code than 0.
-            DeviceError: the phone is gone, or says nothing.
+            DeviceError: the phone is gone, or does not answer.
         """
         done = await self._adb.run(self._serial, command, deadline_s=deadline_s)
         if done.exit_code != 0:

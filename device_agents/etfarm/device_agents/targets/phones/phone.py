@@ -42,7 +42,7 @@ async def ask(adb: AdbServer, serial: str, files: Collection[str], commands: Map
 
     Raises:
         PhoneRefused: it has no usable shell.
-        DeviceError: it is gone, or says nothing.
+        DeviceError: it is gone, or does not answer.
     """
     # As input: the command lines of old phones are short.
     done = await adb.run(serial, "sh", input=shell_facts.script(files, commands).encode(), deadline_s=_FACTS_S)

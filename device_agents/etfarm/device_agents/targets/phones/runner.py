@@ -103,7 +103,7 @@ async def spawn(adb: AdbServer, serial: str, is_gone: Callable[[], bool], comman
 
     Raises:
         PhoneRefused: the phone's shell cannot make the folder.
-        DeviceError: the phone is gone, or says nothing.
+        DeviceError: the phone is gone, or does not answer.
     """
     where = shlex.quote(str(folder))
     # Nothing of the shell's surroundings, and the number first: it stays the process' own through exec. Where memory runs out
@@ -187,7 +187,7 @@ class PhoneRunner(NativeRunner):
         """See `RemoteRunner.collect`. They are deleted on the phone.
 
         Raises:
-            DeviceError: they cannot be read, or the phone is gone, or says nothing.
+            DeviceError: they cannot be read, or the phone is gone, or does not answer.
             OSError: they cannot be written here.
         """
         self._collecting = True
