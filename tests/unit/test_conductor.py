@@ -30,7 +30,7 @@ from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.reports.verdict import Thresholds
 from etfarm.server.state.engine import Database, DatabaseFull
-from etfarm.server.workers.measurement_lock import Quiet
+from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device, DeviceRunner
 from etfarm.wire.chunks import artifact_of
@@ -161,7 +161,7 @@ class World:
         self.compiler, self.analyst = Compiles(), Analyzes()
         execution = Execution(self.registry, self.runs, Placement(self.registry, self.runs), bundles, store, ids)
         self.conductor = Conductor(
-            self.journal, self.log, self.announcer, self.compiler, execution, self.analyst, Quiet(),  # type: ignore[arg-type]
+            self.journal, self.log, self.announcer, self.compiler, execution, self.analyst, MeasurementLock(),  # type: ignore[arg-type]
             thresholds=Thresholds(), now=self.now, clock=lambda: 0.0, new_id=ids,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.server.workers.measurement_lock import Quiet
+from etfarm.server.workers.measurement_lock import MeasurementLock
 
 
 async def _settle() -> None:
@@ -17,16 +17,16 @@ async def _settle() -> None:
 
 
 async def test_a_measurement_waits_for_work_and_goes_before_work_that_has_not_begun() -> None:
-    quiet, said = Quiet(), []
+    lock, said = MeasurementLock(), []
     release = asyncio.Event()
 
     async def working(name: str) -> None:
-        async with quiet.work():
+        async with lock.work():
             said.append(name)
             await release.wait()
 
     async def measuring() -> None:
-        async with quiet.measure():
+        async with lock.measure():
             said.append("measure")
 
     async with asyncio.TaskGroup() as group:
@@ -43,24 +43,24 @@ async def test_a_measurement_waits_for_work_and_goes_before_work_that_has_not_be
 
 
 async def test_a_cancelled_measurement_holds_nobody_up() -> None:
-    quiet = Quiet()
-    async with quiet.work():
-        waiting = asyncio.create_task(quiet.measure().__aenter__())
+    lock = MeasurementLock()
+    async with lock.work():
+        waiting = asyncio.create_task(lock.measure().__aenter__())
         await _settle()
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        async with asyncio.timeout(60), quiet.work():
+        async with asyncio.timeout(60), lock.work():
             pass
 
 
 @given(st.lists(st.tuples(st.sampled_from(["work", "measure"]), st.integers(0, 4)), max_size=30))
 def test_nothing_runs_beside_a_measurement_and_everybody_gets_a_turn(tasks: list[tuple[str, int]]) -> None:
     async def all_of_them() -> None:
-        quiet, inside, done = Quiet(), [], []
+        lock, inside, done = MeasurementLock(), [], []
 
         async def one(kind: str, pauses: int) -> None:
-            async with quiet.work() if kind == "work" else quiet.measure():
+            async with lock.work() if kind == "work" else lock.measure():
                 inside.append(kind)
                 assert "measure" not in inside or inside == ["measure"]
                 for _ in range(pauses):

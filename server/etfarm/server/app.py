@@ -65,7 +65,7 @@ from etfarm.server.rpc.services.sessions import SessionService
 from etfarm.server.rpc.services.tokens import TokenService
 from etfarm.server.sessions.sessions import Sessions
 from etfarm.server.state.engine import Database
-from etfarm.server.workers.measurement_lock import Quiet
+from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.server.workers.pool import Workers
 from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import (
@@ -156,7 +156,7 @@ async def running(config: Config, on_damaged: Callable[[FarmError], None] = lamb
     config.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     (config.data / "work").mkdir(exist_ok=True)
     # Before gRPC starts a thread: what it forks must have been single-threaded all along.
-    quiet = Quiet()
+    quiet = MeasurementLock()
     jail = await preflight.require_jail(config) if config.is_jail_required else None
     workers = Workers(
         preload=PRELOAD, limits=preflight.limits(config), folder=config.data / "work" / "children", concurrency=config.workers,

@@ -19,7 +19,7 @@ from etfarm.server.compile.cache import Cache, Outcome, is_lasting
 from etfarm.server.compile.keys import Plan, original_of, plan, toolchain
 from etfarm.server.compile.request import InspectRequest, LowerRequest, QuantizeRequest
 from etfarm.server.compile.screening.operators import Operators
-from etfarm.server.compile.single_flight import Audience, Flights, Listener
+from etfarm.server.compile.single_flight import Listener, SingleFlight, Subscribers
 from etfarm.server.state.engine import Database
 from etfarm.server.workers.pool import Workers
 from etfarm.v1 import common_pb2, compile_pb2, job_pb2
@@ -102,8 +102,8 @@ class Compiler:
         self._tasks = tasks or Tasks()
         self._operators = operators or Operators()
         self._toolchain = toolchain()
-        self._compilations: Flights[Outcome] = Flights("compile")
-        self._quantizations: Flights[Outcome] = Flights("quantize")
+        self._compilations: SingleFlight[Outcome] = SingleFlight("compile")
+        self._quantizations: SingleFlight[Outcome] = SingleFlight("quantize")
         self._recipes: compile_pb2.ListRecipesResponse | None = None
         self._listing = asyncio.Lock()
         self._planning = asyncio.Lock()
@@ -188,29 +188,29 @@ class Compiler:
             _tell_log(known, listener)
             return Outcome(known, cached=True)
 
-        async def work(audience: Audience) -> Outcome:
+        async def work(subscribers: Subscribers) -> Outcome:
             # Another's may have ended since the cache was asked.
             if not fresh and (known := await self._cache.compilation(todo.key)) is not None:
                 return Outcome(known, cached=True)
-            outcome = await self._work(todo, owner, project, fresh and quantize_again, audience)
+            outcome = await self._work(todo, owner, project, fresh and quantize_again, subscribers)
             if outcome.lasting:
                 await self._cache.keep_compilation(outcome.made)
             return outcome
 
-        return await self._compilations.join(_flight_keys(todo.key, fresh), work, listener)
+        return await self._compilations.join(_shared_keys(todo.key, fresh), work, listener)
 
-    async def _work(self, todo: Plan, owner: str, project: str, fresh: bool, audience: Audience) -> Outcome:
+    async def _work(self, todo: Plan, owner: str, project: str, fresh: bool, subscribers: Subscribers) -> Outcome:
         made = Compilation(key=todo.key, toolchain=self._toolchain, stopped_after=todo.stop_after)
         try:
             if todo.recipe is None:
-                return await self._inspect(todo, made, owner, project, audience)
+                return await self._inspect(todo, made, owner, project, subscribers)
             if any(part.specification.needs for part in todo.recipe.parts):
                 await self.recipes()  # the others need nothing that a server could lack, and need not wait for the list
             self._check_available(todo.recipe)
             sources = {name: method.exported_program for name, method in todo.candidate.model.methods.items()}
             lowered_from = sources
             if todo.quantization_key:
-                quantized = await self._quantized(todo, owner, project, fresh, audience.listener)
+                quantized = await self._quantized(todo, owner, project, fresh, subscribers.listener)
                 _add(made, quantized)
                 if made.HasField("error"):
                     return replace(quantized, made=made)
@@ -230,7 +230,7 @@ class Compiler:
         except EtfarmError as error:
             return _failed(made, error)
         read = partial(answers.lowered, stop_after=todo.stop_after)
-        return await self._child(self._tasks.lower, request, made, owner, project, audience, read)
+        return await self._child(self._tasks.lower, request, made, owner, project, subscribers, read)
 
     async def _quantized(self, todo: Plan, owner: str, project: str, fresh: bool, listener: Listener) -> Outcome:
         """What QUANTIZE and the export after it give; shared by all compilations that lower it."""
@@ -240,7 +240,7 @@ class Compiler:
             _tell_log(known, listener)
             return Outcome(known, cached=True)
 
-        async def work(audience: Audience) -> Outcome:
+        async def work(subscribers: Subscribers) -> Outcome:
             made = Compilation(key=todo.quantization_key)
             try:
                 model = todo.candidate.model
@@ -254,12 +254,12 @@ class Compiler:
             except EtfarmError as error:
                 return _failed(made, error)
             read = partial(answers.quantized, methods=todo.candidate.model.methods)
-            outcome = await self._child(self._tasks.quantize, request, made, owner, project, audience, read)
+            outcome = await self._child(self._tasks.quantize, request, made, owner, project, subscribers, read)
             if outcome.lasting:
                 await self._cache.keep_stages(outcome.made)
             return outcome
 
-        return await self._quantizations.join(_flight_keys(todo.quantization_key, fresh), work, listener)
+        return await self._quantizations.join(_shared_keys(todo.quantization_key, fresh), work, listener)
 
     def _quantize_request(self, todo: Plan) -> QuantizeRequest:
         model = todo.candidate.model
@@ -271,12 +271,12 @@ class Compiler:
             threads=self._threads, operators=self._operators,
         )  # fmt: skip
 
-    async def _inspect(self, todo: Plan, made: Compilation, owner: str, project: str, audience: Audience) -> Outcome:
+    async def _inspect(self, todo: Plan, made: Compilation, owner: str, project: str, subscribers: Subscribers) -> Outcome:
         program = todo.candidate.program
         made.program.CopyFrom(program)
         await self._store.require_whole([program.pte.digest])
         request = InspectRequest(pte=self._store.path(program.pte.digest), model_name=_ANY_MODEL, threads=self._threads)
-        return await self._child(self._tasks.inspect, request, made, owner, project, audience, answers.inspected)
+        return await self._child(self._tasks.inspect, request, made, owner, project, subscribers, answers.inspected)
 
     async def _child(
         self,
@@ -285,7 +285,7 @@ class Compiler:
         made: Compilation,
         owner: str,
         project: str,
-        audience: Audience,
+        subscribers: Subscribers,
         read: Callable[[Mapping[str, Any], answers.Files], Awaitable[Compilation]],
     ) -> Outcome:
         """Runs one child and adds to `made` what it gives; where it fails, the stages that ended before, and why."""
@@ -295,7 +295,7 @@ class Compiler:
 
         def on_log(line: str) -> None:
             lines.append(line)
-            audience.on_log(line)
+            subscribers.on_log(line)
 
         def on_event(data: bytes) -> None:
             stage, duration_ms = answers.stage_event(data)
@@ -304,7 +304,7 @@ class Compiler:
             told.add((stage, duration_ms is None))
             if duration_ms is not None:
                 ended.append(compile_pb2.Stage(stage=stage, duration_ms=duration_ms, where="SERVER"))
-            audience.on_stage(stage, duration_ms)
+            subscribers.on_stage(stage, duration_ms)
 
         try:
             finished = await self._workers.run(
@@ -392,7 +392,7 @@ def _check_stages(recipe: Recipe) -> None:
             )  # fmt: skip
 
 
-def _flight_keys(key: str, fresh: bool) -> list[str]:
+def _shared_keys(key: str, fresh: bool) -> list[str]:
     """Who wants it compiled again does not join work that may have taken a part from the cache; the other way round it goes."""
     again = f"{key} again"
     return [again] if fresh else [key, again]

@@ -1,4 +1,4 @@
-"""Work under way and who waits for it: equal work that is asked for at one time is done once."""
+"""Shared work: equal requests that arrive at the same time are done once, and all requesters receive the outcome."""
 
 from __future__ import annotations
 
@@ -11,99 +11,103 @@ from typing import Generic, Protocol, TypeVar
 T = TypeVar("T")
 
 
-class StageTold(Protocol):
-    """Told of a stage: with None when it starts, with its milliseconds when it has ended."""
+class StageCallback(Protocol):
+    """A function that is called when a stage starts, with None, and when it ends, with its duration in milliseconds."""
 
     def __call__(self, stage: str, duration_ms: float | None, *, cached: bool = False) -> None:
-        """`cached`: it was done by an earlier compilation, and took that long then."""
+        """Handle a stage. `cached` means that an earlier compilation did the stage and took `duration_ms` for it."""
 
 
 @dataclass(frozen=True)
 class Listener:
-    """Somebody who waits for a compilation."""
+    """The callbacks of one requester that waits for a compilation."""
 
-    on_stage: StageTold
+    on_stage: StageCallback
     on_log: Callable[[str], None]
-    """Told each line that a child prints."""
+    """Called with each line that a child prints."""
 
 
 @dataclass
-class Audience:
-    """All that wait for one piece of work; is itself told like a Listener."""
+class Subscribers:
+    """All requesters that wait for the same work. Has the callbacks of a Listener, which call those of each requester."""
 
     listeners: list[Listener] = field(default_factory=list)
     latest: tuple[str, float | None, bool] | None = None
 
     def add(self, listener: Listener) -> None:
-        """Who comes late is told at once where the work is."""
+        """Add a requester and report the work's current stage to it."""
         self.listeners.append(listener)
         if self.latest is not None:
             stage, duration_ms, cached = self.latest
             listener.on_stage(stage, duration_ms, cached=cached)
 
     def on_stage(self, stage: str, duration_ms: float | None, *, cached: bool = False) -> None:
-        """Tells everybody."""
+        """Report a stage to all requesters."""
         self.latest = stage, duration_ms, cached
         for listener in self.listeners:
             listener.on_stage(stage, duration_ms, cached=cached)
 
     def on_log(self, line: str) -> None:
-        """Tells everybody."""
+        """Report a log line to all requesters."""
         for listener in self.listeners:
             listener.on_log(line)
 
     @property
     def listener(self) -> Listener:
-        """It, as somebody who waits for other work on behalf of all."""
+        """A Listener that represents all requesters where this work waits for other work."""
         return Listener(self.on_stage, self.on_log)
 
 
 @dataclass
-class _Flight(Generic[T]):
+class _Work(Generic[T]):
     task: asyncio.Task[T]
-    audience: Audience
+    subscribers: Subscribers
     waiting: int = 0
 
 
-class Flights(Generic[T]):
-    """Work by key."""
+class SingleFlight(Generic[T]):
+    """Work in progress by key.
+
+    Args:
+        name: prefix of the asyncio tasks' names.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._flights: dict[str, _Flight[T]] = {}
+        self._running: dict[str, _Work[T]] = {}
 
-    async def join(self, keys: Sequence[str], work: Callable[[Audience], Awaitable[T]], listener: Listener) -> T:
-        """The outcome of the first work under way that has one of `keys`; otherwise of `work`, which goes under the first.
+    async def join(self, keys: Sequence[str], work: Callable[[Subscribers], Awaitable[T]], listener: Listener) -> T:
+        """Return the outcome of the first work in progress under one of `keys`; else start `work` under the first key.
 
-        A caller who is cancelled ends the work when nobody else waits for it, and then it has ended when this returns.
+        When the last waiting caller is cancelled, the work is cancelled as well, and has ended when this returns.
         """
-        flight = next((self._flights[key] for key in keys if key in self._flights), None)
-        if flight is None:
-            flight = self._begin(keys[0], work)
-        flight.waiting += 1
-        flight.audience.add(listener)
+        running = next((self._running[key] for key in keys if key in self._running), None)
+        if running is None:
+            running = self._start(keys[0], work)
+        running.waiting += 1
+        running.subscribers.add(listener)
         try:
-            return await asyncio.shield(flight.task)
+            return await asyncio.shield(running.task)
         finally:
-            flight.waiting -= 1
-            flight.audience.listeners.remove(listener)
-            if not flight.waiting and not flight.task.done():
-                self._forget(flight)
-                flight.task.cancel()
-                await asyncio.wait([flight.task])
+            running.waiting -= 1
+            running.subscribers.listeners.remove(listener)
+            if not running.waiting and not running.task.done():
+                self._forget(running)
+                running.task.cancel()
+                await asyncio.wait([running.task])
 
-    def _begin(self, key: str, work: Callable[[Audience], Awaitable[T]]) -> _Flight[T]:
-        audience = Audience()
+    def _start(self, key: str, work: Callable[[Subscribers], Awaitable[T]]) -> _Work[T]:
+        subscribers = Subscribers()
 
-        async def fly() -> T:
-            return await work(audience)
+        async def run() -> T:
+            return await work(subscribers)
 
-        flight = _Flight(asyncio.create_task(fly(), name=f"{self._name}-{key[:12]}"), audience)
-        self._flights[key] = flight
-        flight.task.add_done_callback(lambda _: self._forget(flight))
-        return flight
+        running = _Work(asyncio.create_task(run(), name=f"{self._name}-{key[:12]}"), subscribers)
+        self._running[key] = running
+        running.task.add_done_callback(lambda _: self._forget(running))
+        return running
 
-    def _forget(self, flight: _Flight[T]) -> None:
-        for key in [key for key, known in self._flights.items() if known is flight]:
+    def _forget(self, ended: _Work[T]) -> None:
+        for key in [key for key, running in self._running.items() if running is ended]:
             with suppress(KeyError):
-                del self._flights[key]
+                del self._running[key]

@@ -29,7 +29,7 @@ from etfarm.server.reports.analyst import Analyst
 from etfarm.server.reports.assembly import assemble, since
 from etfarm.server.reports.verdict import Thresholds
 from etfarm.server.state.engine import retry_when_full
-from etfarm.server.workers.measurement_lock import Quiet
+from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1 import common_pb2, job_pb2
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent, Progress
 from etfarm.wire.errors import EtfarmError, FarmError, Fault
@@ -52,7 +52,7 @@ class Conductor:
         compiler: Compiler,
         execution: Execution,
         analyst: Analyst,
-        quiet: Quiet,
+        quiet: MeasurementLock,
         *,
         thresholds: Thresholds,
         now: Callable[[], datetime],

@@ -40,7 +40,6 @@ from etfarm.server.sessions.lease import (
     lost_error,
     stored,
 )
-from etfarm.server.workers.measurement_lock import Quiet
 from etfarm.v1 import agent_pb2, compile_pb2, job_pb2, session_pb2
 from etfarm.v1.session_pb2 import SessionAnswer, SessionEvent
 from etfarm.wire import selectors, sessions
@@ -71,7 +70,7 @@ class Sessions:
         compiler: Compiler,
         store: Store,
         execution: Execution,
-        quiet: Quiet,
+        quiet: MeasurementLock,
         *,
         now: Callable[[], datetime],
         new_id: Callable[[], str],

@@ -1,4 +1,4 @@
-"""Quiet on the server's own machine: children do not work while a device on it measures, and the other way round."""
+"""Exclusion of work and measurements on the server's own machine: children do not run while a device on it measures."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 
-class Quiet:
-    """Many may work at a time, or one may measure. Who wants to measure goes before work that has not begun, so that a long
-    row of compilations cannot hold up the measurements that it feeds."""
+class MeasurementLock:
+    """A lock that any number of workers or exactly one measurement hold.
+
+    A waiting measurement goes before work that has not started, so that a long queue of compilations does not delay the
+    measurements that depend on them.
+    """
 
     def __init__(self) -> None:
         self._working = 0
-        self._wanting = 0
+        self._waiting_to_measure = 0
         self._measuring = False
         self._waiters: set[asyncio.Future[None]] = set()
 
     @asynccontextmanager
     async def work(self) -> AsyncIterator[None]:
-        """Waits until nobody measures, or wants to; measurements wait while it is held."""
-        await self._until(lambda: not self._measuring and not self._wanting)
+        """Hold the lock for work. Wait while a measurement runs or waits; measurements wait until the work ends."""
+        await self._until(lambda: not self._measuring and not self._waiting_to_measure)
         self._working += 1
         try:
             yield
@@ -30,13 +33,13 @@ class Quiet:
 
     @asynccontextmanager
     async def measure(self) -> AsyncIterator[None]:
-        """Waits until nobody works or measures; everything else waits while it is held."""
-        self._wanting += 1
+        """Hold the lock for a measurement. Wait until no work and no other measurement runs; everything else waits."""
+        self._waiting_to_measure += 1
         try:
             await self._until(lambda: not self._measuring and not self._working)
             self._measuring = True
         finally:
-            self._wanting -= 1
+            self._waiting_to_measure -= 1
             self._wake()
         try:
             yield
@@ -44,8 +47,8 @@ class Quiet:
             self._measuring = False
             self._wake()
 
-    async def _until(self, free: Callable[[], bool]) -> None:
-        while not free():
+    async def _until(self, is_free: Callable[[], bool]) -> None:
+        while not is_free():
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.add(waiter)
             try:

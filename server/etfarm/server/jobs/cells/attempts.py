@@ -14,7 +14,7 @@ from etfarm.server.jobs.cells.cell_run import Steps, Way
 from etfarm.server.jobs.cells.execution import Execution
 from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.reports.assembly import since
-from etfarm.server.workers.measurement_lock import Quiet
+from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1.job_pb2 import Progress
 from etfarm.wire.errors import EtfarmError, Fault
 from etfarm.wire.status import from_proto, to_proto
@@ -37,7 +37,7 @@ class Attempts:
         steps: Steps,
         execution: Execution,
         joblog: JobLog,
-        quiet: Quiet,
+        quiet: MeasurementLock,
         progress: Callable[[str, Progress], None],
         *,
         now: Callable[[], datetime],
