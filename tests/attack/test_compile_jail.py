@@ -70,7 +70,7 @@ async def workers(tmp_path: Path) -> AsyncIterator[Workers]:
 async def limited(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Workers]:
     """Workers with what this host has for limits on trees, and as on a host that has nothing."""
     if request.param == "no control groups":
-        monkeypatch.setattr(pool, "_place", lambda: None)
+        monkeypatch.setattr(pool, "find_cgroup_place", lambda: None)
     running = Workers(preload=[TASKS], limits=LIMITS, folder=tmp_path / "jobs", concurrency=2)
     running.start()
     yield running

@@ -44,16 +44,16 @@ def fuzz(data: bytes) -> None:
 
 
 async def _listen(data: bytes) -> None:
-    heard, events, lines = child_output.Heard(), list[bytes](), list[str]()
-    for feed in (child_output.listen, child_output.follow):
+    output, events, lines = child_output.ChildOutput(), list[bytes](), list[str]()
+    for feed in (child_output.read_frames, child_output.read_log):
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()
-        if feed is child_output.follow:
-            await child_output.follow(reader, heard, lines.append)
+        if feed is child_output.read_log:
+            await child_output.read_log(reader, output, lines.append)
             continue
         try:
-            await child_output.listen(reader, heard, events.append, lambda: None)
+            await child_output.read_frames(reader, output, events.append, lambda: None)
         except errors.BadAnswer as error:
             assert str(error)
-    assert sum(map(len, lines)) <= 3 * len(data) and isinstance(heard.stage, str)
+    assert sum(map(len, lines)) <= 3 * len(data) and isinstance(output.stage, str)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.workers.errors import MAX_METADATA, MAX_TEXT, ChildDied, ChildOutOfMemory, ChildTimedOut
+from etfarm.server.workers.errors import MAX_METADATA, MAX_TEXT, ChildDied, ChildOutOfMemory, ChildTimedOut, WorkersDown
 from etfarm.server.workers.limits import Limits
-from etfarm.server.workers.pool import Workers, WorkersDown
+from etfarm.server.workers.pool import Workers
 from etfarm.wire.errors import EtfarmError, FarmError, Fault
 from tests.support.farm import descendants
 

@@ -21,6 +21,12 @@ MAX_METADATA = 50
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
 
 
+class WorkersDown(FarmError):
+    """The forkserver ended or could not be warmed."""
+
+    reason = "WORKERS_DOWN"
+
+
 class ChildDied(FarmError):
     """A child ended without an answer: a crash in native code, or somebody's kill."""
 

@@ -26,7 +26,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from etfarm.server.workers.child.supervisor import Order, supervise
+from etfarm.server.workers.child.supervisor import supervise
+from etfarm.server.workers.child.task import Order
 from etfarm.server.workers.jail import file_view
 from etfarm.server.workers.jail.isolation import Jail
 from etfarm.server.workers.limits import Limits

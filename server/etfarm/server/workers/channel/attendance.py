@@ -1,0 +1,161 @@
+"""The daemon's side of one child's life: its request, its output, its deadlines, and what its end means."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from etfarm.server.workers import errors
+from etfarm.server.workers.channel import frames
+from etfarm.server.workers.channel.child_output import ChildOutput, read_frames, read_log
+from etfarm.server.workers.limits import Limits
+
+_KILL_S = 5.0
+"""Time that the end of a killed tree may take before the daemon continues without having seen it."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A successful child's answer and what the child used."""
+
+    result: bytes
+    peak_rss_bytes: int
+    cpu_s: float
+
+
+def encode_request(files: Sequence[Path], request: object) -> bytes:
+    """Return the frames that a child is sent: the files that it may read, then the request."""
+    paths = json.dumps([str(path) for path in files]).encode()
+    return frames.encode(frames.FILES, paths) + frames.encode(frames.REQUEST, pickle.dumps(request))
+
+
+async def attend(
+    task: str,
+    data: bytes,
+    ends: tuple[socket.socket, int, socket.socket],
+    limits: Limits,
+    *,
+    deadline_s: float,
+    stage_deadline_s: float | None,
+    on_event: Callable[[bytes], None],
+    on_log: Callable[[str], None],
+) -> Answer:
+    """Send a child its request, follow it until it ends, and return its answer. The child's tree has ended afterwards.
+
+    Args:
+        data: from `encode_request`.
+        ends: the daemon's ends of the channel, the log and the status.
+
+    Raises:
+        EtfarmError: as of `Workers.run`.
+    """
+    channel, log, status = ends
+    output = ChildOutput()
+    stage_clock = asyncio.timeout(stage_deadline_s)
+
+    def on_stage() -> None:
+        if stage_deadline_s is not None and not stage_clock.expired():
+            stage_clock.reschedule(asyncio.get_running_loop().time() + stage_deadline_s)
+
+    reader, writer = await asyncio.open_unix_connection(sock=channel)
+    ended, hang_up = await asyncio.open_unix_connection(sock=status)
+    lines = await _open_log(log)
+    try:
+        async with asyncio.timeout(deadline_s), stage_clock, asyncio.TaskGroup() as group:
+            group.create_task(_send(writer, data), name=f"request of {task}")
+            group.create_task(read_frames(reader, output, on_event, on_stage), name=f"channel of {task}")
+            group.create_task(read_log(lines, output, on_log), name=f"log of {task}")
+            final = group.create_task(ended.read(), name=f"status of {task}")
+    except TimeoutError:
+        if stage_deadline_s is not None and stage_clock.expired():
+            raise errors.ChildTimedOut(task, stage_deadline_s, output.stage, clock="stage") from None
+        raise errors.ChildTimedOut(task, deadline_s, output.stage) from None
+    except ExceptionGroup as failed:
+        raise _first(failed) from None
+    finally:
+        # The supervisor takes this as the order to kill; when it has ended already, nothing happens.
+        await asyncio.shield(_hang_up(hang_up, ended))
+        writer.close()
+    return conclude(task, limits, output, final.result())
+
+
+def conclude(task: str, limits: Limits, output: ChildOutput, report: bytes) -> Answer:
+    """Return the answer of a child that has ended.
+
+    Args:
+        report: the supervisor's, empty if it was killed as well.
+
+    Raises:
+        EtfarmError: the child has no answer; as of `Workers.run`.
+    """
+    try:
+        status_report = json.loads(report)
+        status = int(status_report["exit"])
+    except (ValueError, KeyError, TypeError):
+        raise errors.ChildDied(task, -signal.SIGKILL, output.stage, "\n".join(output.tail)) from None
+    if output.result is None or status != 0:
+        # A process of the tree was refused or ended for it, whatever the child made of that.
+        if status_report["out_of_memory"]:
+            raise errors.ChildOutOfMemory(task, limits.memory_bytes, output.stage, "\n".join(output.tail)[-2000:])
+        if status_report["disk_full"]:
+            raise errors.ChildDiskFull(task, f"the disk has less than {limits.reserve_bytes >> 20} MiB or files left")
+        if status_report["too_many_processes"]:
+            raise errors.ChildTooManyProcesses(task, limits.processes, output.stage)
+    if output.error is not None:
+        stage = output.error.stage = output.error.stage or output.stage
+        if output.error.reason == errors.ChildOutOfMemory.reason:
+            detail = output.error.metadata.get("detail", "")
+            raise errors.ChildOutOfMemory(task, limits.memory_bytes, stage, detail)
+        if output.error.reason == errors.ChildTooManyProcesses.reason:
+            raise errors.ChildTooManyProcesses(task, limits.processes, stage)
+        raise output.error
+    if output.result is not None and status == 0:
+        return Answer(output.result, int(status_report["peak_rss_bytes"]), float(status_report["cpu_s"]))
+    log = "\n".join(output.tail)
+    if status == -signal.SIGXCPU:
+        raise errors.ChildTimedOut(task, limits.cpu_s, output.stage, clock="CPU")
+    if errors.is_out_of_memory(RuntimeError(log)):
+        raise errors.ChildOutOfMemory(task, limits.memory_bytes, output.stage, log[-2000:])
+    raise errors.ChildDied(task, status, output.stage, log)
+
+
+async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
+    # A child that is refused by its jail answers before it has read its request.
+    with contextlib.suppress(ConnectionError):
+        writer.write(data)
+        await writer.drain()
+
+
+async def _open_log(descriptor: int) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader),
+        os.fdopen(descriptor, "rb", buffering=0),
+    )
+    return reader
+
+
+async def _hang_up(writer: asyncio.StreamWriter, ended: asyncio.StreamReader) -> None:
+    try:
+        writer.write_eof()
+        async with asyncio.timeout(_KILL_S):
+            await ended.read()
+    except OSError:
+        return  # ended before; asyncio's timeout is an OSError too: then the supervisor is left to itself
+    finally:
+        writer.close()
+
+
+def _first(group: ExceptionGroup[Exception]) -> Exception:
+    error: Exception = group
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

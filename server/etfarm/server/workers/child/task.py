@@ -1,0 +1,129 @@
+"""The child that runs one task: it enters its jail, reads the request, runs the task, and sends the answer."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import pickle
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NoReturn
+
+from etfarm.server.workers import errors
+from etfarm.server.workers.channel import frames
+from etfarm.server.workers.jail import isolation
+from etfarm.server.workers.jail.file_view import Step
+from etfarm.server.workers.jail.isolation import Jail
+from etfarm.server.workers.jail.measures import JailReport
+from etfarm.server.workers.limits import Limits
+from etfarm.wire.errors import EtfarmError, FarmError
+from etfarm.wire.sandbox import cgroups, syscalls
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the daemon asks the forkserver for; travels as JSON, the request itself follows on the channel."""
+
+    task: str
+    """`module:function`, called as function(request, folder, emit) -> bytes."""
+    folder: str
+    """The child's own, existing, empty folder."""
+    limits: Limits
+    jail: Jail
+
+
+def run(
+    order: Order, shared: Sequence[Step], channel: socket.socket, log: int, supervisor: int, group: cgroups.Group | None
+) -> NoReturn:
+    """Live the child's whole life: the jail, the request, the task, the answer."""
+    folder = Path(order.folder)
+    answers = frames.FrameWriter(channel)
+    code = 1
+    try:
+        kind, data = frames.receive(channel)
+        if kind != frames.FILES:
+            raise FarmError(f"The child was sent a frame of kind {kind!r} first.")
+        report = isolation.enter(
+            folder, order.limits, order.jail, log=log, channel=channel.fileno(), shared=shared,
+            files=[Path(path) for path in json.loads(data)], group=group, is_first_process=supervisor == 1, watches_memory=True,
+        )  # fmt: skip
+        described.append(report)
+        syscalls.die_with_parent(supervisor)
+        os.close(log)
+        _prepare(order.limits)
+        kind, data = frames.receive(channel)
+        if kind != frames.REQUEST:
+            raise FarmError(f"The child was sent a frame of kind {kind!r} as its request.")
+        task = _task(order.task)
+        result = task(pickle.loads(data), folder, lambda event: answers.send(frames.EVENT, event))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        answers.send(frames.RESULT, result)
+        code = 0
+    except BaseException as error:  # noqa: BLE001 - the child's last act: whatever it was becomes an answer
+        code = _report(error, order, answers)
+    finally:
+        # No atexit, no destructors of native libraries: they crash after a good answer.
+        os._exit(code)
+
+
+described: Final[list[JailReport]] = []
+"""In a child: its own jail."""
+
+
+def describe_jail(request: object, folder: Path, emit: Callable[[bytes], None]) -> bytes:
+    """Task: answer with this child's own `JailReport` as JSON."""
+    return described[0].to_json()
+
+
+def _prepare(limits: Limits) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", force=True)
+    for noisy in ("matplotlib", "urllib3", "torch.fx"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    if "torch" in sys.modules:
+        # Only now, after the last fork: a forked torch that had threads before hangs.
+        sys.modules["torch"].set_num_threads(limits.threads)
+
+
+def _task(name: str) -> Callable[[object, Path, Callable[[bytes], None]], bytes]:
+    module, _, function = name.partition(":")
+    task: Callable[[object, Path, Callable[[bytes], None]], bytes] = getattr(importlib.import_module(module), function)
+    return task
+
+
+def _report(error: BaseException, order: Order, answers: frames.FrameWriter) -> int:
+    told: EtfarmError
+    # A traceback keeps the frames that hold the memory: free them before anything is formatted.
+    if errors.is_out_of_memory(error):
+        error.__traceback__ = None
+        error.__context__ = None
+        told = errors.ChildOutOfMemory(order.task, order.limits.memory_bytes, detail=str(error)[:500])
+    elif errors.is_out_of_processes(error):
+        told = errors.ChildTooManyProcesses(order.task, order.limits.processes)
+    elif isinstance(error, OSError) and errors.is_disk_full(error):
+        told = errors.ChildDiskFull(order.task, error.strerror or str(error))
+    elif isinstance(error, EtfarmError):
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        told = error
+    else:
+        traceback.print_exception(error)
+        last = "".join(traceback.format_exception(error)).splitlines()[-12:]
+        told = FarmError(
+            f"{order.task} failed inside of etfarm: {type(error).__name__}: {str(error).strip().splitlines()[:1]}",
+            "This is a defect of etfarm: please report it with the job's log.",
+            task=order.task, traceback="\n".join(last),
+        )  # fmt: skip
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        answers.send(frames.ERROR, errors.to_json(told, hide={f"{order.folder}/": "", order.folder: "."}))
+    except OSError:
+        return 1
+    return 0
