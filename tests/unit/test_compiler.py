@@ -7,6 +7,7 @@ import asyncio
 import fcntl
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from etfarm.server.compile.answers import MAX_ANSWER_BYTES, BadWorkerAnswer, par
 from etfarm.server.compile.cache import FOUND_EARLIER, CompilationNotFound, Outcome, artifacts_of
 from etfarm.server.compile.compiler import Compiler, RecipeUnavailable, Tasks, UnknownStage
 from etfarm.server.compile.single_flight import Listener
+from etfarm.server.compile.upload_screening import Screening
+from etfarm.server.jobs.numerics import candidate_of
+from etfarm.server.jobs.submission import Submission
 from etfarm.server.state.engine import Database
 from etfarm.server.workers.jail.isolation import JailOptions
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Finished, Workers
 from etfarm.v1 import common_pb2
-from etfarm.v1.job_pb2 import Candidate
+from etfarm.v1.job_pb2 import Candidate, JobSpec
 from etfarm.wire import recipes
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.recipes import UnknownRecipe
@@ -345,7 +349,7 @@ async def test_the_last_one_who_cancels_ends_the_child_and_nothing_of_it_stays(w
         waiting[1].cancel()
         await asyncio.wait([waiting[1]])
     assert not world.folders()
-    assert not world.compiler._compilations._flights and not world.compiler._quantizations._flights
+    assert not world.compiler.in_progress
     with pytest.raises(CompilationNotFound):
         await world.compiler.get(heard.stages[0][0])
 
@@ -541,3 +545,35 @@ async def test_children_whose_findings_serve_every_project_do_not_learn_what_thi
     again = await world.compile(await world.model("quantize refuse", INT8), project="audio")
     assert again.cached and again.error is not None
     assert (await world.compiler.get_visible(again.made.key, Scope(frozenset({"audio"})))).HasField("error")
+
+
+class NoScreening(Screening):
+    async def screen_pt2(self, digest: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("padding", ["", "a" * 5000], ids=["small", "large"])
+async def test_a_recipe_is_parsed_once_for_a_submission_and_all_of_its_cells(
+    world: World, monkeypatch: pytest.MonkeyPatch, padding: str
+) -> None:
+    parsed = []
+
+    def counted(text: str) -> recipes.Recipe:
+        parsed.append(text)
+        return original(text)
+
+    original = recipes.from_json
+    # A file that only this test has, since recipes stay parsed for the life of a process.
+    operators = ", ".join(f'"aten.linear.once{index}"' for index in range(1 + len(padding) // 20))
+    recipe = recipes.from_toml(f'recipe = "xnnpack_fp32"\n[edge]\npreserve_ops = [{operators}]\n').json
+    monkeypatch.setattr(recipes, "from_json", counted)
+    candidate = await world.model(recipe=recipe)
+    submission = Submission(
+        world.store, list, world.compiler.check, iter(map(str, range(9))).__next__, screening=NoScreening(world.store.path)
+    )
+    spec = JobSpec(candidates=[candidate])
+    await submission.make(spec, owner="ann", project="default", at=datetime(2026, 1, 1, tzinfo=UTC))
+    for _ in range(3):
+        assert (await world.compile(candidate)).error is None
+    assert candidate_of(candidate) is not None
+    assert parsed == [recipe]

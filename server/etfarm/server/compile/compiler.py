@@ -17,6 +17,7 @@ from etfarm.server.artifacts.store import Store
 from etfarm.server.compile import answers
 from etfarm.server.compile.cache import Cache, Outcome, is_lasting
 from etfarm.server.compile.keys import Plan, original_of, plan, toolchain
+from etfarm.server.compile.parsed_recipes import parse_recipe
 from etfarm.server.compile.request import InspectRequest, LowerRequest, QuantizeRequest
 from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.compile.single_flight import Listener, SingleFlight, Subscribers
@@ -109,6 +110,11 @@ class Compiler:
         self._planning = asyncio.Lock()
         self._keys: OrderedDict[tuple[bytes, str], tuple[str, str]] = OrderedDict()
         """Of large candidates by their bytes and the last stage: the compilation's and the quantization's."""
+
+    @property
+    def in_progress(self) -> tuple[str, ...]:
+        """The keys of compilations and quantizations in progress."""
+        return self._compilations.keys + self._quantizations.keys
 
     async def get(self, key: str) -> Compilation:
         """A finished compilation, one that failed included.
@@ -354,7 +360,7 @@ class Compiler:
     async def _recipe_of(self, candidate: job_pb2.Candidate) -> Recipe | None:
         if candidate.WhichOneof("source") == "program":
             return None
-        return await self._resolved(recipes.from_json(candidate.recipe))
+        return await self._resolved(parse_recipe(candidate.recipe))
 
     async def _resolved(self, recipe: Recipe) -> Recipe:
         """The recipe with what plug-ins' recipes do to numbers, which only children can tell.

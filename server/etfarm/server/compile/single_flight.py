@@ -76,6 +76,11 @@ class SingleFlight(Generic[T]):
         self._name = name
         self._running: dict[str, _Work[T]] = {}
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the work in progress."""
+        return tuple(self._running)
+
     async def join(self, keys: Sequence[str], work: Callable[[Subscribers], Awaitable[T]], listener: Listener) -> T:
         """Return the outcome of the first work in progress under one of `keys`; else start `work` under the first key.
 

@@ -10,6 +10,7 @@ from datetime import datetime
 
 from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.compile.errors import RecipeNeedsEagerModule
+from etfarm.server.compile.parsed_recipes import parse_recipe
 from etfarm.server.compile.upload_screening import Screening
 from etfarm.server.devices import schedule
 from etfarm.server.jobs.cells import groups
@@ -182,7 +183,7 @@ class Submission:
 
     async def _recipe(self, text: str) -> Recipe:
         """The recipe of a JSON text; large ones are parsed in a thread."""
-        return recipes.from_json(text) if len(text) < _SMALL_RECIPE else await self._readers.run(recipes.from_json, text)
+        return parse_recipe(text) if len(text) < _SMALL_RECIPE else await self._readers.run(parse_recipe, text)
 
     def _choices(self, spec: job_pb2.JobSpec, devices: Sequence[Device]) -> list[tuple[int | None, str]]:
         """(index of the choice, selector of the cell) for each cell on the device axis."""

@@ -9,11 +9,11 @@ from typing import Final
 
 from etfarm.server.compile.cache import CompilationNotFound
 from etfarm.server.compile.compiler import Compiler
+from etfarm.server.compile.parsed_recipes import parse_recipe
 from etfarm.server.compile.single_flight import Listener
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.cell_run import Way
 from etfarm.v1 import compile_pb2, job_pb2
-from etfarm.wire import recipes
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_proto
 
@@ -24,7 +24,7 @@ NOT_COMPILED: Final = "NUMERICS_NOT_COMPILED"
 def candidate_of(candidate: job_pb2.Candidate) -> job_pb2.Candidate | None:
     """What the numerics program is compiled from: the candidate by `Recipe.per_operator`; None where that is the candidate's
     own recipe, and so its own program."""
-    recipe = recipes.from_json(candidate.recipe)
+    recipe = parse_recipe(candidate.recipe)
     separate = recipe.per_operator()
     if separate == recipe:
         return None
