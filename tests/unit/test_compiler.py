@@ -17,7 +17,8 @@ from etfarm.server.access.scope import Scope
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.answers import MAX_ANSWER_BYTES, BadWorkerAnswer, parse
 from etfarm.server.compile.cache import FOUND_EARLIER, CompilationNotFound, Outcome, artifacts_of
-from etfarm.server.compile.compiler import Compiler, RecipeUnavailable, Tasks, UnknownStage
+from etfarm.server.compile.compiler import Compiler, Tasks
+from etfarm.server.compile.recipe_catalog import RecipeUnavailable, UnknownStage
 from etfarm.server.compile.single_flight import Listener
 from etfarm.server.compile.upload_screening import Screening
 from etfarm.server.jobs.numerics import candidate_of
@@ -76,9 +77,14 @@ class Heard:
 class World:
     def __init__(self, folder: Path, database: Database, workers: Watched) -> None:
         self.folder, self.workers = folder, workers
+        self.database = database
         self.store = Store(folder, database)
+        self.start_compiler()
+
+    def start_compiler(self) -> None:
+        """Start with a compiler that has listed no recipes, as after a restart of the server."""
         self.compiler = Compiler(
-            workers, self.store, database, deadline_s=WAIT_S, stage_deadline_s=WAIT_S, threads=1, tasks=TASKS
+            self.workers, self.store, self.database, deadline_s=WAIT_S, stage_deadline_s=WAIT_S, threads=1, tasks=TASKS
         )
 
     async def model(self, orders: str = "", recipe: str = FP32, *, calibration: bytes = b"", **methods: str) -> Candidate:
@@ -485,7 +491,7 @@ async def test_a_recipe_whose_tools_are_missing_is_refused_by_name(world: World)
     await world.compiler.recipes()
     with pytest.raises(RecipeUnavailable, match="coremltools"):
         await world.compiler.check(coreml)
-    world.compiler._recipes = None
+    world.start_compiler()
     outcome = await world.compile(await world.model("x", coreml.json))
     assert error_of(outcome).reason == "RECIPE_UNAVAILABLE"
     assert not outcome.lasting

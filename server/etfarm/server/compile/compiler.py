@@ -8,7 +8,6 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ from etfarm.server.compile import answers
 from etfarm.server.compile.cache import Cache, Outcome, is_lasting
 from etfarm.server.compile.keys import Plan, original_of, plan, toolchain
 from etfarm.server.compile.parsed_recipes import parse_recipe
+from etfarm.server.compile.recipe_catalog import RecipeCatalog
 from etfarm.server.compile.request import InspectRequest, LowerRequest, QuantizeRequest
 from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.compile.single_flight import Listener, SingleFlight, Subscribers
@@ -25,18 +25,9 @@ from etfarm.server.state.engine import Database
 from etfarm.server.workers.pool import Workers
 from etfarm.v1 import common_pb2, compile_pb2, job_pb2
 from etfarm.v1.compile_pb2 import Compilation
-from etfarm.wire import recipes
-from etfarm.wire.errors import EtfarmError, Kind, UserError
-from etfarm.wire.recipes import Quantization, Recipe, Specification, UnknownRecipe
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.recipes import Recipe
 from etfarm.wire.status import to_proto
-
-_QUANTIZATIONS: Final = {
-    "pt2e-static": Quantization.PT2E_STATIC,
-    "pt2e-dynamic": Quantization.PT2E_DYNAMIC,
-    "torchao": Quantization.TORCHAO_SOURCE,
-}
-"""By RecipeInfo.quantization."""
-
 
 _ANY_MODEL: Final = "model"
 """Name of every model in children: a compilation may serve several projects, which must not learn each other's names of it."""
@@ -57,19 +48,6 @@ class Tasks:
     lower: str = "etfarm.server.compile.lower.tasks:lower_model"
     inspect: str = "etfarm.server.compile.inspect.facts:inspect_pte"
     recipes: str = "etfarm.server.compile.lower.available:list_recipes"
-
-
-class RecipeUnavailable(UserError):
-    """This server lacks what a recipe needs."""
-
-    reason = "RECIPE_UNAVAILABLE"
-    kind = Kind.FAILED_PRECONDITION
-
-
-class UnknownStage(UserError):
-    """No installed plug-in has a stage of the name."""
-
-    reason = "UNKNOWN_STAGE"
 
 
 class Compiler:
@@ -105,8 +83,7 @@ class Compiler:
         self._toolchain = toolchain()
         self._compilations: SingleFlight[Outcome] = SingleFlight("compile")
         self._quantizations: SingleFlight[Outcome] = SingleFlight("quantize")
-        self._recipes: compile_pb2.ListRecipesResponse | None = None
-        self._listing = asyncio.Lock()
+        self._catalog = RecipeCatalog(workers, self._tasks.recipes, deadline_s=deadline_s)
         self._planning = asyncio.Lock()
         self._keys: OrderedDict[tuple[bytes, str], tuple[str, str]] = OrderedDict()
         """Of large candidates by their bytes and the last stage: the compilation's and the quantization's."""
@@ -211,8 +188,8 @@ class Compiler:
             if todo.recipe is None:
                 return await self._inspect(todo, made, owner, project, subscribers)
             if any(part.specification.needs for part in todo.recipe.parts):
-                await self.recipes()  # the others need nothing that a server could lack, and need not wait for the list
-            self._check_available(todo.recipe)
+                await self._catalog.recipes()  # the others need nothing that a server could lack, and need not wait for the list
+            self._catalog.require_available(todo.recipe)
             sources = {name: method.exported_program for name, method in todo.candidate.model.methods.items()}
             lowered_from = sources
             if todo.quantization_key:
@@ -335,78 +312,27 @@ class Compiler:
         return {name: self._store.path(artifact.digest) for name, artifact in artifacts.items()}
 
     async def check(self, recipe: Recipe) -> Recipe:
-        """The recipe with what is known of plug-ins, if it can work here. Of recipes that etfarm knows it says nothing before
-        `recipes` was asked once; plug-ins are asked for.
+        """Return the recipe with what is known of plug-ins, as `RecipeCatalog.check`.
 
         Raises:
-            RecipeUnavailable: the sentence says what is missing.
-            UnknownRecipe, UnknownStage: no installed plug-in has it.
+            RecipeUnavailable, UnknownRecipe, UnknownStage: this server cannot compile with it.
         """
-        resolved = await self._resolved(recipe)
-        if recipe.options.replace:
-            _check_stages(recipe)
-        self._check_available(recipe)
-        return resolved
-
-    def _check_available(self, recipe: Recipe) -> None:
-        missing = {row.name: row.missing for row in self._recipes.recipes if not row.available} if self._recipes else {}
-        for part in recipe.parts:
-            if part.name in missing:
-                raise RecipeUnavailable(
-                    f"This server cannot compile with {part.name}: {missing[part.name].rstrip('.')}.",
-                    "Install it there, or choose one of `etfarm recipes list`.", recipe=part.name, missing=missing[part.name],
-                )  # fmt: skip
+        return await self._catalog.check(recipe)
 
     async def _recipe_of(self, candidate: job_pb2.Candidate) -> Recipe | None:
         if candidate.WhichOneof("source") == "program":
             return None
-        return await self._resolved(parse_recipe(candidate.recipe))
-
-    async def _resolved(self, recipe: Recipe) -> Recipe:
-        """The recipe with what plug-ins' recipes do to numbers, which only children can tell.
-
-        Raises:
-            UnknownRecipe: no installed plug-in has one of the name.
-            BadStages: its stages are not those of what it does to numbers.
-        """
-        named = [part.name for part in recipe.parts if part.is_plugin]
-        if not named:
-            return recipe
-        rows = {row.name: row for row in (await self.recipes()).recipes if "." in row.name}
-        if missing := [name for name in named if name not in rows]:
-            raise UnknownRecipe(missing[0], rows)
-        return recipes.with_plugins(recipe, {name: _specification(rows[name]) for name in named})
+        return await self._catalog.resolve(parse_recipe(candidate.recipe))
 
     async def recipes(self) -> compile_pb2.ListRecipesResponse:
-        """All recipes with what is missing for those that cannot run here; asked of a child once."""
-        async with self._listing:
-            if self._recipes is None:
-                finished = await self._workers.run(self._tasks.recipes, None, deadline_s=self._deadline_s)
-                async with finished:
-                    self._recipes = answers.recipes(answers.parse(finished.result))
-        return self._recipes
-
-
-def _check_stages(recipe: Recipe) -> None:
-    installed = {entry.name for entry in entry_points(group="etfarm.stages")}
-    for stage, name in recipe.options.replace.items():
-        if name not in installed:
-            there = f"There are {', '.join(sorted(installed))}." if installed else "No plug-in with stages is installed."
-            raise UnknownStage(
-                f"This server has no stage {name!r} to replace {stage} with.", f"{there} They are installed on the server.",
-                stage_name=name, replaces=stage, known=",".join(sorted(installed)),
-            )  # fmt: skip
+        """Return all recipes with what is missing for those that cannot run here, as `RecipeCatalog.recipes`."""
+        return await self._catalog.recipes()
 
 
 def _shared_keys(key: str, fresh: bool) -> list[str]:
     """Who wants it compiled again does not join work that may have taken a part from the cache; the other way round it goes."""
     again = f"{key} again"
     return [again] if fresh else [key, again]
-
-
-def _specification(row: compile_pb2.RecipeInfo) -> Specification:
-    """What a child has told of a plug-in's recipe; its arguments are checked where the plug-in is."""
-    return Specification(row.name, row.backend, _QUANTIZATIONS.get(row.quantization, Quantization.NONE), row.summary)
 
 
 def _add(made: Compilation, shared: Outcome) -> None:

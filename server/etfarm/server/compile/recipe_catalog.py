@@ -1,0 +1,119 @@
+"""The recipes of this server: which it can compile, and what installed plug-ins tell of theirs."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import entry_points
+from typing import Final
+
+from etfarm.server.compile import answers
+from etfarm.server.workers.pool import Workers
+from etfarm.v1 import compile_pb2
+from etfarm.wire import recipes
+from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.recipes import Quantization, Recipe, Specification, UnknownRecipe
+
+_QUANTIZATIONS: Final = {
+    "pt2e-static": Quantization.PT2E_STATIC,
+    "pt2e-dynamic": Quantization.PT2E_DYNAMIC,
+    "torchao": Quantization.TORCHAO_SOURCE,
+}
+"""Quantizations by RecipeInfo.quantization."""
+
+
+class RecipeUnavailable(UserError):
+    """This server lacks what a recipe needs."""
+
+    reason = "RECIPE_UNAVAILABLE"
+    kind = Kind.FAILED_PRECONDITION
+
+
+class UnknownStage(UserError):
+    """No installed plug-in has a stage of the name."""
+
+    reason = "UNKNOWN_STAGE"
+
+
+class RecipeCatalog:
+    """The recipes that a child listed, once for the server's life.
+
+    Args:
+        task: the child's entry point, `module:function`.
+        deadline_s: wall-clock seconds of the child.
+    """
+
+    def __init__(self, workers: Workers, task: str, *, deadline_s: float) -> None:
+        self._workers = workers
+        self._task = task
+        self._deadline_s = deadline_s
+        self._listed: compile_pb2.ListRecipesResponse | None = None
+        self._lock = asyncio.Lock()
+
+    async def recipes(self) -> compile_pb2.ListRecipesResponse:
+        """Return all recipes with what is missing for those that cannot run here; a child lists them once."""
+        async with self._lock:
+            if self._listed is None:
+                finished = await self._workers.run(self._task, None, deadline_s=self._deadline_s)
+                async with finished:
+                    self._listed = answers.recipes(answers.parse(finished.result))
+        return self._listed
+
+    async def check(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with what is known of plug-ins, if it can work here.
+
+        Built-in recipes are only refused after a call of `recipes`; for plug-ins' recipes, this lists them.
+
+        Raises:
+            RecipeUnavailable: the sentence says what is missing.
+            UnknownRecipe, UnknownStage: no installed plug-in has it.
+        """
+        resolved = await self.resolve(recipe)
+        if recipe.options.replace:
+            _require_stages(recipe)
+        self.require_available(recipe)
+        return resolved
+
+    async def resolve(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with the quantization of its plug-ins' recipes, which only children can determine.
+
+        Raises:
+            UnknownRecipe: no installed plug-in has a recipe of the name.
+            BadStages: the recipe's stages do not match its quantization.
+        """
+        named = [part.name for part in recipe.parts if part.is_plugin]
+        if not named:
+            return recipe
+        rows = {row.name: row for row in (await self.recipes()).recipes if "." in row.name}
+        if missing := [name for name in named if name not in rows]:
+            raise UnknownRecipe(missing[0], rows)
+        return recipes.with_plugins(recipe, {name: _specification(rows[name]) for name in named})
+
+    def require_available(self, recipe: Recipe) -> None:
+        """Refuse a recipe that `recipes` has listed as unavailable.
+
+        Raises:
+            RecipeUnavailable: the sentence says what is missing.
+        """
+        missing = {row.name: row.missing for row in self._listed.recipes if not row.available} if self._listed else {}
+        for part in recipe.parts:
+            if part.name in missing:
+                raise RecipeUnavailable(
+                    f"This server cannot compile with {part.name}: {missing[part.name].rstrip('.')}.",
+                    "Install it there, or choose one of `etfarm recipes list`.", recipe=part.name, missing=missing[part.name],
+                )  # fmt: skip
+
+
+def _require_stages(recipe: Recipe) -> None:
+    installed = {entry.name for entry in entry_points(group="etfarm.stages")}
+    for stage, name in recipe.options.replace.items():
+        if name not in installed:
+            there = f"There are {', '.join(sorted(installed))}." if installed else "No plug-in with stages is installed."
+            raise UnknownStage(
+                f"This server has no stage {name!r} to replace {stage} with.", f"{there} They are installed on the server.",
+                stage_name=name, replaces=stage, known=",".join(sorted(installed)),
+            )  # fmt: skip
+
+
+def _specification(row: compile_pb2.RecipeInfo) -> Specification:
+    """Return a plug-in's recipe as a child described it; its arguments are checked where the plug-in is."""
+    return Specification(row.name, row.backend, _QUANTIZATIONS.get(row.quantization, Quantization.NONE), row.summary)
