@@ -19,10 +19,11 @@ from executorch.devtools.backend_debug import get_delegation_info  # noqa: E402
 from executorch.export import ExportRecipe, ExportSession  # noqa: E402
 from torch import nn  # noqa: E402
 
-from etfarm.server.compile.errors import NotAPte, UnsupportedProgram  # noqa: E402
+from etfarm.server.compile.errors import UnsupportedProgram  # noqa: E402
 from etfarm.server.compile.inspect import facts, sizes  # noqa: E402
 from etfarm.server.compile.program import places  # noqa: E402
 from etfarm.server.compile.request import InspectRequest  # noqa: E402
+from etfarm.server.compile.screening.errors import NotAPte  # noqa: E402
 from tests.support import models  # noqa: E402
 
 

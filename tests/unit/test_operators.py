@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.compile.errors import OperatorNotAllowed
 from etfarm.server.compile.screening import operators
+from etfarm.server.compile.screening.errors import OperatorNotAllowed
 from etfarm.server.compile.screening.expressions import check_target
 from etfarm.server.compile.screening.operators import Added, BadOperators, Operators
 

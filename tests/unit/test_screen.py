@@ -20,8 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etfarm.server.compile.errors import NotAPt2, NotAPte, TruncatedProgram, UnknownOperator, UnsafeModel
 from etfarm.server.compile.screening import archives, expressions, payloads, pickles, screen
+from etfarm.server.compile.screening.errors import NotAPt2, NotAPte, TruncatedProgram, UnknownOperator, UnsafeModel
 from etfarm.wire.errors import UserError
 
 torch = pytest.importorskip("torch")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.compile import upload_screening
-from etfarm.server.compile.errors import UnsafeModel
 from etfarm.server.compile.screening import screen
+from etfarm.server.compile.screening.errors import UnsafeModel
 from etfarm.server.compile.upload_screening import Screening
 
 

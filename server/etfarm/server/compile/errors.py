@@ -1,113 +1,11 @@
-"""What the compile room refuses of users, each with its reason, its sentence and its remedy. Stdlib only."""
+"""Refusals of models and recipes that compilation finds, each with its reason, its sentence and its remedy.
+
+Standard library only. Refusals of uploaded bytes are in `screening.errors`.
+"""
 
 from __future__ import annotations
 
 from etfarm.wire.errors import FarmError, Kind, UserError
-
-
-class NotAPt2(UserError):
-    """The bytes are no exported program."""
-
-    reason = "NOT_A_PT2"
-
-    def __init__(self, why: str) -> None:
-        super().__init__(f"The model is no .pt2: {why}.", 'Write one with torch.export.save(program, "model.pt2").', why=why)
-
-
-class Pt2OfAnotherTorch(UserError):
-    """The bytes are an exported program, of a torch whose programs the server's cannot read.
-
-    Args:
-        written: the version that the file names; empty where it names none that could be one.
-        ours: the server's version.
-    """
-
-    reason = "PT2_OF_ANOTHER_TORCH"
-
-    def __init__(self, written: str, ours: str, why: str) -> None:
-        writer = f"torch {written}" if written else "another torch"
-        super().__init__(
-            f"The .pt2 was written by {writer}, and this farm's torch {ours} cannot read it: {why}.",
-            f"Export it with torch {ours}.",
-            written=written, ours=ours, why=why,
-        )  # fmt: skip
-
-
-class NotAPte(UserError):
-    """The bytes are no ExecuTorch program that this version reads."""
-
-    reason = "NOT_A_PTE"
-
-    def __init__(self, why: str) -> None:
-        super().__init__(f"The program is no .pte: {why}.", "Export it again with ExecuTorch 1.x.", why=why)
-
-
-class TruncatedProgram(UserError):
-    """A .pte lacks its end."""
-
-    reason = "TRUNCATED_PROGRAM"
-
-    def __init__(self, needed_bytes: int, size_bytes: int) -> None:
-        super().__init__(
-            f"The program has {size_bytes} bytes, and its header says {needed_bytes}.",
-            "Copy or export it again.",
-            needed_bytes=needed_bytes,
-            size_bytes=size_bytes,
-        )
-
-
-class UnsafeModel(UserError):
-    """Loading this model would, or could, execute code that it brings.
-
-    Args:
-        vector: an UPPER_SNAKE word for the kind of it.
-        where: the archive's member.
-        what: the rest of the sentence that begins with `where`.
-    """
-
-    reason = "UNSAFE_MODEL"
-    kind = Kind.PERMISSION_DENIED
-
-    def __init__(self, vector: str, where: str, what: str, remedy: str = "") -> None:
-        super().__init__(
-            f"The model was refused before it was loaded: {where} {what}.",
-            remedy or "Export plain tensors and operators with torch.export.save of the server's torch.",
-            vector=vector, where=where, what=what,
-        )  # fmt: skip
-
-
-class OperatorNotAllowed(UnsafeModel):
-    """The model uses an operator of torch or ExecuTorch that is not on the server's list: it may do more than compute.
-
-    Args:
-        where: the archive's member.
-        namespace: the operator's.
-        name: within the namespace.
-        overload: empty for a higher-order operator, which has none.
-    """
-
-    def __init__(self, where: str, namespace: str, name: str, overload: str) -> None:
-        listed = ".".join(filter(None, (namespace, name, overload)))
-        super().__init__(
-            "OPERATOR_NOT_ALLOWED", where, f"uses the operator {namespace}::{name}, which is not on the server's list",
-            "Decompose it before the export (program.run_decompositions()). If it does nothing but compute, the server's owner "
-            f"can add the line {listed} to a file for `etfarm serve --allow-operators FILE`.",
-        )  # fmt: skip
-        self.metadata["operator"] = listed
-
-
-class UnknownOperator(UserError):
-    """The model uses an operator of a library that the server does not load."""
-
-    reason = "UNKNOWN_OPERATOR"
-
-    def __init__(self, operator: str) -> None:
-        super().__init__(
-            f"The model uses the operator {operator}, which this server does not know.",
-            "Decompose it before the export (program.run_decompositions()), or use operators of PyTorch. The server's owner can "
-            "install the operator's library as a plug-in with an entry point in etfarm.operators.",
-            operator=operator,
-        )
 
 
 class RecipeNeedsEagerModule(UserError):

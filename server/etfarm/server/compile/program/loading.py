@@ -19,9 +19,10 @@ import torch
 from torch._export.serde import schema, serialize
 from torch.export.pt2_archive._package import load_pt2
 
-from etfarm.server.compile.errors import DimWithoutMaximum, NotAPt2, Pt2OfAnotherTorch, TrainingMode
+from etfarm.server.compile.errors import DimWithoutMaximum, TrainingMode
 from etfarm.server.compile.program.explain import first_line
 from etfarm.server.compile.screening import archives, screen
+from etfarm.server.compile.screening.errors import NotAPt2, Pt2OfAnotherTorch
 from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.wire.errors import UserError

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from etfarm.server.compile.errors import NotAPt2, UnsafeModel
+from etfarm.server.compile.screening.errors import NotAPt2, UnsafeModel
 
 MAX_MEMBERS: Final = 100_000
 MAX_DIRECTORY_BYTES: Final = 32 << 20

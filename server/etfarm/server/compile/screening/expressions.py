@@ -12,8 +12,8 @@ import json
 import re
 from typing import Final
 
-from etfarm.server.compile.errors import OperatorNotAllowed, UnknownOperator, UnsafeModel
 from etfarm.server.compile.screening import operators
+from etfarm.server.compile.screening.errors import OperatorNotAllowed, UnknownOperator, UnsafeModel
 from etfarm.wire.errors import UserError
 
 MAX_EXPRESSION: Final = 20_000

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from etfarm.server.compile.errors import NotAPt2, UnsafeModel
+from etfarm.server.compile.screening.errors import NotAPt2, UnsafeModel
 
 MAX_DIMS: Final = 64
 """Most dims that torch's own kernels take."""

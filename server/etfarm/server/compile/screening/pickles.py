@@ -9,7 +9,7 @@ import pickletools
 import re
 from typing import Final
 
-from etfarm.server.compile.errors import UnsafeModel
+from etfarm.server.compile.screening.errors import UnsafeModel
 
 MAX_OPCODES: Final = 5_000_000
 

@@ -27,9 +27,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from etfarm.server.compile.errors import NotAPt2, NotAPte, TruncatedProgram, UnsafeModel
 from etfarm.server.compile.screening import expressions, operators, payloads, pickles
 from etfarm.server.compile.screening.archives import Opened, Records, pt2_records, tensor_records
+from etfarm.server.compile.screening.errors import NotAPt2, NotAPte, TruncatedProgram, UnsafeModel
 
 MAX_JSON_BYTES: Final = 512 << 20
 """Largest archived JSON; a large language model's graph has some ten megabytes."""
