@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 from etfarm.client.errors import UserError
 from etfarm.client.submit import npz
 from etfarm.client.submit.inputs import in_order, value_of
-from etfarm.wire import tensors
+from etfarm.wire import tensors, timings
 from etfarm.wire.tensors import Scalar, Tensor, Value
 
 if TYPE_CHECKING:
@@ -105,17 +105,19 @@ class Loop:
     @property
     def p50_ns(self) -> float:
         """The median; percentiles are interpolated linearly, as numpy's and the reports'."""
-        return self._percentile(50)
+        import numpy as np
+
+        return float(np.percentile(self.samples_ns, 50))
 
     @property
     def p90_ns(self) -> float | None:
-        """None below 10 samples, of which none is expected beyond it."""
-        return self._percentile(90) if self.samples_ns.size >= 10 else None
+        """The 90th percentile; None below 10 samples, of which none is expected beyond it."""
+        return self._percentile(90)
 
     @property
     def p99_ns(self) -> float | None:
-        """None below 100 samples."""
-        return self._percentile(99) if self.samples_ns.size >= 100 else None
+        """The 99th percentile; None below 100 samples."""
+        return self._percentile(99)
 
     @property
     def mean_ns(self) -> float:
@@ -127,10 +129,11 @@ class Loop:
         """Of the sample (n - 1 in the denominator); None for a single one."""
         return float(self.samples_ns.std(ddof=1)) if self.samples_ns.size > 1 else None
 
-    def _percentile(self, percent: int) -> float:
+    def _percentile(self, percent: int) -> float | None:
         import numpy as np
 
-        return float(np.percentile(self.samples_ns, percent))
+        samples = self.samples_ns
+        return float(np.percentile(samples, percent)) if timings.has_percentile(percent, samples.size) else None
 
 
 def loop_of(method: str, measured: session_pb2.SessionMeasured, samples: bytes, outputs: Outputs) -> Loop:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Final
 
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan, OnProgress, Progress, Runner
+from etfarm.wire import timings
 
 CALM: Final = 0.05
 """Drift up to which a pass has one median. Half of what the verdict allows by default: who measures until a limit is kept ends
@@ -25,22 +26,14 @@ times. That is less than half of its first third, so neither third's median sees
 looks, so that a drift does not pass by luck."""
 SETTLED: Final = "SETTLED"
 DRIFTING: Final = "DRIFTING"
-_LEAST_SAMPLES: Final = 30
 _REPEATED: Final = 4
 """Times as long as what a pass took so far has to be left of the attempt's time: as long again for the pass, and both once more
 for executing them again where outputs differ."""
 
 
 def drift(samples_ns: array[int]) -> float | None:
-    """Return the relative difference between the medians of the last and the first third; None below 30 samples.
-
-    Source: etfarm.server.reports.latency.statistics.drift, by which the verdict judges.
-    """
-    third = len(samples_ns) // 3
-    if len(samples_ns) < _LEAST_SAMPLES:
-        return None
-    first, last = statistics.median(samples_ns[:third]), statistics.median(samples_ns[-third:])
-    return last / first - 1 if first > 0 else None
+    """Return how far the times of a pass moved, by the verdict's rule. See `etfarm.wire.timings.drift`."""
+    return timings.drift(samples_ns, statistics.median)
 
 
 async def measure(

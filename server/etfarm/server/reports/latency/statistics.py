@@ -11,14 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etfarm.server.reports.latency.thresholds import MIN_FOR_INTERVAL
+from etfarm.wire import timings
 from etfarm.wire.errors import DeviceError, Kind
 
 CONFIDENCE: Final = 0.95
 """Of the median's interval."""
 _Z: Final = 1.959964
 """The normal distribution's quantile for it."""
-MIN_FOR_DRIFT: Final = 30
-"""Below, a third has fewer than ten samples, and its median is a matter of luck."""
 
 
 class BadSamples(DeviceError):
@@ -67,8 +66,7 @@ def summarize(samples: NDArray[np.int64]) -> Summary | None:
     """Statistics of `samples`, [n] in the order measured; None where n is 0. Equal samples give equal numbers.
 
     A percentile q lies at position (n - 1) q / 100 of the sorted samples, counted from 0, and is interpolated linearly
-    between its two neighbours. It is None where less than one sample is expected beyond it: p10 and p90 below 10 samples, p99
-    below 100.
+    between its two neighbours. It is None if less than one sample is expected beyond it (`timings.has_percentile`).
 
     Source: the percentile is definition 7 of Hyndman and Fan, "Sample Quantiles in Statistical Packages" (1996), numpy's default.
     """
@@ -80,10 +78,10 @@ def summarize(samples: NDArray[np.int64]) -> Summary | None:
     above = _above_median(samples, p50)
     return Summary(
         min=float(ordered[0]),
-        p10=p10 if count >= 10 else None,
+        p10=p10 if timings.has_percentile(10, count) else None,
         p50=p50,
-        p90=p90 if count >= 10 else None,
-        p99=p99 if count >= 100 else None,
+        p90=p90 if timings.has_percentile(90, count) else None,
+        p99=p99 if timings.has_percentile(99, count) else None,
         mean=float(ordered.mean(dtype=np.float64)),
         stddev=float(ordered.std(dtype=np.float64, ddof=1)) if count > 1 else None,
         p50_ci95=_interval(ordered, above),
@@ -125,15 +123,8 @@ def effective_samples(samples: NDArray[np.int64]) -> float:
 
 
 def drift(samples: NDArray[np.int64]) -> float | None:
-    """How far the median of the last third of `samples` lies from that of the first: 0.1 is 10 % slower, -0.1 faster.
-
-    None below 30 samples, and where the first third's median is 0. Medians do not see single outliers.
-    """
-    third = samples.size // 3
-    if samples.size < MIN_FOR_DRIFT:
-        return None
-    first, last = float(np.median(samples[:third])), float(np.median(samples[-third:]))
-    return last / first - 1 if first > 0 else None
+    """Return how far the times of `samples`, [n] in the order measured, moved. See `etfarm.wire.timings.drift`."""
+    return timings.drift(samples, np.median)
 
 
 def _above_median(samples: NDArray[np.int64], median: float) -> NDArray[np.float64]:

@@ -34,15 +34,13 @@ from etfarm.server.reports.trace.etdump import Call, Kernel, Spans, Times, Trace
 from etfarm.server.reports.trace.graph import Instruction, Origin, Record, base_name
 from etfarm.server.reports.trace.timeline import Place
 from etfarm.v1 import compile_pb2, report_pb2
+from etfarm.wire import timings
 
 RESOLUTION_NS: Final = {"XnnpackBackend": 1000.0}
 """Clock resolution of the events inside a delegate, by backend. Of others it is told from the times themselves."""
 
 UNKNOWN_KERNEL: Final = "kernel"
 """The name of a kernel that neither the trace nor the program names."""
-
-_FEWEST_FOR_PERCENTILES: Final = 10
-"""Below that less than one iteration is expected beyond the 10th or the 90th percentile."""
 
 UNKNOWN_DELEGATE: Final = "delegate"
 """The name of a delegate where the program cannot be read, which says which backend it is."""
@@ -154,12 +152,12 @@ class _Rows:
         """One more row. A time below `resolution` (the trace's smallest one where it is None) is left out, not 0."""
         p10, p50, p90 = (float(value) for value in np.percentile(times, (10, 50, 90)))
         mean, least = self.mean(times), resolution or self._tick
-        many = times.size >= _FEWEST_FOR_PERCENTILES
+        has_tails = timings.has_percentile(90, times.size)
         row = report_pb2.OperatorRow(
             index=len(self.rows), kind=kind, name=name, op_types=origin.op_types, debug_handles=origin.debug_handles,
             parent=None if parent is None else parent.index, share=share, module=origin.module, instruction_id=instruction,
             p50_ns=p50 if p50 >= least else None, mean_ns=mean if mean > 0 else None,
-            p10_ns=p10 if many and p10 >= least else None, p90_ns=p90 if many and p90 >= least else None,
+            p10_ns=p10 if has_tails and p10 >= least else None, p90_ns=p90 if has_tails and p90 >= least else None,
             resolution_ns=resolution if resolution or p50 > 0 else self._tick, times_ns=_whole(times),
         )  # fmt: skip
         if place is not None:
