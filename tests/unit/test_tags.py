@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from etfarm.server.access.ownership import NotYours
 from etfarm.server.access.scope import EVERYTHING, Scope
-from etfarm.server.jobs.records.tags import MAX_TAGS, TagNotFound, TagNotYours, Tags, TooManyTags, tags_of
+from etfarm.server.jobs.records.tags import MAX_TAGS, TagNotFound, Tags, TooManyTags, tags_of
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 
@@ -37,7 +38,7 @@ async def of(database: Database, job_id: str) -> list[str]:
 async def test_a_tag_moves_only_by_its_owner_or_an_admin_and_stays_its_owners(database: Database) -> None:
     tags = Tags(database, lambda: NOW)
     assert await tags.put("baseline", "one", project="default", caller="ann", is_admin=False) == ""
-    with pytest.raises(TagNotYours, match="belongs to ann"):
+    with pytest.raises(match="belongs to ann"):
         await tags.put("baseline", "two", project="default", caller="bob", is_admin=False)
     assert await of(database, "one") == ["baseline"]
     assert await tags.put("baseline", "two", project="default", caller="root", is_admin=True) == "one"
@@ -48,7 +49,7 @@ async def test_a_tag_moves_only_by_its_owner_or_an_admin_and_stays_its_owners(da
 async def test_a_tag_is_taken_away_only_by_its_owner_or_an_admin(database: Database) -> None:
     tags = Tags(database, lambda: NOW)
     await tags.put("baseline", "one", project="default", caller="ann", is_admin=False)
-    with pytest.raises(TagNotYours):
+    with pytest.raises(NotYours):
         await tags.remove("baseline", "", scope=EVERYTHING, caller="bob", is_admin=False)
     with pytest.raises(TagNotFound, match="Job one has the tag"):
         await tags.remove("baseline", "two", scope=EVERYTHING, caller="ann", is_admin=False)

@@ -11,6 +11,7 @@ from typing import Final
 from sqlalchemy import Connection, delete, select
 from sqlalchemy.dialects.sqlite import insert
 
+from etfarm.server.access.ownership import require_owner
 from etfarm.server.access.scope import Scope
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
@@ -43,13 +44,6 @@ class TagNotFound(UserError):
 
     reason = "TAG_NOT_FOUND"
     kind = Kind.NOT_FOUND
-
-
-class TagNotYours(UserError):
-    """Somebody else gave the tag."""
-
-    reason = "NOT_YOURS"
-    kind = Kind.PERMISSION_DENIED
 
 
 class TagAmbiguous(UserError):
@@ -87,7 +81,7 @@ class Tags:
         Raises:
             BadTag: it is no name for a job.
             TooManyTags: the job has too many others.
-            TagNotYours: it is another caller's.
+            NotYours: it is another caller's.
         """
         _check(tag)
 
@@ -123,7 +117,7 @@ class Tags:
 
         Raises:
             TagNotFound: no job has it, or another one than `job_id`.
-            TagNotYours: it is another caller's.
+            NotYours: it is another caller's.
             TagAmbiguous: several projects have it.
         """
 
@@ -175,9 +169,8 @@ def _validate_owner(name: str, tag: Tag | None, caller: str, is_admin: bool) -> 
     """Refuse to change another's tag.
 
     Raises:
-        TagNotYours: it is another caller's.
+        NotYours: it is another caller's.
     """
-    if tag is not None and tag.owner != caller and not is_admin:
-        raise TagNotYours(
-            f"The tag {name!r} belongs to {tag.owner}.", "Ask them or an admin, or choose another.", tag=name, owner=tag.owner
-        )
+    if tag is not None:
+        remedy = "Ask them or an admin, or choose another."
+        require_owner(tag.owner, f"The tag {name!r}", caller, is_admin=is_admin, remedy=remedy, tag=name)

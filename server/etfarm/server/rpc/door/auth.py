@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from etfarm.server.access import ownership
 from etfarm.server.access.projects import ProjectNotFound, require_active
 from etfarm.server.access.scope import DEFAULT_PROJECT, EVERYTHING, Scope
 from etfarm.server.access.tokens import Credential, key_of
@@ -110,13 +111,6 @@ class PermissionDenied(UserError):
     """The caller's role may not."""
 
     reason = "PERMISSION_DENIED"
-    kind = Kind.PERMISSION_DENIED
-
-
-class NotYours(UserError):
-    """It belongs to somebody else."""
-
-    reason = "NOT_YOURS"
     kind = Kind.PERMISSION_DENIED
 
 
@@ -300,12 +294,11 @@ def active_project() -> str:
     return require_active(caller())
 
 
-def require_owner(owner: str, what: str) -> None:
-    """Require that the caller is the owner or an admin.
+def require_owner(owner: str, what: str, remedy: str = "Ask them or an admin.") -> None:
+    """Require that the caller of the rpc is the owner or an admin.
 
     Raises:
         NotYours: the caller is neither.
     """
     principal = caller()
-    if principal.role != ADMIN and principal.name != owner:
-        raise NotYours(f"{what} belongs to {owner}.", "Ask them or an admin.", owner=owner)
+    ownership.require_owner(owner, what, principal.name, is_admin=principal.role == ADMIN, remedy=remedy)

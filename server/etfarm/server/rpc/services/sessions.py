@@ -7,7 +7,8 @@ from typing import Any
 
 from grpc.aio import ServicerContext
 
-from etfarm.server.rpc.door.auth import ADMIN, NotYours, active_project, caller, scope
+from etfarm.server.rpc.door.auth import active_project, caller, scope
+from etfarm.server.rpc.door.caller import active_project, caller, require_owner, scope
 from etfarm.server.sessions.sessions import Sessions
 from etfarm.v1 import session_pb2, session_pb2_grpc
 
@@ -23,9 +24,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             yield event
 
     async def Call(self, request: session_pb2.CallRequest, context: ServicerContext[Any, Any]) -> session_pb2.CallResponse:
-        owner, principal = self._sessions.owner_of(request.session_id, scope()), caller()
-        if principal.role != ADMIN and principal.name != owner:
-            raise NotYours(f"The session belongs to {owner}.", "Open one of your own.", owner=owner)
+        require_owner(self._sessions.owner_of(request.session_id, scope()), "The session", "Open one of your own.")
 
         async def taken() -> None:
             await context.send_initial_metadata(())
