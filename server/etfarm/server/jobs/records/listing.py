@@ -11,6 +11,7 @@ from etfarm.server.jobs import model
 from etfarm.server.jobs.records.tags import tags_of
 from etfarm.server.state import schema
 from etfarm.server.state.cut import fit, shorten
+from etfarm.server.state.varint import encode_varint, read_varint
 from etfarm.v1 import job_pb2
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent
 
@@ -69,40 +70,19 @@ def labels_of(spec: bytes) -> dict[str, str]:
     """Return the labels of a serialized JobSpec, whose end may be cut off, without decoding what follows them."""
     number = job_pb2.JobSpec.DESCRIPTOR.fields_by_name["labels"].number
     labels: dict[str, str] = {}
-    at = 0
-    while at < len(spec):
-        tag, at = _varint(spec, at)
+    at, end = 0, len(spec)
+    while at < end:
+        tag, at = read_varint(spec, at, end)
         if tag & 7 != 2:
             break  # only texts and messages come before the labels
-        size, at = _varint(spec, at)
-        if tag >> 3 > number or at + size > len(spec):
+        size, at = read_varint(spec, at, end)
+        if tag >> 3 > number or at == end or at + size > end:
             break
         if tag >> 3 == number:
-            entry = job_pb2.JobSpec.FromString(b"\x12" + _encoded(size) + spec[at : at + size])
+            entry = job_pb2.JobSpec.FromString(b"\x12" + encode_varint(size) + spec[at : at + size])
             labels.update(entry.labels)
         at += size
     return labels
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < len(data):
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            break
-        shift += 7
-    return value, at
-
-
-def _encoded(number: int) -> bytes:
-    encoded = bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
 
 
 def listed_events(connection: Connection, job_id: str, after: int) -> Sequence[JobEvent]:

@@ -10,6 +10,7 @@ from typing import Final
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from etfarm.server.rpc.door.limits import limit_of
+from etfarm.server.state.varint import read_varint
 
 _VARINT: Final = 0
 _FIXED64: Final = 1
@@ -71,12 +72,12 @@ class Scan:
                     return False
                 steps -= 1
                 self._fields += 1
-                tag, at = _varint(data, at, end)
+                tag, at = read_varint(data, at, end)
                 kind, number = tag & 7, tag >> 3
                 if kind == _VARINT:
-                    _, at = _varint(data, at, end)
+                    _, at = read_varint(data, at, end)
                 elif kind == _LENGTH:
-                    size, at = _varint(data, at, end)
+                    size, at = read_varint(data, at, end)
                     if number in known.entries:
                         self._entries += 1
                         child = known.entries[number]
@@ -97,18 +98,6 @@ class Scan:
     def _require_few(self) -> None:
         if self._entries > self._most or self._fields > _FIELDS_PER_ENTRY * self._most:
             raise TooManyFields(self._most, max(self._entries, self._fields // _FIELDS_PER_ENTRY))
-
-
-def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < end and shift < 70:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-    return 0, end
 
 
 @dataclass(frozen=True)
