@@ -18,6 +18,7 @@ from urllib.parse import quote
 from sqlalchemy import Connection, Row, func, insert, select, update
 from sqlalchemy.dialects import sqlite
 
+from etfarm.server.access.projects import ProjectNotFound
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1 import common_pb2, token_pb2
@@ -54,13 +55,6 @@ class TokenReplaced(UserError):
 
     reason = "UNAUTHENTICATED"
     kind = Kind.UNAUTHENTICATED
-
-
-class NoSuchProject(UserError):
-    """A project of which a token's principal should become a member does not exist."""
-
-    reason = "PROJECT_NOT_FOUND"
-    kind = Kind.NOT_FOUND
 
 
 class NotAnEnrolmentToken(UserError):
@@ -176,7 +170,7 @@ class TokenTable:
 
         Raises:
             BadTokenRequest: the name, role or lifetime is not allowed.
-            NoSuchProject: one of `projects` does not exist.
+            ProjectNotFound: one of `projects` does not exist.
         """
         _validate(principal, role, lifetime_s, enrolment=enrolment, projects=projects)
         at, secret = self._now(), new_secret(enrolment=enrolment)
@@ -315,7 +309,7 @@ def _validate(
 def _add_member(connection: Connection, project: str, principal: str, at: datetime) -> None:
     known = select(func.count()).select_from(schema.projects).where(schema.projects.c.name == project)
     if not connection.execute(known).scalar():
-        raise NoSuchProject(f"There is no project {project[:80]!r}.", "See `etfarm projects list`.", project=project[:80])
+        raise ProjectNotFound(project)
     member = sqlite.insert(schema.members).values(project=project, principal=principal, added_at=at)
     connection.execute(member.on_conflict_do_nothing())
 

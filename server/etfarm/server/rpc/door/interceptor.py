@@ -22,12 +22,10 @@ from etfarm.server.rpc.door.connections import Connections
 from etfarm.server.rpc.door.failures import Failures, address_of
 from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.errors import EtfarmError, FarmError, Kind, UserError
+from etfarm.wire.names import PROJECT_METADATA
 from etfarm.wire.status import to_status
 
 log = structlog.get_logger()
-
-PROJECT_KEY = "etfarm-project"
-"""The metadata that names the project of a call."""
 
 
 class Unimplemented(UserError):
@@ -100,7 +98,7 @@ class Edge(grpc.aio.ServerInterceptor):
         try:
             credential = self._tokens.authenticate(_text(metadata, "authorization"))
             principal = credential.principal
-            principal = self._resolve(principal, _text(metadata, PROJECT_KEY) or "")
+            principal = self._resolve(principal, _text(metadata, PROJECT_METADATA) or "")
             # This task runs the handler too, so that it sees the caller.
             enter(credential, principal, method)
             call = self.calls.begin(method, credential, principal)
