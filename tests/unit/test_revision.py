@@ -10,6 +10,7 @@ from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs.records.history import BadPageToken, History, Wanted
 from etfarm.server.jobs.revision import keep
 from etfarm.server.state.engine import Database
+from etfarm.server.state.paging import BadPageToken
 from etfarm.v1.report_pb2 import Report
 
 EAGER, QUANTIZED = "program before quantization", "quantized program"

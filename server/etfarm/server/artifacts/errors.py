@@ -45,12 +45,6 @@ class BadUpload(UserError):
     reason = "BAD_UPLOAD"
 
 
-class BadPageToken(UserError):
-    """A page size or a page token is not valid."""
-
-    reason = "BAD_PAGE_TOKEN"
-
-
 class ChunkOutOfPlace(UserError):
     """A chunk does not start at the committed size of the upload."""
 

@@ -1,1 +1,1 @@
-"""Where jobs, devices and reports are written down: engine, schema and migrations. Knows nothing of what they mean."""
+"""The database of jobs, devices and reports: engine, schema, migrations, and the paging of lists."""

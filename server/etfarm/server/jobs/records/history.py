@@ -14,6 +14,7 @@ from etfarm.server.jobs.records.journal import PAGE_BYTES
 from etfarm.server.jobs.records.tags import tags_of
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.paging import BadPageToken
 from etfarm.v1 import report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import selectors
@@ -35,12 +36,6 @@ class NoHistory(UserError):
 
     reason = "NO_HISTORY"
     kind = Kind.NOT_FOUND
-
-
-class BadPageToken(UserError):
-    """A page's token is none that an answer gave."""
-
-    reason = "BAD_PAGE_TOKEN"
 
 
 @dataclass(frozen=True)
@@ -162,15 +157,11 @@ def _told(device: report_pb2.ReportDevice) -> Device:
 def _position(token: str) -> tuple[datetime, str]:
     found = _TOKEN.match(token)
     if found is None:
-        raise _bad_token(token)
+        raise BadPageToken.of(token)
     try:
         return _EPOCH + int(found[1]) * _MICROSECOND, found[2]
     except OverflowError:  # after the year 9999
-        raise _bad_token(token) from None
-
-
-def _bad_token(token: str) -> BadPageToken:
-    return BadPageToken(f"{token[:80]!r} is no page token.", "Send next_page_token of the page before.")
+        raise BadPageToken.of(token) from None
 
 
 def _no_history(connection: Connection, model: str, scope: Scope) -> NoHistory:

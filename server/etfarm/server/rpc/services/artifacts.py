@@ -12,17 +12,19 @@ from typing import Any, Final
 
 from etfarm.server.access.projects import require_active
 from etfarm.server.access.scope import FARM_HOLDER, agent_holder
-from etfarm.server.artifacts.errors import ArtifactNotFound, BadPageToken, BadUpload
+from etfarm.server.artifacts.errors import ArtifactNotFound, BadUpload
 from etfarm.server.artifacts.holdings import Holding
 from etfarm.server.artifacts.store import Store
 from etfarm.server.rpc.door.auth import ADMIN, AGENT, caller
+from etfarm.server.rpc.door.caller import ADMIN, AGENT, caller
 from etfarm.server.rpc.door.interceptor import later
+from etfarm.server.state.paging import BadPageToken, page_size
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2
 from etfarm.v1.common_pb2 import Principal
 
 _MOST_DIGESTS: Final = 10_000
-_PAGE: Final = 100
-_LARGEST_PAGE: Final = 1000
+_PAGE: Final = 100, 1000
+"""Artifacts of a page, by default and at most."""
 _PAGE_BYTES: Final = 1 << 20
 
 NeededByAgent = Callable[[str, str], Awaitable[bool]]
@@ -107,9 +109,7 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
         return who.role == AGENT and await self._needed_by_agent(who.name, digest)
 
     async def List(self, request: artifact_pb2.ListArtifactsRequest, context: object) -> artifact_pb2.ListArtifactsResponse:
-        who, size = caller(), min(request.page_size or _PAGE, _LARGEST_PAGE)
-        if size < 1:
-            raise BadPageToken(f"`page_size` must be 0 to {_LARGEST_PAGE}, got {request.page_size}.")
+        who, size = caller(), page_size(request.page_size, *_PAGE)
         after = _read_token(request.page_token) if request.page_token else None
         rows = await self._store.page(None if who.role == ADMIN else set(who.projects), after, size + 1)
         answer, taken_bytes = artifact_pb2.ListArtifactsResponse(), 0
@@ -170,7 +170,7 @@ def _read_token(token: str) -> tuple[datetime, str, str]:
         held_at, digest, holder = json.loads(base64.urlsafe_b64decode(token))
         return datetime.fromisoformat(held_at).astimezone(UTC), str(digest), str(holder)
     except (ValueError, TypeError, RecursionError, OverflowError):
-        raise BadPageToken("`page_token` is not one that this server gave.", "Begin with the first page.") from None
+        raise BadPageToken.of(token) from None
 
 
 async def _chunks(requests: AsyncIterator[artifact_pb2.UploadRequest]) -> AsyncIterator[artifact_pb2.Chunk]:

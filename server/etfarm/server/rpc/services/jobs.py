@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.conductor import Conductor
@@ -18,7 +18,11 @@ from etfarm.server.jobs.submission import BadJob, Submission
 from etfarm.server.rpc.door.auth import active_project, caller, require_owner, scope
 from etfarm.server.rpc.door.interceptor import later
 from etfarm.server.state.cut import fit
+from etfarm.server.state.paging import BadPageToken, page_size, page_start
 from etfarm.v1 import job_pb2, job_pb2_grpc
+
+_PAGE: Final = 50, 500
+"""Jobs of a page, by default and at most."""
 
 
 class JobService(job_pb2_grpc.JobServiceServicer):
@@ -76,13 +80,11 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         return self._own(job)
 
     async def List(self, request: job_pb2.ListJobsRequest, context: object) -> job_pb2.ListJobsResponse:
-        token = request.page_token
-        if token and not (token.isascii() and token.isdecimal() and len(token) < 18):
-            raise BadJob(f"{token[:80]!r} is no page token.", "Send next_page_token of the page before.")
-        if request.page_size < 0:
-            raise BadJob(f"A page of {request.page_size} jobs is none.", "Give a page_size of 1 to 500, or 0 for 50.")
-        size = min(request.page_size or 50, 500)
-        jobs, following = await self._journal.list(size, int(token) if token else None, scope())
+        try:
+            size, before = page_size(request.page_size, *_PAGE), page_start(request.page_token)
+        except BadPageToken as error:  # clients know this fault of a list of jobs as BAD_JOB
+            raise BadJob(error.message, error.remedy) from None
+        jobs, following = await self._journal.list(size, before if request.page_token else None, scope())
         token = "" if following is None else str(following)
         return job_pb2.ListJobsResponse(jobs=[self._own(job) for job in jobs], next_page_token=token)
 

@@ -7,11 +7,13 @@ from typing import Final
 from etfarm.server.access.projects import Project, Projects
 from etfarm.server.jobs.records.history import BadPageToken
 from etfarm.server.rpc.door.auth import caller, scope
+from etfarm.server.rpc.door.caller import caller, scope
+from etfarm.server.state.paging import BadPageToken, page_size
 from etfarm.v1 import project_pb2, project_pb2_grpc
 from etfarm.wire.names import is_project_name
 
 _PAGE: Final = 100, 500
-"""Projects of a page, where the request does not say, and at most."""
+"""Projects of a page, by default and at most."""
 
 
 class ProjectService(project_pb2_grpc.ProjectServiceServicer):
@@ -26,10 +28,8 @@ class ProjectService(project_pb2_grpc.ProjectServiceServicer):
 
     async def List(self, request: project_pb2.ListProjectsRequest, context: object) -> project_pb2.ListProjectsResponse:
         if request.page_token and not is_project_name(request.page_token):
-            raise BadPageToken(f"{request.page_token[:80]!r} is not a page token.", "Send next_page_token of the page before.")
-        if request.page_size < 0:
-            raise BadPageToken(f"page_size must be 0 to {_PAGE[1]}, got {request.page_size}.", f"Leave it out for {_PAGE[0]}.")
-        size = min(request.page_size or _PAGE[0], _PAGE[1])
+            raise BadPageToken.of(request.page_token)
+        size = page_size(request.page_size, *_PAGE)
         projects, following = await self._projects.page(scope(), request.page_token, size)
         return project_pb2.ListProjectsResponse(projects=map(_message, projects), next_page_token=following)
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from etfarm.server.access.audit import AuditLog
 from etfarm.server.access.tokens import BadTokenRequest, TokenNotFound, TokenTable
 from etfarm.server.rpc.door.auth import ADMIN, caller, credential
 from etfarm.server.rpc.door.authentication import Authentication
+from etfarm.server.rpc.door.caller import ADMIN, caller, credential
+from etfarm.server.state.paging import page_size, page_start
 from etfarm.v1 import token_pb2, token_pb2_grpc
-from etfarm.wire.errors import UserError
 
-_PAGE = 100
-_LARGEST_PAGE = 1000
-
-
-class BadPageToken(UserError):
-    """A page size or a page token is not valid."""
-
-    reason = "BAD_PAGE_TOKEN"
+PAGE: Final = 100, 1000
+"""Entries of a page, by default and at most."""
 
 
 class TokenService(token_pb2_grpc.TokenServiceServicer):
@@ -51,7 +47,7 @@ class TokenService(token_pb2_grpc.TokenServiceServicer):
         return token_pb2.CreateTokenResponse(token=token, secret=secret)
 
     async def List(self, request: token_pb2.ListTokensRequest, context: object) -> token_pb2.ListTokensResponse:
-        size, offset = page_of(request.page_size, request.page_token)
+        size, offset = page_size(request.page_size, *PAGE), page_start(request.page_token)
         tokens = await self._table.list(size + 1, offset)
         more = len(tokens) > size
         listed = tokens[:size] if more else [*tokens, *self._authentication.from_file()]
@@ -71,16 +67,3 @@ class TokenService(token_pb2_grpc.TokenServiceServicer):
             )
         token, secret = await self._table.rotate(chosen, key=credential().key if chosen == own else None)
         return token_pb2.CreateTokenResponse(token=token, secret=secret)
-
-
-def page_of(size: int, token: str) -> tuple[int, int]:
-    """Return the size of a page and the number that its token stands for, 0 for the first page.
-
-    Raises:
-        BadPageToken: the size or the token is not allowed.
-    """
-    if token and not (token.isascii() and token.isdecimal() and len(token) < 18):
-        raise BadPageToken(f"{token[:80]!r} is not a page token.", "Send next_page_token of the page before.")
-    if not 0 <= size <= _LARGEST_PAGE:
-        raise BadPageToken(f"page_size must be 0 to {_LARGEST_PAGE}, got {size}.")
-    return size or _PAGE, int(token or 0)
