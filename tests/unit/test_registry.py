@@ -16,7 +16,8 @@ from etfarm.server.access.scope import Scope
 from etfarm.server.artifacts.store import Store
 from etfarm.server.devices import registry
 from etfarm.server.devices.bundles import Bundles
-from etfarm.server.devices.registry import AgentConnected, DeviceNotFound, DeviceOffline, Registry, TooManyDevices
+from etfarm.server.devices.errors import AgentConnected, DeviceNotFound, DeviceOffline, TooManyDevices
+from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import AttemptLost, Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
 from etfarm.server.state.engine import Database
@@ -168,7 +169,7 @@ async def test_a_second_agent_of_an_id_is_refused_beside_a_live_one_and_replaces
     assert world.registry.session_of("pi") is first
     world.seconds += 3 * HEARTBEAT_INTERVAL_S - 0.1
     assert first.is_alive()
-    first.heard()
+    first.mark_alive()
     world.seconds += 3 * HEARTBEAT_INTERVAL_S
     second = await world.connect("pi")
     assert world.registry.session_of("pi") is second
@@ -196,7 +197,7 @@ async def test_a_copy_of_a_data_folder_on_another_machine_is_refused_once_the_ot
     waiting = asyncio.create_task(world.connect("pi", boot="there"))
     done, _ = await asyncio.wait([waiting], timeout=0.2)
     assert not done
-    first.heard()
+    first.mark_alive()
     with pytest.raises(AgentConnected, match="--data"):
         await waiting
     assert world.registry.session_of("pi") is first

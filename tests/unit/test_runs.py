@@ -73,7 +73,7 @@ async def test_progress_goes_to_its_attempt_only() -> None:
 async def test_an_agent_that_comes_back_with_the_attempt_keeps_it() -> None:
     runs = begun()
     runs.device_went("pi")
-    runs.agent_said({"pi"}, {"a1"})
+    runs.reconcile({"pi"}, {"a1"})
     assert is_pending(runs)
     runs.deliver(RunResult(attempt_id="a1", device_id="pi"))
     assert (await result(runs)).attempt_id == "a1"
@@ -82,7 +82,7 @@ async def test_an_agent_that_comes_back_with_the_attempt_keeps_it() -> None:
 async def test_an_agent_that_comes_back_without_the_attempt_has_lost_it() -> None:
     runs = begun()
     runs.device_went("pi")
-    runs.agent_said({"pi", "other"}, {"a2"})
+    runs.reconcile({"pi", "other"}, {"a2"})
     with pytest.raises(AttemptLost, match="pi came back without the run") as lost:
         await result(runs)
     assert lost.value.fault is Fault.DEVICE
@@ -91,7 +91,7 @@ async def test_an_agent_that_comes_back_without_the_attempt_has_lost_it() -> Non
 
 async def test_another_agents_hello_says_nothing_of_the_attempt() -> None:
     runs = begun()
-    runs.agent_said({"other"}, set())
+    runs.reconcile({"other"}, set())
     assert is_pending(runs)
 
 
@@ -107,7 +107,7 @@ async def test_patience_is_counted_anew_after_each_return() -> None:
     runs = begun(AT_ONCE_S)
     for _ in range(3):
         runs.device_went("pi")
-        runs.agent_said({"pi"}, {"a1"})
+        runs.reconcile({"pi"}, {"a1"})
     loop = asyncio.get_running_loop()
     passed = loop.create_future()
     # Timers fire in the order of their times: this one after any that was left running.
@@ -134,7 +134,7 @@ async def test_a_second_break_does_not_prolong_the_patience_of_the_first(monkeyp
 async def test_a_result_that_came_before_the_loss_stays() -> None:
     runs = begun()
     runs.deliver(RunResult(attempt_id="a1", device_id="pi"))
-    runs.agent_said({"pi"}, set())
+    runs.reconcile({"pi"}, set())
     assert (await result(runs)).attempt_id == "a1"
 
 
@@ -151,10 +151,10 @@ async def test_a_run_that_was_not_sent_yet_cannot_be_lost() -> None:
     runs = Runs(AT_ONCE_S)
     runs.begin("a1", "pi", ignore)
     runs.device_went("pi")
-    runs.agent_said({"pi"}, set())
+    runs.reconcile({"pi"}, set())
     assert is_pending(runs) and runs._runs["a1"].giving_up is None
     runs.mark_sent("a1")
-    runs.agent_said({"pi"}, set())
+    runs.reconcile({"pi"}, set())
     with pytest.raises(AttemptLost):
         await result(runs)
 

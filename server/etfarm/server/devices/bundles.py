@@ -1,4 +1,4 @@
-"""Runner bundles: which the farm offers for which architecture, and the one that it builds for its own."""
+"""The farm's runner bundles by architecture, and the build of the bundle for the server's own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MANIFEST = "bundle.json"
 _MANIFEST_BYTES = 4 << 20
 _MOST_BYTES = 2 << 30
 _MOST_FILES = 256
-"""As agents take them: what is larger no device could use."""
+"""Maximum size and number of files of a bundle, as agents accept them."""
 
 
 class NotABundle(UserError):
@@ -45,13 +45,13 @@ class NotABundle(UserError):
 
 
 class WrongArch(UserError):
-    """A bundle's programs are not for the architecture that it says."""
+    """A bundle's programs are not for the architecture that its manifest names."""
 
     reason = "BUNDLE_ARCH_MISMATCH"
 
     def __init__(self, arch: str, wrong: str) -> None:
         super().__init__(
-            f"This bundle says that it is for {arch}, and {wrong}: no device could run it.",
+            f"This bundle's manifest names {arch}, and {wrong}: no device could run it.",
             f"Make one with `etfarm bundle build --arch {arch} -o FILE`.",
             arch=arch,
         )
@@ -65,20 +65,20 @@ class BundleMissing(FarmError):
 
 class Bundles:
     """The farm's runner bundles. For an architecture the newest one is used whose ExecuTorch is the one that the server lowers
-    with, since a program and its runtime belong together; where there is none, the newest of another."""
+    with, since a program and its runtime belong together; without such a bundle, the newest of another ExecuTorch."""
 
     def __init__(self, store: Store, database: Database, folder: Path, readers: Readers | None = None) -> None:
         self._readers = readers or Readers()
         self._store = store
         self._database = database
         self._builds = folder / "bundle"
-        """Where builds work. One server uses it, so what is there at its start is of one that was killed."""
+        """The folder of builds. Only one server uses it, so what it holds at the start is left from one that was killed."""
         self._by_arch: dict[str, agent_pb2.RunnerBundle] = {}
         self._own_error: EtfarmError | None = None
         self._own_arch = platform.machine()
         self._version = version("executorch").partition("+")[0]
         self.settled = asyncio.Event()
-        """Set once the bundle of the server's own architecture is there or has failed."""
+        """Set once the bundle of the server's own architecture is built or has failed."""
 
     @property
     def own_error(self) -> EtfarmError | None:
@@ -87,11 +87,11 @@ class Bundles:
 
     @property
     def starting(self) -> str:
-        """What is still being done, for people; empty when nothing is."""
+        """A description of the build that is running; empty if there is none."""
         return "" if self.settled.is_set() else f"building the runner bundle for {self._own_arch}"
 
     async def load(self) -> None:
-        """Takes up the bundles that were added before, and deletes what a killed server's build left."""
+        """Load the bundles that were added before, and delete what a killed server's build left."""
         await asyncio.to_thread(shutil.rmtree, self._builds, ignore_errors=True)
         query = select(schema.bundles.c.body).order_by(schema.bundles.c.added_at)
         for body in await self._database.read(lambda connection: connection.execute(query).scalars().all()):
@@ -107,22 +107,22 @@ class Bundles:
         self._by_arch[bundle.arch] = bundle
 
     def list(self) -> Sequence[agent_pb2.RunnerBundle]:
-        """The bundle in use for each architecture, newest first."""
+        """Return the bundle in use for each architecture, newest first."""
         return list(reversed(self._by_arch.values()))
 
     def get(self, arch: str) -> agent_pb2.RunnerBundle | None:
-        """The bundle that devices of an architecture are sent."""
+        """Return the bundle that devices of an architecture use."""
         return self._by_arch.get(arch)
 
     def is_coming(self, arch: str) -> bool:
-        """Whether the first bundle for an architecture is being built."""
+        """Return whether the first bundle for an architecture is being built."""
         return arch == self._own_arch and arch not in self._by_arch and not self.settled.is_set()
 
     async def demand(self, arch: str) -> agent_pb2.RunnerBundle:
-        """The bundle for an architecture; waits while the server's own is being built.
+        """Return the bundle for an architecture; wait while the server's own is being built.
 
         Raises:
-            BundleMissing: there is none.
+            BundleMissing: the farm has no such bundle.
             EtfarmError: building the server's own failed, as the build says.
         """
         if self.is_coming(arch):
@@ -138,12 +138,12 @@ class Bundles:
         )
 
     async def add(self, digest: str) -> agent_pb2.RunnerBundle:
-        """Offers a stored bundle. It may be that another one goes before it: see `get`.
+        """Offer a stored bundle. Another may be preferred to it: see `Bundles`.
 
         Raises:
             ArtifactMissing: it is not stored.
             NotABundle: it has no valid bundle.json.
-            WrongArch: its programs are for another architecture than that says.
+            WrongArch: its programs are for another architecture than its manifest names.
         """
         if not self._store.has(digest):
             raise ArtifactMissing(digest)
@@ -154,17 +154,17 @@ class Bundles:
         row = {"digest": digest, "arch": bundle.arch, "body": bundle.SerializeToString(), "added_at": datetime.now(UTC)}
 
         def write(connection: Connection) -> None:
-            again = {key: row[key] for key in ("body", "added_at")}
-            connection.execute(insert(schema.bundles).values(row).on_conflict_do_update(index_elements=["digest"], set_=again))
+            changed = {key: row[key] for key in ("body", "added_at")}
+            connection.execute(insert(schema.bundles).values(row).on_conflict_do_update(index_elements=["digest"], set_=changed))
 
         await self._database.write(write)
-        # Every device may be sent it.
+        # Every device may read it.
         await self._store.hold(FARM_HOLDER, [digest], "farm")
         self._use(bundle)
         return bundle
 
     async def build_own(self) -> None:
-        """Makes the bundle for the server's own architecture where it is missing or of other sources."""
+        """Build the bundle for the server's own architecture if it is missing or was built from other sources."""
         try:
             await self._build_own()
         except EtfarmError as error:
@@ -191,7 +191,7 @@ class Bundles:
 
 
 async def _bundle_command(scratch: Path, *arguments: str) -> str:
-    """Runs `etfarm bundle build` in a process of its own, which ends with its caller; gives what it prints."""
+    """Run `etfarm bundle build` in a process that ends with its caller, and return its output."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "etfarm.wire.command", "bundle", "build", "--exit-with-stdin", *arguments,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -216,17 +216,17 @@ async def _bundle_command(scratch: Path, *arguments: str) -> str:
 
 
 def read_manifest(path: Path) -> agent_pb2.RunnerBundle:
-    """Return what a bundle's archive says of itself, without its artifact.
+    """Return the bundle that an archive's manifest describes, without its artifact.
 
     Raises:
-        NotABundle: it is none, or goes beyond its bounds.
-        WrongArch: its programs are for another architecture than it says.
+        NotABundle: it is not a bundle, or too large.
+        WrongArch: its programs are for another architecture than its manifest names.
     """
     try:
         manifest, heads = _read_archive(path)
         if manifest["schema"] != "etfarm.bundle/1":
             raise ValueError(f"its schema is {str(manifest['schema'])[:100]!r}")
-        # Protobuf would take null for "not said".
+        # Protobuf takes null for an absent value.
         if absent := [key for key in ("arch", "executorch", "source_digest") if not manifest[key]]:
             raise ValueError(f"it does not say its {absent[0]}")
         wrong = _program_of_another_arch(heads, manifest)
@@ -243,10 +243,10 @@ def read_manifest(path: Path) -> agent_pb2.RunnerBundle:
 
 
 def _read_archive(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return an archive's manifest, and how its other files begin.
+    """Return an archive's manifest, and the first bytes of its other files.
 
     Raises:
-        ValueError: it is no archive, goes beyond its bounds, or has no manifest.
+        ValueError: it is not an archive, is too large, or has no manifest.
     """
     manifest, heads = b"", dict[str, bytes]()
     with path.open("rb") as file:
@@ -259,14 +259,14 @@ def _read_archive(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
                 manifest = content.read()
     if not manifest:
         raise ValueError(f"it has no {_MANIFEST}")
-    found = json.loads(manifest)
-    if not isinstance(found, dict):
+    decoded = json.loads(manifest)
+    if not isinstance(decoded, dict):
         raise ValueError(f"its {_MANIFEST} is no object")
-    return found, heads
+    return decoded, heads
 
 
 def _program_of_another_arch(heads: Mapping[str, bytes], manifest: Mapping[str, Any]) -> str:
-    """What in the archive is not for the manifest's architecture, as a clause; empty where all is."""
+    """Describe the program in the archive that is not for the manifest's architecture, as a clause; empty if all are."""
     for name in dict.fromkeys(str(manifest.get(key)) for key in ("loader", "entry")):
         arch = elf.arch_of(heads.get(name, b""))
         if arch is not None and arch != manifest["arch"]:

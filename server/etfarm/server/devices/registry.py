@@ -1,92 +1,50 @@
-"""Which devices are known, which of them are connected, and what runs on them."""
+"""The registry of the farm's devices: the known ones, the connections that serve them, and their states."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Final
-
-from sqlalchemy import Connection, delete, select
-from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.errors import (
+    AgentConnected,
+    DeviceConnected,
+    DeviceNotFound,
+    DeviceNotYours,
+    DeviceOffline,
+    DeviceServed,
+    DeviceTooLarge,
+    TooManyDevices,
+)
+from etfarm.server.devices.records import DeviceRecords
 from etfarm.server.devices.runners import known_runner
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
-from etfarm.server.state import schema
 from etfarm.server.state.cut import fit
 from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, device_pb2
 from etfarm.v1.device_pb2 import Device, DeviceState
-from etfarm.wire.errors import DeviceError, Kind, UserError
 from etfarm.wire.names import boot_id
 from etfarm.wire.selectors import Selector
 
-
-class DeviceNotFound(UserError):
-    """Neither an id, a unique prefix of one, nor a name."""
-
-    reason = "DEVICE_NOT_FOUND"
-    kind = Kind.NOT_FOUND
-
-
-class AgentConnected(UserError):
-    """A live agent has the same id."""
-
-    reason = "AGENT_CONNECTED"
-    kind = Kind.ALREADY_EXISTS
-
-
-class DeviceNotYours(UserError):
-    """A device belongs to an agent with another principal's token."""
-
-    reason = "DEVICE_NOT_YOURS"
-    kind = Kind.PERMISSION_DENIED
-
-
-class DeviceConnected(UserError):
-    """A device cannot be forgotten while its agent is connected."""
-
-    reason = "DEVICE_CONNECTED"
-    kind = Kind.FAILED_PRECONDITION
-
-
-class DeviceOffline(DeviceError):
-    """The device's agent is not connected."""
-
-    reason = "DEVICE_OFFLINE"
-
-
-class DeviceTooLarge(UserError):
-    """The description of a device is larger than the farm keeps."""
-
-    reason = "DEVICE_TOO_LARGE"
-
-
-class TooManyDevices(UserError):
-    """An agent announces more devices than it, or the farm, may have."""
-
-    reason = "TOO_MANY_DEVICES"
-    kind = Kind.RESOURCE_EXHAUSTED
-
-
 MAX_DEVICES_OF_AGENT: Final = 1_000
-"""Offline ones among them."""
+"""Maximum number of devices of an agent, including offline ones."""
 
 MAX_DEVICES_OF_PRINCIPAL: Final = 5_000
-"""Of all agents with tokens of one name, so that none of them takes the farm's room from others."""
+"""Maximum number of devices of all agents with tokens of one name, so that they leave room for others."""
 
 MAX_DEVICES: Final = 10_000
-"""Known to the farm, offline ones among them."""
+"""Maximum number of devices of the farm, including offline ones."""
 
 MAX_DEVICE_BYTES: Final = 128 << 10
-"""Of what is known of one device."""
+"""Maximum size of the description of a device."""
 
 _SLICE: Final = 100
 _NAMED: Final = 20
-"""Devices that a refusal names."""
+"""Number of devices that an error names."""
 
 
 class Registry:
@@ -105,7 +63,7 @@ class Registry:
         principal_of: Callable[[str], str] = lambda _: "",
     ) -> None:
         self._principal_of = principal_of
-        self._database = database
+        self._records = DeviceRecords(database)
         self._bundles = bundles
         self._runs = runs
         self._now = now
@@ -118,25 +76,21 @@ class Registry:
         self._listeners: list[Callable[[], None]] = []
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Calls `listener` at each change, for good."""
+        """Call `listener` at each change."""
         self._listeners.append(listener)
 
     def changed(self) -> None:
-        """Tells the listeners."""
+        """Call the listeners."""
         for listener in self._listeners:
             listener()
 
     async def load(self) -> None:
-        """Takes up the devices that were known before; all are offline until their agents come."""
-        table = schema.device_projects
-        rows = await self._database.read(lambda connection: connection.execute(select(schema.devices)).all())
-        for row in await self._database.read(lambda connection: connection.execute(select(table)).all()):
-            self._projects[row.device_id] = self._projects.get(row.device_id, frozenset()) | {row.project}
-        for row in rows:
-            device = Device.FromString(row.body)
+        """Load the devices that the database knows; all are offline until their agents connect."""
+        devices, projects = await self._records.load()
+        self._projects.update(projects)
+        for device in devices:
             fit(device, MAX_DEVICE_BYTES)
-            device.last_seen_at.FromDatetime(row.last_seen_at)
-            self._known[row.id] = device
+            self._known[device.id] = device
 
     def count(self, scope: Scope = EVERYTHING) -> tuple[int, int]:
         """Return how many devices a scope knows, and how many of them have a connected agent."""
@@ -146,7 +100,7 @@ class Registry:
     async def page(
         self, selector: Selector, start: int, size: int, most_bytes: int, scope: Scope = EVERYTHING
     ) -> tuple[Sequence[Device], int | None]:
-        """Some of the known devices that a selector matches, by name, and where the next page begins.
+        """Return a page of the known devices that a selector matches, by name, and where the next page begins.
 
         Args:
             start: the number of known devices that come before the page.
@@ -158,7 +112,7 @@ class Registry:
         in_order, busy = sorted(self._visible(scope).values(), key=_place_of), self._runs.busy()
         for place in range(start, len(in_order)):
             if place % _SLICE == _SLICE - 1:
-                await asyncio.sleep(0)  # thousands of devices must not hold up anybody else
+                await asyncio.sleep(0)  # thousands of devices must not block other calls
             device = self._seen(in_order[place], scope, busy)
             if not selector.matches(device):
                 continue
@@ -169,34 +123,34 @@ class Registry:
         return listed, None
 
     def devices(self, scope: Scope = EVERYTHING) -> Sequence[Device]:
-        """The known devices by name, with their states as of now.
+        """Return the known devices by name, with their current states.
 
         Args:
-            scope: what the caller sees: neither devices that are restricted to other projects, nor what others run on a device.
+            scope: of the caller, who sees neither devices that are restricted to other projects, nor what others run on a device.
         """
         known, busy = self._visible(scope).values(), self._runs.busy()
         return sorted((self._seen(device, scope, busy) for device in known), key=_place_of)
 
     def get(self, key: str, scope: Scope = EVERYTHING) -> Device:
-        """The device of an id, a unique prefix of one, or a name.
+        """Return the device of an id, a unique prefix of an id, or a name.
 
         Args:
             scope: as in `devices`.
 
         Raises:
-            DeviceNotFound: there is none, or several are meant.
+            DeviceNotFound: no device matches, or several do.
         """
         known = self._visible(scope)
         if key in known:
             return self._seen(known[key], scope)
-        found = [device for device in known.values() if device.name == key]
-        found = found or [device for device in known.values() if key and device.id.startswith(key)]
-        if len(found) != 1:
-            named = sorted(f"{device.name} ({device.id})" for device in found or known.values())
+        matching = [device for device in known.values() if device.name == key]
+        matching = matching or [device for device in known.values() if key and device.id.startswith(key)]
+        if len(matching) != 1:
+            named = sorted(f"{device.name} ({device.id})" for device in matching or known.values())
             names = ", ".join(named[:_NAMED]) + (f" and {len(named) - _NAMED} more" if len(named) > _NAMED else "") or "none"
-            what = "Several devices are called" if found else "There is no device"
+            what = "Several devices are called" if matching else "There is no device"
             raise DeviceNotFound(f"{what} {key!r}.", f"Known: {names}.", device=key)
-        return self._seen(found[0], scope)
+        return self._seen(matching[0], scope)
 
     async def restrict(self, key: str, projects: Collection[str]) -> Device:
         """Let a device run only the jobs and sessions of some projects, which exist; any project's where none is named. What runs
@@ -205,16 +159,9 @@ class Registry:
         Raises:
             DeviceNotFound: as `get`.
         """
-        device_id, table = self.get(key).id, schema.device_projects
-        rows = [{"device_id": device_id, "project": project} for project in sorted(set(projects))]
-
-        def write(connection: Connection) -> None:
-            connection.execute(delete(table).where(table.c.device_id == device_id))
-            if rows:
-                connection.execute(table.insert(), rows)
-
-        await self._database.write(write, durable=True)
-        if rows:
+        device_id = self.get(key).id
+        await self._records.restrict(device_id, projects)
+        if projects:
             self._projects[device_id] = frozenset(projects)
         else:
             self._projects.pop(device_id, None)
@@ -222,7 +169,7 @@ class Registry:
         return self.get(device_id)
 
     def _visible(self, scope: Scope) -> dict[str, Device]:
-        """The known devices that at least one project of the scope may use, by id."""
+        """Return the known devices that at least one project of the scope may use, by id."""
         if scope.projects is None:
             return self._known
         return {
@@ -238,7 +185,7 @@ class Registry:
         seen.attempt_id = attempt or ""
         if device.id not in self._serving:
             seen.state = DeviceState.DEVICE_STATE_OFFLINE
-            # What its agent said last may not be so any more.
+            # The last report of its agent may be outdated.
             seen.ClearField("problem")
         else:
             seen.state = _state(seen)
@@ -246,7 +193,7 @@ class Registry:
                 seen.telemetry.CopyFrom(telemetry)
         if attempt is not None and not scope.allows(self._runs.project_of(attempt)):
             seen.attempt_id = ""
-        # Whatever the agent says.
+        # Never as the agent reports them.
         seen.projects[:] = sorted(filter(scope.allows, self._projects.get(device.id, ())))
         if (runner := known_runner(self._bundles, device)) is not None:
             seen.backends[:] = runner.backends
@@ -255,10 +202,10 @@ class Registry:
         return seen
 
     def session_of(self, device_id: str) -> AgentSession:
-        """The connection that serves a device.
+        """Return the connection that serves a device.
 
         Raises:
-            DeviceOffline: nobody does.
+            DeviceOffline: no connection does.
         """
         session = self._serving.get(device_id)
         if session is None:
@@ -266,19 +213,19 @@ class Registry:
         return session
 
     def is_on_this_machine(self, device_id: str) -> bool:
-        """Whether a connected device's agent runs on the server's own machine."""
+        """Return whether a connected device's agent runs on the server's own machine."""
         session = self._serving.get(device_id)
         return session is not None and session.boot_id == boot_id() != ""
 
     def serves(self, session: AgentSession, device_id: str) -> bool:
-        """Whether it is this connection that serves the device."""
+        """Return whether this connection serves the device."""
         return self._serving.get(device_id) is session
 
     async def connect(self, session: AgentSession, hello: agent_pb2.Hello) -> None:
-        """Takes a new connection of an agent.
+        """Add a new connection of an agent.
 
-        One from a machine that was started since the former connection waits for that to be heard again: who lost its power told
-        nobody, while two copies of a data folder are both alive.
+        A connection from a machine that was booted since the former connection waits for a sign of life of that one: a machine
+        that lost its power could not close its connection, while two copies of a data folder are both alive.
 
         Raises:
             AgentConnected: another connection of the same agent is alive, or one of another agent with the same device.
@@ -286,8 +233,8 @@ class Registry:
             TooManyDevices: there is no room for its new devices.
         """
         while (former := self._sessions.get(hello.agent_id)) is not None and former.is_alive():
-            if "" != former.boot_id != session.boot_id != "" and not await former.is_heard_again():
-                session.heard()
+            if "" != former.boot_id != session.boot_id != "" and not await former.is_alive_again():
+                session.mark_alive()
                 continue
             raise AgentConnected(
                 f"Another process serves as agent {hello.agent_id}.",
@@ -295,17 +242,17 @@ class Registry:
             )  # fmt: skip
         owned = [device for device in hello.devices if self._may_serve(session, device.id)]
         if hello.devices and not owned:
-            raise _foreign(hello.devices[0].id)
+            raise DeviceNotYours(hello.devices[0].id)
         mine = [device for device in owned if not self._is_anothers(device, hello.agent_id)]
         self._require_room(session, mine)
         if hello.devices and not mine and not any(device.HasField("problem") for device in hello.devices):
-            raise _served(hello.devices[0], self._serving[hello.devices[0].id])
+            raise DeviceServed(hello.devices[0].id, self._serving[hello.devices[0].id].agent_id)
         self._sessions[hello.agent_id] = session
         if former is not None:
             former.end()
             await self.disconnect(former)
         # Before the devices can be given anything: what begins from now on, this Hello cannot know.
-        self._runs.agent_said({device.id for device in mine}, {*hello.active_attempts, *hello.unacknowledged_attempts})
+        self._runs.reconcile({device.id for device in mine}, {*hello.active_attempts, *hello.unacknowledged_attempts})
         projects = self._projects_of_new(session)
         for device in mine:
             await self._serve(session, device, projects)
@@ -313,10 +260,10 @@ class Registry:
 
     def agents(self) -> dict[str, list[str]]:
         """Return the ids of the known devices by the identity of the agent that announced them last."""
-        found: dict[str, list[str]] = {}
+        devices: dict[str, list[str]] = {}
         for device in self._known.values():
-            found.setdefault(device.agent_id, []).append(device.id)
-        return found
+            devices.setdefault(device.agent_id, []).append(device.id)
+        return devices
 
     def is_agent_known(self, agent_id: str) -> bool:
         """Return whether a known device belongs to the agent identity."""
@@ -351,12 +298,7 @@ class Registry:
         del self._known[device.id]
         self._telemetry.pop(device.id, None)
         self._projects.pop(device.id, None)
-
-        def write(connection: Connection) -> None:
-            connection.execute(delete(schema.devices).where(schema.devices.c.id == device.id))
-            connection.execute(delete(schema.device_projects).where(schema.device_projects.c.device_id == device.id))
-
-        await self._database.write(write, durable=True)
+        await self._records.delete(device.id)
         self.changed()
         return device
 
@@ -368,9 +310,9 @@ class Registry:
         return self._principal_of(known.agent_id) == session.principal
 
     def _is_anothers(self, device: Device, agent_id: str) -> bool:
-        """Whether another live agent serves it: cloned disks share the machine id that ids are made of.
+        """Return whether another live agent serves the device: cloned disks share the machine id that ids are made of.
 
-        Of two agents that know a phone, the one that can serve it says what it is: it may have allowed one of them only.
+        Of two agents that know a phone, the one that can serve it describes it: a phone may allow only one of them.
         """
         serving = self._serving.get(device.id)
         if serving is None or serving.agent_id == agent_id or not serving.is_alive():
@@ -378,7 +320,7 @@ class Registry:
         return device.HasField("problem") or not self._known[device.id].HasField("problem")
 
     async def update(self, session: AgentSession, device: Device) -> None:
-        """A device came or changed.
+        """Add a device of a connected agent, or change it.
 
         Raises:
             DeviceNotYours: it belongs to an agent with another principal's token.
@@ -386,11 +328,11 @@ class Registry:
             TooManyDevices: there is no room for one more.
         """
         if not self._may_serve(session, device.id):
-            raise _foreign(device.id)
+            raise DeviceNotYours(device.id)
         if self._is_anothers(device, session.agent_id):
             if device.HasField("problem"):
                 return
-            raise _served(device, self._serving[device.id])
+            raise DeviceServed(device.id, self._serving[device.id].agent_id)
         self._require_room(session, [device])
         projects = frozenset[str]() if device.id in self._known else self._projects_of_new(session)
         await self._serve(session, device, projects)
@@ -449,19 +391,19 @@ class Registry:
                 )  # fmt: skip
 
     def gone(self, session: AgentSession, device_id: str, reason: str = "") -> None:
-        """A device left its agent; what ran on it is lost."""
+        """Remove a device that left its agent; what ran on it is lost."""
         if self._serving.get(device_id) is session:
             del self._serving[device_id]
-            self._runs.agent_said({device_id}, set(), f"left its agent{f' ({reason})' if reason else ''}")
+            self._runs.reconcile({device_id}, set(), f"left its agent{f' ({reason})' if reason else ''}")
             self.changed()
 
     def farewell(self, session: AgentSession) -> None:
-        """The agent ends on purpose: what runs on its devices is lost now."""
+        """End the connection of an agent that stops on purpose; what runs on its devices is lost."""
         for device_id in [device_id for device_id, serving in self._serving.items() if serving is session]:
             self.gone(session, device_id)
 
     async def heartbeat(self, session: AgentSession, heartbeat: agent_pb2.Heartbeat) -> None:
-        """Takes telemetry, and the time as the devices' last sign of life."""
+        """Store telemetry, and the time as the devices' last sign of life."""
         for device_id, telemetry in heartbeat.telemetry.items():
             if self._serving.get(device_id) is session:
                 telemetry.at.FromDatetime(self._now())
@@ -469,7 +411,7 @@ class Registry:
                 self._known[device_id].last_seen_at.FromDatetime(self._now())
 
     async def disconnect(self, session: AgentSession) -> None:
-        """Forgets a connection that ended; its devices go offline, what runs there gets a time to come back."""
+        """Remove a connection that ended; its devices go offline, and what runs there waits for their agent to come back."""
         if self._sessions.get(session.agent_id) is session:
             del self._sessions[session.agent_id]
         gone = [device_id for device_id, serving in self._serving.items() if serving is session]
@@ -481,10 +423,10 @@ class Registry:
             await self._remember(gone)
 
     async def _serve(self, session: AgentSession, device: Device, projects: frozenset[str]) -> None:
-        """Take a device as the session's.
+        """Serve a device by a connection.
 
         Args:
-            projects: that it is restricted to where it is new.
+            projects: what the device is restricted to if it is new.
         """
         known = Device()
         known.CopyFrom(device)
@@ -499,21 +441,8 @@ class Registry:
 
     async def _remember(self, device_ids: Sequence[str], projects: frozenset[str] = frozenset()) -> None:
         """Write down devices, and the projects that they are restricted to from now on."""
-        rows = [
-            {"id": device_id, "body": device.SerializeToString(), "last_seen_at": device.last_seen_at.ToDatetime(UTC)}
-            for device_id in device_ids
-            if (device := self._known.get(device_id)) is not None
-        ]
-        restrictions = [{"device_id": row["id"], "project": project} for row in rows for project in sorted(projects)]
-
-        def write(connection: Connection) -> None:
-            for row in rows:
-                again = {key: row[key] for key in ("body", "last_seen_at")}
-                connection.execute(insert(schema.devices).values(row).on_conflict_do_update(index_elements=["id"], set_=again))
-            if restrictions:
-                connection.execute(insert(schema.device_projects).on_conflict_do_nothing(), restrictions)
-
-        await self._database.write(write)
+        known = [device for device_id in device_ids if (device := self._known.get(device_id)) is not None]
+        await self._records.save(known, projects)
 
 
 def _place_of(device: Device) -> tuple[str, str]:
@@ -521,24 +450,7 @@ def _place_of(device: Device) -> tuple[str, str]:
 
 
 def _state(device: Device) -> DeviceState.ValueType:
-    """Of a connected device. What runs on it goes on, whatever its agent says meanwhile: the run's own end tells."""
+    """Return the state of a connected device. A run on it continues until its own end, whatever the agent reports meanwhile."""
     if device.attempt_id:
         return DeviceState.DEVICE_STATE_BUSY
     return DeviceState.DEVICE_STATE_UNUSABLE if device.HasField("problem") else DeviceState.DEVICE_STATE_IDLE
-
-
-def _served(device: Device, serving: AgentSession) -> AgentConnected:
-    error = AgentConnected(
-        f"Device {device.id} is served by the agent {serving.agent_id} already.",
-        "Give the machines ids of their own (systemd-machine-id-setup), or this agent another --data.",
-        device=device.id, agent_id=serving.agent_id,
-    )  # fmt: skip
-    error.reason = "DEVICE_SERVED"
-    return error
-
-
-def _foreign(device_id: str) -> DeviceNotYours:
-    return DeviceNotYours(
-        f"Device {device_id} belongs to an agent with another token.",
-        f"Ask an admin to run `etfarm devices forget {device_id}`, then start this agent again.", device=device_id,
-    )  # fmt: skip

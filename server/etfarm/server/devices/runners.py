@@ -1,4 +1,4 @@
-"""What a device runs programs with: one that was put on it, the farm's bundle for its architecture, or else its binding."""
+"""The choice of a device's runner: its own, the farm's bundle for its architecture, or ExecuTorch's Python binding."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Runner:
     """`own`, `native` or `python`."""
     backends: Sequence[str] = field(repr=False)
     operators: Sequence[str] = field(repr=False)
-    """Empty: not known."""
+    """Kernels; empty if they are not known."""
     scope: str
-    """What has the same runner: an architecture, or for a device's own its `own_scope`."""
+    """The devices that have the same runner: an architecture, or a device's `own_scope`."""
     bundle: agent_pb2.RunnerBundle | None = None
-    """None for one of the device's own."""
+    """None for a runner that the device has."""
 
 
 def known_runner(bundles: Bundles, device: Device) -> Runner | None:
-    """What the device would be given now; None while that is not decided, or there is none."""
+    """Return the runner that the device would use now; None while that is not decided, or if there is none."""
     if (own := _of_kind(device, "own")) is not None:
         return own
     if (bundle := bundles.get(device.arch)) is not None:
@@ -37,10 +37,10 @@ def known_runner(bundles: Bundles, device: Device) -> Runner | None:
 
 
 async def demand_runner(bundles: Bundles, device: Device) -> Runner:
-    """What the device is given. Waits while a bundle for it is being built, which is better than a runner of its own.
+    """Return the runner that the device uses. Wait while a bundle for it is being built, which is better than the binding.
 
     Raises:
-        BundleMissing: there is none at all.
+        BundleMissing: there is no runner.
         EtfarmError: building the bundle failed, as the build says.
     """
     if (own := _of_kind(device, "own")) is not None:
@@ -58,6 +58,6 @@ def _of_bundle(bundle: agent_pb2.RunnerBundle) -> Runner:
 
 
 def _of_kind(device: Device, kind: str) -> Runner | None:
-    """A runner that the device has: `own`, which goes before any bundle, or `python`, which comes after."""
+    """Return a runner that the device has: `own`, which is preferred to any bundle, or `python`, which is the last choice."""
     own = next((runner for runner in device.own_runners if runner.kind == kind), None)
     return None if own is None else Runner(own.kind, own.backends, own.operators, own_scope(device.id))

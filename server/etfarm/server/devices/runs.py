@@ -1,4 +1,4 @@
-"""Attempts that are on devices now: who waits for their results, and when they are given up."""
+"""Live attempts on devices: the futures of their results, and when they count as lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from etfarm.v1 import agent_pb2
 from etfarm.wire.errors import DeviceError
 
 Progressed = Callable[[agent_pb2.RunProgress], None]
-
 
 PERMIT_TIMEOUT_S: Final = 30.0
 """How long an agent's download waits until the attempt of an earlier server is taken up."""
@@ -32,16 +31,16 @@ class _Run:
     result: asyncio.Future[agent_pb2.RunResult]
     on_progress: Progressed
     sent: bool
-    """Whether the agent was told; before, it cannot be expected to know the run."""
+    """Whether the attempt was sent to the agent, which does not know it before."""
     project: str
-    """Whose attempt it is."""
+    """The project of the attempt."""
     giving_up: asyncio.TimerHandle | None = field(default=None)
     sent_s: float | None = None
-    """When the agent was told, by the event loop's clock; None where an earlier server did."""
+    """When the attempt was sent, by the event loop's clock; None if an earlier server sent it."""
     elapsed_s: float | None = None
-    """From then to the result."""
+    """Time from sending the attempt to its result."""
     holder: str = ""
-    """Who holds what the agent uploaded; empty for an admin's agent, whose uploads a project holds."""
+    """The holder of what the agent uploaded; empty for an admin's agent, whose uploads a project holds."""
     artifacts: set[str] = field(default_factory=set)
     """The digests that its agent may read."""
     permitted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -49,7 +48,7 @@ class _Run:
 
 
 class Runs:
-    """The live attempts, by id. An attempt outlives its connection: it is given up only when its agent comes back without
+    """The live attempts, by id. An attempt outlives its connection: it counts as lost only when its agent comes back without
     it, or does not come back for `patience_s` seconds."""
 
     def __init__(self, patience_s: float) -> None:
@@ -57,33 +56,33 @@ class Runs:
         self._runs: dict[str, _Run] = {}
 
     def on_device(self, device_id: str) -> str | None:
-        """The attempt that occupies a device."""
+        """Return the attempt that occupies a device."""
         return next((run.attempt_id for run in self._runs.values() if run.device_id == device_id), None)
 
     def project_of(self, attempt_id: str) -> str:
-        """Return whose attempt it is; empty for one that is not live."""
+        """Return the project of an attempt; empty if it is not live."""
         run = self._runs.get(attempt_id)
         return run.project if run is not None else ""
 
     def busy(self) -> dict[str, str]:
-        """Device id to attempt id, of all that run."""
+        """Return the attempts by their devices."""
         return {run.device_id: run.attempt_id for run in self._runs.values()}
 
     def begin(
         self, attempt_id: str, device_id: str, on_progress: Progressed, *, sent: bool = False, project: str = DEFAULT_PROJECT
     ) -> None:
-        """Occupies a device with an attempt that nobody has begun yet.
+        """Occupy a device with a new attempt.
 
         Args:
-            sent: the agent was told already, by an earlier server.
-            project: whose attempt it is.
+            sent: an earlier server sent the attempt to the agent already.
+            project: of the attempt.
         """
         assert attempt_id not in self._runs, attempt_id
         future: asyncio.Future[agent_pb2.RunResult] = asyncio.get_running_loop().create_future()
         self._runs[attempt_id] = _Run(attempt_id, device_id, future, on_progress, sent, project)
 
     def mark_sent(self, attempt_id: str) -> None:
-        """The agent is told now: from here on it has to know the attempt."""
+        """Record that the attempt is sent now: from here on the agent has to know it."""
         run = self._runs[attempt_id]
         run.sent, run.sent_s = True, asyncio.get_running_loop().time()
 
@@ -113,20 +112,20 @@ class Runs:
         return any(digest in run.artifacts for run in runs)
 
     def has_answer(self, attempt_id: str) -> bool:
-        """Whether the agent's result is here."""
+        """Return whether the agent's result has arrived."""
         run = self._runs.get(attempt_id)
         return run is not None and run.result.done() and not run.result.cancelled() and run.result.exception() is None
 
     async def result(self, attempt_id: str) -> agent_pb2.RunResult:
-        """Waits for an attempt's result.
+        """Wait for an attempt's result.
 
         Raises:
-            AttemptLost: it was given up.
+            AttemptLost: it counts as lost.
         """
         return await self._runs[attempt_id].result
 
     def end(self, attempt_id: str) -> None:
-        """Frees the attempt's device."""
+        """Free the attempt's device."""
         run = self._runs.pop(attempt_id, None)
         if run is None:
             return
@@ -136,17 +135,17 @@ class Runs:
         run.permitted.set()
 
     def knows(self, attempt_id: str) -> bool:
-        """Whether somebody still waits for the attempt."""
+        """Return whether the attempt is live."""
         return attempt_id in self._runs
 
     def progressed(self, progress: agent_pb2.RunProgress) -> None:
-        """Hands on what an agent tells of an attempt."""
+        """Report an agent's progress to the attempt's callback."""
         run = self._runs.get(progress.attempt_id)
         if run is not None and run.device_id == progress.device_id:
             run.on_progress(progress)
 
     def holder_of(self, attempt_id: str) -> str:
-        """Return the holder of what the attempt's agent uploaded; empty for an admin's agent, whose word is taken.
+        """Return the holder of what the attempt's agent uploaded; empty for an admin's agent, which is trusted.
 
         Of an attempt that is not live, a holder that holds nothing.
         """
@@ -154,7 +153,7 @@ class Runs:
         return agent_holder("") if run is None else run.holder
 
     def deliver(self, result: agent_pb2.RunResult, holder: str = "") -> bool:
-        """Takes a result; whether anybody waits for it. A second delivery changes nothing.
+        """Accept a result, and return whether its attempt is live. A second delivery changes nothing.
 
         Args:
             holder: of the artifacts that the agent uploaded; empty for an admin's agent.
@@ -170,14 +169,20 @@ class Runs:
         return True
 
     def device_went(self, device_id: str) -> None:
-        """The device's connection ended: what runs there has `patience_s` to be heard of again."""
+        """Start the time of `patience_s` after which an attempt on a device without a connection counts as lost."""
         for run in self._runs.values():
             if run.device_id == device_id and run.sent and run.giving_up is None:
                 loop = asyncio.get_running_loop()
                 run.giving_up = loop.call_later(self._patience_s, self._lose, run, f"was not heard of for {self._patience_s:g} s")
 
-    def agent_said(self, device_ids: set[str], attempts: set[str], why: str = "came back without the run") -> None:
-        """An agent (re)connected with these devices and still has these attempts; its others are lost: the device `why`."""
+    def reconcile(self, device_ids: set[str], attempts: set[str], why: str = "came back without the run") -> None:
+        """Compare the live attempts with those of an agent that connected: what it no longer has is lost.
+
+        Args:
+            device_ids: the agent's devices.
+            attempts: those that the agent has.
+            why: what happened to the device, for the error's message.
+        """
         for run in list(self._runs.values()):
             if run.device_id not in device_ids or not run.sent:
                 continue

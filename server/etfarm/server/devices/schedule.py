@@ -1,4 +1,4 @@
-"""Which waiting cell goes to which device. Pure functions of values."""
+"""The assignment of waiting cells to idle devices. Pure functions of values."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ class Waiting:
     order: tuple[int, int]
     """The job's number and the cell's index: earlier goes first at equal priority."""
     avoid: frozenset[str] = frozenset()
-    """Devices that failed under this cell; used only where nothing else matches."""
+    """Devices on which the cell failed before; used only if no other matches."""
     unfit: frozenset[str] = frozenset()
-    """What of `scopes_of` has a runner that lacks a backend or kernel that the program needs."""
+    """The `scopes_of` whose runner lacks a backend or kernel that the program needs."""
     project: str = DEFAULT_PROJECT
-    """Whose cell it is; a device that is restricted to other projects is none for it."""
+    """The project of the cell, which may not use devices that are restricted to others."""
 
     def fits(self, device: Device) -> bool:
-        """Whether the cell may run there."""
+        """Return whether the cell may run on a device."""
         return is_open_to(self.project, device) and self.unfit.isdisjoint(scopes_of(device)) and self.selector.matches(device)
 
 
 def own_scope(device_id: str) -> str:
-    """Return what stands for a device whose runner is its own; equal to no architecture, whatever the device is called."""
+    """Return the scope of a device's own runner, which no architecture equals, whatever the device's id."""
     return f"device {device_id}"
 
 
 def scopes_of(device: Device) -> tuple[str, str]:
-    """Return what may have a device's runner: all devices of its architecture, or it alone."""
+    """Return the scopes of the runners that a device may have: its architecture's, and its own."""
     return device.arch, own_scope(device.id)
 
 
@@ -62,7 +62,7 @@ def is_open_to(project: str, device: Device) -> bool:
 
 
 def open_to(project: str, devices: Sequence[Device]) -> list[Device]:
-    """Return the devices that run a project's jobs and sessions; for the project there are no others."""
+    """Return the devices that run a project's jobs and sessions."""
     return [device for device in devices if is_open_to(project, device)]
 
 
@@ -75,7 +75,7 @@ class Assignment:
 
 
 class Fitting:
-    """Which of some devices each cell may run on: cells of one job mostly ask for the same, which is worked out once."""
+    """The devices that fit each cell, cached, since cells of one job mostly have the same selector."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
@@ -99,10 +99,10 @@ class Fitting:
 
 
 def schedule(waiting: Sequence[Waiting], devices: Sequence[Device]) -> list[Assignment]:
-    """Which cell goes to which idle device now. No I/O, no clock: equal arguments give equal answers.
+    """Return which cell goes to which idle device now. No I/O, no clock: equal arguments give equal results.
 
     A real device before an emulated one, a device that has not failed the cell before one that has; then by id, so that
-    repeated runs meet the same device. A cell that waits holds up nobody who could run elsewhere.
+    repeated runs use the same device. A cell that waits does not block others that could run elsewhere.
     """
     idle = {device.id: device for device in devices if device.state == IDLE}
     assignments: list[Assignment] = []
@@ -120,14 +120,14 @@ def schedule(waiting: Sequence[Waiting], devices: Sequence[Device]) -> list[Assi
 
 
 def matching(selector: Selector, text: str, devices: Sequence[Device]) -> list[Device]:
-    """The known devices that a selector matches, real ones first.
+    """Return the known devices that a selector matches, real ones first.
 
     Raises:
-        NoSuchDevice: none does; the sentence lists what there is.
+        NoSuchDevice: none does; the message lists the known ones.
     """
-    found = [device for device in devices if selector.matches(device)]
-    if found:
-        return sorted(found, key=lambda device: (device.emulated, device.id))
+    selected = [device for device in devices if selector.matches(device)]
+    if selected:
+        return sorted(selected, key=lambda device: (device.emulated, device.id))
     if not devices:
         raise NoSuchDevice(
             "No device has ever connected to this farm.", "Start `etfarm agent --server ADDRESS` on one.", known=""
@@ -137,18 +137,18 @@ def matching(selector: Selector, text: str, devices: Sequence[Device]) -> list[D
 
 
 def describe(device: Device) -> str:
-    """A device in a few words."""
+    """Describe a device in a few words."""
     state = DeviceState.Name(device.state).removeprefix("DEVICE_STATE_").lower()
     emulated = ", emulated" if device.emulated else ""
     return f"{device.name} (id={device.id}, arch={device.arch}, soc={device.soc}, cores={device.cores}{emulated}, {state})"
 
 
 def why_waiting(cell: Waiting, devices: Sequence[Device] | Fitting, runs: Mapping[str, str]) -> str:
-    """What a cell that got no device waits for; empty when that is only its turn on one.
+    """Explain what a waiting cell waits for; empty if that is only its turn on a device.
 
     Args:
-        devices: the known ones, or what fits of them where several cells are asked of.
-        runs: device id to the attempt that runs there.
+        devices: the known ones, as a `Fitting` if several cells are explained.
+        runs: the attempts by their devices.
     """
     fitting = (devices if isinstance(devices, Fitting) else Fitting(devices)).of(cell)
     if not fitting:
@@ -164,5 +164,5 @@ def why_waiting(cell: Waiting, devices: Sequence[Device] | Fitting, runs: Mappin
 
 
 def _sentence(problem: Error) -> str:
-    """Why, and what to do about it, without the last full stop."""
+    """Return the problem and its remedy without the last full stop."""
     return f"{problem.message} {problem.remedy}".strip().removesuffix(".")

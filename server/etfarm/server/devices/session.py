@@ -1,4 +1,4 @@
-"""One connection of an agent: what is sent to it, and whether it still lives."""
+"""One connection of an agent: its outgoing messages, and its signs of life."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from collections.abc import AsyncIterator, Callable
 from etfarm.v1 import agent_pb2
 
 HEARTBEAT_INTERVAL_S = 5.0
-"""How often an agent is asked to say that it lives."""
+"""Interval at which an agent has to send a heartbeat."""
 
 _MISSED = 3
-"""Heartbeats that may stay out before an agent is taken for dead."""
-
+"""Number of missing heartbeats after which an agent counts as dead."""
 
 MAX_WAITING = 10_000
-"""Messages for an agent that does not read them."""
+"""Maximum number of messages that wait for an agent to read them."""
 
 
 class AgentSession:
     """The server's end of AgentService.Connect for one agent.
 
     Args:
-        boot_id: of the machine that the agent runs on; empty where it did not say.
+        boot_id: of the machine that the agent runs on; empty if the agent did not send it.
         clock: seconds on a monotonic clock.
-        principal: whose token the agent has.
-        is_admin: whether that is an admin's, which may serve every device.
+        principal: the owner of the agent's token.
+        is_admin: whether that is an admin, whose agent may serve every device.
     """
 
     def __init__(
@@ -37,18 +36,18 @@ class AgentSession:
         self.is_admin = is_admin
         self._clock = clock
         self._outgoing: asyncio.Queue[agent_pb2.ServerMessage | None] = asyncio.Queue()
-        self._heard_at = clock()
+        self._alive_at_s = clock()
         self._sign = asyncio.Event()
         self._ended = False
         self._on_overflow: Callable[[], object] = lambda: None
 
-    def heard(self) -> None:
-        """The agent said something."""
-        self._heard_at = self._clock()
+    def mark_alive(self) -> None:
+        """Record a sign of life."""
+        self._alive_at_s = self._clock()
         self._sign.set()
 
-    async def is_heard_again(self) -> bool:
-        """Waits for the agent's next sign of life, until it counts as dead if none comes."""
+    async def is_alive_again(self) -> bool:
+        """Wait for the agent's next sign of life; return False if it counts as dead before."""
         self._sign.clear()
         try:
             async with asyncio.timeout(max(self.silence_left_s(), 0)):
@@ -58,17 +57,17 @@ class AgentSession:
         return self.is_alive()
 
     def is_alive(self) -> bool:
-        """Whether the agent is connected and was heard lately."""
-        return not self._ended and self._clock() - self._heard_at < _MISSED * HEARTBEAT_INTERVAL_S
+        """Return whether the agent is connected and showed a sign of life lately."""
+        return not self._ended and self._clock() - self._alive_at_s < _MISSED * HEARTBEAT_INTERVAL_S
 
     def silence_left_s(self) -> float:
-        """Seconds until the agent counts as dead if nothing more comes."""
-        return self._heard_at + _MISSED * HEARTBEAT_INTERVAL_S - self._clock()
+        """Return the seconds until the agent counts as dead without a further sign of life."""
+        return self._alive_at_s + _MISSED * HEARTBEAT_INTERVAL_S - self._clock()
 
     def send(self, message: agent_pb2.ServerMessage) -> None:
-        """Queues a message; never waits. After the end it goes nowhere: what matters is said again at the next Hello.
+        """Queue a message without waiting. After the end it is dropped: the answer to the next Hello repeats what matters.
 
-        An agent that does not read is ended.
+        The connection of an agent that does not read its messages is ended.
         """
         if self._ended:
             return
@@ -80,17 +79,17 @@ class AgentSession:
         self._outgoing.put_nowait(message)
 
     def on_overflow(self, do: Callable[[], object]) -> None:
-        """Calls `do` when the agent is ended because it does not read: its stream has to be cut from outside."""
+        """Call `do` when the session ends because the agent does not read: its stream has to be cut from outside."""
         self._on_overflow = do
 
     def end(self) -> None:
-        """Closes the stream once what is queued was sent."""
+        """Close the stream after the queued messages."""
         if not self._ended:
             self._ended = True
             self._outgoing.put_nowait(None)
             self._sign.set()
 
     async def outgoing(self) -> AsyncIterator[agent_pb2.ServerMessage]:
-        """The messages to send, until the end."""
+        """Yield the messages to send, until the end."""
         while (message := await self._outgoing.get()) is not None:
             yield message

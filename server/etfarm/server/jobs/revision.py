@@ -10,7 +10,7 @@ from functools import partial
 
 from etfarm.server.compile.cache import CompilationNotFound
 from etfarm.server.compile.compiler import Compiler
-from etfarm.server.devices.registry import DeviceNotFound
+from etfarm.server.devices.errors import DeviceNotFound
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.cell_run import Way
 from etfarm.server.jobs.cells.execution import Execution

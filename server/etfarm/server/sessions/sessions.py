@@ -20,7 +20,8 @@ from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.single_flight import Listener
 from etfarm.server.devices import schedule
 from etfarm.server.devices.bundles import Bundles
-from etfarm.server.devices.registry import DeviceOffline, Registry
+from etfarm.server.devices.errors import DeviceOffline
+from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runners import demand_runner
 from etfarm.server.devices.runs import AttemptLost, Runs
 from etfarm.server.devices.schedule import Waiting

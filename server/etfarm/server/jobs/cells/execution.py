@@ -15,7 +15,8 @@ from etfarm.server.compile.answers import facts_of
 from etfarm.server.compile.inputs import check_inputs
 from etfarm.server.compile.result import MethodFacts
 from etfarm.server.devices.bundles import Bundles
-from etfarm.server.devices.registry import DeviceOffline, Registry
+from etfarm.server.devices.errors import DeviceOffline
+from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runners import Runner, demand_runner, known_runner
 from etfarm.server.devices.runs import Progressed, Runs
 from etfarm.server.devices.schedule import Waiting, open_to, own_scope, scopes_of

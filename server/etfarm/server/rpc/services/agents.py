@@ -9,7 +9,8 @@ import structlog
 
 from etfarm.server.access.identities import Identities, Identity
 from etfarm.server.access.scope import agent_holder
-from etfarm.server.devices.registry import AgentConnected, DeviceNotYours, DeviceTooLarge, Registry, TooManyDevices
+from etfarm.server.devices.errors import AgentConnected, DeviceNotYours, DeviceTooLarge, TooManyDevices
+from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
 from etfarm.server.rpc.door.auth import ADMIN, caller
@@ -142,7 +143,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 if message.WhichOneof("message") == "goodbye":
                     self._registry.farewell(session)
                     return
-                session.heard()
+                session.mark_alive()
                 await self._take(session, message)
         except TimeoutError:
             log.warning("an agent fell silent", agent=session.agent_id)

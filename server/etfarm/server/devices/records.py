@@ -1,0 +1,72 @@
+"""The known devices and their restrictions to projects, in the database."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC
+
+from sqlalchemy import Connection, delete, select
+from sqlalchemy.dialects.sqlite import insert
+
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+from etfarm.v1.device_pb2 import Device
+
+
+class DeviceRecords:
+    """The tables of devices and of their projects."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def load(self) -> tuple[Sequence[Device], Mapping[str, frozenset[str]]]:
+        """Return the devices, and by device the projects that it is restricted to; any project's are missing."""
+        devices, projects = schema.devices, schema.device_projects
+        rows = await self._database.read(lambda connection: connection.execute(select(devices)).all())
+        known: list[Device] = []
+        for row in rows:
+            device = Device.FromString(row.body)
+            device.last_seen_at.FromDatetime(row.last_seen_at)
+            known.append(device)
+        restricted: dict[str, frozenset[str]] = {}
+        for row in await self._database.read(lambda connection: connection.execute(select(projects)).all()):
+            restricted[row.device_id] = restricted.get(row.device_id, frozenset()) | {row.project}
+        return known, restricted
+
+    async def save(self, devices: Sequence[Device], projects: Collection[str] = ()) -> None:
+        """Write devices, and restrict them to projects in addition to those that they are restricted to."""
+        rows = [
+            {"id": device.id, "body": device.SerializeToString(), "last_seen_at": device.last_seen_at.ToDatetime(UTC)}
+            for device in devices
+        ]
+        restrictions = [{"device_id": row["id"], "project": project} for row in rows for project in sorted(projects)]
+
+        def write(connection: Connection) -> None:
+            for row in rows:
+                changed = {key: row[key] for key in ("body", "last_seen_at")}
+                connection.execute(insert(schema.devices).values(row).on_conflict_do_update(index_elements=["id"], set_=changed))
+            if restrictions:
+                connection.execute(insert(schema.device_projects).on_conflict_do_nothing(), restrictions)
+
+        await self._database.write(write)
+
+    async def restrict(self, device_id: str, projects: Collection[str]) -> None:
+        """Restrict a device to exactly these projects; to none in particular if they are empty."""
+        table = schema.device_projects
+        rows = [{"device_id": device_id, "project": project} for project in sorted(set(projects))]
+
+        def write(connection: Connection) -> None:
+            connection.execute(delete(table).where(table.c.device_id == device_id))
+            if rows:
+                connection.execute(table.insert(), rows)
+
+        await self._database.write(write, durable=True)
+
+    async def delete(self, device_id: str) -> None:
+        """Delete a device and its restrictions."""
+
+        def write(connection: Connection) -> None:
+            connection.execute(delete(schema.devices).where(schema.devices.c.id == device_id))
+            connection.execute(delete(schema.device_projects).where(schema.device_projects.c.device_id == device_id))
+
+        await self._database.write(write, durable=True)
