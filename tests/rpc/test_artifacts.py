@@ -14,7 +14,7 @@ import pytest
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.store import MAX_CHUNK_BYTES, Store
 from etfarm.server.rpc.door.auth import Tokens
-from etfarm.server.rpc.door.interceptor import Edge
+from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
 from etfarm.server.rpc.services.artifacts import ArtifactService
 from etfarm.server.state.engine import Database
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc
@@ -60,7 +60,7 @@ async def serving(folder: Path, limits: StoreLimits | None = None) -> AsyncItera
     database = Database(folder / "farm.sqlite")
     await database.open()
     store = Store(folder / "artifacts", database, limits)
-    server = grpc.aio.server(interceptors=[Edge(Tokens())], options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[AuthErrorInterceptor(Tokens())], options=SERVER_OPTIONS)
     artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(ArtifactService(store, needed_by_no_agent), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from etfarm.client import Farm
-from etfarm.server.sessions.lease import MAX_CALLS
+from etfarm.server.sessions.session import MAX_CALLS
 from etfarm.v1 import (
     agent_pb2,
     agent_pb2_grpc,

@@ -21,7 +21,7 @@ from etfarm.server.compile.compiler import Compiler, Tasks
 from etfarm.server.compile.recipe_catalog import RecipeUnavailable, UnknownStage
 from etfarm.server.compile.single_flight import Listener
 from etfarm.server.compile.upload_screening import Screening
-from etfarm.server.jobs.numerics import candidate_of
+from etfarm.server.jobs.cells.numerics import candidate_of
 from etfarm.server.jobs.submission import Submission
 from etfarm.server.state.engine import Database
 from etfarm.server.workers.jail.isolation import JailOptions

@@ -21,9 +21,13 @@ from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
 from etfarm.server.jobs import model
+from etfarm.server.jobs.cells.analysis import CellAnalysis
 from etfarm.server.jobs.cells.attempts import MAX_ATTEMPTS
-from etfarm.server.jobs.cells.execution import Execution
+from etfarm.server.jobs.cells.dispatch import Dispatch
 from etfarm.server.jobs.cells.placement import Placement
+from etfarm.server.jobs.cells.requirements import Requirements
+from etfarm.server.jobs.cells.results import Results
+from etfarm.server.jobs.cells.stages import CellStages
 from etfarm.server.jobs.conductor import Conductor
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.log import JobLog
@@ -31,6 +35,7 @@ from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.reports.verdict import Thresholds
 from etfarm.server.state.engine import Database, DatabaseFull
 from etfarm.server.workers.measurement_lock import MeasurementLock
+from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device, DeviceRunner
 from etfarm.wire.chunks import artifact_of
@@ -159,11 +164,20 @@ class World:
         self.runs = Runs(3600)
         self.registry = Registry(database, bundles, self.runs, self.now)
         self.compiler, self.analyst = Compiles(), Analyzes()
-        execution = Execution(self.registry, self.runs, Placement(self.registry, self.runs), bundles, store, ids)
-        self.conductor = Conductor(
-            self.journal, self.log, self.announcer, self.compiler, execution, self.analyst, MeasurementLock(),  # type: ignore[arg-type]
-            thresholds=Thresholds(), now=self.now, clock=lambda: 0.0, new_id=ids,
+        self.conductor = self.conduct(self.compiler)
+
+    def conduct(self, compiler: Any) -> Conductor:
+        """A conductor of the world's jobs, with a compiler."""
+        registry, runs, readers = self.registry, self.runs, Readers()
+        self.requirements = Requirements(registry, self.bundles, self.store, readers)
+        dispatch = Dispatch(registry, runs, Placement(registry, runs), self.bundles, self.requirements, self.ids)
+        analysis = CellAnalysis(self.analyst, self.log, Thresholds())  # type: ignore[arg-type]
+        self.stages = CellStages(
+            self.journal, self.log, self.announcer, compiler, self.requirements, dispatch,
+            Results(runs, dispatch, self.store, readers), analysis, MeasurementLock(),
+            now=self.now, clock=lambda: 0.0, new_id=self.ids,
         )  # fmt: skip
+        return Conductor(self.journal, self.announcer, self.stages)
 
     def now(self) -> datetime:
         return AT
@@ -556,7 +570,7 @@ async def test_a_new_server_places_again_what_the_agent_no_longer_runs(world: Wo
 
 
 async def test_an_end_that_cannot_be_written_is_written_when_it_can(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etfarm.server.jobs.conductor.AGAIN_S", 0.0)
+    monkeypatch.setattr("etfarm.server.jobs.cells.stages.RETRY_S", 0.0)
     write, failures = world.journal.change, [DatabaseFull("The disk is full."), DatabaseFull("The disk is full.")]
 
     async def full(after: job_pb2.Cell, **more: Any) -> job_pb2.Cell:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,10 +13,11 @@ from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.compile.cache import Outcome
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells import groups
+from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.v1.artifact_pb2 import Chunk
 from etfarm.wire.chunks import artifact_of
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import EtfarmError, UserError
 from tests.unit.test_conductor import AT, WAIT_S, Agent, World, compiled, error, world  # noqa: F401 - a fixture
 
 LIVE = ["COMPILING", "WAITING_FOR_DEVICE", "RUNNING", "ANALYZING", "SUCCEEDED"]
@@ -42,14 +43,18 @@ class Compiles:
 
 @pytest.fixture
 async def farm(world: World) -> AsyncIterator[World]:  # noqa: F811
-    world.conductor._compiler = Compiles()  # type: ignore[assignment]
+    use(world, Compiles())
     yield world
 
 
+def use(farm: World, made: Compiles) -> None:
+    farm.compiler = made  # type: ignore[assignment]
+    farm.conductor = farm.conduct(made)
+
+
 def compiler(farm: World) -> Compiles:
-    made = farm.conductor._compiler
-    assert isinstance(made, Compiles)
-    return made
+    assert isinstance(farm.compiler, Compiles)
+    return farm.compiler
 
 
 async def submit(farm: World, candidates: str = "ab") -> job_pb2.Job:
@@ -133,7 +138,7 @@ async def test_a_group_waits_for_all_of_it_and_is_one_attempt(farm: World) -> No
     a, b = (cell.id for cell in job.cells)
     assert sorted(bases) == [(a, None), (b, a)], "the first is what the others are compared with"
     assert farm.runs.busy() == {} and agent.session._outgoing.empty()
-    assert not farm.conductor._groups._groups
+    assert not len(farm.stages.groups)
 
 
 async def test_progress_is_told_of_the_cell_that_it_is_about(farm: World) -> None:
@@ -172,7 +177,7 @@ async def test_what_a_result_refers_to_stays_when_a_session_that_named_it_ends(f
     async def sent() -> AsyncIterator[Chunk]:
         yield Chunk(data=samples_of("a"))
 
-    store, samples = farm.conductor._execution._store, artifact_of(samples_of("a"))
+    store, samples = farm.store, artifact_of(samples_of("a"))
     await store.receive(samples, sent(), "default", "agent")
     agent = await farm.agent()
     job = await submit(farm, "a")
@@ -269,9 +274,13 @@ async def test_cancelling_while_a_shared_step_is_written_ends_all(farm: World) -
 async def test_a_device_that_can_run_one_of_them_only_gets_the_others(farm: World) -> None:
     agent = await farm.agent()
     job = await submit(farm, "ab")
-    lacking = farm.conductor._execution.lacking
+    find_unsupported = farm.requirements.find_unsupported
     reason = UserError("No such backend.")
-    farm.conductor._execution.lacking = lambda ways: {ways[0].cell.id: reason} if len(ways) > 1 else lacking(ways)  # type: ignore[method-assign]
+
+    def unsupported(runs: Sequence[CellRun]) -> dict[str, EtfarmError]:
+        return {runs[0].cell.id: reason} if len(runs) > 1 else find_unsupported(runs)
+
+    farm.requirements.find_unsupported = unsupported  # type: ignore[method-assign]
     run = await agent.started()
     assert [candidate.cell_id[-1] for candidate in run.candidates] == ["b"]
     answer(agent, run)
@@ -291,7 +300,7 @@ async def test_a_new_server_goes_on_with_a_group_where_the_old_one_was(farm: Wor
         answer(agent, run)
     await farm.until(job, model.WAITING if state == "COMPILING" else job_pb2.CellState.Value(f"CELL_STATE_{state}"))
     again = await farm.restarted()
-    again.conductor._compiler = Compiles()  # type: ignore[assignment]
+    use(again, Compiles())
     await again.conductor.resume()
     if state in ("COMPILING", "WAITING_FOR_DEVICE"):
         back = await again.agent()

@@ -66,7 +66,7 @@ def both(world: World) -> Both:  # noqa: F811
 
 
 def use(world: World, made: Both) -> None:  # noqa: F811
-    world.conductor._compiler = world.conductor._numerics._compiler = made  # type: ignore[assignment]
+    world.conductor = world.conduct(made)
 
 
 async def submit(world: World, recipe: recipes.Recipe = FP32, method: str = "forward") -> job_pb2.Job:  # noqa: F811

@@ -19,7 +19,7 @@ from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.rpc.door.auth import Tokens
-from etfarm.server.rpc.door.interceptor import Edge
+from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
 from etfarm.server.rpc.services.reports import ReportService
 from etfarm.server.state.engine import Database
 from etfarm.v1.job_pb2 import Job
@@ -66,7 +66,7 @@ async def finished(tmp_path: Path) -> AsyncIterator[Finished]:
         await journal.change(model.advance(cell, model.CANCELLED, at=AT), report=report)
     history, tags = History(database, lambda scope: (), page_bytes=PAGE_BYTES), Tags(database, lambda: AT)
     revision: Any = None  # nothing here is worked out again
-    server = grpc.aio.server(interceptors=[Edge(Tokens())])
+    server = grpc.aio.server(interceptors=[AuthErrorInterceptor(Tokens())])
     add_ReportServiceServicer_to_server(
         ReportService(journal, history, tags, revision, version="1", page_bytes=PAGE_BYTES), server
     )

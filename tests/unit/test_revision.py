@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.access.scope import EVERYTHING
-from etfarm.server.jobs.records.history import BadPageToken, History, Wanted
+from etfarm.server.jobs.records.history import History, Wanted
 from etfarm.server.jobs.revision import keep
 from etfarm.server.state.engine import Database
 from etfarm.server.state.paging import BadPageToken

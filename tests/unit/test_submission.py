@@ -15,11 +15,11 @@ import pytest
 from sqlalchemy import Connection
 
 from etfarm.server.artifacts.store import ArtifactMissing, Store
-from etfarm.server.compile.screening import screen
+from etfarm.server.compile.upload_screening import screen
 from etfarm.server.devices.schedule import NoSuchDevice
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells import groups
-from etfarm.server.jobs.cells.execution import MethodMissing
+from etfarm.server.jobs.cells.requirements import MethodMissing
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.submission import MAX_CELLS, MAX_SAMPLES, BadJob, RecipeNeedsEagerModule, Submission

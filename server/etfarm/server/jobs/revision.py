@@ -1,4 +1,4 @@
-"""Step 9 again: the reports of a job that is over, worked out from the stored files by today's code."""
+"""Revision of a finished job's reports: they are analyzed again, from the stored files, by today's code."""
 
 from __future__ import annotations
 
@@ -6,73 +6,59 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import UTC
-from functools import partial
 
 from etfarm.server.compile.cache import CompilationNotFound
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.devices.errors import DeviceNotFound
 from etfarm.server.jobs import model
-from etfarm.server.jobs.cells.cell_run import Way
-from etfarm.server.jobs.cells.execution import Execution
-from etfarm.server.jobs.cells.groups import base_of
+from etfarm.server.jobs.cells.analysis import CellAnalysis
+from etfarm.server.jobs.cells.cell_run import CellRun
+from etfarm.server.jobs.cells.dispatch import Dispatch
 from etfarm.server.jobs.cells.numerics import NumericsPrograms
 from etfarm.server.jobs.records.journal import Journal, ReportNotFound
 from etfarm.server.jobs.records.log import JobLog
-from etfarm.server.reports.analyst import Analyst
-from etfarm.server.reports.assembly import assemble
 from etfarm.server.reports.findings import FILE_MISSING, is_of_analysis
-from etfarm.server.reports.verdict import Thresholds
 from etfarm.v1 import agent_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire.errors import Kind, UserError
 
 _PARTS = ("latency", "interleaved", "verdict", "profile", "operators", "numerics", "numeric_gap")
-"""Of a report: what is worked out, and stays as it was where it cannot be any more; accuracy does by its references."""
+"""Parts of a report that an analysis computes. A part that can no longer be computed stays; accuracy does by its references."""
 
 _ROWS = {"operators": "profile", "numeric_gap": "numerics"}
-"""Rows, and what tells of them: one without the other means nothing."""
+"""Lists of rows, with the part that describes them: neither means anything without the other."""
 
 
 class JobLive(UserError):
-    """The job has cells on their way, whose reports are still to come."""
+    """The job has live cells, whose reports do not exist yet."""
 
     reason = "JOB_LIVE"
     kind = Kind.FAILED_PRECONDITION
 
 
 class Revision:
-    """Works out again what was measured before: one job of a project at a time, since the workers have others' to do."""
+    """Analyzes results again: one job of a project at a time, since the workers serve others too."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        joblog: JobLog,
-        compiler: Compiler,
-        execution: Execution,
-        analyst: Analyst,
-        *,
-        thresholds: Thresholds,
-    ) -> None:
+    def __init__(self, journal: Journal, joblog: JobLog, compiler: Compiler, dispatch: Dispatch, analysis: CellAnalysis) -> None:
         self._journal = journal
         self._joblog = joblog
         self._compiler = compiler
         self._numerics = NumericsPrograms(compiler)
-        self._execution = execution
-        self._analyst = analyst
-        self._thresholds = thresholds
+        self._dispatch = dispatch
+        self._analysis = analysis
         self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)
-        """By project: none waits for another's thousand reports."""
+        """Locks by project, so that no project waits for another's thousand reports."""
 
     async def revise(self, job: Job) -> Sequence[report_pb2.Report]:
-        """Writes new reports in place of the job's, with the same ids, all at once; gives them in the order of the cells.
+        """Replace the job's reports, all at once, by new ones with the same ids; return them in the order of the cells.
 
-        What was not measured to its end stays as it is, and so does each part whose files are not stored any more.
+        A report that was not measured to its end stays as it is, and so does each part whose files are not stored any more.
 
         Raises:
-            JobLive: it is not over.
-            ReportNotFound: it has no reports.
-            EtfarmError: no analysis can be done; nothing is changed.
+            JobLive: the job is not over.
+            ReportNotFound: the job has no reports.
+            EtfarmError: no analysis is possible; nothing is changed.
         """
         if not model.is_terminal(job.state):
             raise JobLive(f"Job {job.id} is still live.", "Wait until it is done: `etfarm jobs watch`.", job=job.id)
@@ -83,44 +69,34 @@ class Revision:
             await self._joblog.flush()
             await self._joblog.resume(job.id)
             cells = {cell.id: cell for cell in job.cells}
-            made = [await self._revised(job, cells[report.cell], report) for report in reports]
-            await self._journal.replace_reports(job, made)
-        return made
+            revised = [await self._revise(job, cells[report.cell], report) for report in reports]
+            await self._journal.replace_reports(job, revised)
+        return revised
 
-    async def _revised(self, job: Job, cell: Cell, before: report_pb2.Report) -> report_pb2.Report:
+    async def _revise(self, job: Job, cell: Cell, before: report_pb2.Report) -> report_pb2.Report:
         if not cell.attempts:
             return before
         results = await self._journal.results_of(cell.attempts[-1].id)
         result = results.get(cell.id, agent_pb2.CandidateResult())
         if not result.HasField("runner") or result.HasField("error"):
             return before
-        way = Way(job, cell, result=result, device=self._device(cell, before))
+        run = CellRun(job, cell, result=result, device=self._device(cell, before))
         try:
-            way.compilation = await self._compiler.get(cell.compilation_key)
+            run.compilation = await self._compiler.get(cell.compilation_key)
         except CompilationNotFound:
             return _unchanged(before)
-        await self._numerics.recover(way)
-        way.analysis = await self._analyst.analyze(
-            model.candidate_of(job, cell), way.compilation, cell.method,
-            self._execution.inputs_of(job, cell, way.compilation), result,
-            partial(self._joblog.add, job.id, cell.id, "ANALYSIS"),
-            base=base_of(cell.id, results), numerics=way.numerics, fresh=job.spec.no_cache,
-            project=job.project,
-        )  # fmt: skip
-        made = assemble(
-            before.id, job, cell, at=before.created_at.ToDatetime(UTC), compilation=way.compilation, device=way.device,
-            result=result, analysis=way.analysis, thresholds=self._thresholds, numerics=way.numerics,
-            inputs=self._execution.inputs_of(job, cell, way.compilation), warnings=way.warnings,
-        )  # fmt: skip
-        made.created_at.CopyFrom(before.created_at)  # to the nanosecond
-        keep(before, made)
-        return made
+        await self._numerics.recover(run)
+        run.analysis = await self._analysis.analyze(run, results)
+        report = self._analysis.report(run, cell, before.id, at=before.created_at.ToDatetime(UTC))
+        report.created_at.CopyFrom(before.created_at)  # to the nanosecond
+        keep(before, report)
+        return report
 
     def _device(self, cell: Cell, before: report_pb2.Report) -> Device:
-        """As it was when it was measured, with what reports do not tell as it is known now."""
+        """Return the device as it was measured; what the report does not state is as it is known now."""
         device = Device()
         try:
-            device.CopyFrom(self._execution.device_of(cell))
+            device.CopyFrom(self._dispatch.device_of(cell))
         except DeviceNotFound:
             device.id = cell.attempts[-1].device_id
         for field, value in before.device.ListFields():
@@ -128,46 +104,46 @@ class Revision:
         return device
 
 
-def keep(before: report_pb2.Report, made: report_pb2.Report) -> None:
-    """Takes over what `made` lacks and `before` has, with the warnings of then."""
-    there = {field.name for field, _ in made.ListFields()}
+def keep(before: report_pb2.Report, revised: report_pb2.Report) -> None:
+    """Copy to `revised` what it lacks and `before` has, with the warnings of that analysis."""
+    there = {field.name for field, _ in revised.ListFields()}
     lost = {field.name for field, _ in before.ListFields() if field.name in _PARTS and field.name not in there}
-    if _is_placed(before) and not _is_placed(made):
+    if _is_placed(before) and not _is_placed(revised):
         lost.add("operators")
     lost |= {_ROWS[name] for name in lost if name in _ROWS}
     for name in lost:
-        made.ClearField(name)  # type: ignore[arg-type]
+        revised.ClearField(name)  # type: ignore[arg-type]
         if name in _ROWS:
-            getattr(made, name).extend(getattr(before, name))
+            getattr(revised, name).extend(getattr(before, name))
         elif before.HasField(name):  # type: ignore[arg-type]
-            getattr(made, name).CopyFrom(getattr(before, name))
-    if before.inputs.tensors and not made.inputs.tensors and made.inputs.digest == before.inputs.digest:
-        made.inputs.tensors.extend(before.inputs.tensors)
-    if _keep_accuracy(before, made) or lost:
-        known = {(warning.code, warning.message) for warning in made.compile.warnings}
+            getattr(revised, name).CopyFrom(getattr(before, name))
+    if before.inputs.tensors and not revised.inputs.tensors and revised.inputs.digest == before.inputs.digest:
+        revised.inputs.tensors.extend(before.inputs.tensors)
+    if _keep_accuracy(before, revised) or lost:
+        known = {(warning.code, warning.message) for warning in revised.compile.warnings}
         old = [warning for warning in before.compile.warnings if is_of_analysis(warning)]
-        made.compile.warnings.extend(warning for warning in old if (warning.code, warning.message) not in known)
+        revised.compile.warnings.extend(warning for warning in old if (warning.code, warning.message) not in known)
 
 
-def _keep_accuracy(before: report_pb2.Report, made: report_pb2.Report) -> bool:
-    """Takes over the rows of references that `made` has none of, in the order of then; whether there were any."""
-    known = {row.reference for row in made.accuracy}
+def _keep_accuracy(before: report_pb2.Report, revised: report_pb2.Report) -> bool:
+    """Copy the rows of references that `revised` lacks, in the former order; return whether there were any."""
+    known = {row.reference for row in revised.accuracy}
     kept = [row for row in before.accuracy if row.reference not in known]
     if kept:
         order = {reference: place for place, reference in enumerate(dict.fromkeys(row.reference for row in before.accuracy))}
-        rows = sorted([*kept, *made.accuracy], key=lambda row: order.get(row.reference, len(order)))
-        made.ClearField("accuracy")
-        made.accuracy.extend(rows)
+        rows = sorted([*kept, *revised.accuracy], key=lambda row: order.get(row.reference, len(order)))
+        revised.ClearField("accuracy")
+        revised.accuracy.extend(rows)
     return bool(kept)
 
 
 def _is_placed(report: report_pb2.Report) -> bool:
-    """Whether operators have modules or source lines, which an analysis without the ETRecord cannot tell."""
+    """Return whether operators have modules or source lines, which an analysis without the ETRecord cannot determine."""
     return any(row.HasField("module") or row.HasField("source") for row in report.operators)
 
 
 def _unchanged(before: report_pb2.Report) -> report_pb2.Report:
-    """The report as it was, with a warning that it is no newer."""
+    """Return the former report, with a warning that it was not revised."""
     message = "The job's compilation is no longer stored: this report stays as it was. Submit the job again for a new one."
     report = report_pb2.Report()
     report.CopyFrom(before)

@@ -14,7 +14,7 @@ from etfarm.server.compile.parsed_recipes import parse_recipe
 from etfarm.server.compile.upload_screening import Screening
 from etfarm.server.devices import schedule
 from etfarm.server.jobs.cells import groups
-from etfarm.server.jobs.cells.execution import MethodMissing
+from etfarm.server.jobs.cells.requirements import MethodMissing
 from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import common_pb2, job_pb2
 from etfarm.v1.device_pb2 import Device

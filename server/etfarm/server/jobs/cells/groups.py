@@ -1,4 +1,4 @@
-"""Cells that are measured in turns share attempts: they wait for each other, and one of them leads all through."""
+"""Groups of cells that are measured in turns and share attempts: they wait for each other, and one leads the others through."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from etfarm.server.jobs import model
-from etfarm.server.jobs.cells.cell_run import Way
+from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.reports.analyst import Base
 from etfarm.v1 import agent_pb2
 from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire.errors import EtfarmError
 
 MAX_TOGETHER: Final = 8
-"""Candidates of one attempt: all of their programs are in the device's memory at once, and a round gets longer with each."""
+"""Maximum number of candidates of one attempt: all of their programs are in the device's memory at once, and each makes a round
+longer."""
 
-_BEFORE_ITS_RESULT: Final = frozenset({model.QUEUED, model.COMPILING, model.WAITING, model.RUNNING})
+_BEFORE_RESULT: Final = frozenset({model.QUEUED, model.COMPILING, model.WAITING, model.RUNNING})
 
 
 def together(job: Job, cells: Iterable[Cell]) -> list[list[Cell]]:
-    """The cells by who shares attempts: those of one device choice, method and thread count where the job interleaves its
-    candidates, else each alone."""
+    """Return the cells grouped by shared attempts.
+
+    Cells of one device choice, method and thread count share attempts if the job interleaves its candidates; otherwise each
+    is alone.
+    """
     groups: dict[object, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(_key(job, cell), []).append(cell)
@@ -30,13 +34,13 @@ def together(job: Job, cells: Iterable[Cell]) -> list[list[Cell]]:
 
 
 def base_of(cell_id: str, results: Mapping[str, agent_pb2.CandidateResult]) -> Base | None:
-    """What a cell of an attempt is compared with: the first one that was measured in blocks, where both were."""
+    """Return what a cell of an attempt is compared with: the first cell that was measured in blocks, if both were."""
     first = next((each for each, result in results.items() if _is_comparable(result)), None)
     return Base(first, results[first]) if first not in (None, cell_id) and _is_comparable(results[cell_id]) else None
 
 
 def _is_comparable(result: agent_pb2.CandidateResult) -> bool:
-    """Whether it was measured in blocks, to the end."""
+    """Return whether the candidate was measured in blocks, to the end."""
     return bool(result.blocks) and result.HasField("samples") and not result.HasField("error")
 
 
@@ -48,14 +52,14 @@ def _key(job: Job, cell: Cell) -> object:
     if not job.spec.measurement.interleave:
         return cell.id
     is_program = model.candidate_of(job, cell).WhichOneof("source") == "program"
-    # Of a ready program, which of its methods that is turns out after its inspection.
+    # The method of a ready program may be known only after its inspection.
     method = "" if is_program and not job.spec.methods else cell.method
     return cell.device_index, cell.selector, method, cell.threads
 
 
-Turn = list[tuple[Way, asyncio.Future["Turn"]]]
-"""Ways that go through an attempt together, each with who waits for it: a leader gets the turn, the others an empty one when
-it is over."""
+Turn = list[tuple[CellRun, asyncio.Future["Turn"]]]
+"""Cells that go through an attempt together, each with the future that it awaits. The leader receives the turn; the others
+receive an empty one when the attempt is over."""
 
 
 @dataclass
@@ -63,101 +67,105 @@ class _Group:
     """Cells that share attempts."""
 
     expected: set[str] = field(default_factory=set)
-    """Those that have an attempt before them, by id."""
-    here: Turn = field(default_factory=list)
-    """Those that wait for the others."""
-    is_on_its_way: bool = False
+    """Ids of the cells that have an attempt before them."""
+    arrived: Turn = field(default_factory=list)
+    """Cells that wait for the others."""
+    is_running: bool = False
 
-    def go(self) -> None:
-        """Lets one lead, once all are here."""
-        if self.is_on_its_way or not self.here or self.expected != {way.cell.id for way, _ in self.here}:
+    def start_turn(self) -> None:
+        """Let one cell lead the attempt, once all have arrived."""
+        if self.is_running or not self.arrived or self.expected != {run.cell.id for run, _ in self.arrived}:
             return
-        if any(waiting.done() for _, waiting in self.here):
+        if any(waiting.done() for _, waiting in self.arrived):
             return  # they are being cancelled
-        self.here.sort(key=lambda each: each[0].cell.index)
-        # What an earlier server sent is heard first, and may lead back to waiting.
-        turn = [each for each in self.here if each[0].cell.state == model.RUNNING] or self.here
-        self.here = [each for each in self.here if each not in turn]
-        self.is_on_its_way = True
+        self.arrived.sort(key=lambda each: each[0].cell.index)
+        # Attempts that an earlier server sent come first; they may lead back to waiting.
+        turn = [each for each in self.arrived if each[0].cell.state == model.RUNNING] or self.arrived
+        self.arrived = [each for each in self.arrived if each not in turn]
+        self.is_running = True
         turn[0][1].set_result(turn)
 
 
 class Groups:
-    """The live cells by who shares attempts.
+    """The live cells by the attempts that they share.
 
     Args:
-        run: takes ways through one attempt; gives why those are over that are, by cell.
-        on_wait: told which others a way waits for, in words, as often as that changes.
+        run: leads cells through one attempt; returns, by cell, why those are over that are.
+        on_wait: called with a cell and a sentence that names the others that it waits for, whenever that changes.
     """
 
     def __init__(
         self,
-        run: Callable[[Sequence[Way]], Awaitable[Mapping[str, EtfarmError]]],
-        on_wait: Callable[[Way, str], None] = lambda way, why: None,
+        run: Callable[[Sequence[CellRun]], Awaitable[Mapping[str, EtfarmError]]],
+        on_wait: Callable[[CellRun, str], None] = lambda run, why: None,
     ) -> None:
         self._run = run
         self._on_wait = on_wait
         self._groups: dict[str, _Group] = {}
 
+    def __len__(self) -> int:
+        """Return how many cells have an attempt before them."""
+        return len(self._groups)
+
     def expect(self, job: Job) -> None:
-        """These cells come to `attempt` or `leave`."""
-        live = [cell for cell in job.cells if cell.state in _BEFORE_ITS_RESULT and cell.id not in self._groups]
+        """Expect the job's cells; each of them calls `attempt` or `leave`."""
+        live = [cell for cell in job.cells if cell.state in _BEFORE_RESULT and cell.id not in self._groups]
         for cells in together(job, live):
             group = _Group({cell.id for cell in cells})
             self._groups |= dict.fromkeys(group.expected, group)
 
     def leave(self, cell_id: str) -> None:
-        """A cell has no attempt before it any more; the others go on without it."""
+        """Remove a cell that has no attempt before it any more; the others continue without it."""
         group = self._groups.pop(cell_id, None)
         if group is not None:
             group.expected.discard(cell_id)
-            self._go(group)
+            self._advance(group)
 
-    async def attempt(self, way: Way) -> None:
-        """One attempt of a cell, with all that share it, once they are here.
+    async def attempt(self, run: CellRun) -> None:
+        """Take a cell through one attempt with all that share it, once they have arrived.
 
         Raises:
             EtfarmError: why the cell is over.
         """
-        group = self._groups[way.cell.id]
+        group = self._groups[run.cell.id]
         waiting: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        group.here.append((way, waiting))
+        group.arrived.append((run, waiting))
         try:
-            self._go(group)
+            self._advance(group)
             turn = await waiting
         finally:
-            group.here = [each for each in group.here if each[1] is not waiting]
+            group.arrived = [each for each in group.arrived if each[1] is not waiting]
         if turn:
             try:
-                await self._lead(way, turn)
+                await self._lead(run, turn)
             finally:
-                group.is_on_its_way = False
+                group.is_running = False
 
-    def _go(self, group: _Group) -> None:
-        """Lets one lead, and tells those who still wait for others."""
-        group.go()
-        missing = group.expected - {way.cell.id for way, _ in group.here}
-        if group.is_on_its_way or not missing:
+    def _advance(self, group: _Group) -> None:
+        """Start a turn if all have arrived; otherwise report for whom the cells wait."""
+        group.start_turn()
+        missing = group.expected - {run.cell.id for run, _ in group.arrived}
+        if group.is_running or not missing:
             return
-        for way, _ in group.here:
-            names = [_name(cell) for cell in way.job.cells if cell.id in missing]
+        for run, _ in group.arrived:
+            names = [_name(cell) for cell in run.job.cells if cell.id in missing]
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            self._on_wait(way, f"{names[0]}{more}, with which it takes turns, is not compiled yet")
+            self._on_wait(run, f"{names[0]}{more}, with which it takes turns, is not compiled yet")
 
-    async def _lead(self, way: Way, turn: Turn) -> None:
+    async def _lead(self, leader: CellRun, turn: Turn) -> None:
         failure: Exception | None = None
         over: Mapping[str, EtfarmError] = {}
         try:
-            over = await self._run([each for each, _ in turn])
-        except Exception as error:  # noqa: BLE001 - it is theirs too, and raised below
+            over = await self._run([run for run, _ in turn])
+        except Exception as error:  # noqa: BLE001 - the followers' failure too; raised below
             failure = error
-        for each, waiting in turn[1:]:
-            error_of_it = failure or over.get(each.cell.id)
+        for run, waiting in turn[1:]:
+            error_of_run = failure or over.get(run.cell.id)
             if waiting.done():
                 continue
-            if error_of_it is None:
+            if error_of_run is None:
                 waiting.set_result([])
             else:
-                waiting.set_exception(error_of_it)
-        if (own := failure or over.get(way.cell.id)) is not None:
+                waiting.set_exception(error_of_run)
+        if (own := failure or over.get(leader.cell.id)) is not None:
             raise own

@@ -1,6 +1,6 @@
-"""Step 4 of --numerics: the program whose operators can be told apart, beside the one that is timed.
+"""Programs of the numerics pass: their operators can be told apart, unlike those of the program that is timed.
 
-Nothing that goes wrong here fails a cell: the numbers stand, and a warning of the report says why there is no numeric gap.
+No error here fails a cell: its measurements stand, and a warning of the report says why there is no numeric gap.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from etfarm.server.compile.cache import CompilationNotFound
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.parsed_recipes import parse_recipe
 from etfarm.server.compile.single_flight import Listener
-from etfarm.server.jobs import model
-from etfarm.server.jobs.cells.cell_run import Way
+from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.v1 import compile_pb2, job_pb2
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_proto
@@ -22,32 +21,34 @@ NOT_COMPILED: Final = "NUMERICS_NOT_COMPILED"
 
 
 def candidate_of(candidate: job_pb2.Candidate) -> job_pb2.Candidate | None:
-    """What the numerics program is compiled from: the candidate by `Recipe.per_operator`; None where that is the candidate's
-    own recipe, and so its own program."""
+    """Return what the numerics program is compiled from: the candidate with `Recipe.per_operator`.
+
+    None stands for the candidate's own program, if that is already its recipe.
+    """
     recipe = parse_recipe(candidate.recipe)
     separate = recipe.per_operator()
     if separate == recipe:
         return None
-    made = job_pb2.Candidate()
-    made.CopyFrom(candidate)
-    made.recipe = separate.json
-    return made
+    numerics = job_pb2.Candidate()
+    numerics.CopyFrom(candidate)
+    numerics.recipe = separate.json
+    return numerics
 
 
 class NumericsPrograms:
-    """Gives cells of jobs with --numerics what their numerics pass runs: `Way.numerics`, or a warning in `Way.warnings`."""
+    """The programs of cells of jobs with --numerics: sets `CellRun.numerics`, or adds to `CellRun.warnings`."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
 
-    async def compile(self, way: Way, listener: Listener) -> None:
-        """Compiles it where it is not the cell's own. The cell's key of it is set, a failure's too."""
-        job, cell = way.job, way.cell
-        if not self._is_wanted(way):
+    async def compile(self, run: CellRun, listener: Listener) -> None:
+        """Compile the program if it is not the cell's own. The cell's key of it is set, even that of a failure."""
+        job, cell = run.job, run.cell
+        if not self._is_wanted(run):
             return
-        separate = candidate_of(model.candidate_of(job, cell))
+        separate = candidate_of(run.candidate)
         if separate is None:
-            self._take(way, way.compilation)
+            self._take(run, run.compilation)
             return
         try:
             # With --no-cache, too, it is lowered from what QUANTIZE gave the timed program: other scales would be another model.
@@ -55,45 +56,45 @@ class NumericsPrograms:
                 separate, owner=job.owner, project=job.project, fresh=job.spec.no_cache, quantize_again=False, listener=listener
             )  # fmt: skip
         except EtfarmError as error:
-            _warn(way, str(error))
+            _warn(run, str(error))
             return
         cell.numerics_compilation_key = outcome.made.key
-        self._take(way, outcome.made)
+        self._take(run, outcome.made)
 
-    async def recover(self, way: Way) -> None:
-        """Finds it again for a cell that an earlier server has compiled."""
-        if not self._is_wanted(way):
+    async def recover(self, run: CellRun) -> None:
+        """Load the program of a cell that an earlier server compiled."""
+        if not self._is_wanted(run):
             return
-        if candidate_of(model.candidate_of(way.job, way.cell)) is None:
-            self._take(way, way.compilation)
+        if candidate_of(run.candidate) is None:
+            self._take(run, run.compilation)
             return
         try:
-            self._take(way, await self._compiler.get(way.cell.numerics_compilation_key))
+            self._take(run, await self._compiler.get(run.cell.numerics_compilation_key))
         except CompilationNotFound:
-            _warn(way, "It failed on an earlier server, which kept no reason.")
+            _warn(run, "It failed on an earlier server, which kept no reason.")
 
-    def _is_wanted(self, way: Way) -> bool:
-        if not way.job.spec.measurement.numerics:
+    def _is_wanted(self, run: CellRun) -> bool:
+        if not run.job.spec.measurement.numerics:
             return False
-        if way.cell.method not in model.candidate_of(way.job, way.cell).model.methods:
-            _warn(way, f"{way.cell.method} is a constant method: it has no operators.")
+        if run.cell.method not in run.candidate.model.methods:
+            _warn(run, f"{run.cell.method} is a constant method: it has no operators.")
             return False
-        compilation = way.compilation
-        if way.cell.method not in way.job.spec.inputs and compilation and way.cell.method not in compilation.example_inputs:
-            _warn(way, "The model has no example inputs, and what a runner makes up is not known on the host. Give --inputs.")
+        compilation = run.compilation
+        if run.cell.method not in run.job.spec.inputs and compilation and run.cell.method not in compilation.example_inputs:
+            _warn(run, "The model has no example inputs, and what a runner makes up is not known on the host. Give --inputs.")
             return False
         return True
 
-    def _take(self, way: Way, made: compile_pb2.Compilation | None) -> None:
-        assert made is not None
-        if made.HasField("error"):
-            _warn(way, str(from_proto(made.error)))
-        elif not made.HasField("etrecord"):
-            _warn(way, "It came without an ETRecord, which tells its operators.")
+    def _take(self, run: CellRun, compilation: compile_pb2.Compilation | None) -> None:
+        assert compilation is not None
+        if compilation.HasField("error"):
+            _warn(run, str(from_proto(compilation.error)))
+        elif not compilation.HasField("etrecord"):
+            _warn(run, "It came without an ETRecord, which tells its operators.")
         else:
-            way.numerics = made
+            run.numerics = compilation
 
 
-def _warn(way: Way, why: str) -> None:
+def _warn(run: CellRun, why: str) -> None:
     message = f"There is no program to compare operators with: {why}"
-    way.warnings.append(compile_pb2.Warning(code=NOT_COMPILED, message=message))
+    run.warnings.append(compile_pb2.Warning(code=NOT_COMPILED, message=message))

@@ -1,4 +1,4 @@
-"""Step 10: reports of all jobs, found again by what they are of."""
+"""History: the reports of all jobs, searched by model, device, recipe, method and threads."""
 
 from __future__ import annotations
 

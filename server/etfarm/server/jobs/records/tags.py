@@ -1,4 +1,4 @@
-"""Step 10: names that people give jobs, as baselines. A tag is its project's, unique, and stands for its job where an id does."""
+"""Tags: names of jobs, such as baselines. A tag is unique in its project and may stand for its job wherever an id may."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Authenticates(Protocol):
         ...
 
 
-class Edge(grpc.aio.ServerInterceptor):
+class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
     """Makes a Principal for every call, and a status of every error.
 
     The call's metadata decides whether the caller is authenticated and authorized. The messages of a refused call are neither

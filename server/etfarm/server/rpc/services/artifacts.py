@@ -16,7 +16,6 @@ from etfarm.server.artifacts.errors import ArtifactNotFound, BadUpload
 from etfarm.server.artifacts.holdings import Holding
 from etfarm.server.artifacts.store import Store
 from etfarm.server.rpc.door.auth import ADMIN, AGENT, caller
-from etfarm.server.rpc.door.caller import ADMIN, AGENT, caller
 from etfarm.server.rpc.door.interceptor import later
 from etfarm.server.state.paging import BadPageToken, page_size
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2

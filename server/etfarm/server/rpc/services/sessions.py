@@ -7,8 +7,7 @@ from typing import Any
 
 from grpc.aio import ServicerContext
 
-from etfarm.server.rpc.door.auth import active_project, caller, scope
-from etfarm.server.rpc.door.caller import active_project, caller, require_owner, scope
+from etfarm.server.rpc.door.auth import active_project, caller, require_owner, scope
 from etfarm.server.sessions.sessions import Sessions
 from etfarm.v1 import session_pb2, session_pb2_grpc
 

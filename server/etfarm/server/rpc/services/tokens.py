@@ -9,7 +9,6 @@ from etfarm.server.access.audit import AuditLog
 from etfarm.server.access.tokens import BadTokenRequest, TokenNotFound, TokenTable
 from etfarm.server.rpc.door.auth import ADMIN, caller, credential
 from etfarm.server.rpc.door.authentication import Authentication
-from etfarm.server.rpc.door.caller import ADMIN, caller, credential
 from etfarm.server.state.paging import page_size, page_start
 from etfarm.v1 import token_pb2, token_pb2_grpc
 

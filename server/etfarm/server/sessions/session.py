@@ -1,4 +1,4 @@
-"""One session's state: its lease on a device, and what its owner is told."""
+"""State of one session: its lease on a device, its calls, and the events for its owner."""
 
 from __future__ import annotations
 
@@ -6,21 +6,30 @@ import asyncio
 from collections.abc import Iterable
 from typing import Final
 
+from etfarm.server.sessions.errors import (
+    BadAnswer,
+    BadSession,
+    CallKnown,
+    SessionIdle,
+    SessionLost,
+    SessionNotReady,
+    TooManyCalls,
+)
 from etfarm.v1 import agent_pb2, session_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.session_pb2 import SessionAnswer, SessionEvent
 from etfarm.wire import digest, sessions
-from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Kind, UserError
+from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import to_proto
 
 _MAX_IDLE_S: Final = 86_400.0
 
 IDLE_TIMEOUT_S: Final = 600.0
-"""How long a session may be without a call where its owner does not say."""
+"""Default time that a session may be without a call."""
 
 
 MAX_CALLS: Final = 64
-"""Of one session, the one under way among them: each may hold its tensors here, 1 MiB inline."""
+"""Maximum number of open calls of one session: each may hold its tensors here, 1 MiB inline."""
 
 
 MAX_WAITING_BYTES: Final = 32 << 20
@@ -28,111 +37,36 @@ MAX_WAITING_BYTES: Final = 32 << 20
 
 MAX_EVENTS: Final = 1_000
 MAX_EVENT_BYTES: Final = 4 << 20
-"""What an owner who does not read may leave behind. Log lines and reasons to wait beyond that are dropped; how the session
-goes on is not."""
+"""Maximum number and size of events that an owner has not read. Log lines and reasons to wait beyond that are dropped; changes
+of the session's state are not."""
 
 MAX_TENSORS: Final = 100_000
 """Maximum number of digests that a session remembers, to delete them at its end."""
 
 
-class BadSession(UserError):
-    """A request for a session contradicts itself."""
-
-    reason = "BAD_SESSION"
-
-
-class SessionNotReady(UserError):
-    """A call came before the program was loaded."""
-
-    reason = "SESSION_NOT_READY"
-    kind = Kind.FAILED_PRECONDITION
-
-
-class SessionServed(UserError):
-    """Two streams serve one session."""
-
-    reason = "SESSION_SERVED"
-    kind = Kind.ALREADY_EXISTS
-
-
-class CallKnown(UserError):
-    """Two calls have one id."""
-
-    reason = "CALL_KNOWN"
-    kind = Kind.ALREADY_EXISTS
-
-
-class TooManyCalls(UserError):
-    """More calls of a session wait than it keeps."""
-
-    reason = "TOO_MANY_CALLS"
-    kind = Kind.RESOURCE_EXHAUSTED
-
-
-class NoReady(UserError):
-    """A session's stream begins with another message."""
-
-    reason = "NO_READY"
-
-
-class ForeignStream(UserError):
-    """A session is served by another agent than the one of its device."""
-
-    reason = "NOT_YOURS"
-    kind = Kind.PERMISSION_DENIED
-
-
-class SessionIdle(UserError):
-    """Nobody called for too long."""
-
-    reason = "SESSION_IDLE"
-    kind = Kind.DEADLINE_EXCEEDED
-
-
-class SessionLost(DeviceError):
-    """The device or its agent went away."""
-
-    reason = "SESSION_LOST"
-    kind = Kind.UNAVAILABLE
-
-
-class BadAnswer(DeviceError):
-    """A device answers with what no message may carry."""
-
-    reason = "BAD_ANSWER"
-    kind = Kind.INVALID_ARGUMENT
-
-
-class ServerStopped(FarmError):
-    """The server ends, and its sessions with it."""
-
-    reason = "SERVER_STOPPED"
-    kind = Kind.UNAVAILABLE
-
-
 class Lease:
-    """A session's time on one device: from its placement until the device is free again."""
+    """A session's hold on one device, from its placement until the device is free again."""
 
     def __init__(self, attempt_id: str, device: Device) -> None:
         self.attempt_id = attempt_id
         self.device = device
         self.ready: asyncio.Future[session_pb2.SessionReady] = asyncio.get_running_loop().create_future()
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """The device does not serve any more; why is not known yet."""
+        """Set when the device does not serve any more; the reason is not known yet."""
         self.over: asyncio.Future[EtfarmError] = asyncio.get_running_loop().create_future()
-        """Why the session ended on this device."""
+        """The reason why the session ended on this device."""
         self.outgoing: asyncio.Queue[agent_pb2.SessionCall | None] = asyncio.Queue()
         self.answers: dict[str, asyncio.Future[SessionAnswer]] = {}
         self.served = False
 
     def lose(self) -> None:
-        """The device's stream ended."""
+        """Note that the device's stream ended."""
         if not self.gone.done():
             self.gone.set_result(None)
             self.outgoing.put_nowait(None)
 
     def end(self, error: EtfarmError) -> None:
-        """It is over, for calls that wait too; the first reason counts."""
+        """End the lease and the calls that wait; the first reason counts."""
         if self.over.done():
             return
         self.over.set_result(error)
@@ -158,24 +92,24 @@ class Session:
         self.turn = asyncio.Lock()
         self.lease: Lease | None = None
         self.calls: dict[str, int] = {}
-        """Calls that are under way, by id, with the size of their inline tensors."""
+        """Sizes of the inline tensors of open calls, by id."""
         self.tensors: set[str] = set()
-        """Digests of what its calls carried by the store."""
+        """Digests of the tensors that calls transferred through the store."""
         self.exchanges: set[asyncio.Task[SessionAnswer]] = set()
         self._idle: asyncio.TimerHandle | None = None
         self.over: EtfarmError | None = None
-        """Why it ended, once it has."""
+        """The reason why the session ended; None before."""
 
     def admit(self, call_id: str, size_bytes: int = 0) -> Lease:
-        """Where a new call goes.
+        """Return the lease that a new call goes to.
 
         Args:
-            size_bytes: of its inline tensors.
+            size_bytes: the size of its inline tensors.
 
         Raises:
-            SessionNotReady: nowhere yet.
-            CallKnown: it is under way.
-            TooManyCalls: too many are.
+            SessionNotReady: the program is not loaded yet.
+            CallKnown: a call of this id is open.
+            TooManyCalls: the session has too many open calls.
         """
         if self.lease is None or not self.lease.ready.done():
             raise SessionNotReady(f"The session {self.id} is not ready.", "Wait for the event READY.", session=self.id)
@@ -193,8 +127,8 @@ class Session:
             )  # fmt: skip
         return self.lease
 
-    def tell(self, event: SessionEvent) -> None:
-        """Tells the owner. What is not needed is dropped where the owner does not read."""
+    def publish(self, event: SessionEvent) -> None:
+        """Queue an event for the owner. Events that are not needed are dropped if the owner does not read."""
         event.session_id = self.id
         size = event.ByteSize()
         is_full = self.events.qsize() >= MAX_EVENTS or self._event_bytes + size > MAX_EVENT_BYTES
@@ -216,37 +150,37 @@ class Session:
                 self.tensors.add(each)
 
     def end(self, error: EtfarmError) -> None:
-        """Tells the owner why it is over; the last event."""
+        """End the session with its last event, which states the reason."""
         self.over = error
-        self.tell(SessionEvent(ended=to_proto(error)))
+        self.publish(SessionEvent(ended=to_proto(error)))
         self.events.put_nowait(None)
 
     def rest(self) -> None:
-        """The time without a call begins, where the program is on a device."""
+        """Start the idle timeout, if the program is on a device."""
         self.wake()
         if self.lease is None or self.lease.over.done():
             return
         idle_s = self.request.idle_timeout_s if self.request.HasField("idle_timeout_s") else IDLE_TIMEOUT_S
-        said = f"Nobody called the session for {idle_s:g} s."
-        error = SessionIdle(said, "Open another, with a longer idle_timeout_s.", idle_s=idle_s)
+        message = f"Nobody called the session for {idle_s:g} s."
+        error = SessionIdle(message, "Open another, with a longer idle_timeout_s.", idle_s=idle_s)
         self._idle = asyncio.get_running_loop().call_later(idle_s, self.lease.end, error)
 
     def wake(self) -> None:
-        """A call is under way, or the session has ended."""
+        """Stop the idle timeout: a call is open, or the session has ended."""
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
 
 
 def lost_error(lease: Lease) -> SessionLost:
-    """Why a session ended whose device does not say."""
+    """Return the error for a session whose device gives no reason for its end."""
     return SessionLost(
         f"{lease.device.name} does not serve the session any more.", "Open another session.", device=lease.device.id
     )
 
 
-def check_request(request: session_pb2.OpenSessionRequest) -> None:
-    """Refuses what is no session whatever the farm has.
+def validate_request(request: session_pb2.OpenSessionRequest) -> None:
+    """Validate a request, regardless of the farm's devices.
 
     Raises:
         BadSession: the request contradicts itself.
@@ -262,13 +196,13 @@ def check_request(request: session_pb2.OpenSessionRequest) -> None:
         raise BadSession("The program's digest is not the one of its files.", "Make it with digest.of_program.")
 
 
-def stored(*carried: session_pb2.SessionTensors) -> list[str]:
-    """Digests of those tensors that are carried by the store."""
+def stored_digests(*carried: session_pb2.SessionTensors) -> list[str]:
+    """Return the digests of those tensors that are transferred through the store."""
     return [each.artifact.digest for each in carried if each.HasField("artifact")]
 
 
-def checked(answer: SessionAnswer) -> SessionAnswer:
-    """The answer as it may go on to the owner: where a device sends more than may be inline, the error that says so."""
+def limit_answer(answer: SessionAnswer) -> SessionAnswer:
+    """Return the answer for the owner: an error in its place if a device sends more than may be inline."""
     size = max(len(answer.outputs.inline), len(answer.measured.samples.inline))
     if size <= sessions.INLINE_BYTES:
         return answer

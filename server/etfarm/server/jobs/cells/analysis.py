@@ -1,0 +1,45 @@
+"""Analysis of a cell's result, and the report that is assembled from its run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from functools import partial
+
+from etfarm.server.jobs.cells.cell_run import CellRun
+from etfarm.server.jobs.cells.groups import base_of
+from etfarm.server.jobs.records.log import JobLog
+from etfarm.server.reports.analyst import Analyst
+from etfarm.server.reports.assembly import assemble
+from etfarm.server.reports.verdict import Thresholds
+from etfarm.v1 import agent_pb2, report_pb2
+from etfarm.v1.job_pb2 import Cell
+
+
+class CellAnalysis:
+    """Analyzes the results of cells and assembles their reports."""
+
+    def __init__(self, analyst: Analyst, joblog: JobLog, thresholds: Thresholds) -> None:
+        self._analyst = analyst
+        self._joblog = joblog
+        self._thresholds = thresholds
+
+    async def analyze(self, run: CellRun, results: Mapping[str, agent_pb2.CandidateResult]) -> report_pb2.Report:
+        """Return what the artifacts of the cell's result say.
+
+        Args:
+            results: of all cells that shared the attempt, in the order of the job's cells.
+        """
+        assert run.compilation is not None and run.result is not None
+        return await self._analyst.analyze(
+            run.candidate, run.compilation, run.cell.method, run.inputs, run.result,
+            partial(self._joblog.add, run.job.id, run.cell.id, "ANALYSIS"),
+            base=base_of(run.cell.id, results), numerics=run.numerics, fresh=run.job.spec.no_cache, project=run.job.project,
+        )  # fmt: skip
+
+    def report(self, run: CellRun, cell: Cell, report_id: str, *, at: datetime) -> report_pb2.Report:
+        """Return the report of a terminal version of the run's cell."""
+        return assemble(
+            report_id, run.job, cell, at=at, compilation=run.compilation, device=run.device, result=run.result,
+            analysis=run.analysis, thresholds=self._thresholds, numerics=run.numerics, inputs=run.inputs, warnings=run.warnings,
+        )  # fmt: skip

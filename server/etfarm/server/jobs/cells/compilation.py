@@ -1,0 +1,79 @@
+"""The stage that compiles a cell, with the second program of jobs with --numerics."""
+
+from __future__ import annotations
+
+from etfarm.server.compile.compiler import Compiler
+from etfarm.server.compile.single_flight import Listener
+from etfarm.server.jobs.cells.cell_run import CellRun
+from etfarm.server.jobs.cells.numerics import NumericsPrograms
+from etfarm.server.jobs.cells.progress import CellProgress, PhaseTimer
+from etfarm.server.jobs.records.log import JobLog
+from etfarm.v1.job_pb2 import Progress
+
+
+class CellCompilation:
+    """Compiles cells, or loads what an earlier server compiled."""
+
+    def __init__(self, compiler: Compiler, joblog: JobLog, progress: CellProgress, timer: PhaseTimer) -> None:
+        self._compiler = compiler
+        self._numerics = NumericsPrograms(compiler)
+        self._joblog = joblog
+        self._progress = progress
+        self._timer = timer
+
+    async def compile(self, run: CellRun) -> None:
+        """Compile the cell's candidate; sets `run.compilation`.
+
+        Raises:
+            EtfarmError: the candidate cannot be compiled.
+        """
+        job, cell = run.job, run.cell
+        if not cell.timeline:
+            _add_client_stages(run)
+        phase = self._timer.start(job)
+        outcome = await self._compiler.compile(
+            run.candidate, owner=job.owner, project=job.project, fresh=job.spec.no_cache, stop_after=job.spec.stop_after,
+            listener=self._listener(run),
+        )  # fmt: skip
+        run.compilation = compilation = outcome.made
+        cell.compilation_key, cell.compile_cached = compilation.key, outcome.cached
+        phase.record("COMPILE", run)
+        if outcome.error is not None:
+            raise outcome.error
+        if compilation.HasField("program"):
+            cell.program.CopyFrom(compilation.program)
+        if compilation.HasField("etrecord"):
+            cell.etrecord.CopyFrom(compilation.etrecord)
+
+    async def compile_numerics(self, run: CellRun) -> None:
+        """Compile the program of the numerics pass, if the job has one and the program is not the cell's own."""
+        if not run.job.spec.measurement.numerics:
+            return
+        phase = self._timer.start(run.job)
+        await self._numerics.compile(run, self._listener(run, "NUMERICS_"))
+        if run.cell.numerics_compilation_key:
+            phase.record("COMPILE_NUMERICS", run)
+
+    async def recover(self, run: CellRun) -> None:
+        """Load the compilations of a cell that an earlier server compiled."""
+        run.compilation = await self._compiler.get(run.cell.compilation_key)
+        await self._numerics.recover(run)
+
+    def _listener(self, run: CellRun, prefix: str = "") -> Listener:
+        """Return a listener that announces the stages, their names prefixed, and logs what is printed."""
+        job, cell_id = run.job, run.cell.id
+
+        def on_stage(stage: str, duration_ms: float | None, *, cached: bool = False) -> None:
+            progress = Progress(cell_id=cell_id, actor="SERVER", phase=f"{prefix}{stage}", duration_ms=duration_ms)
+            progress.message = "from an earlier compilation" if cached else ""
+            self._progress.announce(job.id, progress)
+
+        return Listener(on_stage, lambda line: self._joblog.add(job.id, cell_id, "COMPILE", line))
+
+
+def _add_client_stages(run: CellRun) -> None:
+    stages = run.candidate.stages_done
+    start_ms = -sum(stage.duration_ms for stage in stages)
+    for stage in stages:
+        run.cell.timeline.add(actor="CLIENT", phase=stage.stage, start_ms=start_ms, duration_ms=stage.duration_ms)
+        start_ms += stage.duration_ms

@@ -1,0 +1,220 @@
+"""Dispatch of attempts: a device is occupied, receives the attempt, and is free again when no cell shares it any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.errors import DeviceOffline
+from etfarm.server.devices.registry import Registry
+from etfarm.server.devices.runners import demand_runner
+from etfarm.server.devices.runs import Progressed, Runs
+from etfarm.server.devices.schedule import Waiting
+from etfarm.server.jobs import model
+from etfarm.server.jobs.cells.cell_run import CellRun
+from etfarm.server.jobs.cells.placement import Placement
+from etfarm.server.jobs.cells.progress import OnLine, OnProgress
+from etfarm.server.jobs.cells.requirements import DeviceLacks, Requirements, require_support
+from etfarm.v1 import agent_pb2
+from etfarm.v1.device_pb2 import Device
+from etfarm.v1.job_pb2 import Attempt, Cell, Job, Progress
+from etfarm.wire import selectors
+from etfarm.wire.errors import EtfarmError
+
+DEADLINE_S = 600.0
+"""Default time limit of an attempt for each of its candidates."""
+
+
+class Dispatch:
+    """The attempts that occupy devices, and the cells that share them."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        runs: Runs,
+        placement: Placement,
+        bundles: Bundles,
+        requirements: Requirements,
+        new_id: Callable[[], str],
+    ) -> None:
+        self._registry = registry
+        self._runs = runs
+        self._placement = placement
+        self._bundles = bundles
+        self._requirements = requirements
+        self._new_id = new_id
+        self._sharing: dict[str, set[str]] = {}
+        """Cells that are not done with an attempt, by the attempt's id."""
+
+    async def place(self, cell_runs: Sequence[CellRun], on_progress: OnProgress, on_line: OnLine) -> tuple[Device, Attempt]:
+        """Wait for a device that can run the programs of all cells, and occupy it with a new attempt.
+
+        Raises:
+            DeviceLacks: no device that the selector matches can run them.
+        """
+        attempt_id = self._new_id()
+        job, first = cell_runs[0].job, cell_runs[0].cell
+        selector = selectors.parse(first.selector)
+
+        def on_wait(why: str) -> None:
+            for run in cell_runs:
+                on_progress(job.id, Progress(cell_id=run.cell.id, actor="SERVER", phase="WAIT_FOR_DEVICE", message=why))
+
+        waiting = Waiting(
+            cell_id=first.id,
+            selector=selector,
+            priority=job.spec.priority,
+            order=(job.submitted_at.seconds * 10**9 + job.submitted_at.nanos, first.index),
+            avoid=frozenset(attempt.device_id for run in cell_runs for attempt in run.cell.attempts),
+            unfit=self._requirements.find_unfit_for_all(selector, cell_runs),
+            project=job.project,
+        )
+        listener = self._listener(job, [run.cell.id for run in cell_runs], on_progress, on_line)
+        device = await self._placement.device(waiting, attempt_id, listener, on_wait)
+        self._sharing[attempt_id] = {run.cell.id for run in cell_runs}
+        return device, Attempt(id=attempt_id, device_id=device.id)
+
+    def rejoin(self, job: Job, on_progress: OnProgress, on_line: OnLine) -> None:
+        """Resume the job's attempts that an earlier server started, and wait for their agents."""
+        for cell in job.cells:
+            if cell.state != model.RUNNING:
+                continue
+            attempt = cell.attempts[-1]
+            if self._runs.knows(attempt.id):
+                continue  # an earlier cell shares the attempt
+            sharing = [each.id for each in job.cells if each.state == model.RUNNING and each.attempts[-1].id == attempt.id]
+            self._sharing[attempt.id] = set(sharing)
+            listener = self._listener(job, sharing, on_progress, on_line)
+            self._runs.begin(attempt.id, attempt.device_id, listener, sent=True, project=job.project)
+            self._runs.device_went(attempt.device_id)
+
+    def is_on_this_machine(self, device: Device) -> bool:
+        """Return whether the device's agent runs on the server's own machine."""
+        return self._registry.is_on_this_machine(device.id)
+
+    def device_of(self, cell: Cell) -> Device:
+        """Return the device of the cell's last attempt."""
+        return self._registry.get(cell.attempts[-1].device_id)
+
+    def cells_of(self, attempt_id: str) -> set[str]:
+        """Return the cells that are not done with an attempt."""
+        return self._sharing.get(attempt_id, set())
+
+    def _listener(self, job: Job, cells: Sequence[str], on_progress: OnProgress, on_line: OnLine) -> Progressed:
+        def announce(sent: agent_pb2.RunProgress) -> None:
+            device = self._registry.get(sent.device_id)
+            cell_id = sent.cell_id if sent.cell_id in cells else cells[0]
+            progress = Progress(cell_id=cell_id, actor=device.name, phase=sent.phase, message=sent.message)
+            for name in ("duration_ms", "done", "total"):
+                if sent.HasField(name):
+                    setattr(progress, name, getattr(sent, name))
+            on_progress(job.id, progress)
+            for text in sent.log_lines:
+                on_line(job.id, cell_id, "RUNNER", text)
+
+        return announce
+
+    @property
+    def starting(self) -> str:
+        """What the farm has to finish before anything can run, as a sentence; empty if nothing."""
+        return self._bundles.starting
+
+    async def send(self, cell_runs: Sequence[CellRun]) -> dict[str, EtfarmError]:
+        """Send the last attempt, which the cells share, to its device.
+
+        Returns:
+            By cell, why the device's runner cannot run its program (DeviceLacks); these were not sent.
+
+        Raises:
+            BundleMissing: the farm has no runner for the device.
+            DeviceOffline: the device disconnected meanwhile.
+        """
+        job, device = cell_runs[0].job, cell_runs[0].device
+        assert device is not None
+        runner = await demand_runner(self._bundles, device)
+        errors: dict[str, EtfarmError] = {}
+        start = agent_pb2.StartRun(
+            attempt_id=cell_runs[0].cell.attempts[-1].id, device_id=device.id,
+            measurement=job.spec.measurement if job.spec.HasField("measurement") else None,
+        )  # fmt: skip
+        for run in cell_runs:
+            cell, compilation = run.cell, run.compilation
+            assert compilation is not None
+            try:
+                require_support(run.facts, runner, device)
+            except DeviceLacks as error:
+                errors[cell.id] = error
+                continue
+            candidate = start.candidates.add(
+                cell_id=cell.id, program=compilation.program, method=cell.method, bundle=runner.bundle,
+                inputs=run.inputs, threads=cell.threads if cell.HasField("threads") else None,
+                numerics_program=run.numerics.program if run.numerics is not None else None,
+            )  # fmt: skip
+            if runner.bundle is not None:
+                # The agent reads them from the bundle itself.
+                del candidate.bundle.operators[:]
+        if start.candidates:
+            start.deadline_s = deadline_s(job, len(start.candidates))
+            session = self._registry.session_of(device.id)
+            self._runs.mark_sent(start.attempt_id)
+            self.permit(cell_runs, bundle=runner.bundle)
+            session.send(agent_pb2.ServerMessage(start_run=start))
+        return errors
+
+    def permit(self, cell_runs: Sequence[CellRun], *, bundle: agent_pb2.RunnerBundle | None = None) -> None:
+        """Permit the agent of the last attempt to read what the programs of the cells need.
+
+        Args:
+            bundle: the runner that the agent is sent; None if it has the runner, or is known not to need one.
+        """
+        needed = [] if bundle is None else [bundle.artifact]
+        for run in cell_runs:
+            assert run.compilation is not None
+            programs = [run.compilation.program, *([run.numerics.program] if run.numerics is not None else [])]
+            needed += [artifact for program in programs for artifact in (program.pte, *program.data.values())]
+            needed += [] if run.inputs is None else [run.inputs]
+        self._runs.permit(cell_runs[0].cell.attempts[-1].id, [artifact.digest for artifact in needed])
+
+    def end(self, cell: Cell) -> None:
+        """End the cell's part in its last attempt, whose result is written down.
+
+        Once that is so for all cells that share the attempt, its agent may forget it, or has to stop it if it never
+        answered. The device is free then.
+        """
+        if not cell.attempts:
+            return
+        attempt = cell.attempts[-1]
+        if not self._runs.has_answer(attempt.id):
+            self.abandon(cell, "nobody waits for it any more")
+            return
+        if not self._is_last(attempt.id, cell):
+            return
+        with suppress(DeviceOffline):
+            session = self._registry.session_of(attempt.device_id)
+            session.send(agent_pb2.ServerMessage(ack=agent_pb2.Ack(attempt_id=attempt.id)))
+        self._placement.free(attempt.id)
+
+    def abandon(self, cell: Cell, reason: str) -> None:
+        """Stop the cell's last attempt if it may still run and no other cell shares it, and free the device."""
+        if not cell.attempts:
+            return
+        attempt = cell.attempts[-1]
+        if self._runs.knows(attempt.id) and not self._runs.has_answer(attempt.id) and self._is_last(attempt.id, cell):
+            with suppress(DeviceOffline):
+                cancel = agent_pb2.CancelRun(attempt_id=attempt.id, reason=reason)
+                self._registry.session_of(attempt.device_id).send(agent_pb2.ServerMessage(cancel_run=cancel))
+            self._placement.free(attempt.id)
+
+    def _is_last(self, attempt_id: str, cell: Cell) -> bool:
+        """Remove the cell from those that share the attempt; return whether none is left."""
+        sharing = self._sharing.get(attempt_id, set())
+        sharing.discard(cell.id)
+        if not sharing:
+            self._sharing.pop(attempt_id, None)
+        return not sharing
+
+
+def deadline_s(job: Job, candidates: int) -> float:
+    """Return the time limit of an attempt with a number of candidates."""
+    return job.spec.timeout_s if job.spec.HasField("timeout_s") else DEADLINE_S * max(1, candidates)

@@ -1,0 +1,72 @@
+"""Progress and timings of cells, for watchers and for the reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime
+
+from etfarm.server.jobs.cells.cell_run import CellRun
+from etfarm.server.jobs.records.watch import Announcer
+from etfarm.server.reports.assembly import since
+from etfarm.v1.job_pb2 import Job, JobEvent, Progress
+
+OnProgress = Callable[[str, Progress], None]
+"""Takes (job id, progress)."""
+
+OnLine = Callable[[str, str, str, str], None]
+"""Takes (job id, cell id, source, text) of a line that a compiler or runner printed."""
+
+
+class CellProgress:
+    """Announces to a job's watchers what its cells are doing."""
+
+    def __init__(self, announcer: Announcer, now: Callable[[], datetime]) -> None:
+        self._announcer = announcer
+        self._now = now
+
+    def announce(self, job_id: str, progress: Progress) -> None:
+        """Announce the progress of a cell."""
+        event = JobEvent(progress=progress)
+        event.at.FromDatetime(self._now())
+        self._announcer.announce(job_id, event)
+
+    def announce_phase(self, cell_runs: Iterable[CellRun], phase: str, message: str = "") -> None:
+        """Announce what the server is doing for cells."""
+        for run in cell_runs:
+            self.announce(run.job.id, Progress(cell_id=run.cell.id, actor="SERVER", phase=phase, message=message))
+
+
+class PhaseTimer:
+    """Measures the server's phases for the timelines of cells.
+
+    Args:
+        clock: gives seconds on a monotonic clock.
+    """
+
+    def __init__(self, now: Callable[[], datetime], clock: Callable[[], float]) -> None:
+        self._now = now
+        self._clock = clock
+
+    def start(self, job: Job) -> StartedPhase:
+        """Start a phase of cells of a job."""
+        return StartedPhase(self.since(job), self._clock(), self._clock)
+
+    def since(self, job: Job) -> float:
+        """Return the milliseconds since the submission of a job."""
+        return since(job, self._now())
+
+
+@dataclass(frozen=True)
+class StartedPhase:
+    """A phase whose end is not known yet."""
+
+    start_ms: float
+    started: float
+    clock: Callable[[], float]
+
+    def record(self, phase: str, *cell_runs: CellRun) -> None:
+        """Add the phase, which ends now, to the timelines of cells."""
+        duration_ms = (self.clock() - self.started) * 1e3
+        for run in cell_runs:
+            run.cell.timeline.add(actor="SERVER", phase=phase, start_ms=self.start_ms, duration_ms=duration_ms)

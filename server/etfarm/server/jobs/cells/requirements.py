@@ -1,0 +1,152 @@
+"""Requirements of programs: what a cell's method takes, and which devices can run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from etfarm.server.artifacts.store import Store
+from etfarm.server.compile.answers import facts_of
+from etfarm.server.compile.inputs import check_inputs
+from etfarm.server.compile.result import MethodFacts
+from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.registry import Registry
+from etfarm.server.devices.runners import Runner, known_runner
+from etfarm.server.devices.schedule import open_to, own_scope, scopes_of
+from etfarm.server.jobs.cells.cell_run import CellRun
+from etfarm.server.workers.reader_threads import Readers
+from etfarm.v1 import compile_pb2
+from etfarm.v1.device_pb2 import Device
+from etfarm.wire import selectors, tensors
+from etfarm.wire.errors import EtfarmError, UserError
+
+
+class MethodMissing(UserError):
+    """The program has no method of the name."""
+
+    reason = "METHOD_MISSING"
+
+    def __init__(self, what: str, method: str, known: Iterable[str]) -> None:
+        super().__init__(what, f"It has: {', '.join(sorted(known))}. Choose with --method (methods=).", method=method)
+
+
+class DeviceLacks(UserError):
+    """The device's runner has no such backend or kernel."""
+
+    reason = "BACKEND_MISSING"
+
+
+class Requirements:
+    """Checks cells against what their programs require of inputs and devices."""
+
+    def __init__(self, registry: Registry, bundles: Bundles, store: Store, readers: Readers) -> None:
+        self._registry = registry
+        self._bundles = bundles
+        self._store = store
+        self._readers = readers
+
+    async def check_inputs(self, run: CellRun) -> None:
+        """Determine the cell's method and refuse inputs that do not fit it, before a device receives them.
+
+        Raises:
+            MethodMissing: the program has no such method.
+            InputMismatch: a count, dtype, shape or dim order is not what the method takes.
+        """
+        assert run.compilation is not None
+        job, cell, methods = run.job, run.cell, run.compilation.facts.methods
+        if cell.method not in methods and not job.spec.methods and len(methods) == 1:
+            cell.method = next(iter(methods))
+        if cell.method not in methods:
+            raise MethodMissing(f"{cell.candidate_name} has no method {cell.method!r}.", cell.method, methods)
+        if strangers := sorted(set(job.spec.inputs) - set(methods)):
+            what = f"The inputs are for the method {strangers[0]!r}, which {cell.candidate_name} does not have."
+            raise MethodMissing(what, strangers[0], methods)
+        inputs = job.spec.inputs.get(cell.method)
+        if inputs is not None:
+            await self._store.require_whole([inputs.digest])
+            path = self._store.path(inputs.digest)
+            await self._readers.run(_check_file, path, cell.method, facts_of(methods[cell.method]))
+
+    def find_unsupported(self, cell_runs: Sequence[CellRun]) -> dict[str, EtfarmError]:
+        """Return, by cell, why no device that the selector matches can run the program, as far as runners are known."""
+        unsupported: dict[str, EtfarmError] = {}
+        for run in cell_runs:
+            try:
+                self.find_unfit(selectors.parse(run.cell.selector), run.facts, run.job.project)
+            except DeviceLacks as error:
+                unsupported[run.cell.id] = error
+        return unsupported
+
+    def find_unfit_for_all(self, selector: selectors.Selector, cell_runs: Sequence[CellRun]) -> frozenset[str]:
+        """Return the scopes, as `find_unfit` does, whose devices cannot run the programs of all cells.
+
+        Raises:
+            DeviceLacks: no matching device can run all of them.
+        """
+        project = cell_runs[0].job.project
+        unfit = frozenset[str]().union(*(self.find_unfit(selector, run.facts, project) for run in cell_runs))
+        matching = [device for device in open_to(project, self._registry.devices()) if selector.matches(device)]
+        if matching and all(not unfit.isdisjoint(scopes_of(device)) for device in matching):
+            raise DeviceLacks(
+                "No device that matches can run all of the candidates, though each runs somewhere.",
+                "Measure them without --interleave, or choose other devices or recipes.",
+            )
+        return unfit
+
+    def find_unfit(self, selector: selectors.Selector, facts: compile_pb2.MethodFacts, project: str) -> frozenset[str]:
+        """Return the scopes of matching devices whose runner, as far as it is known, cannot run a method.
+
+        A scope is an architecture, or a device with a runner of its own. Devices without a runner are included if another
+        device can run the method and no runner is on its way to them. Devices that are restricted to other projects are not
+        considered.
+
+        Raises:
+            DeviceLacks: no matching device can run the method.
+        """
+        lacking: dict[str, DeviceLacks] = {}
+        able: set[str] = set()
+        unknown: list[Device] = []
+        for device in open_to(project, self._registry.devices()):
+            if not selector.matches(device):
+                continue
+            runner = known_runner(self._bundles, device)
+            if runner is None:
+                unknown.append(device)
+            elif runner.scope not in able and runner.scope not in lacking:
+                try:
+                    require_support(facts, runner, device)
+                    able.add(runner.scope)
+                except DeviceLacks as error:
+                    lacking[runner.scope] = error
+        if lacking and not able and not unknown:
+            raise next(iter(lacking.values()))
+        without = {own_scope(device.id) for device in unknown if able and not self._bundles.is_coming(device.arch)}
+        return frozenset(lacking) | without
+
+
+def _check_file(path: Path, method: str, facts: MethodFacts) -> None:
+    check_inputs(method, facts, tensors.read_header(path))
+
+
+def require_support(facts: compile_pb2.MethodFacts, runner: Runner, device: Device) -> None:
+    """Require that a device's runner has the backends and kernels of a method.
+
+    Raises:
+        DeviceLacks: a backend (BACKEND_MISSING) or a kernel (OPERATOR_MISSING) is missing.
+    """
+    missing = sorted(set(facts.backends) - set(runner.backends))
+    if missing:
+        raise DeviceLacks(
+            f"The program needs the backend {', '.join(missing)}, which {device.name} ({device.arch}) does not have.",
+            f"It has {', '.join(sorted(runner.backends)) or 'none'}: compile for one of them.",
+            missing=",".join(missing), device=device.name,
+        )  # fmt: skip
+    missing = sorted(set(facts.operators) - set(runner.operators))
+    if missing and runner.operators:
+        error = DeviceLacks(
+            f"The program needs the kernel {', '.join(missing)}, which {device.name} ({device.arch}) does not have.",
+            "Change the model, or offer a runner that has it with `etfarm bundle add`.",
+            missing=",".join(missing), device=device.name,
+        )  # fmt: skip
+        error.reason = "OPERATOR_MISSING"
+        raise error

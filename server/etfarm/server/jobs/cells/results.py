@@ -1,0 +1,149 @@
+"""Results of attempts: room for them on the disk, their arrival, and the checks that they must pass."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from etfarm.server.access.scope import DEFAULT_PROJECT
+from etfarm.server.artifacts.store import Store
+from etfarm.server.devices.runs import Runs
+from etfarm.server.jobs.cells.cell_run import CellRun
+from etfarm.server.jobs.cells.dispatch import Dispatch, deadline_s
+from etfarm.server.jobs.cells.plausibility import ImplausibleResult, Plan, artifacts_of, check_attempt, check_candidate
+from etfarm.server.jobs.cells.progress import OnProgress
+from etfarm.server.state.engine import retry_when_full
+from etfarm.server.workers.reader_threads import Readers
+from etfarm.v1 import agent_pb2, compile_pb2
+from etfarm.v1.job_pb2 import Progress
+from etfarm.wire import digest
+from etfarm.wire.errors import DeviceError, EtfarmError
+from etfarm.wire.status import from_proto
+
+GRACE_S = 300.0
+"""Time after its deadline in which an attempt's result may still arrive: slow uploads, reconnections."""
+
+_RESULT_BYTES: Final = 16 << 20
+"""Estimated size of samples and trace."""
+
+_NUMERICS_BYTES: Final = 64 << 20
+"""Estimated size of recorded values."""
+
+_OUTPUT_BYTES: Final = 256 << 20
+"""Maximum estimated size of one output."""
+
+
+class AttemptOverdue(DeviceError):
+    """The agent is alive, but gave no result long after the attempt's deadline."""
+
+    reason = "ATTEMPT_OVERDUE"
+
+
+class ResultMissing(DeviceError):
+    """The agent answered without a result for the cell."""
+
+    reason = "RESULT_MISSING"
+
+
+class Results:
+    """Receives the results of attempts."""
+
+    def __init__(self, runs: Runs, dispatch: Dispatch, store: Store, readers: Readers) -> None:
+        self._runs = runs
+        self._dispatch = dispatch
+        self._store = store
+        self._readers = readers
+
+    async def reserve_room(self, cell_runs: Sequence[CellRun], on_progress: OnProgress) -> None:
+        """Wait until the server's disk has room for the results of an attempt, and reserve it until `release_room`."""
+
+        def on_wait(why: str) -> None:
+            for run in cell_runs:
+                on_progress(run.job.id, Progress(cell_id=run.cell.id, actor="SERVER", phase="WAIT_FOR_ROOM", message=why))
+
+        await self._store.wait_for_room(cell_runs[0].cell.id, sum(map(_estimate_bytes, cell_runs)), on_wait)
+
+    def release_room(self, cell_runs: Sequence[CellRun]) -> None:
+        """Release the room that was reserved for the results of an attempt, if any."""
+        self._store.room.release_results(cell_runs[0].cell.id)
+
+    async def receive(self, cell_runs: Sequence[CellRun]) -> dict[str, agent_pb2.CandidateResult | EtfarmError]:
+        """Wait for the results of the last attempt, which the cells share. ResultMissing stands for a missing one.
+
+        Raises:
+            AttemptLost: the device gave the attempt up, or did not reconnect.
+            AttemptOverdue: its agent is alive and does not answer.
+            EtfarmError: why the attempt as a whole failed, as the agent reports.
+        """
+        attempt = cell_runs[0].cell.attempts[-1]
+        overdue_s = deadline_s(cell_runs[0].job, len(cell_runs)) + GRACE_S
+        try:
+            async with asyncio.timeout(overdue_s):
+                answer = await self._runs.result(attempt.id)
+        except TimeoutError:
+            raise AttemptOverdue(f"The agent gave no result within {overdue_s:g} s.", device=attempt.device_id) from None
+        if answer.HasField("error"):
+            raise from_proto(answer.error)
+        plan = self._plan(cell_runs)
+        check_attempt(answer, plan)
+        results = {candidate.cell_id: candidate for candidate in answer.candidates}
+        return {run.cell.id: await self._check(results.get(run.cell.id), run, plan) for run in cell_runs}
+
+    def _plan(self, cell_runs: Sequence[CellRun]) -> Plan:
+        """Return what the last attempt was asked for."""
+        job, attempt = cell_runs[0].job, cell_runs[0].cell.attempts[-1]
+        elapsed_s = self._runs.elapsed_s(attempt.id)
+        if elapsed_s is None:
+            # An earlier server sent the attempt, by whose clock the cell was written down.
+            elapsed_s = max(0.0, time.time() - attempt.started_at.ToNanoseconds() / 1e9)
+        return Plan(
+            cells=frozenset({run.cell.id for run in cell_runs} | self._dispatch.cells_of(attempt.id)),
+            elapsed_s=elapsed_s,
+            measurement=job.spec.measurement if job.spec.HasField("measurement") else None,
+            planned_bytes=max(sum(run.facts.planned_bytes) for run in cell_runs),
+        )
+
+    async def _check(
+        self, candidate: agent_pb2.CandidateResult | None, run: CellRun, plan: Plan
+    ) -> agent_pb2.CandidateResult | EtfarmError:
+        """Return a candidate's result, or why it does not count. Its job's project holds the files of one that counts."""
+        cell_id = run.cell.id
+        if candidate is None:
+            return ResultMissing(f"The agent's result has nothing of cell {cell_id}.", cell=cell_id)
+        holder = self._runs.holder_of(run.cell.attempts[-1].id)
+        project = run.job.project or DEFAULT_PROJECT
+        own = [
+            artifact.digest
+            for artifact in artifacts_of(candidate)
+            if digest.is_digest(artifact.digest)
+            and (not holder or await self._store.is_held(artifact.digest, (holder, project)))
+            and self._store.has(artifact.digest)
+        ]
+        try:
+            foreign = next((artifact.digest for artifact in artifacts_of(candidate) if artifact.digest not in own), None)
+            if foreign is not None and not candidate.HasField("error"):
+                raise ImplausibleResult(f"it names the artifact {foreign[:12]!r}, which its agent did not upload")
+            await self._readers.run(check_candidate, candidate, plan, self._store.path)
+        except ImplausibleResult as error:
+            return error
+        # From now on reports refer to them, whatever a session that names them too does.
+        await retry_when_full(lambda: self._store.take_results(project, own, run.job.owner))
+        return candidate
+
+
+def _estimate_bytes(run: CellRun) -> int:
+    """Return the room that a cell's result may take: outputs, samples, trace and, with numerics, every value."""
+    outputs = sum(_most_bytes(spec) for spec in run.facts.outputs)
+    return _RESULT_BYTES + 2 * outputs + (_NUMERICS_BYTES if run.job.spec.measurement.numerics else 0)
+
+
+def _most_bytes(spec: compile_pb2.ValueSpec) -> int:
+    # Dimensions without a finite maximum, and hostile ones, must not keep a job waiting for room that no disk has.
+    size_bytes = 8
+    for dim in spec.dims:
+        size_bytes *= max(dim.max, 0)
+        if not 0 < size_bytes < _OUTPUT_BYTES:
+            break
+    return min(size_bytes, _OUTPUT_BYTES)

@@ -1,0 +1,152 @@
+"""The stages of a cell's run, with the state transitions between them: compile, place and run, analyze, finish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
+from typing import Final
+
+import structlog
+
+from etfarm.server.compile.compiler import Compiler
+from etfarm.server.jobs import model
+from etfarm.server.jobs.cells.analysis import CellAnalysis
+from etfarm.server.jobs.cells.attempts import Attempts
+from etfarm.server.jobs.cells.cell_run import CellRun
+from etfarm.server.jobs.cells.compilation import CellCompilation
+from etfarm.server.jobs.cells.dispatch import Dispatch
+from etfarm.server.jobs.cells.groups import Groups
+from etfarm.server.jobs.cells.progress import CellProgress, PhaseTimer
+from etfarm.server.jobs.cells.requirements import Requirements
+from etfarm.server.jobs.cells.results import Results
+from etfarm.server.jobs.cells.transitions import CellTransitions, run_to_completion
+from etfarm.server.jobs.records.journal import Journal, StaleVersion
+from etfarm.server.jobs.records.log import JobLog
+from etfarm.server.jobs.records.watch import Announcer
+from etfarm.server.state.engine import retry_when_full
+from etfarm.server.workers.measurement_lock import MeasurementLock
+from etfarm.v1 import common_pb2, job_pb2
+from etfarm.v1.job_pb2 import Job
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.status import to_proto
+
+log = structlog.get_logger()
+
+RETRY_S: Final = 5.0
+"""Pause before a cell's end is written again after a failure to write it."""
+
+
+class CellStages:
+    """The stages that every `CellRun` is led through; the journal is written at each transition.
+
+    Args:
+        quiet: keeps the server quiet while a device on its machine measures.
+        clock: gives seconds on a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        joblog: JobLog,
+        announcer: Announcer,
+        compiler: Compiler,
+        requirements: Requirements,
+        dispatch: Dispatch,
+        results: Results,
+        analysis: CellAnalysis,
+        quiet: MeasurementLock,
+        *,
+        now: Callable[[], datetime],
+        clock: Callable[[], float],
+        new_id: Callable[[], str],
+    ) -> None:
+        self._journal = journal
+        self._joblog = joblog
+        self._requirements = requirements
+        self._dispatch = dispatch
+        self._analysis = analysis
+        self._now = now
+        self._new_id = new_id
+        self._progress = CellProgress(announcer, now)
+        self._timer = PhaseTimer(now, clock)
+        self._transitions = CellTransitions(journal, now)
+        self._compilation = CellCompilation(compiler, joblog, self._progress, self._timer)
+        attempts = Attempts(
+            self._transitions, requirements, dispatch, results, joblog, quiet, self._progress, self._timer, now=now
+        )
+        self.groups = Groups(attempts.run, self._announce_missing)
+
+    async def resume(self, job: Job) -> None:
+        """Continue the log and the running attempts of a job that an earlier server led."""
+        await self._joblog.resume(job.id)
+        self._dispatch.rejoin(job, self._progress.announce, self._joblog.add)
+
+    async def compile(self, run: CellRun) -> None:
+        """Compile the cell and check that it can run, until it waits for a device; a cell without a device succeeds here."""
+        if run.cell.state == model.QUEUED:
+            await self._transitions.advance([run], model.COMPILING)
+        await self._compilation.compile(run)
+        assert run.compilation is not None
+        if run.compilation.HasField("program"):
+            await self._requirements.check_inputs(run)
+        if not run.cell.HasField("device_index"):
+            await self.finish(run, model.SUCCEEDED)
+            return
+        await self._compilation.compile_numerics(run)
+        await self._transitions.advance([run], model.WAITING)
+
+    async def recover(self, run: CellRun) -> None:
+        """Load the compilation of a cell that an earlier server compiled."""
+        await self._compilation.recover(run)
+
+    async def place_and_run(self, run: CellRun) -> None:
+        """Place the cell on a device and run it there once, together with all cells that share the attempt."""
+        await self.groups.attempt(run)
+
+    def leave(self, run: CellRun) -> None:
+        """Release the cells that wait for this one before their next attempt."""
+        self.groups.leave(run.cell.id)
+
+    async def analyze(self, run: CellRun) -> None:
+        """Analyze the result and write the report of a cell that succeeded."""
+        results = await self._journal.results_of(run.cell.attempts[-1].id)
+        if run.result is None:  # an earlier server received it
+            run.result = results[run.cell.id]
+            run.device = self._dispatch.device_of(run.cell)
+        phase = self._timer.start(run.job)
+        self._progress.announce_phase([run], "ANALYZE")
+        run.analysis = await retry_when_full(partial(self._analysis.analyze, run, results))
+        phase.record("ANALYZE", run)
+        await self.finish(run, model.SUCCEEDED)
+
+    async def finish(self, run: CellRun, to: job_pb2.CellState.ValueType, error: EtfarmError | None = None) -> None:
+        """Write the last change of a cell, with its report. What cannot be written, say because the disk is full, is retried."""
+        while not run.is_over:
+            try:
+                await run_to_completion(self._finish(run, to, error))
+            except (StaleVersion, model.IllegalTransition):
+                raise
+            except Exception:
+                log.exception("a cell's end could not be written, trying again", cell=run.cell.id, seconds=RETRY_S)
+                await asyncio.sleep(RETRY_S)
+
+    async def _finish(self, run: CellRun, to: job_pb2.CellState.ValueType, error: EtfarmError | None) -> None:
+        async with run.writing:
+            after = model.advance(run.cell, to, at=self._now())
+            if error is not None:
+                after.error.CopyFrom(to_proto(error))
+            elif to == model.CANCELLED:
+                after.error.CopyFrom(
+                    common_pb2.Error(fault=common_pb2.Fault.FAULT_USER, reason="CANCELLED", message="The job was cancelled.")
+                )
+            self._dispatch.abandon(after, "the cell is over")
+            after.report_id = self._new_id()
+            report = self._analysis.report(run, after, after.report_id, at=self._now())
+            await self._joblog.flush()
+            await self._transitions.write(run, after, report)
+            self._dispatch.end(after)
+
+    def _announce_missing(self, run: CellRun, why: str) -> None:
+        self._progress.announce_phase([run], "WAIT_FOR_OTHERS", why)

@@ -1,0 +1,231 @@
+"""The parts of a server, built from its configuration room by room: storage, access, devices, jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import structlog
+
+from etfarm.server import preflight
+from etfarm.server.access.audit import AuditLog, Entry
+from etfarm.server.access.identities import Identities
+from etfarm.server.access.projects import Projects
+from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
+from etfarm.server.artifacts.store import Store
+from etfarm.server.compile.compiler import Compiler
+from etfarm.server.compile.prewarm import PRELOAD as COMPILE_PRELOAD
+from etfarm.server.compile.upload_screening import Screening, screen_before_loading
+from etfarm.server.config import DATABASE, Config
+from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.registry import Registry
+from etfarm.server.devices.runs import Runs
+from etfarm.server.jobs.cells.analysis import CellAnalysis
+from etfarm.server.jobs.cells.dispatch import Dispatch
+from etfarm.server.jobs.cells.placement import Placement
+from etfarm.server.jobs.cells.requirements import Requirements
+from etfarm.server.jobs.cells.results import Results
+from etfarm.server.jobs.cells.stages import CellStages
+from etfarm.server.jobs.conductor import Conductor
+from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.log import JobLog
+from etfarm.server.jobs.records.watch import Announcer
+from etfarm.server.jobs.revision import Revision
+from etfarm.server.jobs.submission import Submission
+from etfarm.server.reports.analyst import Analyst
+from etfarm.server.reports.findings import Findings
+from etfarm.server.rpc.door.authentication import Authentication
+from etfarm.server.sessions.leasing import Leasing
+from etfarm.server.sessions.sessions import Sessions
+from etfarm.server.state.engine import Database
+from etfarm.server.workers.measurement_lock import MeasurementLock
+from etfarm.server.workers.pool import Workers
+from etfarm.server.workers.reader_threads import Readers
+from etfarm.wire.errors import FarmError
+
+log = structlog.get_logger()
+
+PRELOAD = (*COMPILE_PRELOAD, "etfarm.server.reports.analyze:prewarm")
+"""What the forkserver loads before it serves: all that a compilation or an analysis would otherwise import."""
+
+
+def now() -> datetime:
+    """Return the current instant, in UTC."""
+    return datetime.now(UTC)
+
+
+def new_id() -> str:
+    """Return a unique id: 16 hex characters."""
+    return uuid.uuid4().hex[:16]
+
+
+def start_workers(config: Config, quiet: MeasurementLock) -> Workers:
+    """Return the pool of child processes, its forkserver started. Call it before gRPC starts a thread, since it forks."""
+    workers = Workers(
+        preload=PRELOAD, limits=preflight.limits(config), folder=config.data / "work" / "children", concurrency=config.workers,
+        gate=quiet.work, options=preflight.jail_options(config),
+    )  # fmt: skip
+    workers.start()
+    return workers
+
+
+class Background:
+    """The tasks that run as long as the server."""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Start a task."""
+        self._tasks.append(asyncio.create_task(work, name=name))
+
+    async def close(self) -> None:
+        """Cancel the tasks and log those that failed."""
+        for task in self._tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                log.error("a background task failed", error=str(outcome))
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The database, the artifacts, and the threads that read them."""
+
+    database: Database
+    store: Store
+    readers: Readers
+
+    @classmethod
+    def create(cls, config: Config, on_damaged: Callable[[FarmError], None]) -> Storage:
+        """Create the parts without opening the database.
+
+        Args:
+            on_damaged: called with the error when the database turns out to be damaged.
+        """
+        database = Database(config.data / DATABASE)
+        database.on_damaged = on_damaged
+        return cls(database, Store(config.data / "artifacts", database, config.store_limits), Readers())
+
+    def close(self) -> None:
+        """Close the parts; the database is closed last."""
+        self.store.close()
+        self.readers.close()
+        self.database.close()
+
+
+@dataclass(frozen=True)
+class Access:
+    """The parts that know who may call, and that record who did."""
+
+    tokens: TokenTable
+    authentication: Authentication
+    audit: AuditLog
+    projects: Projects
+
+    @classmethod
+    async def load(cls, config: Config, storage: Storage) -> Access:
+        """Load tokens and projects."""
+        tokens = TokenTable(storage.database, now)
+        await tokens.load()
+        authentication = Authentication(config.tokens, tokens, config.data / TOKENS_CHANGED, now)
+        audit = AuditLog(storage.database, now, time.monotonic)
+        storage.store.integrity.on_damaged = _record_damage(audit)
+        projects = Projects(storage.database, now)
+        await projects.load()
+        return cls(tokens, authentication, audit, projects)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The devices, their agents and runners, and the attempts that run on them."""
+
+    bundles: Bundles
+    runs: Runs
+    identities: Identities
+    registry: Registry
+
+    @classmethod
+    async def load(cls, config: Config, storage: Storage) -> Fleet:
+        """Load runners and devices; all devices are offline until their agents connect."""
+        bundles = Bundles(storage.store, storage.database, config.data / "work", storage.readers)
+        await bundles.load()
+        runs = Runs(config.patience_s)
+        identities = Identities(storage.database, lambda agent_id: registry.is_agent_known(agent_id), now)
+        await identities.load()
+        registry = Registry(storage.database, bundles, runs, now, identities.principal_of)
+        await registry.load()
+        return cls(bundles, runs, identities, registry)
+
+    async def is_needed(self, principal: str, digest: str) -> bool:
+        """Return whether an attempt or session on a device of the principal's agents needs the artifact."""
+        return await self.runs.is_permitted(digest, lambda device_id: self.registry.serves_principal(principal, device_id))
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """The parts that lead jobs and sessions from their submission to their reports."""
+
+    announcer: Announcer
+    journal: Journal
+    joblog: JobLog
+    compiler: Compiler
+    submission: Submission
+    conductor: Conductor
+    revision: Revision
+    sessions: Sessions
+
+    @classmethod
+    def create(
+        cls, config: Config, storage: Storage, fleet: Fleet, workers: Workers, quiet: MeasurementLock, screening: Screening
+    ) -> Jobs:
+        """Create the parts; nothing runs before the conductor resumes jobs."""
+        database, store, readers, registry, runs = storage.database, storage.store, storage.readers, fleet.registry, fleet.runs
+        announcer = Announcer()
+        journal = Journal(database, announcer, now, config.quotas)
+        joblog = JobLog(database, announcer, now)
+        compiler = Compiler(
+            workers, store, database, deadline_s=config.compile_deadline_s, stage_deadline_s=config.stage_deadline_s,
+            threads=config.threads, operators=config.operators,
+        )  # fmt: skip
+        screen = partial(screen_before_loading, operators=config.operators)
+        analyst = Analyst(Findings(workers, database, now, deadline_s=config.analysis_deadline_s, screen=screen), store)
+        analysis = CellAnalysis(analyst, joblog, config.thresholds)
+        placement = Placement(registry, runs)
+        requirements = Requirements(registry, fleet.bundles, store, readers)
+        dispatch = Dispatch(registry, runs, placement, fleet.bundles, requirements, new_id)
+        results = Results(runs, dispatch, store, readers)
+        stages = CellStages(
+            journal, joblog, announcer, compiler, requirements, dispatch, results, analysis, quiet,
+            now=now, clock=time.monotonic, new_id=new_id,
+        )  # fmt: skip
+        leasing = Leasing(registry, runs, placement, fleet.bundles, requirements, new_id)
+        return cls(
+            announcer=announcer,
+            journal=journal,
+            joblog=joblog,
+            compiler=compiler,
+            submission=Submission(store, registry.devices, compiler.check, new_id, readers, screening),
+            conductor=Conductor(journal, announcer, stages),
+            revision=Revision(journal, joblog, compiler, dispatch, analysis),
+            sessions=Sessions(
+                registry, runs, compiler, store, requirements, leasing, quiet, now=now, new_id=new_id, quotas=config.quotas
+            ),
+        )
+
+
+def _record_damage(audit: AuditLog) -> Callable[[str, int], None]:
+    """Return a function that records a quarantined artifact; the store calls it in a verifying thread."""
+    loop = asyncio.get_running_loop()
+
+    def record(digest: str, size_bytes: int) -> None:
+        entry = Entry("artifact.quarantine", "OK", subject=digest, detail=f"size_bytes={size_bytes}")
+        loop.call_soon_threadsafe(audit.record, entry)
+
+    return record

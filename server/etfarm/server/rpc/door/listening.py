@@ -1,0 +1,60 @@
+"""The address that the server listens on, and the file in which local clients find it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import grpc
+
+from etfarm.server.config import Config
+from etfarm.wire.errors import UserError
+
+
+class CannotListen(UserError):
+    """The address is in use, or not this machine's."""
+
+    reason = "CANNOT_LISTEN"
+
+
+def bind(server: grpc.aio.Server, config: Config) -> str:
+    """Bind the server to the configured address; return it with the port that was chosen.
+
+    Raises:
+        CannotListen: the address cannot be used.
+    """
+    text = config.listen.text
+    try:
+        if (identity := config.identity()) is not None:
+            (chain, key), client_ca = identity, config.client_ca()
+            credentials = grpc.ssl_server_credentials([(key, chain)], client_ca, require_client_auth=client_ca is not None)
+            port = server.add_secure_port(text, credentials)
+        else:
+            if text.startswith("unix:") and (path := Path(text.removeprefix("unix:"))).is_socket():
+                path.unlink()  # a former server's; other files must not be deleted
+            before = os.umask(0o077)  # a unix socket is never open to other users, not even until its mode could be changed
+            try:
+                port = server.add_insecure_port(text)
+            finally:
+                os.umask(before)
+    except RuntimeError as error:
+        raise CannotListen(f"Cannot listen on {text}: {error}.", "Choose another --listen address.", address=text) from None
+    if text.startswith("unix:"):
+        Path(text.removeprefix("unix:")).chmod(0o600)
+        return text
+    return f"{text.rpartition(':')[0]}:{port}"
+
+
+def port_of(address: str) -> int | None:
+    """Return the TCP port of an address that `bind` returned; None for a unix socket."""
+    return None if address.startswith("unix:") else int(address.rpartition(":")[2])
+
+
+def write_address(path: Path, address: str) -> None:
+    """Write the address file, whole and readable by its owner only."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.unlink(missing_ok=True)
+    with os.fdopen(os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        json.dump({"address": address, "pid": os.getpid()}, file)
+    fresh.replace(path)

@@ -1,0 +1,172 @@
+"""Leases of sessions: a session is placed on a device, starts there, and holds the device until it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+import structlog
+
+from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.errors import DeviceOffline
+from etfarm.server.devices.registry import Registry
+from etfarm.server.devices.runners import demand_runner
+from etfarm.server.devices.runs import AttemptLost, Runs
+from etfarm.server.devices.schedule import Waiting
+from etfarm.server.jobs.cells.placement import Placement
+from etfarm.server.jobs.cells.requirements import Requirements, require_support
+from etfarm.server.sessions.errors import SessionLost
+from etfarm.server.sessions.session import Lease, Session, lost_error
+from etfarm.v1 import agent_pb2, compile_pb2, session_pb2
+from etfarm.v1.session_pb2 import SessionEvent
+from etfarm.wire import selectors
+from etfarm.wire.errors import EtfarmError, FarmError, Fault
+from etfarm.wire.sessions import SessionNotFound
+from etfarm.wire.status import from_proto
+
+log = structlog.get_logger()
+
+START_DEADLINE_S: Final = 600.0
+"""Time limit for fetching and loading a program on the device."""
+
+LAST_WORD_S: Final = 1.0
+"""Time within which a device that stopped serving may report the reason."""
+
+_MAX_PLACEMENTS: Final = 3
+
+
+class Leasing:
+    """Leads sessions through their leases on devices."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        runs: Runs,
+        placement: Placement,
+        bundles: Bundles,
+        requirements: Requirements,
+        new_id: Callable[[], str],
+    ) -> None:
+        self._registry = registry
+        self._runs = runs
+        self._placement = placement
+        self._bundles = bundles
+        self._requirements = requirements
+        self._new_id = new_id
+
+    async def lead(self, session: Session, selector: selectors.Selector, facts: list[compile_pb2.MethodFacts]) -> None:
+        """Lead a session from the queue to its end; the last event states why it ended, unless the owner left."""
+        failed: list[str] = []
+        error: EtfarmError
+        try:
+            while True:
+                lease = await self._place(session, selector, facts, frozenset(failed))
+                try:
+                    error = await self._hold(session, lease, facts)
+                finally:
+                    self._release(session, lease)
+                was_ready = lease.ready.done() and not lease.ready.cancelled()
+                failed.append(lease.device.id)
+                if was_ready or error.fault is not Fault.DEVICE or len(failed) == _MAX_PLACEMENTS:
+                    break
+                log.warning("placing a session again", session=session.id, device=lease.device.id, error=str(error))
+        except EtfarmError as raised:
+            error = raised
+        except Exception as bug:
+            log.exception("a session failed by a bug", session=session.id)
+            error = FarmError(f"etfarm has a bug: {bug!r}.", "The server's log has the traceback.")
+        session.end(error)
+
+    async def _place(
+        self, session: Session, selector: selectors.Selector, facts: list[compile_pb2.MethodFacts], avoid: frozenset[str]
+    ) -> Lease:
+        unfit = frozenset[str]().union(*(self._requirements.find_unfit(selector, method, session.project) for method in facts))
+        attempt_id = self._new_id()
+
+        def on_wait(why: str) -> None:
+            session.publish(SessionEvent(waiting=session_pb2.SessionWaiting(why=why)))
+
+        def on_progress(progress: agent_pb2.RunProgress) -> None:
+            for line in progress.log_lines:
+                session.publish(SessionEvent(log_line=line))
+
+        waiting = Waiting(
+            cell_id=session.id, selector=selector, priority=session.request.priority, order=session.order,
+            avoid=avoid, unfit=unfit, project=session.project,
+        )  # fmt: skip
+        return Lease(attempt_id, await self._placement.device(waiting, attempt_id, on_progress, on_wait))
+
+    async def _hold(self, session: Session, lease: Lease, facts: list[compile_pb2.MethodFacts]) -> EtfarmError:
+        """Start the session on its device and wait for its end; return why it ended."""
+        session.lease = lease
+        result = asyncio.ensure_future(self._result(lease))
+        ends: list[asyncio.Future[Any]] = [lease.over, lease.gone, result]
+        try:
+            try:
+                await self._start(session, lease, facts)
+            except EtfarmError as error:
+                lease.end(error)
+            await asyncio.wait([*ends, lease.ready], timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+            if lease.ready.done():
+                session.publish(SessionEvent(ready=lease.ready.result()))
+                session.rest()
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            elif not any(end.done() for end in ends):
+                lease.end(SessionLost(f"{lease.device.name} did not load the program within {START_DEADLINE_S:g} s."))
+            if not lease.over.done():
+                # A device that stopped serving usually reports the reason.
+                await asyncio.wait([lease.over, result], timeout=LAST_WORD_S, return_when=asyncio.FIRST_COMPLETED)
+                lease.end(result.result() if result.done() else lost_error(lease))
+        finally:
+            result.cancel()
+        return lease.over.result()
+
+    async def _start(self, session: Session, lease: Lease, facts: list[compile_pb2.MethodFacts]) -> None:
+        request = session.request
+        if starting := self._bundles.starting:
+            session.publish(SessionEvent(waiting=session_pb2.SessionWaiting(why=starting)))
+        runner = await demand_runner(self._bundles, lease.device)
+        for method in facts:
+            require_support(method, runner, lease.device)
+        start = agent_pb2.StartRun(
+            attempt_id=lease.attempt_id, device_id=lease.device.id, deadline_s=START_DEADLINE_S,
+            candidates=[
+                agent_pb2.RunCandidate(
+                    cell_id=session.id, program=request.program, bundle=runner.bundle,
+                    threads=request.threads if request.HasField("threads") else None,
+                )
+            ],
+            session=agent_pb2.SessionStart(methods=request.methods, cores=request.cores),
+        )  # fmt: skip
+        if runner.bundle is not None:
+            # The agent reads them from the bundle itself.
+            del start.candidates[0].bundle.operators[:]
+        agent = self._registry.session_of(lease.device.id)
+        self._runs.mark_sent(lease.attempt_id)
+        needed = [request.program.pte, *request.program.data.values(), *([runner.bundle.artifact] if runner.bundle else [])]
+        self._runs.permit(lease.attempt_id, [artifact.digest for artifact in needed])
+        agent.send(agent_pb2.ServerMessage(start_run=start))
+
+    async def _result(self, lease: Lease) -> EtfarmError:
+        """Wait for the end of the attempt; return its reason, as the agent reports."""
+        try:
+            result = await self._runs.result(lease.attempt_id)
+        except AttemptLost as lost:
+            return SessionLost(lost.message, "Open another session.", device=lease.device.id)
+        return from_proto(result.error) if result.HasField("error") else lost_error(lease)
+
+    def _release(self, session: Session, lease: Lease) -> None:
+        """Free the device, whose agent forgets the attempt or stops it."""
+        lease.end(SessionNotFound(f"The session {session.id} has ended.", session=session.id))
+        session.wake()
+        with suppress(DeviceOffline):
+            agent = self._registry.session_of(lease.device.id)
+            if self._runs.has_answer(lease.attempt_id):
+                agent.send(agent_pb2.ServerMessage(ack=agent_pb2.Ack(attempt_id=lease.attempt_id)))
+            else:
+                cancel = agent_pb2.CancelRun(attempt_id=lease.attempt_id, reason="the session is over")
+                agent.send(agent_pb2.ServerMessage(cancel_run=cancel))
+        self._placement.free(lease.attempt_id)
+        session.lease = None
