@@ -1,1 +1,1 @@
-"""Steps 1 and 10, client: the commands. Each module is one `etfarm` command, and is imported only when that is called."""
+"""The command line, a client of the library: what all commands share, with rooms for commands, workflows and output."""
