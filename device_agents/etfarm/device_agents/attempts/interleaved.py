@@ -35,29 +35,29 @@ STARTS: Final = 8
 """Of the processes. Simulated with processes that differ by 1 %, 8 starts find 3 % between two programs in 19 of 20 cases, and
 call equal ones different in at most 1 of 20; 5 starts find it in 17 of 20."""
 ROUNDS: Final = 5
-"""Of each start. With the usual second for each candidate a block takes 25 ms: what disturbs for a moment disturbs few."""
+"""Rounds of each start. With the usual second for each candidate a block takes 25 ms, so that a short disturbance affects few."""
 BLOCK_NS: Final = 20_000_000
-"""A block's least time: waking up, and caches that the others filled, are over within the first of 20 ms."""
+"""A block's minimum time: wake-up, and caches that the others filled, matter within the first millisecond of 20 only."""
 _PROBE_NS: Final = 5_000_000
-"""At the end of a warm-up, to tell how long an iteration takes."""
+"""Time at the end of a warm-up that shows how long an iteration takes."""
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """How the rounds of an attempt are laid out."""
+    """The layout of an attempt's rounds."""
 
     of_start: int
     """Rounds of each start."""
     iterations: tuple[int, ...]
-    """Of a block, by candidate."""
+    """Iterations of a block, by candidate."""
 
 
 def layout(plan: MeasurePlan, medians_ns: Sequence[float]) -> Rounds:
-    """Rounds in which each candidate gets the plan's iterations and time together, within its limits.
+    """Return rounds in which each candidate gets the plan's iterations and time in total, within its limits.
 
     Args:
-        plan: of one candidate.
-        medians_ns: of an iteration, by candidate; above 0.
+        plan: the plan of one candidate.
+        medians_ns: median time of an iteration, by candidate; above 0.
     """
     count = STARTS * ROUNDS
     block_ns = max(BLOCK_NS, plan.min_time_ns / count)
@@ -71,14 +71,14 @@ def layout(plan: MeasurePlan, medians_ns: Sequence[float]) -> Rounds:
 
 
 class Turns:
-    """One candidate: its runner of the current start, and what its blocks gave so far."""
+    """One candidate: its runner of the current start, and the blocks that are measured."""
 
     def __init__(self, execution: Execution, cpus: frozenset[int] | None, plan: MeasurePlan) -> None:
         self.execution = execution
         self.iterations = 0
         """Of a block."""
         self.median_ns = 0.0
-        """Of an iteration, at the end of the first warm-up."""
+        """Median of an iteration, at the end of the first warm-up."""
         self.measured: Measured | None = None
         """All blocks as one pass."""
         self._cpus = cpus
@@ -91,16 +91,16 @@ class Turns:
 
     @property
     def live(self) -> bool:
-        """Whether nothing failed."""
+        """Whether the candidate has not failed."""
         return not self.execution.result.HasField("error")
 
     @property
     def time_ns(self) -> int:
-        """Of its blocks, together."""
+        """The time of all blocks."""
         return self.measured.duration_ns if self.measured else 0
 
     async def start(self, *, again: bool) -> None:
-        """A fresh runner, loaded and warmed up."""
+        """Start a fresh runner, load the program and warm it up."""
         self._runner = runner = await self._opened.enter_async_context(self.execution.start_runner())
         self._method = await self.execution.load(runner, self._cpus, again=again)
         plan = replace(
@@ -122,7 +122,7 @@ class Turns:
             result.steady = warm.steady and (result.steady or not again)
 
     async def block(self, number: int, start: int, place: int) -> None:
-        """One block, of the round `number`."""
+        """Measure one block, of the round `number`."""
         assert self._runner is not None  # it was started
         left_ns = max(1, self._plan.max_time_ns - self.time_ns)
         plan = MeasurePlan(
@@ -136,7 +136,7 @@ class Turns:
         self._blocks.append(block)
 
     async def trace(self) -> Files:
-        """The passes after the last block, in the runner that did it."""
+        """Run the passes after the last block, in the same runner."""
         assert self._runner is not None and self.measured is not None
         passes = Passes(self._runner, self._method, self.execution.result, self.execution)
         passes.executed(self._executed, self._executed_ns)
@@ -144,17 +144,17 @@ class Turns:
 
     @property
     def pids(self) -> list[int]:
-        """Of its runner, if there is one."""
+        """The process id of its runner, if there is one."""
         return [] if self._runner is None else [self._runner.pid]
 
     async def stop(self) -> None:
-        """Ends its runner, if there is one."""
+        """End its runner, if there is one."""
         self._runner = None
         opened, self._opened = self._opened, AsyncExitStack()
         await opened.aclose()
 
     def conclude(self, began_s: float, ended_s: float) -> None:
-        """Fills the result with all but telemetry and files."""
+        """Fill the result with everything but telemetry and files."""
         execution, measured, plan = self.execution, self.measured, self._plan
         assert measured is not None
         execution.end_phase("TIMED", began_s, ended_s)
@@ -174,11 +174,11 @@ class _Begin:
 
     at_s: float
     cpu_ns: int | None
-    """As `Target.runners_cpu_ns`."""
+    """The runners' CPU time, as `Target.runners_cpu_ns` returns it."""
 
 
 class InterleavedAttempt(Attempt):
-    """An attempt whose candidates are measured in turns. What fails leaves the others to go on."""
+    """An attempt whose candidates are measured in turns. If one fails, the others continue."""
 
     async def _carry_out(self, transfers: Transfers, lease: Lease) -> list[agent_pb2.CandidateResult]:
         measurement = self.start.measurement
@@ -220,7 +220,7 @@ class InterleavedAttempt(Attempt):
         return [execution.result for execution in executions]
 
     async def _wait(self, executions: Sequence[Execution]) -> None:
-        """The gates, once for all."""
+        """Wait at the gates, once for all candidates."""
         waiting = next((each for each in executions if not each.result.HasField("error")), None)
         if waiting is None:
             return
@@ -236,7 +236,7 @@ class InterleavedAttempt(Attempt):
                 execution.result.phases.extend(waiting.result.phases[known:])
 
     async def _measure(self, turns: Sequence[Turns], plan: MeasurePlan, cpus: frozenset[int] | None) -> dict[str, Files]:
-        """LOAD to the last pass; what to upload, by cell."""
+        """Run everything from LOAD to the last pass; return the files to upload, by cell."""
         files: dict[str, Files] = {}
         async with self.target.watch(cpus) as watching:
             begin = await self._take_turns(turns, plan, watching)
@@ -261,7 +261,7 @@ class InterleavedAttempt(Attempt):
         return files
 
     async def _take_turns(self, turns: Sequence[Turns], plan: MeasurePlan, watching: Watch) -> _Begin:
-        """All rounds; the runners of the last start are left. Gives the moment before the first block."""
+        """Run all rounds, and leave the runners of the last start; return the moment before the first block."""
         order, begin, number = random.Random(self.start.attempt_id), _Begin(0.0, 0), 0
         rounds: Rounds | None = None
         for start in range(STARTS):
@@ -293,12 +293,12 @@ class InterleavedAttempt(Attempt):
         return begin
 
     def _wants_more(self, turns: Sequence[Turns], plan: MeasurePlan, of_start: int) -> bool:
-        """Whether a candidate got less than it should, since its iterations became shorter than they seemed."""
+        """Return whether a candidate got too little time, since its iterations became shorter than they seemed."""
         short = [each for each in self._live(turns) if each.time_ns < plan.min_time_ns]
         return bool(short) and of_start < 4 * ROUNDS and all(_has_room(each, plan) for each in self._live(turns))
 
     async def _guarded(self, turns: Sequence[Turns], each: Turns, work: Callable[[], Awaitable[None]]) -> None:
-        """Does a part of one candidate's work; one that fails is over, and the others are not."""
+        """Do a part of one candidate's work; a failure ends this candidate only."""
         if not each.live or self._broken(turns) is not None:
             return
 
@@ -320,7 +320,7 @@ class InterleavedAttempt(Attempt):
         return self.target.runners_cpu_ns([pid for each in turns for pid in each.pids])
 
     def _live(self, turns: Sequence[Turns]) -> list[Turns]:
-        """Those that go on; none where the device itself failed."""
+        """Return the candidates that continue; none if the device itself failed."""
         return [] if self._broken(turns) is not None else [each for each in turns if each.live]
 
     def _broken(self, turns: Sequence[Turns]) -> Turns | None:

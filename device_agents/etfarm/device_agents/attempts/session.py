@@ -37,23 +37,23 @@ from etfarm.wire.status import from_rpc_error, to_proto
 log = logging.getLogger(__name__)
 
 _LAST_WORDS_S: Final = 1.0
-"""How long the last answer may take to get out before the stream is cut."""
+"""How long sending the last answer may take before the stream is cut."""
 
 
 class ServedSession:
     """One session on this device. `run` it once; cancelling that kills the runner.
 
     Args:
-        config: the agent's.
+        config: the agent's settings.
         target: what it runs on.
-        cache: of artifacts.
-        folder: for the runner to work in; made, and deleted at the end.
-        start: what the server asks for. Its receipt is now.
-        on_progress: takes what the server is told before the program is loaded; never blocks.
+        cache: the artifact cache.
+        folder: where the runner works; created, and deleted at the end.
+        start: what the server asks for, received now.
+        on_progress: takes progress for the server until the program is loaded; never blocks.
     """
 
     needs_target = True
-    """Until its end."""
+    """Whether the session still needs its target: until its end."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ServedSession:
         self.folder = folder
         self.start = start
         self.phase = ""
-        """What is under way."""
+        """The current phase."""
         self._cache = cache
         self._on_progress = on_progress
         self._received_s = time.monotonic()
@@ -83,7 +83,7 @@ class ServedSession:
         return self.phase == "TIMED"
 
     async def run(self) -> agent_pb2.RunResult:
-        """How the session ended; without an error where the server ended it."""
+        """Serve the session and return how it ended; without an error if the server ended it."""
         result = agent_pb2.RunResult(attempt_id=self.start.attempt_id, device_id=self.start.device_id)
         try:
             async with open_channel(self.config.access) as channel:
@@ -131,7 +131,7 @@ class ServedSession:
             raise errors.ProgramHung(self.phase, deadline_s, list(self._lines)) from None
 
     async def _serve(self, channel: grpc.aio.Channel, served: ServedProgram, ready: session_pb2.SessionReady) -> None:
-        """Answers calls until the stream ends, from whichever side, or the program does.
+        """Answer calls until either side ends the stream, or the program ends.
 
         Raises:
             EtfarmError: what ended the program.
@@ -157,7 +157,7 @@ class ServedSession:
         try:
             await asyncio.wait({reading, working}, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
-                # The last answer first: whoever made the call hears from it what became of the program.
+                # Send the last answer first: it says what ended the program.
                 self._replies.put_nowait(None)
                 await asyncio.wait({reading}, timeout=_LAST_WORDS_S)
                 working.result()
@@ -166,7 +166,7 @@ class ServedSession:
             stream.cancel()
             for task in (reading, writing, working):
                 task.cancel()
-            # What broke the stream is the reader's to tell.
+            # The reader has raised what broke the stream.
             await asyncio.gather(reading, writing, working, return_exceptions=True)
 
     async def _work(self, calls: asyncio.Queue[agent_pb2.SessionCall], served: ServedProgram) -> None:
@@ -186,7 +186,7 @@ class ServedSession:
                 raise end
 
     async def _judged(self, error: EtfarmError) -> EtfarmError:
-        """Whose fault it is, where that is not known yet."""
+        """Return the error, attributed to the program or the device if that is not known yet."""
         if not isinstance(error, ABNORMAL_EXITS) or "self_test" in error.metadata or self._provisions is None:
             return error
         again = self.target.start_runner(self._provisions.bundle, self.folder, None)

@@ -21,25 +21,25 @@ _MAX_TIME_S: Final = 60.0
 
 
 class MethodMissing(UserError):
-    """The program has no method of the name."""
+    """A method that the program does not have."""
 
     reason = "METHOD_MISSING"
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Where tensors that are too large for a message come from and go to."""
+    """The exchange of tensors that are too large for a message."""
 
     fetch: Callable[[common_pb2.Artifact], Awaitable[bytes]]
     store: Callable[[bytes], Awaitable[common_pb2.Artifact]]
 
 
 class ServedProgram:
-    """One program in one runner. What its methods keep between executions stays from task to task.
+    """One program in one runner. State that its methods keep between executions stays from task to task.
 
     Args:
-        runner: fresh; nothing was loaded in it.
-        exchange: for large tensors.
+        runner: a fresh runner without a program.
+        exchange: moves large tensors.
     """
 
     def __init__(self, runner: Runner, exchange: Exchange) -> None:
@@ -56,10 +56,10 @@ class ServedProgram:
     async def load(
         self, program: Path, data: Sequence[Path], *, cpus: Collection[int] | None, threads: int, methods: Sequence[str]
     ) -> session_pb2.SessionReady:
-        """Loads the program, and `methods` of it; tells what there is to call.
+        """Load the program and some of its methods; return what there is to call.
 
         Raises:
-            MethodMissing: one of `methods` is none of the program's.
+            MethodMissing: the program has not all of `methods`.
             EtfarmError: as `Runner.load` and `Runner.load_method`.
         """
         self.stage = "LOAD"
@@ -81,7 +81,7 @@ class ServedProgram:
         return ready
 
     async def answer(self, task: session_pb2.SessionTask) -> tuple[session_pb2.SessionAnswer, EtfarmError | None]:
-        """What came of a task, errors of the program included; and what ended the program, where that did."""
+        """Return a task's answer, errors of the program included, and the error that ended the program, if it ended."""
         timeout_s = task.timeout_s if task.HasField("timeout_s") else sessions.CALL_TIMEOUT_S + _own_time_s(task)
         deadline = asyncio.timeout(timeout_s)
         try:
@@ -137,7 +137,7 @@ class ServedProgram:
         into.first_run_ns = measured.first_run_ns
 
     async def _use(self, method: str) -> int | None:
-        """Makes `method` the one that tasks are for; what loading it took, in ns, or None where it was loaded."""
+        """Make `method` the current one; return its load time in ns, or None if it was loaded already."""
         if method == self._current:
             return None
         if method not in self._methods:
@@ -157,7 +157,7 @@ class ServedProgram:
         return taken.load_method_ns
 
     async def _is_over(self) -> bool:
-        """Whether the runner ended: then it answers everything with the error that ended it."""
+        """Return whether the runner ended: it then answers everything with the error that ended it."""
         try:
             await self._runner.memory()
         except EtfarmError:
@@ -170,12 +170,12 @@ def _max_time_s(loop: session_pb2.SessionLoop) -> float:
 
 
 def _own_time_s(task: session_pb2.SessionTask) -> float:
-    """What a loop may take beside: its warm-up and its timed pass."""
+    """Return the time that a loop may take in addition: its warm-up and its timed pass."""
     return 2 * _max_time_s(task.loop) if task.HasField("loop") else 0.0
 
 
 async def _aside(data: bytes, work: Callable[[], list[tensors.Value]]) -> list[tensors.Value]:
-    """Large tensors are copied in a thread, small ones here: a thread's hop takes longer than they do."""
+    """Decode large tensors in a thread, small ones here, since switching threads takes longer."""
     return await asyncio.to_thread(work) if len(data) > sessions.INLINE_BYTES else work()
 
 

@@ -1,4 +1,4 @@
-"""What programs run on, as an attempt sees it: this machine, a processor that it emulates, or a phone that is attached to it."""
+"""The target of an attempt: this machine, a processor that it emulates, or a phone that is attached to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Provisions:
     program: Path
     data: list[Path]
     bundle: Bundle | None
-    """None where none came, and the target has a runner of its own."""
+    """None if the target's own runner is used."""
 
 
 class Target(Protocol):
@@ -35,27 +35,27 @@ class Target(Protocol):
 
     @property
     def device(self) -> device_pb2.Device:
-        """What the farm knows of it."""
+        """The device's description, as the farm has it."""
 
     @property
     def gates(self) -> Gates:
-        """What a measurement on it waits for."""
+        """The gates that a measurement on it waits at."""
 
     @property
     def tried(self) -> set[str]:
-        """Digests of bundles whose runner has worked on it since this process began. For the caller to fill."""
+        """Digests of bundles whose runner passed its self-test here since this process began. The caller fills it."""
 
     @property
     def restricted(self) -> bool:
-        """Whether programs may use some of its cpus only, which are those of the device."""
+        """Whether programs are restricted to some of the cpus, which the description then lists."""
 
     @property
     def has_own_runner(self) -> bool:
-        """Whether programs run on it without a bundle."""
+        """Whether it has a runner of its own, which needs no bundle."""
 
     @property
     def own_first(self) -> bool:
-        """Whether that runner goes before any bundle."""
+        """Whether its own runner is preferred to any bundle."""
 
     @property
     def measures_memory(self) -> bool:
@@ -63,10 +63,10 @@ class Target(Protocol):
 
     @property
     def self_test_s(self) -> float:
-        """Deadline of a runner's self-test."""
+        """The deadline of a runner's self-test."""
 
     async def install(self, provisions: Provisions, on_progress: Progressed | None = None) -> None:
-        """Carries there what is not there yet; every file is verified there. For the run that comes next.
+        """Carry the files of the next run to it, unless they are there already; every file is verified there.
 
         Raises:
             DeviceError: it has no room, or is gone.
@@ -75,7 +75,7 @@ class Target(Protocol):
     def start_runner(
         self, bundle: Bundle | None, folder: Path, on_log: OnLog | None
     ) -> AbstractAsyncContextManager[RemoteRunner]:
-        """A fresh runner process under the agent's limits. Deadlines are the caller's.
+        """Start a fresh runner process under the agent's limits. The caller sets deadlines.
 
         Args:
             bundle: the runner's; None for the target's own.
@@ -83,26 +83,26 @@ class Target(Protocol):
         """
 
     def watch(self, cpus: Collection[int] | None) -> AbstractAsyncContextManager[Watch]:
-        """Sees what the device does beside a timed pass.
+        """Observe the device during a timed pass.
 
         Args:
-            cpus: that the runner is bound to; None where it may run on all.
+            cpus: cpus that the runner is bound to; None if it may run on all.
         """
 
     def settings(self, cpus: Collection[int] | None) -> AbstractContextManager[list[report_pb2.DeviceSetting]]:
-        """Sets for a measurement what may be set, and puts it back. Gives what was to be changed, even where it was not."""
+        """Apply the settings of a measurement and restore them afterwards; yield all settings, applied or not."""
 
     def usable_cpus(self) -> Collection[int]:
-        """Logical cpus that a runner may run on which is bound to none."""
+        """Return the logical cpus that an unbound runner may run on."""
 
     def runners_cpu_ns(self, runners: Sequence[int]) -> int | None:
-        """CPU time of all runners that ended since this process began, and of `runners`, which live; None where nobody tells."""
+        """Return the CPU time of all runners that ended, and of the running `runners`; None if it is unknown."""
 
     async def answers(self) -> bool:
-        """Whether it can be reached now; asked when a run on it has just ended by the device."""
+        """Return whether it can be reached now, after a run on it failed by the device."""
 
     def telemetry(self, *, light: bool) -> device_pb2.DeviceTelemetry:
-        """For a heartbeat; returns at once.
+        """Return the telemetry for a heartbeat, at once.
 
         Args:
             light: a pass is timed on the device, which nothing should disturb.

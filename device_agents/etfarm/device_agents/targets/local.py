@@ -1,4 +1,4 @@
-"""This machine as a target, or a processor that it emulates: processes here, files of this kernel."""
+"""This machine, or a processor that it emulates, as a target: local processes, and files of this kernel."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from etfarm.wire.chunks import Progressed
 
 
 class Machine:
-    """A `Target`.
+    """This machine, or an emulated processor; a `Target`.
 
     Args:
-        config: the agent's; its emulator decides which of the two it is.
-        device: what it is.
-        jail: confines the machine's runners; a new Jail when None.
+        config: the agent's settings; with an emulator this is the emulated processor.
+        device: its description.
+        jail: confines the machine's runners; a new Jail if None.
     """
 
     def __init__(self, config: AgentConfig, device: device_pb2.Device, jail: Jail | None = None) -> None:
@@ -51,7 +51,7 @@ class Machine:
         self._telemetry = Telemetry(config.data)
 
     async def install(self, provisions: Provisions, on_progress: Progressed | None = None) -> None:
-        """Everything is here."""
+        """Do nothing, since all files are here."""
 
     def start_runner(
         self, bundle: Bundle | None, folder: Path, on_log: OnLog | None
@@ -91,7 +91,7 @@ class Machine:
         return watched(lambda: Sampler([list(cluster.cpus) for cluster in self.device.clusters], cpus))
 
     def settings(self, cpus: Collection[int] | None) -> AbstractContextManager[list[report_pb2.DeviceSetting]]:
-        """The cpus' governors."""
+        """Set the cpus' governors; see `Target.settings`."""
         return self._governors.held(cpus)
 
     def usable_cpus(self) -> Collection[int]:
@@ -104,7 +104,7 @@ class Machine:
         return round((ended.ru_utime + ended.ru_stime) * 1e9) + sum(_cpu_ns(pid) for pid in runners)
 
     async def answers(self) -> bool:
-        """This machine is always here."""
+        """Return True: this machine is always here."""
         return True
 
     def telemetry(self, *, light: bool) -> device_pb2.DeviceTelemetry:

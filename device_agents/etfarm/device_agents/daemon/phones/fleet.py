@@ -1,4 +1,4 @@
-"""`etfarm agent --adb`: every phone that the adb server lists becomes a device of the agent, and leaves it when it goes."""
+"""The fleet of `etfarm agent --adb`: each phone that the adb server lists is a device of the agent."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ log = logging.getLogger(__name__)
 
 _ARCHES: Final = ("aarch64", "x86_64")
 _REFRESH_S: Final = 30.0
-"""Between two looks at a phone that is idle."""
+"""Interval at which the state of an idle phone is read."""
 _RESCUES: Final = 60
-"""Tries to connect again to a phone whose link is dead: for minutes, since its network may be away as well."""
+"""Tries to reconnect to a phone whose link is dead: for minutes, since its network may be down as well."""
 
 
 class Fleet:
     """The phones of one agent.
 
     Args:
-        adb: the server that knows them.
-        agent: whose devices they become.
-        agent_id: the agent's.
-        cache: of artifacts, for the runner that a new phone tries.
-        config: the agent's.
+        adb: the adb server that lists them.
+        agent: the agent whose devices they become.
+        agent_id: the agent's UUID.
+        cache: the artifact cache, for the runner that a new phone tests.
+        config: the agent's settings.
     """
 
     def __init__(self, adb: AdbServer, agent: Agent, agent_id: str, cache: Cache, config: AgentConfig) -> None:
@@ -56,35 +56,35 @@ class Fleet:
         self._trial = Trial(config, cache)
         self._listed: dict[str, Listed] = {}
         self._serving: dict[str, asyncio.Task[None]] = {}
-        """Those of phones that are listed, by serial."""
+        """Tasks of phones that are listed, by serial."""
         self._tasks: set[asyncio.Task[None]] = set()
-        """Those and the ones that still end: nobody waits for them but who comes after them."""
+        """All tasks, including those that are ending; only their successors wait for these."""
         self._turns: dict[str, asyncio.Lock] = {}
         """Held by the one task that serves a serial, ..."""
         self._places: dict[str, asyncio.Lock] = {}
         """... and by the one that serves a device, by its id."""
         self._known: dict[str, device_pb2.Device] = {}
-        """What phones are that were recognized, by serial."""
+        """Descriptions of recognized phones, by serial."""
         self._announced: dict[str, str] = {}
-        """The device that each serial's phone is told as."""
+        """Ids of the devices that phones are announced as, by serial."""
         self._served: dict[str, str] = {}
-        """Those that can be given runs. A phone by cable and Wi-Fi is listed twice, and is one device by one of the two."""
+        """Ids of devices that take runs, by serial. A phone on cable and Wi-Fi is listed twice and served once."""
         self._rescues: dict[str, asyncio.Task[None]] = {}
         self._failed_tries: dict[str, FailedTries] = {}
         """Failed tries to serve phones, by serial."""
         self._rescued: set[str] = set()
-        """Serials that are plugged in anew by this agent when they come next, and not by anybody else."""
+        """Serials whose next appearance is this agent's own reconnect, and not a cable."""
 
     async def find_server(self) -> None:
-        """Makes sure that there is an adb server.
+        """Make sure that an adb server runs.
 
         Raises:
-            AdbMissing, AdbServerMissing: there is none, and none can be started.
+            AdbMissing, AdbServerMissing: no adb server runs, and none can be started.
         """
         await self._adb.start_server()
 
     async def run(self) -> None:
-        """Follows the adb server's list until it is cancelled; an adb server that is gone is started again."""
+        """Follow the adb server's list until cancelled; start an adb server that is gone again."""
         pauses, logged = self._config.pauses(), ""
         try:
             while True:
@@ -111,7 +111,7 @@ class Fleet:
                 await asyncio.wait(ending)
 
     def _take(self, listed: dict[str, Listed]) -> None:
-        """Begins and ends to serve phones as the list says. No phone waits for another one."""
+        """Start and stop serving phones as the list says. No phone waits for another one."""
         changed = {serial for serial in {*self._listed, *listed} if self._listed.get(serial) != listed.get(serial)}
         for serial in listed.keys() - self._listed.keys():
             if serial in self._rescued:
@@ -130,7 +130,7 @@ class Fleet:
                 task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, listed: Listed) -> None:
-        """One phone, as long as adb says the same of it, once what was served of it before has ended."""
+        """Serve one phone while its entry in adb's list stays the same, once its former task has ended."""
         async with self._turns.setdefault(listed.serial, asyncio.Lock()):
             await self._serve_in_turn(listed)
 
@@ -159,10 +159,10 @@ class Fleet:
                 await self._agent.detach(device_id, "adb does not list it any more")
 
     async def _serve_once(self, listed: Listed) -> None:
-        """Until something keeps the phone from being served.
+        """Serve a phone until it cannot be served any more.
 
         Raises:
-            EtfarmError: what it is.
+            EtfarmError: the reason.
         """
         serial = listed.serial
         if listed.state is not State.DEVICE:
@@ -190,7 +190,7 @@ class Fleet:
             await self._serve_as(device, serial)
 
     async def _serve_as(self, device: device_pb2.Device, serial: str) -> None:
-        """`_serve_once` of a phone that is the device, and is served in no other way."""
+        """Serve a recognized phone, which no other serial serves."""
         phone = Phone(self._adb, serial, device, self._config)
         claim = await Claim.take(self._adb, serial, ROOT, f"agent {self._agent_id} on {socket.gethostname()}")
         try:
@@ -205,10 +205,10 @@ class Fleet:
                 claim.release()
 
     async def _enrol(self, phone: Phone) -> None:
-        """Makes it a device of the farm, and then looks at it now and then for ever.
+        """Make the phone a device of the farm, and then read its state now and then, without end.
 
         Raises:
-            EtfarmError: what keeps it from being one.
+            EtfarmError: the phone cannot be a device.
         """
         await phone.folder.open()
         await phone.look()
@@ -231,7 +231,7 @@ class Fleet:
         return any(served == device_id for known, served in self._served.items() if known != serial)
 
     async def _announce(self, serial: str, device_id: str) -> None:
-        """What is told of the phone from here on is told of that device, and not of another."""
+        """Announce the phone as this device from now on, and not as another one."""
         for other in [known for known, announced in self._announced.items() if announced == device_id]:
             # An entry of a port that the phone had before, for example, which adb still lists as offline.
             del self._announced[other]
@@ -241,7 +241,7 @@ class Fleet:
             await self._agent.detach(former, "it is known by its own serial now")
 
     async def _handle_failure(self, listed: Listed, error: EtfarmError) -> None:
-        """Tells the farm why a phone cannot be served, tries what may help, and returns when it is time for another try."""
+        """Announce why a phone cannot be served, try what may help, and return when it is time for another try."""
         serial = listed.serial
         await self._announce_problem(listed, error)
         tries = self._tries_of(serial)
@@ -257,7 +257,7 @@ class Fleet:
         await asyncio.sleep(pause_s)
 
     async def _announce_problem(self, listed: Listed, error: EtfarmError) -> None:
-        """Tells the farm why a phone cannot be served, and people once."""
+        """Announce why a phone cannot be served, and log it once."""
         serial = listed.serial
         if self._tries_of(serial).is_new(str(error)):
             log.warning("%s", error)
@@ -274,7 +274,7 @@ class Fleet:
         return self._failed_tries.setdefault(serial, FailedTries(self._options.retry_s, self._options.retry_last_s))
 
     async def _rescue(self, serial: str) -> None:
-        """Gives a phone a new connection. It is off adb's list meanwhile, so this is nothing that its serving does itself."""
+        """Reconnect a phone. It is off adb's list meanwhile, which ends its own task, so this is another one."""
         pauses = self._config.pauses()
         for _ in range(_RESCUES):
             self._rescued.add(serial)
@@ -288,7 +288,7 @@ class Fleet:
 
 
 async def _whole(work: Coroutine[None, None, None]) -> None:
-    """Does it to its end; whoever is cancelled meanwhile is so afterwards."""
+    """Do the work to its end, and raise a cancellation only afterwards."""
     task, cancelled = asyncio.create_task(work), None
     while not task.done():
         try:

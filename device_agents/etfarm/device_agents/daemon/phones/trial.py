@@ -1,4 +1,4 @@
-"""The runner's trial on a phone that comes, before any program needs it there."""
+"""The trial of a runner on a phone that has just come, before any program needs it there."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from etfarm.wire.errors import FarmError, UserError
 log = logging.getLogger(__name__)
 
 _BUNDLE_S: Final = 600.0
-"""How long the runner for a new phone may be on its way from the farm."""
+"""How long the download of the runner for a new phone may take."""
 
 
 class Trial:
-    """Lets phones try their runners.
+    """Self-tests of runners on phones.
 
     Args:
         config: the agent's.
@@ -43,8 +43,9 @@ class Trial:
         self._cache = cache
 
     async def run(self, phone: Phone) -> None:
-        """The self-test of the runner that the farm has for the phone, or that was put on it. Without one, or without the farm,
-        the phone's first run does it.
+        """Test the runner that the farm has for the phone, or that was put on it.
+
+        Without a runner, or without the farm, the phone's first run does it.
 
         Raises:
             OwnRunnerFailed, RunnerDoesNotWork: with the signal, or with what the system said.
@@ -70,7 +71,7 @@ class Trial:
             log.info("the phone %s tries its runner at the first job: %s", phone.serial, error)
 
     async def _own_runner(self, phone: Phone) -> device_pb2.DeviceRunner:
-        """What the runner that was put on the phone can do; it has tested itself.
+        """Test the runner that was put on the phone, and return its description.
 
         Raises:
             OwnRunnerFailed: it does not start, or computes wrongly.

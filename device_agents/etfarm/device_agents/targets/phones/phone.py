@@ -1,4 +1,4 @@
-"""A phone as a target: what it is, what it does beside a run, and runners on it. All of it by adb."""
+"""A phone as a target, by adb: its description, its state during a run, and runners on it."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _SELF_TEST_S: Final = 30.0
 
 
 async def ask(adb: AdbServer, serial: str, files: Collection[str], commands: Mapping[str, str]) -> dict[str, str]:
-    """What the phone answers, in one shell call: facts by path, or by the name of a command.
+    """Return facts of the phone, read in one shell call: texts by path, or by the name of a command.
 
     Raises:
-        PhoneRefused: it has no usable shell.
-        DeviceError: it is gone, or does not answer.
+        PhoneRefused: the phone has no usable shell.
+        DeviceError: the phone is gone, or does not answer.
     """
     # As input: the command lines of old phones are short.
     done = await adb.run(serial, "sh", input=shell_facts.script(files, commands).encode(), deadline_s=_FACTS_S)
@@ -53,7 +53,7 @@ async def ask(adb: AdbServer, serial: str, files: Collection[str], commands: Map
 
 
 async def recognize(adb: AdbServer, serial: str) -> device_pb2.Device:
-    """What the phone is, without agent_id and labels. Its id is its own serial, by whatever way it is connected.
+    """Return the phone's description, without agent_id and labels. Its id is its own serial, however it is connected.
 
     Raises:
         As `ask`.
@@ -68,13 +68,13 @@ async def recognize(adb: AdbServer, serial: str) -> device_pb2.Device:
 
 
 class Phone:
-    """A `Target`. Its adb connection is somebody else's to keep.
+    """A phone; a `Target`. The caller keeps its adb connection.
 
     Args:
-        adb: the server that knows it.
-        serial: as adb has it now.
-        device: what it is.
-        config: the agent's.
+        adb: the adb server that lists it.
+        serial: its current serial for adb.
+        device: its description.
+        config: the agent's settings.
     """
 
     restricted = False
@@ -90,9 +90,9 @@ class Phone:
         self.folder = PhoneFolder(adb, serial, config.phones.limit_bytes)
         self._runners = 0
         self.gone = False
-        """It does not answer any more; another `Phone` takes its place when it is back."""
+        """Whether it does not answer any more; another `Phone` takes its place when it is back."""
         self.doubted = asyncio.Event()
-        """Somebody found that it does not answer."""
+        """Set when a run found that it does not answer."""
         around = Surroundings(self._hottest_c, self._runnable, max(1, device.cores))
         here = config.data / "phones" / re.sub(r"[^\w-]", "_", device.id)
         here.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ class Phone:
             log.info("%d bytes were carried to the phone %s", sent, self.serial)
 
     async def install_runner(self, bundle: Bundle) -> None:
-        """Carries a bundle there before any program needs it; as `install`."""
+        """Carry a bundle there before any program needs it; see `install`."""
         await self.folder.install(bundle, [])
 
     @asynccontextmanager
@@ -148,13 +148,13 @@ class Phone:
 
     @asynccontextmanager
     async def watch(self, cpus: Collection[int] | None) -> AsyncIterator[Watch]:
-        """Looks before the warm-up and after the pass: a look starts a dozen processes on the phone, which would disturb it."""
+        """Read the state before the warm-up and after the pass only: a reading starts a dozen processes on the phone."""
         watch = _Looks(self, time.monotonic())
         watch.before = await self.glance() or report_pb2.SystemReading()
         yield watch
 
     def settings(self, cpus: Collection[int] | None) -> AbstractContextManager[list[report_pb2.DeviceSetting]]:
-        """None: Android lets nobody but root set a clock."""
+        """Yield no settings: Android lets only root set a clock."""
         return _no_settings()
 
     def usable_cpus(self) -> Collection[int]:
@@ -162,16 +162,16 @@ class Phone:
         return [cpu for cluster in self.device.clusters for cpu in cluster.cpus]
 
     def runners_cpu_ns(self, runners: Sequence[int]) -> int | None:
-        """Nobody tells."""
+        """Return None, since the phone does not report it."""
         return None
 
     @property
     def is_running(self) -> bool:
-        """Whether a runner is there, which nothing should disturb."""
+        """Whether a runner is running, which nothing should disturb."""
         return self._runners > 0
 
     async def glance(self, elapsed_ms: float = 0.0) -> report_pb2.SystemReading | None:
-        """`look`; None where the phone's services do not answer, which costs no measurement."""
+        """Return the state, or None if the phone's services do not answer, which must not fail a measurement."""
         try:
             return await self.look(elapsed_ms)
         except (PhoneSilent, PhoneRefused) as error:
@@ -190,11 +190,11 @@ class Phone:
         return True
 
     def telemetry(self, *, light: bool) -> device_pb2.DeviceTelemetry:
-        """What `look` saw last."""
+        """Return the state that `look` read last."""
         return self._telemetry
 
     def _take(self, read: report_pb2.SystemReading) -> None:
-        """For heartbeats, and for the memory that a runner may use."""
+        """Keep the state for heartbeats, and for the memory that a runner may use."""
         telemetry = device_pb2.DeviceTelemetry()
         telemetry.at.GetCurrentTime()
         if read.HasField("load_1m"):
@@ -213,7 +213,7 @@ class Phone:
         self._telemetry = telemetry
 
     async def look(self, elapsed_ms: float = 0.0) -> report_pb2.SystemReading:
-        """The state of the phone now, which heartbeats tell from here on.
+        """Read the state of the phone and keep it for heartbeats.
 
         Raises:
             As `ask`.
@@ -239,7 +239,7 @@ class Phone:
 
 
 class _Looks:
-    """A `Watch` of two looks."""
+    """A `Watch` of two readings."""
 
     def __init__(self, phone: Phone, began_s: float) -> None:
         self._phone = phone
