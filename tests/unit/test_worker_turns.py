@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from etfarm.server.workers.fair_slots import Turns
+from etfarm.server.workers.fair_slots import FairSlots
 
 
 class Queue:
     """Children that hold a slot until they are ended."""
 
     def __init__(self, slots: int) -> None:
-        self.turns = Turns(slots)
+        self.turns = FairSlots(slots)
         self.running: list[str] = []
         self._ends: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}

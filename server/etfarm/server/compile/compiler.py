@@ -1,4 +1,4 @@
-"""The daemon's side of compiling: one compilation a key, in up to two children, answered from the cache where it was done."""
+"""The compiler: turns candidates into programs in up to two children each, once for each key, or answers from the cache."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from etfarm.wire.recipes import Recipe
 from etfarm.wire.status import to_proto
 
 _ANY_MODEL: Final = "model"
-"""Name of every model in children: a compilation may serve several projects, which must not learn each other's names of it."""
+"""Name of every model in children: a compilation may serve several projects, which must not learn each other's model names."""
 
 _LARGE_CANDIDATE: Final = 64 << 10
 _KEPT_KEYS: Final = 1_000
 
 _LOG_LINES: Final = 60
 _LOG_CHARACTERS: Final = 6000
-"""What is kept of the log of a compilation that failed: its end, where the original error is."""
+"""Maximum of a failed compilation's log that is kept: its end, which has the original error."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Tasks:
 
 
 class Compiler:
-    """Turns candidates into programs.
+    """The compiler of the server's candidates.
 
     Args:
-        deadline_s: of one child, wall clock.
-        stage_deadline_s: of one stage, wall clock.
-        threads: that a child may use.
-        operators: that programs may use.
+        deadline_s: wall-clock deadline of each child.
+        stage_deadline_s: wall-clock deadline of each stage.
+        threads: number of threads that a child may use.
+        operators: operators that programs may use.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Compiler:
         self._catalog = RecipeCatalog(workers, self._tasks.recipes, deadline_s=deadline_s)
         self._planning = asyncio.Lock()
         self._keys: OrderedDict[tuple[bytes, str], tuple[str, str]] = OrderedDict()
-        """Of large candidates by their bytes and the last stage: the compilation's and the quantization's."""
+        """Keys of the compilation and the quantization of large candidates, by the candidate's bytes and the last stage."""
 
     @property
     def in_progress(self) -> tuple[str, ...]:
@@ -94,18 +94,18 @@ class Compiler:
         return self._compilations.keys + self._quantizations.keys
 
     async def get(self, key: str) -> Compilation:
-        """A finished compilation, one that failed included.
+        """Return a finished compilation, which may have failed.
 
         Raises:
-            CompilationNotFound: there is none under the key.
+            CompilationNotFound: no compilation has the key.
         """
         return await self._cache.get(key)
 
     async def get_visible(self, key: str, scope: Scope) -> Compilation:
-        """A finished compilation that one of the scope's projects asked for, and which it may read the files of.
+        """Return a finished compilation that one of the scope's projects requested, and whose files it may read.
 
         Raises:
-            CompilationNotFound: there is none under the key, or others asked for it.
+            CompilationNotFound: no compilation has the key, or only other projects requested it.
         """
         return await self._cache.get_visible(key, scope)
 
@@ -120,11 +120,13 @@ class Compiler:
         stop_after: str = "",
         quantize_again: bool = True,
     ) -> Outcome:
-        """What comes of a candidate, a failure included. Equal ones that come at one time are done once; a cancelled caller
-        ends the children when nobody else waits for them. The project holds what came of it, whoever had it compiled first.
+        """Compile a candidate and return the outcome, which may be a failure.
+
+        Equal candidates that arrive at the same time are compiled once; the cancellation of the last waiting caller ends the
+        children. The project holds the outcome, whichever project had it compiled first.
 
         Args:
-            project: who asks, and may read the compilation and its files from then on.
+            project: the requesting project, which may read the compilation and its files from then on.
             fresh: compile again although the cache has an answer.
             stop_after: a stage of the candidate's recipe; empty for a whole program.
             quantize_again: with `fresh`, the shared stages too.
@@ -135,8 +137,11 @@ class Compiler:
         return outcome
 
     async def _plan(self, candidate: job_pb2.Candidate, stop_after: str) -> Plan:
-        """What is to be done. The keys of a large candidate, a digest of up to a hundred thousand calibration samples, are found
-        in a thread, one at a time, and once for all cells of a job."""
+        """Return the plan for a candidate.
+
+        The keys of a large candidate, a digest of up to a hundred thousand calibration samples, are computed in a thread, one
+        at a time, and once for all cells of a job.
+        """
         recipe = await self._recipe_of(candidate)
         if candidate.ByteSize() < _LARGE_CANDIDATE:
             return plan(candidate, recipe, stop_after, self._operators)
@@ -168,11 +173,11 @@ class Compiler:
         self, todo: Plan, owner: str, project: str, fresh: bool, quantize_again: bool, listener: Listener
     ) -> Outcome:
         if not fresh and (known := await self._cache.compilation(todo.key)) is not None:
-            _tell_log(known, listener)
+            _replay_log(known, listener)
             return Outcome(known, cached=True)
 
         async def work(subscribers: Subscribers) -> Outcome:
-            # Another's may have ended since the cache was asked.
+            # An equal compilation may have ended since the cache was read.
             if not fresh and (known := await self._cache.compilation(todo.key)) is not None:
                 return Outcome(known, cached=True)
             outcome = await self._work(todo, owner, project, fresh and quantize_again, subscribers)
@@ -183,10 +188,10 @@ class Compiler:
         return await self._compilations.join(_shared_keys(todo.key, fresh), work, listener)
 
     async def _work(self, todo: Plan, owner: str, project: str, fresh: bool, subscribers: Subscribers) -> Outcome:
-        made = Compilation(key=todo.key, toolchain=self._toolchain, stopped_after=todo.stop_after)
+        compilation = Compilation(key=todo.key, toolchain=self._toolchain, stopped_after=todo.stop_after)
         try:
             if todo.recipe is None:
-                return await self._inspect(todo, made, owner, project, subscribers)
+                return await self._inspect(todo, compilation, owner, project, subscribers)
             if any(part.specification.needs for part in todo.recipe.parts):
                 await self._catalog.recipes()  # the others need nothing that a server could lack, and need not wait for the list
             self._catalog.require_available(todo.recipe)
@@ -194,12 +199,12 @@ class Compiler:
             lowered_from = sources
             if todo.quantization_key:
                 quantized = await self._quantized(todo, owner, project, fresh, subscribers.listener)
-                _add(made, quantized)
-                if made.HasField("error"):
-                    return replace(quantized, made=made)
+                _add_shared(compilation, quantized)
+                if compilation.HasField("error"):
+                    return replace(quantized, made=compilation)
                 lowered_from = dict(quantized.made.exported_programs)
             for name, artifact in lowered_from.items():
-                made.exported_programs[name].CopyFrom(artifact)
+                compilation.exported_programs[name].CopyFrom(artifact)
             model = todo.candidate.model
             await self._require_whole(lowered_from, model.constant_methods)
             await self._store.require_whole(original_of(method).digest for method in model.methods.values())
@@ -211,20 +216,20 @@ class Compiler:
                 stop_after=todo.stop_after or None, threads=self._threads, operators=self._operators,
             )  # fmt: skip
         except EtfarmError as error:
-            return _failed(made, error)
+            return _failed(compilation, error)
         read = partial(answers.lowered, stop_after=todo.stop_after)
-        return await self._child(self._tasks.lower, request, made, owner, project, subscribers, read)
+        return await self._child(self._tasks.lower, request, compilation, owner, project, subscribers, read)
 
     async def _quantized(self, todo: Plan, owner: str, project: str, fresh: bool, listener: Listener) -> Outcome:
-        """What QUANTIZE and the export after it give; shared by all compilations that lower it."""
+        """Return the outcome of QUANTIZE and the export after it, which all compilations that lower it share."""
         if not fresh and (known := await self._cache.stages(todo.quantization_key)) is not None:
             for stage in known.stages:
                 listener.on_stage(stage.stage, stage.duration_ms, cached=True)
-            _tell_log(known, listener)
+            _replay_log(known, listener)
             return Outcome(known, cached=True)
 
         async def work(subscribers: Subscribers) -> Outcome:
-            made = Compilation(key=todo.quantization_key)
+            compilation = Compilation(key=todo.quantization_key)
             try:
                 model = todo.candidate.model
                 # There may be tens of thousands of calibration samples.
@@ -235,9 +240,9 @@ class Compiler:
                 )
                 request = await asyncio.to_thread(self._quantize_request, todo)
             except EtfarmError as error:
-                return _failed(made, error)
+                return _failed(compilation, error)
             read = partial(answers.quantized, methods=todo.candidate.model.methods)
-            outcome = await self._child(self._tasks.quantize, request, made, owner, project, subscribers, read)
+            outcome = await self._child(self._tasks.quantize, request, compilation, owner, project, subscribers, read)
             if outcome.lasting:
                 await self._cache.keep_stages(outcome.made)
             return outcome
@@ -254,26 +259,26 @@ class Compiler:
             threads=self._threads, operators=self._operators,
         )  # fmt: skip
 
-    async def _inspect(self, todo: Plan, made: Compilation, owner: str, project: str, subscribers: Subscribers) -> Outcome:
+    async def _inspect(self, todo: Plan, compilation: Compilation, owner: str, project: str, subscribers: Subscribers) -> Outcome:
         program = todo.candidate.program
-        made.program.CopyFrom(program)
+        compilation.program.CopyFrom(program)
         await self._store.require_whole([program.pte.digest])
         request = InspectRequest(pte=self._store.path(program.pte.digest), model_name=_ANY_MODEL, threads=self._threads)
-        return await self._child(self._tasks.inspect, request, made, owner, project, subscribers, answers.inspected)
+        return await self._child(self._tasks.inspect, request, compilation, owner, project, subscribers, answers.inspected)
 
     async def _child(
         self,
         task: str,
         request: object,
-        made: Compilation,
+        compilation: Compilation,
         owner: str,
         project: str,
         subscribers: Subscribers,
         read: Callable[[Mapping[str, Any], answers.Files], Awaitable[Compilation]],
     ) -> Outcome:
-        """Runs one child and adds to `made` what it gives; where it fails, the stages that ended before, and why."""
+        """Run one child and add its answer to `compilation`; if it fails, add the stages that ended and the error."""
         ended: list[compile_pb2.Stage] = []
-        told: set[tuple[str, bool]] = set()
+        reported: set[tuple[str, bool]] = set()
         lines: deque[str] = deque(maxlen=_LOG_LINES)
 
         def on_log(line: str) -> None:
@@ -282,9 +287,9 @@ class Compiler:
 
         def on_event(data: bytes) -> None:
             stage, duration_ms = answers.stage_event(data)
-            if (stage, duration_ms is None) in told:
+            if (stage, duration_ms is None) in reported:
                 raise answers.BadWorkerAnswer(f"The compile worker tells twice of {stage}.")
-            told.add((stage, duration_ms is None))
+            reported.add((stage, duration_ms is None))
             if duration_ms is not None:
                 ended.append(compile_pb2.Stage(stage=stage, duration_ms=duration_ms, where="SERVER"))
             subscribers.on_stage(stage, duration_ms)
@@ -297,13 +302,13 @@ class Compiler:
             async with finished:
                 files = answers.Files(self._store, finished.folder, owner, project)
                 answer = await asyncio.to_thread(answers.parse, finished.result)
-                made.MergeFrom(await read(answer, files))
+                compilation.MergeFrom(await read(answer, files))
         except EtfarmError as error:
-            made.stages.extend(ended)
+            compilation.stages.extend(ended)
             if lines and is_lasting(error):
                 error.metadata.setdefault("log", "\n".join(lines)[-_LOG_CHARACTERS:])
-            return _failed(made, error)
-        return Outcome(made)
+            return _failed(compilation, error)
+        return Outcome(compilation)
 
     async def _require_whole(self, *artifacts: Mapping[str, common_pb2.Artifact]) -> None:
         await self._store.require_whole(artifact.digest for named in artifacts for artifact in named.values())
@@ -330,31 +335,31 @@ class Compiler:
 
 
 def _shared_keys(key: str, fresh: bool) -> list[str]:
-    """Who wants it compiled again does not join work that may have taken a part from the cache; the other way round it goes."""
+    """Return the keys of work that a request may join: a fresh request must not join work that may use cached parts."""
     again = f"{key} again"
     return [again] if fresh else [key, again]
 
 
-def _add(made: Compilation, shared: Outcome) -> None:
-    """Takes shared stages' results into a compilation."""
+def _add_shared(compilation: Compilation, shared: Outcome) -> None:
+    """Add the results of shared stages to a compilation."""
     for stage in shared.made.stages:
-        made.stages.add().CopyFrom(stage)
-        made.stages[-1].cached = shared.cached
-    made.warnings.extend(shared.made.warnings)
+        compilation.stages.add().CopyFrom(stage)
+        compilation.stages[-1].cached = shared.cached
+    compilation.warnings.extend(shared.made.warnings)
     for method, operators in shared.made.stayed_fp32.items():
-        made.stayed_fp32[method].CopyFrom(operators)
+        compilation.stayed_fp32[method].CopyFrom(operators)
     if shared.made.HasField("error"):
-        made.error.CopyFrom(shared.made.error)
+        compilation.error.CopyFrom(shared.made.error)
 
 
-def _tell_log(known: Compilation, listener: Listener) -> None:
-    """What was printed when a failure was found, for the job that is told of it later."""
+def _replay_log(known: Compilation, listener: Listener) -> None:
+    """Pass on the log of a cached failure to a job that receives the failure later."""
     if (log := known.error.metadata.get("log", "")) and known.HasField("error"):
         listener.on_log("The end of what the compilation printed that found this:")
         for line in log.splitlines():
             listener.on_log(line)
 
 
-def _failed(made: Compilation, error: EtfarmError) -> Outcome:
-    made.error.CopyFrom(to_proto(error))
-    return Outcome(made, lasting=is_lasting(error))
+def _failed(compilation: Compilation, error: EtfarmError) -> Outcome:
+    compilation.error.CopyFrom(to_proto(error))
+    return Outcome(compilation, lasting=is_lasting(error))

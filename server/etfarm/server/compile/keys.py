@@ -1,4 +1,4 @@
-"""What a compilation depends on, as one digest: equal keys have equal outcomes. Nothing is imported to find out."""
+"""Keys of compilations: a digest of everything that a compilation depends on. Equal keys have equal outcomes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etfarm.wire import digest as digests
 from etfarm.wire.recipes import Component, Quantization, Recipe
 
 PLUGIN_GROUPS = ("etfarm.recipes", "etfarm.stages")
-"""Entry points of installed plug-ins."""
+"""Entry point groups of installed plug-ins."""
 
 _LAST = "TO_EXECUTORCH"
 
@@ -24,17 +24,17 @@ _PACKAGES: Final[Mapping[str, Sequence[str]]] = {
     "coreai": ("coreai-torch", "coreai-opt"),
     "arm": ("ethos-u-vela", "tosa-tools"),
 }
-"""Compilers of backends that are packages of their own, by the backend; the others' come with ExecuTorch."""
+"""Packages with compilers by backend; those of other backends come with ExecuTorch."""
 
 
 def toolchain() -> compile_pb2.Toolchain:
-    """The versions that take part in a compilation; read from the installed packages, nothing is imported."""
+    """Return the versions that take part in a compilation, from the packages' metadata; imports none of them."""
     return compile_pb2.Toolchain(**_versions())
 
 
 @cache
 def _versions() -> Mapping[str, str]:
-    # Once a process: the packages' metadata takes a millisecond, and another version would need another process anyway.
+    # Cached: the metadata takes a millisecond to read, and a change of version needs a new process anyway.
     return MappingProxyType({name: version(name) for name in ("torch", "executorch", "torchao", "etfarm")})
 
 
@@ -47,58 +47,58 @@ def _installed(package: str) -> str:
 
 
 def _package_versions(backends: Iterable[str]) -> dict[str, str]:
-    """The versions of what compiles for backends; one that is not installed is missing."""
+    """Return the versions of the backends' compilers; packages that are not installed are left out."""
     packages = {package for backend in backends for package in _PACKAGES.get(backend, ())}
-    return {package: found for package in sorted(packages) if (found := _installed(package))}
+    return {package: version_ for package in sorted(packages) if (version_ := _installed(package))}
 
 
 def _backends(recipe: Recipe) -> set[str]:
-    """Whose compilers may take part in a compilation."""
+    """Return the backends whose compilers may take part in a compilation."""
     options = recipe.options
-    named = [options.partitioners, *(one.partitioners for one in options.methods.values())]
+    named = [options.partitioners, *(method.partitioners for method in options.methods.values())]
     return {part.specification.backend for part in recipe.parts} | _names(named) | _quantizing(recipe)
 
 
 def _quantizing(recipe: Recipe) -> set[str]:
-    """Whose packages may take part in a quantization."""
+    """Return the backends whose packages may take part in a quantization."""
     options = recipe.options
-    named = [options.quantizers, *(one.quantizers for one in options.methods.values())]
+    named = [options.quantizers, *(method.quantizers for method in options.methods.values())]
     parts = (part.specification for part in recipe.parts)
-    return {said.backend for said in parts if said.quantization is not Quantization.NONE} | _names(named)
+    return {part.backend for part in parts if part.quantization is not Quantization.NONE} | _names(named)
 
 
-def _names(components: Iterable[Sequence[Component] | None]) -> set[str]:
-    return {one.name for ones in components for one in ones or ()}
+def _names(lists: Iterable[Sequence[Component] | None]) -> set[str]:
+    return {component.name for components in lists for component in components or ()}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What there is to do for one candidate."""
+    """The work for one candidate."""
 
     candidate: job_pb2.Candidate
     recipe: Recipe | None
     """None for a ready program."""
     stop_after: str
-    """The last stage where that is not TO_EXECUTORCH; empty where a program comes out."""
+    """The last stage if it is not TO_EXECUTORCH; empty if the outcome is a program."""
     key: str
-    """The compilation's."""
+    """The compilation's key."""
     quantization_key: str
-    """Of what the server quantizes, shared by all compilations that lower it; empty where it quantizes nothing."""
+    """The key of the quantization, shared by all compilations that lower its result; empty if the server quantizes nothing."""
 
     @property
     def done(self) -> tuple[str, ...]:
-        """Stages that are done before a server's stage runs, in their order; a .pt2 is an exported program."""
-        said = tuple(stage.stage for stage in self.candidate.stages_done)
-        return said if "TORCH_EXPORT" in said else (*said, "TORCH_EXPORT")
+        """The stages that are done before the server's first stage, in order; a .pt2 is an exported program."""
+        stages = tuple(stage.stage for stage in self.candidate.stages_done)
+        return stages if "TORCH_EXPORT" in stages else (*stages, "TORCH_EXPORT")
 
 
 def plan(candidate: job_pb2.Candidate, recipe: Recipe | None, stop_after: str = "", operators: Operators | None = None) -> Plan:
-    """What is to be done for a candidate that Submit has accepted.
+    """Return the plan for a candidate that Submit has accepted.
 
     Args:
-        recipe: the candidate's, with what is known of plug-ins; None for a ready program.
+        recipe: the candidate's recipe, resolved by `RecipeCatalog`; None for a ready program.
         stop_after: a stage of the recipe; empty for all of them.
-        operators: that programs may use; a model that was refused may pass by another list.
+        operators: operators that programs may use; a refused model may pass with another list.
     """
     if recipe is None:
         described = {"schema": "etfarm.inspection/2", "program": program_digest(candidate.program), **_versions()}
@@ -136,12 +136,12 @@ def plan(candidate: job_pb2.Candidate, recipe: Recipe | None, stop_after: str = 
 
 
 def original_of(method: job_pb2.MethodSource) -> common_pb2.Artifact:
-    """The .pt2 that outputs are compared with: before any quantization, as far as the client has sent that."""
+    """Return the .pt2 that outputs are compared with: the unquantized program if the client has sent it."""
     return method.reference if method.HasField("reference") else method.exported_program
 
 
 def calibration_of(candidate: job_pb2.Candidate) -> dict[str, list[str]]:
-    """Digests of the calibration samples by method, in order; methods without any are left out."""
+    """Return the digests of the calibration samples by method, in order; methods without samples are left out."""
     return {
         name: [artifact.digest for artifact in method.calibration]
         for name, method in candidate.model.methods.items()
@@ -150,17 +150,17 @@ def calibration_of(candidate: job_pb2.Candidate) -> dict[str, list[str]]:
 
 
 def plugin_versions(names: Sequence[str]) -> dict[str, str]:
-    """The distributions behind plug-ins by the plug-in's name, like `acme-stages 1.2`; one that is not installed is missing."""
-    found: dict[str, str] = {}
+    """Return plug-ins' distributions by plug-in, like `acme-stages 1.2`; plug-ins that are not installed are left out."""
+    versions: dict[str, str] = {}
     if names:
         for group in PLUGIN_GROUPS:
             for entry in entry_points(group=group):
                 if entry.name in names and entry.dist is not None:
-                    found[f"{group}:{entry.name}"] = f"{entry.dist.name} {entry.dist.version}"
-    return found
+                    versions[f"{group}:{entry.name}"] = f"{entry.dist.name} {entry.dist.version}"
+    return versions
 
 
 def program_digest(program: compile_pb2.Program) -> str:
-    """A program's digest, over its manifest."""
+    """Return a program's digest, computed from its manifest."""
     data: Mapping[str, str] = {name: artifact.digest for name, artifact in program.data.items()}
     return digests.of_program(program.pte.digest, data)

@@ -1,6 +1,6 @@
-"""Errors across the pipe between a child and the daemon: JSON, read with suspicion, never a pickle.
+"""Errors of children and of the pool, and their JSON on the channel from a child to the daemon.
 
-A child has loaded a user's bytes, so nothing that it says is code or is of unbounded size.
+A child has loaded a user's bytes: its messages are never unpickled, and their size is bounded.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from etfarm.wire.errors import EtfarmError, FarmError, Fault, Kind, UserError, error_of
 
 MAX_TEXT = 8000
-"""Characters of one text of an error that came from a child; more is cut."""
+"""Maximum number of characters of each text in a child's error; longer texts are cut."""
 
 MAX_METADATA = 50
-"""Metadata of an error that came from a child; what comes after is left out."""
+"""Maximum number of metadata entries in a child's error; further entries are dropped."""
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
 
@@ -28,7 +28,7 @@ class WorkersDown(FarmError):
 
 
 class ChildDied(FarmError):
-    """A child ended without an answer: a crash in native code, or somebody's kill."""
+    """A child ended without an answer: it crashed in native code or was killed."""
 
     reason = "COMPILER_CRASHED"
 
@@ -43,7 +43,7 @@ class ChildDied(FarmError):
 
 
 class ChildOutOfMemory(UserError):
-    """A child wanted more memory than a job is given."""
+    """A child needed more memory than a job may use."""
 
     reason = "CHILD_OUT_OF_MEMORY"
     kind = Kind.RESOURCE_EXHAUSTED
@@ -58,7 +58,7 @@ class ChildOutOfMemory(UserError):
 
 
 class ChildTooManyProcesses(UserError):
-    """A child, with all that it started, wanted more processes or threads than a job may have."""
+    """A child and its processes started more processes or threads than a job may have."""
 
     reason = "CHILD_TOO_MANY_PROCESSES"
     kind = Kind.RESOURCE_EXHAUSTED
@@ -73,7 +73,7 @@ class ChildTooManyProcesses(UserError):
 
 
 class ChildDiskFull(FarmError):
-    """A child could not write its files. It says nothing of the model."""
+    """A child could not write its files; the model is not at fault."""
 
     reason = "DISK_FULL"
     kind = Kind.RESOURCE_EXHAUSTED
@@ -83,10 +83,10 @@ class ChildDiskFull(FarmError):
 
 
 class ChildTimedOut(UserError):
-    """A child, or one of its stages, did not end by its deadline; or it used up its CPU time.
+    """A child or one of its stages missed its deadline, or the child used up its CPU time.
 
     Args:
-        clock: which one ran out: `wall`, `stage` or `CPU`.
+        clock: the clock that ran out: `wall`, `stage` or `CPU`.
     """
 
     reason = "CHILD_TIMED_OUT"
@@ -104,13 +104,13 @@ class ChildTimedOut(UserError):
 
 
 class BadAnswer(FarmError):
-    """A child said something that its pool cannot read."""
+    """A child sent a message that the pool cannot read."""
 
     reason = "CHILD_ANSWER_UNREADABLE"
 
 
 def signal_name(number: int) -> str:
-    """`SIGSEGV` for 11; `signal 77` for a number without a name."""
+    """Return a signal's name: `SIGSEGV` for 11, `signal 77` for a number without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -118,22 +118,22 @@ def signal_name(number: int) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that the memory budget is used up; torch says it in a RuntimeError's text."""
+    """Return whether an exception means that the memory budget is used up; torch raises a RuntimeError with a text for it."""
     return isinstance(error, MemoryError) or any(mark in str(error) for mark in _OUT_OF_MEMORY)
 
 
 def is_out_of_processes(error: BaseException) -> bool:
-    """Whether an exception means that no further process or thread could be started."""
+    """Return whether an exception means that no further process or thread could be started."""
     return isinstance(error, BlockingIOError) or "can't start new thread" in str(error)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an exception means that a file could not be written for lack of room."""
+    """Return whether an exception means that a file could not be written for lack of room."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def to_json(error: EtfarmError, *, hide: Mapping[str, str] | None = None) -> bytes:
-    """An error as JSON with `fault`, `reason`, `kind`, `message`, `remedy`, `stage` and `metadata`.
+    """Return an error as JSON with `fault`, `reason`, `kind`, `message`, `remedy`, `stage` and `metadata`.
 
     Args:
         hide: texts that must not leave the host (paths of temporary folders) and what stands in for each.
@@ -158,14 +158,14 @@ def to_json(error: EtfarmError, *, hide: Mapping[str, str] | None = None) -> byt
 
 
 def from_json(data: bytes) -> EtfarmError:
-    """The error that `to_json` wrote. Unreadable bytes give a `BadAnswer`, returned as well."""
+    """Return the error that `to_json` wrote; for unreadable bytes, return a `BadAnswer`."""
     try:
-        said = json.loads(data)
-        told = [(str(k)[:100], str(v)[:MAX_TEXT]) for k, v in said["metadata"].items()]
-        metadata = dict([(key, value) for key, value in told if key not in _TAKEN][:MAX_METADATA])
+        message = json.loads(data)
+        entries = [(str(k)[:100], str(v)[:MAX_TEXT]) for k, v in message["metadata"].items()]
+        metadata = dict([(key, value) for key, value in entries if key not in _RESERVED][:MAX_METADATA])
         error = error_of(
-            Fault(said["fault"]), str(said["reason"])[:100], str(said["message"])[:MAX_TEXT],
-            str(said["remedy"])[:MAX_TEXT], kind=Kind(said["kind"]), stage=str(said["stage"])[:100],
+            Fault(message["fault"]), str(message["reason"])[:100], str(message["message"])[:MAX_TEXT],
+            str(message["remedy"])[:MAX_TEXT], kind=Kind(message["kind"]), stage=str(message["stage"])[:100],
         )  # fmt: skip
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return BadAnswer("A child's error could not be read.", "This is a defect of etfarm or of the model's bytes.")
@@ -173,4 +173,4 @@ def from_json(data: bytes) -> EtfarmError:
     return error
 
 
-_TAKEN = frozenset({"message", "remedy", "stage"})
+_RESERVED = frozenset({"message", "remedy", "stage"})

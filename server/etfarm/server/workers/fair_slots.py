@@ -1,4 +1,4 @@
-"""Whose child runs next: projects take turns, so that none waits for all that another has queued."""
+"""Fair sharing of the pool's slots: projects take turns, so that a long queue of one project does not delay the others."""
 
 from __future__ import annotations
 
@@ -8,54 +8,54 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Turns:
-    """Slots that are given to who has the fewest of them; among equals, to who was given one longest ago.
+class FairSlots:
+    """Slots that go to the project that holds the fewest; among equals, to the one that has waited longest since its last slot.
 
     Args:
-        slots: held at a time.
+        slots: maximum number of slots that are held at a time.
     """
 
     def __init__(self, slots: int) -> None:
         self._free = slots
         self._held: Counter[str] = Counter()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """By who waits, the one that was given a slot longest ago first; no queue is empty."""
+        """Waiting callers by project, the project that received a slot longest ago first; no queue is empty."""
 
     @asynccontextmanager
-    async def take(self, whose: str) -> AsyncIterator[None]:
-        """Hold a slot, after those of the same `whose` that came before."""
+    async def take(self, project: str) -> AsyncIterator[None]:
+        """Hold a slot; earlier callers of the same project go first."""
         if self._free:
             self._free -= 1
-            self._held[whose] += 1
+            self._held[project] += 1
         else:
-            await self._wait(whose)
+            await self._wait(project)
         try:
             yield
         finally:
-            self._give_back(whose)
+            self._release(project)
 
-    async def _wait(self, whose: str) -> None:
+    async def _wait(self, project: str) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(whose, deque()).append(turn)
+        self._waiting.setdefault(project, deque()).append(turn)
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._give_back(whose)  # it was given in the same moment
+                self._release(project)  # it was granted in the same moment
             else:
-                self._leave(whose, turn)
+                self._leave(project, turn)
             raise
 
-    def _leave(self, whose: str, turn: asyncio.Future[None]) -> None:
-        queue = self._waiting[whose]
+    def _leave(self, project: str, turn: asyncio.Future[None]) -> None:
+        queue = self._waiting[project]
         queue.remove(turn)
         if not queue:
-            del self._waiting[whose]
+            del self._waiting[project]
 
-    def _give_back(self, whose: str) -> None:
-        self._held[whose] -= 1
-        if not self._held[whose]:
-            del self._held[whose]
+    def _release(self, project: str) -> None:
+        self._held[project] -= 1
+        if not self._held[project]:
+            del self._held[project]
         self._free += 1
         while self._free and self._waiting:
             following = min(self._waiting, key=lambda each: self._held[each])

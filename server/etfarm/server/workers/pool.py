@@ -19,7 +19,7 @@ from types import TracebackType
 from etfarm.server.workers import output_files, request_files
 from etfarm.server.workers.channel import attendance
 from etfarm.server.workers.errors import WorkersDown
-from etfarm.server.workers.fair_slots import Turns
+from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.server.workers.forkserver_process import ForkserverProcess, find_cgroup_place
 from etfarm.server.workers.jail import isolation
 from etfarm.server.workers.jail.isolation import Jail, JailOptions
@@ -36,12 +36,12 @@ _DESCRIBE_S = 120.0
 
 @dataclass(frozen=True)
 class Finished:
-    """A task's result. Use it as an async context manager: leaving it deletes `folder`."""
+    """The result of a task. Use it as an async context manager: leaving it deletes `folder`."""
 
     result: bytes
-    """What the task returned."""
+    """The bytes that the task returned."""
     folder: Path
-    """The child's folder with the files that it wrote; move what is to stay out of it before leaving."""
+    """The child's folder with the files that it wrote; move the files to keep out of it before leaving."""
     peak_rss_bytes: int
     """Largest resident set of the child, the forkserver's shared pages included."""
     cpu_s: float
@@ -79,7 +79,7 @@ class Workers:
         self._preload = tuple(preload)
         self._limits = limits
         self._folder = folder.resolve()
-        self._slots = Turns(concurrency)
+        self._slots = FairSlots(concurrency)
         self._gate = gate
         self._server: ForkserverProcess | None = None
         self._network = namespaces.network_inode()
@@ -154,20 +154,20 @@ class Workers:
             deadline_s: wall-clock seconds from the child's start; waiting for a slot or for warm-up does not count.
             stage_deadline_s: wall-clock seconds of each stage, and of what comes before the first and after each; None
                 for no more than `deadline_s`.
-            whose: the project that asks: those that wait for a slot take turns.
-            on_event: gets what the task emits, in order, on the event loop. JSON objects with `stage` and a `phase` of
-                START or END name the stage in which a death happened, and set the stage's clock anew.
-            on_log: gets each line that the child, its native code and its subprocesses write to stdout or stderr.
+            whose: project of the caller; projects take turns for slots.
+            on_event: called with each event that the task emits, in order, on the event loop. JSON objects with `stage` and a
+                `phase` of START or END name the current stage for errors, and restart the stage's clock.
+            on_log: called with each line that the child, its native code and its subprocesses write to stdout or stderr.
 
         Raises:
             EtfarmError: the task raised it; its fault, reason, sentence, stage and metadata are kept.
             ChildDied: the child died of a signal or ended without an answer.
-            ChildOutOfMemory: it, with all that it started, needed more memory than the limits give.
-            ChildDiskFull: the disk of its folder is full, by itself or not.
-            ChildTooManyProcesses: it started more processes and threads than the limits give.
+            ChildOutOfMemory: the child and its processes needed more memory than the limits allow.
+            ChildDiskFull: the disk of its folder is full, whatever filled it.
+            ChildTooManyProcesses: the child started more processes and threads than the limits allow.
             TooManyFiles: `request` names more files than a child can be shown.
             JailIncomplete: the host does not allow a measure, and the options require all.
-            ChildTimedOut: it, or one of its stages, was not done by the deadline.
+            ChildTimedOut: the child or one of its stages missed its deadline.
             WorkersDown: there is no forkserver.
         A cancelled caller's child and all of its descendants are killed before CancelledError goes on.
         """

@@ -13,14 +13,14 @@ THREADS: Final = 2
 
 
 class Readers:
-    """A small pool of threads; calls wait while all are busy."""
+    """A small pool of threads; calls wait while all threads are busy."""
 
     def __init__(self, threads: int = THREADS) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="reader")
 
-    async def run(self, look: Callable[..., T], *arguments: Any) -> T:
-        """Call `look` in one of the threads and return what it returns."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, look, *arguments)
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call `function` in one of the threads and return what it returns."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def close(self) -> None:
         """End the threads; calls that have not begun are dropped."""

@@ -1,4 +1,4 @@
-"""Frames on a child's channel: one byte of kind, a little-endian u32 length, the bytes."""
+"""Frames on a child's channel: one byte for the kind, a little-endian u32 length, the data."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ RESULT: Final = b"r"
 ERROR: Final = b"x"
 
 MAX_ANSWER_BYTES: Final = 64 << 20
-"""Largest frame that the daemon takes from a child; bulk data travels as files in the child's folder."""
+"""Maximum size of a frame from a child; bulk data travels as files in the child's folder."""
 
 _HEADER: Final = struct.Struct("<cI")
 
 
 class FrameWriter:
-    """The child's end. Frames of several threads do not mix."""
+    """The child's end of the channel. Frames of several threads do not mix."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._lock = threading.Lock()
 
     def send(self, kind: bytes, data: bytes) -> None:
-        """Sends one frame; blocks while the daemon does not read."""
+        """Send one frame; block while the daemon does not read."""
         if len(data) > MAX_ANSWER_BYTES:
             raise BadAnswer(f"An answer of {len(data)} bytes is above {MAX_ANSWER_BYTES}; use a file.")
         with self._lock:
@@ -40,12 +40,12 @@ class FrameWriter:
 
 
 def encode(kind: bytes, data: bytes) -> bytes:
-    """One frame's bytes."""
+    """Return a frame as bytes."""
     return _HEADER.pack(kind, len(data)) + data
 
 
 def receive(channel: socket.socket) -> tuple[bytes, bytes]:
-    """The next frame's kind and data, blocking.
+    """Return the next frame's kind and data; block until it has arrived.
 
     Raises:
         EOFError: the other end closed before a whole frame came.
@@ -65,7 +65,7 @@ def _exactly(channel: socket.socket, size: int) -> bytes:
 
 
 async def read(reader: asyncio.StreamReader) -> tuple[bytes, bytes] | None:
-    """The next frame of a child, or None when its channel has ended; a cut-off frame counts as the end.
+    """Return the next frame of a child, or None when its channel has ended; a truncated frame counts as the end.
 
     Raises:
         BadAnswer: the frame is larger than `MAX_ANSWER_BYTES`.

@@ -1,10 +1,11 @@
-"""The forkserver: imports and warms what compiling needs once, then forks a supervisor per order, for ever.
+"""The forkserver: imports and warms the toolchain once, then forks a supervisor for each order of the daemon.
 
-Run as `python -m etfarm.server.workers.child.forkserver CONTROL ALIVE SIGHT PRELOAD...`, CONTROL and ALIVE being inherited file
-descriptors, SIGHT a JSON object of the paths that no child sees (`hidden`) and that all see besides the code (`readable`).
-CONTROL is a SEQPACKET socket: first it says `{"failed": {entry: why}}` when it is warm, then each message from the daemon is an
-Order as JSON with three file descriptors: channel, log, status. ALIVE is a pipe whose other end only the daemon holds, so that
-its end is the daemon's death.
+Run as `python -m etfarm.server.workers.child.forkserver CONTROL ALIVE VISIBILITY PRELOAD...`. CONTROL and ALIVE are inherited
+file descriptors, VISIBILITY is a JSON object of the paths that no child sees (`hidden`) and that all see besides the code
+(`readable`).
+CONTROL is a SEQPACKET socket: the forkserver sends `{"failed": {entry: why}}` when it is warm; then each message from the daemon
+is an Order as JSON with three file descriptors: channel, log, status. ALIVE is a pipe whose other end only the daemon holds, so
+that its end means the daemon's death.
 
 Not multiprocessing's forkserver: that one inherits the daemon's environment (tokens), imports the daemon's `__main__`
 into each child, blocks in `Process.start()` while it warms up, and leaves grandchildren behind when it is killed.
@@ -37,7 +38,7 @@ MAX_ORDER_BYTES = 1 << 16
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serves until the daemon closes CONTROL or dies."""
+    """Serve until the daemon closes CONTROL or dies."""
     control = socket.socket(fileno=int(arguments[0]))
     alive = int(arguments[1])
     _end_with(alive)
@@ -46,8 +47,8 @@ def main(arguments: Sequence[str]) -> None:
     # Ended supervisors are reaped by the kernel.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     failed = warm(arguments[3:])
-    sight = json.loads(arguments[2])
-    shared = file_view.plan([*file_view.code_paths(), *map(Path, sight["readable"])], map(Path, sight["hidden"]))
+    visibility = json.loads(arguments[2])
+    shared = file_view.plan([*file_view.code_paths(), *map(Path, visibility["readable"])], map(Path, visibility["hidden"]))
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page
     control.send(json.dumps({"failed": failed}).encode())
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def warm(entries: Sequence[str]) -> dict[str, str]:
-    """Imports each `module`, and calls the function of each `module:function`. Gives what failed, and why."""
+    """Import each `module` and call the function of each `module:function`. Return the failed entries with their reasons."""
     failed = {}
     for entry in entries:
         module, _, function = entry.partition(":")
@@ -87,10 +88,10 @@ def warm(entries: Sequence[str]) -> dict[str, str]:
 
 
 def _order(message: bytes) -> Order:
-    said = json.loads(message)
-    place = said["jail"].pop("place")
-    jail = Jail(**said["jail"], place=None if place is None else cgroups.Place(**place))
-    return Order(said["task"], said["folder"], Limits(**said["limits"]), jail)
+    order = json.loads(message)
+    place = order["jail"].pop("place")
+    jail = Jail(**order["jail"], place=None if place is None else cgroups.Place(**place))
+    return Order(order["task"], order["folder"], Limits(**order["limits"]), jail)
 
 
 def _take_rights() -> None:

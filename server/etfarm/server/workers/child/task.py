@@ -28,12 +28,12 @@ from etfarm.wire.sandbox import cgroups, syscalls
 
 @dataclass(frozen=True)
 class Order:
-    """What the daemon asks the forkserver for; travels as JSON, the request itself follows on the channel."""
+    """The daemon's order for one child. It travels as JSON; the request itself follows on the channel."""
 
     task: str
     """`module:function`, called as function(request, folder, emit) -> bytes."""
     folder: str
-    """The child's own, existing, empty folder."""
+    """The child's own folder, which exists and is empty."""
     limits: Limits
     jail: Jail
 
@@ -41,7 +41,7 @@ class Order:
 def run(
     order: Order, shared: Sequence[Step], channel: socket.socket, log: int, supervisor: int, group: cgroups.Group | None
 ) -> NoReturn:
-    """Live the child's whole life: the jail, the request, the task, the answer."""
+    """Run the child from its fork to its end: enter the jail, read the request, run the task, send the answer."""
     folder = Path(order.folder)
     answers = frames.FrameWriter(channel)
     code = 1
@@ -66,7 +66,7 @@ def run(
         sys.stderr.flush()
         answers.send(frames.RESULT, result)
         code = 0
-    except BaseException as error:  # noqa: BLE001 - the child's last act: whatever it was becomes an answer
+    except BaseException as error:  # noqa: BLE001 - every error becomes an answer
         code = _report(error, order, answers)
     finally:
         # No atexit, no destructors of native libraries: they crash after a good answer.
@@ -74,7 +74,7 @@ def run(
 
 
 described: Final[list[JailReport]] = []
-"""In a child: its own jail."""
+"""The report of this child's own jail; empty outside of children."""
 
 
 def describe_jail(request: object, folder: Path, emit: Callable[[bytes], None]) -> bytes:
@@ -98,24 +98,24 @@ def _task(name: str) -> Callable[[object, Path, Callable[[bytes], None]], bytes]
 
 
 def _report(error: BaseException, order: Order, answers: frames.FrameWriter) -> int:
-    told: EtfarmError
+    reported: EtfarmError
     # A traceback keeps the frames that hold the memory: free them before anything is formatted.
     if errors.is_out_of_memory(error):
         error.__traceback__ = None
         error.__context__ = None
-        told = errors.ChildOutOfMemory(order.task, order.limits.memory_bytes, detail=str(error)[:500])
+        reported = errors.ChildOutOfMemory(order.task, order.limits.memory_bytes, detail=str(error)[:500])
     elif errors.is_out_of_processes(error):
-        told = errors.ChildTooManyProcesses(order.task, order.limits.processes)
+        reported = errors.ChildTooManyProcesses(order.task, order.limits.processes)
     elif isinstance(error, OSError) and errors.is_disk_full(error):
-        told = errors.ChildDiskFull(order.task, error.strerror or str(error))
+        reported = errors.ChildDiskFull(order.task, error.strerror or str(error))
     elif isinstance(error, EtfarmError):
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        told = error
+        reported = error
     else:
         traceback.print_exception(error)
         last = "".join(traceback.format_exception(error)).splitlines()[-12:]
-        told = FarmError(
+        reported = FarmError(
             f"{order.task} failed inside of etfarm: {type(error).__name__}: {str(error).strip().splitlines()[:1]}",
             "This is a defect of etfarm: please report it with the job's log.",
             task=order.task, traceback="\n".join(last),
@@ -123,7 +123,7 @@ def _report(error: BaseException, order: Order, answers: frames.FrameWriter) -> 
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        answers.send(frames.ERROR, errors.to_json(told, hide={f"{order.folder}/": "", order.folder: "."}))
+        answers.send(frames.ERROR, errors.to_json(reported, hide={f"{order.folder}/": "", order.folder: "."}))
     except OSError:
         return 1
     return 0
