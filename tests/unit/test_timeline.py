@@ -119,14 +119,14 @@ def test_starts_that_a_backend_told_are_kept() -> None:
 
 
 def test_without_starts_there_are_no_places() -> None:
-    assert lay([None, (1.0, 2.0)], (0.0, 10.0), told=True) == ([None, None], False)
-    assert lay([(1.0, 2.0)], None, told=True) == ([None], False)
-    assert lay([], (0.0, 10.0), told=True) == ([], False)
+    assert lay([None, (1.0, 2.0)], (0.0, 10.0), has_starts=True) == ([None, None], False)
+    assert lay([(1.0, 2.0)], None, has_starts=True) == ([None], False)
+    assert lay([], (0.0, 10.0), has_starts=True) == ([], False)
 
 
 @given(PLACES, st.tuples(NS, NS), st.booleans())
 def test_kernels_lie_within_their_delegate_whatever_they_say(kernels: list[Place], delegate: Place, told: bool) -> None:
-    places, made_up = lay(kernels, delegate, told=told)
+    places, made_up = lay(kernels, delegate, has_starts=told)
     assert len(places) == len(kernels)
     found = [place for place in places if place is not None]
     assert len(found) == len(kernels)

@@ -1,1 +1,1 @@
-"""Facts of exported graphs that compiling and reporting both use: which source line and which operator a node comes from."""
+"""Facts of exported graphs that compiling and reporting both use: the source line and the operators of a node."""

@@ -1,10 +1,10 @@
-"""Which operators XNNPACK's nodes come from that tell none. Stdlib only: compiling and reporting both ask.
+"""The operators that XNNPACK's nodes without a debug handle come from. Standard library only.
 
 A node of XNNPACK's graph has the debug handle of the operator that it was made of. ExecuTorch's own passes drop some: a linear
 that was decomposed into a transposition and a product becomes one node again, without a handle, and so do a batch norm that
-stands alone (a convolution then) and what is left of a concatenation of more than five. Those are none that a backend inserts,
-which are changes of layout and type. So each is matched with an operator of its kind by what flows into it and out of it, and
-where several are alike, by their order in the delegate.
+stands alone (a convolution then) and what is left of a concatenation of more than five. They differ from the nodes that a backend
+inserts, which change layout and type. So each is matched with an operator of its kind by its inputs and outputs, and several
+equal ones by their order in the delegate.
 """
 
 from __future__ import annotations
@@ -60,28 +60,28 @@ class Node:
 
 
 def find(nodes: Sequence[Node], operators: Sequence[Operator], order: Sequence[int]) -> dict[int, int | None]:
-    """The debug handles of the nodes without one that no backend inserts, by their index; None for one that cannot be told.
+    """Return the debug handles of nodes without one that no backend inserts, by their index; None for an unknown one.
 
     Args:
         nodes: of one delegate, in order of execution.
-        operators: of the graph, in its order; more than the delegate's do no harm but that less can be told.
+        operators: of the graph, in its order; with more than the delegate's, fewer nodes can be matched.
         order: debug handles of the delegate's operators in its own order, as often as it has each.
     """
     found: dict[int, int | None] = {}
     nodes = _whole_concatenations(nodes, found)
     lost = [at for at, node in enumerate(nodes) if node.handle is None and node.kind not in _INSERTED]
-    told = {(node.kind, node.handle) for node in nodes}
+    with_handles = {(node.kind, node.handle) for node in nodes}
     found.update(dict.fromkeys(lost))
     lost = [at for at in lost if nodes[at].kind in _MADE_OF]
     names = {name for at in lost for name in _MADE_OF[nodes[at].kind]}
     able = [at for at, operator in enumerate(operators) if operator.candidate and operator.name in names]
     if able:
-        found.update(_Matching(nodes, operators, lost, able, told).handles(order))
+        found.update(_Matching(nodes, operators, lost, able, with_handles).handles(order))
     return found
 
 
 def _whole_concatenations(nodes: Sequence[Node], found: dict[int, int | None]) -> list[Node]:
-    """XNNPACK concatenates five at most: the next ones are put to what the first five gave, which has the handle."""
+    """Add handles to concatenations: XNNPACK joins five at most, and the next ones to that result, which has the handle."""
     known = list(nodes)
     makers = {value: at for at, node in enumerate(nodes) for value in node.gives}
     for at, node in enumerate(nodes):
@@ -116,7 +116,7 @@ class _Matching:
         operators: Sequence[Operator],
         lost: Sequence[int],
         able: Sequence[int],
-        told: set[tuple[str, int | None]],
+        with_handles: set[tuple[str, int | None]],
     ) -> None:
         self._operators = [operators[at] for at in able]
         handles = sorted({node.handle for node in nodes if node.handle is not None})
@@ -135,7 +135,7 @@ class _Matching:
             fit = _union(able_rank[one] for one in able if operators[one].name in _MADE_OF[kind])
             for other, operator_at in enumerate(able):
                 if (
-                    _alike(nodes[at], operators[operator_at], told)
+                    _alike(nodes[at], operators[operator_at], with_handles)
                     and not near[0].before[at] & ~near[1].before[operator_at]
                     and not near[0].behind[at] & ~near[1].behind[operator_at]
                     and all(
@@ -148,7 +148,7 @@ class _Matching:
         self._lost = lost
 
     def handles(self, order: Sequence[int]) -> dict[int, int | None]:
-        """By the node's index."""
+        """Return the handles by the node's index."""
         self._narrow()
         self._decide(order)
         found: dict[int, int | None] = {}
@@ -159,7 +159,7 @@ class _Matching:
         return found
 
     def _narrow(self) -> None:
-        """Leaves of each node's operators those that have a partner for each other node, before, behind or beside it."""
+        """Keep of each node's operators those that have a partner for each other node, before, behind or beside it."""
         everything, changed = (1 << len(self._operators)) - 1, True
         known = [number for number, may in enumerate(self._may) if may]
         while changed:
@@ -179,11 +179,11 @@ class _Matching:
                     self._may[number], changed = left, True
 
     def _side(self, number: int, other: int) -> int:
-        """Where another lost node is: 0 before, 1 behind, 2 beside."""
+        """Return where another lost node is: 0 before, 1 behind, 2 beside."""
         return next((side for side in (0, 1) if self._among[side][number] & 1 << other), 2)
 
     def _decide(self, order: Sequence[int]) -> None:
-        """Takes what is alike in the delegate's order, where that is a clear one and there are no more operators than nodes."""
+        """Match equal candidates in the delegate's order, if that is a clear one and there are no more operators than nodes."""
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for at, handle in enumerate(order):
@@ -213,7 +213,7 @@ class _Matching:
         return bool(self._may[number] & 1 << one) and all(sides)
 
     def _groups(self) -> list[list[int]]:
-        """Nodes, in their order, that share operators with each other."""
+        """Yield nodes, in their order, that share operators with each other."""
         groups: list[tuple[int, list[int]]] = []
         for number, may in enumerate(self._may):
             if may.bit_count() < 2:
@@ -228,9 +228,11 @@ class _Matching:
         return [sorted(members) for _, members in groups]
 
 
-def _alike(node: Node, operator: Operator, told: set[tuple[str, int | None]]) -> bool:
-    """Whether a node may be this operator, by its kind and its sizes; not if there is one that says so itself."""
-    if operator.name not in _MADE_OF.get(node.kind, ()) or any((node.kind, handle) in told for handle in operator.handles):
+def _alike(node: Node, operator: Operator, with_handles: set[tuple[str, int | None]]) -> bool:
+    """Return whether a node may be this operator, by its kind and its sizes; not if there is one that says so itself."""
+    if operator.name not in _MADE_OF.get(node.kind, ()) or any(
+        (node.kind, handle) in with_handles for handle in operator.handles
+    ):
         return False
     if node.gives_elements and operator.gives_elements and node.gives_elements != operator.gives_elements:
         return False

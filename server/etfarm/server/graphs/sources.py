@@ -1,4 +1,4 @@
-"""The user's own line of code and module for a node of an exported graph. Stdlib only: compiling and reporting both ask."""
+"""The user's own line of code and module for a node of an exported graph. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEMOS = "etfarm/client/export/demo_models/"
 
 @dataclass(frozen=True)
 class Source:
-    """A line of the user's code, as the stack trace tells it."""
+    """A line of the user's code, from a stack trace."""
 
     file: str
     line: int
@@ -31,7 +31,7 @@ class Source:
 
 
 def source_of(stack_trace: str | None) -> Source | None:
-    """The innermost frame outside of torch, torchao, executorch, etfarm and `<...>`; None where there is none.
+    """Return the innermost frame outside of torch, torchao, executorch, etfarm and `<...>`; None where there is none.
 
     The client has made paths relative (`models/net.py`, `torch/nn/modules/conv.py`); absolute ones of other exporters are
     understood as well. The code is taken from the stack trace, never from a file: the server has none of the user's.
@@ -44,7 +44,7 @@ def source_of(stack_trace: str | None) -> Source | None:
 
 
 def is_users(file: str) -> bool:
-    """Whether a stack trace's path is the user's own code."""
+    """Return whether a stack trace's path is the user's own code."""
     if file.startswith("<"):
         return False
     path = file.replace("\\", "/")
@@ -61,7 +61,7 @@ def is_users(file: str) -> bool:
 
 
 def module_of(nn_module_stack: str | None) -> str | None:
-    """The innermost module's path, `layer1.conv`, of a serialized nn_module_stack; None for the model itself.
+    """Return the innermost module's path, `layer1.conv`, of a serialized nn_module_stack; None for the model itself.
 
     The text is `KEY,PATH,TYPE;KEY,PATH,TYPE;...`, outermost first.
 
@@ -77,7 +77,7 @@ def module_of(nn_module_stack: str | None) -> str | None:
 
 
 def common_module(modules: Iterable[str | None]) -> str | None:
-    """The deepest module that holds all of `modules`; None when that is the model itself. Nodes without a module do not count."""
+    """Return the deepest module that holds all of `modules`, those of None left out; None if that is the model itself."""
     paths = [module.split(".") for module in modules if module is not None]
     if not paths:
         return None

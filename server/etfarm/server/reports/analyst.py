@@ -1,4 +1,4 @@
-"""The daemon's side of analysis: says which files an attempt's findings are to be made of."""
+"""Requests for the analysis of an attempt, with the stored files that it needs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 
 @dataclass(frozen=True)
 class Base:
-    """What a result is compared with: another cell's, of the same interleaved attempt."""
+    """The result of another cell of the same interleaved attempt, to compare with."""
 
     cell_id: str
     result: agent_pb2.CandidateResult
 
 
 class Analyst:
-    """Finds out what an attempt's artifacts mean."""
+    """The server's side of the analysis of attempts."""
 
     def __init__(self, findings: Findings, store: Store) -> None:
         self._findings = findings
@@ -42,17 +42,17 @@ class Analyst:
         fresh: bool = False,
         project: str = "",
     ) -> report_pb2.Report:
-        """What only the artifacts tell: latency, accuracy, profile and operators, with a `base` how the two compare, and with
-        `numerics` the numeric gap; what fails alone is a warning in `compile.warnings`.
+        """Return the analysis of an attempt's artifacts: latency, accuracy, profile, operators, the comparison with a `base`, and
+        with `numerics` the numeric gap. A part that fails is a warning in `compile.warnings`.
 
         Args:
-            numerics: what the result's numerics pass ran, which may be `compilation`.
-            fresh, project: as in `Findings.of`, which is also what is raised.
+            numerics: the compilation that the result's numerics pass ran, which may be `compilation`.
+            fresh, project: as in `Findings.of`, whose errors are raised too.
         """
         path = self._store.place
         sent = candidate.model.methods.get(method)
         source = None if sent is None else _original_of(sent)
-        # A constant method was never exported: it has no graph to name operators by, and nothing to be compared with.
+        # A constant method was never exported: it has no graph that names operators, and no reference.
         has_graph = source is not None or candidate.WhichOneof("source") == "program"
         facts = compilation.facts.methods[method] if method in compilation.facts.methods else compile_pb2.MethodFacts()
         request = AnalyzeRequest(
@@ -72,7 +72,7 @@ class Analyst:
             quantized=self._quantized(candidate, compilation, method),
             numerics=self._numerics(candidate, compilation, numerics, method, result.numerics),
         )
-        # What a report can do without is left out where its file is gone.
+        # The analysis leaves out parts whose files are not stored any more.
         await self._store.absent(path.name for path in _paths(request))
         report = await self._findings.of(request, on_log, fresh=fresh, project=project)
         if base is not None and report.HasField("interleaved"):
@@ -87,7 +87,7 @@ class Analyst:
         method: str,
         given: agent_pb2.NumericsResult,
     ) -> Numerics | None:
-        """The files of a numerics pass; None where it did not give all of them."""
+        """Return the files of a numerics pass; None if it did not write all of them."""
         if made is None or not (made.HasField("etrecord") and given.HasField("etdump") and given.HasField("debug")):
             return None
         path = self._store.place
@@ -102,8 +102,7 @@ class Analyst:
         )
 
     def _quantized(self, candidate: job_pb2.Candidate, made: compile_pb2.Compilation, method: str) -> Path | None:
-        """The exported program that was lowered, where it is another than the original, which only a stage that quantizes can
-        have made of it."""
+        """Return the exported program that was lowered if a stage quantized it; None if it is the original."""
         sent = candidate.model.methods.get(method)
         lowered = made.exported_programs.get(method)
         if sent is None or lowered is None or lowered.digest == _original_of(sent).digest:
@@ -121,7 +120,7 @@ def _paths(request: AnalyzeRequest | Numerics) -> Iterator[Path]:
 
 
 def _original_of(method: job_pb2.MethodSource) -> common_pb2.Artifact:
-    """Before any quantization, as far as the client has sent that."""
+    """Return the exported program before any quantization, if the client has sent it."""
     return method.reference if method.HasField("reference") else method.exported_program
 
 

@@ -1,4 +1,4 @@
-"""Step 9, in the jailed child: samples, outputs and trace of one candidate's run as the measured part of its report."""
+"""The analysis of one candidate's run in the jailed child: samples, outputs and traces become the measured part of a report."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from etfarm.wire.errors import EtfarmError
 _LOG = logging.getLogger(__name__)
 
 _PART_OF_LIMIT = 0.8
-"""Of what an analysis may take, until which the host goes on with a graph: then there is time left to tell what was found."""
+"""Part of the time limit that running graphs on the host may take, so that time is left to report what was compared."""
 
 Emit = Callable[[bytes], None]
 
 
 def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
-    """A serialized etfarm.v1.Report with `latency`, `interleaved`, `accuracy`, `profile`, `operators`, `numerics` and
+    """Return a serialized etfarm.v1.Report with `latency`, `interleaved`, `accuracy`, `profile`, `operators`, `numerics` and
     `numeric_gap`; nothing else is set but `compile.warnings`.
 
-    What the request has nothing for stays empty. A part that fails leaves a warning with a code ANALYSIS_... and the others
-    as they are; its traceback goes to the job's log.
+    A part for which the request has no files stays empty. A part that fails leaves a warning with a code ANALYSIS_... and
+    does not affect the others; its traceback goes to the job's log.
 
     Args:
-        folder: the child's own; unused, temporary files go where the jail's TMPDIR is.
-        emit: gets JSON objects {"stage": "INPUTS" | "STATISTICS" | "COMPARISON" | "ACCURACY" | "QUANTIZED_ACCURACY" | "JOIN" |
-            "NUMERICS", "phase": "START" | "END", "duration_ms": X}; X is null at START.
+        folder: of the child; unused, since temporary files belong into the jail's TMPDIR.
+        emit: called with JSON objects {"stage": "INPUTS" | "STATISTICS" | "COMPARISON" | "ACCURACY" | "QUANTIZED_ACCURACY" |
+            "JOIN" | "NUMERICS", "phase": "START" | "END", "duration_ms": X}; X is null at START.
     """
     deadline_s = time.monotonic() + _PART_OF_LIMIT * request.limit_s
     report = report_pb2.Report()
@@ -87,7 +87,7 @@ def describe_nan(inputs: Iterable[tensors.Value]) -> str:
 
 
 def prewarm() -> None:
-    """Imports, and runs once, what `analyze` needs, on one thread. For the forkserver, before it forks."""
+    """Import what `analyze` needs, and run it once on one thread. The forkserver calls this before it forks."""
     import io
 
     import torch
@@ -105,10 +105,10 @@ def _part(stage: str, report: report_pb2.Report, emit: Emit) -> Iterator[None]:
     emit(json.dumps({"stage": stage, "phase": "START", "duration_ms": None}).encode())
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - one failed part must not lose the others: it is told, and logged
+    except Exception as error:  # noqa: BLE001 - one failed part must not lose the others: it becomes a warning, and is logged
         _LOG.warning("analysis: %s failed", stage, exc_info=True)
-        told = str(error) if isinstance(error, EtfarmError) else f"{type(error).__name__}: {error}"
-        _warn(report, f"ANALYSIS_{stage}_FAILED", told)
+        message = str(error) if isinstance(error, EtfarmError) else f"{type(error).__name__}: {error}"
+        _warn(report, f"ANALYSIS_{stage}_FAILED", message)
     finally:
         duration_ms = (time.perf_counter() - began_s) * 1e3
         emit(json.dumps({"stage": stage, "phase": "END", "duration_ms": duration_ms}).encode())
@@ -145,12 +145,12 @@ def _fill_interleaved(report: report_pb2.Report, request: AnalyzeRequest, sample
         interleaved.medians(statistics.read_samples(samples), request.blocks),
         interleaved.medians(statistics.read_samples(base), request.base_blocks),
     )
-    found = interleaved.compare(rounds)
-    if found is None:
+    comparison = interleaved.compare(rounds)
+    if comparison is None:
         return
     report.interleaved.MergeFrom(
         report_pb2.PairedRatio(
-            ratio=found.ratio, ratio_ci95=found.ci95 or (), rounds=len(rounds.ratios), ratios=rounds.ratios.tolist(),
+            ratio=comparison.ratio, ratio_ci95=comparison.ci95 or (), rounds=len(rounds.ratios), ratios=rounds.ratios.tolist(),
             process_pairs=len(set(rounds.pairs.tolist())),
         )
     )  # fmt: skip
@@ -159,23 +159,23 @@ def _fill_interleaved(report: report_pb2.Report, request: AnalyzeRequest, sample
 def _fill_accuracy(
     report: report_pb2.Report, request: AnalyzeRequest, outputs: Path, inputs: Path, model: Path, against: str
 ) -> None:
-    given = tensors.decode(outputs.read_bytes())
-    wanted = reference.run(model, tensors.decode(inputs.read_bytes()), request.screen)
+    actual_outputs = tensors.decode(outputs.read_bytes())
+    expected_outputs = reference.run(model, tensors.decode(inputs.read_bytes()), request.screen)
     rows = []
-    for index, (expected, actual) in enumerate(accuracy.pair(wanted, given)):
+    for index, (expected, actual) in enumerate(accuracy.pair(expected_outputs, actual_outputs)):
         name = request.output_names[index] if index < len(request.output_names) else actual.name or str(index)
         row = report_pb2.OutputAccuracy(
             output=name, dtype=accuracy.dtype_of(actual), shape=accuracy.shape_of(actual), reference=against
         )
         try:
-            found = accuracy.compare(name, expected, actual)
+            numbers = accuracy.compare(name, expected, actual)
         except accuracy.OutputsDoNotMatch as error:
             _warn(report, "ANALYSIS_OUTPUTS_DO_NOT_MATCH", f"{error} It was compared with the {against}.")
         else:
-            row.MergeFrom(report_pb2.OutputAccuracy(**asdict(found)))
+            row.MergeFrom(report_pb2.OutputAccuracy(**asdict(numbers)))
         rows.append(row)
     scores = [row for row in rows if row.HasField("top1_agreement")]
-    # Of several, as boxes and landmarks are, nobody knows which are scores of classes.
+    # If there are several, such as boxes and landmarks, it is unknown which are scores of classes.
     for row in scores if len(scores) > 1 else ():
         row.ClearField("top1_agreement")
     report.accuracy.extend(rows)

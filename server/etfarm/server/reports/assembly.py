@@ -1,4 +1,4 @@
-"""Puts a cell's report together from the job, the compilation, the attempt's result and the analysis. Pure."""
+"""The assembly of a cell's report from the job, the compilation, the attempt's result and the analysis. Pure."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def assemble(
     inputs: common_pb2.Artifact | None = None,
     warnings: Sequence[compile_pb2.Warning] = (),
 ) -> report_pb2.Report:
-    """The report of a cell in a terminal state, with all that is known of it; what never came about is absent.
+    """Return the report of a cell in a terminal state. What the cell did not reach is absent.
 
     Args:
-        analysis: what `Analyst.analyze` found.
+        analysis: the result of `Analyst.analyze`.
         numerics: what the numerics pass ran, which may be `compilation`; None where there was none.
         inputs: what the program ran on; None where the runner made it up.
-        warnings: that nobody else has.
+        warnings: in addition to those of the compilation and the analysis.
     """
     candidate = job.spec.candidates[cell.candidate_index]
     report = report_pb2.Report(
@@ -62,7 +62,7 @@ def assemble(
         if not report.memory.planned_bytes and compilation is not None and cell.method in compilation.facts.methods:
             report.memory.planned_bytes.extend(compilation.facts.methods[cell.method].planned_bytes)
     if analysis is not None:
-        # Only what is its to say: the child that made most of it has loaded a user's bytes.
+        # Only the parts that an analysis computes: the child that made most of it has loaded a user's bytes.
         for name in ("latency", "profile", "interleaved", "analysis"):
             if analysis.HasField(name):
                 getattr(report, name).CopyFrom(getattr(analysis, name))
@@ -103,20 +103,20 @@ def _fill_numerics(
         if analysis.numerics.HasField(name):
             setattr(report.numerics, name, getattr(analysis.numerics, name))
     if result is None or result.HasField("error"):
-        return  # the report's own error says it
-    given = result.numerics
-    if given.HasField("etdump"):
-        report.numerics_etdump.CopyFrom(given.etdump)
-    if given.HasField("debug"):
-        report.numerics_debug.CopyFrom(given.debug)
-    if not (given.HasField("etdump") and given.HasField("debug")):
-        error = given.error if given.HasField("error") else None
+        return  # the report's own error explains it
+    recorded = result.numerics
+    if recorded.HasField("etdump"):
+        report.numerics_etdump.CopyFrom(recorded.etdump)
+    if recorded.HasField("debug"):
+        report.numerics_debug.CopyFrom(recorded.debug)
+    if not (recorded.HasField("etdump") and recorded.HasField("debug")):
+        error = recorded.error if recorded.HasField("error") else None
         why = f"{error.message} {error.remedy}".strip() if error else "The device's agent told nothing of it: update it."
         report.compile.warnings.add(code="NUMERICS_NOT_RUN", message=f"The numerics pass gave nothing. {why}")
 
 
 def model_digest(candidate: job_pb2.Candidate) -> str:
-    """A model's digest: of the manifest of its methods; a ready program's own."""
+    """Return the digest of a model, which is that of its methods' manifest, or of a ready program."""
     if candidate.WhichOneof("source") == "program":
         return candidate.program.digest
     methods = {name: method.exported_program.digest for name, method in candidate.model.methods.items()}
@@ -124,7 +124,7 @@ def model_digest(candidate: job_pb2.Candidate) -> str:
 
 
 def since(job: job_pb2.Job, at: datetime) -> float:
-    """Milliseconds from the job's submission to an instant."""
+    """Return the milliseconds from the job's submission to an instant."""
     return (at - job.submitted_at.ToDatetime(UTC)).total_seconds() * 1e3
 
 

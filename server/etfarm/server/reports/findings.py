@@ -1,7 +1,7 @@
-"""Step 9: what analyses found, kept under a digest of all that it hangs on, and found by children where it is not known yet.
+"""The results of analyses, kept under a digest of all that they depend on, and computed by jailed children if they are not known.
 
-A child reads what users' programs made of users' models, so it may hang, die or eat its memory. What it had found until then
-is found again by another one that is not given what the first one died of.
+A child reads what users' programs made of users' models, so it may hang, die or run out of memory. Another child then computes
+the results again without the file over which the first one ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 ANALYZE_TASK: Final = "etfarm.server.reports.analyze:analyze"
 
 KEPT_BYTES: Final = 256 << 20
-"""What the kept findings may take together; the oldest go. One is as large as its samples and operators: 10 KiB to some MiB."""
+"""Maximum size of all kept findings; the oldest are deleted. One has 10 KiB to some MiB, as its samples and operators."""
 
 FILE_MISSING: Final = "ANALYSIS_FILE_MISSING"
 CUT_SHORT: Final = "ANALYSIS_CUT_SHORT"
@@ -50,14 +50,14 @@ class BadAnalysis(FarmError):
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of the findings."""
+    """A part of an analysis."""
 
     what: str
-    """For people."""
+    """Its name in warnings."""
     stage: str
-    """Of the child."""
+    """The child's stage that computes it."""
     needs: tuple[str, ...]
-    """Fields of the request. There is no such part where the first is None, and none without a file that one of them names."""
+    """Fields of the request. The part is left out if the first is None, or if a file that one of them names is missing."""
     gives_up: tuple[str, ...]
     """Fields to leave out when a child ended in this stage, one more each time."""
 
@@ -81,17 +81,17 @@ _LOSES: Final = {
     "etdump": "the profile by operator",
     "numerics": "the numeric gap",
 }
-"""By the field that is left out."""
+"""What a report lacks, by the field of the request that is left out."""
 
 _DEADLY: Final = (ChildDied, ChildTimedOut, ChildOutOfMemory, BadAnswer, BadAnalysis)
 
 
 class Findings:
-    """What analyses found.
+    """The results of analyses.
 
     Args:
-        deadline_s: of one child, wall clock.
-        kept_bytes: what findings may take in the database; the oldest go.
+        deadline_s: wall-clock limit of one child.
+        kept_bytes: maximum size of the findings in the database; the oldest are deleted.
         screen: as `AnalyzeRequest.screen`.
     """
 
@@ -115,16 +115,16 @@ class Findings:
     async def of(
         self, request: AnalyzeRequest, on_log: Callable[[str], None], *, fresh: bool = False, project: str = ""
     ) -> report_pb2.Report:
-        """The measured parts of a report, as `etfarm.server.reports.analyze` finds them, and `analysis`.
+        """Return the measured parts of a report, as `etfarm.server.reports.analyze` computes them, and `analysis`.
 
-        A part whose file is not stored any more, or that a child ended over, is left out, and a warning says so.
+        A part whose file is not stored any more, or over which a child ended, is left out with a warning.
 
         Args:
-            fresh: found again though it is known.
-            project: who asks.
+            fresh: compute again what is known.
+            project: of the caller.
 
         Raises:
-            EtfarmError: a child ended over the samples themselves, or none can be had.
+            EtfarmError: a child ended over the samples themselves, or no child can be started.
         """
         request, warnings = await asyncio.to_thread(_stored, request)
         key = await asyncio.to_thread(key_of, request)
@@ -132,7 +132,7 @@ class Findings:
         if known is not None:
             report = known
         else:
-            report, cut_short = await self._found(request, on_log, project)
+            report, cut_short = await self._compute(request, on_log, project)
             report.analysis.CopyFrom(report_pb2.Analysis(version=_version("etfarm"), key=key))
             report.analysis.at.FromDatetime(self._now())
             if cut_short:
@@ -143,7 +143,7 @@ class Findings:
         report.compile.warnings.extend(warnings)
         return report
 
-    async def _found(
+    async def _compute(
         self, request: AnalyzeRequest, on_log: Callable[[str], None], project: str
     ) -> tuple[report_pb2.Report, list[compile_pb2.Warning]]:
         warnings: list[compile_pb2.Warning] = []
@@ -156,13 +156,13 @@ class Findings:
                     raise
                 what = " and ".join(_LOSES[name] for name in left_out)
                 log.warning("an analysis is done again without a part", left_out=left_out, reason=error.reason, error=str(error))
-                said = f"{error.message} The report is without {what}. `etfarm report analyze` tries again."
-                warnings.append(compile_pb2.Warning(code=CUT_SHORT, message=said))
+                message = f"{error.message} The report is without {what}. `etfarm report analyze` tries again."
+                warnings.append(compile_pb2.Warning(code=CUT_SHORT, message=message))
                 nothing: dict[str, Any] = dict.fromkeys(left_out)
                 request = replace(request, **nothing)
 
     async def _child(self, request: AnalyzeRequest, on_log: Callable[[str], None], project: str) -> report_pb2.Report:
-        # No parts of the key: a whole result does not hang on them.
+        # Not in the key, since a complete result does not depend on them.
         request = replace(request, limit_s=self._deadline_s, screen=self._screen)
         finished = await self._workers.run(ANALYZE_TASK, request, deadline_s=self._deadline_s, whose=project, on_log=on_log)
         async with finished:
@@ -192,7 +192,7 @@ class Findings:
 
 
 def key_of(request: AnalyzeRequest) -> str:
-    """A digest of all that the findings hang on: every file, every argument, and the code that looks at them.
+    """Return a digest of all that the findings depend on: every file, every argument, and the code of the analysis.
 
     Files are in the store, which names them by their digests.
     """
@@ -213,8 +213,8 @@ def _code() -> dict[str, str]:
     the versions of the packages that they call."""
     sources: dict[str, str] = {}
     for package in ("etfarm.server.reports", "etfarm.server.graphs", "etfarm.wire"):
-        found = find_spec(package)
-        for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        spec = find_spec(package)
+        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
             files = sorted(Path(folder).rglob("*.py"))
             sources[package] = digests.of_value([[path.name, digests.of_file(path)] for path in files])
     return sources | {package: _version(package) for package in ("etfarm", "torch", "executorch", "torchao", "numpy", "protobuf")}
@@ -228,7 +228,7 @@ def _version(package: str) -> str:
 
 
 def _stored(request: AnalyzeRequest) -> tuple[AnalyzeRequest, list[compile_pb2.Warning]]:
-    """The request without what is not stored any more, and a warning for each part that lacks it."""
+    """Return the request without files that are not stored any more, and a warning for each part that needs them."""
     without: dict[str, Any] = {}
     warnings = []
     for part in _PARTS:
@@ -238,9 +238,9 @@ def _stored(request: AnalyzeRequest) -> tuple[AnalyzeRequest, list[compile_pb2.W
             continue
         without |= {name: None for name, paths in missing.items() if paths}
         if part.stage == "JOIN":
-            without["etdump"] = None  # without the others there would be rows, and they would say less than those of before
-        said = f"The {part.what} cannot be worked out: the farm no longer stores {', '.join(digests_of)}."
-        warnings.append(compile_pb2.Warning(code=FILE_MISSING, message=said))
+            without["etdump"] = None  # with the others missing, the rows would have less than those of the report before
+        message = f"The {part.what} cannot be worked out: the farm no longer stores {', '.join(digests_of)}."
+        warnings.append(compile_pb2.Warning(code=FILE_MISSING, message=message))
     return replace(request, **without), warnings
 
 
@@ -253,16 +253,16 @@ def _files(value: Any) -> list[Path]:
 
 
 def _left_out(request: AnalyzeRequest, stage: str) -> tuple[str, ...]:
-    """What the next child is not given; empty where there is nothing more to leave out."""
-    said = [part for part in _PARTS if part.stage == stage]
-    if said:
-        # Its own word for where it ended is a child's, who knows: then the rest goes as well.
-        for name in said[0].gives_up:
+    """Return the fields that the next child's request leaves out; empty if there are none left."""
+    reported = [part for part in _PARTS if part.stage == stage]
+    if reported:
+        # A child's own report of its stage may be wrong: once that part is left out, all others are.
+        for name in reported[0].gives_up:
             if getattr(request, name) is not None:
                 return (name,)
     return tuple(name for part in _PARTS for name in part.gives_up if getattr(request, name) is not None)
 
 
 def is_of_analysis(warning: compile_pb2.Warning) -> bool:
-    """Whether a report's warning comes from its analysis."""
+    """Return whether a report's warning comes from its analysis."""
     return warning.code.startswith("ANALYSIS_")

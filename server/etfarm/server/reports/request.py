@@ -1,4 +1,4 @@
-"""Step 9: what an analysis is given; pickled by the daemon, so it holds paths and plain values only."""
+"""The request for an analysis; the server pickles it, so it holds paths and plain values only."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from etfarm.server.reports.latency.interleaved import Block
 
 @dataclass(frozen=True)
 class Numerics:
-    """The pass that recorded what every operator gave: one iteration of the numerics program on `AnalyzeRequest.inputs`."""
+    """The files of the pass that recorded every operator's outputs in one iteration on `AnalyzeRequest.inputs`."""
 
     pte: Path
     """The program that ran: one XNNPACK delegate for each operator, or the timed program itself."""
     etrecord: Path
     """ETRecord of exactly the compilation that made `pte`."""
     etdump: Path
-    """Its events, which say where in `debug` each value lies."""
+    """Its events, with the position of each value in `debug`."""
     debug: Path
-    """The recorded values, one behind the other."""
+    """The recorded values, one after the other."""
     outputs: Path | None
     """Tensor file: the method's outputs in this pass."""
     quantized: Path | None
@@ -31,7 +31,7 @@ class Numerics:
 
 @dataclass(frozen=True)
 class AnalyzeRequest:
-    """One candidate's result of one method on one device. None stands for what the run did not give."""
+    """One candidate's result of one method on one device. None stands for what the run did not produce."""
 
     pte: Path | None
     """The program that ran; names its kernels and backends."""
@@ -50,19 +50,19 @@ class AnalyzeRequest:
     method: str
     """The method that ran."""
     output_names: tuple[str, ...]
-    """One for each output, in order; may be shorter, the file's own names answer then."""
+    """The names of the outputs in their order; the file's own names stand for those that are missing."""
     traced_ns: tuple[int, ...]
-    """How long each traced iteration took by the runner's own clock."""
+    """Time of each traced iteration by the runner's own clock, ns."""
     blocks: tuple[Block, ...] = ()
-    """What `samples` are made of, where programs took turns."""
+    """The blocks that make up `samples` of interleaved programs."""
     base_samples: Path | None = None
-    """Those of the program to compare with, and their blocks; None where there is none."""
+    """The samples of the program to compare with; None if there is none."""
     base_blocks: tuple[Block, ...] = ()
     quantized: Path | None = None
     """The method exported (.pt2) as `pte`'s compilation lowered it, where a stage quantized. See `reference.load`."""
     limit_s: float = 600.0
-    """How long the analysis may take; a child that takes longer is ended, and what it found is gone."""
+    """Time limit of the analysis; a child that takes longer is killed, and its results are lost."""
     screen: Callable[[Path], None] | None = None
-    """Looks into each .pt2 before it is loaded, and raises for what may not be; pickled, so a module's function."""
+    """A module's function, since it is pickled, that raises for a .pt2 that must not be loaded."""
     numerics: Numerics | None = None
-    """Set where --numerics was asked for and the pass gave its files."""
+    """Set if --numerics was requested and the pass wrote its files."""

@@ -1,4 +1,4 @@
-"""Step 9, in the daemon: whether a measurement can be trusted."""
+"""The verdict whether a measurement can be trusted. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from etfarm.v1 import agent_pb2, report_pb2
 __all__ = ["Thresholds", "judge"]
 
 MIN_POINTS: Final = 4
-"""Of the series, to say that a clock moved."""
+"""Minimum number of readings in a series that show that a clock moved."""
 _THERMAL: Final = ("none", "light", "moderate", "severe", "critical", "emergency", "shutdown")
 """Android's names of `thermal_status`."""
 MIN_SPAN_MS: Final = 200.0
-"""Between two readings of /proc/stat, whose step of 10 ms a cpu makes shares of less meaningless."""
+"""Minimum time between two readings of /proc/stat, whose resolution is 10 ms a cpu."""
 
 
 def judge(
@@ -29,17 +29,16 @@ def judge(
     cores: int = 0,
     clusters: Sequence[Collection[int]] = (),
 ) -> report_pb2.Verdict:
-    """NOT_BENCHMARKABLE on an emulated device, INVALID where a check fails, VALID otherwise. Equal arguments, equal verdicts.
+    """Return NOT_BENCHMARKABLE for an emulated device, INVALID if a check fails, else VALID. Equal arguments, equal verdicts.
 
-    What the device does not measure is not held against it: a check without its numbers passes. All reasons are told, not
-    only the first.
+    A check passes if the device does not measure its numbers. The verdict has all reasons, not only the first.
 
     Args:
         result: of a run that ended without an error.
         latency: with its samples.
-        asked_samples: the samples that the job asked for; 0 when it left that to the farm.
-        cores: logical cpus that programs may use on the device; 0 when that is not known. The run's own may be fewer, which
-            its result tells.
+        asked_samples: the samples that the job asked for; 0 if it left that to the farm.
+        cores: logical cpus that programs may use on the device; 0 if that is not known. The result has the run's own, which
+            may be fewer.
         clusters: logical cpus of each kind, fastest first, as the series has their clocks.
     """
     checks = [_outputs(result)]
@@ -49,14 +48,14 @@ def judge(
             _samples(result, latency, max(asked_samples, thresholds.min_samples)),
             crowd,
             _cpu_share(result, thresholds.min_cpu_share),
-            # Threads that share a cpu wait for each other, so that these say nothing of anybody else.
+            # Threads that share a cpu wait for each other, so that these numbers do not show other processes.
             _switches(result, thresholds) if crowd is None else None,
             _pressure(result, thresholds.max_psi_some) if crowd is None else None,
             _background(result, cores, thresholds),
             _stolen(result, cores, thresholds.max_stolen_share),
             _throttled(result),
             _frequency(result, clusters, thresholds.max_frequency_spread),
-            # Last, as what comes before is often why.
+            # Last, since the reasons before are often the cause.
             _drift(result, latency, thresholds),
             _interval(latency, thresholds.max_interval),
         ]
@@ -95,15 +94,15 @@ def _drift(
     most = min(thresholds.max_drift, thresholds.max_drift_unsteady) if unsteady else thresholds.max_drift
     if abs(drift) <= most:
         return None
-    told = f"The last third of the run was {abs(drift):.0%} {'slower' if drift > 0 else 'faster'} than the first"
+    change = f"The last third of the run was {abs(drift):.0%} {'slower' if drift > 0 else 'faster'} than the first"
     if result.stop_reason == "DRIFTING":
-        told += f", though it was made longer, to {result.duration_ns / 1e9:.1f} s, for the times to settle"
+        change += f", though it was made longer, to {result.duration_ns / 1e9:.1f} s, for the times to settle"
     if unsteady:
         message = (
-            f"The warm-up ended before the times were steady, and {told[0].lower()}{told[1:]}; at most {most:.0%} is allowed."
+            f"The warm-up ended before the times were steady, and {change[0].lower()}{change[1:]}; at most {most:.0%} is allowed."
         )
         return _reason("NOT_STEADY", message, drift, most)
-    return _reason("DRIFT", f"{told}; at most {most:.0%} is allowed.{_warm_start(result)}", drift, most)
+    return _reason("DRIFT", f"{change}; at most {most:.0%} is allowed.{_warm_start(result)}", drift, most)
 
 
 def _crowd(result: agent_pb2.CandidateResult, cores: int) -> report_pb2.VerdictReason | None:
@@ -224,7 +223,7 @@ def _throttled(result: agent_pb2.CandidateResult) -> report_pb2.VerdictReason | 
 def _frequency(
     result: agent_pb2.CandidateResult, clusters: Sequence[Collection[int]], most: float
 ) -> report_pb2.VerdictReason | None:
-    """Of the fastest cluster that the runner might use: where it might use several, what is idle follows other things."""
+    """Check the clock of the fastest cluster that the runner might use: those of idle clusters follow other loads."""
     cpus = _allowed(result)
     used = next((index for index, members in enumerate(clusters) if not cpus or not cpus.isdisjoint(members)), 0)
     clocks = [point.frequency_hz[used] for point in result.telemetry.series if len(point.frequency_hz) > used]
@@ -244,19 +243,19 @@ def _frequency(
 
 
 def _outputs(result: agent_pb2.CandidateResult) -> report_pb2.VerdictReason | None:
-    found = result.repeatability
-    if found.outcome in {"EQUAL", "KEEPS_STATE"} or (
-        not found.outcome and (not result.HasField("outputs_equal") or result.outputs_equal)
+    repeated = result.repeatability
+    if repeated.outcome in {"EQUAL", "KEEPS_STATE"} or (
+        not repeated.outcome and (not result.HasField("outputs_equal") or result.outputs_equal)
     ):
         return None
     message = "Passes over the same inputs gave different outputs"
-    if not found.differences:
+    if not repeated.differences:
         return report_pb2.VerdictReason(code="OUTPUTS_DIFFER", message=f"{message}.")
-    worst = max(found.differences, key=lambda each: each.max_abs_difference)
+    worst = max(repeated.differences, key=lambda each: each.max_abs_difference)
     message += f": {_where(worst)}"
-    if others := len(found.differences) - 1:
+    if others := len(repeated.differences) - 1:
         message += f", and {others} more output{'s' if others > 1 else ''}"
-    if found.outcome == "NONDETERMINISTIC":
+    if repeated.outcome == "NONDETERMINISTIC":
         message += ". The program is nondeterministic: the same executions after loading it again gave something else."
     else:
         message += ". It may keep state or be nondeterministic; repeating its executions took too long to tell."
@@ -267,18 +266,18 @@ def _outputs(result: agent_pb2.CandidateResult) -> report_pb2.VerdictReason | No
 
 
 def _where(difference: report_pb2.OutputDifference) -> str:
-    told = f"output {difference.output!r}"
+    description = f"output {difference.output!r}"
     if difference.HasField("elements"):
-        told += f" in {difference.differing} of {difference.elements} element{'s' if difference.elements > 1 else ''}"
+        description += f" in {difference.differing} of {difference.elements} element{'s' if difference.elements > 1 else ''}"
     if difference.HasField("max_abs_difference"):
-        told += f", by up to {difference.max_abs_difference:.3g}"
+        description += f", by up to {difference.max_abs_difference:.3g}"
         if difference.at:
-            told += f" at {list(difference.at)}"
-    return told
+            description += f" at {list(difference.at)}"
+    return description
 
 
 def _warm_start(result: agent_pb2.CandidateResult) -> str:
-    """A sentence where the run began on a device that did not become cool; empty otherwise."""
+    """Return a sentence if the run began on a device that did not become cool; empty otherwise."""
     failed = next((wait for wait in result.telemetry.waits if wait.gate == "COOL" and not wait.passed), None)
     if failed is None:
         return ""
@@ -291,19 +290,19 @@ def _span_ms(result: agent_pb2.CandidateResult) -> float:
 
 
 def _allowed(result: agent_pb2.CandidateResult) -> frozenset[int]:
-    """The cpus that the runner might use; none where nobody told."""
+    """Return the cpus that the runner might use; empty if they are not known."""
     return _cpus_of(result.runner.cores or result.telemetry.affinity)
 
 
 def _cpus_of(affinity: str) -> frozenset[int]:
-    """The cpus of a list as 0-3,6; none where it is none."""
-    found: set[int] = set()
+    """Return the cpus of a list such as 0-3,6; empty if it is not a list."""
+    cpus: set[int] = set()
     for part in affinity.split(",") if affinity else ():
         first, dash, last = part.partition("-")
         if not (first.isdecimal() and (last.isdecimal() or not dash)):
             return frozenset()
-        found.update(range(int(first), min(int(last or first), int(first) + 4096) + 1))
-    return frozenset(found)
+        cpus.update(range(int(first), min(int(last or first), int(first) + 4096) + 1))
+    return frozenset(cpus)
 
 
 def _wall_s(result: agent_pb2.CandidateResult) -> float | None:

@@ -1,4 +1,4 @@
-"""Step 9: two programs that took turns on one device, compared round by round."""
+"""The comparison, round by round, of two programs that took turns on one device."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from etfarm.server.reports.latency.statistics import student
 from etfarm.wire.errors import DeviceError, Kind
 
 MIN_PAIRS: Final = 4
-"""Starts of the processes below which there is no interval: how much starts differ cannot be told from fewer."""
+"""Minimum number of starts of the processes for an interval: fewer do not show how much starts differ."""
 MIN_ROUNDS: Final = 8
 RESAMPLES: Final = 10_000
 _TAIL: Final = 0.025
-"""Beyond each end of a 95 % interval."""
+"""Probability beyond each end of a 95 % interval."""
 
 
 class BadBlocks(DeviceError):
-    """What an agent sent as blocks does not fit its samples."""
+    """The blocks that an agent sent do not fit its samples."""
 
     reason = "BAD_BLOCKS"
     kind = Kind.INVALID_ARGUMENT
@@ -31,7 +31,7 @@ class BadBlocks(DeviceError):
 
 @dataclass(frozen=True)
 class Block:
-    """Samples of one program without a pause."""
+    """Consecutive samples of one program without a pause."""
 
     round: int
     process_pair: int
@@ -45,12 +45,12 @@ class Rounds:
     ratios: NDArray[np.float64]
     """[n], in order: a round's median of the one program over that of the base."""
     pairs: NDArray[np.int64]
-    """[n]: which start of the processes a round was of."""
+    """[n]: the start of the processes to which a round belongs."""
 
 
 @dataclass(frozen=True)
 class Paired:
-    """How two programs compare."""
+    """The comparison of two programs."""
 
     ratio: float
     """The median of the rounds' ratios."""
@@ -59,25 +59,25 @@ class Paired:
 
 
 def medians(samples: NDArray[np.int64], blocks: Sequence[Block]) -> dict[int, tuple[int, float]]:
-    """By round, the process pair and the median of its block; `samples`, [n], are those of all blocks in their order.
+    """Return, by round, the process pair and the median of its block; `samples`, [n], are those of all blocks in their order.
 
     Raises:
-        BadBlocks: the blocks do not make up the samples, or two are of one round.
+        BadBlocks: the blocks do not make up the samples, or two belong to one round.
     """
-    found: dict[int, tuple[int, float]] = {}
+    by_round: dict[int, tuple[int, float]] = {}
     begin = 0
     for block in blocks:
-        if block.samples < 1 or begin + block.samples > samples.size or block.round in found:
+        if block.samples < 1 or begin + block.samples > samples.size or block.round in by_round:
             raise BadBlocks(f"The block of round {block.round} does not fit the {samples.size} samples.", round=block.round)
-        found[block.round] = block.process_pair, float(np.median(samples[begin : begin + block.samples]))
+        by_round[block.round] = block.process_pair, float(np.median(samples[begin : begin + block.samples]))
         begin += block.samples
     if begin != samples.size:
         raise BadBlocks(f"The blocks have {begin} of {samples.size} samples.", blocks=begin, samples=samples.size)
-    return found
+    return by_round
 
 
 def rounds_of(of: dict[int, tuple[int, float]], base: dict[int, tuple[int, float]]) -> Rounds:
-    """The rounds that two programs share, in order; both as `medians` gives them. 0 ns, on either side, has no ratio."""
+    """Return the rounds that two programs share, in order; both as `medians` returns them. 0 ns, on either side, has no ratio."""
     both = [number for number in sorted(of) if number in base and of[number][0] == base[number][0]]
     shared = [number for number in both if of[number][1] > 0 and base[number][1] > 0]
     return Rounds(
@@ -87,14 +87,14 @@ def rounds_of(of: dict[int, tuple[int, float]], base: dict[int, tuple[int, float
 
 
 def compare(rounds: Rounds) -> Paired | None:
-    """The ratio and its interval; None without a round. Equal rounds give equal numbers."""
+    """Return the ratio and its interval; None without a round. Equal rounds have equal results."""
     if rounds.ratios.size == 0:
         return None
     return Paired(float(np.median(rounds.ratios)), interval(rounds))
 
 
 def interval(rounds: Rounds) -> tuple[float, float] | None:
-    """The 95 % interval of the ratio, which is in it; None below MIN_PAIRS starts or MIN_ROUNDS rounds.
+    """Return the 95 % interval of the ratio, which is in it; None below MIN_PAIRS starts or MIN_ROUNDS rounds.
 
     Samples of a block resemble each other, and so do the rounds of one start of the processes: where code and data happen to lie
     in memory makes a process faster or slower for all of its life. So starts are resampled, then the rounds of each; and since a

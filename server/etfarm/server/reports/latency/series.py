@@ -1,4 +1,4 @@
-"""Reports without what is large: a long run's has a million samples, and a time of every operator for every iteration."""
+"""Reports without their large parts: a long run has a million samples, and a time of every operator in every iteration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from etfarm.v1 import report_pb2
 
 
 def without_series(report: report_pb2.Report) -> report_pb2.Report:
-    """Takes the values of every iteration, round and reading away, in place; the numbers made of them stay."""
+    """Remove the values of each iteration, round and reading from a report, in place; the numbers computed from them stay."""
     for holder, name in (("latency", "samples_ns"), ("profile", "times_ns"), ("telemetry", "series"), ("interleaved", "ratios")):
         if report.HasField(holder):  # type: ignore[arg-type]
             getattr(report, holder).ClearField(name)
@@ -16,7 +16,7 @@ def without_series(report: report_pb2.Report) -> report_pb2.Report:
 
 
 def without_rows(report: report_pb2.Report) -> report_pb2.Report:
-    """Takes operators and numeric gap away, too, in place."""
+    """Remove operators and numeric gap as well, in place."""
     for name in ("operators", "numeric_gap"):
         report.ClearField(name)
     return without_series(report)

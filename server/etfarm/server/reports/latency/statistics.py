@@ -1,4 +1,4 @@
-"""Step 9: the numbers of a timed pass, from its samples in the order in which they were measured."""
+"""Statistics of a timed pass, computed from its samples in the order in which they were measured."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from etfarm.wire import timings
 from etfarm.wire.errors import DeviceError, Kind
 
 CONFIDENCE: Final = 0.95
-"""Of the median's interval."""
+"""Confidence of the median's interval."""
 _Z: Final = 1.959964
 """The normal distribution's quantile for it."""
 
 
 class BadSamples(DeviceError):
-    """What a runner sent as samples is no list of durations."""
+    """The samples that a runner sent are not a list of durations."""
 
     reason = "BAD_SAMPLES"
     kind = Kind.INVALID_ARGUMENT
@@ -29,7 +29,7 @@ class BadSamples(DeviceError):
 
 @dataclass(frozen=True)
 class Summary:
-    """Statistics of durations; in the unit of the samples where nothing else is said."""
+    """Statistics of durations; in the unit of the samples unless stated otherwise."""
 
     min: float
     p10: float | None
@@ -38,7 +38,7 @@ class Summary:
     p99: float | None
     mean: float
     stddev: float | None
-    """Of the sample (n - 1 in the denominator); None for a single one."""
+    """Standard deviation of the sample (n - 1 in the denominator); None for a single one."""
     p50_ci95: tuple[float, float] | None
     """See `median_interval`."""
     drift: float | None
@@ -48,7 +48,7 @@ class Summary:
 
 
 def read_samples(path: Path) -> NDArray[np.int64]:
-    """The samples of a file: int64 [n], ns.
+    """Return the samples of a file: int64 [n], ns.
 
     Raises:
         BadSamples: the file ends within a sample, or a sample is negative.
@@ -63,7 +63,7 @@ def read_samples(path: Path) -> NDArray[np.int64]:
 
 
 def summarize(samples: NDArray[np.int64]) -> Summary | None:
-    """Statistics of `samples`, [n] in the order measured; None where n is 0. Equal samples give equal numbers.
+    """Return statistics of `samples`, [n] in the order measured; None if n is 0. Equal samples have equal statistics.
 
     A percentile q lies at position (n - 1) q / 100 of the sorted samples, counted from 0, and is interpolated linearly
     between its two neighbours. It is None if less than one sample is expected beyond it (`timings.has_percentile`).
@@ -91,15 +91,15 @@ def summarize(samples: NDArray[np.int64]) -> Summary | None:
 
 
 def median_interval(samples: NDArray[np.int64]) -> tuple[float, float] | None:
-    """The 95 % interval of the median of the process that gave `samples`, [n] in order; None below 6 samples, and where
-    they are worth less than 6 independent ones and it would reach beyond all of them.
+    """Return the 95 % interval of the median of the process that `samples`, [n] in order, come from; None below 6 samples, and
+    if they are worth less than 6 independent ones and it would reach beyond all of them.
 
-    Neighbouring samples resemble each other (a clock that steps, a neighbour that comes and goes), so n of them tell less
-    than n independent ones would. A block bootstrap keeps neighbours together: a resample is made of blocks of consecutive
+    Neighbouring samples resemble each other (a clock that steps, a neighbour that comes and goes), so n of them determine it
+    less well than n independent ones. A block bootstrap keeps neighbours together: a resample is made of blocks of consecutive
     samples, which go around the end of the series so that no sample is drawn more rarely than others. How many of a resample
     lie above the median varies, and that variation leads back to a pair of order statistics. No resample has to be drawn for
-    it: blocks are drawn independently, so their sum varies as one block does times their number. Few blocks tell that
-    poorly, which Student's distribution makes up for. On series of 100 to 2000 samples with autocorrelations of 0 to 0.6 it
+    it: blocks are drawn independently, so their sum varies as one block does times their number. Student's
+    distribution accounts for few blocks. On series of 100 to 2000 samples with autocorrelations of 0 to 0.6 it
     covers the true median in 90 to 97 % (an interval for independent samples: 65 % at 0.6).
 
     Source: Politis and Romano, "A circular block-resampling procedure for stationary data" (1992), which is the moving-block
@@ -112,7 +112,7 @@ def median_interval(samples: NDArray[np.int64]) -> tuple[float, float] | None:
 
 
 def effective_samples(samples: NDArray[np.int64]) -> float:
-    """As many independent samples would tell as much about the median as `samples`, [n] with n > 0, do; 1 to n.
+    """Return the number of independent samples that determine the median as well as `samples`, [n] with n > 0, do; 1 to n.
 
     n over the integrated autocorrelation time of being above the median, which is what the median's error depends on, and
     which an outlier of any size changes no more than another sample does.
@@ -128,14 +128,14 @@ def drift(samples: NDArray[np.int64]) -> float | None:
 
 
 def _above_median(samples: NDArray[np.int64], median: float) -> NDArray[np.float64]:
-    """1 above the median, 0 below, 1/2 for the samples that equal it; [n] less its mean."""
+    """Return 1 above the median, 0 below, 1/2 for the samples that equal it; [n] less its mean."""
     above: NDArray[np.float64] = np.where(samples > median, 1.0, np.where(samples < median, 0.0, 0.5))
     above -= above.mean()
     return above
 
 
 def _autocovariance(series: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of a series of mean 0, [n] to [n]; divided by n at each lag, which keeps it positive definite."""
+    """Return the autocovariance of a series of mean 0, [n] to [n]; divided by n at each lag, so that it is positive definite."""
     size = series.size
     spectrum = np.fft.rfft(series, 1 << (2 * size - 1).bit_length())
     covariance: NDArray[np.float64] = np.fft.irfft((spectrum * spectrum.conj()).real)[:size] / size
@@ -143,10 +143,10 @@ def _autocovariance(series: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _inefficiency(series: NDArray[np.float64]) -> float:
-    """How many of the series' samples are worth one independent sample, 1 to n."""
+    """Return how many of the series' samples are worth one independent sample, 1 to n."""
     covariance = _autocovariance(series)
     if covariance[0] <= 0:
-        return 1.0  # all samples are equal: every one tells all
+        return 1.0  # all samples are equal
     pairs = covariance[: covariance.size // 2 * 2].reshape(-1, 2).sum(axis=1)
     negative = np.flatnonzero(pairs <= 0)
     pairs = np.minimum.accumulate(pairs[: negative[0]] if negative.size else pairs)
@@ -154,7 +154,7 @@ def _inefficiency(series: NDArray[np.float64]) -> float:
 
 
 def block_length(series: NDArray[np.float64]) -> int:
-    """Of the block bootstrap of the mean of a series of mean 0, [n] with n > 1: 1 where its samples are independent.
+    """Return the block length for a block bootstrap of the mean of a series of mean 0, [n] with n > 1; 1 if independent.
 
     Source: Politis and White, "Automatic block-length selection for the dependent bootstrap" (2004), with the correction of
     Patton, Politis and White (2009): flat-top lag window, b = (2 G^2 / D)^(1/3) n^(1/3) for the circular bootstrap.
@@ -164,7 +164,7 @@ def block_length(series: NDArray[np.float64]) -> int:
     if covariance[0] <= 0:
         return 1
     longest = min(size, math.ceil(min(3 * math.sqrt(size), size / 3)))
-    # The first lag after which a run of `quiet` correlations cannot be told from 0.
+    # The first lag after which a run of `quiet` correlations cannot be distinguished from 0.
     quiet = max(5, math.ceil(math.sqrt(math.log10(size))))
     limit = 2 * math.sqrt(math.log10(size) / size)
     most = min(size - 1, math.ceil(math.sqrt(size)) + quiet)
@@ -207,7 +207,7 @@ def _interval(ordered: NDArray[np.int64], above: NDArray[np.float64]) -> tuple[f
 
 
 def student(freedom: float) -> float:
-    """The 97.5 % quantile of Student's distribution with `freedom` >= 1 degrees, within 2 % from 3 degrees on.
+    """Return the 97.5 % quantile of Student's distribution with `freedom` >= 1 degrees, within 2 % from 3 degrees on.
 
     Source: Abramowitz and Stegun, "Handbook of Mathematical Functions" (1964), 26.7.5.
     """

@@ -1,4 +1,4 @@
-"""What makes a measurement INVALID, each number with its reason; a farm may have others in a file."""
+"""Thresholds beyond which a measurement is INVALID, each with its reason; a farm may set others in a file."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ MIN_FOR_INTERVAL: Final = 6
 
 
 class BadThresholds(UserError):
-    """A file of thresholds cannot be read, or says what there is not."""
+    """A file of thresholds cannot be read, or has unknown names or values."""
 
     reason = "BAD_THRESHOLDS"
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What makes a measurement INVALID."""
+    """The thresholds beyond which a measurement is INVALID."""
 
     min_samples: int = 100
     """Fewer tell no p99, and the median's 95 % interval covers a fifth of all samples."""
 
     max_interval: float = 0.1
     """Width of the median's 95 % interval, as a part of the median. Many samples may be worth few where each resembles the one
-    before it; two programs that differ by 10 % could not be told apart then."""
+    before it; two programs that differ by 10 % could not be distinguished then."""
 
     max_drift: float = 0.1
     """How far the medians of the last and the first third may lie apart, as a part of the first. Beyond, the run had no one
@@ -81,10 +81,10 @@ class Thresholds:
 
 
 def read(path: Path) -> Thresholds:
-    """The thresholds of a TOML file: `max_drift = 0.2`, one a line; the others are the defaults.
+    """Return the thresholds of a TOML file: `max_drift = 0.2`, one a line; the others are the defaults.
 
     Raises:
-        BadThresholds: the file cannot be read, a name is none, or a value is no number from 0 on.
+        BadThresholds: the file cannot be read, a name is unknown, or a value is not a number from 0 on.
     """
     try:
         return of_mapping(tomllib.loads(path.read_text()))
@@ -95,7 +95,7 @@ def read(path: Path) -> Thresholds:
 
 
 def of_mapping(given: Mapping[str, object]) -> Thresholds:
-    """The thresholds that are given by name, and the defaults of the others.
+    """Return the thresholds that are given by name, and the defaults of the others.
 
     Raises:
         BadThresholds: as in `read`.
@@ -110,7 +110,7 @@ def of_mapping(given: Mapping[str, object]) -> Thresholds:
                 f"Did you mean {close[0]}?" if close else f"There are {', '.join(known)}.",
                 name=name,
             )
-        # bool is an int for Python, and no threshold for anybody.
+        # bool is a subclass of int.
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise BadThresholds(f"{name} = {value!r} is no number from 0 on.", name=name)
         if name == "min_samples" and not isinstance(value, int):

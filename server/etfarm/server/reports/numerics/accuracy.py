@@ -1,4 +1,4 @@
-"""Step 9: a device's outputs against those of the program before quantization, and of the quantized graph that was lowered."""
+"""The accuracy of a device's outputs against the program before quantization, and the quantized graph that was lowered."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Difference:
 
 
 def pair(references: list[Value], outputs: list[Value]) -> list[tuple[Value, Value]]:
-    """Each reference with its output, by position.
+    """Return each reference with its output, by position.
 
     Raises:
         OutputsDoNotMatch: their numbers differ.
@@ -67,7 +67,7 @@ def pair(references: list[Value], outputs: list[Value]) -> list[tuple[Value, Val
 
 
 def compare(name: str, reference: Value, output: Value) -> Difference:
-    """How far `output` is from `reference`. bool counts as 0 and 1.
+    """Return how far `output` is from `reference`. bool counts as 0 and 1.
 
     Raises:
         OutputsDoNotMatch: their shapes differ, or one is None.
@@ -88,24 +88,24 @@ def compare(name: str, reference: Value, output: Value) -> Difference:
 
 
 def array_of(value: Value) -> NDArray[np.generic]:
-    """A value's elements: [shape] of its own dtype; a scalar is [] of bool, int64 or float64."""
+    """Return a value's elements: [shape] of its own dtype; a scalar is [] of bool, int64 or float64."""
     return np.asarray(value.value) if isinstance(value, Scalar) else tensors.to_array(value)
 
 
 def dtype_of(value: Value) -> str | None:
-    """A value's dtype by torch's name; None for None."""
+    """Return a value's dtype by torch's name; None for None."""
     if isinstance(value, Scalar):
         return None if value.value is None else np.asarray(value.value).dtype.name
     return value.dtype
 
 
 def shape_of(value: Value) -> tuple[int, ...]:
-    """A value's shape; that of a scalar is ()."""
+    """Return a value's shape; that of a scalar is ()."""
     return () if isinstance(value, Scalar) else value.shape
 
 
 def difference(reference: NDArray[np.generic], actual: NDArray[np.generic]) -> Difference:
-    """The numbers for two arrays of one shape and any real dtypes."""
+    """Return the numbers for two arrays of one shape and any real dtypes."""
     exact = reference.dtype == actual.dtype and reference.dtype.kind in "biu"
     r, a = reference.astype(np.float64).ravel(), actual.astype(np.float64).ravel()
     # int64 above 2^53 is no float64: equality is asked of the integers themselves.
@@ -127,7 +127,7 @@ def difference(reference: NDArray[np.generic], actual: NDArray[np.generic]) -> D
 
 
 def sqnr_db(reference: NDArray[np.float64], actual: NDArray[np.float64]) -> float | None:
-    """Signal to quantization noise ratio, 10 log10(sum r^2 / sum (r - a)^2), in dB, at most 300; 300 where they are equal.
+    """Return the signal to quantization noise ratio, 10 log10(sum r^2 / sum (r - a)^2), in dB; at most 300, as for equal ones.
 
     Both are float64 of one shape. None where either has a NaN, where the reference is all zero or has an infinity that the
     other does not share, and where there is nothing to compare.
@@ -142,14 +142,14 @@ def sqnr_db(reference: NDArray[np.float64], actual: NDArray[np.float64]) -> floa
 
 
 def relative_error(reference: NDArray[np.float64], actual: NDArray[np.float64]) -> float | None:
-    """The difference's norm over the reference's, 0 where they are equal. Both are float64 of one shape; None as `sqnr_db`."""
+    """Return the difference's norm over the reference's, 0 if they are equal; None as `sqnr_db`. Both: float64, one shape."""
     energies = _energies(reference, actual)
     return None if energies is None else math.sqrt(energies[1] / energies[0])
 
 
 def top1_agreement(reference: NDArray[np.generic], actual: NDArray[np.generic]) -> float | None:
-    """Part of the rows whose largest element is at the same place, 0 to 1; of floating-point scores, [classes] or [N, classes]
-    with LEAST_CLASSES or more, the first of equal ones counts. A NaN is larger than any number. None for anything else."""
+    """Return the part of the rows whose largest element is at the same place, 0 to 1, for floating-point scores, [classes] or
+    [N, classes] with LEAST_CLASSES or more; None for others. The first of equal elements counts, and NaN is the largest."""
     few = reference.ndim not in (1, 2) or reference.shape[-1] < LEAST_CLASSES
     if few or reference.dtype.kind in "biu" or not reference.size:
         return None
@@ -158,7 +158,7 @@ def top1_agreement(reference: NDArray[np.generic], actual: NDArray[np.generic]) 
 
 
 def _energies(reference: NDArray[np.float64], actual: NDArray[np.float64]) -> tuple[float, float] | None:
-    """Sums of the squares of the reference and of the difference, scaled alike; None where `sqnr_db` is."""
+    """Return the sums of the squares of the reference and of the difference, scaled alike; None where `sqnr_db` is."""
     if np.isnan(reference).any() or np.isnan(actual).any() or not reference.any():
         return None
     if np.array_equal(reference, actual):

@@ -1,7 +1,7 @@
-"""Step 9, in the jailed child: operators that give places of elements, judged by the elements.
+"""Operators that return indices of elements, which are judged by the elements.
 
-Equal elements may be told at any of their places, and what quantization rounds makes many equal. So it is not the places that are
-compared, but what is at them.
+Of equal elements an operator may return any index, and quantization makes many elements equal. So the comparison is between the
+elements, not between their indices.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ CHOOSING: Final = frozenset({"topk", "sort", "argsort", "argmax", "argmin", "max
 
 
 def chooses(op_type: str) -> bool:
-    """Whether an operator is one of those."""
+    """Return whether an operator returns indices of elements."""
     return base_name(op_type) in CHOOSING
 
 
 def chosen(node: Node, args: Sequence[Any], kwargs: dict[str, Any], places: Array) -> Array | None:
-    """The elements of a node's first argument that its places name; None where that is not known of this operator.
+    """Return the elements of a node's first argument at its indices; None if the operator's layout is not known.
 
     Args:
-        places: as the node gives them, along its `dim`, or of the flattened argument where it has none.
+        places: the node's indices along its `dim`, or of the flattened argument if it has none.
 
     Raises:
         IndexError: there is no such element.
@@ -48,5 +48,5 @@ def chosen(node: Node, args: Sequence[Any], kwargs: dict[str, Any], places: Arra
         return None
     if places.size and (places.min() < 0 or places.max() >= of.shape[dim]):
         raise IndexError(f"there are {of.shape[dim]} elements")
-    found: Array = np.take_along_axis(of, places.astype(np.int64), dim)
-    return found
+    elements: Array = np.take_along_axis(of, places.astype(np.int64), dim)
+    return elements

@@ -1,4 +1,4 @@
-"""Step 9, in the jailed child: which node of an exported program gives what an instruction of the device gave.
+"""The counterparts of a device's instructions: the nodes of an exported program that compute the same values.
 
 The edge graph remembers for each of its operators the names of the nodes that it comes from, through every graph since the
 export; an exported program remembers the same of its own nodes, and is one of those graphs.
@@ -23,14 +23,14 @@ _NORMS: Final = frozenset({"batch_norm", "_native_batch_norm_legit_no_training",
 
 @dataclass(frozen=True)
 class Output:
-    """One value that the device gave."""
+    """One value that the device computed."""
 
     stored: Stored
     operator: Operator
     at: int
-    """The value's place among those that the operator gives."""
+    """The value's index among the operator's outputs."""
     group: tuple[Operator, ...]
-    """All that was executed for it, in order."""
+    """All operators that were executed for it, in order."""
     backend: str | None
     """None for the runtime's own kernels."""
 
@@ -46,7 +46,7 @@ def outputs(
     program: Mapping[tuple[int, int], Instruction],
     recorded: Sequence[Recorded],
 ) -> Iterator[Output]:
-    """The recorded values whose operators are known, in order of execution.
+    """Yield the recorded values whose operators are known, in order of execution.
 
     A delegate records its arguments and then what it gives; a kernel only what it gives.
     """
@@ -81,24 +81,24 @@ class Counterparts:
         self._taken = frozenset(self._found.values())
 
     def __len__(self) -> int:
-        """How many operators have one."""
+        """Return how many operators have one."""
         return sum(name is not None for name in self._found.values())
 
     def of(self, output: Output) -> Node | None:
-        """The node that gives the same value; None where there is none, or where the operator is a step of a node's on the way
-        to its value."""
+        """Return the node that computes the same value; None if there is none, or if the operator's value is only an intermediate
+        one of a node."""
         name = self._found[output.operator.index]
         if name is None or not self._is_last(output.operator, output.at, name):
             return None
         return self._folded(self._nodes[name])
 
     def step_of(self, operator: Operator) -> Node | None:
-        """The node that an operator comes from, of whose value it may be one step of several."""
+        """Return the node that an operator comes from, of whose value it may be one step of several."""
         name = self._found[operator.index]
         return None if name is None else self._nodes[name]
 
     def unseen(self, node: Node, seen: Container[str]) -> tuple[Operator, ...]:
-        """What was executed before a node since the values that are seen: between those and the node nothing tells who is wrong.
+        """Return the operators between the recorded values and a node: which of them is wrong cannot be decided.
 
         Args:
             seen: names of nodes whose values are known of the device.
@@ -132,11 +132,11 @@ class Counterparts:
         return True
 
     def _is_elided(self, operator: Operator) -> bool:
-        """Whether the memory plan lets what it gives be what it takes, so that nothing is executed for it."""
+        """Return whether the memory plan lets what it gives be what it takes, so that nothing is executed for it."""
         return base_name(operator.node.op_type) == "view_copy" and operator.index not in self._executed
 
     def _folded(self, node: Node) -> Node:
-        """The batch norm behind a node where the device's operators have none of it: it is in the weights."""
+        """Return the batch norm behind a node where the device's operators have none of it: it is in the weights."""
         users = list(node.users)
         if len(users) == 1 and users[0].name not in self._taken and base_name(str(users[0].target)) in _NORMS:
             return users[0]

@@ -1,4 +1,4 @@
-"""Step 9, in the jailed child: how far one tensor is from what it should be: numbers, both sides' ranges, and their histogram."""
+"""The deviation of a tensor from its reference: numbers, the ranges of both, and their histogram."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Deviation:
 
 
 def deviation(expected: Array, actual: Array) -> Deviation:
-    """How far `actual` is from `expected`; both of one shape and of any real dtypes."""
+    """Return how far `actual` is from `expected`; both of one shape and of any real dtypes."""
     e, a = expected.astype(np.float64).ravel(), actual.astype(np.float64).ravel()
     finite = np.isfinite(e) & np.isfinite(a)
     has_nan = bool(np.isnan(e).any() or np.isnan(a).any())
@@ -76,7 +76,7 @@ def deviation(expected: Array, actual: Array) -> Deviation:
 
 
 def summary(values: Array, dtype: str) -> report_pb2.ValueSummary:
-    """Range and moments of a tensor's finite elements.
+    """Return range and moments of a tensor's finite elements.
 
     Args:
         dtype: torch's name of what is described, which `values` may stand for.
@@ -97,7 +97,7 @@ def summary(values: Array, dtype: str) -> report_pb2.ValueSummary:
 
 
 def histogram(expected: Array, actual: Array) -> report_pb2.ValueHistogram | None:
-    """Both tensors' finite elements over the same bins; None without any on one side."""
+    """Return both tensors' finite elements over the same bins; None without any on one side."""
     e, a = (values.astype(np.float64).ravel() for values in (expected, actual))
     e, a = e[np.isfinite(e)], a[np.isfinite(a)]
     if not (e.size and a.size):

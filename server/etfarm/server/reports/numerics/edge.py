@@ -1,7 +1,6 @@
-"""Step 9, in the jailed child: the edge graph of an ETRecord as operators that give values to each other, and which of them each
-instruction of the program executes.
+"""The edge graph of an ETRecord: its operators, their values, and the operators that each instruction of the program executes.
 
-Read from the record's JSON, as `graph` does: what would load it executes code.
+The record's JSON is read as in `graph`: torch's loader would execute code.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _DTYPES: Final = {
     1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float16", 7: "float32", 8: "float64", 12: "bool",
     13: "bfloat16", 28: "uint16", 29: "float8_e4m3fn", 30: "float8_e5m2", 34: "uint32", 35: "uint64",
 }  # fmt: skip
-"""torch's names by torch._export.serde.schema.ScalarType."""
+"""Dtype names by torch._export.serde.schema.ScalarType."""
 
 _QUANTIZATION: Final = ("quantize", "dequantize", "choose_qparams")
 
@@ -72,7 +71,7 @@ class EdgeGraph:
     """Names of tensors that the method gives, the new states of buffers among them."""
 
     def leaving(self, group: Iterable[Operator]) -> list[tuple[Operator, int]]:
-        """What operators give to others than themselves: each with the place of the tensor among those that it gives."""
+        """Return what operators give to others than themselves: each with the place of the tensor among those that it gives."""
         members = {operator.index: operator for operator in group}
         return [
             (operator, at)
@@ -83,7 +82,7 @@ class EdgeGraph:
 
 
 def read(path: Path, method: str) -> EdgeGraph:
-    """The method's graph in an ETRecord.
+    """Return the method's graph in an ETRecord.
 
     Raises:
         BadRecord: it cannot be read, or holds no such method.
@@ -110,14 +109,14 @@ def executed(
     program: Mapping[tuple[int, int], Instruction],
     recorded: Mapping[int, Sequence[Stored]],
 ) -> dict[int, tuple[Operator, ...]]:
-    """The operators by the instruction that executes them, in their order; none for an instruction whose operators are unknown.
+    """Return the operators by the instruction that executes them, in their order; unknown instructions are left out.
 
     A delegate has a debug handle for each operator in it, so that two of one handle are two operators. Where several instructions
     share a handle, since one operator of the model became many, a kernel is one of its name, and of those that are left it is one
     whose shape was recorded and whose arguments were computed before.
 
     Args:
-        handles: debug handles by instruction, as often as the compiler told each.
+        handles: debug handles by instruction, as often as the compiler recorded each.
         recorded: by instruction, what each gave.
     """
     by_handle: dict[int, list[Operator]] = {}
@@ -140,9 +139,9 @@ def executed(
 
     for (_, number), instruction in sorted(program.items()):
         group = taken.setdefault(number, [])
-        told = [handle for handle in handles.get(number, ()) if by_handle.get(handle)]
-        values = recorded.get(number, ()) if len(told) == 1 else ()
-        for handle in told:
+        known = [handle for handle in handles.get(number, ()) if by_handle.get(handle)]
+        values = recorded.get(number, ()) if len(known) == 1 else ()
+        for handle in known:
             left = by_handle[handle]
             if not instruction.delegate:
                 left = [operator for operator in left if base_name(instruction.name) == base_name(operator.node.op_type)] or left
@@ -156,7 +155,7 @@ def executed(
 
 
 def fits(given: Given, value: Stored) -> bool:
-    """Whether a recorded value may be that of the graph."""
+    """Return whether a recorded value may be that of the graph."""
     return (given.dtype is None or given.dtype == value.dtype) and (
         len(given.shape) == len(value.shape)
         and all(size is None or size == other for size, other in zip(given.shape, value.shape, strict=True))
@@ -164,7 +163,7 @@ def fits(given: Given, value: Stored) -> bool:
 
 
 def _put_right(edge: EdgeGraph, taken: dict[int, list[Operator]]) -> None:
-    """Where several operators dequantize one tensor, which the handles do not tell apart, each goes with what takes it."""
+    """Return where several operators dequantize one tensor, which the handles do not tell apart, each goes with what takes it."""
     place = {operator.index: number for number, group in taken.items() for operator in group}
     for number, group in list(taken.items()):
         for operator in [one for one in group if base_name(one.node.op_type).startswith("dequantize")]:

@@ -1,8 +1,7 @@
-"""Step 9, in the jailed child: what every operator gave on the device against the same value on the host, and the first one that
-is wrong.
+"""The numeric gap: every operator's values on the device against those on the host, and the first operator that is bad.
 
-Values of the device are those that its numerics pass recorded. Those of the host come from torch, which runs the exported program
-as it was lowered, and the one before quantization where that is another, node by node on the same inputs.
+The device's values are those that its numerics pass recorded. The host's come from torch, which runs the exported program as it
+was lowered, and the one before quantization if there is one, node by node on the same inputs.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def fill(
     warn: Warn,
     screen: reference.Screen | None = None,
 ) -> None:
-    """Fills `numeric_gap`, and of `numerics` what it says about that.
+    """Fill `numeric_gap`, and the fields of `numerics` that describe it.
 
     Args:
         model: the program before quantization; None where there is none.
@@ -73,7 +72,7 @@ def fill(
         screen: as `reference.load` takes it.
 
     Raises:
-        BadRecording, BadRecord, BadProgram, OtherExport, NothingToCompare: nothing can be said.
+        BadRecording, BadRecord, BadProgram, OtherExport, NothingToCompare: nothing can be compared.
     """
     recording = _recording(given, method)
     record = graph.read_record(given.etrecord, method)
@@ -94,8 +93,10 @@ def fill(
         )  # fmt: skip
     ran = [one for group in executed.values() for one in group]
     if unrecorded := sum(one.is_bfloat16 for one in ran):
-        said = f"{_NO_BFLOAT16}: {unrecorded} of {len(ran)} operators give such, and are told with the next one that does not."
-        warn("ANALYSIS_NUMERICS_BFLOAT16", said)
+        message = (
+            f"{_NO_BFLOAT16}: {unrecorded} of {len(ran)} operators give such, and are compared with the next one that does not."
+        )
+        warn("ANALYSIS_NUMERICS_BFLOAT16", message)
     leaves = tensors.decode(inputs.read_bytes())
     # A kernel is not to blame for what quantization does, so where that is known it is left out.
     judged = QUANTIZED if given.quantized is not None else EAGER
@@ -152,14 +153,14 @@ def _side(name: str, nodes: Counterparts, outputs: Sequence[Output]) -> Side:
         if node is None:
             steps.setdefault(step.name, []).extend(output.group)
         elif name == QUANTIZED or not all(one.quantizes for one in output.group):  # that one has the value of the one before it
-            # Where one operator of the model became several, only their last value is the model's, and they are told as one.
+            # Where one operator of the model became several, only their last value is the model's, and they are one row.
             group = {one.index: one for one in (*steps.get(step.name, ()), *output.group)}
             side.slots.append(Slot(output, node, tuple(group[index] for index in sorted(group))))
     return side
 
 
 def _rows(sides: Sequence[Side], outputs: Sequence[Output]) -> list[tuple[report_pb2.NumericGap, Slot]]:
-    """In order of execution; of one value the row against the quantized program comes first."""
+    """Return the sort key of a row: in order of execution, and for one value the row against the quantized program first."""
     order = {id(output): at for at, output in enumerate(outputs)}
     slots = [(order[id(slot.output)], at, slot) for at, side in enumerate(sides) for slot in side.slots if slot.found is not None]
     seen = [frozenset(slot.node.name for slot in side.slots if slot.found is not None) for side in sides]

@@ -1,10 +1,9 @@
-"""Step 9, in the jailed child: what the host gives for each node of a graph against what the device recorded, and which operator
-is bad.
+"""The check of each operator: the host's value of a node against the one that the device recorded, and whether the kernel is bad.
 
-The first bad operator. Errors travel: behind a wrong kernel everything is wrong, and in a deep int8 program what right kernels
-round adds up to less SNR than a wrong one leaves. So each operator is judged by what it adds: the host computes it once more from
-what the device gave before it (the nearest recorded values in the graph, not in time), and the two differ by the kernel alone. It
-is bad where they differ by THRESHOLD_DB more than rounding explains.
+Errors propagate: behind a wrong kernel every value is wrong, and in a deep int8 program the rounding of right kernels adds up to
+less SNR than a wrong one leaves. So each operator is judged by the error that it adds: the host computes it again from the values
+that the device recorded before it (the nearest ones in the graph, not in time), so that the two differ by the kernel alone. An
+operator is bad if they differ by THRESHOLD_DB more than rounding explains.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ _ROUNDING_DYNAMIC: Final = 3e-3
 _LARGER: Final = 10 ** (THRESHOLD_DB / 20)
 
 _REFUSALS: Final = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)
-"""What torch raises where a value is none that an operator takes."""
+"""The errors that torch raises for a value that an operator does not accept."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class OutOfTime(FarmError):
-    """The host took too long; what was compared until then stays."""
+    """The host took too long; the comparisons before remain."""
 
     reason = "OUT_OF_TIME"
 
 
 @dataclass
 class Slot:
-    """One row to come."""
+    """One row of the report under construction."""
 
     output: Output
     node: Node
@@ -83,7 +82,7 @@ class Slot:
 
 
 class Observer:
-    """Compares what the host gives with what the device gave, value by value.
+    """The comparison of the host's values with the device's, one by one.
 
     Args:
         numbers: by an operator's index, what turns its quantized values into the numbers that they stand for; the run of the
@@ -120,7 +119,7 @@ class Observer:
             self._judge(node, value)
 
     def _judge(self, node: Node, value: Any) -> None:
-        """Computes a node from what the device gave before it, and goes on from what the device gave for it."""
+        """Compute a node from the device's values before it, and continue with the device's value of the node."""
         import torch
 
         alone, args, kwargs = value, [], {}
@@ -154,7 +153,7 @@ class Observer:
                 del self._given[before]
 
     def _weigh(self, slot: Slot, expected: Array, actual: Array, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """What an operator adds itself.
+        """Return the error that an operator adds itself.
 
         Args:
             args, kwargs: what the host was given for the node.
@@ -176,7 +175,7 @@ class Observer:
         slot.size = float(np.sqrt(np.square(finite).mean())) if finite.size else 0.0
 
     def _refuse(self, node: Node) -> None:
-        """Calls bad what gave the integers that a node does not take: the nearest ones that are not what they should be."""
+        """Mark the operators bad whose integers a node does not accept: the nearest ones that deviate."""
         ahead, known = list(node.all_input_nodes), set()
         while ahead:
             before = ahead.pop()
@@ -189,7 +188,7 @@ class Observer:
                 ahead.extend(before.all_input_nodes)
 
     def _learn(self, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """A node that dequantizes tells what the integers before it mean, which were compared as such until now."""
+        """Return a node that dequantizes tells what the integers before it mean, which were compared as such until now."""
         if not graph.base_name(str(node.target)).startswith("dequantize") or not node.all_input_nodes:
             return
         import torch
@@ -220,7 +219,7 @@ class Observer:
 
 
 def _candidates(slot: Slot, value: Any) -> list[Array] | None:
-    """The values of a node that may be the slot's; None where none has its shape."""
+    """Return the values of a node that may be the slot's; None where none has its shape."""
     import torch
     from torch.utils import _pytree as pytree
 
@@ -237,17 +236,17 @@ def _candidates(slot: Slot, value: Any) -> list[Array] | None:
 
 
 def _can_be_told(expected: Array, actual: Array) -> bool:
-    """Whether both are of one kind: integers say nothing of numbers where it is not known which they stand for."""
+    """Return whether both are of one kind: quantized integers without known scales cannot be compared with real numbers."""
     return not (expected.dtype.kind == "f" and actual.dtype.kind in "iu")
 
 
 def _nearest(expected: Sequence[Array], actual: Array) -> Array:
-    """Of several outputs of one shape, of which it is not known which one the device gave, the one that it is most like."""
+    """Return the output that is most like the device's, of several of one shape that may be meant."""
     return max(expected, key=lambda one: deviation(one, actual).level_db) if len(expected) > 1 else expected[0]
 
 
 def _is_of_placeholder(node: Node) -> bool:
-    """Whether what a node takes first is a buffer or an input, or a view of one."""
+    """Return whether what a node takes first is a buffer or an input, or a view of one."""
     while node.all_input_nodes:
         node = node.all_input_nodes[0]
         schema = getattr(node.target, "_schema", None)
@@ -266,14 +265,14 @@ def _array(tensor: Any) -> Array:
 
 
 def is_judged(slot: Slot) -> bool:
-    """Whether it is known of the operator whether it is wrong."""
+    """Return whether the operator could be judged."""
     expected = slot.expected
     # XNNPACK clamps, which makes numbers of some NaNs.
     return slot.own is not None and expected is not None and not (expected.nan_count or expected.infinite_count)
 
 
 def is_bad(slot: Slot) -> bool:
-    """Whether the operator itself is wrong, by the rule above."""
+    """Return whether the operator itself is wrong, by the rule above."""
     own = slot.own
     if own is None or not is_judged(slot):
         return False

@@ -1,4 +1,4 @@
-"""Step 9, in the jailed child: what the model itself gives for the device's inputs, run by torch."""
+"""The reference: the outputs of the exported program for the device's inputs, run by torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ lent: a later node may write to them."""
 
 
 class ReferenceNotRunnable(UserError):
-    """The exported program cannot be run on the inputs that the device got."""
+    """The exported program cannot be run on the device's inputs."""
 
     reason = "REFERENCE_NOT_RUNNABLE"
 
@@ -29,7 +29,7 @@ Screen = Callable[[Path], None]
 
 
 def load(model: Path, screen: Screen | None = None) -> ExportedProgram:
-    """The program of a .pt2. Loading it executes code: only in a jailed child, and only the layout that is screened when a
+    """Return the program of a .pt2. Loading it executes code: only in a jailed child, and only the layout that is screened when a
     model is compiled; what torch wrote before that one is refused.
 
     Args:
@@ -55,7 +55,7 @@ def load(model: Path, screen: Screen | None = None) -> ExportedProgram:
 
 
 def run(model: Path, inputs: list[Value], screen: Screen | None = None) -> list[Value]:
-    """The outputs of an exported program, flattened, named `0`, `1`, ...; tensors contiguous.
+    """Return the outputs of an exported program, flattened, named `0`, `1`, ...; tensors contiguous.
 
     Args:
         model: a .pt2, as `load` takes it.
@@ -80,7 +80,7 @@ def run(model: Path, inputs: list[Value], screen: Screen | None = None) -> list[
 
 
 def run_nodes(program: ExportedProgram, inputs: Sequence[Value], observe: Observe) -> None:
-    """Runs a program node by node; buffers that it changes begin as exported and are as before afterwards.
+    """Run a program node by node; buffers that it changes begin as exported and are as before afterwards.
 
     Args:
         inputs: the flattened leaves of (args, kwargs).
@@ -126,7 +126,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _placeholders(program: ExportedProgram, leaves: Sequence[Any]) -> Iterator[Any]:
-    """What the graph's placeholders stand for, in their order."""
+    """Yield what the graph's placeholders stand for, in their order."""
     given = iter(leaves)
     for spec in program.graph_signature.input_specs:
         if spec.kind.name == "USER_INPUT":
@@ -140,7 +140,7 @@ def _placeholders(program: ExportedProgram, leaves: Sequence[Any]) -> Iterator[A
 
 
 def to_torch(value: Value) -> Any:
-    """A value as torch takes it: a tensor with the value's dim order, or a Python scalar."""
+    """Return a value as torch takes it: a tensor with the value's dim order, or a Python scalar."""
     import numpy as np
     import torch
 
@@ -155,7 +155,7 @@ def to_torch(value: Value) -> Any:
 
 
 def from_torch(name: str, leaf: Any) -> Value:
-    """A leaf of torch's outputs as a value.
+    """Return a leaf of torch's outputs as a value.
 
     Raises:
         BadTensorFile: a dtype that etfarm does not carry, such as complex64.

@@ -1,4 +1,4 @@
-"""Step 9: where the kernels inside XNNPACK's delegates come from in the user's model."""
+"""The origins, in the user's model, of the kernels inside XNNPACK's delegates."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _QUANTIZATION: Final = "quantized_decomposed."
 
 @dataclass(frozen=True)
 class Attribution:
-    """What is known of all kernels of a trace."""
+    """The origins of all kernels of a trace."""
 
     kernels: Mapping[tuple[int, int], Mapping[str, Origin]]
     """By a delegate's chain and instruction: each kernel's origin by its identifier; an empty one for what XNNPACK or
     ExecuTorch inserted. A delegate is here with all of its kernels, but for those that `partial` tells of, or not at all."""
     delegates: int
-    """How many of XNNPACK's were called and told their kernels."""
+    """Number of XNNPACK's delegates that were called and list their kernels."""
     unaligned: Mapping[tuple[int, int], str]
-    """Why, for each of those that are missing: one sentence."""
+    """The reason, for each delegate without origins: one sentence."""
     partial: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    """Why kernels of a delegate are missing of which others are not."""
+    """The reason, for each delegate of which some kernels have no origin."""
 
 
 def attribute(trace: Trace, program: Mapping[tuple[int, int], Instruction], record: Record) -> Attribution:
-    """The origins of the kernels in XNNPACK's delegates; of none where the record knows no nodes."""
+    """Return the origins of the kernels in XNNPACK's delegates; none if the record has no nodes."""
     found: dict[tuple[int, int], Mapping[str, Origin]] = {}
     unaligned: dict[tuple[int, int], str] = {}
     partial: dict[tuple[int, int], str] = {}
@@ -69,7 +69,7 @@ def attribute(trace: Trace, program: Mapping[tuple[int, int], Instruction], reco
 def _with_handles(
     graph: xnnpack.XGraph, record: Record, program: Mapping[tuple[int, int], Instruction], instruction: int
 ) -> tuple[xnnpack.XGraph, Set[int]]:
-    """The graph with the debug handles that lowering dropped, and its nodes of which they cannot be told."""
+    """Return the graph with the debug handles that lowering dropped, and the nodes whose handles are unknown."""
     values = graph.values
     nodes = [
         origins.Node(
@@ -85,12 +85,12 @@ def _with_handles(
         for one in record.operators
     ]
     found = origins.find(nodes, operators, order)
-    told = tuple(replace(node, debug_handle=found.get(at, node.debug_handle)) for at, node in enumerate(graph.nodes))
-    return replace(graph, nodes=told), {at for at, handle in found.items() if handle is None}
+    completed = tuple(replace(node, debug_handle=found.get(at, node.debug_handle)) for at, node in enumerate(graph.nodes))
+    return replace(graph, nodes=completed), {at for at, handle in found.items() if handle is None}
 
 
 def _undelegated(record: Record, program: Mapping[tuple[int, int], Instruction]) -> Set[tuple[tuple[int, ...], str]]:
-    """Handles and names of operators that no delegate has, since kernels execute as many of them as there are."""
+    """Return handles and names of operators that are in no delegate, since kernels execute all of them."""
     ran = Counter(
         (handle, base_name(instruction.name))
         for (_, at), instruction in program.items()
@@ -124,7 +124,7 @@ class _Delegate:
         self._hidden = handles - {node.debug_handle for node in graph.nodes if node.kind != "Convert"}
 
     def origin(self, match: kernels.Match) -> Origin:
-        """A kernel's origin: all that it does, with the place of the node it is named after, and of a table's first operator."""
+        """Return a kernel's origin: its operators, with the line of the node it is named after, or of a table's first."""
         parts: dict[int, list[Node]] = {}
         main, rank = None, -1
         for part in sorted((match.part, *match.fused), key=lambda part: (part.node, part.clamp)):
@@ -139,7 +139,7 @@ class _Delegate:
         return _origin(parts, main)
 
     def _operators_of(self, part: kernels.Part) -> Mapping[int, Sequence[Node]]:
-        """The operators that became a part, by debug handle, the first one first; of what was inserted there are none."""
+        """Return the operators that became a part, by debug handle, the first one first; of what was inserted there are none."""
         node = self._graph.nodes[part.node]
         following = self._record.followers.get(node.debug_handle or 0, ())
         behind = {handle: self._own(handle) for handle in following if handle in self._hidden}
@@ -154,7 +154,7 @@ class _Delegate:
         return any(base_name(node.op_type) in xnnpack.CLAMPS for node in self._record.nodes.get(handle, ()))
 
     def _operators(self, node: xnnpack.XNode) -> Sequence[Node]:
-        """The operators of a node's handle that became this node; all where that cannot be told."""
+        """Return the operators of a node's handle that became this node; all if that is unknown."""
         handle = node.debug_handle or 0
         if node.kind == "Convert":
             every = self._record.nodes.get(handle, ())
@@ -163,7 +163,7 @@ class _Delegate:
         return [one for one in own if base_name(one.op_type) in xnnpack.OPERATORS.get(node.kind, ())] or own
 
     def _own(self, handle: int) -> Sequence[Node]:
-        """A handle's nodes without what quantizes the output, which has the handle as well."""
+        """Return a handle's nodes without what quantizes the output, which has the handle as well."""
         every = self._record.nodes.get(handle, ())
         return [node for node in every if not node.op_type.startswith(_QUANTIZATION)] or every
 

@@ -1,4 +1,4 @@
-"""Step 9, in the jailed child: an ETDump of a traced pass as one array of times for each instruction and kernel."""
+"""An ETDump of a traced pass as one array of times for each instruction and kernel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAME, _CHAIN, _INSTRUCTION, _NUMBER, _TEXT, _START, _END = 0, 1, 2, 3, 4, 6, 7 
 _SMALLEST_EVENT: Final = 16
 """Bytes: an offset in the vector, and a table of one field. More events than fit are the same ones again."""
 _LONGEST_NS: Final = 1 << 53
-"""104 days, the last whole number up to which a double has them all."""
+"""104 days: a double holds every whole number of nanoseconds up to here."""
 
 Times = NDArray[np.float64]
 """[iterations] of ns."""
@@ -100,7 +100,7 @@ class Timed:
 
 
 def read(data: bytes) -> Trace:
-    """The trace in an .etdp file.
+    """Return the trace in an .etdp file.
 
     An ETDump says one OPERATOR_CALL around each kernel's `native_call_...` and one DELEGATE_CALL around a delegate's events.
     A kernel's time here is that of `native_call_...`, counted once; what the runtime spends around it is the method's.
@@ -125,7 +125,7 @@ def read(data: bytes) -> Trace:
 
 
 def _table(data: bytes) -> tuple[dict[Key, Timed], int]:
-    """Times by key in the order of the events, and how many iterations are left out."""
+    """Return times by key in the order of the events, and the number of iterations that are left out."""
     events = _Events(data)
     alike: dict[bytes, list[int]] = defaultdict(list)
     for run in range(events.runs):
@@ -186,17 +186,17 @@ class _Events:
         )
 
     def signature(self, run: int) -> bytes:
-        """Equal for runs with the same events in the same order."""
+        """Return bytes that are equal for runs with the same events in the same order."""
         return self._fields[self._bounds[run] : self._bounds[run + 1]].tobytes()
 
     def keys(self, run: int) -> list[Key]:
-        """Of each of the run's events."""
+        """Return the key of each of a run's events."""
         texts = [text.decode(errors="replace") for text in self._texts]
         fields = self._fields[self._bounds[run] : self._bounds[run + 1]].tolist()
-        return [(at, to, texts[name], texts[told] or (number if number != -1 else "")) for at, to, name, told, number in fields]
+        return [(at, to, texts[name], texts[label] or (number if number != -1 else "")) for at, to, name, label, number in fields]
 
     def columns(self, runs: Sequence[int], keys: Sequence[Key], unique: Sequence[Key]) -> tuple[Times, Times, Times]:
-        """How long each key ran in each of the runs, when it began and how long it ran for the first time, each
+        """Return how long each key ran in each of the runs, when it began and how long it ran for the first time, each
         [unique keys, runs]. The runs all have `keys`."""
         place = {key: at for at, key in enumerate(unique)}
         rows = np.array([place[key] for key in keys], dtype=np.int64)
@@ -208,7 +208,7 @@ class _Events:
         return times, self._begun[events[first]].astype(np.float64), took[first]
 
     def _interned(self, data: bytes, starts: Positions, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """A number for each string, the same for equal ones."""
+        """Return a number for each string, the same for equal ones."""
         if int(lengths.sum()) > len(data):
             raise ValueError("its names are longer than its bytes")
         texts = self._texts

@@ -22,7 +22,7 @@ class Columns:
         self._data = data
 
     def numbers(self, places: Positions, form: str) -> NDArray[Any]:
-        """The numbers of a numpy type that lie at `places`, aligned or not."""
+        """Return the numbers of a numpy type that lie at `places`, aligned or not."""
         kind = np.dtype(form)
         count = max(0, len(self._data) - kind.itemsize + 1)
         if places.size and places.min() < 0:
@@ -30,12 +30,12 @@ class Columns:
         return np.ndarray((count,), kind, self._data, strides=(1,))[places]
 
     def targets(self, places: Positions) -> Positions:
-        """Where the offsets at `places` lead; 0 for 0."""
+        """Return where the offsets at `places` lead; 0 for 0."""
         found = places + self.numbers(places, "<u4")
         return np.where(places > 0, found, 0)
 
     def fields(self, tables: Positions, slot: int) -> Positions:
-        """Where each table has a field; 0 where it does not have it, and for tables that are 0 themselves."""
+        """Return where each table has a field; 0 where it does not have it, and for tables that are 0 themselves."""
         layouts = np.where(tables > 0, tables - self.numbers(tables, "<i4"), 0)
         offset = 4 + 2 * slot
         has = (tables > 0) & (self.numbers(layouts, "<u2") > offset)
@@ -44,13 +44,13 @@ class Columns:
         return np.where(found > 0, tables + found, 0)
 
     def scalars(self, tables: Positions, slot: int, form: str, default: int) -> NDArray[Any]:
-        """A scalar of each table, `default` where it does not have it."""
+        """Return a scalar of each table, `default` where it does not have it."""
         places = self.fields(tables, slot)
         return np.where(places > 0, self.numbers(places, form), np.dtype(form).type(default))
 
     def vectors(self, tables: Positions, slot: int, width: int) -> tuple[Positions, NDArray[np.int64]]:
-        """Where the vector (or string) of each table begins, and how many elements of `width` bytes it has; 0 and 0 where it
-        has none."""
+        """Return where the vector (or string) of each table begins, and its number of elements of `width` bytes; 0 and 0 for a
+        table without it."""
         places = self.targets(self.fields(tables, slot))
         lengths = np.where(places > 0, self.numbers(places, "<u4").astype(np.int64), 0)
         if (places + 4 + width * lengths > len(self._data)).any():

@@ -1,7 +1,7 @@
-"""Step 9, in the jailed child: what the compiler knew of each instruction, from the ETRecord and the program.
+"""The compiler's facts of each instruction, read from the ETRecord and the program.
 
 Both are read without loading a graph: an ETRecord is a zip whose graphs are JSON, and torch's loader would execute its
-`expr_str`. That also leaves weights unread and works for every method, where Inspector fails for records of several.
+`expr_str`. That leaves weights unread as well, and works for every method, while Inspector fails for records of several.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _INLINE: Final = 0
 
 
 class BadRecord(FarmError):
-    """The ETRecord cannot be read, or knows nothing of the method."""
+    """The ETRecord cannot be read, or does not have the method."""
 
     reason = "BAD_ETRECORD"
 
@@ -62,7 +62,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an instruction or a delegate's event comes from in the user's model."""
+    """The origin of an instruction or a delegate's event in the user's model."""
 
     debug_handles: tuple[int, ...] = ()
     """Ascending, each once."""
@@ -94,7 +94,7 @@ class Record:
     """Those of `nodes` in the graph's order, with what flows from one to the other."""
 
     def origin(self, handles: Sequence[int], *, kernel: str | None = None, without: Set[tuple[int, str]] = _NOTHING) -> Origin:
-        """What the nodes of `handles` have in common.
+        """Return what the nodes of `handles` have in common.
 
         Args:
             kernel: only nodes of this kernel's type, where there are some. A linear that became permute_copy and addmm has one
@@ -145,18 +145,18 @@ UNREADABLE: Final = (
 
 
 def base_name(name: str) -> str:
-    """An operator's name without namespace and overload: `addmm` of `aten.addmm.default`, `aten.addmm.out`, `addmm.out`."""
+    """Return an operator's name without namespace and overload: `addmm` for `aten.addmm.default` and `addmm.out`."""
     parts = name.split(".")
     return parts[-2] if len(parts) > 1 else name
 
 
 def sources_of(nodes: Iterable[Node]) -> tuple[Source, ...]:
-    """The nodes' lines in their order, each once."""
+    """Return the nodes' lines in their order, each once."""
     return tuple(dict.fromkeys(node.source for node in nodes if node.source is not None))
 
 
 def read_record(path: Path, method: str) -> Record:
-    """The method's part of an ETRecord.
+    """Return the method's part of an ETRecord.
 
     Raises:
         BadRecord: it cannot be read, or holds no such method.
@@ -191,7 +191,7 @@ def read_record(path: Path, method: str) -> Record:
 
 
 def read_graph(path: Path, method: str) -> Mapping[str, Any]:
-    """The method's edge graph as the ETRecord's JSON has it; see torch._export.serde.schema.Graph.
+    """Return the method's edge graph as the ETRecord's JSON has it; see torch._export.serde.schema.Graph.
 
     Raises:
         zipfile.BadZipFile, OSError, KeyError, ValueError, RecursionError: it cannot be read, or holds no such method.
@@ -201,7 +201,7 @@ def read_graph(path: Path, method: str) -> Mapping[str, Any]:
 
 
 def read_program(path: Path, method: str) -> dict[tuple[int, int], Instruction]:
-    """Kernels and delegates of a .pte's method by chain and instruction, as the runtime numbers them.
+    """Return kernels and delegates of a .pte's method by chain and instruction, as the runtime numbers them.
 
     Raises:
         BadProgram: it cannot be read, or has no such method.
@@ -244,7 +244,7 @@ def _instructions(plan: Table, program: Table, file: memoryview) -> Iterator[tup
 def _processed(
     reference: Table | None, inline: Sequence[Table], segments: Sequence[Table], file: memoryview
 ) -> memoryview | None:
-    """A delegate's bytes: within the program's own flatbuffer, or in a segment behind it.
+    """Return a delegate's bytes: within the program's own flatbuffer, or in a segment behind it.
 
     Source: executorch/exir/_serialize/_program.py, _ExtendedHeader.
     """
@@ -270,7 +270,7 @@ def _load(archive: zipfile.ZipFile, entry: str) -> Any:
 
 
 def _graph_entry(archive: zipfile.ZipFile, method: str) -> str:
-    """The graph of the method. A record of one method files it as `forward`, whatever its name is."""
+    """Return the graph of the method. A record of one method files it as `forward`, whatever its name is."""
     names = set(archive.namelist())
     graphs = [name for name in names if name.startswith(f"{_EDGE}/") and f"{name}_state_dict" in names]
     if f"{_EDGE}/{method}" in graphs:
@@ -290,7 +290,7 @@ def _of_method(maps: Mapping[str, Any] | None, method: str) -> Mapping[str, Any]
 
 
 def node_of(node: Mapping[str, Any]) -> Node:
-    """An operator as serialized."""
+    """Return an operator as serialized."""
     target, metadata = str(node["target"]), node["metadata"]
     for prefix in _TARGETS:
         target = target.removeprefix(prefix)
@@ -307,7 +307,7 @@ def _operator(node: Mapping[str, Any], metas: Mapping[str, Any]) -> Operator:
 
 
 def _elements(meta: Mapping[str, Any] | None) -> int:
-    """Of a tensor as serialized; 0 where a dim is dynamic or nothing is known of it."""
+    """Return the number of elements of a serialized tensor; 0 if a dim is dynamic or unknown."""
     shape = [] if meta is None else [int(size.get("as_int") or 0) for size in meta["sizes"]]
     if len(shape) > _MOST_DIMS or any(abs(size) >= 1 << 63 for size in shape):
         raise ValueError(f"a tensor has {len(shape)} dims of {shape[:8]}")
@@ -340,7 +340,7 @@ def _followers(graph: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
 
 
 def tensor_names(value: Any) -> Iterator[str]:
-    """The names of all tensors in a serialized node's inputs or outputs, in their order."""
+    """Yield the names of all tensors in a serialized node's inputs or outputs, in their order."""
     if isinstance(value, list):
         for part in value:
             yield from tensor_names(part)
@@ -355,5 +355,5 @@ def tensor_names(value: Any) -> Iterator[str]:
 
 
 def handles_of(value: object) -> tuple[int, ...]:
-    """Debug handles as records have them: 3, [3, 4], "3" or "(3, 4)"; 0 says that there is none."""
+    """Return debug handles, which records write as 3, [3, 4], "3" or "(3, 4)"; 0 stands for none."""
     return tuple(number for number in map(int, re.findall(r"\d+", str(value or ""))) if number)

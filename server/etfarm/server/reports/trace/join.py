@@ -1,4 +1,4 @@
-"""Step 9, in the jailed child: the trace joined with what the compiler knew, as the report's operator rows.
+"""The report's operator rows: the trace joined with the compiler's facts.
 
 Shares. Every share is a part of the method's mean time over its typical iterations, so that what nests in the trace nests in
 the shares, which medians do not:
@@ -37,7 +37,7 @@ from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import timings
 
 RESOLUTION_NS: Final = {"XnnpackBackend": 1000.0}
-"""Clock resolution of the events inside a delegate, by backend. Of others it is told from the times themselves."""
+"""Clock resolution of the events inside a delegate, by backend. For others it is derived from the times."""
 
 UNKNOWN_KERNEL: Final = "kernel"
 """The name of a kernel that neither the trace nor the program names."""
@@ -63,14 +63,14 @@ def join(
     kernels: Mapping[tuple[int, int], Mapping[str, Origin]] | None = None,
     unaligned: Mapping[tuple[int, int], str] | None = None,
 ) -> Joined:
-    """Operator rows of a trace.
+    """Return the operator rows of a trace.
 
     Args:
         record: of the compilation that made the program; an empty one leaves modules, sources and handles out.
         program: names by chain and instruction; an empty one leaves a kernel's namespace and the backends out.
         method: only named in its REST's row.
         kernels: by chain and instruction of a delegate, where its kernels come from, by their identifiers; see `attribution`. Of
-            other delegates it is what the backend told the compiler, which the record holds.
+            other delegates it is what the backend reported to the compiler, which the record holds.
         unaligned: why not, of delegates that are not among them, and of those of which some kernels are not.
     """
     rows = _Rows(trace)
@@ -90,10 +90,10 @@ def join(
         if call.delegate:
             known = program.get((call.chain, call.instruction))
             origin = record.origin(handles, without=undelegated)
-            told = record.delegate_handles.get(call.instruction, {})
+            reported = record.delegate_handles.get(call.instruction, {})
             origins = (kernels or {}).get((call.chain, call.instruction))
             if origins is None:
-                origins = {identifier: record.origin(found) for identifier, found in told.items() if found}
+                origins = {identifier: record.origin(handles) for identifier, handles in reported.items() if handles}
             backend = known.name if known and known.delegate else None
             row = rows.add_delegate(call, share, origin, backend, origins)
             reason = (unaligned or {}).get((call.chain, call.instruction))
@@ -126,11 +126,11 @@ class _Rows:
         self._whole: Place = (0.0, float(trace.method_ns[self.shown]))
 
     def mean(self, times: Times) -> float:
-        """Over the typical iterations, ns."""
+        """Return the mean over the typical iterations, ns."""
         return float(times[self._typical].mean())
 
     def place(self, spans: Spans | None) -> Place | None:
-        """Of the shown iteration; None where there it is not within the method."""
+        """Return the place in the shown iteration; None if it is not within the method there."""
         if spans is None:
             return None
         found = float(spans.starts_ns[self.shown]), float(spans.durations_ns[self.shown])
@@ -149,7 +149,7 @@ class _Rows:
         resolution: float | None = None,
         place: Place | None = None,
     ) -> report_pb2.OperatorRow:
-        """One more row. A time below `resolution` (the trace's smallest one where it is None) is left out, not 0."""
+        """Add a row. A time below `resolution` (the trace's smallest one where it is None) is left out, not 0."""
         p10, p50, p90 = (float(value) for value in np.percentile(times, (10, 50, 90)))
         mean, least = self.mean(times), resolution or self._tick
         has_tails = timings.has_percentile(90, times.size)
@@ -182,7 +182,7 @@ class _Rows:
         backend: str | None,
         origins: Mapping[str, Origin],
     ) -> report_pb2.OperatorRow:
-        """A delegate's call, its kernels and what they leave over; the call alone where the backend tells no kernels."""
+        """Return a delegate's call, its kernels and what they leave over; the call alone where the backend tells no kernels."""
         name, whole = backend or UNKNOWN_DELEGATE, self.place(call.spans)
         row = self.add(report_pb2.OPERATOR_KIND_DELEGATE, name, call.times_ns, share, origin, call.instruction, place=whole)
         row.delegated = True
@@ -193,7 +193,7 @@ class _Rows:
         resolution = _resolution(backend, call.kernels)
         shares, rest = _split([self.mean(kernel.times_ns) for kernel in call.kernels], self.mean(call.times_ns), share)
         spans = [kernel.spans for kernel in call.kernels]
-        places, reconstructed = timeline.lay([self.place(one) for one in spans], whole, told=resolution is None)
+        places, reconstructed = timeline.lay([self.place(one) for one in spans], whole, has_starts=resolution is None)
         for kernel, part, place in zip(call.kernels, shares, places, strict=True):
             known = origins.get(str(kernel.identifier))
             text = kernel.identifier if isinstance(kernel.identifier, str) else f"{name} #{kernel.identifier}"
@@ -217,7 +217,7 @@ class _Rows:
         parent: report_pb2.OperatorRow | None = None,
         resolution: float | None = None,
     ) -> None:
-        """What `parts` leave of `whole`."""
+        """Return what `parts` leave of `whole`."""
         left = np.maximum(0.0, whole - np.sum(parts, axis=0)) if parts else whole
         self.add(report_pb2.OPERATOR_KIND_REST, name, left, share, Origin(), None, parent=parent, resolution=resolution)
 
@@ -245,7 +245,7 @@ def _line(source: Source) -> compile_pb2.SourceLine:
 
 
 def _split(parts: Sequence[float], whole: float, share: float | None) -> tuple[list[float | None], float | None]:
-    """The shares of `parts` of a whole that has `share` itself, and of what they leave over. They sum to `share`.
+    """Return the shares of `parts` of a whole that has `share` itself, and of what they leave over. They sum to `share`.
 
     Parts that exceed the whole are scaled to fill it. Nothing is known of a whole that took no time: the rest has it all.
     """
@@ -266,6 +266,6 @@ def _resolution(backend: str | None, kernels: Sequence[Kernel]) -> float | None:
 
 
 def _smallest(times: Sequence[Times]) -> float:
-    """The smallest time that was seen, which bounds the clock's resolution from above; 1 ns where all are 0."""
+    """Return the smallest time that was seen, which bounds the clock's resolution from above; 1 ns where all are 0."""
     every = np.concatenate(times)
     return float(every[every > 0].min()) if (every > 0).any() else 1.0

@@ -1,8 +1,8 @@
-"""Step 9: which of a delegate's nodes each of XNNPACK's kernels ran. Pure.
+"""The nodes of a delegate that each of XNNPACK's kernels ran. Pure.
 
 XNNPACK runs the nodes of a delegate in their order, and ExecuTorch's profile names each kernel that ran. What lies between is
 XNNPACK's optimizer, which fuses and drops nodes. A rule here says when a node may have no kernel of its own, from the graph
-alone; whether it had one, the profile says. The rules, each with an example:
+alone; the profile shows whether it had one. The rules, each with an example:
 
     clamped binary     (x + y).relu() is one node and two kernels, Add and Clamp.
     clamp              F.max_pool2d(x, 2).relu(): the pooling's own kernel clamps. So do convolution, linear and another clamp.
@@ -122,7 +122,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Match:
-    """What one kernel ran."""
+    """The nodes that one kernel ran."""
 
     part: Part
     """What the kernel is named after; the last one of a table."""
@@ -131,13 +131,13 @@ class Match:
 
 
 def family(event: str) -> str:
-    """A kernel's name without layout, types, microkernel and number: `Convolution` of `Convolution (NHWC, F32) IGEMM #2`."""
+    """Return a kernel's name without layout, types and number: `Convolution` for `Convolution (NHWC, F32) IGEMM #2`."""
     found = _FAMILY.match(event)
     return found[1] if found else event
 
 
 def align(graph: XGraph, events: Sequence[str]) -> list[Match]:
-    """For each event of a delegate's profile, in order, what it ran.
+    """Return, for each event of a delegate's profile in order, the nodes that it ran.
 
     Raises:
         Unaligned: there is no way or more than one to account for all events and all nodes.
@@ -164,7 +164,7 @@ def align(graph: XGraph, events: Sequence[str]) -> list[Match]:
 
 
 def difference(graph: XGraph, events: Sequence[str]) -> tuple[int, int]:
-    """How many kernels only one of both has, and how many both have together, whatever their order.
+    """Return how many kernels only one of both has, and how many both have together, whatever their order.
 
     A rule that is missing here makes it a few; a profile of another graph, most.
     """
@@ -182,7 +182,7 @@ def difference(graph: XGraph, events: Sequence[str]) -> tuple[int, int]:
 
 
 def _split(graph: XGraph) -> tuple[list[Part], XGraph]:
-    """The nodes that XNNPACK is given: the clamp of a binary node is one of its own, behind it."""
+    """Return the nodes that XNNPACK is given: the clamp of a binary node is one of its own, behind it."""
     parts: list[Part] = []
     nodes: list[XNode] = []
     values = dict(graph.values)
@@ -215,7 +215,7 @@ class _Role:
 
 
 def _ways(roles: Sequence[_Role], families: Sequence[str]) -> list[dict[int, int]]:
-    """For each number of first nodes: in how many ways (2 is several) they account for so many first events."""
+    """Return, for each number of first nodes, in how many ways (2 is several) they account for so many first events."""
     ways: list[dict[int, int]] = [{0: 1}]
     for role in roles:
         reached: dict[int, int] = defaultdict(int)
@@ -243,7 +243,7 @@ def _refusal(graph: XGraph, events: Sequence[str], ways: Sequence[Mapping[int, i
 
 
 def _runner(roles: Sequence[_Role], runs: Set[int], index: int) -> int | None:
-    """The node whose kernel does that of `index`: itself, or along what it is fused into."""
+    """Return the node whose kernel does that of `index`: itself, or along what it is fused into."""
     seen: set[int] = set()
     into: int | None = index
     while into is not None and into not in runs and into not in seen:
@@ -264,7 +264,7 @@ class _Flow:
                 self.consumers[value].append(index)
 
     def only(self, value: int) -> int | None:
-        """The one node that takes a value, where nothing else does."""
+        """Return the one node that takes a value, where nothing else does."""
         takers = self.consumers[value]
         known = self.graph.values.get(value)
         return takers[0] if len(takers) == 1 and not (known and known.output) else None
@@ -317,7 +317,7 @@ def _role(flow: _Flow, index: int, node: XNode) -> _Role:
 
 
 def _tables(flow: _Flow) -> list[list[int]]:
-    """Chains of elementwise nodes that XNNPACK evaluates for all 256 inputs when it loads, to look them up afterwards.
+    """Return chains of elementwise nodes that XNNPACK evaluates for all 256 inputs when it loads, to look them up afterwards.
 
     As XNNPACK finds them: from the first node whose input has 8 bits as far as each value has one taker, at most ten nodes,
     then back to the last 8-bit value. One node alone stays what it is.
@@ -343,7 +343,7 @@ def _tables(flow: _Flow) -> list[list[int]]:
 
 
 def _through(flow: _Flow, node: XNode, values: set[int]) -> int | None:
-    """The value that an elementwise node is a function of; None where there are several, and for other nodes."""
+    """Return the value that an elementwise node is a function of; None where there are several, and for other nodes."""
     if node.kind in _UNARY:
         dynamic = flow.graph.values[node.outputs[0]].datatype == _QDINT8
         return None if node.kind == "Convert" and dynamic else node.inputs[0]

@@ -1,4 +1,4 @@
-"""Step 9, in the jailed child: a traced pass as the report's profile and operator rows, from whatever of its files is sound."""
+"""A traced pass as the report's profile and operator rows, from those of its files that can be read."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from etfarm.server.reports.trace import attribution, etdump, graph, join, proven
 from etfarm.v1 import report_pb2
 
 Warn = Callable[[str, str], None]
-"""Takes a code and a sentence."""
+"""Called with a code and a sentence."""
 
 _NO_LINES = "The rows have no modules and no source lines."
 _NO_ROWS = "There are no operators."
 
 
 def fill(report: report_pb2.Report, request: AnalyzeRequest, warn: Warn) -> None:
-    """Sets `profile` and `operators`.
+    """Set `profile` and `operators`.
 
     A file that is missing, damaged or of something else costs what only it tells, and is one warning: the trace all rows, the
     ETRecord modules and lines, the program names and backends. The runner's own times of the pass stand in any case.

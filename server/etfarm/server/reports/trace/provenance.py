@@ -1,7 +1,7 @@
-"""Step 9: whether a trace, an ETRecord and a program belong together. Pure.
+"""Checks whether a trace, an ETRecord and a program belong together. Pure.
 
-ETDump names neither its program nor its run, and an ETRecord not its program, so each is told from what it says of
-instructions. Files of equal graphs pass: what they say is then true of the other one too.
+ETDump names neither its program nor its run, and an ETRecord not its program, so their instructions are compared. Files of equal
+graphs pass: they describe the other one too.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from etfarm.server.reports.trace.graph import Instruction, Record, base_name
 Program = Mapping[tuple[int, int], Instruction]
 
 _CLOCK_NS: Final = 1000.0
-"""What a runner's clock and the trace's may differ by."""
+"""Maximum difference between a runner's clock and the trace's."""
 
 
 def misfit_of_record(record: Record, program: Program) -> str | None:
-    """Why the record is not of the program, as a part of a sentence; None where it may be."""
+    """Return why the record is not of the program, as a part of a sentence; None where it may be."""
     # The numbers of instructions within a branch or a loop's body are not those that ETRecord has.
     if not record.handles or not _is_straight(program):
         return None
@@ -47,7 +47,7 @@ def misfit_of_record(record: Record, program: Program) -> str | None:
 
 
 def _misfit_of_graphs(record: Record, program: Program) -> str | None:
-    """Of XNNPACK's, which keep the debug handles of their export."""
+    """Compare XNNPACK's delegates, whose graphs keep the debug handles of their export."""
     known = misfits = 0
     for (_, at), instruction in program.items():
         if instruction.name != xnnpack.NAME or instruction.data is None:
@@ -72,7 +72,7 @@ def _misfit_of_graphs(record: Record, program: Program) -> str | None:
 
 
 def misfit_of_trace(trace: Trace, program: Program) -> str | None:
-    """Why the trace is not of the program, as a part of a sentence; None where it may be."""
+    """Return why the trace is not of the program, as a part of a sentence; None where it may be."""
     if not program:
         return None
     named = misnamed = 0
@@ -96,7 +96,7 @@ def misfit_of_trace(trace: Trace, program: Program) -> str | None:
 
 
 def _misfit_of_kernels(trace: Trace, program: Program) -> str | None:
-    """Of XNNPACK's: a program is often one delegate alone, as another one is."""
+    """Compare the kernels of XNNPACK's delegates: different programs are often a single delegate each."""
     apart = together = 0
     for call in trace.calls:
         known = program[call.chain, call.instruction]
@@ -114,7 +114,7 @@ def _misfit_of_kernels(trace: Trace, program: Program) -> str | None:
 
 
 def misfit_of_run(trace: Trace, traced_ns: Sequence[int]) -> str | None:
-    """Why the trace is not of the run whose traced executions took `traced_ns` by the runner's clock, which include
+    """Return why the trace is not of the run whose traced executions took `traced_ns` by the runner's clock, which include
     what the trace tells; None where it may be."""
     executed = trace.method_ns.size + trace.left_out
     if not traced_ns:
@@ -128,7 +128,7 @@ def misfit_of_run(trace: Trace, traced_ns: Sequence[int]) -> str | None:
 
 
 def _is_straight(program: Program) -> bool:
-    """Whether each instruction runs once: jumps leave gaps in the numbers of kernels and delegates."""
+    """Return whether each instruction runs once: jumps leave gaps in the numbers of kernels and delegates."""
     return bool(program) and {chain for chain, _ in program} == {0} and max(at for _, at in program) == len(program) - 1
 
 

@@ -1,4 +1,4 @@
-"""Step 9, in the jailed child: what each instruction of the numerics pass gave, from its ETDump and the debug file beside it."""
+"""The values of each instruction in the numerics pass, read from its ETDump and the debug file that it refers to."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one instruction gave."""
+    """The values of one instruction."""
 
     chain: int
     instruction: int
@@ -108,19 +108,19 @@ class Recording:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
 
     def array(self, value: Stored) -> NDArray[np.generic]:
-        """A value's elements, [shape] of its own dtype; a view into the file, read only."""
+        """Return a value's elements, [shape] of its own dtype; a view into the file, read only."""
         kind = np.dtype(dtype_of(value.dtype))
         strides = [stride * kind.itemsize for stride in value.strides]
         return np.ndarray(value.shape, kind, self._bytes, value.offset, strides)
 
 
 def _end(value: Stored) -> int:
-    """Where a value ends in the debug file. Its strides are those of a dense tensor, in some order of its dims."""
+    """Return where a value ends in the debug file. Its strides are those of a dense tensor, in some order of its dims."""
     return value.offset + math.prod(value.shape) * np.dtype(dtype_of(value.dtype)).itemsize if 0 not in value.shape else 0
 
 
 def _instructions(data: bytes) -> Iterator[Recorded]:
-    """In order of execution; what a loop's body gives again is left out, since no one value stands for it."""
+    """Yield the values in order of execution; those of a loop's body are left out, since there are several of each."""
     columns = Columns(data)
     runs = [run for run in Table.root(data, 4).tables(_RUNS) if run.positions(_EVENTS)]
     found: dict[tuple[int, int], list[Stored]] = {}
@@ -135,7 +135,7 @@ def _instructions(data: bytes) -> Iterator[Recorded]:
         tables = columns.targets(columns.fields(events, _DEBUG_EVENT))
         tables = tables[tables > 0]
         entries = columns.targets(columns.fields(tables, _ENTRY))
-        # The method's own outputs are told once more.
+        # The method's own outputs are recorded again.
         own = (entries > 0) & (columns.fields(entries, _OUTPUT) == 0)
         # Inside of a delegate: XNNPACK tells none, and others' are not at their instruction's end.
         own &= (columns.scalars(tables, _NUMBER, "<i4", -1) == -1) & (columns.fields(tables, _TEXT) == 0)
@@ -156,7 +156,7 @@ def _instructions(data: bytes) -> Iterator[Recorded]:
 
 
 def _values(data: bytes, columns: Columns, entries: Positions) -> Iterator[list[Stored]]:
-    """The tensors of each Value."""
+    """Yield the tensors of each Value."""
     kinds = columns.scalars(entries, _KIND, "<i1", 0).tolist()
     tensors = columns.targets(columns.fields(entries, _TENSOR)).tolist()
     lists = columns.targets(columns.fields(entries, _LIST)).tolist()

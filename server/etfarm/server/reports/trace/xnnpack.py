@@ -1,4 +1,4 @@
-"""Step 9, in the jailed child: the graph that a program holds for XNNPACK, which keeps a debug handle for each of its nodes."""
+"""The graph that a program holds for XNNPACK, with a debug handle for each of its nodes."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class XGraph:
 
 
 def read(data: bytes | memoryview) -> XGraph:
-    """The graph in the bytes of an XNNPACK delegate; its weights stay unread.
+    """Return the graph in the bytes of an XNNPACK delegate; its weights stay unread.
 
     Raises:
         BadGraph: the bytes are none, or of a layout that is not known.
