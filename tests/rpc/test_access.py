@@ -16,7 +16,7 @@ import psutil
 import pytest
 import trustme
 
-from etfarm.server.rpc.door.auth import ROLES
+from etfarm.server.rpc.door.roles import ROLES
 from etfarm.v1 import agent_pb2_grpc, artifact_pb2_grpc, common_pb2, compile_pb2, device_pb2, farm_pb2, session_pb2
 from etfarm.wire import digest
 from etfarm.wire.channel import Access, open_channel

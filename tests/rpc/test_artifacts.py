@@ -13,8 +13,8 @@ import pytest
 
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.store import MAX_CHUNK_BYTES, Store
-from etfarm.server.rpc.door.auth import Tokens
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
+from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.rpc.services.artifacts import ArtifactService
 from etfarm.server.state.engine import Database
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
-from etfarm.server.rpc.door.auth import ROLES
+from etfarm.server.rpc.door.roles import ROLES
 from etfarm.v1 import (
     agent_pb2,
     artifact_pb2,

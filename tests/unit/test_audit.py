@@ -11,7 +11,8 @@ import pytest
 from etfarm.server.access import audit as module
 from etfarm.server.access.audit import REFUSALS_AN_HOUR, SAME_S, AuditLog, Entry
 from etfarm.server.rpc.door.auditing import CHANGES, Auditor, rpc_of
-from etfarm.server.rpc.door.auth import LOCAL, ROLES
+from etfarm.server.rpc.door.roles import ROLES
+from etfarm.server.rpc.door.token_file import LOCAL
 from etfarm.server.state.engine import Database
 from etfarm.v1 import job_pb2, token_pb2
 

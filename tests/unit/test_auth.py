@@ -9,19 +9,10 @@ import pytest
 import trustme
 
 from etfarm.server.config import Config, Exposed
-from etfarm.server.rpc.door import auth
-from etfarm.server.rpc.door.auth import (
-    ADMIN,
-    AGENT,
-    LOCAL,
-    ROLES,
-    USER,
-    VIEWER,
-    BadTokenFile,
-    PermissionDenied,
-    Tokens,
-    Unauthenticated,
-)
+from etfarm.server.rpc.door import caller
+from etfarm.server.rpc.door.caller import PermissionDenied
+from etfarm.server.rpc.door.roles import ADMIN, AGENT, ROLES, USER, VIEWER
+from etfarm.server.rpc.door.token_file import LOCAL, BadTokenFile, Tokens, Unauthenticated
 from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.channel import parse_address
 from etfarm.wire.errors import Kind, UserError
@@ -99,31 +90,33 @@ def test_every_row_of_the_table_lets_its_roles_through_and_nobody_else(role: Any
     principal = Principal(name="p", role=role)
     for method, roles in ROLES.items():
         if role in roles:
-            auth.authorize(principal, method)
-            assert auth.caller() is principal
+            caller.authorize(principal, method)
+            assert caller.caller() is principal
         else:
             with pytest.raises(PermissionDenied) as refused:
-                auth.authorize(principal, method)
+                caller.authorize(principal, method)
             assert refused.value.metadata["rpc"] == method.rpartition(".")[2].replace("/", ".")
 
 
 def test_users_see_the_default_project_admins_everything_and_agents_nothing() -> None:
-    def seen(role: Any, requested: str = "") -> tuple[str, auth.Scope]:
-        auth.authorize(auth.resolve_default(Principal(name="p", role=role), requested), "/etfarm.v1.FarmService/GetServerInfo")
-        return auth.caller().project, auth.scope()
+    def seen(role: Any, requested: str = "") -> tuple[str, caller.Scope]:
+        caller.authorize(
+            caller.resolve_default(Principal(name="p", role=role), requested), "/etfarm.v1.FarmService/GetServerInfo"
+        )
+        return caller.caller().project, caller.scope()
 
-    assert seen(ADMIN) == ("default", auth.EVERYTHING)
-    assert seen(ADMIN, "vision") == ("vision", auth.EVERYTHING)
-    assert seen(AGENT) == ("", auth.Scope(frozenset()))
-    assert seen(USER) == seen(VIEWER) == seen(USER, "default") == ("default", auth.Scope(frozenset({"default"})))
-    with pytest.raises(auth.ProjectNotFound) as refused:
+    assert seen(ADMIN) == ("default", caller.EVERYTHING)
+    assert seen(ADMIN, "vision") == ("vision", caller.EVERYTHING)
+    assert seen(AGENT) == ("", caller.Scope(frozenset()))
+    assert seen(USER) == seen(VIEWER) == seen(USER, "default") == ("default", caller.Scope(frozenset({"default"})))
+    with pytest.raises(caller.ProjectNotFound) as refused:
         seen(USER, "vision")
     assert refused.value.kind is Kind.NOT_FOUND
 
 
 def test_a_method_without_a_row_is_nobodys() -> None:
     with pytest.raises(PermissionDenied, match=r"local is admin and may not call Nothing\.Do"):
-        auth.authorize(LOCAL, "/etfarm.v1.Nothing/Do")
+        caller.authorize(LOCAL, "/etfarm.v1.Nothing/Do")
 
 
 def test_an_admin_may_call_everything_and_a_viewer_changes_nothing() -> None:

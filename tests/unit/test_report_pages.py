@@ -18,8 +18,8 @@ from etfarm.server.jobs.records.history import History
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.records.watch import Announcer
-from etfarm.server.rpc.door.auth import Tokens
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
+from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.rpc.services.reports import ReportService
 from etfarm.server.state.engine import Database
 from etfarm.v1.job_pb2 import Job

@@ -23,7 +23,8 @@ from etfarm.server.jobs.cells.requirements import MethodMissing
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.submission import MAX_CELLS, MAX_SAMPLES, BadJob, RecipeNeedsEagerModule, Submission
-from etfarm.server.rpc.door import auth
+from etfarm.server.rpc.door import caller
+from etfarm.server.rpc.door.token_file import LOCAL
 from etfarm.server.rpc.services.jobs import JobService
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import Artifact
@@ -436,7 +437,7 @@ class Serving:
             Journal(world.database, announcer, lambda: AT), None, announcer, world.submission, self.conductor,  # type: ignore[arg-type]
             version="1", now=lambda: AT,
         )  # fmt: skip
-        auth.authorize(auth.resolve_default(auth.LOCAL, ""), "/etfarm.v1.JobService/Submit")
+        caller.authorize(caller.resolve_default(LOCAL, ""), "/etfarm.v1.JobService/Submit")
 
     async def submit(self, spec: JobSpec, request_id: str = "r") -> Job:
         return await self.service.Submit(SubmitRequest(request_id=request_id, spec=spec), None)

@@ -19,10 +19,10 @@ from etfarm.server.jobs.takeups import CleanEnd, Takeups
 from etfarm.server.parts import Access, Background, Fleet, Jobs, Storage, now, start_workers
 from etfarm.server.rpc.contract import Servicers, set_serving
 from etfarm.server.rpc.door.accepting import new_server
-from etfarm.server.rpc.door.auth import Tokens
 from etfarm.server.rpc.door.connections import Connections, raise_file_limit, server_options
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
 from etfarm.server.rpc.door.listening import bind, port_of, write_address
+from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.rpc.services.agents import AgentService
 from etfarm.server.rpc.services.artifacts import ArtifactService
 from etfarm.server.rpc.services.audit import AuditService

@@ -1,4 +1,4 @@
-"""The interceptor around every rpc: who calls, may they, and what an error is to the caller."""
+"""The interceptor of every rpc: it authenticates and authorizes the caller, checks requests, and turns errors into statuses."""
 
 from __future__ import annotations
 
@@ -16,35 +16,20 @@ from etfarm.server.access.audit import AuditLog
 from etfarm.server.access.tokens import Credential
 from etfarm.server.rpc.door import admission
 from etfarm.server.rpc.door.auditing import Auditor, entry_of, rpc_of
-from etfarm.server.rpc.door.auth import Resolve, enter, resolve_default
+from etfarm.server.rpc.door.caller import Resolve, enter, resolve_default
 from etfarm.server.rpc.door.calls import Call, Calls
 from etfarm.server.rpc.door.connections import Connections
 from etfarm.server.rpc.door.failures import Failures, address_of
 from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.errors import EtfarmError, FarmError, Kind, UserError
 from etfarm.wire.names import PROJECT_METADATA
+from etfarm.wire.errors import EtfarmError, FarmError, Kind
 from etfarm.wire.status import to_status
 
 log = structlog.get_logger()
 
 
-class Unimplemented(UserError):
-    """An rpc that the contract declares for later work."""
-
-    reason = "UNIMPLEMENTED"
-    kind = Kind.UNIMPLEMENTED
-
-
-def later(rpc: str) -> Callable[[object, object, object], NoReturn]:
-    """An rpc of a servicer that this version answers with UNIMPLEMENTED and its name."""
-
-    def answer(self: object, request: object, context: object) -> NoReturn:
-        raise Unimplemented(f"This server does not have {rpc} yet.", "Update the server.", rpc=rpc)
-
-    return answer
-
-
-class Authenticates(Protocol):
+class Authenticator(Protocol):
     """A source of credentials: `Authentication`, or the `Tokens` of a file."""
 
     def authenticate(self, header: str | None) -> Credential:
@@ -57,7 +42,7 @@ class Authenticates(Protocol):
 
 
 class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Makes a Principal for every call, and a status of every error.
+    """Determines the principal of every call, and turns every error into a status.
 
     The call's metadata decides whether the caller is authenticated and authorized. The messages of a refused call are neither
     received nor decoded, so that callers without a token cost no memory.
@@ -65,17 +50,21 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(
         self,
-        tokens: Authenticates,
+        tokens: Authenticator,
         resolve: Resolve = resolve_default,
         *,
         audit: AuditLog | None = None,
         connections: Connections | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        resolve: adds the projects to a principal.
-        audit: records changes and refusals.
-        connections: closes connections without a valid token.
+        """Initialize the interceptor.
+
+        Args:
+            tokens: the source of credentials.
+            resolve: adds the projects to a principal.
+            audit: records changes and refusals.
+            connections: closes connections without a valid token.
+            clock: gives seconds on a monotonic clock.
         """
         self._tokens = tokens
         self._resolve = resolve
@@ -114,12 +103,12 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         kind = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
         wrap = _streaming if handler.response_streaming else _single
         make = getattr(grpc, f"{kind}_rpc_method_handler")
-        made: grpc.RpcMethodHandler[Any, Any] = make(
+        wrapped: grpc.RpcMethodHandler[Any, Any] = make(
             wrap(getattr(handler, kind), admit, call),
             request_deserializer=admission.deserializer(method, handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
-        return made
+        return wrapped
 
     def _refusal(self, error: EtfarmError, method: str, principal: Principal | None) -> grpc.RpcMethodHandler[Any, Any]:
         """Return a handler that refuses the call. It handles streams, of which gRPC reads no message unless the handler asks."""

@@ -13,7 +13,8 @@ from etfarm.server.devices.errors import AgentConnected, DeviceNotYours, DeviceT
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
-from etfarm.server.rpc.door.auth import ADMIN, caller
+from etfarm.server.rpc.door.caller import caller
+from etfarm.server.rpc.door.roles import ADMIN
 from etfarm.server.rpc.services.artifacts import holder_of
 from etfarm.server.rpc.services.enrolment import Enrolment
 from etfarm.server.rpc.services.salvage import Salvaged

@@ -15,9 +15,11 @@ from etfarm.server.access.scope import FARM_HOLDER, agent_holder
 from etfarm.server.artifacts.errors import ArtifactNotFound, BadUpload
 from etfarm.server.artifacts.holdings import Holding
 from etfarm.server.artifacts.store import Store
-from etfarm.server.rpc.door.auth import ADMIN, AGENT, caller
 from etfarm.server.rpc.door.interceptor import later
 from etfarm.server.state.paging import BadPageToken, page_size
+from etfarm.server.rpc.door.caller import caller
+from etfarm.server.rpc.door.roles import ADMIN, AGENT
+from etfarm.server.rpc.services.unimplemented import unimplemented
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2
 from etfarm.v1.common_pb2 import Principal
 
@@ -51,8 +53,8 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
         needed_by_agent: decides what an agent may download besides its own uploads and the farm's runners.
     """
 
-    Delete: Any = later("ArtifactService.Delete")
-    Collect: Any = later("ArtifactService.Collect")
+    Delete: Any = unimplemented("ArtifactService.Delete")
+    Collect: Any = unimplemented("ArtifactService.Collect")
 
     def __init__(self, store: Store, needed_by_agent: NeededByAgent) -> None:
         self._store = store

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from etfarm.server.compile.compiler import Compiler
-from etfarm.server.rpc.door.auth import scope
+from etfarm.server.rpc.door.caller import scope
 from etfarm.v1 import compile_pb2, compile_pb2_grpc
 
 

@@ -6,9 +6,11 @@ from typing import Any, Final
 
 from etfarm.server.access.projects import Projects
 from etfarm.server.devices.registry import MAX_DEVICES, Registry
-from etfarm.server.rpc.door.auth import scope
 from etfarm.server.rpc.door.interceptor import later
 from etfarm.server.state.paging import page_size, page_start
+from etfarm.server.rpc.door.caller import scope
+from etfarm.server.state.paging import page_size, page_start
+from etfarm.server.rpc.services.unimplemented import unimplemented
 from etfarm.v1 import device_pb2, device_pb2_grpc
 from etfarm.wire import selectors
 
@@ -18,12 +20,12 @@ _PAGE_BYTES: Final = 16 << 20
 class DeviceService(device_pb2_grpc.DeviceServiceServicer):
     """See device.proto."""
 
-    Watch: Any = later("DeviceService.Watch")
-    Reserve: Any = later("DeviceService.Reserve")
-    Renew: Any = later("DeviceService.Renew")
-    Release: Any = later("DeviceService.Release")
-    Label: Any = later("DeviceService.Label")
-    Drain: Any = later("DeviceService.Drain")
+    Watch: Any = unimplemented("DeviceService.Watch")
+    Reserve: Any = unimplemented("DeviceService.Reserve")
+    Renew: Any = unimplemented("DeviceService.Renew")
+    Release: Any = unimplemented("DeviceService.Release")
+    Label: Any = unimplemented("DeviceService.Label")
+    Drain: Any = unimplemented("DeviceService.Drain")
 
     def __init__(self, registry: Registry, projects: Projects) -> None:
         self._registry = registry

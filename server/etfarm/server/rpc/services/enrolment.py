@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from etfarm.server.access.tokens import TokenTable
-from etfarm.server.rpc.door.auth import credential
+from etfarm.server.rpc.door.caller import credential
 from etfarm.v1 import agent_pb2
 
 

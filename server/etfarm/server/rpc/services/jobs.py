@@ -15,8 +15,8 @@ from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.quotas import Counted, Quotas
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.submission import BadJob, Submission
-from etfarm.server.rpc.door.auth import active_project, caller, require_owner, scope
-from etfarm.server.rpc.door.interceptor import later
+from etfarm.server.rpc.door.caller import active_project, caller, require_owner, scope
+from etfarm.server.rpc.services.unimplemented import unimplemented
 from etfarm.server.state.cut import fit
 from etfarm.server.state.paging import BadPageToken, page_size, page_start
 from etfarm.v1 import job_pb2, job_pb2_grpc
@@ -28,7 +28,7 @@ _PAGE: Final = 50, 500
 class JobService(job_pb2_grpc.JobServiceServicer):
     """See job.proto."""
 
-    Retry: Any = later("JobService.Retry")
+    Retry: Any = unimplemented("JobService.Retry")
 
     def __init__(
         self,

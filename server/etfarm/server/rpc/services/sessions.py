@@ -7,7 +7,7 @@ from typing import Any
 
 from grpc.aio import ServicerContext
 
-from etfarm.server.rpc.door.auth import active_project, caller, require_owner, scope
+from etfarm.server.rpc.door.caller import active_project, caller, require_owner, scope
 from etfarm.server.sessions.sessions import Sessions
 from etfarm.v1 import session_pb2, session_pb2_grpc
 
@@ -25,7 +25,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     async def Call(self, request: session_pb2.CallRequest, context: ServicerContext[Any, Any]) -> session_pb2.CallResponse:
         require_owner(self._sessions.owner_of(request.session_id, scope()), "The session", "Open one of your own.")
 
-        async def taken() -> None:
+        async def confirm() -> None:
             await context.send_initial_metadata(())
 
-        return session_pb2.CallResponse(call_id=request.call_id, answer=await self._sessions.call(request, taken))
+        return session_pb2.CallResponse(call_id=request.call_id, answer=await self._sessions.call(request, confirm))

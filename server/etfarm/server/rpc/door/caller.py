@@ -1,0 +1,124 @@
+"""The caller of the current rpc: what it may call, which projects it sees, and what it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from dataclasses import replace
+
+from etfarm.server.access import ownership
+from etfarm.server.access.projects import ProjectNotFound, require_active
+from etfarm.server.access.scope import DEFAULT_PROJECT, EVERYTHING, Scope
+from etfarm.server.access.tokens import Credential
+from etfarm.server.rpc.door.roles import ADMIN, AGENT, ENROLL, ROLES
+from etfarm.v1 import common_pb2
+from etfarm.v1.common_pb2 import Principal
+from etfarm.wire.errors import Kind, UserError
+
+_principal: ContextVar[Principal] = ContextVar("principal")
+
+
+class PermissionDenied(UserError):
+    """The caller's role does not permit the call."""
+
+    reason = "PERMISSION_DENIED"
+    kind = Kind.PERMISSION_DENIED
+
+
+Resolve = Callable[[Principal, str], Principal]
+"""Takes a principal and the call's `etfarm-project` metadata (or ""); returns the principal with `projects` and `project`."""
+
+
+def resolve_default(principal: Principal, requested: str) -> Principal:
+    """Return the principal as a member of the project `default` only; see Principal.projects.
+
+    Raises:
+        ProjectNotFound: another project is requested, and the caller is not an admin.
+    """
+    if principal.role == AGENT:
+        return principal
+    if principal.role == ADMIN:
+        return with_projects(principal, (), requested or DEFAULT_PROJECT)
+    if requested not in ("", DEFAULT_PROJECT):
+        raise ProjectNotFound(requested)
+    return with_projects(principal, (DEFAULT_PROJECT,), DEFAULT_PROJECT)
+
+
+def with_projects(principal: Principal, projects: Iterable[str], project: str) -> Principal:
+    """Return a copy of `principal` that sees `projects` and whose new jobs, artifacts and tags belong to `project`."""
+    member = Principal()
+    member.CopyFrom(principal)
+    member.projects[:] = sorted(projects)
+    member.project = project
+    return member
+
+
+_credential: ContextVar[Credential] = ContextVar("credential")
+
+
+def enter(credential: Credential, principal: Principal, method: str) -> None:
+    """Authorize a caller for a method, and store it for `caller`, `scope` and `credential`.
+
+    Raises:
+        PermissionDenied: as `authorize`, or an enrolment token is used for another method than Enroll.
+    """
+    if credential.enrolment and method != ENROLL:
+        raise PermissionDenied(
+            f"The token of {principal.name} is for one enrolment of an agent and nothing else.",
+            "Start `etfarm agent` with it, which exchanges it for a token of its own.",
+            rpc=method.rpartition(".")[2].replace("/", "."), role="enrolment",
+        )  # fmt: skip
+    authorize(principal, method)
+    _credential.set(credential)
+
+
+def credential() -> Credential:
+    """Return the credential with which the current rpc's caller authenticated."""
+    return _credential.get()
+
+
+def authorize(principal: Principal, method: str) -> None:
+    """Authorize a principal for a method, and store it for `caller`.
+
+    Raises:
+        PermissionDenied: the method's row does not have the role, or there is no row.
+    """
+    if principal.role not in ROLES.get(method, frozenset()):
+        role = common_pb2.Role.Name(principal.role).removeprefix("ROLE_").lower()
+        rpc = method.rpartition(".")[2].replace("/", ".")
+        raise PermissionDenied(f"{principal.name} is {role} and may not call {rpc}.", "Ask the farm's admin.", rpc=rpc, role=role)
+    _principal.set(principal)
+
+
+def caller() -> Principal:
+    """Return the caller of the current rpc."""
+    return _principal.get()
+
+
+def scope() -> Scope:
+    """Return the projects whose jobs, artifacts, tags and reports the caller sees: all for an admin, none for an agent."""
+    principal = caller()
+    seen = EVERYTHING if principal.role == ADMIN else Scope(frozenset(principal.projects))
+    return replace(seen, active=principal.project)
+
+
+def active_project() -> str:
+    """Return the project that owns what the call creates.
+
+    Raises:
+        ProjectAmbiguous: the caller has to choose one of several.
+    """
+    return require_active(caller())
+
+
+def require_owner(owner: str, what: str, remedy: str = "Ask them or an admin.") -> None:
+    """Require that the caller is the owner or an admin.
+
+    Args:
+        what: names the resource in the error.
+
+    Raises:
+        NotYours: the caller is neither.
+    """
+    principal = caller()
+    ownership.require_owner(owner, what, principal.name, is_admin=principal.role == ADMIN, remedy=remedy)

@@ -1,0 +1,113 @@
+"""Tokens of the `--tokens` file, and the credentials of `authorization` headers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from etfarm.server.access.tokens import Credential, key_of
+from etfarm.server.rpc.door.roles import ADMIN
+from etfarm.v1 import common_pb2
+from etfarm.v1.common_pb2 import Principal
+from etfarm.wire.errors import Kind, UserError
+
+LOCAL: Final = Principal(name="local", role=ADMIN)
+"""Every caller of a server without tokens, which only this machine can reach."""
+
+
+class Unauthenticated(UserError):
+    """The call has no token, or an unknown one."""
+
+    reason = "UNAUTHENTICATED"
+    kind = Kind.UNAUTHENTICATED
+
+
+class BadTokenFile(UserError):
+    """The token file cannot be used."""
+
+    reason = "BAD_TOKEN_FILE"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The principals of tokens, which are kept as hashes; `None` for a server without tokens."""
+
+    by_hash: dict[bytes, Principal] | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Tokens:
+        """Read the tokens of a file: one line `NAME ROLE TOKEN` each; `#` begins a comment.
+
+        Raises:
+            BadTokenFile: the file cannot be read, others may read it, or a line has another form.
+        """
+        try:
+            mode, text = path.stat().st_mode, path.read_text()
+        except OSError as error:
+            raise BadTokenFile(f"The token file {path} cannot be read: {error.strerror}.", "Check --tokens.") from None
+        except UnicodeDecodeError:
+            raise BadTokenFile(f"The token file {path} is no UTF-8 text.", "Check --tokens.") from None
+        if mode & 0o077:
+            raise BadTokenFile(f"Others than its owner may read the token file {path}.", f"Run `chmod 600 {path}`.")
+        by_hash: dict[bytes, Principal] = {}
+        for number, line in enumerate(text.splitlines(), 1):
+            words = line.partition("#")[0].split()
+            if not words:
+                continue
+            if len(words) != 3 or words[1].upper() not in ("ADMIN", "USER", "AGENT", "VIEWER") or len(words[2]) < 16:
+                raise BadTokenFile(
+                    f"Line {number} of {path} is not NAME ROLE TOKEN.",
+                    "ROLE is admin, user, agent or viewer; TOKEN has 16 characters or more (try `openssl rand -hex 24`).",
+                )
+            if key_of(words[2]) in by_hash:
+                raise BadTokenFile(f"Line {number} of {path} has a token of a line before.", "Give each its own.")
+            by_hash[key_of(words[2])] = Principal(name=words[0], role=common_pb2.Role.Value(f"ROLE_{words[1].upper()}"))
+        if not by_hash:
+            raise BadTokenFile(f"The token file {path} has no token.", "Add a line NAME ROLE TOKEN.")
+        return cls(by_hash)
+
+    def principal(self, header: str | None) -> Principal:
+        """Return the principal of an `authorization` header.
+
+        Raises:
+            Unauthenticated: the token is missing or unknown.
+        """
+        if self.by_hash is None:
+            return LOCAL
+        principal = self.by_hash.get(sent_key(header))
+        if principal is None:
+            raise unknown_token()
+        return principal
+
+    def authenticate(self, header: str | None) -> Credential:
+        """Return the credential of an `authorization` header.
+
+        Raises:
+            Unauthenticated: the token is missing or unknown.
+        """
+        key = b"" if self.by_hash is None else sent_key(header)
+        principal = self.principal(header)
+        return Credential(key, f"file:{principal.name}" if key else "", principal)
+
+    def is_valid(self, credential: Credential) -> bool:
+        """Return whether the credential still stands for the same principal."""
+        if self.by_hash is None:
+            return credential.key == b""
+        return self.by_hash.get(credential.key) == credential.principal
+
+
+def sent_key(header: str | None) -> bytes:
+    """Return the key of an `authorization` header's token. Tokens are looked up by hash, so timing reveals nothing about them.
+
+    Raises:
+        Unauthenticated: there is no bearer token.
+    """
+    if header is None or not header.startswith("Bearer "):
+        raise Unauthenticated("This server asks for a token and none came.", "Set ETFARM_TOKEN.")
+    return key_of(header.removeprefix("Bearer ").strip())
+
+
+def unknown_token() -> Unauthenticated:
+    """Return the error for an unknown token."""
+    return Unauthenticated("The server does not know this token.", "Check ETFARM_TOKEN with the farm's admin.")

@@ -1,0 +1,24 @@
+"""Rpcs that the contract declares and this version does not implement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from etfarm.wire.errors import Kind, UserError
+
+
+class Unimplemented(UserError):
+    """The server does not implement an rpc of the contract."""
+
+    reason = "UNIMPLEMENTED"
+    kind = Kind.UNIMPLEMENTED
+
+
+def unimplemented(rpc: str) -> Callable[[object, object, object], NoReturn]:
+    """Return a handler that answers an rpc with UNIMPLEMENTED and its name."""
+
+    def answer(self: object, request: object, context: object) -> NoReturn:
+        raise Unimplemented(f"This server does not have {rpc} yet.", "Update the server.", rpc=rpc)
+
+    return answer
