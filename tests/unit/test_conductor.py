@@ -218,7 +218,7 @@ class World:
         async with asyncio.timeout(WAIT_S):
             events = [event async for event in self.journal.watch(job.id, 0)]
         states = [job_pb2.CellState.Name(e.cell.state).removeprefix("CELL_STATE_") for e in events if e.HasField("cell")]
-        return states, list(await self.journal.reports(job.id))
+        return states, list(await self.journal.reports.of_job(job.id))
 
 
 @pytest.fixture
@@ -473,7 +473,7 @@ async def test_cancelling_in_the_moment_of_starting_ends_the_cell_too(world: Wor
     async with asyncio.timeout(WAIT_S):
         await world.conductor.cancel(job)
     assert {cell.state for cell in (await world.journal.get(job.id, EVERYTHING)).cells} == {model.CANCELLED}
-    assert len(await world.journal.reports(job.id)) == 3
+    assert len(await world.journal.reports.of_job(job.id)) == 3
 
 
 async def test_cancelling_while_the_last_change_is_being_written_leaves_it_as_it_was_decided(world: World) -> None:

@@ -16,7 +16,8 @@ from sqlalchemy.exc import OperationalError
 
 from etfarm.server.access.projects import Projects
 from etfarm.server.access.scope import Scope
-from etfarm.server.jobs.records.journal import JobNotFound, Journal
+from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.rows import JobNotFound
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state import engine as engine_module
 from etfarm.server.state import schema

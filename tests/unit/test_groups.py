@@ -103,7 +103,7 @@ async def states(farm: World, job: job_pb2.Job) -> dict[str, list[str]]:
 
 
 async def reports(farm: World, job: job_pb2.Job) -> list[report_pb2.Report]:
-    return list(await farm.journal.reports(job.id))
+    return list(await farm.journal.reports.of_job(job.id))
 
 
 async def test_a_group_waits_for_all_of_it_and_is_one_attempt(farm: World) -> None:

@@ -12,7 +12,9 @@ from sqlalchemy import select
 
 from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.jobs import model
-from etfarm.server.jobs.records.journal import JobNotFound, Journal, ReportNotFound, SequenceUnknown, StaleVersion
+from etfarm.server.jobs.records.journal import Journal, SequenceUnknown, StaleVersion
+from etfarm.server.jobs.records.reports import ReportNotFound
+from etfarm.server.jobs.records.rows import JobNotFound
 from etfarm.server.jobs.records.tags import TagAmbiguous, Tags
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state import schema
@@ -231,9 +233,9 @@ async def test_a_report_is_written_with_the_last_change_or_not_at_all(world: Wor
     stale = job.cells[1]
     with pytest.raises(StaleVersion):
         await world.step(stale, model.FAILED, report=Report(id="late", cell=stale.id))
-    assert [report.id for report in await world.journal.reports(job.id)] == ["r1"]
+    assert [report.id for report in await world.journal.reports.of_job(job.id)] == ["r1"]
     await world.step(job.cells[0], model.CANCELLED, report=reports[0])
-    assert [report.id for report in await world.journal.reports(job.id)] == ["r0", "r1"]
+    assert [report.id for report in await world.journal.reports.of_job(job.id)] == ["r0", "r1"]
     rows = await world.database.read(lambda c: c.execute(select(schema.reports.c.id, schema.reports.c.p50_ns)).all())
     assert sorted(map(tuple, rows)) == [("r0", None), ("r1", 5.0)]
 
@@ -382,11 +384,11 @@ async def test_a_job_of_another_project_is_one_that_does_not_exist(world: World)
         with pytest.raises(JobNotFound) as refused:
             await world.journal.get(key, AUDIO)
         assert str(refused.value) == f"There is no job {key!r}. See `etfarm jobs list`."
-    assert (await world.journal.report("r1", VISION)).id == "r1"
+    assert (await world.journal.reports.get("r1", VISION)).id == "r1"
     with pytest.raises(ReportNotFound) as missing:
-        await world.journal.report("r1", AUDIO)
+        await world.journal.reports.get("r1", AUDIO)
     with pytest.raises(ReportNotFound) as absent:
-        await world.journal.report("r2", AUDIO)
+        await world.journal.reports.get("r2", AUDIO)
     assert str(missing.value) == str(absent.value).replace("r2", "r1")
 
 

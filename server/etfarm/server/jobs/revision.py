@@ -15,8 +15,9 @@ from etfarm.server.jobs.cells.analysis import CellAnalysis
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.cells.dispatch import Dispatch
 from etfarm.server.jobs.cells.numerics import NumericsPrograms
-from etfarm.server.jobs.records.journal import Journal, ReportNotFound
+from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.log import JobLog
+from etfarm.server.jobs.records.reports import ReportNotFound
 from etfarm.server.reports.findings import FILE_MISSING, is_of_analysis
 from etfarm.v1 import agent_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
@@ -63,14 +64,14 @@ class Revision:
         if not model.is_terminal(job.state):
             raise JobLive(f"Job {job.id} is still live.", "Wait until it is done: `etfarm jobs watch`.", job=job.id)
         async with self._turns[job.project]:
-            reports = await self._journal.reports(job.id)
+            reports = await self._journal.reports.of_job(job.id)
             if not reports:
                 raise ReportNotFound(f"Job {job.id} has no reports.", job=job.id)
             await self._joblog.flush()
             await self._joblog.resume(job.id)
             cells = {cell.id: cell for cell in job.cells}
             revised = [await self._revise(job, cells[report.cell], report) for report in reports]
-            await self._journal.replace_reports(job, revised)
+            await self._journal.reports.replace(job, revised)
         return revised
 
     async def _revise(self, job: Job, cell: Cell, before: report_pb2.Report) -> report_pb2.Report:

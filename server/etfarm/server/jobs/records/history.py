@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, select, true
 
 from etfarm.server.access.scope import Scope
-from etfarm.server.jobs.records.journal import PAGE_BYTES
+from etfarm.server.jobs.records.reports import PAGE_BYTES
 from etfarm.server.jobs.records.tags import tags_of
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database

@@ -1,21 +1,19 @@
-"""The journal: every job, every change of a cell, every attempt is written here before anybody hears of it."""
+"""The journal: every job, every change of a cell and every attempt is written here before it is announced."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
-from typing import Final
 
 from sqlalchemy import Connection, func, select, update
-from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.access.scope import DEFAULT_PROJECT, Scope
 from etfarm.server.jobs import model
-from etfarm.server.jobs.records.listing import LIST_BYTES, listed_events, listed_job, state_of
+from etfarm.server.jobs.records.listing import LIST_BYTES, listed_events, state_of
 from etfarm.server.jobs.records.quotas import Quotas
-from etfarm.server.jobs.records.tags import LATEST, find_tag, tags_of
+from etfarm.server.jobs.records.reports import ReportRecords, report_row
+from etfarm.server.jobs.records.rows import job_row, resolve_job, state_name, to_utc, write_attempt
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.reports.latency.series import without_rows
 from etfarm.server.state import schema
@@ -23,23 +21,6 @@ from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, job_pb2, report_pb2
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent
 from etfarm.wire.errors import FarmError, Kind, UserError
-
-PAGE_BYTES: Final = 16 << 20
-"""Of the reports of a page: a quarter of what a message may have, and one report is a few MiB at most."""
-
-
-class JobNotFound(UserError):
-    """No job has the id, and no single one the prefix."""
-
-    reason = "JOB_NOT_FOUND"
-    kind = Kind.NOT_FOUND
-
-
-class ReportNotFound(UserError):
-    """No report has the id."""
-
-    reason = "REPORT_NOT_FOUND"
-    kind = Kind.NOT_FOUND
 
 
 class SequenceUnknown(UserError):
@@ -50,14 +31,14 @@ class SequenceUnknown(UserError):
 
 
 class StaleVersion(FarmError):
-    """Somebody else changed the cell meanwhile; the change was not made."""
+    """The cell was changed meanwhile; this change was not made."""
 
     reason = "STALE_VERSION"
     kind = Kind.ABORTED
 
 
 class Journal:
-    """Reads and writes jobs. `announcer` hears of each change right after its transaction."""
+    """Reads and writes jobs. Each change is announced right after its transaction."""
 
     def __init__(
         self, database: Database, announcer: Announcer, now: Callable[[], datetime], quotas: Quotas | None = None
@@ -66,15 +47,16 @@ class Journal:
         self._database = database
         self._announcer = announcer
         self._now = now
+        self.reports = ReportRecords(database)
 
     async def submit(self, job: Job, request_id: str) -> tuple[Job, bool]:
-        """Writes a new job down, or finds the one that this owner submitted with the same request_id.
+        """Write a new job, or return the job that this owner submitted with the same request_id.
 
         Returns:
             The job and whether it is new.
 
         Raises:
-            QuotaExceeded: its owner or project has too much under way.
+            QuotaExceeded: its owner or project exceeds a quota of live jobs.
         """
 
         def write(connection: Connection) -> tuple[Job, JobEvent | None]:
@@ -87,13 +69,13 @@ class Journal:
                 schema.jobs.insert().values(
                     id=job.id, number=number, name=job.name, owner=job.owner, request_id=request_id, priority=job.spec.priority,
                     project=job.project or DEFAULT_PROJECT, spec=job.spec.SerializeToString(), last_sequence=0,
-                    submitted_at=_utc(job.submitted_at),
+                    submitted_at=to_utc(job.submitted_at),
                 )
             )  # fmt: skip
             connection.execute(
                 schema.cells.insert(),
                 [
-                    {"id": cell.id, "job_id": job.id, "index": cell.index, "state": _name(cell), "version": cell.version,
+                    {"id": cell.id, "job_id": job.id, "index": cell.index, "state": state_name(cell), "version": cell.version,
                      "body": cell.SerializeToString()}
                     for cell in job.cells
                 ],
@@ -107,7 +89,7 @@ class Journal:
         return written, event is not None
 
     async def submitted(self, owner: str, request_id: str) -> Job | None:
-        """The job that this owner submitted with the request_id."""
+        """Return the job that this owner submitted with the request_id; None if there is none."""
         query = select(schema.jobs.c.id).where(schema.jobs.c.owner == owner, schema.jobs.c.request_id == request_id)
 
         def read(connection: Connection) -> Job | None:
@@ -119,24 +101,24 @@ class Journal:
     async def change(
         self, after: Cell, *, report: report_pb2.Report | None = None, result: agent_pb2.CandidateResult | None = None
     ) -> Cell:
-        """Writes a cell's new version down, with all that came with it, and tells the watchers.
+        """Write a cell's new version with its report or result, and announce it.
 
         Args:
-            report: of the cell, where this is its last change.
-            result: of its last attempt, where that has ended.
+            report: the cell's report, if this is its last change.
+            result: the result of its last attempt, if that has ended.
 
         Raises:
-            StaleVersion: the version before it is not what the journal has.
+            StaleVersion: the journal does not have the version before it.
         """
         final = after.state in model.TERMINAL
         await self._write(after.job_id, lambda c: self._change(c, after, report, result), durable=final or result is not None)
         return after
 
     async def change_together(self, changes: Sequence[tuple[Cell, agent_pb2.CandidateResult | None]]) -> None:
-        """Writes new versions of several live cells of one job down, with their last attempts' results: all or none.
+        """Write new versions of several live cells of one job, with the results of their last attempts: all or none.
 
         Raises:
-            StaleVersion: as `change`; nothing was written.
+            StaleVersion: see `change`; nothing was written.
         """
 
         def write(connection: Connection) -> list[JobEvent]:
@@ -156,19 +138,19 @@ class Journal:
         result: agent_pb2.CandidateResult | None,
     ) -> list[JobEvent]:
         before = (schema.cells.c.id == after.id) & (schema.cells.c.version == after.version - 1)
-        values = {"state": _name(after), "version": after.version, "body": after.SerializeToString()}
+        values = {"state": state_name(after), "version": after.version, "body": after.SerializeToString()}
         if connection.execute(update(schema.cells).where(before).values(values)).rowcount != 1:
             raise StaleVersion(f"Cell {after.id} is no longer at version {after.version - 1}.", cell=after.id)
         if after.attempts:
-            _write_attempt(connection, after, result)
+            write_attempt(connection, after, result)
         if report is not None:
-            connection.execute(schema.reports.insert().values(_report_row(after, report)))
+            connection.execute(schema.reports.insert().values(report_row(after, report)))
         state = state_of(connection, after.job_id)
         written = [self._append(connection, after.job_id, JobEvent(cell=after), state)]
         if after.state in model.TERMINAL and model.is_terminal(state):
             job = job_row(connection, after.job_id, with_spec=False)
             job.finished_at.FromDatetime(self._now())
-            row = {"finished_at": _utc(job.finished_at)}
+            row = {"finished_at": to_utc(job.finished_at)}
             connection.execute(update(schema.jobs).where(schema.jobs.c.id == job.id).values(row))
             written.append(self._append(connection, job.id, JobEvent(job=_brief(job)), job.state))
         return written
@@ -182,18 +164,18 @@ class Journal:
         return event
 
     async def get(self, key: str, scope: Scope) -> Job:
-        """The job of an id, else of a tag, else of a unique prefix of an id (4 characters or more); or "latest".
+        """Return the job of an id, else of a tag, else of a unique prefix of an id (4 characters or more); or "latest".
 
         Args:
-            scope: what the caller sees; there is no other job for it. "latest" is the newest of the active project.
+            scope: the projects that the caller sees; "latest" is the newest job of the active project.
 
         Raises:
-            JobNotFound: there is none, or the prefix or the tag fits several.
+            JobNotFound: the scope has no such job, or several.
         """
-        return await self._database.read(lambda connection: job_row(connection, _resolved(connection, key, scope)))
+        return await self._database.read(lambda connection: job_row(connection, resolve_job(connection, key, scope)))
 
     async def list(self, size: int, before: int | None, scope: Scope) -> tuple[Sequence[Job], int | None]:
-        """A scope's jobs without specs, newest first, and where the next page begins; fewer than `size` where they are large."""
+        """Return a scope's jobs without specs, newest first, and where the next page begins; large jobs make a page shorter."""
 
         def read(connection: Connection) -> tuple[Sequence[Job], int | None]:
             query = select(schema.jobs.c.id, schema.jobs.c.number).where(scope.clause(schema.jobs.c.project))
@@ -214,7 +196,7 @@ class Journal:
         return await self._database.read(read)
 
     async def live(self) -> Sequence[Job]:
-        """The jobs that are not terminal, oldest first: what a server goes on with after its start."""
+        """Return the jobs that are not terminal, oldest first: a server resumes them after its start."""
 
         def read(connection: Connection) -> Sequence[Job]:
             query = select(schema.jobs.c.id).where(schema.jobs.c.finished_at.is_(None)).order_by(schema.jobs.c.number)
@@ -223,7 +205,7 @@ class Journal:
         return await self._database.read(read)
 
     async def watch(self, job_id: str, after: int) -> AsyncIterator[JobEvent]:
-        """The events after a sequence, then those to come, until the job is terminal.
+        """Yield the events after a sequence, then new ones, until the job is terminal.
 
         Raises:
             SequenceUnknown: `after` has not happened yet.
@@ -234,7 +216,7 @@ class Journal:
                 raise SequenceUnknown(f"The job has {last} events, {after} is none of them.", "Watch from 0.", last=last)
             seen = after
             while seen < last:
-                # A page may hold more than `last`: what happened meanwhile, the end of the job included.
+                # A page may hold more than `last`: events that happened meanwhile, the end of the job included.
                 for event in await self._database.read(partial(listed_events, job_id=job_id, after=seen)):
                     seen = event.sequence
                     job.state = _state_after(event, job.state)
@@ -244,7 +226,7 @@ class Journal:
                     if not event.HasField("sequence"):
                         yield event
                         continue
-                    # What a slow watcher's subscription left out is read again.
+                    # Events that a slow watcher's subscription dropped are read again.
                     while seen < event.sequence - 1:
                         for missed in await self._database.read(partial(listed_events, job_id=job_id, after=seen)):
                             seen = missed.sequence
@@ -256,7 +238,7 @@ class Journal:
                         yield event
 
     async def results_of(self, attempt_id: str) -> dict[str, agent_pb2.CandidateResult]:
-        """What an attempt gave, by cell in the order of the job's cells; empty for a cell that got nothing."""
+        """Return an attempt's results by cell, in the order of the job's cells; an empty message stands for a missing result."""
         query = (
             select(schema.attempts.c.cell_id, schema.attempts.c.result)
             .join(schema.cells, schema.cells.c.id == schema.attempts.c.cell_id)
@@ -266,125 +248,9 @@ class Journal:
         rows = await self._database.read(lambda connection: connection.execute(query).all())
         return {row.cell_id: agent_pb2.CandidateResult.FromString(row.result or b"") for row in rows}
 
-    async def reports(self, job_id: str) -> Sequence[report_pb2.Report]:
-        """The reports of a job in the order of its cells."""
-        query = (
-            select(schema.reports.c.body)
-            .join(schema.cells, schema.cells.c.id == schema.reports.c.cell_id)
-            .where(schema.reports.c.job_id == job_id)
-            .order_by(schema.cells.c.index)
-        )
-        bodies = await self._database.read(lambda connection: connection.execute(query).scalars().all())
-        return await asyncio.to_thread(lambda: [report_pb2.Report.FromString(body) for body in bodies])
-
-    async def reports_page(
-        self, job_id: str, *, start: int, most_bytes: int = PAGE_BYTES, cell_id: str = ""
-    ) -> tuple[Sequence[report_pb2.Report], int | None]:
-        """Reports of a job from the cell of index `start` on, and where the next page begins.
-
-        Args:
-            most_bytes: of their serialized bodies together, which one alone may exceed.
-            cell_id: the only one that is wanted; all when empty.
-        """
-        cells, reports = schema.cells.c, schema.reports.c
-        terms = [reports.job_id == job_id, cells.index >= start, *([reports.cell_id == cell_id] if cell_id else [])]
-        joined = schema.reports.join(schema.cells, cells.id == reports.cell_id)
-        sizes = select(reports.id, cells.index.label("place"), func.length(reports.body).label("size")).select_from(joined)
-        query = sizes.where(*terms).order_by(cells.index)
-
-        def read(connection: Connection) -> tuple[Sequence[bytes], int | None]:
-            bodies: list[bytes] = []
-            left = most_bytes
-            for row in connection.execute(query).all():
-                if bodies and row.size > left:
-                    return bodies, row.place
-                left -= row.size
-                bodies.append(connection.execute(select(reports.body).where(reports.id == row.id)).scalar_one())
-            return bodies, None
-
-        bodies, following = await self._database.read(read)
-        return await asyncio.to_thread(lambda: [report_pb2.Report.FromString(body) for body in bodies]), following
-
-    async def report(self, report_id: str, scope: Scope) -> report_pb2.Report:
-        """One report of a job that the caller sees.
-
-        Raises:
-            ReportNotFound: there is none of this id in the scope.
-        """
-        jobs = schema.jobs.c
-        of_scope = select(schema.reports.c.body).join(schema.jobs, jobs.id == schema.reports.c.job_id)
-        query = of_scope.where(schema.reports.c.id == report_id, scope.clause(jobs.project))
-        body = await self._database.read(lambda connection: connection.execute(query).scalar())
-        if body is None:
-            raise ReportNotFound(f"There is no report {report_id!r}.", "The reports of a job have their ids.", report=report_id)
-        return await asyncio.to_thread(report_pb2.Report.FromString, body)
-
-    async def replace_reports(self, job: Job, reports: Sequence[report_pb2.Report]) -> None:
-        """Puts newer versions of a terminal job's reports in place of those of the same ids: all or none."""
-        cells = {cell.id: cell for cell in job.cells}
-
-        def write(connection: Connection) -> None:
-            for report in reports:
-                row = _report_row(cells[report.cell], report)
-                connection.execute(update(schema.reports).where(schema.reports.c.id == report.id).values(row))
-
-        await self._database.write(write, durable=True)
-
-
-def job_row(connection: Connection, job_id: str, *, with_spec: bool = True) -> Job:
-    """The job as the database has it; without the spec, long texts are cut as well.
-
-    Raises:
-        JobNotFound: it has none of this id.
-    """
-    job = _whole_job(connection, job_id) if with_spec else listed_job(connection, job_id)
-    if job is None:
-        raise job_not_found(job_id)
-    return job
-
-
-def _whole_job(connection: Connection, job_id: str) -> Job | None:
-    row = connection.execute(select(schema.jobs).where(schema.jobs.c.id == job_id)).one_or_none()
-    if row is None:
-        return None
-    bodies = select(schema.cells.c.body).where(schema.cells.c.job_id == job_id).order_by(schema.cells.c.index)
-    job = Job(id=row.id, name=row.name, owner=row.owner, project=row.project, tags=tags_of(connection, row.id))
-    job.spec.ParseFromString(row.spec)
-    job.labels.update(job.spec.labels)
-    job.cells.extend(Cell.FromString(body) for body in connection.execute(bodies).scalars())
-    job.state = model.job_state(job.cells)
-    job.submitted_at.FromDatetime(row.submitted_at)
-    if row.finished_at is not None:
-        job.finished_at.FromDatetime(row.finished_at)
-    return job
-
-
-def job_not_found(key: str, what: str = "There is no job") -> JobNotFound:
-    """Return the error for a job that is not there, or not for the caller: one cannot be told from the other."""
-    return JobNotFound(f"{what} {key!r}.", "See `etfarm jobs list`.", job=key)
-
-
-def _resolved(connection: Connection, key: str, scope: Scope) -> str:
-    jobs = schema.jobs.c
-    visible = select(jobs.id).where(scope.clause(jobs.project))
-    if key == LATEST:
-        in_active = visible.where(jobs.project == scope.active) if scope.active else visible
-        matching: Sequence[str] = connection.execute(in_active.order_by(jobs.number.desc()).limit(1)).scalars().all()
-    else:
-        exact: str | None = connection.execute(visible.where(jobs.id == key)).scalar()
-        if exact is not None:
-            return exact
-        if (tag := find_tag(connection, key, scope)) is not None:
-            return tag.job_id
-        prefix = visible.where(jobs.id.startswith(key, autoescape=True)).limit(2)
-        matching = connection.execute(prefix).scalars().all() if len(key) >= 4 else []
-    if len(matching) != 1:
-        raise job_not_found(key, "Several jobs begin with" if matching else "There is no job")
-    return matching[0]
-
 
 def _state_after(event: JobEvent, before: job_pb2.JobState.ValueType) -> job_pb2.JobState.ValueType:
-    """What a watcher knows of the job's state: only a job's own event is the last one, not its last cell's."""
+    """Return the job's state as a watcher knows it: a job's own event is the last one, not its last cell's."""
     return event.job_state if event.WhichOneof("event") == "job" else before
 
 
@@ -399,38 +265,3 @@ def _brief(job: Job) -> Job:
     brief.ClearField("spec")
     brief.ClearField("cells")
     return brief
-
-
-def _write_attempt(connection: Connection, cell: Cell, result: agent_pb2.CandidateResult | None) -> None:
-    attempt = cell.attempts[-1]
-    known = {"id": attempt.id, "cell_id": cell.id, "device_id": attempt.device_id, "started_at": _utc(attempt.started_at)}
-    news: dict[str, object] = {
-        "finished_at": _utc(attempt.finished_at) if attempt.HasField("finished_at") else None,
-        "error": attempt.error.SerializeToString() if attempt.HasField("error") else None,
-    }
-    if result is not None:
-        news["result"] = result.SerializeToString()
-    row = insert(schema.attempts).values(known | news)
-    connection.execute(row.on_conflict_do_update(index_elements=["id", "cell_id"], set_=news))
-
-
-def _report_row(cell: Cell, report: report_pb2.Report) -> dict[str, object]:
-    body = report.SerializeToString()
-    return {
-        "id": report.id, "job_id": cell.job_id, "cell_id": cell.id, "model_name": report.model.name,
-        "model_digest": report.model.digest, "recipe": report.recipe if report.HasField("recipe") else None,
-        "method": report.method if report.HasField("method") else None,
-        "threads": report.threads if report.HasField("threads") else None,
-        "recipe_digest": report.recipe_digest, "device_id": report.device.id,
-        "p50_ns": report.latency.p50_ns if report.latency.HasField("p50_ns") else None,
-        "created_at": report.created_at.ToDatetime(UTC), "body": body,
-        "slim": without_rows(report_pb2.Report.FromString(body)).SerializeToString(),
-    }  # fmt: skip
-
-
-def _name(cell: Cell) -> str:
-    return job_pb2.CellState.Name(cell.state).removeprefix("CELL_STATE_")
-
-
-def _utc(stamp: object) -> datetime:
-    return stamp.ToDatetime(UTC)  # type: ignore[attr-defined,no-any-return]

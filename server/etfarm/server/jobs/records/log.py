@@ -13,7 +13,7 @@ from sqlalchemy import Connection, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from etfarm.server.jobs import model
-from etfarm.server.jobs.records.journal import job_row
+from etfarm.server.jobs.records.rows import job_row
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database

@@ -58,7 +58,7 @@ async def _reports(journal: Journal, job_id: str) -> Sequence[report_pb2.Report]
     found: list[report_pb2.Report] = []
     start: int | None = 0
     while start is not None:
-        reports, start = await journal.reports_page(job_id, start=start)
+        reports, start = await journal.reports.page(job_id, start=start)
         found += await asyncio.to_thread(lambda page: [without_series(report) for report in page], reports)
     return found
 

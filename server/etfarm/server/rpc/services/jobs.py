@@ -9,10 +9,11 @@ from typing import Any, Final
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.conductor import Conductor
-from etfarm.server.jobs.records.journal import Journal, job_not_found
+from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.listing import JOB_BYTES
 from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.quotas import Counted, Quotas
+from etfarm.server.jobs.records.rows import job_not_found
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.submission import BadJob, Submission
 from etfarm.server.rpc.door.caller import active_project, caller, require_owner, scope

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from etfarm.server.access.scope import Scope
 from etfarm.server.jobs.records.history import History, Wanted
-from etfarm.server.jobs.records.journal import PAGE_BYTES, Journal
+from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.reports import PAGE_BYTES
 from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.revision import Revision
 from etfarm.server.reports.latency.series import without_series
@@ -58,7 +59,7 @@ class ReportService(report_pb2_grpc.ReportServiceServicer):
 
     async def Get(self, request: report_pb2.GetReportsRequest, context: object) -> report_pb2.GetReportsResponse:
         job = await self._journal.get(request.job_id, scope())
-        reports, following = await self._journal.reports_page(
+        reports, following = await self._journal.reports.page(
             job.id, start=page_start(request.page_token), most_bytes=self._page_bytes, cell_id=request.cell
         )
         token = "" if following is None else str(following)
@@ -69,7 +70,7 @@ class ReportService(report_pb2_grpc.ReportServiceServicer):
         views.check(request.by or views.BY[0], sort)
         start = page_start(request.page_token)
         size = page_size(request.page_size, *_PAGE_OF_OPERATORS)
-        report = await self._journal.report(request.report_id, scope())
+        report = await self._journal.reports.get(request.report_id, scope())
         return await asyncio.to_thread(_operators, report, request.by, sort, start, size)
 
     async def Compare(self, request: report_pb2.CompareRequest, context: object) -> report_pb2.CompareResponse:

@@ -1,0 +1,114 @@
+"""Reports of jobs, as the journal keeps them: whole, and slim for lists."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import UTC
+from typing import Final
+
+from sqlalchemy import Connection, func, select, update
+
+from etfarm.server.access.scope import Scope
+from etfarm.server.reports.series import without_rows
+from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
+from etfarm.v1 import report_pb2
+from etfarm.v1.job_pb2 import Cell, Job
+from etfarm.wire.errors import Kind, UserError
+
+PAGE_BYTES: Final = 16 << 20
+"""Maximum size of the reports of a page: a quarter of a message's limit; one report has a few MiB at most."""
+
+
+class ReportNotFound(UserError):
+    """No report has the id."""
+
+    reason = "REPORT_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+class ReportRecords:
+    """Reads and replaces reports."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def of_job(self, job_id: str) -> Sequence[report_pb2.Report]:
+        """Return the reports of a job in the order of its cells."""
+        query = (
+            select(schema.reports.c.body)
+            .join(schema.cells, schema.cells.c.id == schema.reports.c.cell_id)
+            .where(schema.reports.c.job_id == job_id)
+            .order_by(schema.cells.c.index)
+        )
+        bodies = await self._database.read(lambda connection: connection.execute(query).scalars().all())
+        return await asyncio.to_thread(lambda: [report_pb2.Report.FromString(body) for body in bodies])
+
+    async def page(
+        self, job_id: str, *, start: int, most_bytes: int = PAGE_BYTES, cell_id: str = ""
+    ) -> tuple[Sequence[report_pb2.Report], int | None]:
+        """Return reports of a job from the cell of index `start` on, and where the next page begins.
+
+        Args:
+            most_bytes: maximum size of their serialized bodies together, which one alone may exceed.
+            cell_id: the only cell whose report is returned; all if empty.
+        """
+        cells, reports = schema.cells.c, schema.reports.c
+        terms = [reports.job_id == job_id, cells.index >= start, *([reports.cell_id == cell_id] if cell_id else [])]
+        joined = schema.reports.join(schema.cells, cells.id == reports.cell_id)
+        sizes = select(reports.id, cells.index.label("place"), func.length(reports.body).label("size")).select_from(joined)
+        query = sizes.where(*terms).order_by(cells.index)
+
+        def read(connection: Connection) -> tuple[Sequence[bytes], int | None]:
+            bodies: list[bytes] = []
+            left = most_bytes
+            for row in connection.execute(query).all():
+                if bodies and row.size > left:
+                    return bodies, row.place
+                left -= row.size
+                bodies.append(connection.execute(select(reports.body).where(reports.id == row.id)).scalar_one())
+            return bodies, None
+
+        bodies, following = await self._database.read(read)
+        return await asyncio.to_thread(lambda: [report_pb2.Report.FromString(body) for body in bodies]), following
+
+    async def get(self, report_id: str, scope: Scope) -> report_pb2.Report:
+        """Return a report of a job that the caller sees.
+
+        Raises:
+            ReportNotFound: the scope has no report of this id.
+        """
+        jobs = schema.jobs.c
+        of_scope = select(schema.reports.c.body).join(schema.jobs, jobs.id == schema.reports.c.job_id)
+        query = of_scope.where(schema.reports.c.id == report_id, scope.clause(jobs.project))
+        body = await self._database.read(lambda connection: connection.execute(query).scalar())
+        if body is None:
+            raise ReportNotFound(f"There is no report {report_id!r}.", "The reports of a job have their ids.", report=report_id)
+        return await asyncio.to_thread(report_pb2.Report.FromString, body)
+
+    async def replace(self, job: Job, reports: Sequence[report_pb2.Report]) -> None:
+        """Replace a terminal job's reports by newer versions with the same ids: all or none."""
+        cells = {cell.id: cell for cell in job.cells}
+
+        def write(connection: Connection) -> None:
+            for report in reports:
+                row = report_row(cells[report.cell], report)
+                connection.execute(update(schema.reports).where(schema.reports.c.id == report.id).values(row))
+
+        await self._database.write(write, durable=True)
+
+
+def report_row(cell: Cell, report: report_pb2.Report) -> dict[str, object]:
+    """Return the columns of a report."""
+    body = report.SerializeToString()
+    return {
+        "id": report.id, "job_id": cell.job_id, "cell_id": cell.id, "model_name": report.model.name,
+        "model_digest": report.model.digest, "recipe": report.recipe if report.HasField("recipe") else None,
+        "method": report.method if report.HasField("method") else None,
+        "threads": report.threads if report.HasField("threads") else None,
+        "recipe_digest": report.recipe_digest, "device_id": report.device.id,
+        "p50_ns": report.latency.p50_ns if report.latency.HasField("p50_ns") else None,
+        "created_at": report.created_at.ToDatetime(UTC), "body": body,
+        "slim": without_rows(report_pb2.Report.FromString(body)).SerializeToString(),
+    }  # fmt: skip

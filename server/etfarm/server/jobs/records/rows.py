@@ -1,0 +1,106 @@
+"""Rows of jobs, cells and attempts: how they are read from and written to the database."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from sqlalchemy import Connection, select
+from sqlalchemy.dialects.sqlite import insert
+
+from etfarm.server.access.scope import Scope
+from etfarm.server.jobs import model
+from etfarm.server.jobs.records.listing import listed_job
+from etfarm.server.jobs.records.tags import LATEST, find_tag, tags_of
+from etfarm.server.state import schema
+from etfarm.v1 import agent_pb2, job_pb2
+from etfarm.v1.job_pb2 import Cell, Job
+from etfarm.wire.errors import Kind, UserError
+
+
+class JobNotFound(UserError):
+    """No job has the id, and not exactly one has the prefix."""
+
+    reason = "JOB_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+def job_not_found(key: str, what: str = "There is no job") -> JobNotFound:
+    """Return the error for a job that does not exist or that the caller may not see, which must look the same."""
+    return JobNotFound(f"{what} {key!r}.", "See `etfarm jobs list`.", job=key)
+
+
+def job_row(connection: Connection, job_id: str, *, with_spec: bool = True) -> Job:
+    """Return the job as the database has it; without the spec, long texts are cut as well.
+
+    Raises:
+        JobNotFound: no job has this id.
+    """
+    job = _whole_job(connection, job_id) if with_spec else listed_job(connection, job_id)
+    if job is None:
+        raise job_not_found(job_id)
+    return job
+
+
+def _whole_job(connection: Connection, job_id: str) -> Job | None:
+    row = connection.execute(select(schema.jobs).where(schema.jobs.c.id == job_id)).one_or_none()
+    if row is None:
+        return None
+    bodies = select(schema.cells.c.body).where(schema.cells.c.job_id == job_id).order_by(schema.cells.c.index)
+    job = Job(id=row.id, name=row.name, owner=row.owner, project=row.project, tags=tags_of(connection, row.id))
+    job.spec.ParseFromString(row.spec)
+    job.labels.update(job.spec.labels)
+    job.cells.extend(Cell.FromString(body) for body in connection.execute(bodies).scalars())
+    job.state = model.job_state(job.cells)
+    job.submitted_at.FromDatetime(row.submitted_at)
+    if row.finished_at is not None:
+        job.finished_at.FromDatetime(row.finished_at)
+    return job
+
+
+def resolve_job(connection: Connection, key: str, scope: Scope) -> str:
+    """Return the id of the job that a key stands for; see `Journal.get`.
+
+    Raises:
+        JobNotFound: the scope has no such job, or several.
+    """
+    jobs = schema.jobs.c
+    visible = select(jobs.id).where(scope.clause(jobs.project))
+    if key == LATEST:
+        in_active = visible.where(jobs.project == scope.active) if scope.active else visible
+        matching: Sequence[str] = connection.execute(in_active.order_by(jobs.number.desc()).limit(1)).scalars().all()
+    else:
+        exact: str | None = connection.execute(visible.where(jobs.id == key)).scalar()
+        if exact is not None:
+            return exact
+        if (tag := find_tag(connection, key, scope)) is not None:
+            return tag.job_id
+        prefix = visible.where(jobs.id.startswith(key, autoescape=True)).limit(2)
+        matching = connection.execute(prefix).scalars().all() if len(key) >= 4 else []
+    if len(matching) != 1:
+        raise job_not_found(key, "Several jobs begin with" if matching else "There is no job")
+    return matching[0]
+
+
+def write_attempt(connection: Connection, cell: Cell, result: agent_pb2.CandidateResult | None) -> None:
+    """Write the cell's last attempt, with its result if that has arrived."""
+    attempt = cell.attempts[-1]
+    known = {"id": attempt.id, "cell_id": cell.id, "device_id": attempt.device_id, "started_at": to_utc(attempt.started_at)}
+    news: dict[str, object] = {
+        "finished_at": to_utc(attempt.finished_at) if attempt.HasField("finished_at") else None,
+        "error": attempt.error.SerializeToString() if attempt.HasField("error") else None,
+    }
+    if result is not None:
+        news["result"] = result.SerializeToString()
+    row = insert(schema.attempts).values(known | news)
+    connection.execute(row.on_conflict_do_update(index_elements=["id", "cell_id"], set_=news))
+
+
+def state_name(cell: Cell) -> str:
+    """Return the name of the cell's state, as its column has it."""
+    return job_pb2.CellState.Name(cell.state).removeprefix("CELL_STATE_")
+
+
+def to_utc(stamp: object) -> datetime:
+    """Return the instant of a protobuf timestamp."""
+    return stamp.ToDatetime(UTC)  # type: ignore[attr-defined,no-any-return]
