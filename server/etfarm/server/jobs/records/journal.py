@@ -15,7 +15,6 @@ from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.jobs.records.reports import ReportRecords, report_row
 from etfarm.server.jobs.records.rows import job_row, resolve_job, state_name, to_utc, write_attempt
 from etfarm.server.jobs.records.watch import Announcer
-from etfarm.server.reports.latency.series import without_rows
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, job_pb2, report_pb2

@@ -10,7 +10,7 @@ from typing import Final
 from sqlalchemy import Connection, func, select, update
 
 from etfarm.server.access.scope import Scope
-from etfarm.server.reports.series import without_rows
+from etfarm.server.reports.latency.series import without_rows
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1 import report_pb2

@@ -21,9 +21,8 @@ from etfarm.server.rpc.door.calls import Call, Calls
 from etfarm.server.rpc.door.connections import Connections
 from etfarm.server.rpc.door.failures import Failures, address_of
 from etfarm.v1.common_pb2 import Principal
-from etfarm.wire.errors import EtfarmError, FarmError, Kind, UserError
-from etfarm.wire.names import PROJECT_METADATA
 from etfarm.wire.errors import EtfarmError, FarmError, Kind
+from etfarm.wire.names import PROJECT_METADATA
 from etfarm.wire.status import to_status
 
 log = structlog.get_logger()

@@ -15,11 +15,10 @@ from etfarm.server.access.scope import FARM_HOLDER, agent_holder
 from etfarm.server.artifacts.errors import ArtifactNotFound, BadUpload
 from etfarm.server.artifacts.holdings import Holding
 from etfarm.server.artifacts.store import Store
-from etfarm.server.rpc.door.interceptor import later
-from etfarm.server.state.paging import BadPageToken, page_size
 from etfarm.server.rpc.door.caller import caller
 from etfarm.server.rpc.door.roles import ADMIN, AGENT
 from etfarm.server.rpc.services.unimplemented import unimplemented
+from etfarm.server.state.paging import BadPageToken, page_size
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2
 from etfarm.v1.common_pb2 import Principal
 

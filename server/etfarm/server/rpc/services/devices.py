@@ -6,11 +6,9 @@ from typing import Any, Final
 
 from etfarm.server.access.projects import Projects
 from etfarm.server.devices.registry import MAX_DEVICES, Registry
-from etfarm.server.rpc.door.interceptor import later
-from etfarm.server.state.paging import page_size, page_start
 from etfarm.server.rpc.door.caller import scope
-from etfarm.server.state.paging import page_size, page_start
 from etfarm.server.rpc.services.unimplemented import unimplemented
+from etfarm.server.state.paging import page_size, page_start
 from etfarm.v1 import device_pb2, device_pb2_grpc
 from etfarm.wire import selectors
 

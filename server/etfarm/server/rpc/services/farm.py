@@ -8,7 +8,6 @@ from etfarm.server.access.scope import Scope
 from etfarm.server.compile.keys import toolchain
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import Registry
-from etfarm.server.workers.jail.measures import JailReport
 from etfarm.server.rpc.door.caller import caller, scope
 from etfarm.server.workers.jail.measures import JailReport
 from etfarm.v1 import agent_pb2, farm_pb2, farm_pb2_grpc

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from etfarm.server.access.projects import Project, Projects
-from etfarm.server.state.paging import BadPageToken, page_size
 from etfarm.server.rpc.door.caller import caller, scope
+from etfarm.server.state.paging import BadPageToken, page_size
 from etfarm.v1 import project_pb2, project_pb2_grpc
 from etfarm.wire.names import is_project_name
 

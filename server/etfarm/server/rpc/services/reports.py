@@ -13,10 +13,8 @@ from etfarm.server.jobs.records.reports import PAGE_BYTES
 from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.revision import Revision
 from etfarm.server.reports.latency.series import without_series
-from etfarm.server.reports.latency.series import without_series
 from etfarm.server.rpc.door.caller import caller, require_owner, scope
 from etfarm.server.rpc.door.roles import ADMIN
-from etfarm.server.state.paging import page_size, page_start
 from etfarm.server.rpc.services.comparing import compare
 from etfarm.server.state.paging import page_size, page_start
 from etfarm.v1 import job_pb2, report_pb2, report_pb2_grpc

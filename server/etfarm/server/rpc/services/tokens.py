@@ -8,9 +8,9 @@ from typing import Final
 from etfarm.server.access.audit import AuditLog
 from etfarm.server.access.tokens import BadTokenRequest, TokenNotFound, TokenTable
 from etfarm.server.rpc.door.authentication import Authentication
-from etfarm.server.state.paging import page_size, page_start
 from etfarm.server.rpc.door.caller import caller, credential
 from etfarm.server.rpc.door.roles import ADMIN
+from etfarm.server.state.paging import page_size, page_start
 from etfarm.v1 import token_pb2, token_pb2_grpc
 
 PAGE: Final = 100, 1000
