@@ -134,7 +134,7 @@ def load_tables() -> None:
     """
     from etfarm.server.compile import prewarm
 
-    prewarm._warm()
+    prewarm.load_toolchain()
     for module in ("torchao.prototype.quantization.codebook_coreml", "executorch.extension.llm.custom_ops.custom_ops"):
         importlib.import_module(module)
 

@@ -454,7 +454,7 @@ def _main(folder: Path) -> None:
     from etfarm.server.compile import prewarm
     from tests.support.runner import runner_archive
 
-    prewarm._warm()
+    prewarm.load_toolchain()
     with tempfile.TemporaryDirectory() as unpacked, torch.no_grad():
         bundle = unpack(runner_archive(), Path(unpacked) / "runner")
         for name, made in _MADE.items():

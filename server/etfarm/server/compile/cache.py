@@ -1,4 +1,4 @@
-"""What was compiled before: whole compilations, and the results of stages that several of them share; failures too."""
+"""The cache of compilations: whole ones, and results of stages that several compilations share; failures included."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from etfarm.wire.status import from_proto
 FOUND_EARLIER = "This was found by an earlier compilation; --no-cache compiles again."
 
 _LASTING = (Kind.INVALID_ARGUMENT, Kind.PERMISSION_DENIED, Kind.OUT_OF_RANGE, Kind.UNIMPLEMENTED)
-"""Refusals of the model itself. Others hang on what this server has, and how much of it, at the moment."""
+"""Kinds of errors that refuse the model itself. Other errors depend on the server's current state."""
 
 
 class CompilationNotFound(UserError):
-    """Nothing was compiled under a key."""
+    """No compilation has a key."""
 
     reason = "COMPILATION_NOT_FOUND"
     kind = Kind.NOT_FOUND
@@ -33,18 +33,18 @@ class CompilationNotFound(UserError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a compilation, or of stages that several share."""
+    """The outcome of a compilation, or of stages that several compilations share."""
 
     made: Compilation
-    """With `error` where it failed."""
+    """The compilation; has `error` if it failed."""
     cached: bool = False
-    """Whether all of it was known before."""
+    """Whether the whole outcome comes from the cache."""
     lasting: bool = True
-    """Whether it would come out the same again. Nothing else is kept."""
+    """Whether the same request would have the same outcome again; the cache keeps no other outcomes."""
 
     @property
     def error(self) -> EtfarmError | None:
-        """Why it failed, for who asked now; None where it did not."""
+        """The error for the current requester; None after a success."""
         if not self.made.HasField("error"):
             return None
         error = from_proto(self.made.error)
@@ -56,60 +56,63 @@ class Outcome:
 
 
 def is_lasting(error: EtfarmError) -> bool:
-    """Whether the same model with the same recipe would fail in the same way again."""
+    """Return whether the same model with the same recipe would fail in the same way again."""
     return error.fault is Fault.USER and error.kind in _LASTING
 
 
 class Cache:
-    """Outcomes by key, in the database; an outcome whose files are not all in the store any more is none."""
+    """Outcomes by key, in the database. An outcome with missing files counts as missing."""
 
     def __init__(self, store: Store, database: Database) -> None:
         self._store = store
         self._database = database
 
     async def get(self, key: str) -> Compilation:
-        """A compilation, whether its files are still stored or not.
+        """Return a compilation, whether or not its files are still stored.
 
         Raises:
-            CompilationNotFound: there is none under the key.
+            CompilationNotFound: no compilation has the key.
         """
-        if (found := await self._read(schema.compilations, key)) is None:
+        if (compilation := await self._read(schema.compilations, key)) is None:
             raise _not_found(key)
-        return found
+        return compilation
 
     async def get_visible(self, key: str, scope: Scope) -> Compilation:
-        """Return a compilation that one of the scope's projects asked for; that project holds its files from then on, also where
-        another one has compiled it again since.
+        """Return a compilation that one of the scope's projects requested. That project holds its files from then on, even if
+        another project has compiled it again since.
 
         Raises:
-            CompilationNotFound: there is none under the key, or others asked for it.
+            CompilationNotFound: no compilation has the key, or only other projects requested it.
         """
         table = schema.project_compilations.c
         query = select(table.project).where(table.key == key, scope.clause(table.project)).order_by(table.project).limit(1)
         project = await self._database.read(lambda connection: connection.execute(query).scalar())
         if project is None and scope.projects is not None:
             raise _not_found(key)
-        found = await self.get(key)
+        compilation = await self.get(key)
         if project is not None:
-            await self._store.hold(project, [artifact.digest for artifact in artifacts_of(found)], FARM_HOLDER)
-        return found
+            await self._store.hold(project, [artifact.digest for artifact in artifacts_of(compilation)], FARM_HOLDER)
+        return compilation
 
     async def give(self, project: str, made: Compilation, owner: str) -> None:
-        """Let a project read a compilation that it asked for, and all of its files."""
+        """Let a project read a compilation that it requested, and all of its files."""
         row = insert(schema.project_compilations).values(project=project, key=made.key).on_conflict_do_nothing()
         await self._database.write(lambda connection: connection.execute(row))
         await self._store.hold(project, [artifact.digest for artifact in artifacts_of(made)], owner)
 
     async def compilation(self, key: str) -> Compilation | None:
-        """A compilation that a new job can be answered with."""
+        """Return a compilation that can answer a new job, or None."""
         return await self._whole(await self._read(schema.compilations, key))
 
     async def stages(self, key: str) -> Compilation | None:
-        """What shared stages gave: `stages`, `exported_programs`, `warnings` and `stayed_fp32`, or `error`."""
+        """Return the outcome of shared stages, or None.
+
+        It has `stages`, `exported_programs`, `warnings` and `stayed_fp32`, or `error`.
+        """
         return await self._whole(await self._read(schema.stage_results, key))
 
     async def keep_compilation(self, made: Compilation) -> None:
-        """Writes a compilation down under its key. A failure does not take the place of a program that somebody may run."""
+        """Store a compilation under its key. A failure does not replace a program that may be in use."""
         if made.HasField("error"):
             known = await self.compilation(made.key)
             if known is not None and not known.HasField("error"):
@@ -117,14 +120,14 @@ class Cache:
         await self._write(schema.compilations, made, "compiled_at")
 
     async def keep_stages(self, made: Compilation) -> None:
-        """Writes shared stages' results down under their key."""
+        """Store the outcome of shared stages under its key."""
         await self._write(schema.stage_results, made, "made_at")
 
-    async def _whole(self, found: Compilation | None) -> Compilation | None:
+    async def _whole(self, outcome: Compilation | None) -> Compilation | None:
         """Return the outcome if all of its files are stored and undamaged, else None, so that it is compiled again."""
-        if found is None or await self._store.absent(artifact.digest for artifact in artifacts_of(found)):
+        if outcome is None or await self._store.absent(artifact.digest for artifact in artifacts_of(outcome)):
             return None
-        return found
+        return outcome
 
     async def _read(self, table: Table, key: str) -> Compilation | None:
         query = select(table.c.body).where(table.c.key == key)
@@ -132,11 +135,11 @@ class Cache:
         return None if body is None else Compilation.FromString(body)
 
     async def _write(self, table: Table, made: Compilation, at: str) -> None:
-        news = {"body": made.SerializeToString(), at: datetime.now(UTC)}
+        values = {"body": made.SerializeToString(), at: datetime.now(UTC)}
 
         def write(connection: Connection) -> None:
-            row = insert(table).values({"key": made.key, **news})
-            connection.execute(row.on_conflict_do_update(index_elements=["key"], set_=news))
+            row = insert(table).values({"key": made.key, **values})
+            connection.execute(row.on_conflict_do_update(index_elements=["key"], set_=values))
 
         await self._database.write(write, durable=True)
 
@@ -146,7 +149,7 @@ def _not_found(key: str) -> CompilationNotFound:
 
 
 def artifacts_of(made: Compilation) -> Iterator[common_pb2.Artifact]:
-    """All files that a compilation names."""
+    """Yield all files of a compilation."""
     if made.HasField("program"):
         yield made.program.pte
         yield from made.program.data.values()

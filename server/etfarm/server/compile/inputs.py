@@ -1,4 +1,4 @@
-"""Whether inputs fit a method, before anything is sent to a device. Stdlib only: for the daemon and the children."""
+"""The check that inputs fit a method, before anything is sent to a device. Standard library only: also runs in the daemon."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _KINDS = {"int": int, "float": float, "bool": bool}
 
 
 Value = Tensor | Layout | Scalar
-"""What is checked: the bytes of a tensor are not looked at."""
+"""An input to check. The bytes of tensors are ignored."""
 
 
 class InputMismatch(UserError):
-    """The inputs are not what the method takes."""
+    """The inputs do not fit the method."""
 
     reason = "INPUT_MISMATCH"
 
 
 class CountMismatch(InputMismatch):
-    """There are not as many inputs as the method takes."""
+    """The number of inputs differs from the method's."""
 
     def __init__(self, method: str, names: Sequence[str], got: int) -> None:
         count, listed = len(names), ", ".join(names)
@@ -35,7 +35,7 @@ class CountMismatch(InputMismatch):
 
 
 class ValueMismatch(InputMismatch):
-    """An input is not what the method takes."""
+    """An input does not fit the method."""
 
     def __init__(self, method: str, argument: str, what: str, expected: str, got: str, remedy: str) -> None:
         super().__init__(
@@ -46,11 +46,11 @@ class ValueMismatch(InputMismatch):
 
 
 def check_inputs(method: str, facts: MethodFacts, values: Sequence[Value]) -> None:
-    """Refuses inputs that the method would fail on, or would silently read wrongly.
+    """Refuse inputs that the method would fail on, or would silently read wrongly.
 
     Args:
         method: its name, for the sentence.
-        values: leaves in flattened order; names of the values are not looked at.
+        values: leaves in flattened order; names of the values are ignored.
 
     Raises:
         CountMismatch: not as many as the method takes.
@@ -100,9 +100,9 @@ def _fits(dim: int | DimRange, size: int) -> bool:
     return dim == size if isinstance(dim, int) else dim["min"] <= size <= dim["max"]
 
 
-def _same_layout(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two orders lay the same bytes: they differ only in where dims of size 1 stand."""
-    return [d for d in one if shape[d] != 1] == [d for d in other if shape[d] != 1]
+def _same_layout(shape: Sequence[int], first: Sequence[int], second: Sequence[int]) -> bool:
+    """Return whether two dim orders differ only in the position of dims of size 1, which does not move bytes."""
+    return [d for d in first if shape[d] != 1] == [d for d in second if shape[d] != 1]
 
 
 def _shown(dims: Sequence[int | DimRange]) -> str:

@@ -1,4 +1,4 @@
-"""What the forkserver does once so that each child need not. Importing this imports no torch; `warm` does."""
+"""Preparation of the forkserver, once for all children. Importing this module imports no torch; `warm` does."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from types import ModuleType
 from typing import Final, cast
 
 PRELOAD: Final = ("etfarm.server.compile.prewarm:warm",)
-"""For `Workers(preload=...)`."""
+"""Value for `Workers(preload=...)`."""
 
 
 def warm() -> None:
-    """Imports torch and ExecuTorch, and lowers a tiny model, which pays the one-off costs of a process.
+    """Import torch and ExecuTorch, and lower a tiny model, which pays the one-time costs of a process.
 
-    Everything stays on one thread: a child forked off a torch that had worked on several hangs.
+    Everything stays on one thread: a child that is forked from a torch with several threads hangs.
 
     Raises:
-        RuntimeError: another thread was started all the same.
+        RuntimeError: the process has another thread.
     """
     assert os.environ.get("OMP_NUM_THREADS") == "1"
     import torch
@@ -32,7 +32,7 @@ def warm() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     try:
-        _warm()
+        load_toolchain()
     finally:
         logging.disable(logging.NOTSET)
     threads = len(list(Path("/proc/self/task").iterdir()))
@@ -40,7 +40,8 @@ def warm() -> None:
         raise RuntimeError(f"the forkserver has {threads} threads; its children could hang")
 
 
-def _warm() -> None:
+def load_toolchain() -> None:
+    """Import the toolchain and the children's tasks, and lower a tiny model."""
     import executorch.kernels.quantized
     import executorch.runtime
     import torch

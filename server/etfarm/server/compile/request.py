@@ -1,4 +1,4 @@
-"""What the daemon asks compiling children for. Pickled to the child; both ends import it, so it is stdlib only."""
+"""Requests from the daemon to compiling children. They are pickled, and both ends import this: standard library only."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class QuantizeRequest:
     """A model to quantize: the stages QUANTIZE and the TORCH_EXPORT that follows it."""
 
     models: Mapping[str, Path]
-    """A screened .pt2 by method; the files' names may be any."""
+    """Screened .pt2 files by method; file names have no meaning."""
     model_name: str
-    """Stands for the files in messages, so that no path of the server is told."""
+    """Name of the model in messages, which must not contain paths of the server."""
     recipe_json: str
     """`etfarm.wire.recipes.Recipe.json`."""
     calibration: Mapping[str, Sequence[Path]] = field(default_factory=dict)
-    """Tensor files by method, one a sample, leaves in flattened order; used beside the example inputs that its .pt2
-    carries. Read one after the other, so there may be many."""
+    """Tensor files by method, one for each sample, leaves in flattened order; used in addition to the .pt2's example inputs.
+    Children read them one after another, so there may be many."""
     threads: int = 1
-    """torch's intra-op threads."""
+    """Number of torch's intra-op threads."""
     operators: Operators = field(default_factory=Operators)
-    """That the models may use."""
+    """Operators that the models may use."""
 
 
 @dataclass(frozen=True)
@@ -33,23 +33,23 @@ class LowerRequest:
     """Exported programs to lower to a .pte."""
 
     models: Mapping[str, Path]
-    """What is lowered, by method: a screened .pt2, or what a quantizing child made."""
+    """Programs to lower by method: screened .pt2 files, or the result of a quantizing child."""
     originals: Mapping[str, Path]
-    """The .pt2s before any quantization, the client's included, by method: what outputs are compared with. The same files
-    where nothing was quantized."""
+    """Unquantized .pt2 files by method, which outputs are compared with. The same files as `models` if nothing, on the client
+    included, was quantized."""
     model_name: str
     recipe_json: str
     quantized_here: bool = False
-    """Whether a quantizing child made `models`, which has told then what it left in fp32."""
+    """Whether a quantizing child produced `models`; that child has already reported the layers that stayed in fp32."""
     constant_methods: Mapping[str, Path] = field(default_factory=dict)
-    """Tensor files of flattened leaves."""
+    """Tensor files with flattened leaves, by constant method."""
     stop_after: str | None = None
-    """Name of the last stage to run; None for all of the recipe's."""
+    """Name of the last stage to run; None for all stages of the recipe."""
     want_etrecord: bool = True
     """Whether to write an ETRecord, which takes about twice the weights' size."""
     threads: int = 1
     operators: Operators = field(default_factory=Operators)
-    """That the models may use."""
+    """Operators that the models may use."""
 
 
 @dataclass(frozen=True)
