@@ -1,1 +1,1 @@
-"""The server's edge: one servicer a resource, one interceptor that knows who calls, one table from errors to statuses."""
+"""The gRPC side of the server: the door, which every call passes, and one servicer for each service of the contract."""

@@ -188,9 +188,9 @@ def validate_request(request: session_pb2.OpenSessionRequest) -> None:
     if not request.HasField("program"):
         raise BadSession("The session has no program.", "Name one.")
     if request.HasField("threads") and not 1 <= request.threads <= 1024:
-        raise BadSession(f"A session with {request.threads} threads is none.", "Give 1 to 1024.")
+        raise BadSession(f"`threads` must be 1 to 1024, got {request.threads}.")
     if request.HasField("idle_timeout_s") and not 0 < request.idle_timeout_s <= _MAX_IDLE_S:
-        raise BadSession(f"idle_timeout_s is {request.idle_timeout_s:g}.", "Give seconds above 0, a day at most.")
+        raise BadSession(f"`idle_timeout_s` must be above 0 and at most {_MAX_IDLE_S:g} (a day), got {request.idle_timeout_s:g}.")
     program = request.program
     if program.digest != digest.of_program(program.pte.digest, {name: data.digest for name, data in program.data.items()}):
         raise BadSession("The program's digest is not the one of its files.", "Make it with digest.of_program.")

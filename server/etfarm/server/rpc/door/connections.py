@@ -151,16 +151,16 @@ class Connections:
         now = self._clock()
         # This is a thread: a connection may come and be trusted while the sockets are listed, and an agent's calls only once.
         trusted = self._trusted.copy()
-        found: dict[Peer, int] = {}
+        descriptors: dict[Peer, int] = {}
         for name in _SOCKETS.iterdir():
             if (peer := _peer(int(name.name), port)) is not None:
-                found[peer] = int(name.name)
-        self._since = {peer: self._since.get(peer, now) for peer in found}
-        self._trusted -= trusted - found.keys()
+                descriptors[peer] = int(name.name)
+        self._since = {peer: self._since.get(peer, now) for peer in descriptors}
+        self._trusted -= trusted - descriptors.keys()
         excess = list(self._excess(now))
         self._distrusted.clear()
         for peer in excess:
-            _shut_down(found[peer], peer, port)
+            _shut_down(descriptors[peer], peer, port)
         return len(excess)
 
     def _excess(self, now: float) -> Iterator[Peer]:

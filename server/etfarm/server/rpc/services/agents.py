@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 class NoHello(UserError):
-    """An agent's first message is no Hello."""
+    """An agent's first message is not Hello."""
 
     reason = "NO_HELLO"
 
@@ -133,7 +133,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         )  # fmt: skip
 
     async def _listen(self, session: AgentSession, messages: AsyncIterator[agent_pb2.AgentMessage]) -> None:
-        """Takes an agent's messages until it says goodbye, is silent for too long, or the stream breaks."""
+        """Process an agent's messages until its Goodbye, a timeout, or the end of the stream."""
         try:
             reader = aiter(messages)
             while True:
@@ -163,16 +163,16 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             result = message.run_result
             # An admin's uploads are held by a project; an agent's by the agent.
             holder = "" if session.is_admin else agent_holder(session.principal)
-            heard = self._registry.serves(session, result.device_id) and self._runs.deliver(result, holder)
-            if not heard and not self._runs.knows(result.attempt_id):
-                # Of an attempt that was given up or cancelled: nobody will read it, so the agent may forget it.
+            is_awaited = self._registry.serves(session, result.device_id) and self._runs.deliver(result, holder)
+            if not is_awaited and not self._runs.knows(result.attempt_id):
+                # The attempt was given up or cancelled: no cell reads the result, so the agent may forget it.
                 ack = agent_pb2.Ack(attempt_id=result.attempt_id)
                 session.send(agent_pb2.ServerMessage(ack=ack))
         elif kind == "device_update":
             try:
                 await self._registry.update(session, message.device_update.device)
             except (AgentConnected, DeviceNotYours, DeviceTooLarge, TooManyDevices) as error:
-                # Its other devices are not to suffer for it.
+                # The agent's other devices are not affected.
                 log.warning("a device is left out", agent=session.agent_id, why=error.message)
         elif kind == "device_gone":
             self._registry.gone(session, message.device_gone.device_id, message.device_gone.reason)

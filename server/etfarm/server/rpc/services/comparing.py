@@ -1,4 +1,4 @@
-"""ReportService.Compare: two jobs against each other."""
+"""ReportService.Compare: the comparison of two jobs."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class ComparisonTooLarge(UserError):
     kind = Kind.RESOURCE_EXHAUSTED
 
 
-Found = tuple[job_pb2.Job, Sequence[report_pb2.Report], str | None]
+Selected = tuple[job_pb2.Job, Sequence[report_pb2.Report], str | None]
 
 
 async def compare(journal: Journal, request: report_pb2.CompareRequest, version: str, scope: Scope) -> report_pb2.CompareResponse:
-    """The document etfarm.comparison/1 of two jobs.
+    """Return the document etfarm.comparison/1 of two jobs.
 
     Args:
-        version: this server's, which the jobs' JSON has.
-        scope: what the caller sees.
+        version: this server's version, for the jobs' JSON.
+        scope: the projects that the caller sees.
 
     Raises:
-        JobNotFound, NoSuchReport, NothingToCompare: as the contract says.
+        JobNotFound, NoSuchReport, NothingToCompare: see the contract.
     """
-    base = await _found(journal, request.base, version, scope)
-    candidate = await _found(journal, request.candidate, version, scope)
+    base = await _select(journal, request.base, version, scope)
+    candidate = await _select(journal, request.candidate, version, scope)
     # Hundreds of reports have some hundred thousand operators.
     return await asyncio.to_thread(_answer, base, candidate)
 
 
-async def _found(journal: Journal, reference: str, version: str, scope: Scope) -> Found:
+async def _select(journal: Journal, reference: str, version: str, scope: Scope) -> Selected:
     name, choice = comparison.split_choice(reference)
     job = await journal.get(name, scope)
     job.server_version = version
@@ -54,16 +54,16 @@ async def _found(journal: Journal, reference: str, version: str, scope: Scope) -
 
 
 async def _reports(journal: Journal, job_id: str) -> Sequence[report_pb2.Report]:
-    """All reports of a job without what a comparison does not read: whole ones are in memory a page at a time."""
-    found: list[report_pb2.Report] = []
+    """Return all reports of a job without the series, which a comparison does not read. Whole ones are in memory by the page."""
+    stripped: list[report_pb2.Report] = []
     start: int | None = 0
     while start is not None:
         reports, start = await journal.reports.page(job_id, start=start)
-        found += await asyncio.to_thread(lambda page: [without_series(report) for report in page], reports)
-    return found
+        stripped += await asyncio.to_thread(lambda page: [without_series(report) for report in page], reports)
+    return stripped
 
 
-def _answer(base: Found, candidate: Found) -> report_pb2.CompareResponse:
+def _answer(base: Selected, candidate: Selected) -> report_pb2.CompareResponse:
     document = json.dumps(comparison.compare(_side(*base), _side(*candidate)), allow_nan=False, ensure_ascii=False)
     if (size := len(document.encode())) > _MOST_BYTES:
         raise ComparisonTooLarge(

@@ -1,4 +1,4 @@
-"""DeviceService: what the farm can measure on."""
+"""DeviceService: the devices of the farm."""
 
 from __future__ import annotations
 

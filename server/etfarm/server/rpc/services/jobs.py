@@ -1,4 +1,4 @@
-"""JobService: submit, look, watch, cancel."""
+"""JobService: submit, get, list, watch and cancel jobs."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ class JobService(job_pb2_grpc.JobServiceServicer):
             return self._own(_visible(known, request.request_id))
         project = active_project()
         await self._submission.require_quota(project)
-        made = await self._submission.make(request.spec, owner=owner, project=project, at=self._now())
-        # A caller that goes away in the middle must not leave a job that is written down and that nobody leads.
-        accepting = asyncio.create_task(self._accept(made, request.request_id), name=f"accept-{made.id}")
+        accepted = await self._submission.make(request.spec, owner=owner, project=project, at=self._now())
+        # A caller that disconnects meanwhile must not leave a job that is written but has no task.
+        accepting = asyncio.create_task(self._accept(accepted, request.request_id), name=f"accept-{accepted.id}")
         self._accepting.add(accepting)
         accepting.add_done_callback(self._accepting.discard)
         return self._own(_visible(await asyncio.shield(accepting), request.request_id))
 
-    async def _accept(self, made: job_pb2.Job, request_id: str) -> job_pb2.Job:
-        job, is_new = await self._journal.submit(made, request_id)
+    async def _accept(self, accepted: job_pb2.Job, request_id: str) -> job_pb2.Job:
+        job, is_new = await self._journal.submit(accepted, request_id)
         if is_new:
             self._conductor.start(job)
         return job

@@ -1,4 +1,4 @@
-"""ReportService: what the farm found out, and how it is found again."""
+"""ReportService: reports of jobs, their operators, comparisons, tags and history."""
 
 from __future__ import annotations
 

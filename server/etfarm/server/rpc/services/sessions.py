@@ -1,4 +1,4 @@
-"""SessionService: leases on devices, and calls to what is loaded there."""
+"""SessionService: leases on devices, and calls to the programs that are loaded there."""
 
 from __future__ import annotations
 
