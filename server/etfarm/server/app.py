@@ -125,8 +125,14 @@ def _servicers(config: Config, storage: Storage, access: Access, fleet: Fleet, j
         artifacts=ArtifactService(storage.store, fleet.is_needed),
         compile=CompileService(jobs.compiler),
         jobs=JobService(
-            jobs.journal, jobs.joblog, jobs.announcer, jobs.submission, jobs.conductor,
-            version=own_version, now=now, quotas=config.quotas,
+            jobs.journal,
+            jobs.joblog,
+            jobs.announcer,
+            jobs.submission,
+            jobs.conductor,
+            version=own_version,
+            now=now,
+            quotas=config.quotas,
         ),
         devices=DeviceService(fleet.registry, access.projects),
         sessions=SessionService(jobs.sessions),
@@ -135,13 +141,17 @@ def _servicers(config: Config, storage: Storage, access: Access, fleet: Fleet, j
         ),
         reports=ReportService(jobs.journal, history, tags, jobs.revision, version=own_version),
         farm=FarmService(
-            fleet.registry, fleet.bundles, version=own_version, workers_ready=host.ready.is_set,
-            live=jobs.conductor.count_live, jail=lambda: host.jail,
+            fleet.registry,
+            fleet.bundles,
+            version=own_version,
+            workers_ready=host.ready.is_set,
+            live=jobs.conductor.count_live,
+            jail=lambda: host.jail,
         ),
         tokens=TokenService(access.tokens, access.authentication, access.audit, access.projects.load),
         projects=ProjectService(access.projects),
         audit=AuditService(access.audit),
-    )  # fmt: skip
+    )
 
 
 class _Host:

@@ -68,9 +68,13 @@ def new_id() -> str:
 def start_workers(config: Config, quiet: MeasurementLock) -> Workers:
     """Return the pool of child processes, its forkserver started. Call it before gRPC starts a thread, since it forks."""
     workers = Workers(
-        preload=PRELOAD, limits=preflight.limits(config), folder=config.data / "work" / "children", concurrency=config.workers,
-        gate=quiet.work, options=preflight.jail_options(config),
-    )  # fmt: skip
+        preload=PRELOAD,
+        limits=preflight.limits(config),
+        folder=config.data / "work" / "children",
+        concurrency=config.workers,
+        gate=quiet.work,
+        options=preflight.jail_options(config),
+    )
     workers.start()
     return workers
 
@@ -191,9 +195,14 @@ class Jobs:
         journal = Journal(database, announcer, now, config.quotas)
         joblog = JobLog(database, announcer, now)
         compiler = Compiler(
-            workers, store, database, deadline_s=config.compile_deadline_s, stage_deadline_s=config.stage_deadline_s,
-            threads=config.threads, operators=config.operators,
-        )  # fmt: skip
+            workers,
+            store,
+            database,
+            deadline_s=config.compile_deadline_s,
+            stage_deadline_s=config.stage_deadline_s,
+            threads=config.threads,
+            operators=config.operators,
+        )
         screen = partial(screen_before_loading, operators=config.operators)
         analyst = Analyst(Findings(workers, database, now, deadline_s=config.analysis_deadline_s, screen=screen), store)
         analysis = CellAnalysis(analyst, joblog, config.thresholds)
@@ -202,9 +211,19 @@ class Jobs:
         dispatch = Dispatch(registry, runs, placement, fleet.bundles, requirements, new_id)
         results = Results(runs, dispatch, store, readers)
         stages = CellStages(
-            journal, joblog, announcer, compiler, requirements, dispatch, results, analysis, quiet,
-            now=now, clock=time.monotonic, new_id=new_id,
-        )  # fmt: skip
+            journal,
+            joblog,
+            announcer,
+            compiler,
+            requirements,
+            dispatch,
+            results,
+            analysis,
+            quiet,
+            now=now,
+            clock=time.monotonic,
+            new_id=new_id,
+        )
         leasing = Leasing(registry, runs, placement, fleet.bundles, requirements, new_id)
         return cls(
             announcer=announcer,

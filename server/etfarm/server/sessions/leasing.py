@@ -93,9 +93,14 @@ class Leasing:
                 session.publish(SessionEvent(log_line=line))
 
         waiting = Waiting(
-            cell_id=session.id, selector=selector, priority=session.request.priority, order=session.order,
-            avoid=avoid, unfit=unfit, project=session.project,
-        )  # fmt: skip
+            cell_id=session.id,
+            selector=selector,
+            priority=session.request.priority,
+            order=session.order,
+            avoid=avoid,
+            unfit=unfit,
+            project=session.project,
+        )
         return Lease(attempt_id, await self._placement.device(waiting, attempt_id, on_progress, on_wait))
 
     async def _hold(self, session: Session, lease: Lease, facts: list[compile_pb2.MethodFacts]) -> EtfarmError:
@@ -131,15 +136,19 @@ class Leasing:
         for method in facts:
             require_support(method, runner, lease.device)
         start = agent_pb2.StartRun(
-            attempt_id=lease.attempt_id, device_id=lease.device.id, deadline_s=START_DEADLINE_S,
+            attempt_id=lease.attempt_id,
+            device_id=lease.device.id,
+            deadline_s=START_DEADLINE_S,
             candidates=[
                 agent_pb2.RunCandidate(
-                    cell_id=session.id, program=request.program, bundle=runner.bundle,
+                    cell_id=session.id,
+                    program=request.program,
+                    bundle=runner.bundle,
                     threads=request.threads if request.HasField("threads") else None,
                 )
             ],
             session=agent_pb2.SessionStart(methods=request.methods, cores=request.cores),
-        )  # fmt: skip
+        )
         if runner.bundle is not None:
             # The agent reads them from the bundle itself.
             del start.candidates[0].bundle.operators[:]

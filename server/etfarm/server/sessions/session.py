@@ -118,13 +118,17 @@ class Session:
         if len(self.calls) >= MAX_CALLS:
             raise TooManyCalls(
                 f"{MAX_CALLS} calls of the session {self.id} are under way, which is the most.",
-                "Wait for an answer before the next one.", session=self.id, limit=MAX_CALLS,
-            )  # fmt: skip
+                "Wait for an answer before the next one.",
+                session=self.id,
+                limit=MAX_CALLS,
+            )
         if self.calls and sum(self.calls.values()) + size_bytes > MAX_WAITING_BYTES:
             raise TooManyCalls(
                 f"The calls of the session {self.id} that are under way have {MAX_WAITING_BYTES >> 20} MiB of tensors.",
-                "Wait for an answer before the next one.", session=self.id, limit=MAX_WAITING_BYTES,
-            )  # fmt: skip
+                "Wait for an answer before the next one.",
+                session=self.id,
+                limit=MAX_WAITING_BYTES,
+            )
         return self.lease
 
     def publish(self, event: SessionEvent) -> None:

@@ -32,14 +32,31 @@ class CellAnalysis:
         """
         assert run.compilation is not None and run.result is not None
         return await self._analyst.analyze(
-            run.candidate, run.compilation, run.cell.method, run.inputs, run.result,
+            run.candidate,
+            run.compilation,
+            run.cell.method,
+            run.inputs,
+            run.result,
             partial(self._joblog.add, run.job.id, run.cell.id, "ANALYSIS"),
-            base=base_of(run.cell.id, results), numerics=run.numerics, fresh=run.job.spec.no_cache, project=run.job.project,
-        )  # fmt: skip
+            base=base_of(run.cell.id, results),
+            numerics=run.numerics,
+            fresh=run.job.spec.no_cache,
+            project=run.job.project,
+        )
 
     def report(self, run: CellRun, cell: Cell, report_id: str, *, at: datetime) -> report_pb2.Report:
         """Return the report of a terminal version of the run's cell."""
         return assemble(
-            report_id, run.job, cell, at=at, compilation=run.compilation, device=run.device, result=run.result,
-            analysis=run.analysis, thresholds=self._thresholds, numerics=run.numerics, inputs=run.inputs, warnings=run.warnings,
-        )  # fmt: skip
+            report_id,
+            run.job,
+            cell,
+            at=at,
+            compilation=run.compilation,
+            device=run.device,
+            result=run.result,
+            analysis=run.analysis,
+            thresholds=self._thresholds,
+            numerics=run.numerics,
+            inputs=run.inputs,
+            warnings=run.warnings,
+        )

@@ -32,9 +32,13 @@ class CellCompilation:
             _add_client_stages(run)
         phase = self._timer.start(job)
         outcome = await self._compiler.compile(
-            run.candidate, owner=job.owner, project=job.project, fresh=job.spec.no_cache, stop_after=job.spec.stop_after,
+            run.candidate,
+            owner=job.owner,
+            project=job.project,
+            fresh=job.spec.no_cache,
+            stop_after=job.spec.stop_after,
             listener=self._listener(run),
-        )  # fmt: skip
+        )
         run.compilation = compilation = outcome.made
         cell.compilation_key, cell.compile_cached = compilation.key, outcome.cached
         phase.record("COMPILE", run)

@@ -135,9 +135,10 @@ class Dispatch:
         runner = await demand_runner(self._bundles, device)
         errors: dict[str, EtfarmError] = {}
         start = agent_pb2.StartRun(
-            attempt_id=cell_runs[0].cell.attempts[-1].id, device_id=device.id,
+            attempt_id=cell_runs[0].cell.attempts[-1].id,
+            device_id=device.id,
             measurement=job.spec.measurement if job.spec.HasField("measurement") else None,
-        )  # fmt: skip
+        )
         for run in cell_runs:
             cell, compilation = run.cell, run.compilation
             assert compilation is not None
@@ -147,10 +148,14 @@ class Dispatch:
                 errors[cell.id] = error
                 continue
             candidate = start.candidates.add(
-                cell_id=cell.id, program=compilation.program, method=cell.method, bundle=runner.bundle,
-                inputs=run.inputs, threads=cell.threads if cell.HasField("threads") else None,
+                cell_id=cell.id,
+                program=compilation.program,
+                method=cell.method,
+                bundle=runner.bundle,
+                inputs=run.inputs,
+                threads=cell.threads if cell.HasField("threads") else None,
                 numerics_program=run.numerics.program if run.numerics is not None else None,
-            )  # fmt: skip
+            )
             if runner.bundle is not None:
                 # The agent reads them from the bundle itself.
                 del candidate.bundle.operators[:]

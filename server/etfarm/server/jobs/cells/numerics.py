@@ -54,7 +54,7 @@ class NumericsPrograms:
             # With --no-cache, too, it is lowered from what QUANTIZE gave the timed program: other scales would be another model.
             outcome = await self._compiler.compile(
                 separate, owner=job.owner, project=job.project, fresh=job.spec.no_cache, quantize_again=False, listener=listener
-            )  # fmt: skip
+            )
         except EtfarmError as error:
             _warn(run, str(error))
             return

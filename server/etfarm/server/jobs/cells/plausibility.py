@@ -198,5 +198,6 @@ def _check_samples(result: agent_pb2.CandidateResult, plan: Plan, path: Path) ->
 def _too_long(what: str, value_ns: float, plan: Plan) -> ImplausibleResult:
     return ImplausibleResult(
         f"{what} took {value_ns / 1e9:.3g} s of an attempt that lasted {plan.elapsed_s:.3g} s",
-        measured_s=f"{value_ns / 1e9:.6g}", elapsed_s=f"{plan.elapsed_s:.6g}",
-    )  # fmt: skip
+        measured_s=f"{value_ns / 1e9:.6g}",
+        elapsed_s=f"{plan.elapsed_s:.6g}",
+    )

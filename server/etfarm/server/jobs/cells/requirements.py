@@ -139,14 +139,16 @@ def require_support(facts: compile_pb2.MethodFacts, runner: Runner, device: Devi
         raise DeviceLacks(
             f"The program needs the backend {', '.join(missing)}, which {device.name} ({device.arch}) does not have.",
             f"It has {', '.join(sorted(runner.backends)) or 'none'}: compile for one of them.",
-            missing=",".join(missing), device=device.name,
-        )  # fmt: skip
+            missing=",".join(missing),
+            device=device.name,
+        )
     missing = sorted(set(facts.operators) - set(runner.operators))
     if missing and runner.operators:
         error = DeviceLacks(
             f"The program needs the kernel {', '.join(missing)}, which {device.name} ({device.arch}) does not have.",
             "Change the model, or offer a runner that has it with `etfarm bundle add`.",
-            missing=",".join(missing), device=device.name,
-        )  # fmt: skip
+            missing=",".join(missing),
+            device=device.name,
+        )
         error.reason = "OPERATOR_MISSING"
         raise error

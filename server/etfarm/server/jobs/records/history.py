@@ -149,9 +149,15 @@ def _devices(
 
 def _told(device: report_pb2.ReportDevice) -> Device:
     return Device(
-        id=device.id, name=device.name, arch=device.arch, soc=device.soc, os=device.os, cores=device.cores,
-        memory_bytes=device.memory_bytes, emulated=device.emulated,
-    )  # fmt: skip
+        id=device.id,
+        name=device.name,
+        arch=device.arch,
+        soc=device.soc,
+        os=device.os,
+        cores=device.cores,
+        memory_bytes=device.memory_bytes,
+        emulated=device.emulated,
+    )
 
 
 def _position(token: str) -> tuple[datetime, str]:

@@ -66,19 +66,32 @@ class Journal:
             number = (connection.execute(select(func.max(schema.jobs.c.number))).scalar() or 0) + 1
             connection.execute(
                 schema.jobs.insert().values(
-                    id=job.id, number=number, name=job.name, owner=job.owner, request_id=request_id, priority=job.spec.priority,
-                    project=job.project or DEFAULT_PROJECT, spec=job.spec.SerializeToString(), last_sequence=0,
+                    id=job.id,
+                    number=number,
+                    name=job.name,
+                    owner=job.owner,
+                    request_id=request_id,
+                    priority=job.spec.priority,
+                    project=job.project or DEFAULT_PROJECT,
+                    spec=job.spec.SerializeToString(),
+                    last_sequence=0,
                     submitted_at=to_utc(job.submitted_at),
                 )
-            )  # fmt: skip
+            )
             connection.execute(
                 schema.cells.insert(),
                 [
-                    {"id": cell.id, "job_id": job.id, "index": cell.index, "state": state_name(cell), "version": cell.version,
-                     "body": cell.SerializeToString()}
+                    {
+                        "id": cell.id,
+                        "job_id": job.id,
+                        "index": cell.index,
+                        "state": state_name(cell),
+                        "version": cell.version,
+                        "body": cell.SerializeToString(),
+                    }
                     for cell in job.cells
                 ],
-            )  # fmt: skip
+            )
             written = job_row(connection, job.id)
             return written, self._append(connection, job.id, JobEvent(job=_brief(written)), written.state)
 

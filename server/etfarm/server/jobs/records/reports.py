@@ -103,12 +103,18 @@ def report_row(cell: Cell, report: report_pb2.Report) -> dict[str, object]:
     """Return the columns of a report."""
     body = report.SerializeToString()
     return {
-        "id": report.id, "job_id": cell.job_id, "cell_id": cell.id, "model_name": report.model.name,
-        "model_digest": report.model.digest, "recipe": report.recipe if report.HasField("recipe") else None,
+        "id": report.id,
+        "job_id": cell.job_id,
+        "cell_id": cell.id,
+        "model_name": report.model.name,
+        "model_digest": report.model.digest,
+        "recipe": report.recipe if report.HasField("recipe") else None,
         "method": report.method if report.HasField("method") else None,
         "threads": report.threads if report.HasField("threads") else None,
-        "recipe_digest": report.recipe_digest, "device_id": report.device.id,
+        "recipe_digest": report.recipe_digest,
+        "device_id": report.device.id,
         "p50_ns": report.latency.p50_ns if report.latency.HasField("p50_ns") else None,
-        "created_at": report.created_at.ToDatetime(UTC), "body": body,
+        "created_at": report.created_at.ToDatetime(UTC),
+        "body": body,
         "slim": without_rows(report_pb2.Report.FromString(body)).SerializeToString(),
-    }  # fmt: skip
+    }

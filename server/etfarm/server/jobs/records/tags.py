@@ -158,9 +158,10 @@ def tags_of(connection: Connection, job_id: str) -> Sequence[str]:
 def _check(tag: str) -> None:
     if not _TAG.match(tag):
         raise BadTag(
-            f"{tag[:80]!r} is no tag.", "Use letters, digits, dots, dashes and underscores, 64 at most, a letter or digit first.",
+            f"{tag[:80]!r} is no tag.",
+            "Use letters, digits, dots, dashes and underscores, 64 at most, a letter or digit first.",
             tag=tag[:80],
-        )  # fmt: skip
+        )
     if tag == LATEST or _JOB_ID.match(tag):
         raise BadTag(f"{tag!r} stands for a job already.", "Choose another tag, for example baseline.", tag=tag)
 

@@ -72,8 +72,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         if hello.protocol_version != PROTOCOL_VERSION:
             raise ProtocolUnsupported(
                 f"The agent speaks protocol {hello.protocol_version}, this server {PROTOCOL_VERSION}.",
-                "Install the same etfarm on both.", supported=PROTOCOL_VERSION,
-            )  # fmt: skip
+                "Install the same etfarm on both.",
+                supported=PROTOCOL_VERSION,
+            )
         principal = caller()
         await self._identities.admit(hello.agent_id, principal)
         session = AgentSession(
@@ -128,9 +129,12 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
 
     def _agent(self, identity: Identity, devices: Mapping[str, Sequence[str]]) -> agent_pb2.Agent:
         return agent_pb2.Agent(
-            agent_id=identity.agent_id, principal=identity.principal, refused_principal=identity.refused,
-            connected=self._registry.is_agent_connected(identity.agent_id), device_ids=sorted(devices.get(identity.agent_id, ())),
-        )  # fmt: skip
+            agent_id=identity.agent_id,
+            principal=identity.principal,
+            refused_principal=identity.refused,
+            connected=self._registry.is_agent_connected(identity.agent_id),
+            device_ids=sorted(devices.get(identity.agent_id, ())),
+        )
 
     async def _listen(self, session: AgentSession, messages: AsyncIterator[agent_pb2.AgentMessage]) -> None:
         """Process an agent's messages until its Goodbye, a timeout, or the end of the stream."""

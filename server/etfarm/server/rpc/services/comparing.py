@@ -68,8 +68,10 @@ def _answer(base: Selected, candidate: Selected) -> report_pb2.CompareResponse:
     if (size := len(document.encode())) > _MOST_BYTES:
         raise ComparisonTooLarge(
             f"The comparison must have at most {_MOST_BYTES:,} bytes, got {size:,}.",
-            "Compare a cell at a time: write JOB#0 and JOB#0.", limit=_MOST_BYTES, got=size,
-        )  # fmt: skip
+            "Compare a cell at a time: write JOB#0 and JOB#0.",
+            limit=_MOST_BYTES,
+            got=size,
+        )
     return report_pb2.CompareResponse(document=document)
 
 

@@ -41,10 +41,15 @@ class FarmService(farm_pb2_grpc.FarmServiceServicer):
         ready = self._workers_ready()
         starting = self._bundles.starting or ("" if ready else "warming the compile workers")
         info = farm_pb2.ServerInfo(
-            version=self._version, workers_ready=ready, principal=caller(), devices_known=known,
-            devices_online=online, live_jobs=self._live(seen), starting=starting,
+            version=self._version,
+            workers_ready=ready,
+            principal=caller(),
+            devices_known=known,
+            devices_online=online,
+            live_jobs=self._live(seen),
+            starting=starting,
             toolchain=toolchain() if ready else None,
-        )  # fmt: skip
+        )
         if self._bundles.own_error is not None:
             info.bundle_error.CopyFrom(to_proto(self._bundles.own_error))
         report = self._jail()

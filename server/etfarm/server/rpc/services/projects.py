@@ -44,8 +44,12 @@ class ProjectService(project_pb2_grpc.ProjectServiceServicer):
 
 def _message(project: Project) -> project_pb2.Project:
     message = project_pb2.Project(
-        name=project.name, created_by=project.created_by, members=project.members,
-        storage_limit_bytes=project.storage_limit_bytes, storage_bytes=project.storage_bytes, live_jobs=project.live_jobs,
-    )  # fmt: skip
+        name=project.name,
+        created_by=project.created_by,
+        members=project.members,
+        storage_limit_bytes=project.storage_limit_bytes,
+        storage_bytes=project.storage_bytes,
+        live_jobs=project.live_jobs,
+    )
     message.create_time.FromDatetime(project.created_at)
     return message

@@ -114,9 +114,16 @@ def _operators(report: report_pb2.Report, by: str, sort: str, start: int, size: 
         count = len(groups)
         for group in groups[start : start + size]:
             answer.groups.add(
-                key=group.key, detail=group.detail, rows=group.rows, own_ns=group.own_ns, own_share=group.own_share,
-                total_ns=group.total_ns, total_share=group.total_share, depth=group.depth, indexes=group.indexes,
-            )  # fmt: skip
+                key=group.key,
+                detail=group.detail,
+                rows=group.rows,
+                own_ns=group.own_ns,
+                own_share=group.own_share,
+                total_ns=group.total_ns,
+                total_share=group.total_share,
+                depth=group.depth,
+                indexes=group.indexes,
+            )
     else:
         by_index = {row.index: row for row in report.operators}
         in_order = sorted(rows, key=_ORDERS["own" if sort == "total" else sort])

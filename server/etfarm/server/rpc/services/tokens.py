@@ -39,9 +39,13 @@ class TokenService(token_pb2_grpc.TokenServiceServicer):
                 "Create it with `etfarm tokens create NAME --role admin`, then the others with ETFARM_TOKEN set to it.",
             )
         token, secret = await self._table.create(
-            request.principal, request.role, by=caller().name, enrolment=request.enrolment, projects=list(request.projects),
+            request.principal,
+            request.role,
+            by=caller().name,
+            enrolment=request.enrolment,
+            projects=list(request.projects),
             lifetime_s=request.lifetime_s if request.HasField("lifetime_s") else None,
-        )  # fmt: skip
+        )
         if request.projects:
             await self._on_members()
         return token_pb2.CreateTokenResponse(token=token, secret=secret)
