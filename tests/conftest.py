@@ -18,12 +18,41 @@ from tests.support.runner import runner_bundle  # noqa: F401 - a fixture
 if TYPE_CHECKING:
     from etfarm.server.workers.pool import Workers
 
+QUICK_RING = "not slow"
+"""Of markers: the tests that `pytest` alone runs."""
+
 # Which pytest's processes are told of a terminal that they do not write to.
 os.environ.pop("COLUMNS", None)
 
 # No clock decides over a property, and the same commit is tried with the same examples each time.
 settings.register_profile("etfarm", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("etfarm")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Choose the quick ring, in a process for each core, where neither paths nor a ring are named.
+
+    Who names a file wants all of its tests, also the slow ones, and a process more would only load torch once more.
+    """
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    config.option.markexpr = config.option.markexpr or QUICK_RING
+    if hasattr(config, "workerinput") or not config.pluginmanager.hasplugin("xdist"):
+        return
+    if config.option.numprocesses is None and not config.option.usepdb:
+        config.option.numprocesses = len(os.sched_getaffinity(0))
+    if config.option.numprocesses:
+        # The tests of a file stay together, as they share farms. Folders with long files come first by their names.
+        config.option.dist, config.option.loadscopereorder = "loadfile", False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a slow test that does not say why it is slow."""
+    for item in items:
+        for marker in item.iter_markers("slow"):
+            if not marker.kwargs.get("reason"):
+                raise pytest.UsageError(f'{item.nodeid} is slow without a reason: @pytest.mark.slow(reason="...").')
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

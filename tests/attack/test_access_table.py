@@ -41,6 +41,8 @@ from tests.support.farm import Daemon
 from tests.support.programs import program
 from tests.support.runner import know_own_runners, runner_archive
 
+pytestmark = pytest.mark.slow(reason="calls every rpc of a server with every kind of token")
+
 WAIT_S: Final = 200.0
 
 # Callers by their place: the name, role and project of their tokens.

@@ -38,6 +38,8 @@ from tests.support.farm import Daemon
 from tests.support.programs import program
 from tests.support.runner import runner_archive
 
+pytestmark = pytest.mark.slow(reason="attacks a real server with agents")
+
 WAIT_S = 120.0
 PEOPLE = {"root": "admin", "ann": "user", "rack": "agent", "thief": "agent"}
 TOKENS = {name: f"token-of-{name}-0123456789" for name in PEOPLE}

@@ -24,6 +24,8 @@ from etfarm.wire.sandbox import cgroups
 from tests.support import attack_tasks
 from tests.support.farm import descendants, wait_until
 
+pytestmark = pytest.mark.slow(reason="starts workers for each kind of user")
+
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = "tests.support.attack_tasks"
 LIMITS = Limits(memory_bytes=256 << 20, cpu_s=60, threads=1, processes=64)

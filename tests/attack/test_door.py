@@ -40,6 +40,8 @@ from tests.rpc.test_contract import WAIT_S, address_of, call
 from tests.support.farm import Daemon
 from tests.support.http2 import Http2
 
+pytestmark = pytest.mark.slow(reason="floods a server with connections")
+
 MIB = 1 << 20
 ADMIN, USER = "secret-of-ann-0123456789", "secret-of-bob-0123456789"
 LINES = (f"ann admin {ADMIN}", f"bob user {USER}")

@@ -19,6 +19,8 @@ from etfarm.server.workers.errors import BadAnswer
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 
+pytestmark = pytest.mark.slow(reason="each test holds up a server or its workers")
+
 TASKS = "tests.support.attack_tasks"
 A_TURN = 1_000
 """Far more than is done in one turn of the event loop, and far less than a flood has."""

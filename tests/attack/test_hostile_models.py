@@ -18,6 +18,8 @@ from tests.support import hostile
 from tests.support.farm import FarmProcess
 from tests.support.hostile import LENGTH, MODEL, SAMPLES, WEIGHTS, Members, argument, changed, reads, replaces_ones, write
 
+pytestmark = pytest.mark.slow(reason="a farm compiles hostile models")
+
 SECRET = "9f2c51c7a40e4d4b8f10e5a2bb7d6c3388aa0d51"
 QUANTIZED = "xnnpack_pt2e_int8_static_per_channel"
 

@@ -23,6 +23,8 @@ from etfarm.wire import report as projection
 from tests.support.documents import document, report, row
 from tests.support.farm import FarmProcess, etfarm
 
+pytestmark = pytest.mark.slow(reason="a farm measures jobs with hostile names")
+
 NAME = '=HYPERLINK("https://x.y","z")|[red]a[/red]`<img src=x>[b](javascript:alert(1))'
 STEERING = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e"
 FORMULA = re.compile(r"\s*[=+\-@]|[\t\r\n]")

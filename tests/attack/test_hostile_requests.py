@@ -38,6 +38,8 @@ from tests.support.farm import FarmProcess, wait_until
 from tests.support.programs import program
 from tests.support.runner import runner_archive
 
+pytestmark = pytest.mark.slow(reason="each test attacks a farm of its own")
+
 WAIT_S = 120.0
 """For what needs a compile worker, which has to warm up first."""
 PROMPTLY_S = 10.0

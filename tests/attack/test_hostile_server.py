@@ -16,6 +16,8 @@ from etfarm.wire import chunks
 from etfarm.wire.channel import Access, open_channel
 from tests.rpc.test_contract import WAIT_S
 
+pytestmark = pytest.mark.slow(reason="a server sends its clients answers without end")
+
 SIZE = 1 << 20
 PROMISED = common_pb2.Artifact(digest="a" * 64, size_bytes=SIZE)
 CLEAR = "\x1b[2J\x1b]0;owned\x07"

@@ -15,6 +15,8 @@ from etfarm.server.workers.pool import Workers
 from etfarm.v1.job_pb2 import Candidate
 from etfarm.wire import digest, recipes
 
+pytestmark = pytest.mark.slow(reason="finds the keys of cells with 100,000 samples each")
+
 RECIPE = recipes.resolve("xnnpack_pt2e_int8_static_per_channel", {})
 
 

@@ -19,6 +19,8 @@ from tests.attack.test_door import Door, create, ended, watch
 from tests.rpc.test_contract import WAIT_S, call
 from tests.support.http2 import Http2
 
+pytestmark = pytest.mark.slow(reason="starts servers, and waits for deadlines of connections")
+
 INFO = b"/etfarm.v1.FarmService/GetServerInfo"
 
 

@@ -16,6 +16,8 @@ from etfarm.v1 import farm_pb2, farm_pb2_grpc
 from etfarm.wire.channel import Access, open_channel
 from tests.support.farm import FarmProcess
 
+pytestmark = pytest.mark.slow(reason="starts a server for each measure of the jail")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 RESTRICTED = """

@@ -33,6 +33,8 @@ from tests.support.farm import Daemon, FarmProcess, wait_until
 from tests.support.faults import faulty_archive, faulty_program
 from tests.support.programs import program
 
+pytestmark = pytest.mark.slow(reason="hostile programs run in the jail of real agents")
+
 HOSTILE = Path(__file__).parents[1] / "support" / "hostile.cpp"
 BY_LANDLOCK = {
     "command line", "processes", "world-readable file", "world-writable folder", "accounts", "tmp", "var tmp", "shared memory",

@@ -20,7 +20,7 @@ from tests.support.programs import program
 from tests.support.qemu_agent import QemuAgent
 from tests.support.rootfs import PACKAGES, guest_rss_bytes
 
-pytestmark = pytest.mark.boards
+pytestmark = [pytest.mark.boards, pytest.mark.slow(reason="an emulated Arm board runs the agent")]
 
 QUICK = ("--warmup", "1", "--iterations", "3", "--min-time", "0", "--threads", "1")
 

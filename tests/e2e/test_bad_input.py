@@ -19,6 +19,8 @@ from tests.support import factories, models
 from tests.support.farm import FarmProcess, etfarm, runners, wait_until
 from tests.support.programs import program
 
+pytestmark = pytest.mark.slow(reason="each case is a command that loads torch, and many compile on a farm")
+
 FACTORIES = str(Path(factories.__file__))
 
 

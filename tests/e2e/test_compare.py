@@ -16,6 +16,8 @@ from etfarm.wire import comparison
 from tests.support.farm import FarmProcess, etfarm
 from tests.support.programs import program
 
+pytestmark = pytest.mark.slow(reason="a farm measures several jobs")
+
 CONVOLUTIONS, SLOWER = 10, 13
 """A chain, and one that takes 30 % longer."""
 INPUT = (torch.rand(1, 16, 16, 16),)

@@ -21,6 +21,8 @@ from etfarm.wire.errors import EtfarmError
 from tests.support.farm import FarmProcess, etfarm, runners, wait_until
 from tests.support.programs import program
 
+pytestmark = pytest.mark.slow(reason="farms of two devices run whole data sets")
+
 ONES = np.ones((2, 3), np.float32)
 COUNT = 60
 MANY = 20_000

@@ -17,7 +17,7 @@ from tests.support.emulation import aarch64_archive, need_emulator
 from tests.support.farm import FarmProcess, etfarm
 from tests.support.programs import program
 
-pytestmark = pytest.mark.boards
+pytestmark = [pytest.mark.boards, pytest.mark.slow(reason="an emulated Arm device runs every program")]
 
 FP32, INT8 = "xnnpack_fp32", "xnnpack_pt2e_int8_static_per_channel"
 QUICK = ("--warmup", "1", "--iterations", "3", "--min-time", "0", "--threads", "1")

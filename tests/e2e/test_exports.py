@@ -22,6 +22,8 @@ from tests.support.documents import HOSTILE, document, numerics, report, row
 from tests.support.farm import FarmProcess, etfarm
 from tests.support.mutations import mutated, read_everywhere
 
+pytestmark = pytest.mark.slow(reason="a farm measures a job, and a browser opens its report")
+
 CHROMIUM = shutil.which("chromium")
 PATIENCE_MS = 120_000
 """With a browser that starts on a busy machine."""

@@ -13,6 +13,8 @@ import pytest
 from tests.support.farm import FarmProcess, etfarm
 from tests.support.programs import program
 
+pytestmark = pytest.mark.slow(reason="a farm measures interleaved jobs")
+
 QUICK = ("--min-time", "0.1", "--no-profile")
 
 

@@ -26,6 +26,8 @@ from etfarm.wire.status import from_rpc_error
 from tests.support.farm import FarmProcess, descendants, etfarm, wait_until
 from tests.support.programs import program
 
+pytestmark = pytest.mark.slow(reason="a farm measures several jobs, and commands read them")
+
 QUICK: dict[str, Any] = {"iterations": 20, "warmup": 2, "min_time_s": 0.01}
 
 

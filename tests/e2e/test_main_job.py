@@ -16,6 +16,7 @@ from tests.support.programs import program
 RECIPES = ("xnnpack_fp32", "xnnpack_pt2e_int8_static_per_channel")
 
 
+@pytest.mark.slow(reason="builds the runner and measures two real networks")
 def test_three_processes(tmp_path: Path) -> None:
     """A server that builds its own runner, an agent, and a command; nothing of them stays."""
     serve = Daemon(["serve", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "server")], tmp_path / "serve.log")
@@ -86,6 +87,7 @@ def test_the_same_again_is_answered_from_the_cache(farm: FarmProcess, tmp_path: 
     assert (value.dtype, value.shape) == ("float32", [1, 1, 49, 10])
 
 
+@pytest.mark.slow(reason="a command exports and compiles a model")
 def test_undelegated_operators_name_the_users_lines(farm: FarmProcess, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n"
@@ -133,6 +135,7 @@ def _arrays(values: list[object]) -> list[np.ndarray]:
     return [to_array(value) for value in values if isinstance(value, Tensor)]
 
 
+@pytest.mark.slow(reason="a command exports and compiles a model")
 def test_compile_writes_a_program_that_the_reference_runtime_runs(farm: FarmProcess, tmp_path: Path) -> None:
     done = etfarm(
         "compile", "demo:ds_cnn", "--recipe", "xnnpack_fp32", "-o", "x.pte", "--etrecord", "x.etrecord", "--server", farm.address,
@@ -147,6 +150,7 @@ def test_compile_writes_a_program_that_the_reference_runtime_runs(farm: FarmProc
     assert (tmp_path / "x.etrecord").stat().st_size > 10_000
 
 
+@pytest.mark.slow(reason="a command exports and compiles a model")
 def test_the_other_commands_say_what_there_is(farm: FarmProcess, tmp_path: Path) -> None:
     def say(*arguments: str) -> str:
         done = etfarm(*arguments, "--server", farm.address, cwd=tmp_path)

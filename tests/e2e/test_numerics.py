@@ -12,6 +12,8 @@ pytest.importorskip("executorch")
 
 from tests.support.farm import FarmProcess, etfarm
 
+pytestmark = pytest.mark.slow(reason="a farm compiles two programs for each job")
+
 NET = """
 import torch
 from torch import nn

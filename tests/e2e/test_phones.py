@@ -21,7 +21,11 @@ from tests.support.adbd import AdbPhone, running_phone
 from tests.support.farm import FarmProcess, etfarm, wait_until
 from tests.support.programs import program
 
-pytestmark = [pytest.mark.boards, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.boards,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.slow(reason="a farm measures on an emulated phone"),
+]
 
 QUICK = ("--warmup", "1", "--iterations", "3", "--min-time", "0", "--threads", "1")
 

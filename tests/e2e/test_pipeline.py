@@ -13,6 +13,8 @@ import pytest
 from tests.support import assistant
 from tests.support.farm import FarmProcess, etfarm
 
+pytestmark = pytest.mark.slow(reason="each test exports, compiles and measures a model from the command line")
+
 INT8 = "xnnpack_pt2e_int8_static_per_channel"
 
 

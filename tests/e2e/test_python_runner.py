@@ -15,7 +15,10 @@ from tests.support.farm import FarmProcess, etfarm
 from tests.support.programs import program
 from tests.support.runner import arrays, close, runner_archive
 
-pytestmark = pytest.mark.skipif(not PythonRunner.available(), reason="torch and executorch are not installed")
+pytestmark = [
+    pytest.mark.skipif(not PythonRunner.available(), reason="torch and executorch are not installed"),
+    pytest.mark.slow(reason="every run of the Python runner loads torch"),
+]
 
 
 @pytest.fixture(scope="module")

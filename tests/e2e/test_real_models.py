@@ -16,6 +16,8 @@ from etfarm.client.export import ModelSource
 from tests.support.farm import FarmProcess
 from tests.support.torchvision import torchvision_models
 
+pytestmark = pytest.mark.slow(reason="compiles and measures real models")
+
 EXACT_DB = 60.0
 """What fp32 programs keep of eager's numbers: sums in another order give 90 dB and more."""
 

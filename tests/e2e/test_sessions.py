@@ -27,6 +27,8 @@ from tests.support import models
 from tests.support.farm import PROMPTLY_S, FarmProcess, runners, wait_until
 from tests.support.programs import Program, program
 
+pytestmark = pytest.mark.slow(reason="sessions of two farms call programs on real runners")
+
 FREE_S = 1.0
 """Within which a device is free again, where nothing holds the machine up."""
 

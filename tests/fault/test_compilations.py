@@ -30,6 +30,8 @@ from etfarm.wire.chunks import artifact_of
 from tests.support import models
 from tests.support.farm import PROMPTLY_S, FarmProcess, descendants, wait_until
 
+pytestmark = pytest.mark.slow(reason="kills farms that compile")
+
 FP32 = recipes.parse("xnnpack_fp32").json
 INT8 = recipes.parse("xnnpack_pt2e_int8_static_per_channel").json
 NAIVE = recipes.from_toml('recipe = "xnnpack_pt2e_int8_static_per_channel"\n[executorch]\nmemory_planning = "naive"\n').json

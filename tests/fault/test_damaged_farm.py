@@ -15,6 +15,8 @@ from etfarm.wire import status
 from etfarm.wire.channel import Access, open_channel
 from tests.support.farm import FarmProcess, etfarm
 
+pytestmark = pytest.mark.slow(reason="starts a server for each damage")
+
 
 def overwrite_artifacts(path: Path) -> None:
     """Put zeros where the pages of a table are."""

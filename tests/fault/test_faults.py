@@ -13,6 +13,8 @@ from tests.support import models
 from tests.support.farm import PROMPTLY_S, FarmProcess, descendants, runners, wait_until
 from tests.support.proxy import link_to
 
+pytestmark = pytest.mark.slow(reason="kills servers and agents in the middle of jobs")
+
 LONG = {"iterations": 100, "min_time_s": 4.0, "profile": False}
 """A timed pass that a fault can hit in the middle."""
 

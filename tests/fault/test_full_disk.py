@@ -13,6 +13,8 @@ from etfarm.client.models import CellChanged, CellState, Progress
 from tests.support import models
 from tests.support.farm import FarmProcess, wait_until
 
+pytestmark = pytest.mark.slow(reason="fills disks of farms of its own")
+
 LONG = {"iterations": 100, "min_time_s": 4.0}
 MOUNT = 'mkdir -p "$0"; mount -t tmpfs -o size=160m none "$0" && exec "$@"'
 """A small disk that only the server sees, and that is gone with it."""

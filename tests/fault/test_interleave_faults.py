@@ -11,6 +11,8 @@ from etfarm.client.models import JobState, Progress
 from tests.support.farm import PROMPTLY_S, FarmProcess, descendants, runners, wait_until
 from tests.support.programs import program
 
+pytestmark = pytest.mark.slow(reason="kills farms in the middle of interleaved jobs")
+
 
 @pytest.fixture(scope="module")
 def pair() -> list[Path]:

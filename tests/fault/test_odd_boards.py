@@ -17,6 +17,8 @@ from tests.support.emulation import aarch64_archive
 from tests.support.farm import FarmProcess, etfarm
 from tests.support.programs import program
 
+pytestmark = pytest.mark.slow(reason="starts an agent for each kind of board")
+
 __all__ = ["launch", "server"]
 
 QUICK: Final = job_pb2.Measurement(min_time_s=0.3, iterations=10)

@@ -20,6 +20,8 @@ from tests.support.agent import Connection, Launch, Server, launch, server
 from tests.support.programs import program
 from tests.support.runner import close
 
+pytestmark = pytest.mark.slow(reason="starts an agent for each damage")
+
 __all__ = ["launch", "server"]
 
 

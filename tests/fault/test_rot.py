@@ -16,6 +16,8 @@ from etfarm.wire.channel import Access, open_channel
 from tests.support import models
 from tests.support.farm import FarmProcess
 
+pytestmark = pytest.mark.slow(reason="farms compile and measure around damaged files")
+
 
 def flip(path: Path) -> None:
     """Flip one bit in the middle of a stored file."""

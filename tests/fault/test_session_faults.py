@@ -23,6 +23,8 @@ from tests.support.farm import runners as runners_of
 from tests.support.programs import cache_folder, program
 from tests.support.proxy import link_to
 
+pytestmark = pytest.mark.slow(reason="kills servers and agents in the middle of sessions")
+
 ZERO = np.zeros(1, np.float32)
 LONG = {"warmup": 0, "min_time_s": 30.0, "max_time_s": 30.0}
 """A loop that a fault can hit in the middle; the slow program's iterations are few enough."""

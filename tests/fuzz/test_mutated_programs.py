@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.fuzz import mutated_programs
+
+pytestmark = pytest.mark.slow(reason="runs mutated programs on a real runner")
 
 COUNT = 24
 SEED = 20261122

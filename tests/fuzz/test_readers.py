@@ -8,6 +8,8 @@ import pytest
 
 from tests.fuzz import engine
 
+pytestmark = pytest.mark.slow(reason="reads thousands of mutated files")
+
 SEED = 20261122
 
 

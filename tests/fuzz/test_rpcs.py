@@ -24,6 +24,8 @@ from tests.fuzz import engine, messages
 from tests.rpc.test_contract import RPCS, address_of
 from tests.support.farm import Daemon
 
+pytestmark = pytest.mark.slow(reason="sends thousands of messages to a server")
+
 RUNS: Final = int(os.environ.get("ETFARM_FUZZ_RPCS", "8"))
 """Messages of each rpc; more by hand."""
 SEED: Final = int(os.environ.get("ETFARM_FUZZ_SEED", "20261122"))

@@ -29,6 +29,8 @@ from tests.support.farm import Daemon
 from tests.support.programs import program
 from tests.support.runner import know_own_runners
 
+pytestmark = pytest.mark.slow(reason="starts a server for each kind of access")
+
 LET_THROUGH_S = 10.0
 """Who waits for so long was not refused, which takes no time."""
 ROLES_OF_PEOPLE = ("admin", "user", "agent", "viewer")

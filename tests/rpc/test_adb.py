@@ -312,6 +312,7 @@ async def test_a_phone_that_is_disconnected_is_not_known_any_more(adb_phone: Adb
             await call
 
 
+@pytest.mark.slow(reason="waits for the deadline of a silent link")
 async def test_a_dead_link_is_noticed_by_its_silence_and_not_by_adb(adb_phone: AdbPhone, tmp_path: Path) -> None:
     server, serial = adb.AdbServer(adb_phone.server.address, answer_s=2), adb_phone.serial
     await server.push(serial, MANY, f"{FOLDER}/many")
@@ -335,6 +336,7 @@ async def test_a_dead_link_is_noticed_by_its_silence_and_not_by_adb(adb_phone: A
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow(reason="waits for the deadline of a silent link")
 async def test_a_slow_link_is_no_dead_one(adb_phone: AdbPhone, tmp_path: Path) -> None:
     server, serial, remote = adb_phone.server, adb_phone.serial, f"{FOLDER}/many"
     data = MANY[: 6 << 20]

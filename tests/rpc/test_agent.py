@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from etfarm.device_agents.attempts.passes import traced_iterations
 from etfarm.v1 import common_pb2, job_pb2
@@ -17,6 +18,8 @@ from etfarm.wire import tensors
 from tests.support.agent import LONG, WAIT_S, Launch, Server, launch, server
 from tests.support.farm import PROMPTLY_S
 from tests.support.programs import program
+
+pytestmark = pytest.mark.slow(reason="starts an agent's process for each test")
 
 __all__ = ["launch", "server"]
 

@@ -16,6 +16,8 @@ from etfarm.wire.errors import Fault, Kind, error_of
 from tests.support.agent import LONG, WAIT_S, Launch, Server, gone, launch, server
 from tests.support.farm import PROMPTLY_S, wait_until
 
+pytestmark = pytest.mark.slow(reason="starts agents' processes, and waits for their deadlines")
+
 __all__ = ["launch", "server"]
 
 

@@ -17,6 +17,8 @@ from tests.support.agent import Server
 from tests.support.farm import START_S, Daemon
 from tests.support.runner import know_own_runners
 
+pytestmark = pytest.mark.slow(reason="starts servers and agents that enrol")
+
 ADMIN = "token-of-root-0123456789"
 
 

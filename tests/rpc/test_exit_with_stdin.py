@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow(reason="starts both daemons")
+
 DAEMONS = {
     "serve": ("serve", "--listen", "127.0.0.1:0", "--no-bundle"),
     "agent": ("agent", "--server", "127.0.0.1:1"),

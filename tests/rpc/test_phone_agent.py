@@ -23,7 +23,7 @@ from tests.support.runner import close, runner_archive
 
 __all__ = ["adb_phone", "launch", "server"]
 
-pytestmark = pytest.mark.boards
+pytestmark = [pytest.mark.boards, pytest.mark.slow(reason="starts an agent and a phone for each test")]
 
 ROOT = "data/local/tmp/etfarm"
 SHORT = job_pb2.Measurement(warmup=1, iterations=5, min_time_s=0)

@@ -24,7 +24,7 @@ from tests.support.farm import wait_until
 
 __all__ = ["server"]
 
-pytestmark = pytest.mark.boards
+pytestmark = [pytest.mark.boards, pytest.mark.slow(reason="starts agents with several phones")]
 
 NEVER_S = 1e6
 """A pause that no test outlives."""

@@ -32,6 +32,8 @@ from tests.support.farm import Daemon
 from tests.support.programs import program
 from tests.support.runner import runner_archive
 
+pytestmark = pytest.mark.slow(reason="waits for the deadlines of calls on a real agent")
+
 WAIT_S = 120.0
 """An answer may have to wait until the compile workers are warm, on a busy machine."""
 BEAT_S = 3.0

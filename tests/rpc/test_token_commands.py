@@ -19,6 +19,8 @@ from etfarm.wire.channel import parse_address
 from tests.rpc.test_contract import WAIT_S, address_of
 from tests.support.farm import Daemon
 
+pytestmark = pytest.mark.slow(reason="starts servers, and each command is a process")
+
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ETFARM_")}

@@ -73,6 +73,7 @@ def test_packing_twice_gives_the_same_bytes(runner_bundle: Bundle) -> None:  # n
     assert build.pack(folder, manifest) == build.pack(folder, replace(manifest, files=dict(reversed(manifest.files.items()))))
 
 
+@pytest.mark.slow(reason="builds the runner twice")
 def test_compiling_twice_gives_the_same_runner(runner_bundle: Bundle, tmp_path: Path) -> None:  # noqa: F811
     compiler = Compiler.find(runner_bundle.manifest.arch)
     package = ExecutorchPackage.find(runner_bundle.manifest.arch, None, tmp_path)
@@ -181,6 +182,7 @@ DAMAGES: dict[str, Callable[[str, bytes], tuple[str, bytes] | None]] = {
 }
 
 
+@pytest.mark.slow(reason="packs and unpacks the runner for each damage")
 @pytest.mark.parametrize("complaint", sorted(DAMAGES))
 def test_a_damaged_bundle_is_refused_and_leaves_nothing(complaint: str, tmp_path: Path) -> None:
     bad = repacked(runner_archive(), tmp_path / "bad.tar.gz", DAMAGES[complaint])

@@ -25,6 +25,8 @@ from etfarm.server.compile.program.explain import first_line, stage_failed  # no
 from etfarm.wire.errors import EtfarmError, Fault  # noqa: E402
 from tests.support import models  # noqa: E402
 
+pytestmark = pytest.mark.slow(reason="each test exports, and most compile")
+
 
 class Function(nn.Module):
     """A model that is one function."""

@@ -26,6 +26,8 @@ from etfarm.server.compile.request import InspectRequest  # noqa: E402
 from etfarm.server.compile.screening.errors import NotAPte  # noqa: E402
 from tests.support import models  # noqa: E402
 
+pytestmark = pytest.mark.slow(reason="exports and compiles real models")
+
 
 class Block(nn.Module):
     """A convolution, and a sum that XNNPACK does not take."""

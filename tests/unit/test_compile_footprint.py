@@ -69,7 +69,10 @@ class Counter(nn.Module):
         return self.linear(x) + self.calls
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:This API and all of its related functionality")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This API and all of its related functionality"),
+    pytest.mark.slow(reason="compiles real networks and weighs their constants"),
+]
 
 IMAGE = (torch.randn(1, 8, 8, 8),)
 

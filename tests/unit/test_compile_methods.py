@@ -17,7 +17,7 @@ from etfarm.wire import recipes  # noqa: E402
 from etfarm.wire.errors import EtfarmError  # noqa: E402
 from tests.support.compiling import ASSISTANT, STATIC, WIDTH, compiled, run, sample, sqnr_db, text_decoder  # noqa: E402
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow(reason="each test compiles in a child")]
 
 
 def eager(method: str) -> Any:

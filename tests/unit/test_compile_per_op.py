@@ -15,7 +15,7 @@ from etfarm.wire import recipes  # noqa: E402
 from tests.support import models  # noqa: E402
 from tests.support.compiling import FOUR_BIT, STATIC, Compiled, Make, compiled, run, sample  # noqa: E402
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow(reason="each test compiles in a child")]
 
 _LAYOUT = {"StaticTranspose", "Convert"}
 """What ExecuTorch puts around an operation: from and to its layout, and scales of what comes from outside."""

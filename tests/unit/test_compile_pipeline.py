@@ -76,6 +76,7 @@ async def test_a_program_runs_like_the_model_and_says_what_it_is(workers: Worker
     assert torch.allclose(run(one.files["model.pte"], [example])[0], expected, atol=1e-5)
 
 
+@pytest.mark.slow(reason="compiles models several times in children")
 async def test_equal_requests_give_equal_bytes(workers: Workers, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     one = await compiled(workers, tmp_path, models.conv, STATIC)
@@ -93,6 +94,7 @@ async def test_portable_delegates_nothing_and_names_its_kernels(workers: Workers
     assert one.result["delegation"]["forward"]["delegated_nodes"] == 0
 
 
+@pytest.mark.slow(reason="compiles models several times in children")
 @pytest.mark.parametrize("recipe", ["xnnpack_fp32", STATIC, DYNAMIC])
 async def test_a_dynamic_batch_stays_dynamic(workers: Workers, tmp_path: Path, recipe: str) -> None:
     one = await compiled(workers, tmp_path, models.dynamic, recipe)
@@ -125,6 +127,7 @@ async def test_a_buffers_initial_value_is_kept(workers: Workers, tmp_path: Path)
     assert run(one.files["model.pte"], [torch.zeros(2)], times=2)[0].tolist() == [43.0, 43.0]
 
 
+@pytest.mark.slow(reason="compiles models several times in children")
 @pytest.mark.parametrize(
     ("make", "recipe", "reason", "word"),
     [

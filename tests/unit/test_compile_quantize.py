@@ -29,7 +29,10 @@ from tests.support.compiling import (  # noqa: E402
     text_decoder,
 )
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.slow(reason="each test quantizes and compiles in two children"),
+]
 
 
 @pytest.fixture(autouse=True)

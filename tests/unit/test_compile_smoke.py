@@ -70,6 +70,7 @@ def test_a_crash_ends_its_own_run_only(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert [o.log.strip() for o in (found[0], found[2])] == ["this is first", "this is third"]
 
 
+@pytest.mark.slow(reason="waits for the deadline of a program that hangs")
 def test_a_hang_is_ended_and_the_next_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def behaviour(order: dict[str, str]) -> dict[str, object]:
         if order["method"] == "hangs":

@@ -20,7 +20,7 @@ from etfarm.wire.recipes import BadRecipeField  # noqa: E402
 from tests.support import models  # noqa: E402
 from tests.support.compiling import FOUR_BIT, STATIC, Compiled, compiled, run, sample, text_decoder  # noqa: E402
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow(reason="each test compiles in a child")]
 
 LAST = "TO_EXECUTORCH"
 TRANSFORM = "EDGE_PROGRAM_MANAGER_TRANSFORM"

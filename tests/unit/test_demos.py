@@ -15,6 +15,8 @@ from etfarm.client.export import DEMOS, Demo, ModelSource, export_source, load_s
 from etfarm.client.export.eager import ExportedMethod
 from etfarm.wire import digest
 
+pytestmark = pytest.mark.slow(reason="compiles every demo, some in several processes")
+
 
 @pytest.fixture(scope="module")
 def demos() -> dict[str, ModelSource]:

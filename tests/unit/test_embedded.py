@@ -22,6 +22,8 @@ from etfarm.v1 import farm_pb2, farm_pb2_grpc
 from etfarm.wire import names
 from etfarm.wire.channel import Access, open_channel
 
+pytestmark = pytest.mark.slow(reason="starts an embedded farm for each test")
+
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:

@@ -35,6 +35,8 @@ from tests.support.emulation import ARCH, aarch64_archive, aarch64_wheel, need_c
 from tests.support.programs import program
 from tests.support.runner import close, runner_bundle  # noqa: F401 - a fixture
 
+pytestmark = pytest.mark.slow(reason="builds the runner for Arm")
+
 boards = pytest.mark.boards
 
 

@@ -102,6 +102,7 @@ def test_an_archive_names_the_users_lines_and_nothing_else_of_the_disk(tmp_path:
     assert any(stack and "conv" in str(stack) for stack in stacks)
 
 
+@pytest.mark.slow(reason="exports in several processes, which load torch")
 def test_equal_models_give_equal_bytes_in_every_process_and_folder(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from etfarm.client.export import *; from etfarm.wire import digest\n"

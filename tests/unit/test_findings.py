@@ -146,6 +146,7 @@ async def test_the_oldest_findings_make_room(workers: Workers, database: Databas
     assert 0 < len(kept) < 3 and kept == keys[-len(kept) :]
 
 
+@pytest.mark.slow(reason="waits for the deadline of an analysis that hangs")
 async def test_a_child_that_hangs_over_its_files_costs_what_they_are_for(
     workers: Workers, database: Database, tmp_path: Path
 ) -> None:
@@ -161,6 +162,7 @@ async def test_a_child_that_hangs_over_its_files_costs_what_they_are_for(
     assert not again.analysis.cached, "it may have been the machine: nothing of it is kept"
 
 
+@pytest.mark.slow(reason="waits for the deadline of an analysis that hangs")
 async def test_a_child_that_hangs_over_the_samples_is_an_error(workers: Workers, database: Database, tmp_path: Path) -> None:
     await workers.ready()
     findings = Findings(workers, database, Clock(), deadline_s=DEADLINE_S)

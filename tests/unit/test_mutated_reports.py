@@ -21,6 +21,7 @@ SEEDS = [
 ]
 
 
+@pytest.mark.slow(reason="shows hundreds of mutated documents")
 @pytest.mark.parametrize("made", SEEDS, ids=["measured", "failed"])
 def test_a_document_with_one_value_exchanged_is_shown_or_refused(made: dict[str, Any]) -> None:
     good = projection.loads(json.dumps(made))

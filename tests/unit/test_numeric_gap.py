@@ -20,6 +20,8 @@ from etfarm.v1 import report_pb2
 from etfarm.wire import tensors
 from tests.support.recordings import RecordedRun, line_of, recorded
 
+pytestmark = pytest.mark.slow(reason="compiles and runs a dozen networks, where they are not cached")
+
 
 def _request(run: RecordedRun) -> AnalyzeRequest:
     numerics = Numerics(run.pte, run.etrecord, run.etdump, run.debug, run.outputs, run.quantized, False)

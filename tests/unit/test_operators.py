@@ -31,6 +31,7 @@ def listed() -> list[str]:
     return [line for line in operators.LIST.read_text().splitlines() if not line.startswith("#")]
 
 
+@pytest.mark.slow(reason="asks the whole toolchain")
 def test_the_list_is_what_its_generator_gives_for_the_installed_toolchain() -> None:
     pytest.importorskip("executorch")
     done = subprocess.run(

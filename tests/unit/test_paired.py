@@ -55,6 +55,7 @@ def test_blocks_that_do_not_make_up_the_samples_are_refused(blocks: list[Block])
         medians(samples(1, 2, 3), blocks)
 
 
+@pytest.mark.slow(reason="simulates thousands of comparisons")
 @settings(max_examples=40)
 @given(st.lists(st.lists(st.floats(0.5, 2), min_size=1, max_size=5), min_size=4, max_size=10), st.floats(0.1, 10))
 def test_the_interval_holds_the_ratio_and_scales_with_the_rounds(starts: list[list[float]], factor: float) -> None:
@@ -74,6 +75,7 @@ def test_equal_ratios_have_an_interval_without_width() -> None:
     assert interval(Rounds(np.full(24, 0.9), np.repeat(np.arange(8), 3))) == pytest.approx((0.9, 0.9))
 
 
+@pytest.mark.slow(reason="simulates thousands of comparisons")
 def test_equal_programs_are_rarely_called_different_where_pooled_samples_often_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that drifts, processes that are faster or slower for all of their lives, samples that resemble each other."""
     monkeypatch.setattr(interleaved, "RESAMPLES", 2000)

@@ -26,6 +26,8 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e  
 from etfarm.server.compile.program import fp32_layers, places  # noqa: E402
 from tests.support import models  # noqa: E402
 
+pytestmark = pytest.mark.slow(reason="quantizes and compiles dozens of networks")
+
 Forward = Callable[..., Any]
 
 

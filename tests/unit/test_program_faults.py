@@ -166,6 +166,7 @@ def test_this_kernel_tells_how_often_memory_ran_out() -> None:
     assert kills is not None and kills >= 0
 
 
+@pytest.mark.slow(reason="waits for the deadline of a program that hangs")
 async def test_a_kernel_that_never_returns_ends_with_the_attempts_time(
     blobs: Blobs,  # noqa: F811
     address: str,  # noqa: F811

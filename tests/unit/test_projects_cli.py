@@ -36,6 +36,7 @@ def no_choice() -> Iterator[None]:
     CHOSEN_PROJECT.reset(token)
 
 
+@pytest.mark.slow(reason="each command is a process")
 def test_projects_are_made_changed_and_listed(farm: FarmProcess, capsys: pytest.CaptureFixture[str]) -> None:
     server = ["--server", farm.address]
     assert projects.main(["create", "vision", "--member", "ann", "--member", "bob", "--storage", "20GiB", *server]) == 0

@@ -31,6 +31,8 @@ from tests.support.runner import (  # noqa: F401 - fixtures among them
     start_native,
 )
 
+pytestmark = pytest.mark.slow(reason="starts a runner for each test, and the Python one loads torch")
+
 TRIES = 5
 """Of what has to be quick: the machine may stand still in one of them."""
 

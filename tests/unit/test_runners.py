@@ -29,6 +29,8 @@ from tests.support.runner import (  # noqa: F401 - fixtures among them
     start_native,
 )
 
+pytestmark = pytest.mark.slow(reason="starts a runner for each test, and the Python one loads torch")
+
 LACKING = ("int8", "split")
 """What the Python binding refuses, by name."""
 

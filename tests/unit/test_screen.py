@@ -392,6 +392,7 @@ def test_other_bytes_are_no_pt2(data: bytes, tmp_path: Path) -> None:
     assert caught.value.reason == "NOT_A_PT2"
 
 
+@pytest.mark.slow(reason="screens thousands of damaged files")
 @given(cut=st.floats(0, 0.999))
 def test_a_cut_off_pt2_is_refused(good: Members, tmp_path_factory: pytest.TempPathFactory, cut: float) -> None:
     path = write(tmp_path_factory.getbasetemp() / "cut", good)
@@ -576,6 +577,7 @@ def places(document: Any) -> list[tuple[Any, Any]]:
     return found
 
 
+@pytest.mark.slow(reason="screens thousands of damaged files")
 @settings(max_examples=300)
 @given(data=st.data())
 def test_a_pt2_with_anything_in_its_json_is_refused_as_the_users_error_or_passes(
@@ -592,6 +594,7 @@ def test_a_pt2_with_anything_in_its_json_is_refused_as_the_users_error_or_passes
         screen.screen_pt2(path)
 
 
+@pytest.mark.slow(reason="screens thousands of damaged files")
 @settings(max_examples=300)
 @given(
     edits=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8), tail=st.booleans()
@@ -609,6 +612,7 @@ def test_a_pt2_with_any_bytes_changed_is_refused_as_the_users_error_or_passes(
         screen.screen_pt2(path)
 
 
+@pytest.mark.slow(reason="screens thousands of damaged files")
 @settings(max_examples=200)
 @given(edits=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=6))
 def test_sample_inputs_with_any_bytes_changed_are_refused_or_pass(

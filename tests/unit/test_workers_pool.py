@@ -149,6 +149,7 @@ async def test_the_deadline_ends_a_child(workers: Workers, tmp_path: Path) -> No
     assert not folders(tmp_path)
 
 
+@pytest.mark.slow(reason="waits for the deadlines of stages")
 async def test_a_stage_s_own_clock_ends_a_child_that_hangs_in_it_and_names_it(workers: Workers, tmp_path: Path) -> None:
     with pytest.raises(ChildTimedOut, match=r"SECOND was not done after 3 s") as caught:
         await workers.run(f"{TASKS}:hang_in_the_second_stage", None, deadline_s=60, stage_deadline_s=3)
@@ -161,6 +162,7 @@ async def test_a_child_that_never_begins_a_stage_is_ended_by_the_stage_s_clock_t
         await workers.run(f"{TASKS}:spin", None, deadline_s=60, stage_deadline_s=0.3)
 
 
+@pytest.mark.slow(reason="waits for the deadlines of stages")
 async def test_stages_may_take_longer_together_than_one_may(workers: Workers) -> None:
     async with await workers.run(f"{TASKS}:many_stages", 64, deadline_s=60, stage_deadline_s=3) as finished:
         assert finished.cpu_s >= 3
