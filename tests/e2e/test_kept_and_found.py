@@ -181,7 +181,8 @@ def test_pages_of_a_history_are_together_all_of_it(kept: Kept) -> None:
             break
         request.page_token = page.next_page_token
     whole = ask(kept.farm, "ListHistory", report_pb2.ListHistoryRequest(model=request.model))
-    assert ids == [entry.report.id for entry in whole.entries] and len(set(ids)) == 4
+    assert ids == [entry.report.id for entry in whole.entries]
+    assert len(set(ids)) == len(ids) >= 4, "other tests of this file may have measured more"
 
 
 def test_a_history_is_read_on_the_command_line_and_as_json(kept: Kept, tmp_path: Path) -> None:
