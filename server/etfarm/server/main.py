@@ -23,6 +23,7 @@ from etfarm.server.config import Config
 from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.reports.latency import thresholds
 from etfarm.server.reports.latency.thresholds import Thresholds
+from etfarm.server.workers.pacing import shorten_thread_switches
 from etfarm.wire.channel import parse_address
 from etfarm.wire.errors import FarmError, UserError
 from etfarm.wire.escapes import in_a_line, printable
@@ -151,6 +152,7 @@ def main(argv: list[str]) -> int:
         return preflight.check(config)
     config.check()
     _configure_logging()
+    shorten_thread_switches()
     with _locked(config.data):
         asyncio.run(_serve(config))
     return 0

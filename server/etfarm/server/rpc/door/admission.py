@@ -5,7 +5,6 @@ Large requests are checked in slices, between which the event loop serves other 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,13 +15,18 @@ from google.protobuf.message import DecodeError, Message
 
 from etfarm.server.rpc.door.limits import SIZES, Check, Limit, LimitExceeded, Size, exceeded
 from etfarm.server.rpc.door.wire_scan import Scan, TooManyFields, can_grow
+from etfarm.server.workers.fair_slots import FairSlots
+from etfarm.server.workers.pacing import Pace
 from etfarm.wire.errors import UserError
 
 _SMALL_BYTES: Final = 64 << 10
 """Size up to which requests are decoded unchecked: they cannot grow beyond a few MiB."""
 
-_STEPS: Final = 2_000
-"""Number of fields that are checked before other calls get their turn: about 2 ms."""
+_STEPS: Final = 300
+"""Number of fields that are checked between two looks at the clock: about 0.3 ms."""
+
+AT_ONCE: Final = 1
+"""Number of large requests that are checked at a time: more would only delay everybody else."""
 
 
 class MalformedRequest(UserError):
@@ -69,10 +73,10 @@ class Undecoded:
         if len(self.data) > self.size.most_bytes:
             raise exceeded(name, Limit(self.size.most_bytes), "bytes", len(self.data))
         if self.descriptor is not None:
-            scan = Scan(self.data, self.descriptor, self.size.most_entries)
+            scan, pace = Scan(self.data, self.descriptor, self.size.most_entries), Pace()
             try:
                 for _ in scan.slices(_STEPS):
-                    await asyncio.sleep(0)
+                    await pace.pause()
             except TooManyFields as error:
                 raise exceeded(name, Limit(error.most), "entries", error.got) from None
         try:
@@ -83,40 +87,53 @@ class Undecoded:
             ) from None
 
 
-async def admitted(request: Any) -> Any:
+async def admitted(request: Any, turns: FairSlots | None = None, whose: str = "") -> Any:
     """Return the checked request for a servicer, or a stream whose requests are checked one by one.
+
+    Args:
+        turns: the turns of principals whose large requests are checked; None to check all at once.
+        whose: the principal of the call.
 
     Raises:
         LimitExceeded: the request exceeds a limit; for a stream, raised by the iteration.
         MalformedRequest: the bytes are not a message of the type.
     """
-    if isinstance(request, Undecoded):
-        request = await request.message()
-    if not isinstance(request, Message):
-        return _Checked(request)
-    for _ in Check(request).slices(_STEPS):
-        await asyncio.sleep(0)
+    if isinstance(request, Message):
+        return await _checked(request)
+    turns = turns or FairSlots(AT_ONCE)
+    return await _decoded(request, turns, whose) if isinstance(request, Undecoded) else _Checked(request, turns, whose)
+
+
+async def _decoded(request: Undecoded, turns: FairSlots, whose: str) -> Message:
+    async with turns.take(whose):
+        return await _checked(await request.message())
+
+
+async def _checked(request: Message) -> Message:
+    pace = Pace()
+    try:
+        for _ in Check(request).slices(_STEPS):
+            await pace.pause()
+    except LimitExceeded as error:
+        error.refused = request
+        raise
     return request
 
 
 class _Checked:
     """A stream of checked requests. A servicer may continue it after a refused request."""
 
-    def __init__(self, requests: AsyncIterator[Any]) -> None:
+    def __init__(self, requests: AsyncIterator[Any], turns: FairSlots, whose: str) -> None:
         self._requests = aiter(requests)
+        self._turns = turns
+        self._whose = whose
 
     def __aiter__(self) -> _Checked:
         return self
 
     async def __anext__(self) -> Any:
         request = await anext(self._requests)
-        if isinstance(request, Undecoded):
-            request = await request.message()
-        try:
-            return await admitted(request)
-        except LimitExceeded as error:
-            error.refused = request
-            raise
+        return await admitted(request, self._turns, self._whose)
 
 
 def _input_of(method: str) -> Descriptor | None:

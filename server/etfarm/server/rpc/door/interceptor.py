@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -20,6 +21,7 @@ from etfarm.server.rpc.door.caller import Resolve, enter, resolve_default
 from etfarm.server.rpc.door.calls import Call, Calls
 from etfarm.server.rpc.door.connections import Connections
 from etfarm.server.rpc.door.failures import Failures, address_of
+from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.errors import EtfarmError, FarmError, Kind
 from etfarm.wire.names import PROJECT_METADATA
@@ -71,6 +73,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         self._connections = connections
         self.calls = Calls(tokens.is_valid, resolve)
         self._failures = Failures(clock)
+        self._large = FairSlots(admission.AT_ONCE)
 
     async def intercept_service(
         self,
@@ -103,7 +106,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         wrap = _streaming if handler.response_streaming else _single
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         wrapped: grpc.RpcMethodHandler[Any, Any] = make(
-            wrap(getattr(handler, kind), admit, call),
+            wrap(getattr(handler, kind), admit, call, partial(admission.admitted, turns=self._large, whose=principal.name)),
             request_deserializer=admission.deserializer(method, handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
@@ -134,11 +137,14 @@ def _text(metadata: Any, key: str) -> str | None:
 Admit = Callable[[ServicerContext[Any, Any]], Auditor | None]
 
 
-def _single(behavior: Callable[..., Any], admit: Admit, call: Call) -> Callable[..., Awaitable[Any]]:
+Check = Callable[[Any], Awaitable[Any]]
+
+
+def _single(behavior: Callable[..., Any], admit: Admit, call: Call, check: Check) -> Callable[..., Awaitable[Any]]:
     async def answer(request: Any, context: ServicerContext[Any, Any]) -> Any:
         auditor = admit(context)
         try:
-            admitted = await admission.admitted(request)
+            admitted = await check(request)
             if auditor is not None:
                 auditor.examine(admitted)
             answered = await _awaited(behavior(admitted, context))
@@ -151,7 +157,7 @@ def _single(behavior: Callable[..., Any], admit: Admit, call: Call) -> Callable[
     return answer
 
 
-def _streaming(behavior: Callable[..., Any], admit: Admit, call: Call) -> Callable[..., AsyncIterator[Any]]:
+def _streaming(behavior: Callable[..., Any], admit: Admit, call: Call, check: Check) -> Callable[..., AsyncIterator[Any]]:
     async def answer(request: Any, context: ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         auditor = admit(context)
 
@@ -160,7 +166,7 @@ def _streaming(behavior: Callable[..., Any], admit: Admit, call: Call) -> Callab
                 await context.abort_with_status(to_status(error))
 
         try:
-            admitted = await admission.admitted(request)
+            admitted = await check(request)
             if auditor is not None:
                 auditor.examine(admitted)
             answers = behavior(admitted, context)

@@ -25,7 +25,7 @@ class LimitExceeded(UserError):
     reason = "LIMIT_EXCEEDED"
 
     refused: Message | None = None
-    """The message of a stream that was refused; None for a single request."""
+    """The decoded message that was refused; None if it was refused before decoding."""
 
 
 @dataclass(frozen=True)
