@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from etfarm.server.state.engine import Database
 
 _BATCH = 500
 """Number of digests per statement; SQLite bounds the number of parameters."""
+
+_READ_BATCH = 5_000
+"""Number of digests per read; as one parameter, since parameters cost more time than the rows."""
 
 _AGENTS = agent_holder("")
 """Prefix of agents' holders."""
@@ -48,14 +52,14 @@ class Holdings:
         table = schema.holdings
         known = {*holders, *(f"{_TAKEN}{holder}" for holder in holders if holder.startswith(_AGENTS))}
 
-        def read(connection: Connection) -> set[str]:
-            rows: set[str] = set()
-            for batch in _batches(digests):
-                query = select(table.c.digest).where(table.c.digest.in_(batch), table.c.holder.in_(sorted(known)))
-                rows.update(connection.execute(query).scalars())
-            return rows
-
-        return await self._database.read(read)
+        wanted, rows = list(dict.fromkeys(digests)), set[str]()
+        for start in range(0, len(wanted), _READ_BATCH):
+            batch = json.dumps(wanted[start : start + _READ_BATCH])
+            in_batch = table.c.digest.in_(select(func.json_each(batch).table_valued("value").c.value))
+            query = select(table.c.digest).where(in_batch, table.c.holder.in_(sorted(known)))
+            # One read for each batch, so that others' reads come in between.
+            rows.update(await self._database.read(lambda connection, query=query: connection.execute(query).scalars().all()))  # type: ignore[misc]
+        return rows
 
     async def add(self, holder: str, digests: Iterable[str], owner: str, sizes: dict[str, int] | None = None) -> None:
         """Let `holder` hold the artifacts; those that it holds already stay as they are.

@@ -32,6 +32,7 @@ from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.room import Room
 from etfarm.server.artifacts.staging import MAX_CHUNK_BYTES, Staging
 from etfarm.server.state.engine import Database
+from etfarm.server.workers.pacing import Pace
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire.chunks import CHUNK_BYTES, spans
@@ -52,8 +53,8 @@ _TEND_S = 3600.0
 _ROOM_S = 1.0
 """Interval at which a full disk is polled for free space."""
 
-_SLICE = 200
-"""Digests that the event loop looks at before others get their turn: a system call each, some milliseconds together."""
+_SLICE = 20
+"""Digests that the event loop looks at between two looks at the clock: a system call each."""
 
 
 class Store:
@@ -67,6 +68,7 @@ class Store:
     def __init__(self, folder: Path, database: Database, limits: StoreLimits | None = None) -> None:
         self.limits = limits or StoreLimits()
         self._blobs = folder / "blobs"
+        self._blobs_text = os.fspath(self._blobs)
         self._uploads = folder / "uploads"
         for path in (self._blobs, self._uploads):
             path.mkdir(parents=True, exist_ok=True)
@@ -98,14 +100,25 @@ class Store:
 
     def has(self, digest: str) -> bool:
         """Whether the artifact is stored whole. The caller may refer to it from now on, so that it stays."""
-        if not self.place(digest).exists():
-            return False
-        self._unshared.discard(digest)
-        return True
+        return self.stored_bytes(digest) is not None
 
     def has_for_now(self, digest: str) -> bool:
         """Whether the artifact is stored whole, for a caller that will not refer to it later."""
-        return self.place(digest).exists()
+        require_digest(digest)
+        return os.path.exists(self._file(digest))  # noqa: PTH110 - a fifth of a Path's time, for each of 100,000 digests
+
+    def stored_bytes(self, digest: str) -> int | None:
+        """Return the size of a stored artifact, which the caller may refer to from now on; None if it is not stored."""
+        require_digest(digest)
+        try:
+            size_bytes = os.stat(self._file(digest)).st_size  # noqa: PTH116 - as above
+        except FileNotFoundError:
+            return None
+        self._unshared.discard(digest)
+        return size_bytes
+
+    def _file(self, digest: str) -> str:
+        return f"{self._blobs_text}/{digest[:2]}/{digest}"
 
     async def absent(self, wanted: Iterable[str]) -> list[str]:
         """Return the artifacts of `wanted` that are missing or damaged, whoever holds them. Never show the result to clients."""
@@ -387,10 +400,10 @@ class Store:
 
 async def _slices(wanted: Sequence[str]) -> AsyncIterator[Sequence[str]]:
     """Yield `wanted` in slices, between which the event loop serves others."""
+    pace = Pace()
     for start in range(0, len(wanted), _SLICE):
-        if start:
-            await asyncio.sleep(0)
         yield wanted[start : start + _SLICE]
+        await pace.pause()
 
 
 def require_digest(digest: str) -> None:
