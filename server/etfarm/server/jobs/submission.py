@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
 
@@ -15,6 +15,8 @@ from etfarm.server.compile.upload_screening import Screening
 from etfarm.server.devices import schedule
 from etfarm.server.jobs.cells import groups
 from etfarm.server.jobs.cells.requirements import MethodMissing
+from etfarm.server.workers.fair_slots import Turns
+from etfarm.server.workers.pacing import Pace
 from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import common_pb2, job_pb2
 from etfarm.v1.device_pb2 import Device
@@ -31,6 +33,10 @@ MAX_SAMPLES = 10_000
 _MAX_TIMED = 1_000_000
 """What agents take Measurement.max_samples for where it is absent."""
 """Calibration samples of one method: a full ImageNet validation would calibrate no better, and take a day."""
+
+_LARGE_SPEC = 64 << 10
+_LARGE_AT_ONCE = 1
+"""Number of specs above that size, in bytes, that are checked at a time: more would only delay everybody else."""
 
 _METHOD_BYTES = 100
 _SMALL_RECIPE = 4096
@@ -83,6 +89,7 @@ class Submission:
         self._devices = devices
         self._new_id = new_id
         self._screening = screening or Screening(store.path)
+        self._large = Turns(_LARGE_AT_ONCE)
 
     async def require_quota(self, project: str) -> None:
         """Refuse jobs of a project whose artifacts take all that they may: their results would take more.
@@ -104,24 +111,36 @@ class Submission:
         if not spec.candidates:
             raise NoCandidate("The job has no candidate.", "Name at least one model.")
         self._check_measurement(spec)
-        wanted = await self._readers.run(_digests, spec)
-        await self._store.require(wanted, project)
-        # There may be tens of thousands of calibration samples.
-        await self._readers.run(self._check_stored, spec)
-        names = []
+        is_large = spec.ByteSize() > _LARGE_SPEC
+        async with self._large.take(owner) if is_large else nullcontext():
+            wanted = await self._readers.run(_digests, spec)
+            await self._store.require(wanted, project)
+            # There may be tens of thousands of calibration samples.
+            await self._readers.run(self._check_stored, spec)
+            names, pace = [], Pace()
+            for candidate in spec.candidates:
+                names.append(await self._check_candidate(candidate, spec))
+                await pace.pause()  # of 1,000 small ones, none waits for anything: others get their turn
+            devices = schedule.open_to(project, self._devices()) if spec.devices else ()
+            choices = await self._readers.run(self._choices, spec, devices)
         for candidate in spec.candidates:
-            names.append(await self._check_candidate(candidate, spec))
-            await asyncio.sleep(0)  # of 1,000 small ones, none waits for anything: others get their turn
-        devices = schedule.open_to(project, self._devices()) if spec.devices else ()
-        choices = await self._readers.run(self._choices, spec, devices)
-        for candidate in spec.candidates:
-            await self._screen(candidate)
-        job = job_pb2.Job(id=self._new_id(), name=spec.name, labels=spec.labels, owner=owner, project=project, spec=spec)
-        job.submitted_at.FromDatetime(at)
+            await self._screen(candidate, pace)
+        async with self._large.take(owner) if is_large else nullcontext():
+            job = job_pb2.Job(id=self._new_id(), owner=owner, project=project)
+            job.submitted_at.FromDatetime(at)
+            return await self._readers.run(self._fill, job, spec, names, choices)
+
+    def _fill(
+        self, job: job_pb2.Job, spec: job_pb2.JobSpec, names: Sequence[str], choices: Sequence[tuple[int | None, str]]
+    ) -> job_pb2.Job:
+        """Give a job its spec and its cells."""
+        job.name = spec.name
+        job.labels.update(spec.labels)
+        job.spec.CopyFrom(spec)
         for cell in _cells(spec, names, choices):
             cell.id, cell.job_id, cell.index = self._new_id(), job.id, len(job.cells)
             cell.state, cell.version = job_pb2.CellState.CELL_STATE_QUEUED, 1
-            cell.updated_at.FromDatetime(at)
+            cell.updated_at.CopyFrom(job.submitted_at)
             job.cells.append(cell)
             if len(job.cells) > MAX_CELLS:
                 raise _too_many_cells()
@@ -131,10 +150,12 @@ class Submission:
 
     def _check_stored(self, spec: job_pb2.JobSpec) -> None:
         """Puts their sizes to all artifacts."""
+        known: dict[str, int | None] = {}
         for artifact in _artifacts(spec):
-            if not self._store.has(artifact.digest):
-                raise ArtifactMissing(artifact.digest)
-            size_bytes = self._store.path(artifact.digest).stat().st_size
+            digest = artifact.digest
+            size_bytes = known[digest] = known[digest] if digest in known else self._store.stored_bytes(digest)
+            if size_bytes is None:
+                raise ArtifactMissing(digest)
             if artifact.size_bytes not in (0, size_bytes):
                 raise BadJob(
                     f"Artifact {artifact.digest[:12]} has {size_bytes} bytes, not {artifact.size_bytes}.", "Say its size, or 0."
@@ -208,7 +229,7 @@ class Submission:
                 raise _too_many_cells()
         return choices
 
-    async def _screen(self, candidate: job_pb2.Candidate) -> None:
+    async def _screen(self, candidate: job_pb2.Candidate, pace: Pace) -> None:
         if candidate.WhichOneof("source") == "program":
             program = candidate.program
             data = {name: artifact.digest for name, artifact in program.data.items()}
@@ -217,7 +238,7 @@ class Submission:
             await self._screening.screen_pte(program.pte.digest)
             return
         for method in candidate.model.methods.values():
-            await asyncio.sleep(0)  # of 10,000 methods whose files are known, none waits for anything
+            await pace.pause()  # of 10,000 methods whose files are known, none waits for anything
             references = [method.reference.digest] if method.HasField("reference") else []
             await self._store.require_whole([method.exported_program.digest, *references])
             await self._screening.screen_pt2(method.exported_program.digest)
