@@ -15,7 +15,7 @@ from etfarm.server.compile.upload_screening import Screening
 from etfarm.server.devices import schedule
 from etfarm.server.jobs.cells import groups
 from etfarm.server.jobs.cells.requirements import MethodMissing
-from etfarm.server.workers.fair_slots import Turns
+from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.server.workers.pacing import Pace
 from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import common_pb2, job_pb2
@@ -89,7 +89,7 @@ class Submission:
         self._devices = devices
         self._new_id = new_id
         self._screening = screening or Screening(store.path)
-        self._large = Turns(_LARGE_AT_ONCE)
+        self._large = FairSlots(_LARGE_AT_ONCE)
 
     async def require_quota(self, project: str) -> None:
         """Refuse jobs of a project whose artifacts take all that they may: their results would take more.

@@ -92,8 +92,11 @@ class Journal:
                     for cell in job.cells
                 ],
             )
-            written = job_row(connection, job.id)
-            return written, self._append(connection, job.id, JobEvent(job=_brief(written)), written.state)
+            # As it would be read, without reading it: its spec may have megabytes.
+            job.state, job.project = model.job_state(job.cells), job.project or DEFAULT_PROJECT
+            job.labels.update(job.spec.labels)
+            job.spec.SetInParent()
+            return job, self._append(connection, job.id, JobEvent(job=_brief(job)), job.state)
 
         written, event = await self._database.write(write, durable=True)
         if event is not None:
@@ -272,8 +275,13 @@ def _job_and_last(connection: Connection, job_id: str) -> tuple[Job, int]:
 
 
 def _brief(job: Job) -> Job:
+    """Return the job without its spec and cells, which may be too large to be copied first."""
     brief = Job()
-    brief.CopyFrom(job)
-    brief.ClearField("spec")
-    brief.ClearField("cells")
+    for field, value in job.ListFields():
+        if field.name in ("spec", "cells"):
+            continue
+        if field.is_repeated or field.message_type is not None:
+            getattr(brief, field.name).MergeFrom(value)
+        else:
+            setattr(brief, field.name, value)
     return brief

@@ -15,8 +15,8 @@ from etfarm.server.state.varint import encode_varint, read_varint
 from etfarm.v1 import job_pb2
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent
 
-LIST_BYTES: Final = 16 << 20
-"""Maximum size of a page of jobs."""
+LIST_BYTES: Final = 4 << 20
+"""Maximum size of a page of jobs, unless a single one is larger: nothing else happens while a page is serialized."""
 
 JOB_BYTES: Final = 32 << 20
 """Maximum size of one job with its spec: half of a message's."""
