@@ -1,0 +1,326 @@
+#!/usr/bin/env python
+"""Generate the parts of docs/ that come from the code: blocks between `<!-- generated: NAME -->` and `<!-- end -->`.
+
+.venv/bin/python docs/generate.py          # writes them
+.venv/bin/python docs/generate.py --check  # a gate: exit code 1 where a page is not what the code gives
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import difflib
+import inspect
+import io
+import os
+import re
+import sys
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+DOCS: Final = Path(__file__).resolve().parent
+ROOT: Final = DOCS.parent
+PACKAGES: Final = ("proto", "client", "server", "device_agents")
+
+_BLOCK: Final = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_HOME: Final = "/home/you"
+"""The home folder while help texts are made: their defaults name it, and lines break by its length."""
+_ENVIRONMENT: Final = {"HOME": _HOME, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "LANG": "C.UTF-8"}
+
+
+# --- error reasons ---------------------------------------------------------------------------------------------------
+
+_FAULTS: Final = {"UserError": "user", "DeviceError": "device", "FarmError": "farm"}
+
+
+def find_reasons() -> dict[str, set[str]]:
+    """Return the reasons that the packages' error classes carry, each with its faults: user, device or farm."""
+    bases: dict[str, set[str]] = defaultdict(set)
+    carriers: list[tuple[str, ast.ClassDef]] = []
+    for package in PACKAGES:
+        for file in sorted((ROOT / package / "etfarm").rglob("*.py")):
+            if file.stem.endswith(("_pb2", "_pb2_grpc")):
+                continue
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    bases[node.name] |= {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+                    carriers += [(reason, node) for reason in _reasons_of(node)]
+    reasons: dict[str, set[str]] = defaultdict(set)
+    for reason, node in carriers:
+        reasons[reason] |= _faults_of(node.name, {ast.unparse(base).rpartition(".")[2] for base in node.bases}, bases)
+    return dict(reasons)
+
+
+def _reasons_of(node: ast.ClassDef) -> Iterator[str]:
+    for statement in node.body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        if isinstance(statement, ast.AnnAssign):
+            targets = [statement.target]
+        if any(isinstance(target, ast.Name) and target.id == "reason" for target in targets):
+            value = statement.value  # type: ignore[attr-defined]  # both kinds of assignment have one
+            if isinstance(value, ast.Constant) and re.fullmatch(r"[A-Z][A-Z0-9_]+", str(value.value)):
+                yield str(value.value)
+
+
+def _faults_of(name: str, own_bases: set[str], bases: dict[str, set[str]]) -> set[str]:
+    faults: set[str] = set()
+    seen: set[str] = set()
+    waiting = {name, *own_bases} if name in _FAULTS else set(own_bases)
+    while waiting:
+        current = waiting.pop()
+        if current in _FAULTS:
+            faults.add(_FAULTS[current])
+        elif current not in seen:
+            seen.add(current)
+            waiting |= bases.get(current, set())
+    return faults
+
+
+def read_explanations() -> dict[str, dict[str, Any]]:
+    """Return the groups of reasons.toml: `title`, `about`, and for each reason [what happened, what to do]."""
+    return tomllib.loads((DOCS / "reasons.toml").read_text())
+
+
+def make_reasons() -> str:
+    """Make a table of reasons for each group of reasons.toml."""
+    faults = find_reasons()
+    explained = {reason for group in read_explanations().values() for reason in group if reason.isupper()}
+    if missing := sorted(faults.keys() - explained):
+        raise SystemExit(f"docs/reasons.toml does not explain {', '.join(missing)}")
+    if stale := sorted(explained - faults.keys()):
+        raise SystemExit(f"docs/reasons.toml explains {', '.join(stale)}, which no class carries")
+    parts = []
+    for group in read_explanations().values():
+        parts += [
+            f"## {group['title']}",
+            "",
+            group["about"],
+            "",
+            "| reason | fault | what happened | what to do |",
+            "|---|---|---|---|",
+        ]
+        for reason in sorted(reason for reason in group if reason.isupper()):
+            happened, remedy = (text.replace("|", "\\|") for text in group[reason])
+            whose = ", ".join(sorted(faults[reason])) or "any"
+            parts.append(f'| <a id="{reason}"></a>`{reason}` | {whose} | {happened} | {remedy} |')
+        parts.append("")
+    return "\n".join(parts)
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def make_commands() -> str:
+    """Make a section with the help text of each command and subcommand."""
+    from etfarm.wire import command
+
+    parts = ["## etfarm", "", *_code(_help_of([])), ""]
+    for name in command.SUMMARIES:
+        if "." in name:
+            continue
+        text = _help_of([name])
+        parts += [f"## etfarm {name}", "", *_code(text), ""]
+        inner = [each.partition(".")[2] for each in command.SUMMARIES if each.startswith(f"{name}.")]
+        listed = text.partition("Commands:\n")[2]
+        inner += re.findall(r"^  ([a-z][\w-]*)\s{2,}", listed, re.MULTILINE)
+        for subcommand in dict.fromkeys(inner):
+            parts += [f"### etfarm {name} {subcommand}", "", *_code(_help_of([name, subcommand])), ""]
+    return "\n".join(parts)
+
+
+def _code(text: str) -> list[str]:
+    return ["```text", text.strip(), "```"]
+
+
+def _help_of(arguments: list[str]) -> str:
+    from etfarm.wire import command
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+        command.main([*arguments, "--help"])
+    if not output.getvalue().strip():
+        raise SystemExit(f"`etfarm {' '.join(arguments)} --help` prints nothing")
+    return "\n".join(line.rstrip() for line in output.getvalue().replace(_HOME, "~").splitlines())
+
+
+# --- thresholds of the verdict ---------------------------------------------------------------------------------------
+
+
+def make_thresholds() -> str:
+    """Make a table of what makes a measurement INVALID, each number with its reason."""
+    from etfarm.server.reports.thresholds import Thresholds
+
+    reasons = _field_docstrings(Thresholds)
+    parts = ["| threshold | default | why |", "|---|---|---|"]
+    for each in fields(Thresholds):
+        parts.append(f"| `{each.name}` | {each.default:g} | {reasons[each.name]} |")
+    return "\n".join(parts) + "\n"
+
+
+def _field_docstrings(kind: type) -> dict[str, str]:
+    """Return the text under each field of a dataclass."""
+    body = ast.parse(inspect.getsource(kind)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            texts[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    return texts
+
+
+# --- the report's keys -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Comments:
+    """What the .proto files say of messages and fields, by full name."""
+
+    texts: dict[str, str]
+
+    def about(self, name: str) -> str:
+        """Return a comment in one line; empty where there is none."""
+        return self.texts.get(name, "")
+
+
+def make_report_keys() -> str:
+    """Make a table of keys for each object of a report, in the order in which they are first used."""
+    from etfarm.v1 import common_pb2, report_pb2
+    from etfarm.wire import report
+
+    comments = _Comments(_read_comments())
+    top = report_pb2.Report.DESCRIPTOR
+    written = set(report.report_json(report_pb2.Report()))
+    parts: list[str] = []
+    waiting: list[Descriptor] = [top]
+    done: set[str] = set()
+    while waiting:
+        kind = waiting.pop(0)
+        if kind.full_name in done or kind.full_name == "google.protobuf.Timestamp":
+            continue
+        done.add(kind.full_name)
+        parts += [f"### {kind.name}", ""]
+        if about := comments.about(kind.full_name):
+            parts += [about, ""]
+        parts += ["| key | value | meaning |", "|---|---|---|"]
+        for field in kind.fields:
+            if kind is top and field.name not in written:
+                continue
+            inner = _message_of(field)
+            if inner is not None:
+                waiting.append(inner)
+            meaning = comments.about(f"{kind.full_name}.{field.name}").replace("|", "\\|")
+            parts.append(f"| `{field.name}` | {_type_of(field)} | {meaning} |")
+        parts.append("")
+    assert common_pb2.Error.DESCRIPTOR.full_name in done
+    return "\n".join(parts)
+
+
+def _message_of(field: FieldDescriptor) -> Descriptor | None:
+    kind = field.message_type
+    if kind is not None and kind.GetOptions().map_entry:
+        kind = kind.fields_by_name["value"].message_type
+    return kind
+
+
+def _type_of(field: FieldDescriptor) -> str:
+    kind = field.message_type
+    if kind is not None and kind.GetOptions().map_entry:
+        return f"object: {_single_type(kind.fields_by_name['value'])} by name"
+    single = _single_type(field)
+    return f"list of {single}" if field.is_repeated else single
+
+
+def _single_type(field: FieldDescriptor) -> str:
+    if field.message_type is not None:
+        name = field.message_type.name
+        return "text, an instant in ISO 8601" if name == "Timestamp" else f"[{name}](#{name.lower()})"
+    if field.enum_type is not None:
+        prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", field.enum_type.name).upper() + "_"
+        names = [value.name.removeprefix(prefix) for value in field.enum_type.values if value.number]
+        return "text: " + ", ".join(f"`{name}`" for name in names)
+    return {field.TYPE_STRING: "text", field.TYPE_BOOL: "true or false", field.TYPE_DOUBLE: "number"}.get(field.type, "integer")
+
+
+def _read_comments() -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for file in sorted((ROOT / "proto" / "etfarm" / "v1").glob("*.proto")):
+        path: list[str] = ["etfarm.v1"]
+        comment: list[str] = []
+        for raw in file.read_text().splitlines():
+            line = raw.strip()
+            if line.startswith("//"):
+                comment.append(line.removeprefix("//").strip())
+                continue
+            code, _, trailing = line.partition("//")
+            said = " ".join([*comment, trailing.strip()]).strip()
+            comment = []
+            if match := re.match(r"(message|enum|service|oneof)\s+(\w+)\s*\{", code):
+                # A oneof's fields are the message's own.
+                path.append("" if match[1] == "oneof" else match[2])
+                if said:
+                    texts[".".join(part for part in path if part)] = said
+                if code.rstrip().endswith("}"):
+                    path.pop()
+            elif match := re.match(r"(?:optional |repeated )?(?:map<[^>]+>|[\w.]+)\s+(\w+)\s*=\s*\d+", code):
+                if said:
+                    texts[".".join(part for part in (*path, match[1]) if part)] = said
+            elif code.strip() == "}" and len(path) > 1:
+                path.pop()
+            elif code.rstrip().endswith("{"):
+                path.append("")  # the options of an rpc
+    return texts
+
+
+MAKERS: Final = {
+    "commands": make_commands,
+    "reasons": make_reasons,
+    "report-keys": make_report_keys,
+    "thresholds": make_thresholds,
+}
+
+
+def main() -> int:
+    """Write the generated blocks, or with --check compare them; the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
+    arguments = parser.parse_args()
+    if any(os.environ.get(name) != value for name, value in _ENVIRONMENT.items()):
+        # Help texts depend on the environment when modules are imported, so the script starts again in a fixed one.
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("ETFARM_", "XDG_"))}
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**clean, **_ENVIRONMENT})
+    stale = False
+    used: set[str] = set()
+    for page in sorted(DOCS.glob("*.md")):
+        before = page.read_text()
+
+        def fill(match: re.Match[str]) -> str:
+            used.add(match[2])
+            return f"{match[1]}\n{MAKERS[match[2]]().strip()}\n\n{match[3]}"
+
+        after = _BLOCK.sub(fill, before)
+        if after == before:
+            continue
+        if arguments.check:
+            stale = True
+            lines = difflib.unified_diff(before.splitlines(), after.splitlines(), str(page), "generated", lineterm="", n=0)
+            print("\n".join(list(lines)[:20]), file=sys.stderr)
+        else:
+            page.write_text(after)
+            print(f"wrote {page.relative_to(ROOT)}")
+    if unused := MAKERS.keys() - used:
+        raise SystemExit(f"no page has a block for {', '.join(sorted(unused))}")
+    if stale:
+        print("Run .venv/bin/python docs/generate.py.", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
