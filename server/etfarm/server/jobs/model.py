@@ -1,4 +1,4 @@
-"""The states of a cell and the one door between them. A job's state is derived from its cells, never stored."""
+"""States of cells, and the only function that changes them. A job's state is derived from its cells, never stored."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ TRANSITIONS: Final[dict[int, frozenset[int]]] = {
 
 
 class IllegalTransition(FarmError):
-    """A state that does not follow the cell's. A bug in the caller, never a user's fault."""
+    """A state does not follow the cell's state: a bug in the caller, never a user's fault."""
 
     reason = "ILLEGAL_TRANSITION"
 
 
 def advance(cell: Cell, to: CellState.ValueType, *, at: datetime) -> Cell:
-    """The cell one step on, its version counted up; `cell` stays as it is.
+    """Return the cell in its next state, with the next version; `cell` is not changed.
 
     Raises:
         IllegalTransition: `to` does not follow `cell.state`.
@@ -54,7 +54,7 @@ def advance(cell: Cell, to: CellState.ValueType, *, at: datetime) -> Cell:
 
 
 def amend(cell: Cell, *, at: datetime) -> Cell:
-    """The cell in the same state as a new version, for more to be said of it."""
+    """Return a new version of the cell in the same state; `cell` is not changed."""
     after = Cell()
     after.CopyFrom(cell)
     after.version += 1
@@ -63,7 +63,7 @@ def amend(cell: Cell, *, at: datetime) -> Cell:
 
 
 def job_state(cells: Iterable[Cell]) -> JobState.ValueType:
-    """A job's state: live while a cell is; else FAILED if one failed, CANCELLED if one was cancelled, else SUCCEEDED."""
+    """Return a job's state: live while a cell is, else FAILED if any failed, CANCELLED if any was cancelled, else SUCCEEDED."""
     states = {cell.state for cell in cells}
     if states <= TERMINAL:
         if FAILED in states:
@@ -73,10 +73,10 @@ def job_state(cells: Iterable[Cell]) -> JobState.ValueType:
 
 
 def is_terminal(state: JobState.ValueType) -> bool:
-    """Whether a job in this state never changes again."""
+    """Return whether a job in this state never changes again."""
     return state in (JobState.JOB_STATE_SUCCEEDED, JobState.JOB_STATE_FAILED, JobState.JOB_STATE_CANCELLED)
 
 
 def candidate_of(job: job_pb2.Job, cell: Cell) -> job_pb2.Candidate:
-    """What the cell is made from."""
+    """Return the candidate that the cell is made from."""
     return job.spec.candidates[cell.candidate_index]

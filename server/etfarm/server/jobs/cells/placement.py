@@ -1,4 +1,4 @@
-"""Brings waiting cells and idle devices together, at every change of either."""
+"""Placement of waiting cells on idle devices, at every change of either."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etfarm.v1.device_pb2 import Device
 
 @dataclass
 class _Request:
-    """A cell in the queue."""
+    """A cell in the queue, with its callbacks."""
 
     waiting: Waiting
     attempt_id: str
@@ -26,7 +26,7 @@ class _Request:
 
 
 class Placement:
-    """The cells that wait for a device."""
+    """The queue of cells that wait for a device."""
 
     def __init__(self, registry: Registry, runs: Runs) -> None:
         self._registry = registry
@@ -35,10 +35,10 @@ class Placement:
         registry.on_change(self.place)
 
     async def device(self, waiting: Waiting, attempt_id: str, on_progress: Progressed, on_wait: Callable[[str], None]) -> Device:
-        """Waits until a device is free for the cell, occupies it with the attempt, and gives it.
+        """Wait until a device is free for the cell, occupy it with the attempt, and return it.
 
         Args:
-            on_wait: told why it waits, whenever that changes; empty when nothing stands in its way but its turn.
+            on_wait: called with the reason to wait whenever that changes; empty if the cell only waits for its turn.
         """
         chosen: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._requests[waiting.cell_id] = _Request(waiting, attempt_id, on_progress, on_wait, chosen)
@@ -52,12 +52,30 @@ class Placement:
             self._requests.pop(waiting.cell_id, None)
 
     def free(self, attempt_id: str) -> None:
-        """Gives the attempt's device to the next; an attempt that has none changes nothing."""
+        """Free the attempt's device for the next cell; an attempt without a device changes nothing."""
         self._runs.end(attempt_id)
         self.place()
 
     def place(self) -> None:
-        """Assigns what can be assigned now."""
+        """Assign what can be assigned now; soon, where many cells or devices have just been looked at."""
+        if self._due is not None:
+            return
+        loop = asyncio.get_running_loop()
+        if max(self._size, len(self._requests)) < _MANY or loop.time() >= self._next_s:
+            self._place()
+        else:
+            self._due = loop.call_at(self._next_s, self._place)
+
+    def _place(self) -> None:
+        self._due = None
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        self._assign()
+        ended_s = loop.time()
+        self._next_s = ended_s + _PAUSE * (ended_s - began_s)
+
+    def _assign(self) -> None:
+        """Assign all cells that can be assigned now."""
         requests = {cell_id: request for cell_id, request in self._requests.items() if not request.chosen.done()}
         if not requests:
             return

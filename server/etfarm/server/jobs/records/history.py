@@ -21,10 +21,10 @@ from etfarm.wire import selectors
 from etfarm.wire.errors import Kind, UserError
 
 LEAST_DIGEST = 4
-"""So many characters of a model's digest stand for it."""
+"""Minimum number of characters of a model's digest that stand for it."""
 
 _KNOWN = 20
-"""Names of models that are listed for who asked for none of them."""
+"""Maximum number of models that an error lists."""
 
 _TOKEN = re.compile(r"(\d{1,18})\.([0-9a-zA-Z_-]{1,64})\Z", re.ASCII)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -32,7 +32,7 @@ _MICROSECOND = timedelta(microseconds=1)
 
 
 class NoHistory(UserError):
-    """Nothing was ever measured of the model."""
+    """The farm has no report of the model."""
 
     reason = "NO_HISTORY"
     kind = Kind.NOT_FOUND
@@ -40,7 +40,7 @@ class NoHistory(UserError):
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which reports; None and the empty selector stand for all."""
+    """The selection of reports; None and the empty selector stand for all."""
 
     model: str
     """A model's name, or the first characters of its digest."""
@@ -51,11 +51,11 @@ class Wanted:
 
 
 class History:
-    """All reports of a farm.
+    """The reports of all jobs of a farm.
 
     Args:
-        devices: those that are known in a scope, offline ones included.
-        page_bytes: of the slim reports of a page together, which one alone may exceed.
+        devices: returns the devices that a scope knows, offline ones included.
+        page_bytes: maximum size of the slim reports of a page together, which one alone may exceed.
     """
 
     def __init__(self, database: Database, devices: Callable[[Scope], Sequence[Device]], *, page_bytes: int = PAGE_BYTES) -> None:
@@ -64,14 +64,14 @@ class History:
         self._devices = devices
 
     async def page(self, wanted: Wanted, size: int, token: str, scope: Scope) -> report_pb2.ListHistoryResponse:
-        """Slim reports, newest first: without samples, operators, numeric gap and series of telemetry.
+        """Return a page of slim reports, newest first: without samples, operators, numeric gap and series of telemetry.
 
-        A device is selected by what is known of it now; one that the farm no longer knows by what its reports tell, which is
-        neither labels, features nor backends. What is outside of the scope does not exist.
+        A device is selected by its current description; a device that the farm no longer knows by that of its reports, which
+        has neither labels, features nor backends. Reports outside of the scope do not exist for the caller.
 
         Raises:
-            NoHistory: there is no report of the model, whatever the device, recipe, method and threads.
-            BadPageToken: `token` is neither empty nor of the page before.
+            NoHistory: the model has no report, regardless of device, recipe, method and threads.
+            BadPageToken: `token` is neither empty nor that of the page before.
         """
         before = _position(token) if token else None
         known = {device.id: device for device in self._devices(scope)}
@@ -133,7 +133,7 @@ def _terms(wanted: Wanted) -> list[ColumnElement[bool]]:
 def _devices(
     connection: Connection, of_model: ColumnElement[bool], selector: selectors.Selector, known: dict[str, Device], scope: Scope
 ) -> list[str]:
-    """The ids of those devices that reports of the model are of and that the selector matches."""
+    """Return the ids of the matching devices that have reports of the model."""
     table = schema.reports
     matching = []
     for device_id in connection.execute(select(table.c.device_id).where(of_model, table.c.device_id != "").distinct()).scalars():
@@ -141,13 +141,13 @@ def _devices(
         if device is None:
             of_device = select(table.c.slim).where(table.c.device_id == device_id, _in_scope(scope))
             newest = connection.execute(of_device.order_by(table.c.created_at.desc()).limit(1)).scalar_one()
-            device = _told(report_pb2.Report.FromString(newest).device)
+            device = _device_of(report_pb2.Report.FromString(newest).device)
         if selector.matches(device):
             matching.append(device_id)
     return matching
 
 
-def _told(device: report_pb2.ReportDevice) -> Device:
+def _device_of(device: report_pb2.ReportDevice) -> Device:
     return Device(
         id=device.id,
         name=device.name,
@@ -161,11 +161,11 @@ def _told(device: report_pb2.ReportDevice) -> Device:
 
 
 def _position(token: str) -> tuple[datetime, str]:
-    found = _TOKEN.match(token)
-    if found is None:
+    match = _TOKEN.match(token)
+    if match is None:
         raise BadPageToken.of(token)
     try:
-        return _EPOCH + int(found[1]) * _MICROSECOND, found[2]
+        return _EPOCH + int(match[1]) * _MICROSECOND, match[2]
     except OverflowError:  # after the year 9999
         raise BadPageToken.of(token) from None
 

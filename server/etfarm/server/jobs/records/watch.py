@@ -1,4 +1,4 @@
-"""Who listens to a job: subscriptions that get the newest journaled events and the latest of everything else."""
+"""Subscriptions to jobs: they receive the newest journaled events, and the latest of all others."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from contextlib import contextmanager
 from etfarm.v1.job_pb2 import JobEvent, Progress
 
 _MAX_LOG_LINES = 1000
-"""Log lines that a slow watcher may lag behind; older ones are left out and stay in TailLog."""
-
+"""Maximum number of log lines that wait for a slow watcher; older ones are dropped and remain available from TailLog."""
 
 _MAX_JOURNALED = 1000
-"""Changes that a slow watcher may lag behind; older ones are left out, and `Journal.watch` reads them again."""
+"""Maximum number of changes that wait for a slow watcher; older ones are dropped, and `Journal.watch` reads them again."""
 
 _MAX_PROGRESS = 5000
-"""Phases of cells that a slow watcher may lag behind: agents name phases as they like."""
+"""Maximum number of phases that wait for a slow watcher: agents choose the names of phases."""
 
 
 class Subscription:
-    """One listener's events: the newest journaled ones in order, progress by cell, the newest log lines."""
+    """Events of one watcher: the newest journaled ones in order, progress by cell, the newest log lines."""
 
     def __init__(self) -> None:
         self._journaled: deque[JobEvent] = deque(maxlen=_MAX_JOURNALED)
@@ -30,11 +29,11 @@ class Subscription:
         self._something = asyncio.Event()
 
     def put(self, event: JobEvent) -> None:
-        """Takes one event; never waits."""
+        """Add an event; never waits."""
         if event.HasField("sequence"):
             self._journaled.append(event)
         elif event.WhichOneof("event") == "progress":
-            # Phases that ended are worth keeping apart from what is going on: they carry durations.
+            # Phases that ended are kept apart from running ones, since they have durations.
             key = f"{event.progress.cell_id} {event.progress.phase} {event.progress.HasField('duration_ms')}"
             self._progress.pop(key, None)
             self._progress[key] = event
@@ -45,7 +44,7 @@ class Subscription:
         self._something.set()
 
     async def take(self) -> list[JobEvent]:
-        """Waits for events and gives all that there are, progress before the change that follows it."""
+        """Wait for events and return all of them, progress before the change that follows it."""
         await self._something.wait()
         self._something.clear()
         taken = [*self._log, *self._progress.values(), *self._journaled]
@@ -56,14 +55,14 @@ class Subscription:
 
 
 class Announcer:
-    """Hands events to the subscriptions of their job, and keeps the latest progress of each live cell for newcomers."""
+    """Passes events to the subscriptions of their job, and keeps the latest progress of each live cell for new subscriptions."""
 
     def __init__(self) -> None:
         self._subscriptions: dict[str, set[Subscription]] = {}
         self._latest: dict[str, dict[str, JobEvent]] = {}
 
     def announce(self, job_id: str, event: JobEvent) -> None:
-        """Tells everybody who listens to the job. Call it after the journal has written, never before."""
+        """Pass an event to the subscriptions of the job. Call it after the journal has written, never before."""
         kind = event.WhichOneof("event")
         if kind == "progress":
             self._latest.setdefault(job_id, {})[event.progress.cell_id] = event
@@ -75,13 +74,13 @@ class Announcer:
             subscription.put(event)
 
     def latest(self, job_id: str, cell_id: str) -> Progress | None:
-        """What a live cell was last said to be doing; None after its last change."""
+        """Return the latest progress of a live cell; None after its last change."""
         event = self._latest.get(job_id, {}).get(cell_id)
         return None if event is None else event.progress
 
     @contextmanager
     def subscribe(self, job_id: str) -> Iterator[Subscription]:
-        """A subscription to all that is announced from now on, the latest progress first."""
+        """Subscribe to all events from now on, the latest progress first."""
         subscription = Subscription()
         for event in self._latest.get(job_id, {}).values():
             subscription.put(event)
