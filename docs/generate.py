@@ -186,7 +186,7 @@ class _Comments:
     texts: dict[str, str]
 
     def about(self, name: str) -> str:
-        """Return a comment in one line; empty where there is none."""
+        """Return a comment in one line, or an empty text."""
         return self.texts.get(name, "")
 
 
@@ -230,12 +230,23 @@ def _message_of(field: FieldDescriptor) -> Descriptor | None:
     return kind
 
 
+_UNITS: Final = {
+    "ns": "ns", "ms": "ms", "s": "s", "us": "µs", "bytes": "bytes", "db": "dB", "hz": "Hz", "c": "°C", "mv": "mV", "percent": "%",
+}  # fmt: skip
+"""What the last part of a number's name says."""
+
+
 def _type_of(field: FieldDescriptor) -> str:
     kind = field.message_type
     if kind is not None and kind.GetOptions().map_entry:
         return f"object: {_single_type(kind.fields_by_name['value'])} by name"
     single = _single_type(field)
-    return f"list of {single}" if field.is_repeated else single
+    if field.is_repeated:
+        plural = {"integer": "integers", "number": "numbers", "text": "texts"}.get(single, single)
+        single = f"list of {plural}"
+    parts = field.name.split("_")
+    unit = _UNITS.get(parts[-1]) if len(parts) > 1 and field.message_type is None else None
+    return f"{single}, {unit}" if unit else single
 
 
 def _single_type(field: FieldDescriptor) -> str:
@@ -246,7 +257,8 @@ def _single_type(field: FieldDescriptor) -> str:
         prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", field.enum_type.name).upper() + "_"
         names = [value.name.removeprefix(prefix) for value in field.enum_type.values if value.number]
         return "text: " + ", ".join(f"`{name}`" for name in names)
-    return {field.TYPE_STRING: "text", field.TYPE_BOOL: "true or false", field.TYPE_DOUBLE: "number"}.get(field.type, "integer")
+    names_of_types = {field.TYPE_STRING: "text", field.TYPE_BOOL: "true or false", field.TYPE_DOUBLE: "number"}
+    return names_of_types.get(field.type, "integer")
 
 
 def _read_comments() -> dict[str, str]:
@@ -260,18 +272,18 @@ def _read_comments() -> dict[str, str]:
                 comment.append(line.removeprefix("//").strip())
                 continue
             code, _, trailing = line.partition("//")
-            said = " ".join([*comment, trailing.strip()]).strip()
+            comment_text = " ".join([*comment, trailing.strip()]).strip()
             comment = []
             if match := re.match(r"(message|enum|service|oneof)\s+(\w+)\s*\{", code):
                 # A oneof's fields are the message's own.
                 path.append("" if match[1] == "oneof" else match[2])
-                if said:
-                    texts[".".join(part for part in path if part)] = said
+                if comment_text:
+                    texts[".".join(part for part in path if part)] = comment_text
                 if code.rstrip().endswith("}"):
                     path.pop()
             elif match := re.match(r"(?:optional |repeated )?(?:map<[^>]+>|[\w.]+)\s+(\w+)\s*=\s*\d+", code):
-                if said:
-                    texts[".".join(part for part in (*path, match[1]) if part)] = said
+                if comment_text:
+                    texts[".".join(part for part in (*path, match[1]) if part)] = comment_text
             elif code.strip() == "}" and len(path) > 1:
                 path.pop()
             elif code.rstrip().endswith("{"):

@@ -39,7 +39,7 @@ README: Final = ROOT / "README.md"
 DEMO_FOLDER: Final = "etfarm/client/export/demo_models/"
 """Where the demos' source lines are; README.md, whose lines have at most 120 characters, shows `…/` in its place."""
 MAX_PICTURE_BYTES: Final = 200_000
-START_TIMEOUT_S: Final = 120.0
+START_TIMEOUT_S: Final = 300.0
 
 FP32: Final = "xnnpack_fp32"
 INT8: Final = "xnnpack_pt2e_int8_static_per_channel"
@@ -195,7 +195,7 @@ def _run_farm(folder: Path) -> Iterator[dict[str, str]]:
         environment["ETFARM_SERVER"] = json.loads(address_file.read_text())["address"]
         with _start([str(scripts / "etfarm"), "agent", "--name", "vm", "--exit-with-stdin"], folder / "agent.log", environment):
             _wait_for(r"^vm .* IDLE ", "devices list", folder, environment)
-            _wait_for(r" x86_64 | aarch64 ", "bundle list", folder, environment)
+            _wait_for(r"^(x86_64|aarch64) ", "bundle list", folder, environment)
             yield environment
 
 

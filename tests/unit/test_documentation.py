@@ -83,6 +83,14 @@ def test_each_reason_of_a_verdict_is_explained() -> None:
     assert codes - rows == set()
 
 
+def test_each_public_name_is_documented() -> None:
+    import etfarm.client
+
+    text = (DOCS / "python.md").read_text()
+    documented = {*re.findall(r"^::: etfarm\.client\.(\w+)$", text, re.MULTILINE), *re.findall(r"`(Async\w+)`", text)}
+    assert set(etfarm.client.__all__) - documented == set()
+
+
 def test_pictures_are_small() -> None:
     sizes = {picture.name: picture.stat().st_size for picture in (DOCS / "pictures").iterdir()}
     assert {name for name, size in sizes.items() if size > 200_000} == set()
