@@ -91,6 +91,13 @@ def test_each_public_name_is_documented() -> None:
     assert set(etfarm.client.__all__) - documented == set()
 
 
+def test_the_glossary_defines_each_term_once_in_order() -> None:
+    rows = re.findall(r"^\| ([^|]+?) \|", (DOCS / "glossary.md").read_text(), re.MULTILINE)[1:]
+    terms = [term for row in rows for term in row.lower().split(", ")]
+    assert sorted(set(terms)) == sorted(terms)
+    assert rows == sorted(rows, key=str.lower)
+
+
 def test_pictures_are_small() -> None:
     sizes = {picture.name: picture.stat().st_size for picture in (DOCS / "pictures").iterdir()}
     assert {name for name, size in sizes.items() if size > 200_000} == set()
