@@ -156,7 +156,7 @@ def _help_of(arguments: list[str]) -> str:
 
 def make_thresholds() -> str:
     """Make a table of what makes a measurement INVALID, each number with its reason."""
-    from etfarm.server.reports.thresholds import Thresholds
+    from etfarm.server.reports.latency.thresholds import Thresholds
 
     reasons = _field_docstrings(Thresholds)
     parts = ["| threshold | default | why |", "|---|---|---|"]
