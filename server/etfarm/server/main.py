@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
+import gc
 import logging
 import os
 import signal
@@ -199,6 +200,8 @@ async def _serve(config: Config) -> None:
                     "etfarm serve: INSECURE: anybody who reaches this address can run programs on the farm's devices", flush=True
                 )
             print(f"etfarm serve: listening on {address}", flush=True)
+            # What is loaded stays: a full collection that walked it all would hold up every call.
+            gc.freeze()
             await stop.wait()
     finally:
         if damage:

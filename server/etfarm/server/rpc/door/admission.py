@@ -72,15 +72,18 @@ class Undecoded:
         name = self.descriptor.name if self.descriptor is not None else "The request"
         if len(self.data) > self.size.most_bytes:
             raise exceeded(name, Limit(self.size.most_bytes), "bytes", len(self.data))
+        pace = Pace()
         if self.descriptor is not None:
-            scan, pace = Scan(self.data, self.descriptor, self.size.most_entries), Pace()
+            scan = Scan(self.data, self.descriptor, self.size.most_entries)
             try:
                 for _ in scan.slices(_STEPS):
                     await pace.pause()
             except TooManyFields as error:
                 raise exceeded(name, Limit(error.most), "entries", error.got) from None
         try:
-            return self.decode(self.data)
+            message = self.decode(self.data)
+            await pace.pause()
+            return message
         except DecodeError:
             raise MalformedRequest(
                 f"The request is not a valid {name}.", "Update etfarm, or fix the program that sends it."
