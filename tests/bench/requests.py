@@ -380,7 +380,7 @@ async def prepare(address: str, folder: Path) -> None:
         await stream.read()
         async with channel(address, "root") as admin:
             devices = device_pb2_grpc.DeviceServiceStub(admin)
-            while not (await devices.List(device_pb2.ListDevicesRequest())).devices:
+            while not (await devices.List(device_pb2.ListDevicesRequest())).devices:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.01)
         await stream.write(agent_pb2.AgentMessage(goodbye=agent_pb2.Goodbye()))
 
@@ -397,7 +397,7 @@ async def ready(address: str) -> None:
     """The compile workers have started, which takes all of a small machine's time."""
     async with channel(address, "ann") as opened:
         stub = farm_pb2_grpc.FarmServiceStub(opened)
-        while not (await stub.GetServerInfo(farm_pb2.GetServerInfoRequest())).workers_ready:
+        while not (await stub.GetServerInfo(farm_pb2.GetServerInfoRequest())).workers_ready:  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.2)
 
 
