@@ -57,24 +57,6 @@ class Placement:
         self.place()
 
     def place(self) -> None:
-        """Assign what can be assigned now; soon, where many cells or devices have just been looked at."""
-        if self._due is not None:
-            return
-        loop = asyncio.get_running_loop()
-        if max(self._size, len(self._requests)) < _MANY or loop.time() >= self._next_s:
-            self._place()
-        else:
-            self._due = loop.call_at(self._next_s, self._place)
-
-    def _place(self) -> None:
-        self._due = None
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        self._assign()
-        ended_s = loop.time()
-        self._next_s = ended_s + _PAUSE * (ended_s - began_s)
-
-    def _assign(self) -> None:
         """Assign all cells that can be assigned now."""
         requests = {cell_id: request for cell_id, request in self._requests.items() if not request.chosen.done()}
         if not requests:
