@@ -63,6 +63,16 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert {included.get(page.name, page.name) for page in DOCS.glob("*.md")} - linked == set()
 
 
+def test_the_files_of_the_ten_steps_exist() -> None:
+    """`role: file, file; role: file` in the table's last column."""
+    rows = re.findall(r"^\| \d+ \|.*\| ([^|]+) \|$", (DOCS / "architecture.md").read_text(), re.MULTILINE)
+    assert len(rows) == 10
+    for part in "; ".join(rows).split("; "):
+        role, _, files = part.partition(": ")
+        for name in files.split(", "):
+            assert (ROOT / role / "etfarm" / role / name.strip("`")).is_file(), f"{role}: {name}"
+
+
 def test_each_error_reason_is_explained_once(generate: ModuleType) -> None:
     groups = generate.read_explanations().values()
     explained = [reason for group in groups for reason in group if reason.isupper()]
