@@ -5,12 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from etfarm.server.devices import schedule
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Progressed, Runs
 from etfarm.server.devices.schedule import Waiting
 from etfarm.v1.device_pb2 import Device
+
+_MANY: Final = 100
+"""Number of cells and devices from which on placements are spaced."""
+
+_PAUSE: Final = 9
+"""Pause between two of them, in units of how long the first took. Each of 1,000 cells that are cancelled frees its place; the
+others need no new look each time."""
 
 
 @dataclass
@@ -32,6 +40,10 @@ class Placement:
         self._registry = registry
         self._runs = runs
         self._requests: dict[str, _Request] = {}
+        self._size = 0
+        """Number of cells and devices at the last placement."""
+        self._next_s = 0.0
+        self._due: asyncio.TimerHandle | None = None
         registry.on_change(self.place)
 
     async def device(self, waiting: Waiting, attempt_id: str, on_progress: Progressed, on_wait: Callable[[str], None]) -> Device:
@@ -57,11 +69,30 @@ class Placement:
         self.place()
 
     def place(self) -> None:
+        """Assign what can be assigned now; soon, where many cells or devices have just been looked at."""
+        if self._due is not None:
+            return
+        loop = asyncio.get_running_loop()
+        if max(self._size, len(self._requests)) < _MANY or loop.time() >= self._next_s:
+            self._place()
+        else:
+            self._due = loop.call_at(self._next_s, self._place)
+
+    def _place(self) -> None:
+        self._due = None
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        self._assign()
+        ended_s = loop.time()
+        self._next_s = ended_s + _PAUSE * (ended_s - began_s)
+
+    def _assign(self) -> None:
         """Assign all cells that can be assigned now."""
         requests = {cell_id: request for cell_id, request in self._requests.items() if not request.chosen.done()}
         if not requests:
             return
         devices = self._registry.devices()
+        self._size = len(requests) + len(devices)
         for assignment in schedule.schedule([request.waiting for request in requests.values()], devices):
             request = requests.pop(assignment.cell_id)
             self._runs.begin(request.attempt_id, assignment.device_id, request.on_progress, project=request.waiting.project)
