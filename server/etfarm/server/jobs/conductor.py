@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from functools import partial
 
 import structlog
@@ -28,8 +29,10 @@ class Conductor:
         self._announcer = announcer
         self._stages = stages
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._jobs: dict[str, tuple[str, str]] = {}
-        """Id and project of the job of each live cell."""
+        self._jobs: dict[str, Job] = {}
+        """Jobs with live cells, by id."""
+        self._live: Counter[str] = Counter()
+        """The number of live cells of each job."""
         self._cancelled: set[str] = set()
         self._held: dict[str, Job] = {}
         """Live jobs that wait to be resumed with care."""
@@ -42,8 +45,8 @@ class Conductor:
 
     def count_live(self, scope: Scope) -> int:
         """Return how many jobs of a scope have live cells, or wait to be resumed."""
-        live = {job_id for job_id, project in self._jobs.values() if scope.allows(project)}
-        return len(live | {job.id for job in self._held.values() if scope.allows(job.project)})
+        jobs = (*self._jobs.values(), *self._held.values())
+        return len({job.id for job in jobs if scope.allows(job.project)})
 
     def start(self, job: Job) -> None:
         """Start, or resume, the live cells of a job."""
@@ -52,11 +55,15 @@ class Conductor:
             if cell.state not in model.TERMINAL and cell.id not in self._tasks:
                 task = asyncio.create_task(self._lead(CellRun(job, cell)), name=f"cell-{cell.id}")
                 self._tasks[cell.id] = task
-                self._jobs[cell.id] = job.id, job.project
-                task.add_done_callback(partial(self._forget, cell.id))
+                self._jobs[job.id] = job
+                self._live[job.id] += 1
+                task.add_done_callback(partial(self._forget, job.id, cell.id))
 
-    def _forget(self, cell_id: str, _: asyncio.Task[None]) -> None:
-        del self._tasks[cell_id], self._jobs[cell_id]
+    def _forget(self, job_id: str, cell_id: str, _: asyncio.Task[None]) -> None:
+        del self._tasks[cell_id]
+        self._live[job_id] -= 1
+        if not self._live[job_id]:
+            del self._live[job_id], self._jobs[job_id]
 
     async def resume(self, takeups: Takeups | None = None) -> None:
         """Resume the jobs of an earlier server. Call it before agents can connect: an agent that connects earlier would have to

@@ -77,6 +77,7 @@ class CellStages:
             self._transitions, requirements, dispatch, results, joblog, quiet, self._progress, self._timer, now=now
         )
         self.groups = Groups(attempts.run, self._announce_missing)
+        self._turn = asyncio.Lock()
 
     async def resume(self, job: Job) -> None:
         """Continue the log and the running attempts of a job that an earlier server led."""
@@ -85,9 +86,11 @@ class CellStages:
 
     async def compile(self, run: CellRun) -> None:
         """Compile the cell and check that it can run, until it waits for a device; a cell without a device succeeds here."""
+        await self._take_turn()
         if run.cell.state == model.QUEUED:
             await self._transitions.advance([run], model.COMPILING)
         await self._compilation.compile(run)
+        await self._take_turn()
         assert run.compilation is not None
         if run.compilation.HasField("program"):
             await self._requirements.check_inputs(run)
@@ -99,6 +102,7 @@ class CellStages:
 
     async def recover(self, run: CellRun) -> None:
         """Load the compilation of a cell that an earlier server compiled."""
+        await self._take_turn()
         await self._compilation.recover(run)
 
     async def place_and_run(self, run: CellRun) -> None:
@@ -133,6 +137,7 @@ class CellStages:
                 await asyncio.sleep(RETRY_S)
 
     async def _finish(self, run: CellRun, to: job_pb2.CellState.ValueType, error: EtfarmError | None) -> None:
+        await self._take_turn()
         async with run.writing:
             after = model.advance(run.cell, to, at=self._now())
             if error is not None:
@@ -147,6 +152,11 @@ class CellStages:
             await self._joblog.flush()
             await self._transitions.write(run, after, report)
             self._dispatch.end(after)
+
+    async def _take_turn(self) -> None:
+        """Wait until no other cell continues in this turn of the event loop: thousands may have waited for the same event."""
+        async with self._turn:
+            await asyncio.sleep(0)
 
     def _announce_missing(self, run: CellRun, why: str) -> None:
         self._progress.announce_phase([run], "WAIT_FOR_OTHERS", why)
