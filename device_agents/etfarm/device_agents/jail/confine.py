@@ -48,7 +48,7 @@ _HARDWARE: Final = (
     "/sys/firmware/devicetree",
 )
 _LIBRARIES: Final = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
-_ENVIRONMENT: Final = {"LC_ALL": "C", "HOME": ".", "TMPDIR": "."}
+_ENVIRONMENT: Final = {"LC_ALL": "C.UTF-8", "HOME": ".", "TMPDIR": "."}
 
 
 class JailIncomplete(DeviceError):

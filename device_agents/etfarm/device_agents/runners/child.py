@@ -175,7 +175,7 @@ async def spawn_here(command: Sequence[str], folder: Path) -> LocalChild:
             stderr=asyncio.subprocess.PIPE,
             cwd=folder,
             # Nothing of ours, tokens least of all, is a program's business; LD_* would change what is run.
-            env={"LC_ALL": "C", "HOME": str(folder), "TMPDIR": str(folder)},
+            env={"LC_ALL": "C.UTF-8", "HOME": str(folder), "TMPDIR": str(folder)},
             # A group of its own, so that one signal reaches whatever the program forked, and Ctrl-C does not.
             start_new_session=True,
         )
