@@ -42,14 +42,18 @@ class Call:
         """Why the server ended the call and cancelled its handler: the token is no longer valid, or the caller left a project."""
         self.abort_sending: Callable[[EtfarmError], Awaitable[None]] | None = None
         """Sends the status of a call while its handler waits for gRPC to send an answer that the caller may never read."""
+        self.is_handled = False
+        """Whether a handler runs, which may be cancelled. Before and after it gRPC receives the request and sends the answer; a
+        call that is cancelled there ends without a status, and its caller waits for one."""
         self._task = task
         self._aborting: asyncio.Task[None] | None = None
 
     def end(self, error: EtfarmError) -> None:
-        """Cancel the handler; the caller gets the error."""
+        """Cancel the handler, which does not start if it does not run yet; the caller gets the error."""
         self.ending = error
         if self.abort_sending is None:
-            self._task.cancel()
+            if self.is_handled:
+                self._task.cancel()
         else:
             self._aborting = asyncio.create_task(self._abort(self.abort_sending, error), name="end of a call")
 

@@ -142,6 +142,7 @@ Check = Callable[[Any], Awaitable[Any]]
 
 def _single(behavior: Callable[..., Any], admit: Admit, call: Call, check: Check) -> Callable[..., Awaitable[Any]]:
     async def answer(request: Any, context: ServicerContext[Any, Any]) -> Any:
+        await _start(context, call)
         auditor = admit(context)
         try:
             admitted = await check(request)
@@ -150,6 +151,7 @@ def _single(behavior: Callable[..., Any], admit: Admit, call: Call, check: Check
             answered = await _awaited(behavior(admitted, context))
         except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001 - the edge: every error becomes a status
             await _fail(context, error, call, auditor)
+        call.is_handled = False
         if auditor is not None:
             auditor.succeeded(answered)
         return answered
@@ -159,6 +161,7 @@ def _single(behavior: Callable[..., Any], admit: Admit, call: Call, check: Check
 
 def _streaming(behavior: Callable[..., Any], admit: Admit, call: Call, check: Check) -> Callable[..., AsyncIterator[Any]]:
     async def answer(request: Any, context: ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        await _start(context, call)
         auditor = admit(context)
 
         async def abort(error: EtfarmError) -> None:
@@ -179,6 +182,7 @@ def _streaming(behavior: Callable[..., Any], admit: Admit, call: Call, check: Ch
                 call.abort_sending = abort
                 yield message
                 call.abort_sending = None
+            call.is_handled = False
             if auditor is not None:
                 auditor.succeeded()
         except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001 - the edge: every error becomes a status
@@ -187,8 +191,16 @@ def _streaming(behavior: Callable[..., Any], admit: Admit, call: Call, check: Ch
     return answer
 
 
+async def _start(context: ServicerContext[Any, Any], call: Call) -> None:
+    """Let the call be cancelled from now on; end it here if that was wanted while gRPC received its request."""
+    call.is_handled = True
+    if call.ending is not None:
+        await _abort(context, call.ending, call.method)
+
+
 async def _fail(context: ServicerContext[Any, Any], error: BaseException, call: Call, auditor: Auditor | None) -> NoReturn:
     """End a call whose handler raised: with the error's status, as cancelled, or with the reason why the server ended it."""
+    call.is_handled = False
     if auditor is not None:
         auditor.failed(
             error.reason if isinstance(error, EtfarmError) else "INTERNAL" if isinstance(error, Exception) else "CANCELLED"
