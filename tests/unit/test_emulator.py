@@ -219,7 +219,7 @@ async def test_a_bundle_that_says_another_architecture_than_its_programs_is_refu
         store = Store(tmp_path, database)
         artifact = await store.put(gzip.compress(build.pack(false.folder, false.manifest), 1), "ann")
         bundles = Bundles(store, database, tmp_path)
-        with pytest.raises(WrongArch, match=r"says that it is for x86_64, and its \S+ is a program for aarch64"):
+        with pytest.raises(WrongArch, match=r"names x86_64, and its \S+ is a program for aarch64"):
             await bundles.add(artifact.digest)
         assert bundles.list() == []
     finally:
