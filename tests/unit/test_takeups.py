@@ -121,3 +121,9 @@ def test_a_server_that_was_killed_leaves_its_mark_and_one_that_ends_does_not(tmp
     assert not last.begin()
     last.end()
     assert CleanEnd(tmp_path).begin()
+
+
+def test_a_server_that_could_not_start_leaves_the_mark_of_the_one_that_was_killed(tmp_path: Path) -> None:
+    assert CleanEnd(tmp_path).begin()
+    CleanEnd(tmp_path).end()
+    assert not CleanEnd(tmp_path).begin()

@@ -90,13 +90,16 @@ class CleanEnd:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "server.running"
+        self._has_begun = False
 
     def begin(self) -> bool:
         """Note that a server runs; return whether the one before ended cleanly."""
         was_clean = not self._file.exists()
         self._file.touch(mode=0o600)
+        self._has_begun = True
         return was_clean
 
     def end(self) -> None:
-        """Note that the server ends cleanly."""
-        self._file.unlink(missing_ok=True)
+        """Note that the server ends cleanly. A server that could not start says nothing about the one before."""
+        if self._has_begun:
+            self._file.unlink(missing_ok=True)
