@@ -1,4 +1,7 @@
-"""Children's answers as messages of the contract. A child has loaded a user's bytes: nothing is trusted to be well-formed."""
+"""Conversion of children's answers to protobuf messages.
+
+A child has loaded a user's bytes, so no answer is trusted to be well-formed.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +22,25 @@ from etfarm.wire.errors import FarmError
 from etfarm.wire.stages import STAGES
 
 MAX_ANSWER_BYTES: Final = 16 << 20
-"""Largest answer that is read: 20 places of each of 150 operators are half a MiB a method. What is large comes as files."""
+"""Maximum size of an answer; 20 places of each of 150 operators take half a MiB per method. Large data is sent as files."""
 
 MAX_FILES: Final = 10_000
-"""Most files that one child gives: some for each of at most 1,000 methods."""
+"""Maximum number of files of one child: several for each of at most 1,000 methods."""
 
 _GREATEST_MS: Final = 1 << 53
 
 
 class BadWorkerAnswer(FarmError):
-    """A worker's answer cannot be read. It ran user bytes: it is not trusted to be well-formed."""
+    """A worker's answer cannot be read. The worker ran user bytes, so its answers are not trusted to be well-formed."""
 
     reason = "BAD_WORKER_ANSWER"
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """A JSON object.
+    """Return the JSON object of an answer.
 
     Raises:
-        BadWorkerAnswer: it is none, or above MAX_ANSWER_BYTES.
+        BadWorkerAnswer: the answer is not a JSON object, or exceeds MAX_ANSWER_BYTES.
     """
     if len(data) > MAX_ANSWER_BYTES:
         raise BadWorkerAnswer(f"The compile worker's answer has {len(data)} bytes, above {MAX_ANSWER_BYTES}.")
@@ -51,10 +54,10 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 def stage_event(data: bytes) -> tuple[str, float | None]:
-    """A StageEvent's stage, and its milliseconds where it has ended.
+    """Return a StageEvent's stage, and its duration in milliseconds if the stage has ended.
 
     Raises:
-        BadWorkerAnswer: it is none.
+        BadWorkerAnswer: the data is not a valid StageEvent.
     """
     event = parse(data)
     if event.get("phase") not in ("START", "END"):
@@ -63,25 +66,25 @@ def stage_event(data: bytes) -> tuple[str, float | None]:
     return stage, None if event["phase"] == "START" else _milliseconds(event.get("duration_ms"))
 
 
-def _stage_name(said: object) -> str:
-    if not isinstance(said, str) or said not in STAGES:
+def _stage_name(value: object) -> str:
+    if not isinstance(value, str) or value not in STAGES:
         raise BadWorkerAnswer("The compile worker tells of a stage that there is not.")
-    return said
+    return value
 
 
-def _milliseconds(said: object) -> float:
-    if not isinstance(said, int | float) or not 0 <= said < _GREATEST_MS:
+def _milliseconds(value: object) -> float:
+    if not isinstance(value, int | float) or not 0 <= value < _GREATEST_MS:
         raise BadWorkerAnswer("The compile worker tells of a stage without its duration.")
-    return float(said)
+    return float(value)
 
 
 class Files:
-    """A child's files on their way into the store.
+    """A child's output files, which are moved into the store.
 
     Args:
-        folder: the child's.
-        owner: who is said to have stored them.
-        project: who holds them.
+        folder: the child's output folder.
+        owner: the recorded owner of the stored files.
+        project: the project that holds the files.
     """
 
     def __init__(self, store: Store, folder: Path, owner: str, project: str) -> None:
@@ -92,11 +95,11 @@ class Files:
         self._left = MAX_FILES
 
     async def adopt(self, name: str) -> common_pb2.Artifact:
-        """Takes one file: a name, never a way out of the folder, never a link or anything else than a file.
+        """Move one file into the store. Refuse names that lead out of the folder, links, and anything but a regular file.
 
         Raises:
-            BadWorkerAnswer: it is anything else, or one of too many.
-            QuotaExceeded: the project has no room for it.
+            BadWorkerAnswer: the file is refused, or the child has named too many files.
+            QuotaExceeded: the project's storage quota has no room for the file.
         """
         if self._left == 0:
             raise BadWorkerAnswer(f"The compile worker names more than {MAX_FILES} files.")
@@ -105,12 +108,12 @@ class Files:
             path = await asyncio.to_thread(output_files.claim, self._folder, name)
         except output_files.BadOutputFile as error:
             raise BadWorkerAnswer(error.message) from None
-        # A child may have written anything: it takes from its project what an upload would take.
+        # A child may have written anything, so its files count against the project's quota like uploads.
         await self._store.require_quota(self._project, path.stat().st_size)
         return await self._store.adopt(path, self._owner, holder=self._project)
 
     async def adopt_all(self, names: Mapping[str, str], into: Mapping[str, common_pb2.Artifact]) -> None:
-        """Takes the files of a dict into a map of a message."""
+        """Move the files of a dict into the store and add them to a message's map."""
         for key, name in names.items():
             into[key].CopyFrom(await self.adopt(name))
 
@@ -124,106 +127,106 @@ def _read() -> Iterator[None]:
 
 
 async def quantized(answer: Mapping[str, Any], files: Files, methods: Collection[str]) -> Compilation:
-    """A QuantizeResult.
+    """Return a QuantizeResult as a Compilation, with its files in the store.
 
     Args:
-        methods: all that were asked for.
+        methods: all requested methods.
 
     Raises:
-        BadWorkerAnswer: it is none, or of other methods.
+        BadWorkerAnswer: the answer is not a QuantizeResult, or has other methods.
     """
     with _read():
-        made = await asyncio.to_thread(_quantized, answer)
+        compilation = await asyncio.to_thread(_quantized, answer)
         if set(answer["programs"]) != set(methods):
             raise BadWorkerAnswer("The compile worker answers with other methods than it was asked for.")
-        await files.adopt_all(answer["programs"], made.exported_programs)
-    return made
+        await files.adopt_all(answer["programs"], compilation.exported_programs)
+    return compilation
 
 
 async def lowered(answer: Mapping[str, Any], files: Files, stop_after: str = "") -> Compilation:
-    """A LowerResult.
+    """Return a LowerResult as a Compilation, with its files in the store.
 
     Args:
-        stop_after: the last stage that was asked for; empty for a program.
+        stop_after: the last requested stage; empty for a program.
 
     Raises:
-        BadWorkerAnswer: it is none, or has no program where one was asked for.
+        BadWorkerAnswer: the answer is not a LowerResult, or lacks the requested program.
     """
     with _read():
         if (answer["program"] is None or answer["facts"] is None) is not bool(stop_after):
             raise BadWorkerAnswer("The compile worker answers with something else than it was asked for.")
         # In a thread: an answer may have a hundred thousand rows.
-        made = await asyncio.to_thread(_lowered, answer)
-        # Beside each other: each waits for the disk.
-        tasks = (_add_program(made, answer["program"], files), _add_etrecord(made, answer["etrecord"], files))
+        compilation = await asyncio.to_thread(_lowered, answer)
+        # Concurrent: each task waits for the disk.
+        tasks = (_add_program(compilation, answer["program"], files), _add_etrecord(compilation, answer["etrecord"], files))
         inputs, stage_files = answer["inputs"], answer["stage_files"]
-        more = (files.adopt_all(inputs, made.example_inputs), files.adopt_all(stage_files, made.stage_files))
-        for failed in await asyncio.gather(*tasks, *more, return_exceptions=True):
+        transfers = (files.adopt_all(inputs, compilation.example_inputs), files.adopt_all(stage_files, compilation.stage_files))
+        for failed in await asyncio.gather(*tasks, *transfers, return_exceptions=True):
             if failed is not None:
                 raise failed
-    return made
+    return compilation
 
 
 def _quantized(answer: Mapping[str, Any]) -> Compilation:
-    """Return a QuantizeResult's texts and numbers."""
-    made = Compilation(stages=_stages(answer["stages"]), warnings=_warnings(answer["warnings"]))
-    _add_stayed(made, answer["stayed_fp32"])
-    return made
+    """Return a QuantizeResult's contents without its files."""
+    compilation = Compilation(stages=_stages(answer["stages"]), warnings=_warnings(answer["warnings"]))
+    _add_stayed(compilation, answer["stayed_fp32"])
+    return compilation
 
 
 def _lowered(answer: Mapping[str, Any]) -> Compilation:
-    """Return a LowerResult's texts and numbers."""
-    made = Compilation(stages=_stages(answer["stages"]), warnings=_warnings(answer["warnings"]))
+    """Return a LowerResult's contents without its files."""
+    compilation = Compilation(stages=_stages(answer["stages"]), warnings=_warnings(answer["warnings"]))
     for method, delegation in answer["delegation"].items():
-        made.delegation[method].CopyFrom(_delegation(delegation))
-    _add_described(made, answer)
-    made.modules.extend(compile_pb2.ModuleFootprint(**row) for row in answer["modules"])
-    made.checks.extend(_check(check) for check in answer["checks"])
-    _add_stayed(made, answer["stayed_fp32"])
-    return made
+        compilation.delegation[method].CopyFrom(_delegation(delegation))
+    _add_described(compilation, answer)
+    compilation.modules.extend(compile_pb2.ModuleFootprint(**row) for row in answer["modules"])
+    compilation.checks.extend(_check(check) for check in answer["checks"])
+    _add_stayed(compilation, answer["stayed_fp32"])
+    return compilation
 
 
 def _inspected(answer: Mapping[str, Any]) -> Compilation:
-    """Return what a ready program says of itself."""
-    made = Compilation(warnings=_warnings(answer["warnings"]))
-    _add_described(made, answer)
-    return made
+    """Return the description of an uploaded program."""
+    compilation = Compilation(warnings=_warnings(answer["warnings"]))
+    _add_described(compilation, answer)
+    return compilation
 
 
-async def _add_program(made: Compilation, program: Mapping[str, Any] | None, files: Files) -> None:
+async def _add_program(compilation: Compilation, program: Mapping[str, Any] | None, files: Files) -> None:
     if program is not None:
-        made.program.pte.CopyFrom(await files.adopt(program["pte"]))
-        await files.adopt_all(program["data"], made.program.data)
-        made.program.digest = program_digest(made.program)
+        compilation.program.pte.CopyFrom(await files.adopt(program["pte"]))
+        await files.adopt_all(program["data"], compilation.program.data)
+        compilation.program.digest = program_digest(compilation.program)
 
 
-async def _add_etrecord(made: Compilation, name: str | None, files: Files) -> None:
+async def _add_etrecord(compilation: Compilation, name: str | None, files: Files) -> None:
     if name is not None:
-        made.etrecord.CopyFrom(await files.adopt(name))
+        compilation.etrecord.CopyFrom(await files.adopt(name))
 
 
 async def inspected(answer: Mapping[str, Any], files: Files) -> Compilation:
-    """The LowerResult of a ready program: what it says of itself.
+    """Return the LowerResult of an uploaded program, which only describes the program.
 
     Raises:
-        BadWorkerAnswer: it is none.
+        BadWorkerAnswer: the answer is not a LowerResult.
     """
     with _read():
         return await asyncio.to_thread(_inspected, answer)
 
 
 def recipes(answer: Mapping[str, Any]) -> compile_pb2.ListRecipesResponse:
-    """A RecipesResult.
+    """Return a RecipesResult as a ListRecipesResponse.
 
     Raises:
-        BadWorkerAnswer: it is none.
+        BadWorkerAnswer: the answer is not a RecipesResult.
     """
     with _read():
         return compile_pb2.ListRecipesResponse(recipes=[compile_pb2.RecipeInfo(**row) for row in answer["recipes"]])
 
 
 def _stages(rows: Sequence[Mapping[str, Any]]) -> list[compile_pb2.Stage]:
-    # Where it ran is not the child's to say.
+    # The child does not decide where a stage ran.
     return [
         compile_pb2.Stage(
             stage=_stage_name(row["stage"]),
@@ -239,24 +242,24 @@ def _warnings(rows: Sequence[Mapping[str, Any]]) -> list[compile_pb2.Warning]:
     return [compile_pb2.Warning(**row) for row in rows]
 
 
-def _add_stayed(made: Compilation, said: Mapping[str, Any]) -> None:
-    for method, rows in said.items():
+def _add_stayed(compilation: Compilation, rows_by_method: Mapping[str, Any]) -> None:
+    for method, rows in rows_by_method.items():
         operators = [
             compile_pb2.Fp32Operator(op=row["op"], count=row["count"], places=map(_place, row["places"])) for row in rows
         ]
-        made.stayed_fp32[method].operators.extend(operators)
+        compilation.stayed_fp32[method].operators.extend(operators)
 
 
-def _add_described(made: Compilation, answer: Mapping[str, Any]) -> None:
+def _add_described(compilation: Compilation, answer: Mapping[str, Any]) -> None:
     if (facts := answer["facts"]) is not None:
-        for method, said in facts["methods"].items():
-            made.facts.methods[method].CopyFrom(_method_facts(said))
+        for method, described in facts["methods"].items():
+            compilation.facts.methods[method].CopyFrom(_method_facts(described))
     if (sizes := answer["sizes"]) is not None:
-        made.sizes.CopyFrom(
+        compilation.sizes.CopyFrom(
             compile_pb2.ProgramSizes(
                 program_bytes=sizes["program_bytes"], constant_bytes=sizes["constant_bytes"],
                 delegate_bytes=sizes["delegate_bytes"], data_bytes=sizes["data_bytes"],
-                methods={name: compile_pb2.MethodSizes(**said) for name, said in sizes["methods"].items()},
+                methods={name: compile_pb2.MethodSizes(**described) for name, described in sizes["methods"].items()},
             )
         )  # fmt: skip
 
@@ -305,7 +308,7 @@ def _value_spec(value: Mapping[str, Any]) -> compile_pb2.ValueSpec:
 
 
 def facts_of(facts: compile_pb2.MethodFacts) -> MethodFacts:
-    """A method's facts as `compile.inputs` reads them."""
+    """Return a method's facts in the form that `compile.inputs` reads."""
     return {
         "inputs": [_value_facts(spec) for spec in facts.inputs], "outputs": [_value_facts(spec) for spec in facts.outputs],
         "operators": list(facts.operators), "backends": list(facts.backends), "planned_bytes": list(facts.planned_bytes),

@@ -78,8 +78,9 @@ class Cache:
         return compilation
 
     async def get_visible(self, key: str, scope: Scope) -> Compilation:
-        """Return a compilation that one of the scope's projects requested. That project holds its files from then on, even if
-        another project has compiled it again since.
+        """Return a compilation that one of the scope's projects requested.
+
+        That project holds the compilation's files from then on, even if another project has compiled it again since.
 
         Raises:
             CompilationNotFound: no compilation has the key, or only other projects requested it.

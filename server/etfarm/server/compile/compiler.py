@@ -1,4 +1,4 @@
-"""The compiler: turns candidates into programs in up to two children each, once for each key, or answers from the cache."""
+"""The compiler of candidates: at most two children per candidate, one compilation per key, and answers from the cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _KEPT_KEYS: Final = 1_000
 
 _LOG_LINES: Final = 60
 _LOG_CHARACTERS: Final = 6000
-"""Maximum of a failed compilation's log that is kept: its end, which has the original error."""
+"""Maximum length of the log that is kept of a failed compilation: the end of the log, which has the original error."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,9 @@ class Compiler:
             return plan(candidate, recipe, stop_after, self._operators)
 
         def large() -> Plan:
-            exactly = hashlib.sha256(candidate.SerializeToString(deterministic=True)).digest()
-            if (keys := self._keys.get((exactly, stop_after))) is not None:
-                self._keys.move_to_end((exactly, stop_after))
+            content_digest = hashlib.sha256(candidate.SerializeToString(deterministic=True)).digest()
+            if (keys := self._keys.get((content_digest, stop_after))) is not None:
+                self._keys.move_to_end((content_digest, stop_after))
                 shortened = job_pb2.Candidate()
                 shortened.CopyFrom(candidate)
                 for method in shortened.model.methods.values():
@@ -161,7 +161,7 @@ class Compiler:
                     quantization_key=keys[1],
                 )
             todo = plan(candidate, recipe, stop_after, self._operators)
-            self._keys[exactly, stop_after] = todo.key, todo.quantization_key
+            self._keys[content_digest, stop_after] = todo.key, todo.quantization_key
             if len(self._keys) > _KEPT_KEYS:
                 self._keys.popitem(last=False)
             return todo
@@ -193,7 +193,7 @@ class Compiler:
             if todo.recipe is None:
                 return await self._inspect(todo, compilation, owner, project, subscribers)
             if any(part.specification.needs for part in todo.recipe.parts):
-                await self._catalog.recipes()  # the others need nothing that a server could lack, and need not wait for the list
+                await self._catalog.recipes()  # other recipes need nothing that may be missing, so they do not wait for the list
             self._catalog.require_available(todo.recipe)
             sources = {name: method.exported_program for name, method in todo.candidate.model.methods.items()}
             lowered_from = sources
@@ -336,8 +336,8 @@ class Compiler:
 
 def _shared_keys(key: str, fresh: bool) -> list[str]:
     """Return the keys of work that a request may join: a fresh request must not join work that may use cached parts."""
-    again = f"{key} again"
-    return [again] if fresh else [key, again]
+    fresh_key = f"{key} again"
+    return [fresh_key] if fresh else [key, fresh_key]
 
 
 def _add_shared(compilation: Compilation, shared: Outcome) -> None:

@@ -1,6 +1,6 @@
-"""Refusals of models and recipes that compilation finds, each with its reason, its sentence and its remedy.
+"""Errors of models and recipes that compilation detects, each with a reason, a message and a remedy.
 
-Standard library only. Refusals of uploaded bytes are in `screening.errors`.
+Standard library only. Errors of uploaded bytes are in `screening.errors`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from etfarm.wire.errors import FarmError, Kind, UserError
 
 
 class RecipeNeedsEagerModule(UserError):
-    """The recipe replaces modules, and an exported program has none: it would come out as fp32, silently.
+    """The recipe replaces modules, which an exported program does not have; the result would silently be fp32.
 
     Args:
         model: the candidate's name.
@@ -27,7 +27,7 @@ class RecipeNeedsEagerModule(UserError):
 
 
 class QuantizedNothing(UserError):
-    """The recipe quantizes, and the program that came out has no quantized operator."""
+    """The recipe quantizes, but the resulting program has no quantized operator."""
 
     reason = "QUANTIZED_NOTHING"
 
@@ -40,7 +40,7 @@ class QuantizedNothing(UserError):
 
 
 class AlreadyQuantized(UserError):
-    """A program that has quantized operators cannot be quantized once more."""
+    """The program already has quantized operators and cannot be quantized again."""
 
     reason = "ALREADY_QUANTIZED"
 
@@ -79,11 +79,11 @@ class TrainingMode(UserError):
 
 
 class DataDependentBranch(UserError):
-    """The model decides by a tensor's value, which an exported program cannot.
+    """The model branches on a tensor's value, which an exported program cannot do.
 
     Args:
-        expression: torch's words for the condition, `u0 > 3`; may be empty.
-        where: the line, `models/net.py:31 (if x.sum() > 0:)`; may be empty.
+        expression: the condition in torch's notation, like `u0 > 3`; may be empty.
+        where: the source line, like `models/net.py:31 (if x.sum() > 0:)`; may be empty.
     """
 
     reason = "DATA_DEPENDENT_BRANCH"
@@ -98,11 +98,11 @@ class DataDependentBranch(UserError):
 
 
 class DimSpecialized(UserError):
-    """A dim that was to be dynamic can only have one size, or a narrower range.
+    """A dim that was declared dynamic can only have one size or a narrower range.
 
     Args:
         dims: names of the dims.
-        why: torch's sentence.
+        why: torch's explanation.
     """
 
     reason = "DIM_SPECIALIZED"
@@ -130,11 +130,11 @@ class UnboundedSize(UserError):
 
 
 class MissingOutVariants(UserError):
-    """Operators that no delegate took, and that ExecuTorch has no kernel for.
+    """Some operators are not delegated, and ExecuTorch has no kernel for them.
 
     Args:
-        operators: with their lines, `aten::bincount at models/net.py:31 (torch.bincount(x))`.
-        names: operators only.
+        operators: the operators with their source lines, like `aten::bincount at models/net.py:31 (torch.bincount(x))`.
+        names: the operators without source lines.
     """
 
     reason = "MISSING_OUT_VARIANTS"
@@ -148,7 +148,10 @@ class MissingOutVariants(UserError):
 
 
 class UnsupportedQuantizedOp(UserError):
-    """Quantized operators that no delegate took, and that ExecuTorch has no kernel for. `MissingOutVariants` otherwise."""
+    """Some quantized operators are not delegated, and ExecuTorch has no kernel for them.
+
+    If other operators are affected too, the error is `MissingOutVariants`.
+    """
 
     reason = "UNSUPPORTED_QUANTIZED_OP"
 
@@ -162,7 +165,7 @@ class UnsupportedQuantizedOp(UserError):
 
 
 class OperatorNotCoreAten(UserError):
-    """The edge dialect's verifier found an operator outside of Core ATen."""
+    """The edge dialect's verifier refuses an operator outside of Core ATen."""
 
     reason = "OPERATOR_NOT_CORE_ATEN"
 
@@ -176,7 +179,7 @@ class OperatorNotCoreAten(UserError):
 
 
 class UnsupportedDtypes(UserError):
-    """The edge dialect's verifier found dtypes that no kernel takes together: complex numbers, or mixed ones."""
+    """The edge dialect's verifier refuses complex dtypes or mixed dtypes, which no kernel accepts."""
 
     reason = "UNSUPPORTED_DTYPES"
 
@@ -191,7 +194,7 @@ class UnsupportedDtypes(UserError):
 
 
 class OperatorWithEffects(UserError):
-    """An operator with a side effect, which ExecuTorch's passes cannot order."""
+    """The model has an operator with a side effect, which ExecuTorch's passes cannot order."""
 
     reason = "OPERATOR_WITH_EFFECTS"
 
@@ -204,10 +207,10 @@ class OperatorWithEffects(UserError):
 
 
 class CalibrationFailed(UserError):
-    """The model cannot be run on a sample whose shapes and dtypes fit.
+    """The model fails on a calibration sample, although its shapes and dtypes fit.
 
     Args:
-        sample: which one, for the sentence.
+        sample: the sample's name in the message.
     """
 
     reason = "CALIBRATION_FAILED"
@@ -221,7 +224,7 @@ class CalibrationFailed(UserError):
 
 
 class NoExampleInputs(UserError):
-    """Nothing to calibrate or to smoke-run with."""
+    """The program carries no example inputs to calibrate with."""
 
     reason = "NO_EXAMPLE_INPUTS"
 
@@ -247,11 +250,11 @@ class BadCalibrationInput(UserError):
 
 
 class CalibrationNotFinite(UserError):
-    """Quantization takes its ranges from samples, and one makes a value that is NaN or infinite.
+    """A sample contains or produces NaN or infinity, and quantization takes its ranges from samples.
 
     Args:
-        sample: how a sentence names it: "calibration sample 3", "the example inputs"; empty where it is not known.
-        inputs: the sample's own inputs that are not finite; empty where the model computes such values.
+        sample: the sample's name in the message, like "calibration sample 3" or "the example inputs"; empty if unknown.
+        inputs: the sample's inputs that are not finite; empty if the model computes such values.
     """
 
     reason = "CALIBRATION_NOT_FINITE"
@@ -267,10 +270,10 @@ class CalibrationNotFinite(UserError):
 
 
 class StageFailed(UserError):
-    """A stage of ExecuTorch's pipeline refused the model.
+    """A stage of ExecuTorch's pipeline failed on the model.
 
     Args:
-        why: the one line of the stage's message that says what is wrong.
+        why: the line of the stage's message that states the problem.
     """
 
     reason = "STAGE_FAILED"
@@ -284,12 +287,12 @@ class StageFailed(UserError):
 
 
 class ProgramCannotRun(UserError):
-    """The program compiled, and ExecuTorch's runtime on this host cannot execute it.
+    """The program compiled, but ExecuTorch's runtime on this host cannot execute it.
 
     Args:
-        why: the runtime's reason, as `smoke.explain` words it.
-        at: the inputs, "at its largest inputs (x: 64x3)"; empty for the example inputs.
-        operator: the one that has no kernel, with its line, `aten::histc at models/net.py:31 (torch.histc(x))`; may be empty.
+        why: the runtime's reason, as returned by `smoke.explain`.
+        at: the inputs, like "at its largest inputs (x: 64x3)"; empty for the example inputs.
+        operator: the operator without a kernel, with its line, like `aten::histc at models/net.py:31 (torch.histc(x))`; or empty.
     """
 
     reason = "PROGRAM_CANNOT_RUN"
@@ -311,7 +314,7 @@ class ProgramCannotRun(UserError):
 
 
 class UnsupportedProgram(UserError):
-    """A ready .pte that its own description does not let us read."""
+    """An uploaded .pte cannot be described."""
 
     reason = "UNSUPPORTED_PROGRAM"
 
@@ -320,7 +323,7 @@ class ToolchainIncomplete(FarmError):
     """This server lacks what the recipe, or one of its stages, needs.
 
     Args:
-        recipe: its name; empty where only the stage is known.
+        recipe: the recipe's name; empty if only the stage is known.
     """
 
     reason = "RECIPE_NOT_AVAILABLE"

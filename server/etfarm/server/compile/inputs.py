@@ -49,12 +49,12 @@ def check_inputs(method: str, facts: MethodFacts, values: Sequence[Value]) -> No
     """Refuse inputs that the method would fail on, or would silently read wrongly.
 
     Args:
-        method: its name, for the sentence.
-        values: leaves in flattened order; names of the values are ignored.
+        method: the method's name for the message.
+        values: leaves in flattened order; their names are ignored.
 
     Raises:
-        CountMismatch: not as many as the method takes.
-        ValueMismatch: another kind, dtype, shape, dim order or baked value; the first one in order.
+        CountMismatch: the number of values differs from the method's.
+        ValueMismatch: a value differs in kind, dtype, shape, dim order or baked-in value; the first such value is reported.
     """
     expected = facts["inputs"]
     if len(values) != len(expected):

@@ -1,6 +1,6 @@
-"""What compiling children answer: JSON, utf-8. Documented here for both ends; stdlib only.
+"""The answers of compiling children: JSON in UTF-8, typed for both ends. Standard library only.
 
-Files that are named lie directly in the child's folder.
+Named files are directly in the child's folder.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ from typing import Literal, NotRequired, TypedDict
 
 
 class StageEvent(TypedDict):
-    """Emitted when a stage starts and when it has ended; a stage that fails has no END."""
+    """An event that a child emits when a stage starts and when it ends; a failed stage has no END."""
 
     stage: str
-    """One of etfarm.wire.stages.STAGES."""
+    """A name from etfarm.wire.stages.STAGES."""
     phase: Literal["START", "END"]
     duration_ms: float | None
     """None at START."""
 
 
 class StageTime(TypedDict):
-    """A stage that was run."""
+    """A stage that ran, with its duration."""
 
     stage: str
     duration_ms: float
     where: Literal["SERVER"]
     methods: dict[str, float]
-    """Milliseconds of each method, where the stage does one after the other; empty where it does all of them at once."""
+    """Milliseconds by method if the stage processes methods one after the other; empty if it processes all of them at once."""
 
 
 class DimRange(TypedDict):
-    """A dynamic dim's least and greatest size, both included."""
+    """A dynamic dim's minimum and maximum size, both inclusive."""
 
     min: int
     max: int
@@ -39,53 +39,53 @@ class ValueFacts(TypedDict):
     """One flattened input or output of a method."""
 
     name: str | None
-    """None where only the .pte is known, which has no names."""
+    """The value's name; None if only the .pte is known, which has no names."""
     kind: Literal["tensor", "int", "float", "bool", "none", "str"]
     dtype: str | None
-    """torch's name, like `float32`; None for non-tensors."""
+    """The dtype's name in torch, like `float32`; None for non-tensors."""
     dims: list[int | DimRange] | None
-    """None for non-tensors. A .pte says of a dynamic tensor only each dim's greatest size, so min is 0 there."""
+    """The tensor's dims; None for non-tensors. A .pte has only the maximum size of dynamic dims, so `min` is 0 there."""
     dim_order: list[int] | None
-    """Outermost first; None for non-tensors."""
+    """The dim order, outermost first; None for non-tensors."""
     value: NotRequired[int | float | bool | str | None]
-    """What a non-tensor input must be: the program has it baked in."""
+    """The required value of a non-tensor input, which is baked into the program."""
 
 
 class MethodFacts(TypedDict):
-    """What a method takes, gives and needs of a device."""
+    """A method's inputs and outputs, and its requirements on a device."""
 
     inputs: list[ValueFacts]
     outputs: list[ValueFacts]
     operators: list[str]
-    """Kernels by the runtime registry's names with overloads, like `aten::add.out`; sorted."""
+    """Kernels as named in the runtime's registry, with overloads, like `aten::add.out`; sorted."""
     backends: list[str]
-    """Delegates' backend ids, like `XnnpackBackend`; sorted."""
+    """Backend ids of the delegates, like `XnnpackBackend`; sorted."""
     planned_bytes: list[int]
-    """Sizes of the memory-planned buffers."""
+    """Sizes of the memory-planned buffers in bytes."""
 
 
 class ProgramFacts(TypedDict):
-    """What a .pte says of itself."""
+    """The facts that a .pte contains about its methods."""
 
     methods: dict[str, MethodFacts]
 
 
 class MethodSizes(TypedDict):
-    """A method's part of a program."""
+    """The sizes of one method of a program."""
 
     delegate_bytes: int
     planned_bytes: list[int]
 
 
 class ProgramSizes(TypedDict):
-    """Where a program's bytes are; `compile.proto`'s ProgramSizes."""
+    """The sizes of a program's parts; ProgramSizes in `compile.proto`."""
 
     program_bytes: int
-    """The flatbuffer."""
+    """Size of the flatbuffer."""
     constant_bytes: int
-    """Constants outside of delegates, named data included."""
+    """Size of the constants outside of delegates, named data included."""
     delegate_bytes: int
-    """Delegates' own data, without constants that they keep as named data."""
+    """Size of the delegates' data, without constants that they keep as named data."""
     methods: dict[str, MethodSizes]
     data_bytes: dict[str, int]
 
@@ -99,7 +99,7 @@ class SourceLine(TypedDict):
 
 
 class Place(TypedDict):
-    """Where nodes of a graph come from in the user's model."""
+    """The place in the user's model that nodes of a graph come from."""
 
     source: SourceLine | None
     module: str | None
@@ -107,17 +107,17 @@ class Place(TypedDict):
 
 
 class OperatorDelegation(TypedDict):
-    """How many nodes of one operator are in delegates and outside."""
+    """The numbers of an operator's nodes inside and outside of delegates."""
 
     op: str
     delegated: int
     non_delegated: int
     places: list[Place]
-    """Of those outside, the most frequent first; at most 20."""
+    """Places of the nodes outside of delegates, the most frequent first; at most 20."""
 
 
 class Fp32Operator(TypedDict):
-    """What a quantizing recipe left in fp32."""
+    """An operator that a quantizing recipe left in fp32."""
 
     op: str
     count: int
@@ -125,17 +125,17 @@ class Fp32Operator(TypedDict):
 
 
 class OutputCheck(TypedDict):
-    """One output of the host's runtime against eager PyTorch."""
+    """A comparison of one output of the host's runtime with eager PyTorch."""
 
     output: str
     equal: bool
     max_abs_error: float | None
     sqnr_db: float | None
-    """Capped at 300; None for NaN or an all-zero reference."""
+    """The SQNR in dB, capped at 300; None for NaN or an all-zero reference."""
 
 
 class HostCheck(TypedDict):
-    """A method run once on this host; `compile.proto`'s HostCheck."""
+    """A run of a method on this host; HostCheck in `compile.proto`."""
 
     method: str
     inputs: Literal["EXAMPLE", "MIN", "MAX"]
@@ -146,7 +146,7 @@ class HostCheck(TypedDict):
 
 
 class Delegation(TypedDict):
-    """What was delegated of one method."""
+    """The delegation of one method."""
 
     subgraphs: int
     delegated_nodes: int
@@ -155,26 +155,26 @@ class Delegation(TypedDict):
 
 
 class ModuleFootprint(TypedDict):
-    """What a module takes of a program; `compile.proto`'s ModuleFootprint."""
+    """A module's share of a program; ModuleFootprint in `compile.proto`."""
 
     method: str
     module: str
-    """Empty for the model itself."""
+    """The module's path; empty for the model itself."""
     constant_bytes: int
     planned_bytes: int
     planned_tensors: int
 
 
 class ProgramFiles(TypedDict):
-    """The program's files."""
+    """The names of the program's files."""
 
     pte: str
     data: dict[str, str]
-    """Named data files (.ptd): the file by the name that the program knows it under."""
+    """Named data files (.ptd), by the names that the program refers to."""
 
 
 class Toolchain(TypedDict):
-    """Versions that the program was made with."""
+    """The versions that the program was compiled with."""
 
     torch: str
     executorch: str
@@ -182,7 +182,7 @@ class Toolchain(TypedDict):
 
 
 class Warning(TypedDict):
-    """Something that does not fail the job. Codes are UPPER_SNAKE."""
+    """A warning, which does not fail the job. Codes are UPPER_SNAKE."""
 
     code: str
     message: str
@@ -193,37 +193,37 @@ class QuantizeResult(TypedDict):
 
     stages: list[StageTime]
     programs: dict[str, str]
-    """A .pt2 by method, quantized and exported again."""
+    """Names of .pt2 files by method, quantized and exported again."""
     warnings: list[Warning]
     stayed_fp32: dict[str, list[Fp32Operator]]
 
 
 class LowerResult(TypedDict):
-    """The answer of `lower_model`; that of `inspect_pte` has neither stages, program, ETRecord nor delegation."""
+    """The answer of `lower_model`. The answer of `inspect_pte` has no stages, program, ETRecord or delegation."""
 
     stages: list[StageTime]
     program: ProgramFiles | None
-    """None where `stop_after` ended it before TO_EXECUTORCH, and for a ready .pte."""
+    """The program; None for an uploaded .pte, or if `stop_after` is a stage before TO_EXECUTORCH."""
     etrecord: str | None
     stage_files: dict[str, str]
-    """What `stop_after` asked for: METHOD.pt2, METHOD.txt, delegation.csv by the same name; empty for a whole program."""
+    """The files requested by `stop_after`: METHOD.pt2, METHOD.txt and delegation.csv by their names; empty for a program."""
     inputs: dict[str, str]
-    """Tensor files of the model's own example inputs by method; a method without any is missing."""
+    """Tensor files of the model's example inputs by method; methods without example inputs are left out."""
     delegation: dict[str, Delegation]
     toolchain: Toolchain
     warnings: list[Warning]
     facts: ProgramFacts | None
-    """None where there is no .pte."""
+    """The program's facts; None without a .pte."""
     sizes: ProgramSizes | None
     modules: list[ModuleFootprint]
-    """Empty for a ready .pte, which does not tell of modules."""
+    """The modules' shares; empty for an uploaded .pte, which has no information about modules."""
     checks: list[HostCheck]
     stayed_fp32: dict[str, list[Fp32Operator]]
-    """Of methods that came quantized by the client; the quantizing child tells of the others."""
+    """Operators of methods that the client quantized; the quantizing child reports those of other methods."""
 
 
 class RecipeRow(TypedDict):
-    """One recipe as this server has it; `compile.proto`'s RecipeInfo."""
+    """A recipe and its availability on this server; RecipeInfo in `compile.proto`."""
 
     name: str
     summary: str

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class StageCallback(Protocol):
-    """A function that is called when a stage starts, with None, and when it ends, with its duration in milliseconds."""
+    """A callback for the start of a stage, with None, and for its end, with its duration in milliseconds."""
 
     def __call__(self, stage: str, duration_ms: float | None, *, cached: bool = False) -> None:
         """Handle a stage. `cached` means that an earlier compilation did the stage and took `duration_ms` for it."""

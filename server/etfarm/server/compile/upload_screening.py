@@ -65,7 +65,7 @@ class Screening:
         """End the threads; calls that wait for one are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _once(self, kind: str, digest: str, look: Callable[[Path], None]) -> None:
+    async def _once(self, kind: str, digest: str, check: Callable[[Path], None]) -> None:
         # The kind belongs to the key: bytes that pass as a .pte are not necessarily a safe .pt2.
         key = (kind, digest)
         if key in self._passed:
@@ -73,7 +73,7 @@ class Screening:
         running = self._running.get(key)
         if running is None:
             loop = asyncio.get_running_loop()
-            running = self._running[key] = loop.run_in_executor(self._threads, look, self._path(digest))
+            running = self._running[key] = loop.run_in_executor(self._threads, check, self._path(digest))
             running.add_done_callback(partial(self._on_done, key))
         # Shielded: other callers may wait for it, too, and a thread cannot be stopped anyway.
         await asyncio.shield(running)

@@ -1,6 +1,6 @@
-"""One clear sentence out of what torch and ExecuTorch raise: what to change, and where in the user's source. Stdlib only.
+"""Explanations of errors that torch and ExecuTorch raise: what to change, and where in the user's source. Stdlib only.
 
-The original text is not lost: whoever raises the sentence raises it from the original, whose traceback is in the job's log.
+Callers raise the explanation from the original error, whose traceback is in the job's log.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from etfarm.wire.recipes import BadCombination
 
 _MAX = 400
 _NAMED: Final = 3
-"""Operators that a sentence names; the error's metadata has more."""
+"""Maximum number of operators in a message; the error's metadata has all of them."""
 
 _NOISE = re.compile(
     r"^(\s*|An error occurred when running .*|Exception:?|Traceback .*|={3,}.*|-{3,}.*|The following .*:|.*Original exception.*"
@@ -40,22 +40,22 @@ _NOISE = re.compile(
 _PATH = re.compile(r"(/[\w.\-+@]+){2,}/?")
 _TRAINING = re.compile(r"batch_norm|dropout|rrelu_with_noise")
 _EFFECTS = re.compile(r"with_effects|_assert_|_print|linalg_")
-"""torch.linalg's operators check their results' values, which is a side effect once they are decomposed."""
+"""Operators with side effects. Those of torch.linalg check their results' values, a side effect after decomposition."""
 _QUANTIZED = ("quantized_decomposed::", "torchao::")
 
 _NO_KERNEL = re.compile(r"kernel '(\w+)::(\w+)(?:\.\w+)?' not found")
 
 _SYMBOL = re.compile(r"\bu\d+\b")
-"""A size that depends on values."""
+"""Names of sizes that depend on values."""
 
 Programs = Mapping[str, Any]
 """Exported or edge programs by method."""
 
 
 def first_line(error: BaseException) -> str:
-    """The line of an exception's message that says what is wrong, at most 400 characters, without the server's paths.
+    """Return the line of an exception's message that states the problem: at most 400 characters, without the server's paths.
 
-    A wrapper ("An error occurred when running pass ...") is looked through to its cause.
+    For a wrapper ("An error occurred when running pass ..."), the line is from the wrapped cause.
     """
     error = _cause(error)
     for line in str(error).splitlines():
@@ -65,36 +65,36 @@ def first_line(error: BaseException) -> str:
 
 
 def stage_failed(stage: str, error: BaseException, programs: Programs | None = None) -> EtfarmError:
-    """The error that a user is shown for what a stage of the pipeline raised.
+    """Return the user-facing error for an exception that a stage of the pipeline raised.
 
     Args:
-        programs: what the stage worked on, by method: exported programs, and at TO_EXECUTORCH better the edge programs.
-            Operators are looked up in them for their lines of the user's source.
+        programs: the stage's input by method: exported programs, or preferably the edge programs at TO_EXECUTORCH.
+            They provide the source lines of operators.
     """
     cause = _cause(error)
     text = str(cause)
     for pattern, explained in _EXPLAINED:
-        found = pattern.search(text)
-        if found is not None:
-            return explained(stage, found, text, programs or {})
+        match = pattern.search(text)
+        if match is not None:
+            return explained(stage, match, text, programs or {})
     if isinstance(cause, ImportError):
         return ToolchainIncomplete("", first_line(cause), stage)
     return StageFailed(stage, type(error).__name__, first_line(error))
 
 
 def missing_kernel(why: str, program: Any, operators: Iterable[OperatorDelegation]) -> str:
-    """The operator whose kernel the runtime did not find, with its line of the user's source; empty where `why` names none.
+    """Return the operator whose kernel the runtime lacks, with its source line; empty if `why` names no kernel.
 
     Args:
-        why: the runtime's reason, "... kernel 'aten::histc.out' not found".
-        program: the method as it was exported, for an operator that kept its name.
-        operators: the delegation table of the method, which has the operators that others were decomposed into.
+        why: the runtime's reason, like "... kernel 'aten::histc.out' not found".
+        program: the exported method, for operators that keep their names.
+        operators: the method's delegation table, which has the operators after decomposition.
     """
-    found = _NO_KERNEL.search(why)
-    if found is None:
+    match = _NO_KERNEL.search(why)
+    if match is None:
         return ""
-    name, start = f"{found[1]}::{found[2]}", f"{found[1]}_{found[2]}_"
-    # The table's names have the overload behind them: aten_max_default, of which aten_max_pool2d_default is the longer one.
+    name, start = f"{match[1]}::{match[2]}", f"{match[1]}_{match[2]}_"
+    # Names in the table end in the overload. The shortest match is the operator: aten_max_default, not aten_max_pool2d_default.
     rows = sorted((row for row in operators if row["op"].startswith(start) and row["places"]), key=lambda row: len(row["op"]))
     shown = _shown(name, rows[0]["places"]) if rows else name
     return _named([name], {"": program}) if shown == name else shown
@@ -108,8 +108,8 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def _missing_out_variants(stage: str, found: re.Match[str], text: str, programs: Programs) -> EtfarmError:
-    names = sorted(set(re.findall(r"'([\w.]+::[\w.]+)'", found[1])))
+def _missing_out_variants(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+    names = sorted(set(re.findall(r"'([\w.]+::[\w.]+)'", match[1])))
     training = [name for name in names if _TRAINING.search(name)]
     if training:
         return _training_mode(stage, training[0], programs)
@@ -118,15 +118,15 @@ def _missing_out_variants(stage: str, found: re.Match[str], text: str, programs:
     return kind(stage, _named(names, programs), ", ".join(names))
 
 
-def _not_core_aten(stage: str, found: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+def _not_core_aten(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     # torch._ops.aten._linalg_svd.default -> aten::_linalg_svd
-    name = re.sub(r"^(\w+)\.(\w+)(?:\.\w+)?$", r"\1::\2", found[1])
+    name = re.sub(r"^(\w+)\.(\w+)(?:\.\w+)?$", r"\1::\2", match[1])
     if _TRAINING.search(name):
         return _training_mode(stage, name, programs)
     return OperatorNotCoreAten(stage, _named([name], programs), name)
 
 
-def _mismatched_dtypes(stage: str, found: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+def _mismatched_dtypes(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     rows = []
     for block in text.split("\nOperator: ")[1:]:
         name = re.search(r"schema = (\w+::\w+)", block)
@@ -137,31 +137,31 @@ def _mismatched_dtypes(stage: str, found: re.Match[str], text: str, programs: Pr
     return UnsupportedDtypes(stage, "; ".join(row[1] for row in rows[:_NAMED]), ", ".join(row[0] for row in rows), dtypes)
 
 
-def _branch(stage: str, found: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+def _branch(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     expression = re.search(r"data-dependent expression (.+?) \(unhinted", text)
     return DataDependentBranch(stage, expression[1] if expression else "", _line_in(text))
 
 
-def _specialized(stage: str, found: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+def _specialized(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     why = re.search(r"^\s*- (.+?)(?:\. If you're using|$)", text, re.MULTILINE)
-    return DimSpecialized(stage, found[1], (why[1] if why else "its constraints are violated").rstrip("."), _line_in(text))
+    return DimSpecialized(stage, match[1], (why[1] if why else "its constraints are violated").rstrip("."), _line_in(text))
 
 
-def _unbounded(stage: str, found: re.Match[str], text: str, programs: Programs) -> EtfarmError:
-    makers = []
+def _unbounded(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+    producers = []
     for program in programs.values():
-        # By range, since each lowering has its own numbers of symbols.
+        # By range, since each lowering numbers its symbols anew.
         bounded = {str(size) for size, limits in program.range_constraints.items() if limits.upper.is_Integer}
         for node in program.graph.nodes:
             shape = getattr(node.meta.get("val"), "shape", ())
             symbols = {symbol for size in shape for symbol in _SYMBOL.findall(str(size))}
             if node.op == "call_function" and symbols - bounded:
-                makers.append((_schema_name(node) or node.name, [node]))
+                producers.append((_schema_name(node) or node.name, [node]))
                 break
-    return UnboundedSize(stage, found[1], "; ".join(_shown(name, places(nodes)) for name, nodes in makers[:_NAMED]))
+    return UnboundedSize(stage, match[1], "; ".join(_shown(name, places(nodes)) for name, nodes in producers[:_NAMED]))
 
 
-def _effects(stage: str, found: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+def _effects(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     nodes = [
         node for program in programs.values() for node in program.graph.nodes
         if node.op == "call_function" and _EFFECTS.search(str(node.target))
@@ -170,35 +170,35 @@ def _effects(stage: str, found: re.Match[str], text: str, programs: Programs) ->
     for node in nodes:
         inner = node.args[1] if "with_effects" in str(node.target) and len(node.args) > 1 else node.target
         by_name[str(inner)].append(node)
-    shown = [_shown(name, places(found_)) for name, found_ in sorted(by_name.items())]
+    shown = [_shown(name, places(nodes_of_name)) for name, nodes_of_name in sorted(by_name.items())]
     return OperatorWithEffects(stage, "; ".join(shown[:_NAMED]), ", ".join(sorted(by_name)))
 
 
-def _combine(stage: str, found: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+def _combine(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     remedy = "Combine recipes with equal strict, stages and edge settings, or write them into one recipe file."
     return BadCombination(
-        f"These recipes cannot be combined: {found[1].strip()[:_MAX]}", remedy, stage=stage, why=found[1].strip()
+        f"These recipes cannot be combined: {match[1].strip()[:_MAX]}", remedy, stage=stage, why=match[1].strip()
     )
 
 
-def _passed_through(stage: str, found: re.Match[str], text: str, programs: Programs) -> EtfarmError:
-    why = f"XNNPACK gives a value out once, and {found[1]} leaves it twice or unchanged (a buffer's new value that is an output)"
+def _passed_through(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+    why = f"XNNPACK gives a value out once, and {match[1]} leaves it twice or unchanged (a buffer's new value that is an output)"
     remedy = "Return a value of its own (self.count * 1), or give the method no partitioners in a recipe file."
     return StageFailed(stage, "RuntimeError", f"{why}.", remedy)
 
 
-def _decomposed_linear(stage: str, found: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+def _decomposed_linear(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     why = "XNNPACK cannot take a linear with an input of more than two dims once TO_EDGE has decomposed it"
     return StageFailed(stage, "RuntimeError", f"{why}.", "Use TO_EDGE_TRANSFORM_AND_LOWER, which keeps such operators whole.")
 
 
-def _stack_traces(stage: str, found: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+def _stack_traces(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     why = "ExecuTorch writes stack traces only where every instruction is one operator of the model"
     remedy = "Leave emit_stacktrace out; the ETRecord has every operator's line."
     return StageFailed(stage, "InternalError", f"{why}.", remedy)
 
 
-def _no_output(stage: str, found: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+def _no_output(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     empty = [name for name, program in programs.items() if not any(_values_out(program))]
     method = f"{', '.join(empty)} gives" if empty else "a method gives"
     return StageFailed(stage, "InternalError", f"{method} nothing out, and a program needs an output.", "Return a tensor.")
@@ -209,13 +209,13 @@ def _values_out(program: Any) -> Iterable[bool]:
     return (value is not None for value in outputs)
 
 
-def _small_groups(stage: str, found: re.Match[str], text: str, programs: Programs) -> EtfarmError:
-    why = f"XNNPACK takes 4-bit weights in groups of 32 or a multiple, and a linear of the model has groups of {found[1]}"
+def _small_groups(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+    why = f"XNNPACK takes 4-bit weights in groups of 32 or a multiple, and a linear of the model has groups of {match[1]}"
     remedy = "Give each nn.Linear inputs that 32 divides, and group_size 32 or more; or use a pt2e recipe."
     return StageFailed(stage, "AssertionError", f"{why}.", remedy)
 
 
-def _number_too_large(stage: str, found: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+def _number_too_large(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     why = "a number of the program does not fit its file format, which has 32 bits for sizes of a delegate's tensors"
     return StageFailed(stage, "CalledProcessError", f"{why}.", "Give dynamic dims maximums that inputs will really have.")
 
@@ -242,7 +242,10 @@ def _named(names: Sequence[str], programs: Programs) -> str:
 
 
 def _shown(name: str, where: Iterable[Place]) -> str:
-    """`aten::bincount at models/net.py:31 (torch.bincount(x)), in module head`, of the most frequent place that has a line."""
+    """Return an operator's name with its most frequent place that has a source line.
+
+    For example `aten::bincount at models/net.py:31 (torch.bincount(x)), in module head`.
+    """
     for place in where:
         if place["source"] is not None:
             source = place["source"]
@@ -260,7 +263,7 @@ def _line_in(text: str) -> str:
     source = source_of(text)
     if source is not None:
         return f"{source.file}:{source.line} ({source.code[:80]})"
-    # torch cuts the beginning of this path.
+    # torch truncates the beginning of this path.
     caused = re.search(r"Caused by: \((?:[^()]*/)?([^/()]+\.py:\d+) in \w+\)", text)
     return caused[1] if caused and not caused[1].startswith("non_strict_utils") else ""
 
@@ -283,4 +286,4 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
     (re.compile(r"Command '\['[^']*flatc'.* returned non-zero exit status"), _number_too_large),
     (re.compile(r"Each instruction should have corresponding stacktrace|Failed with error: 'stack_trace'"), _stack_traces),
 )
-"""What torch 2.13 and ExecuTorch 1.5 say, and what it means. tests/unit/test_compile_explain.py provokes each."""
+"""Messages of torch 2.13 and ExecuTorch 1.5 with their explanations. tests/unit/test_compile_explain.py provokes each."""

@@ -1,6 +1,6 @@
-"""Which heavy operators of a quantized program compute on what was quantized, and which on fp32 alone.
+"""Heavy operators of a quantized program that still compute in fp32.
 
-Torch is not imported, as in `places`.
+Does not import torch, like `places`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ OPERANDS: Final[Mapping[str, tuple[int, ...]]] = {
     **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), (2, 3)),
     "einsum": (1,),
 }  # fmt: skip
-"""Heavy operators of ATen, and which of their arguments are multiplied. Of recurrent layers those are the weights only: what
-these are multiplied with is made inside of the layer."""
+"""Heavy ATen operators, with the indices of the arguments that they multiply. Recurrent layers list only the weights, because
+the other factors are computed inside of the layer."""
 
 _RECURRENT: Final = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _THREE_DIMENSIONAL: Final = frozenset({"conv3d", "conv_transpose3d"})
@@ -34,28 +34,28 @@ _XNNPACK: Final = "executorch.backends.xnnpack."
 
 
 def by_xnnpack(parts: Iterable[Any]) -> bool:
-    """Whether quantizers, or partitioners, are all of XNNPACK; so they are where there are none."""
+    """Return whether all quantizers or partitioners are XNNPACK's; True for an empty list."""
     return all(any(kind.__module__.startswith(_XNNPACK) for kind in type(part).__mro__) for part in parts)
 
 
 def name_of(node: Any) -> str:
-    """`linear` of aten.linear.default."""
+    """Return a node's operator without namespace and overload, like `linear` for aten.linear.default."""
     return str(getattr(node, "target", "")).removeprefix("aten.").partition(".")[0]
 
 
 def in_fp32(program: Any, *, xnnpack: bool) -> Iterator[Any]:
-    """The nodes of heavy operators that compute on fp32 alone, those in branches and loops among them.
+    """Yield the nodes of heavy operators that compute in fp32 only, including nodes in branches and loops.
 
-    Layers that do not have weights that a dequantize operator made. That their input was made by one says nothing: so is
-    everything behind a quantized layer. Products of values that are no weights have all of these from dequantize operators,
-    and a backend that multiplies what was quantized.
+    A layer is quantized if its weights come from a dequantize operator. Its input does not matter, because everything after
+    a quantized layer comes from a dequantize operator. A product of values other than weights is quantized if all of them
+    come from dequantize operators and the backend multiplies quantized values.
 
     Args:
-        program: an ExportedProgram before edge.
-        xnnpack: whether XNNPACK, or ExecuTorch's portable kernels, are all that is to compute it. In int8 it multiplies with
-            constants only, convolves in one or two dimensions, and takes weights of one scale only where the input's scale is
-            constant. Source: executorch.backends.xnnpack.partition.config, the precisions of BMMConfig and what GEMMConfig
-            and ConvolutionConfig refuse.
+        program: an ExportedProgram before the edge dialect.
+        xnnpack: whether only XNNPACK or ExecuTorch's portable kernels compute the program. In int8, XNNPACK multiplies
+            only by constants, convolves in one or two dimensions, and accepts weights with a single scale only if the input's
+            scale is constant. Source: executorch.backends.xnnpack.partition.config, the precisions of BMMConfig and the
+            checks of GEMMConfig and ConvolutionConfig.
     """
     origins = _Origins(program)
     for graph in origins.graphs:
@@ -65,48 +65,48 @@ def in_fp32(program: Any, *, xnnpack: bool) -> Iterator[Any]:
 
 
 class _Origins:
-    """What operands of a program's nodes were made of."""
+    """The origins of the operands of a program's nodes."""
 
     def __init__(self, program: Any) -> None:
         self.graphs = [module.graph for module in program.graph_module.modules() if hasattr(module, "graph")]
         signature = program.graph_signature
         constants = {spec.arg.name for spec in signature.input_specs if spec.kind.name in _CONSTANTS}
-        constants -= set(signature.buffers_to_mutate.values())  # values like others
+        constants -= set(signature.buffers_to_mutate.values())  # mutable, so not constants
         self._constants = {node for node in program.graph.nodes if node.op == "placeholder" and node.name in constants}
-        self._given = {inner: outer for graph in self.graphs for inner, outer in _given_to_branches(graph)}
+        self._branch_arguments = {inner: outer for graph in self.graphs for inner, outer in _branch_inputs(graph)}
 
     def is_quantized(self, node: Any, xnnpack: bool) -> bool:
-        """Whether a heavy operator computes on what was quantized."""
+        """Return whether a heavy operator computes on quantized values."""
         operands = list(_operands(node))
-        weights = [one for one in operands if self._is_constant(one)]
-        dequantized = [self._dequantizing(one) for one in weights or operands]
+        weights = [operand for operand in operands if self._is_constant(operand)]
+        dequantized = [self._dequantizing(operand) for operand in weights or operands]
         if None in dequantized or not dequantized:
             return False
         if not xnnpack:
             return True
-        one_scale = any("per_tensor" in str(one.target) for one in dequantized)
-        scaled_at_run_time = any(map(_is_scaled_at_run_time, map(self._dequantizing, operands)))
-        return bool(weights) and name_of(node) not in _THREE_DIMENSIONAL and not (one_scale and scaled_at_run_time)
+        has_single_scale = any("per_tensor" in str(source.target) for source in dequantized)
+        has_dynamic_scale = any(map(_is_dynamically_scaled, map(self._dequantizing, operands)))
+        return bool(weights) and name_of(node) not in _THREE_DIMENSIONAL and not (has_single_scale and has_dynamic_scale)
 
     def _dequantizing(self, value: Any) -> Any:
-        """The dequantize operator that made a value, however it was laid out since; None where none did."""
-        for one in self._upward(value, through_quantization=False):
-            if "dequantize" in str(one.target):
-                return one
+        """Return the dequantize operator that a value comes from, through any views; None if there is none."""
+        for node in self._upward(value, through_quantization=False):
+            if "dequantize" in str(node.target):
+                return node
         return None
 
     def _is_constant(self, value: Any) -> bool:
-        return any(one in self._constants for one in self._upward(value, through_quantization=True))
+        return any(node in self._constants for node in self._upward(value, through_quantization=True))
 
     def _upward(self, value: Any, through_quantization: bool) -> Iterator[Any]:
-        """A node, and those that it was laid out from."""
+        """Yield a node and the nodes that it is a view of."""
         for _ in range(_MAX_HOPS):
             if not hasattr(value, "all_input_nodes"):  # a number, or no argument
                 return
             yield value
             quantization = through_quantization and value.op == "call_function" and "quantize" in str(value.target)
-            if value in self._given:
-                value = self._given[value]
+            if value in self._branch_arguments:
+                value = self._branch_arguments[value]
             elif value.op == "call_function" and value.args and (quantization or name_of(value) in _VIEWS):
                 value = value.args[0]
             else:
@@ -114,36 +114,36 @@ class _Origins:
 
 
 def _operands(node: Any) -> Iterator[Any]:
-    """What a heavy operator multiplies."""
+    """Yield the operands that a heavy operator multiplies."""
     operator = name_of(node)
     for index in OPERANDS[operator]:
         argument = node.args[index] if index < len(node.args) else None
         if operator in _RECURRENT:
-            # Its list of parameters, which is behind one more argument where the sequences are packed. Biases have one dim.
+            # The list of parameters, which comes one argument later for packed sequences. Biases have one dim.
             parameters = argument if isinstance(argument, list | tuple) else ()
-            yield from (one for one in parameters if len(one.meta["val"].shape) > 1)
+            yield from (parameter for parameter in parameters if len(parameter.meta["val"].shape) > 1)
         elif isinstance(argument, list | tuple):
             yield from argument
         else:
             yield argument
 
 
-def _given_to_branches(graph: Any) -> Iterator[tuple[Any, Any]]:
-    """The placeholders of a graph's branches and the bodies of its loops, and what each is given.
+def _branch_inputs(graph: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each placeholder of a graph's branches and loop bodies, with the argument that is passed to it.
 
-    Source: torch.ops.higher_order's cond, while_loop, scan and map_impl, which all have the graphs as attributes and give
-    them their lists of operands, one behind the other.
+    Source: torch.ops.higher_order's cond, while_loop, scan and map_impl, which all refer to the graphs as attributes and
+    pass them the concatenation of their lists of operands.
     """
     for node in graph.nodes:
-        inner = [one for one in node.all_input_nodes if one.op == "get_attr"]
-        graphs = [getattr(graph.owning_module, one.target, None) for one in inner]
-        given = [one for argument in node.args if isinstance(argument, list | tuple) for one in argument]
+        attributes = [source for source in node.all_input_nodes if source.op == "get_attr"]
+        graphs = [getattr(graph.owning_module, attribute.target, None) for attribute in attributes]
+        operands = [operand for argument in node.args if isinstance(argument, list | tuple) for operand in argument]
         for module in graphs:
             if module is not None and hasattr(module, "graph"):
-                yield from zip((one for one in module.graph.nodes if one.op == "placeholder"), given, strict=False)
+                yield from zip((inner for inner in module.graph.nodes if inner.op == "placeholder"), operands, strict=False)
 
 
-def _is_scaled_at_run_time(dequantizing: Any) -> bool:
-    """Whether the scale is found at run time, from the value itself."""
+def _is_dynamically_scaled(dequantizing: Any) -> bool:
+    """Return whether the scale is computed at run time from the value itself."""
     scales = () if dequantizing is None else dequantizing.all_input_nodes
     return any("choose_qparams" in str(source.target) for scale in scales for source in scale.all_input_nodes)

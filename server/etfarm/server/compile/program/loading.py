@@ -1,4 +1,4 @@
-"""Loads a screened .pt2 in the child, and refuses what would compile to something else than the user thinks."""
+"""Loading of a screened .pt2 in the child, and checks for programs that would not compile to what the user expects."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from etfarm.wire.errors import UserError
 _log = logging.getLogger(__name__)
 
 _LIBRARIES: Final = {b"torch.ops.quant.": "torchao.prototype.quantization.codebook_coreml"}
-"""Modules that register operators when they are imported, beside those that every child imports: by what a model's JSON has
-where it uses one."""
+"""Modules that register operators when they are imported, in addition to those that every child imports, by the text that
+the JSON of a model with such operators contains."""
 
 _VERSION: Final = re.compile(r"[0-9]{1,4}(\.[0-9]{1,8}){1,3}[0-9a-z.+]{0,40}")
-"""What is repeated of the text that a file has for its torch's version: `2.13.0+cpu`, `2.14.0a0+git1234567`."""
+"""Versions of torch that may be quoted from a file: `2.13.0+cpu`, `2.14.0a0+git1234567`."""
 _MAX_MAJOR: Final = 1_000_000
 
 
 def load(model: Path, folder: Path, operators: Operators | None = None) -> Any:
-    """The exported program of a .pt2, screened once more with the readers that load it.
+    """Return the exported program of a .pt2, screened again with the readers that load it.
 
     Args:
-        operators: that it may use; the committed list's when None.
+        operators: operators that the program may use; the committed list when None.
 
     Raises:
         Pt2OfAnotherTorch: torch cannot read it, and it was written by another torch.
         NotAPt2: torch cannot read it.
         UnsafeModel: as `screen_pt2`.
     """
-    # A name that ends in .pt2 is what torch opens as a file; the store's names are digests.
+    # torch only opens files whose names end in .pt2; names in the store are digests.
     link = folder / "model.pt2"
     if not link.exists():
         link.symlink_to(model)
@@ -62,7 +62,7 @@ def load(model: Path, folder: Path, operators: Operators | None = None) -> Any:
                 importlib.import_module(module)
         for module in operators.modules(graph):
             importlib.import_module(module)
-        # Not torch.export.load: on a failure that one falls back to the older, unscreened layout.
+        # Not torch.export.load, which falls back to the older, unscreened layout after a failure.
         with _hints_read_once():
             return _with_symbols_only(load_pt2(str(link)).exported_programs["model"])
     except Exception as error:
@@ -73,7 +73,7 @@ def load(model: Path, folder: Path, operators: Operators | None = None) -> Any:
 
 
 def screen_whole(model: Path, operators: Operators) -> archives.Records:
-    """Screens a .pt2 with Python's reader and with torch's, which is the one that loads it; gives what torch's reads.
+    """Screen a .pt2 with Python's reader and with torch's reader, which loads it; return the records of torch's reader.
 
     Raises:
         NotAPt2, UnsafeModel, UnknownOperator: as `screen.screen_pt2`.
@@ -85,16 +85,17 @@ def screen_whole(model: Path, operators: Operators) -> archives.Records:
 
 
 def _unreadable(graph: bytes, why: str) -> UserError:
-    """The refusal of a program that torch does not read, by what the program says of its writer.
+    """Return the error for a program that torch cannot read, depending on the version that the program states.
 
     Args:
-        graph: its JSON. The screen has parsed it, so it is an object within the screen's limits; its values may be anything.
-        why: torch's words.
+        graph: the program's JSON. The screen has parsed it, so it is an object within the screen's limits; its values may
+            be anything.
+        why: torch's message.
     """
     program = json.loads(graph)
     ours = torch.__version__.partition("+")[0]
-    said = program.get("torch_version")
-    written = said if isinstance(said, str) and _VERSION.fullmatch(said) else ""
+    stated = program.get("torch_version")
+    written = stated if isinstance(stated, str) and _VERSION.fullmatch(stated) else ""
     version = program.get("schema_version")
     major = version.get("major") if isinstance(version, dict) else None
     if isinstance(major, int) and 0 < major < _MAX_MAJOR and major != schema.SCHEMA_VERSION[0]:
@@ -106,9 +107,10 @@ def _unreadable(graph: bytes, why: str) -> UserError:
 
 @contextmanager
 def _hints_read_once() -> Iterator[None]:
-    """Half of torch's time to read a program goes into the type hints of its schema's classes, anew for each object.
+    """Cache the type hints of the schema's classes while torch reads a program.
 
-    Source: torch._export.serde.serialize._dict_to_dataclass, which looks `typing` up in its module.
+    torch resolves them anew for each object, which takes half of its time. Source:
+    torch._export.serde.serialize._dict_to_dataclass, which looks `typing` up in its module.
     """
     before = serialize.typing
     serialize.typing = _TypingOfSchema()
@@ -119,7 +121,7 @@ def _hints_read_once() -> Iterator[None]:
 
 
 class _TypingOfSchema:
-    """The module `typing`, with hints that are kept."""
+    """The module `typing` with cached type hints."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(typing, name)
@@ -134,10 +136,11 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _with_symbols_only(program: Any) -> Any:
-    """The program, with what torch 2.13 files under a derived dim (`2 * n + 1`) when it reads it filed under n.
+    """Return the program with the sizes and ranges of derived dims (`2 * n + 1`) moved to their symbols (n).
 
-    With the range of an expression among those of symbols, every later decomposition stops ("expected sympy.Symbol"); with
-    the example's size under the expression, n has no size, and questions that n's answers are taken for questions of values.
+    When torch 2.13 reads a program, it files both under the derived expression. A range under an expression makes every
+    later decomposition fail ("expected sympy.Symbol"). An example size under an expression leaves n without a size, so that
+    conditions on n count as data-dependent.
     """
     environments = {
         id(mode.shape_env): mode.shape_env
@@ -146,14 +149,14 @@ def _with_symbols_only(program: Any) -> Any:
     }
     for environment in environments.values():
         sizes = environment.backed_var_to_val
-        for expression in [one for one in sizes if not one.is_Symbol]:
+        for expression in [key for key in sizes if not key.is_Symbol]:
             size = sizes.pop(expression)
             for symbol in expression.free_symbols if len(expression.free_symbols) == 1 else ():
                 factor, offset = expression.coeff(symbol), expression.subs(symbol, 0)
                 if expression == factor * symbol + offset and ((size - offset) / factor).is_Integer:
                     sizes.setdefault(symbol, (size - offset) / factor)
-        for expression in [one for one in environment.var_to_range if not one.is_Symbol]:
-            del environment.var_to_range[expression]  # it follows from n's, and stays in range_constraints
+        for expression in [key for key in environment.var_to_range if not key.is_Symbol]:
+            del environment.var_to_range[expression]  # follows from n's range, and stays in range_constraints
     return program
 
 
@@ -167,7 +170,7 @@ def _torch_records(source: str | io.BytesIO) -> archives.Records:
 
 
 def check(program: Any, method: str) -> None:
-    """Refuses programs that compile without a word and then fail, or do something else, on a device.
+    """Refuse programs that would compile without an error, and then fail or compute something else on a device.
 
     Raises:
         TrainingMode: batch norm or dropout in training mode.
@@ -190,20 +193,20 @@ def _is_training(node: Any) -> bool:
         return False
     for index, argument in enumerate(schema.arguments):
         if argument.name in ("training", "train"):
-            given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            return given is True and ("dropout" not in schema.name or node.args[1:2] != (0.0,))
+            training = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            return training is True and ("dropout" not in schema.name or node.args[1:2] != (0.0,))
     return False
 
 
 def bounds(program: Any, size: Any) -> tuple[int, int | None]:
-    """Least and greatest value of a symbolic size under the program's range constraints; None for no maximum."""
+    """Return the minimum and maximum of a symbolic size under the program's range constraints; None for no maximum."""
     from torch.utils._sympy.value_ranges import bound_sympy
 
     expression = size.node.expr
-    found = program.range_constraints.get(expression)
-    if found is None:
-        found = bound_sympy(expression, {s: r for s, r in program.range_constraints.items() if s.is_Symbol})
-    low = int(found.lower) if found.lower.is_Integer else 0
-    # Without a maximum, torch has int_oo or its own largest index.
-    high = int(found.upper) if found.upper.is_Integer and found.upper < 2**62 else None
+    limits = program.range_constraints.get(expression)
+    if limits is None:
+        limits = bound_sympy(expression, {s: r for s, r in program.range_constraints.items() if s.is_Symbol})
+    low = int(limits.lower) if limits.lower.is_Integer else 0
+    # Without a maximum, torch uses int_oo or its largest index.
+    high = int(limits.upper) if limits.upper.is_Integer and limits.upper < 2**62 else None
     return max(low, 0), high

@@ -1,4 +1,4 @@
-"""The versions that a program was made with. Reads package metadata; imports none of them."""
+"""The versions of the packages that compile programs, from package metadata; imports none of the packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from etfarm.server.compile.result import Toolchain
 
 
 def toolchain() -> Toolchain:
-    """Installed versions; an absent package's is empty."""
+    """Return the installed versions; empty for packages that are not installed."""
     return {"torch": _version("torch"), "executorch": _version("executorch"), "torchao": _version("torchao")}
 
 

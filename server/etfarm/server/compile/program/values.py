@@ -1,4 +1,4 @@
-"""Between wire values and torch: leaves in flattened pytree order. Child side."""
+"""Conversion between wire values and torch tensors, as leaves in flattened pytree order. For children."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Leaf = Any
 
 
 def to_leaf(value: Value) -> Leaf:
-    """The torch tensor, in the value's memory order, or the plain Python value."""
+    """Return the torch tensor, in the value's memory order, or the plain Python value."""
     if isinstance(value, Scalar):
         return value.value
     dtype = getattr(torch, value.dtype)
@@ -29,11 +29,11 @@ def to_leaf(value: Value) -> Leaf:
 
 
 def to_value(name: str, leaf: Any) -> Value:
-    """The wire value of a tensor or plain Python value; a tensor keeps its dim order.
+    """Return the wire value of a tensor or plain Python value; a tensor keeps its dim order.
 
     Raises:
-        BadTensorFile: its dtype is none that etfarm carries.
-        TypeError: it is neither tensor nor bool, int, float, None.
+        BadTensorFile: etfarm does not support the tensor's dtype.
+        TypeError: the leaf is neither a tensor nor a bool, int, float or None.
     """
     if not isinstance(leaf, torch.Tensor):
         if leaf is not None and not isinstance(leaf, bool | int | float):
@@ -50,24 +50,24 @@ def to_value(name: str, leaf: Any) -> Value:
 
 
 def to_arguments(program: Any, leaves: Sequence[Leaf]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of an exported program from its leaves in flattened order."""
+    """Return (args, kwargs) of an exported program for leaves in flattened order."""
     args, kwargs = pytree.tree_unflatten(list(leaves), program.call_spec.in_spec)
     return args, kwargs
 
 
 def input_names(program: Any) -> list[str]:
-    """Names of an exported program's inputs in flattened order: `x`, `options_mask`."""
+    """Return the names of an exported program's inputs in flattened order, like `x` and `options_mask`."""
     return [s.arg.name for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
 
 
 def output_names(program: Any) -> list[str]:
-    """Names of the nodes that make the outputs, in flattened order; a constant's is empty."""
+    """Return the names of the nodes that compute the outputs, in flattened order; empty for constants."""
     specs = program.graph_signature.output_specs
     return [getattr(s.arg, "name", "") or "" for s in specs if s.kind.name == "USER_OUTPUT"]
 
 
 def example_values(program: Any) -> list[Value] | None:
-    """The example inputs that a .pt2 carries, flattened and named; None without any."""
+    """Return the example inputs of a .pt2, flattened and named; None if it has none."""
     if not program.example_inputs:
         return None
     leaves = pytree.tree_leaves(program.example_inputs)
