@@ -1,4 +1,4 @@
-"""Which recipes this host can compile, and what the others lack. Child side: it imports the providers."""
+"""The recipes that this host can compile, and what the others lack. For children, because it imports the providers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TOOLS: Final = {
     "arm_ethos": ("ethosu.vela", "tosa_serializer"),
     "arm_tosa": ("tosa_serializer",),
 }
-"""Python packages without which a recipe's provider loads, and its compilation fails; by the recipe's first words."""
+"""Python packages without which a recipe's provider loads but compilation fails, by the prefix of the recipe's name."""
 
 _NOT_HERE: Final = {
     "qnn": "Qualcomm's AI Engine Direct SDK, which no package registry has",
@@ -37,22 +37,22 @@ _NOT_HERE: Final = {
 
 
 def list_recipes(request: object, folder: Path, emit: Callable[[bytes], None]) -> bytes:
-    """Task: answers a RecipesResult as JSON: every recipe that etfarm knows, in the table's order, then those of plug-ins."""
+    """Task: return a RecipesResult as JSON: every recipe of etfarm, in the table's order, then those of plug-ins."""
     rows = [_row(specification, _missing(specification)) for specification in RECIPES.values()]
     result: RecipesResult = {"recipes": rows + [_plugin(name) for name in plugins.names(plugins.RECIPES)]}
     return json.dumps(result).encode()
 
 
 def _plugin(name: str) -> RecipeRow:
-    """A plug-in's recipe: what its specification says, and whether it gives an ExportRecipe."""
-    found = Specification(name, "", Quantization.NONE, "an installed plug-in's recipe")
+    """Return the row of a plug-in's recipe: its specification, and whether it returns an ExportRecipe."""
+    described = Specification(name, "", Quantization.NONE, "an installed plug-in's recipe")
     try:
-        found = dataclasses.replace(plugins.specification(name) or found, name=name)
-        return _row(build.specification(Part(found, _required(found))), "")
-    except BadRecipeArgument:  # it is there, and does not say which arguments it needs
-        return _row(found, "")
+        described = dataclasses.replace(plugins.specification(name) or described, name=name)
+        return _row(build.specification(Part(described, _required(described))), "")
+    except BadRecipeArgument:  # installed, but it does not declare its required arguments
+        return _row(described, "")
     except EtfarmError as error:
-        return _row(found, _why(error))
+        return _row(described, _why(error))
 
 
 def _row(specification: Specification, missing: str) -> RecipeRow:
@@ -79,7 +79,7 @@ def _missing(specification: Specification) -> str:
         build.export_recipe(resolve(specification.name, _required(specification)), ["forward"])
     except EtfarmError as error:
         return _why(error)
-    except Exception as error:  # noqa: BLE001 - a provider fails in its own ways, and each is an answer
+    except Exception as error:  # noqa: BLE001 - providers fail in different ways, and each message is the answer
         return first_line(error)
     return ""
 

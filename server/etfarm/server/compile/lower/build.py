@@ -1,4 +1,4 @@
-"""From a Recipe to ExecuTorch's objects, fresh for every use: lowering changes their configuration."""
+"""Conversion of a Recipe to ExecuTorch's objects, new for every use because lowering changes their configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RECIPE_MODULES: Final = {
     "arm": "executorch.backends.arm.recipes",
     "qnn": "executorch.backends.qualcomm.recipes",
 }
-"""What registers each backend's recipes when it is imported, where its tools are installed."""
+"""Modules that register a backend's recipes when they are imported, if the backend's tools are installed."""
 
 _EDGE: Final = {
     "check_ir_validity": "_check_ir_validity",
@@ -37,43 +37,45 @@ _EDGE: Final = {
     "preserve_ops": "preserve_ops",
     "core_aten_exceptions": "_core_aten_ops_exception_list",
 }
-"""EdgeCompileConfig's fields by ours."""
+"""Fields of EdgeCompileConfig by the names in [edge]."""
 
 _PLANNED: Final = ("memory_planning", "alloc_graph_input", "alloc_graph_output", "alloc_mutable_buffers")
-"""Fields of [executorch] that are MemoryPlanningPass's."""
+"""Fields of [executorch] that belong to MemoryPlanningPass."""
 
 _ALGORITHMS: Final = {"greedy": greedy, "naive": naive}
 
 
 def resolved(recipe: Recipe) -> Recipe:
-    """The recipe with what its plug-ins are; its identity stays the same.
+    """Return the recipe with the specifications of its plug-ins; its identity stays the same.
 
     Raises:
-        ToolchainIncomplete, PluginFailed: as `plugins.recipe`.
-        UnknownRecipeArgument, BadRecipeArgument, BadStages: as they say.
+        ToolchainIncomplete, PluginFailed, UnknownRecipeArgument, BadRecipeArgument: as `plugins.recipe`.
+        BadStages: the recipe's stages do not match its quantization.
     """
     return recipes.with_plugins(recipe, {part.name: specification(part) for part in recipe.parts if part.is_plugin})
 
 
 def specification(part: Part) -> Specification:
-    """What a plug-in's recipe says of itself; that it quantizes is seen where it does not say so.
+    """Return the specification of a plug-in's recipe; detect quantization that it does not declare.
 
     Raises:
         ToolchainIncomplete, PluginFailed: as `plugins.recipe`.
     """
-    said = plugins.specification(part.name) or Specification(part.name, "", Quantization.NONE, "an installed plug-in's recipe")
-    said = dataclasses.replace(said, name=part.name, resolved=True)
-    how = plugins.recipe(part.name, part.arguments).quantization_recipe
-    if said.quantization is Quantization.NONE and how is not None and how.quantizers:
-        return dataclasses.replace(said, quantization=Quantization.PT2E_STATIC)
-    return said
+    described = plugins.specification(part.name) or Specification(
+        part.name, "", Quantization.NONE, "an installed plug-in's recipe"
+    )
+    described = dataclasses.replace(described, name=part.name, resolved=True)
+    quantization_recipe = plugins.recipe(part.name, part.arguments).quantization_recipe
+    if described.quantization is Quantization.NONE and quantization_recipe is not None and quantization_recipe.quantizers:
+        return dataclasses.replace(described, quantization=Quantization.PT2E_STATIC)
+    return described
 
 
 def export_recipe(recipe: Recipe, methods: Sequence[str]) -> ExportRecipe:
-    """A fresh ExportRecipe with the recipe's options applied.
+    """Return a new ExportRecipe with the recipe's options applied.
 
     Args:
-        methods: all of the program's, so that those without partitioners of their own get the recipe's.
+        methods: all methods of the program; those without partitioners in the recipe file get the recipe's.
 
     Raises:
         ToolchainIncomplete: a provider, its tools or a plug-in are not installed here.
@@ -83,7 +85,7 @@ def export_recipe(recipe: Recipe, methods: Sequence[str]) -> ExportRecipe:
     """
     parts = [_part(part) for part in recipe.parts]
     if not parts:
-        # As ExecuTorch's own recipes have it.
+        # The default of ExecuTorch's recipes.
         parts = [ExportRecipe(lowering_recipe=LoweringRecipe(edge_compile_config=EdgeCompileConfig(_check_ir_validity=False)))]
     for part in parts:
         _apply_edge(recipe, part)
@@ -104,38 +106,38 @@ def export_recipe(recipe: Recipe, methods: Sequence[str]) -> ExportRecipe:
 
 
 def partitioners(built: ExportRecipe, method: str) -> list[Any]:
-    """Those of one method of a recipe that `export_recipe` built; none for ExecuTorch's portable kernels."""
-    found = built.lowering_recipe.partitioners if built.lowering_recipe is not None else None
-    return list((found.get(method) if isinstance(found, Mapping) else found) or ())
+    """Return a method's partitioners from the result of `export_recipe`; an empty list means ExecuTorch's portable kernels."""
+    configured = built.lowering_recipe.partitioners if built.lowering_recipe is not None else None
+    return list((configured.get(method) if isinstance(configured, Mapping) else configured) or ())
 
 
 def quantization(recipe: Recipe, method: str) -> QuantizationRecipe | None:
-    """What quantizes one method, fresh; None where nothing of PT2E does.
+    """Return a new QuantizationRecipe of one method; None if PT2E does not quantize it.
 
     Raises:
         ToolchainIncomplete, BadCombination, StageFailed: as `export_recipe`.
     """
-    own = recipe.options.methods.get(method, MethodOptions()).quantizers
-    said = recipe.options.quantizers if own is None else own
-    if said is not None:
-        return QuantizationRecipe(quantizers=components.quantizers(said)) if said else None
-    found = export_recipe(recipe, [method]).quantization_recipe
-    return found if found is not None and found.quantizers else None
+    method_quantizers = recipe.options.methods.get(method, MethodOptions()).quantizers
+    configured = recipe.options.quantizers if method_quantizers is None else method_quantizers
+    if configured is not None:
+        return QuantizationRecipe(quantizers=components.quantizers(configured)) if configured else None
+    built = export_recipe(recipe, [method]).quantization_recipe
+    return built if built is not None and built.quantizers else None
 
 
 def stages(recipe: Recipe, built: ExportRecipe) -> tuple[str, ...]:
-    """The whole pipeline, wherever its stages run: what the recipe's file says, else the ExportRecipe's own, else the default.
+    """Return all stages of the pipeline, wherever they run: the recipe file's, else the ExportRecipe's, else the default.
 
-    A recipe with passes for EDGE_PROGRAM_MANAGER_TRANSFORM gets that stage, as ExportSession has it.
+    A recipe with passes for EDGE_PROGRAM_MANAGER_TRANSFORM gets that stage, as in ExportSession.
     """
     if recipe.options.stages is not None:
         return recipe.options.stages
     if built.pipeline_stages:
         return tuple(stage.name for stage in built.pipeline_stages)
-    found, transform = list(recipe.stages), "EDGE_PROGRAM_MANAGER_TRANSFORM"
-    if built.lowering_recipe and built.lowering_recipe.edge_manager_transform_passes and transform not in found:
-        found.insert(found.index("TO_EXECUTORCH"), transform)
-    return tuple(found)
+    names, transform = list(recipe.stages), "EDGE_PROGRAM_MANAGER_TRANSFORM"
+    if built.lowering_recipe and built.lowering_recipe.edge_manager_transform_passes and transform not in names:
+        names.insert(names.index("TO_EXECUTORCH"), transform)
+    return tuple(names)
 
 
 def _part(part: Part) -> ExportRecipe:
@@ -160,9 +162,9 @@ def _type_of(part: Part) -> Any:
     backend = part.specification.backend
     importlib.import_module(_RECIPE_MODULES[backend])
     for registered in recipe_registry.list_backends():
-        for found in recipe_registry.get_supported_recipes(registered):
-            if found.value == part.name:
-                return found
+        for recipe_type in recipe_registry.get_supported_recipes(registered):
+            if recipe_type.value == part.name:
+                return recipe_type
     raise ToolchainIncomplete(part.name, f"no provider of {backend} recipes has it")
 
 
@@ -182,20 +184,24 @@ def _operator(field: str, name: str) -> Any:
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     try:
-        found = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+        operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
     except (AttributeError, RuntimeError):
-        found = None
-    # torch.ops has attributes that are none, and theirs in turn lead everywhere.
-    if not isinstance(found, torch._ops.OpOverload):
+        operator = None
+    # torch.ops also has attributes that are not operators, and those lead to arbitrary objects.
+    if not isinstance(operator, torch._ops.OpOverload):
         raise BadRecipeField(
             f"[edge] {field}", name, "operators that the server's torch has, with their overload, like aten.linear.default"
         )
-    return found
+    return operator
 
 
 def _apply_partitioners(recipe: Recipe, methods: Sequence[str], built: ExportRecipe) -> None:
     options = recipe.options
-    own = {name: one.partitioners for name, one in options.methods.items() if one.partitioners is not None and name in methods}
+    own = {
+        name: method.partitioners
+        for name, method in options.methods.items()
+        if method.partitioners is not None and name in methods
+    }
     if options.partitioners is None and not own:
         return
     lowering = built.lowering_recipe = built.lowering_recipe or LoweringRecipe()
@@ -212,24 +218,24 @@ def _apply_partitioners(recipe: Recipe, methods: Sequence[str], built: ExportRec
 
 def _apply_executorch(recipe: Recipe, built: ExportRecipe) -> None:
     config = built.executorch_backend_config = built.executorch_backend_config or ExecutorchBackendConfig()
-    said = recipe.options.executorch
-    planned = {field: value for field, value in said.items() if field in _PLANNED}
+    options = recipe.options.executorch
+    planned = {field: value for field, value in options.items() if field in _PLANNED}
     if planned or config.memory_planning_pass is ExecutorchBackendConfig.memory_planning_pass:
-        # ExecuTorch's default is one object for all of a process, and keeps a state.
+        # ExecuTorch's default is a single stateful object of the process.
         algorithm = str(planned.pop("memory_planning", "greedy"))
         config.memory_planning_pass = MemoryPlanningPass(MemoryPlanningAlgorithmSuite([_ALGORITHMS[algorithm]]), **planned)
-    for field, value in said.items():
+    for field, value in options.items():
         if field not in _PLANNED:
             setattr(config, field, _tagging(value) if field == "external_constants" else value)
 
 
 def _tagging(value: Plain) -> Any:
-    """ExecutorchBackendConfig.external_constants: a bool, or what names the file of each constant."""
+    """Return ExecutorchBackendConfig.external_constants: a bool, or a function that returns the file name of each constant."""
     return value if isinstance(value, bool) else lambda node: str(value)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Providers print what they miss; it is told in one sentence instead."""
+    """Suppress what providers print about missing tools; the raised error states it."""
     with redirect_stderr(io.StringIO()):
         yield

@@ -1,4 +1,4 @@
-"""Partitioners and quantizers that a recipe file names, as ExecuTorch's objects, fresh each time."""
+"""Partitioners and quantizers that a recipe file names, as new ExecuTorch objects."""
 
 from __future__ import annotations
 
@@ -14,35 +14,39 @@ Arguments = Mapping[str, Plain]
 
 
 def partitioners(components: Sequence[Component]) -> list[Any]:
-    """ExecuTorch's Partitioners, in their order.
+    """Return ExecuTorch's Partitioners in the order of `components`.
 
     Raises:
-        ToolchainIncomplete: what one needs is not installed here.
+        ToolchainIncomplete: a package that a partitioner needs is not installed here.
     """
-    return [_made(_PARTITIONERS, component) for component in components]
+    return [_build(_PARTITIONERS, component) for component in components]
 
 
 def separate(partitioners: Sequence[Any] | Mapping[str, Sequence[Any]]) -> None:
-    """Has XNNPACK's partitioners, of a list or by method, give each operator a delegate of its own; others stay as they are."""
+    """Configure XNNPACK's partitioners to create a separate delegate for each operator; leave others unchanged.
+
+    Args:
+        partitioners: a list, or lists by method.
+    """
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 
     lists = partitioners.values() if isinstance(partitioners, Mapping) else [partitioners]
-    for partitioner in (one for ones in lists for one in ones):
+    for partitioner in (partitioner for partitioners_ in lists for partitioner in partitioners_):
         if isinstance(partitioner, XnnpackPartitioner):
             partitioner.per_op_mode = True
 
 
 def quantizers(components: Sequence[Component]) -> list[Any]:
-    """torchao's PT2E Quantizers, in their order.
+    """Return PT2E Quantizers of torchao in the order of `components`.
 
     Raises:
         ToolchainIncomplete: as `partitioners`.
     """
-    return [_made(_QUANTIZERS, component) for component in components]
+    return [_build(_QUANTIZERS, component) for component in components]
 
 
 def coreml_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Core ML's arguments with coremltools' own values for the names of systems and units."""
+    """Return Core ML's arguments with coremltools' enum values for the names of systems and compute units."""
     ct = importlib.import_module("coremltools")
     enums = {"minimum_deployment_target": ct.target, "compute_unit": ct.ComputeUnit}
     return {
@@ -51,7 +55,7 @@ def coreml_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _made(table: Mapping[str, Callable[[Arguments], Any]], component: Component) -> Any:
+def _build(table: Mapping[str, Callable[[Arguments], Any]], component: Component) -> Any:
     try:
         return table[component.name](component.arguments)
     except (ImportError, OSError) as error:
@@ -70,14 +74,14 @@ def _coreml_partitioner(arguments: Arguments) -> Any:
     from executorch.backends.apple.coreml.compiler import CoreMLBackend
     from executorch.backends.apple.coreml.partition import CoreMLPartitioner
 
-    given = coreml_arguments(arguments)
-    whole = given.pop("lower_full_graph", False)
-    target = given.get("minimum_deployment_target")
+    options = coreml_arguments(arguments)
+    lower_full_graph = options.pop("lower_full_graph", False)
+    target = options.get("minimum_deployment_target")
     ios18 = importlib.import_module("coremltools").target.iOS18
     return CoreMLPartitioner(
-        compile_specs=CoreMLBackend.generate_compile_specs(**given),
-        lower_full_graph=bool(whole),
-        # Core ML has had state since iOS 18 only; the recipes' provider decides the same.
+        compile_specs=CoreMLBackend.generate_compile_specs(**options),
+        lower_full_graph=bool(lower_full_graph),
+        # Core ML supports state since iOS 18; the provider of Core ML's recipes decides in the same way.
         take_over_mutable_buffer=target is None or target >= ios18,
     )
 
@@ -124,7 +128,7 @@ def _texts(arguments: Arguments, name: str) -> list[str]:
 
 
 def _within(node: Any, modules: Sequence[str]) -> bool:
-    """Whether a node was made in one of the modules, or in a module of theirs."""
+    """Return whether a node comes from one of the modules or their submodules."""
     for path, _ in (node.meta.get("nn_module_stack") or {}).values():
         name = str(path).replace("L['self'].", "").replace("L__self___", "")
         if any(name == module or name.startswith(f"{module}.") for module in modules):

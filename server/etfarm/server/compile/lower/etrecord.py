@@ -1,8 +1,8 @@
-"""The ETRecord of several methods, and of any stages, as complete as ExecuTorch's of one method called forward.
+"""ETRecords of any methods and stages, as complete as ExecuTorch's ETRecord of a single method `forward`.
 
-ExecuTorch keeps the exported program of `forward` only, files a single method's edge program as `forward` whatever its
-name is, and forgets what EDGE_PROGRAM_MANAGER_TRANSFORM made.
-Source: executorch.devtools.etrecord._etrecord, whose reader takes all that is added here.
+ExecuTorch only keeps the exported program of `forward`, stores a single method's edge program as `forward` whatever its
+name is, and drops the edge programs of EDGE_PROGRAM_MANAGER_TRANSFORM.
+Source: executorch.devtools.etrecord._etrecord, whose reader accepts everything that is added here.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any, Final
 
 EXPORTED: Final = "exported"
-"""Where a record has the exported programs of several methods: `exported/METHOD`."""
+"""Prefix of the exported programs of several methods in a record: `exported/METHOD`."""
 
 AFTER_TRANSFORM: Final = "edge_after_transform"
-"""What ExecuTorch calls edge programs that passes have changed: `edge_after_transform/METHOD`."""
+"""ExecuTorch's prefix of edge programs that passes have changed: `edge_after_transform/METHOD`."""
 
 
 def save(record: Any, programs: Mapping[str, Any], transformed: Mapping[str, Any], path: Path) -> None:
-    """Completes a session's ETRecord and writes it.
+    """Complete a session's ETRecord and write it to a file.
 
     Args:
-        programs: what was lowered, by method.
-        transformed: edge programs by method, as EDGE_PROGRAM_MANAGER_TRANSFORM left them; empty where it was not run.
+        programs: the lowered exported programs by method.
+        transformed: edge programs after EDGE_PROGRAM_MANAGER_TRANSFORM by method; empty if that stage did not run.
     """
     edge = record.edge_dialect_program
     if not isinstance(edge, dict):
@@ -34,7 +34,7 @@ def save(record: Any, programs: Mapping[str, Any], transformed: Mapping[str, Any
         record.exported_program = next(iter(programs.values()))
         record.export_graph_id = id(record.exported_program.graph)
     else:
-        # The entry of its own, `exported_program`, is one method's; readers that know no other find `forward` there.
+        # `exported_program` holds a single method, where other readers expect `forward`.
         graphs.update({f"{EXPORTED}/{m}": p for m, p in programs.items() if p is not record.exported_program})
     graphs.update({f"{AFTER_TRANSFORM}/{method}": program for method, program in transformed.items()})
     record.graph_map = graphs or None

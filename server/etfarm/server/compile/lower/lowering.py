@@ -1,4 +1,4 @@
-"""ExecuTorch's ExportSession behind typed doors: the stages from exported programs to a .pte, told one by one."""
+"""A typed interface to ExecuTorch's ExportSession: the stages from exported programs to a .pte, with progress events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from etfarm.wire.errors import EtfarmError, UserError
 
 
 class ExternalConstantsClash(UserError):
-    """Constants of two methods would have one name in a data file."""
+    """Constants of two methods have the same name in a data file."""
 
     reason = "EXTERNAL_CONSTANTS_CLASH"
 
@@ -39,11 +39,11 @@ class ExternalConstantsClash(UserError):
 
 
 class Stages:
-    """Tells of each stage and keeps its time.
+    """The reporter of stages, which also records their durations.
 
     Args:
-        emit: gets StageEvents.
-        programs: what is compiled, by method, for sentences about what failed in it.
+        emit: called with each StageEvent.
+        programs: the compiled programs by method, for error messages.
     """
 
     def __init__(self, emit: Callable[[StageEvent], None], programs: Mapping[str, Any]) -> None:
@@ -53,10 +53,10 @@ class Stages:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[dict[str, float]]:
-        """One stage. Gives the dict that takes milliseconds by method. What torch raises inside becomes the user's StageFailed.
+        """Run one stage; yield a dict for the milliseconds by method. Convert torch's exceptions to a user's error.
 
         Raises:
-            StageFailed: with one sentence; the whole message is its cause and goes to the log.
+            StageFailed: an exception was raised inside; it is the error's cause, and goes to the log.
         """
         self._emit({"stage": name, "phase": "START", "duration_ms": None})
         began = time.monotonic()
@@ -76,57 +76,57 @@ class Stages:
 
 @contextmanager
 def timed(methods: dict[str, float], method: str) -> Iterator[None]:
-    """Puts a method's milliseconds into its stage's dict."""
+    """Record a method's milliseconds in its stage's dict."""
     began = time.monotonic()
     yield
     methods[method] = milliseconds(began)
 
 
 def milliseconds(began: float) -> float:
-    """Since a time of the monotonic clock."""
+    """Return the milliseconds since a time of the monotonic clock."""
     return round((time.monotonic() - began) * 1000, 3)
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What is run on exported programs."""
+    """The stages to run on exported programs, with their configuration."""
 
     stages: Sequence[str]
-    """From TO_EDGE_TRANSFORM_AND_LOWER or TO_EDGE on, in an order that ExecuTorch allows; at least one."""
+    """Stages from TO_EDGE_TRANSFORM_AND_LOWER or TO_EDGE on, in an order that ExecuTorch allows; at least one."""
     replaced: Mapping[str, Any] = field(default_factory=dict)
-    """Stages of plug-ins, by the stage that each replaces."""
+    """Plug-ins' stages by the stage that each replaces."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Values of constant methods: a tensor, a plain Python value, or a tuple of them."""
     etrecord: bool = False
 
     @property
     def partitions(self) -> bool:
-        """Whether one of the stages delegates."""
+        """Whether one of the stages partitions programs into delegates."""
         return not {"TO_EDGE_TRANSFORM_AND_LOWER", "TO_BACKEND"}.isdisjoint(self.stages)
 
 
 @dataclass
 class Lowered:
-    """What the stages made."""
+    """The results of the stages."""
 
     manager: Any = None
-    """An ExecutorchProgramManager if TO_EXECUTORCH was run, otherwise the EdgeProgramManager of the last stage."""
+    """An ExecutorchProgramManager if TO_EXECUTORCH ran, else the EdgeProgramManager of the last stage."""
     delegation: dict[str, Delegation] = field(default_factory=dict)
-    """By method; empty where nothing was partitioned."""
+    """Delegation by method; empty if nothing was partitioned."""
     initialized: dict[str, list[str]] = field(default_factory=dict)
-    """Buffers whose initial values had to be put into the program, by method."""
+    """Names of the buffers whose initial values are stored in the program, by method."""
     transformed: dict[str, Any] = field(default_factory=dict)
-    """The edge programs as EDGE_PROGRAM_MANAGER_TRANSFORM left them, where an ETRecord is wanted."""
+    """The edge programs after EDGE_PROGRAM_MANAGER_TRANSFORM by method, if an ETRecord is requested."""
     graphs: footprint.Graphs = field(default_factory=dict)
-    """What XNNPACK wrote into its delegates."""
+    """The graphs that XNNPACK wrote into its delegates."""
 
 
 Undelegated = Callable[[Any], Mapping[str, Mapping[str, list[Place]]]]
-"""Where the operators outside of an EdgeProgramManager's delegates come from, by method and operator."""
+"""Function that returns the places of the operators outside of an EdgeProgramManager's delegates, by method and operator."""
 
 
 def apply_aten_passes(recipe: Any, programs: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe's passes between export and edge. The session drops them silently when it starts from programs."""
+    """Apply the recipe's passes between export and edge, which a session that starts from programs silently drops."""
     passed = dict(programs)
     for transform in recipe.aten_transform_passes or []:
         passed = {method: transform(method, program) for method, program in passed.items()}
@@ -136,18 +136,18 @@ def apply_aten_passes(recipe: Any, programs: Mapping[str, Any]) -> dict[str, Any
 def lower(
     programs: Mapping[str, Any], recipe: Any, pipeline: Pipeline, name: str, stages: Stages, undelegated: Undelegated
 ) -> Lowered:
-    """Runs ExecuTorch's session from exported programs on.
+    """Run ExecuTorch's session from exported programs on.
 
     Args:
-        programs: by method.
-        recipe: a fresh ExportRecipe; it is used up.
-        name: the model's.
+        programs: exported programs by method.
+        recipe: a new ExportRecipe, which is modified.
+        name: the model's name.
 
     Raises:
-        StageFailed: as `Stages.stage`; or a plug-in's stage gave something else than the stage that it replaces.
-        ExternalConstantsClash: as it says.
+        StageFailed: as `Stages.stage`; or a plug-in's stage has a result of another type than the stage that it replaces.
+        ExternalConstantsClash: constants of two methods have the same name in a data file.
     """
-    import executorch.kernels.quantized  # noqa: F401 - its out variants, or undelegated int8 fails
+    import executorch.kernels.quantized  # noqa: F401 - registers out variants, which undelegated int8 operators need
 
     recipe.pipeline_stages = [StageType[stage] for stage in pipeline.stages]
     recipe.executorch_backend_config = recipe.executorch_backend_config or ExecutorchBackendConfig()
@@ -170,7 +170,7 @@ def lower(
 
 
 class _Watch:
-    """What is told, changed and kept around the stages of one session."""
+    """The hooks around the stages of one session, which report stages and collect their results."""
 
     def __init__(self, pipeline: Pipeline, config: Any, stages: Stages, undelegated: Undelegated) -> None:
         self._pipeline = pipeline
@@ -184,12 +184,12 @@ class _Watch:
 
         def watched(artifact: Any) -> None:
             if name == "TO_EXECUTORCH":
-                self.describe(artifact.data)  # the stage puts its own graphs into the edge programs
+                self.describe(artifact.data)  # before the stage replaces the edge programs' graphs
                 self._stages.programs = {m: artifact.data.exported_program(m) for m in artifact.data.methods}
             with self._stages.stage(name):
                 if name == "TO_EXECUTORCH":
                     self._before_executorch(artifact.data)
-                with torch.no_grad():  # a pass writes into weights, which torch forbids where they want gradients
+                with torch.no_grad():  # a pass writes to weights, which torch forbids for weights that require gradients
                     run(artifact)
                 if name in self._pipeline.replaced:
                     _check_replacement(name, stage)
@@ -201,7 +201,7 @@ class _Watch:
         return watched
 
     def describe(self, manager: Any) -> None:
-        """Keeps what was delegated."""
+        """Record the delegation of each method."""
         if not self._pipeline.partitions:
             return
         places = self._undelegated(manager)
@@ -210,7 +210,7 @@ class _Watch:
             self.lowered.delegation[method] = _delegation(info, places.get(method, {}))
 
     def _before_executorch(self, manager: Any) -> None:
-        # Only now: before the edge dialect a change of a buffer is an operator with an underscore, and in no signature.
+        # Not earlier: before the edge dialect, in-place operators change buffers without an entry in the signature.
         names: set[str] = set()
         for method in sorted(manager.methods):
             buffers = _initialized_buffers(manager.exported_program(method))
@@ -224,33 +224,33 @@ class _Watch:
 
 
 class _Initialized(InitializedMutableBufferPass):  # type: ignore[misc]
-    """ExecuTorch's pass for whole names: it takes patterns, and `count` would be `count_of_others` too."""
+    """ExecuTorch's pass with exact names; its patterns would match `count_of_others` for `count`."""
 
     def __init__(self, names: set[str]) -> None:
         super().__init__([])
         self._names = names
 
     def placeholder(self, name: str, arg: Any, meta: Any) -> Any:
-        """Marks the buffer whose value the program keeps."""
+        """Mark a buffer whose initial value the program stores."""
         if name in self._names:
             meta["et_init_buffer"] = True
         return super().placeholder(name, arg, meta)
 
 
 def _initialized_buffers(edge: Any) -> dict[str, str]:
-    """Buffers that a program changes and that do not begin at 0: their names in the module and in the graph."""
+    """Return the changed buffers whose initial values are not 0: their names in the graph by their names in the module."""
     signature = edge.graph_signature
     mutated = set(signature.buffers_to_mutate.values())
-    found = {}
+    names = {}
     for spec in signature.input_specs:
         initial = edge.state_dict.get(spec.target, edge.constants.get(spec.target))
         if spec.target in mutated and initial is not None and bool(initial.count_nonzero()):
-            found[spec.target] = spec.arg.name
-    return found
+            names[spec.target] = spec.arg.name
+    return names
 
 
 def _check_external(manager: Any) -> None:
-    """Two methods' constants of one name would silently become one in a data file, which has names only."""
+    """Refuse different constants of the same name in two methods, which a data file would silently merge."""
     seen: dict[str, tuple[str, Any]] = {}
     for method in sorted(manager.methods):
         edge = manager.exported_program(method)
@@ -266,20 +266,20 @@ def _check_external(manager: Any) -> None:
 
 
 def _check_replacement(name: str, stage: Any) -> None:
-    given = getattr(stage.get_artifacts(), "data", None)
+    result = getattr(stage.get_artifacts(), "data", None)
     wanted = ExecutorchProgramManager if name == "TO_EXECUTORCH" else EdgeProgramManager
-    if not isinstance(given, wanted):
+    if not isinstance(result, wanted):
         raise StageFailed(
-            name, "TypeError", f"the plug-in's stage {type(stage).__name__} gave {type(given).__name__}, not {wanted.__name__}",
+            name, "TypeError", f"the plug-in's stage {type(stage).__name__} gave {type(result).__name__}, not {wanted.__name__}",
             "Its run() must keep a PipelineArtifact of what the replaced stage gives.",
         )  # fmt: skip
 
 
 def _copied(program: Any) -> Any:
-    """The program with its own graph; TO_EXECUTORCH changes graphs where they are. Its weights are shared."""
-    again = copy.copy(program)
-    again._graph_module = copy.deepcopy(program.graph_module)
-    return again
+    """Return a copy of a program with its own graph, since TO_EXECUTORCH changes graphs in place; weights are shared."""
+    duplicate = copy.copy(program)
+    duplicate._graph_module = copy.deepcopy(program.graph_module)
+    return duplicate
 
 
 def _delegation(info: Any, places: Mapping[str, list[Place]]) -> Delegation:

@@ -1,9 +1,9 @@
-"""Recipes and stages of installed plug-ins, loaded by their dotted names in the child. Never code that a user sent.
+"""Recipes and stages of installed plug-ins, loaded by their dotted names in the child. Never loads code from a user.
 
 A plug-in is a Python distribution on the server with entry points in the groups `etfarm.recipes` and `etfarm.stages`. A
-recipe's is a callable `(**arguments) -> executorch.export.ExportRecipe`, with an optional attribute `specification`
-(etfarm.wire.recipes.Specification) that tells its summary, quantization and arguments. A stage's is a callable
-`() -> executorch.export.stages.Stage`, whose `stage_type` is the stage that it replaces.
+recipe's entry point is a callable `(**arguments) -> executorch.export.ExportRecipe` with an optional attribute
+`specification` (etfarm.wire.recipes.Specification) for its summary, quantization and arguments. A stage's entry point is a
+callable `() -> executorch.export.stages.Stage`, whose `stage_type` is the stage that it replaces.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from etfarm.wire.recipes.values import shown
 
 RECIPES: Final = "etfarm.recipes"
 STAGES: Final = "etfarm.stages"
-"""The entry points' groups."""
+"""Groups of the entry points."""
 
 
 class PluginFailed(ToolchainIncomplete):
-    """An installed plug-in does not do what its entry point promises: the server's owner is to look at it."""
+    """An installed plug-in violates the contract of its entry point; the server's owner has to fix it."""
 
     reason = "PLUGIN_FAILED"
 
@@ -41,106 +41,106 @@ class PluginFailed(ToolchainIncomplete):
 
 
 class PluginRefused(BadRecipeArgument):
-    """A plug-in's recipe raised TypeError or ValueError on the arguments that it was given.
+    """A plug-in's recipe raised TypeError or ValueError for the passed arguments.
 
     Args:
-        who: the plug-in, for the sentence.
-        said: what it raised, in one line.
+        plugin: the plug-in's name in the message.
+        why: the raised error in one line.
     """
 
-    def __init__(self, name: str, who: str, arguments: Mapping[str, object], said: str) -> None:
-        given = ", ".join(f"{key}={shown(value)}" for key, value in arguments.items())
+    def __init__(self, name: str, plugin: str, arguments: Mapping[str, object], why: str) -> None:
+        values = ", ".join(f"{key}={shown(value)}" for key, value in arguments.items())
         UserError.__init__(
-            self, f"{who[0].upper()}{who[1:]} refuses {given}: {said.rstrip('.')}.", "Give it other arguments.",
-            recipe=name, argument=",".join(arguments), value=given, allowed=said,
+            self, f"{plugin[0].upper()}{plugin[1:]} refuses {values}: {why.rstrip('.')}.", "Give it other arguments.",
+            recipe=name, argument=",".join(arguments), value=values, allowed=why,
         )  # fmt: skip
 
 
 def names(group: str) -> list[str]:
-    """The dotted names of a group's entry points, sorted; others are not plug-ins."""
+    """Return the dotted names of a group's entry points, sorted; names without a dot are not plug-ins."""
     return sorted({point.name for point in entry_points(group=group) if "." in point.name})
 
 
 def recipe(name: str, arguments: Mapping[str, object]) -> Any:
-    """A fresh ExportRecipe of a plug-in.
+    """Return a new ExportRecipe of a plug-in.
 
     Raises:
         ToolchainIncomplete: no such plug-in is installed.
-        UnknownRecipeArgument: it has no argument of that name.
-        BadRecipeArgument: it lacks one that it needs, or raises TypeError or ValueError on those that are given.
-        PluginFailed: it cannot be imported, fails without having been given arguments, or gives something else.
+        UnknownRecipeArgument: the recipe has no argument of that name.
+        BadRecipeArgument: a required argument is missing, or the recipe raises TypeError or ValueError for the arguments.
+        PluginFailed: the plug-in cannot be imported, fails without arguments, or does not return an ExportRecipe.
     """
     from executorch.export import ExportRecipe
 
     point = _point(RECIPES, name)
-    _check_arguments(name, _loaded(point), arguments)
-    given = _called(point, dict(arguments))
-    if not isinstance(given, ExportRecipe):
-        raise PluginFailed(name, f"{_who(point)} gave {type(given).__name__} and no ExportRecipe")
-    return given
+    _check_arguments(name, _load(point), arguments)
+    result = _call(point, dict(arguments))
+    if not isinstance(result, ExportRecipe):
+        raise PluginFailed(name, f"{_display_name(point)} gave {type(result).__name__} and no ExportRecipe")
+    return result
 
 
 def specification(name: str) -> Specification | None:
-    """What a plug-in's recipe says of itself; None where it says nothing.
+    """Return the specification of a plug-in's recipe; None if it has none.
 
     Raises:
         ToolchainIncomplete, PluginFailed: as `recipe`.
     """
     point = _point(RECIPES, name)
-    found = getattr(_loaded(point), "specification", None)
-    return found if isinstance(found, Specification) else None
+    described = getattr(_load(point), "specification", None)
+    return described if isinstance(described, Specification) else None
 
 
 def stage(name: str, replaced: str) -> Any:
-    """A fresh Stage of a plug-in, for the stage `replaced`.
+    """Return a new Stage of a plug-in for the stage `replaced`.
 
     Raises:
         ToolchainIncomplete: no such plug-in is installed.
-        PluginFailed: it cannot be imported, or gives no Stage.
-        BadRecipeField: its stage replaces another one than the recipe's file says.
+        PluginFailed: the plug-in cannot be imported, or does not return a Stage.
+        BadRecipeField: the plug-in replaces another stage than the recipe's file states.
     """
     from executorch.export.stages import Stage
 
     point = _point(STAGES, name)
-    given = _called(point, {})
-    if not isinstance(given, Stage):
-        raise PluginFailed(name, f"{_who(point)} gave {type(given).__name__} and no Stage")
-    kind = getattr(given.stage_type, "name", str(given.stage_type))
+    result = _call(point, {})
+    if not isinstance(result, Stage):
+        raise PluginFailed(name, f"{_display_name(point)} gave {type(result).__name__} and no Stage")
+    kind = getattr(result.stage_type, "name", str(result.stage_type))
     if kind != replaced:
-        allowed = f"a plug-in's stage that replaces it, and {_who(point)} replaces {kind}"
+        allowed = f"a plug-in's stage that replaces it, and {_display_name(point)} replaces {kind}"
         raise BadRecipeField(f"[replace] {replaced}", name, allowed)
-    return given
+    return result
 
 
 def _point(group: str, name: str) -> EntryPoint:
-    found = [point for point in entry_points(group=group) if point.name == name]
-    if not found:
+    points = [point for point in entry_points(group=group) if point.name == name]
+    if not points:
         raise ToolchainIncomplete(name, f"no installed package has the entry point {name} in {group}")
-    return found[0]
+    return points[0]
 
 
-def _loaded(point: EntryPoint) -> Any:
+def _load(point: EntryPoint) -> Any:
     try:
         return point.load()
     except Exception as error:
         raise _failed(point, "cannot be imported", error) from error
 
 
-def _called(point: EntryPoint, arguments: dict[str, object]) -> Any:
-    made = _loaded(point)
+def _call(point: EntryPoint, arguments: dict[str, object]) -> Any:
+    factory = _load(point)
     try:
-        return made(**arguments)
+        return factory(**arguments)
     except Exception as error:
         if arguments and isinstance(error, TypeError | ValueError):
             traceback.print_exception(error)
-            raise PluginRefused(point.name, _who(point), arguments, first_line(error)) from error
+            raise PluginRefused(point.name, _display_name(point), arguments, first_line(error)) from error
         raise _failed(point, "failed", error) from error
 
 
-def _check_arguments(name: str, made: Any, arguments: Mapping[str, object]) -> None:
+def _check_arguments(name: str, factory: Any, arguments: Mapping[str, object]) -> None:
     try:
-        parameters = inspect.signature(made).parameters
-    except (TypeError, ValueError):  # no function, which is told when it is called; or one of C, which has none to show
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # not a function, which the call reports; or a C function without a signature
         return
     kinds = [parameter.kind for parameter in parameters.values()]
     for argument in arguments:
@@ -156,9 +156,9 @@ def _failed(point: EntryPoint, what: str, error: Exception) -> Exception:
     if is_out_of_memory(error):
         return error
     traceback.print_exception(error)
-    return PluginFailed(point.name, f"{_who(point)} {what} ({first_line(error)})")
+    return PluginFailed(point.name, f"{_display_name(point)} {what} ({first_line(error)})")
 
 
-def _who(point: EntryPoint) -> str:
+def _display_name(point: EntryPoint) -> str:
     distribution = point.dist.name if point.dist is not None else "an unnamed distribution"
     return f"the plug-in {point.name} of {distribution}"

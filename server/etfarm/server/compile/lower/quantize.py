@@ -1,7 +1,7 @@
-"""PT2E quantization of an exported program, dynamic shapes kept.
+"""PT2E quantization of an exported program that keeps its dynamic shapes.
 
-ExportSession's own QuantizeStage takes eager modules only, and captures without the dynamic shapes: a .pt2 with an int8
-recipe would come out as fp32, and a dynamic model as a static one, both without a word. So it is done here, in front of
+ExportSession's QuantizeStage only accepts eager modules, and captures them without dynamic shapes: a .pt2 with an int8
+recipe would silently stay fp32, and a dynamic model would silently become static. Therefore quantization happens here, before
 the session, which then lowers the quantized program.
 """
 
@@ -40,8 +40,8 @@ from etfarm.wire import tensors
 
 _QUANTIZED = ("quantized_decomposed.", "torchao.quantize_affine", "torchao.dequantize_affine", "torchao.choose_qparams",
               "quant.dequantize_codebook")  # fmt: skip
-_TELL_S: Final = 2.0
-"""How often a long calibration is told of."""
+_LOG_INTERVAL_S: Final = 2.0
+"""Interval of the log lines of a long calibration, in seconds."""
 
 Module = Callable[..., Any]
 
@@ -49,24 +49,25 @@ _log = logging.getLogger(__name__)
 
 
 def is_quantized(program: Any) -> bool:
-    """Whether a graph has quantize or dequantize operators."""
+    """Return whether a graph has quantize or dequantize operators."""
     return any(str(node.target).startswith(_QUANTIZED) for node in program.graph.nodes if node.op == "call_function")
 
 
 def is_static(program: Any) -> bool:
-    """Whether activations are quantized by scales that a calibration found."""
+    """Return whether activations are quantized with scales from calibration."""
     targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     return any(target.startswith("quantized_decomposed.quantize_per_tensor.default") for target in targets)
 
 
 def check(program: Any, name: str, method: str) -> None:
-    """Refuses what cannot be quantized, before anything costly runs.
+    """Refuse a program that cannot be quantized, before anything expensive runs.
 
     Args:
-        name: the recipe's name, for the sentence.
+        name: the recipe's name for the message.
 
     Raises:
-        AlreadyQuantized, NoExampleInputs: as they say.
+        AlreadyQuantized: the program has quantized operators.
+        NoExampleInputs: the program carries no example inputs.
     """
     if is_quantized(program):
         raise AlreadyQuantized(name, method)
@@ -75,33 +76,33 @@ def check(program: Any, name: str, method: str) -> None:
 
 
 def quantize(program: Any, recipe: Any, name: str, method: str, calibration: Sequence[Path]) -> torch.nn.Module:
-    """The program as a module with quantize and dequantize operators; same arguments, same outputs.
+    """Return the program as a module with quantize and dequantize operators, with the same arguments and outputs.
 
     Args:
-        recipe: ExecuTorch's QuantizationRecipe with PT2E quantizers, fresh.
-        name: the recipe's name, for the sentence.
-        calibration: tensor files, beside the program's own example inputs; one is held at a time.
+        recipe: a new QuantizationRecipe of ExecuTorch with PT2E quantizers.
+        name: the recipe's name for the message.
+        calibration: tensor files in addition to the program's example inputs; one file at a time is in memory.
 
     Raises:
-        BadCalibrationInput: a sample does not fit.
-        CalibrationFailed: the model itself fails on a sample that fits.
-        CalibrationNotFinite: a sample makes a value NaN or infinite.
-        QuantizedNothing: no operator was quantized; the result would be silent fp32.
-        StageFailed: the recipe wants quantization-aware training.
+        BadCalibrationInput: a sample does not fit the program.
+        CalibrationFailed: the model fails on a sample that fits.
+        CalibrationNotFinite: a sample contains or produces NaN or infinity.
+        QuantizedNothing: no operator was quantized; the result would silently be fp32.
+        StageFailed: the recipe requires quantization-aware training.
     """
     if recipe.is_qat:
         why = f"recipe {name} trains while it quantizes, and {method} arrives as an exported program"
         raise StageFailed("QUANTIZE", "QuantizationAwareTraining", why, "Train it before, or use a recipe that calibrates only.")
     stage = QuantizeStage(recipe)
-    # Guards are checked by check_inputs; as a submodule they would be in prepare_pt2e's way.
+    # check_inputs checks the guards; as a submodule they would break prepare_pt2e.
     captured = stage._apply_passes(program.module(check_guards=False), recipe.pre_prepare_passes)
     prepared = prepare_pt2e(captured, stage._get_quantizer_for_prepare_pt2e(recipe.quantizers))
     prepared = stage._apply_passes(prepared, recipe.post_prepare_passes)
-    told = time.monotonic()
+    last_logged = time.monotonic()
     initial = _changed_buffers(program)
     with torch.no_grad():
         for index, (args, kwargs) in enumerate(_samples(program, recipe, method, calibration)):
-            _restore(prepared, initial)  # every sample is a first call
+            _restore(prepared, initial)  # every sample starts from the initial buffers
             try:
                 prepared(*args, **kwargs)
             except Exception as error:
@@ -111,26 +112,26 @@ def quantize(program: Any, recipe: Any, name: str, method: str, calibration: Seq
                 if "is not finite" in str(error):
                     raise CalibrationNotFinite(method, sample, _not_finite(program, args, kwargs)) from error
                 raise CalibrationFailed(method, sample, first_line(error)) from error
-            if time.monotonic() - told > _TELL_S:
-                told = time.monotonic()
+            if time.monotonic() - last_logged > _LOG_INTERVAL_S:
+                last_logged = time.monotonic()
                 _log.info("calibrated %d of %d samples of %s", index + 1, len(calibration) + 1, method)
     prepared = stage._apply_passes(prepared, recipe.pre_convert_passes)
     converted: torch.nn.Module = stage._apply_passes(convert_pt2e(prepared), recipe.post_convert_passes)
-    # What calibration left in them would be the program's beginning: a KV cache that is full of samples.
+    # Otherwise the program would start with the buffers of the calibration, such as a KV cache full of samples.
     _restore(converted, initial)
     if not is_quantized(converted):
         raise QuantizedNothing(name, method)
     scales = [a for node in converted.graph.nodes if str(node.target).startswith(_QUANTIZED) for a in node.args]
     if any(isinstance(scale, float) and not math.isfinite(scale) for scale in scales):
-        raise CalibrationNotFinite(method, "", "")  # observers of least and greatest values take any
+        raise CalibrationNotFinite(method, "", "")  # min-max observers accept any value
     return converted
 
 
 def export_again(module: torch.nn.Module, program: Any, strict: bool) -> Any:
-    """Exports a quantized module with the inputs, and the dynamic dims, of the program that it was.
+    """Export a quantized module with the inputs and the dynamic dims of its original program.
 
     Raises:
-        StageFailed: a dim that was dynamic became static.
+        StageFailed: a dynamic dim became static.
     """
     args, kwargs = program.example_inputs
     shapes = _dynamic_shapes(program, module, args, kwargs)
@@ -145,9 +146,9 @@ def export_again(module: torch.nn.Module, program: Any, strict: bool) -> Any:
 
 
 def settle_origins(program: Any) -> None:
-    """Numbers the graphs that nodes say they come from, 1, 2, 3; torch takes their addresses, and equal programs would differ.
+    """Number the source graphs of nodes 1, 2, 3, ..., so that equal programs have equal bytes.
 
-    ExecuTorch derives debug handles from these numbers, and only asks which are equal.
+    torch uses the graphs' addresses. ExecuTorch derives debug handles from these numbers and only compares them for equality.
     """
     numbers: dict[int, int] = {}
     seen: set[int] = set()
@@ -168,7 +169,7 @@ def settle_origins(program: Any) -> None:
 
 
 def _changed_buffers(program: Any) -> dict[str, torch.Tensor]:
-    """Copies of the buffers that a program changes, by name."""
+    """Return copies of the buffers that a program changes, by name."""
     held = {**program.constants, **program.state_dict}
     return {name: held[name].clone() for name in sorted(changed_buffers(program)) if name in held}
 
@@ -182,10 +183,10 @@ def _restore(module: torch.nn.Module, initial: Mapping[str, torch.Tensor]) -> No
 def _samples(
     program: Any, recipe: Any, method: str, calibration: Sequence[Path]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The recipe's own samples, or else the program's example inputs; then the calibration set."""
+    """Yield the recipe's samples, or else the program's example inputs; then the calibration samples."""
     if recipe.calibration_inputs_fn is not None:
-        for own in recipe.calibration_inputs_fn():
-            yield own, {}
+        for arguments in recipe.calibration_inputs_fn():
+            yield arguments, {}
     else:
         yield program.example_inputs
     expected = facts.of_exported(program)
@@ -199,13 +200,13 @@ def _samples(
 
 
 def _not_finite(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The names of the inputs that are NaN or infinite somewhere."""
+    """Return the names of the inputs that contain NaN or infinity."""
     leaves = zip(values.input_names(program), pytree.tree_leaves((args, kwargs)), strict=True)
     return ", ".join(repr(name) for name, leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.isfinite().all())
 
 
 def _dynamic_shapes(program: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch.export's dynamic_shapes of an exported program, one Dim a symbol; None when all dims are static."""
+    """Return torch.export's dynamic_shapes of an exported program, with a Dim for each symbol; None if all dims are static."""
     dims: dict[str, Any] = {}
     by_name = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     specs = []

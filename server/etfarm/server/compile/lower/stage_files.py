@@ -1,4 +1,4 @@
-"""What `stop_after` gives: each method's program as a file and as text, and the table of what was delegated."""
+"""Files that `stop_after` requests: each method's program as a file and as text, and the table of delegated operators."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from etfarm.wire.escapes import spreadsheet_cell
 
 
 def of_exported(models: Mapping[str, Path], programs: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Exported or quantized programs: METHOD.pt2 as it came, for torch.export.load, and METHOD.txt.
+    """Write exported or quantized programs: METHOD.pt2 unchanged, for torch.export.load, and METHOD.txt.
 
     Args:
-        models: the programs' files, by method.
+        models: the programs' files by method.
     """
     files: dict[str, str] = {}
     for method, program in programs.items():
@@ -26,9 +26,10 @@ def of_exported(models: Mapping[str, Path], programs: Mapping[str, Any], folder:
 
 
 def of_edge(manager: Any, delegation: Mapping[str, Delegation], folder: Path) -> dict[str, str]:
-    """Edge programs: METHOD.pt2 for executorch.exir.serde.serialize.load, METHOD.txt, and delegation.csv after a partitioning.
+    """Write edge programs: METHOD.pt2, METHOD.txt, and delegation.csv after a partitioning stage.
 
-    torch.export.load does not read them: operators of the edge dialect and delegates are ExecuTorch's.
+    METHOD.pt2 is for executorch.exir.serde.serialize.load. torch.export.load cannot read it, because operators of the edge
+    dialect and delegates belong to ExecuTorch.
     """
     from executorch.exir.serde.serialize import save
 
@@ -44,7 +45,7 @@ def of_edge(manager: Any, delegation: Mapping[str, Delegation], folder: Path) ->
 
 
 def _printed(method: str, program: Any, folder: Path) -> dict[str, str]:
-    """The program as PyTorch prints it: code with types and the user's lines, signature, ranges of dynamic dims."""
+    """Write a program as PyTorch prints it: code with types and source lines, signature, ranges of dynamic dims."""
     (folder / f"{method}.txt").write_text(f"{program}\n")
     return {f"{method}.txt": f"{method}.txt"}
 

@@ -1,4 +1,4 @@
-"""The compiling children's tasks: quantize exported programs, and lower them to a .pte that was tried on this host."""
+"""The tasks of compiling children: quantize exported programs, and lower them to a .pte that is tested on this host."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from etfarm.wire.recipes import Quantization, Recipe
 from etfarm.wire.stages import check_order, check_stop_after
 
 _EXPORTING: Final = ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT")
-"""Stages that end before the edge dialect."""
+"""Stages before the edge dialect."""
 
 _log = logging.getLogger(__name__)
 
 
 def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
-    """Task: QUANTIZE and the TORCH_EXPORT after it, of all methods. Emits StageEvents, answers a QuantizeResult, all as JSON.
+    """Task: run QUANTIZE and the TORCH_EXPORT after it for all methods. Emit StageEvents, return a QuantizeResult, all as JSON.
 
-    A method without quantizers of its own, or without anything that they quantize, stays as it came.
+    A method without quantizers, or without anything that they quantize, stays unchanged.
 
     Raises:
-        UserError: the model, its calibration inputs, or this recipe for them, as the reasons of `compile.errors` say.
-        QuantizedNothing: in no method.
-        ToolchainIncomplete: this host cannot do the recipe.
+        UserError: the model, its calibration inputs or the recipe are at fault; see `compile.errors`.
+        QuantizedNothing: nothing was quantized in any method.
+        ToolchainIncomplete: this host cannot compile the recipe.
     """
     torch.set_num_threads(request.threads)
     recipe = build.resolved(recipes.from_json(request.recipe_json))
-    programs = _loaded(request.models, folder, request.operators)
+    programs = _load(request.models, folder, request.operators)
     stages = lowering.Stages(_emitter(emit), programs)
     result: QuantizeResult = {"stages": stages.times, "programs": {}, "warnings": [], "stayed_fp32": {}}
-    quantizing = {method: found for method in programs if (found := build.quantization(recipe, method)) is not None}
+    quantizing = {method: built for method in programs if (built := build.quantization(recipe, method)) is not None}
     name = _quantizing(recipe)
     for method in quantizing:
         quantize.check(programs[method], name, method)
@@ -58,11 +58,11 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
     modules = {}
     nothing: list[QuantizedNothing] = []
     with stages.stage("QUANTIZE") as times:
-        for method, how in quantizing.items():
+        for method, quantization in quantizing.items():
             calibration = request.calibration.get(method, ())
             with lowering.timed(times, method):
                 try:
-                    modules[method] = quantize.quantize(programs[method], how, name, method, calibration)
+                    modules[method] = quantize.quantize(programs[method], quantization, name, method, calibration)
                 except QuantizedNothing as error:
                     nothing.append(error)
                     continue
@@ -88,21 +88,21 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                 if not quantize.is_quantized(again):
                     raise QuantizedNothing(name, method, "TORCH_EXPORT")
                 quantize.settle_origins(again)
-                # The archive's prefix is the file's stem, so equal programs of a method have equal bytes.
+                # The archive's prefix is the file's stem, so equal programs of the same method have equal bytes.
                 torch.export.save(again, str(file))
             stayed = places.fp32(again, xnnpack=fp32_layers.by_xnnpack(quantizing[method].quantizers))
-            _tell_fp32(name, method, stayed, result["stayed_fp32"], result["warnings"])
+            _add_fp32(name, method, stayed, result["stayed_fp32"], result["warnings"])
     return json.dumps(result).encode()
 
 
 def lower_model(request: LowerRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
-    """Task: the stages from exported programs to a .pte. Emits StageEvents, answers a LowerResult, all as JSON.
+    """Task: run the stages from exported programs to a .pte. Emit StageEvents, return a LowerResult, all as JSON.
 
     Raises:
-        UserError: the model, or this recipe for it, as the reasons of `compile.errors` say.
-        ToolchainIncomplete: this host cannot do the recipe.
+        UserError: the model or the recipe is at fault; see `compile.errors`.
+        ToolchainIncomplete: this host cannot compile the recipe.
     """
-    smoke = SmokeRunner(folder / "smoke.log")  # first of all: see there
+    smoke = SmokeRunner(folder / "smoke.log")  # forks, so it must come first; see SmokeRunner
     try:
         return json.dumps(_lower(request, folder, _emitter(emit), smoke)).encode()
     finally:
@@ -114,8 +114,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     recipe = build.resolved(recipes.from_json(request.recipe_json))
     built = build.export_recipe(recipe, sorted(request.models))
     remaining = _remaining(recipe, built, request)
-    programs = _loaded(request.models, folder, request.operators)
-    again = {method: path for method, path in request.originals.items() if request.models[method] != path}
+    programs = _load(request.models, folder, request.operators)
+    unquantized = {method: path for method, path in request.originals.items() if request.models[method] != path}
     result: LowerResult = {
         "stages": [], "program": None, "etrecord": None, "stage_files": {}, "inputs": checks.example_files(programs, folder),
         "delegation": {}, "toolchain": toolchain(), "warnings": [], "facts": None, "sizes": None, "modules": [], "checks": [],
@@ -124,7 +124,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     quantized = _check_quantized(recipe, built, request, programs)
     for method in sorted(quantized) if not request.quantized_here else ():
         stayed = places.fp32(programs[method], xnnpack=fp32_layers.by_xnnpack(build.partitioners(built, method)))
-        _tell_fp32(recipe.name, method, stayed, result["stayed_fp32"], result["warnings"])
+        _add_fp32(recipe.name, method, stayed, result["stayed_fp32"], result["warnings"])
     if not remaining:
         result["stage_files"] = stage_files.of_exported(request.models, programs, folder)
         return result
@@ -152,7 +152,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         )  # fmt: skip
     data = _write_program(lowered.manager, folder, result)
     described = sizes.read(folder / "model.pte")
-    found = result["facts"] = facts.of_program(described.program)
+    program_facts = result["facts"] = facts.of_program(described.program)
     _add_footprint(lowered, result)
     kept = [lowered] if request.want_etrecord else []
     del lowered
@@ -161,17 +161,17 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         if kept:
             _save_etrecord(kept.pop(), exported, folder, result)
 
-    if again:
+    if unquantized:
         save_etrecord()
-    originals = programs | _loaded(
-        again, folder, request.operators
-    )  # only now: their weights are not beside those that are lowered
+    originals = programs | _load(
+        unquantized, folder, request.operators
+    )  # loaded late, so that their weights are not in memory while programs are lowered
     for method, original in originals.items():
-        facts.add_exported(found, method, original)
+        facts.add_exported(program_facts, method, original)
     result["sizes"] = sizes.of_program(described, data)
     checked = checks.check_program(
         smoke, originals=originals, pte=folder / "model.pte", data=data, folder=folder, quantized=bool(quantized),
-        backends={method: found["methods"][method]["backends"] for method in originals}, delegation=result["delegation"],
+        backends={method: program_facts["methods"][method]["backends"] for method in originals}, delegation=result["delegation"],
         meanwhile=save_etrecord,
     )  # fmt: skip
     result["checks"] = checked.checks
@@ -180,10 +180,10 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
 
 
 def _remaining(recipe: Recipe, built: Any, request: LowerRequest) -> list[str]:
-    """The stages to run here; none where `stop_after` is one that was done before.
+    """Return the stages to run here; empty if `stop_after` is a stage that has already run.
 
     Raises:
-        BadStages: their order is none, or `stop_after` is not among them.
+        BadStages: the stages' order is not valid, or `stop_after` is not among them.
     """
     whole = build.stages(recipe, built)
     if request.stop_after is not None and request.stop_after not in whole:
@@ -196,61 +196,64 @@ def _remaining(recipe: Recipe, built: Any, request: LowerRequest) -> list[str]:
 
 
 def _quantizing(recipe: Recipe) -> str:
-    """What quantizes, by name. The recipe's own name is in no sentence of QUANTIZE: its result is shared with other recipes."""
+    """Return the name of the quantizing parts for messages.
+
+    Messages of QUANTIZE must not contain the recipe's own name, because other recipes share the result.
+    """
     parts = [part.name for part in recipe.parts if part.specification.quantization is not Quantization.NONE]
-    own = [recipe.options.quantizers, *(one.quantizers for one in recipe.options.methods.values())]
-    return "+".join(parts or sorted({one.name for ones in own for one in ones or ()})) or recipe.name
+    lists = [recipe.options.quantizers, *(method.quantizers for method in recipe.options.methods.values())]
+    return "+".join(parts or sorted({part.name for quantizers in lists for part in quantizers or ()})) or recipe.name
 
 
-def _loaded(models: Mapping[str, Path], folder: Path, operators: Operators) -> dict[str, Any]:
-    """Programs by method, sorted, so that equal models give equal bytes; each is checked."""
+def _load(models: Mapping[str, Path], folder: Path, operators: Operators) -> dict[str, Any]:
+    """Return the loaded and checked programs by method, sorted, so that equal models give equal bytes."""
     programs = {}
     for method, path in sorted(models.items()):
         if not method.isidentifier():
             raise ValueError(f"{method!r} is no method's name")
-        own = folder / f"load-{len(list(folder.glob('load-*')))}"
-        own.mkdir()
-        programs[method] = loading.load(path, own, operators)
+        subfolder = folder / f"load-{len(list(folder.glob('load-*')))}"
+        subfolder.mkdir()
+        programs[method] = loading.load(path, subfolder, operators)
         loading.check(programs[method], method)
     return programs
 
 
 def _check_quantized(recipe: Recipe, built: Any, request: LowerRequest, programs: Mapping[str, Any]) -> set[str]:
-    """The methods that have quantized operators.
+    """Return the methods that have quantized operators.
 
     Raises:
-        RecipeNeedsEagerModule: the recipe replaces modules, and no method shows any of it.
-        QuantizedNothing: the recipe quantizes, and none was.
+        RecipeNeedsEagerModule: the recipe replaces modules, but no method has quantized operators.
+        QuantizedNothing: the recipe quantizes, but no method has quantized operators.
     """
     quantized = {method for method, program in programs.items() if quantize.is_quantized(program)}
     if quantized or (request.stop_after == "SOURCE_TRANSFORM" and "QUANTIZE" in recipe.stages):
         return quantized
     if recipe.quantization is Quantization.TORCHAO_SOURCE:
         raise RecipeNeedsEagerModule(recipe.name, "the model")
-    own = recipe.options.quantizers is None and built.quantization_recipe is not None
-    if recipe.quantization is not Quantization.NONE or (own and built.quantization_recipe.quantizers):
+    has_recipe_quantizers = recipe.options.quantizers is None and built.quantization_recipe is not None
+    if recipe.quantization is not Quantization.NONE or (has_recipe_quantizers and built.quantization_recipe.quantizers):
         raise QuantizedNothing(recipe.name, " or ".join(programs))
     return quantized
 
 
 def _constants(request: LowerRequest) -> dict[str, Any]:
-    """What constant methods give: one leaf is itself, several are a tuple.
+    """Return the values of constant methods: a single leaf as it is, several leaves as a tuple.
 
     Raises:
-        StageFailed: one has the name of a method; the program would have two of it.
+        StageFailed: a constant method has the name of a method.
     """
-    found = {}
+    constants = {}
     for name, path in sorted(request.constant_methods.items()):
         if name in request.models:
             why = f"{name} is both a method and a constant method"
             raise StageFailed("TO_EXECUTORCH", "DuplicateMethod", why, "Rename one of them.")
         leaves = [wire_values.to_leaf(value) for value in tensors.decode(path.read_bytes())]
-        found[name] = leaves[0] if len(leaves) == 1 else tuple(leaves)
-    return found
+        constants[name] = leaves[0] if len(leaves) == 1 else tuple(leaves)
+    return constants
 
 
 def _write_program(manager: Any, folder: Path, result: LowerResult) -> dict[str, Path]:
-    """Writes model.pte and its data files; gives these by the name that the program knows them under."""
+    """Write model.pte and its data files; return the data files by the names that the program refers to."""
     with (folder / "model.pte").open("wb") as file:
         manager.write_to_file(file)
     manager.write_tensor_data_to_file(str(folder))
@@ -262,7 +265,7 @@ def _write_program(manager: Any, folder: Path, result: LowerResult) -> dict[str,
 def _add_footprint(lowered: lowering.Lowered, result: LowerResult) -> None:
     try:
         result["modules"] = footprint.of_program(lowered.manager, lowered.graphs)
-    except Exception as error:  # noqa: BLE001 - the program is there; it reads what a plug-in may have made otherwise
+    except Exception as error:  # noqa: BLE001 - the program is complete; results of plug-ins may not be readable here
         traceback.print_exc()
         _warn(result["warnings"], "FOOTPRINT_FAILED", f"What each module takes is not known: {first_line(error)}.")
 
@@ -271,14 +274,14 @@ def _save_etrecord(lowered: lowering.Lowered, exported: Mapping[str, Any], folde
     try:
         etrecord.save(lowered.manager.get_etrecord(), exported, lowered.transformed, folder / "model.etrecord")
         result["etrecord"] = "model.etrecord"
-    except Exception as error:  # noqa: BLE001 - the program is there; without the record only the profile lacks names
+    except Exception as error:  # noqa: BLE001 - the program is complete; without the record only names in the profile are missing
         if is_out_of_memory(error):
             _log.warning("not enough memory for the ETRecord")
         traceback.print_exc()
         _warn(result["warnings"], "ETRECORD_FAILED", f"No ETRecord was written: {first_line(error)}.")
 
 
-def _tell_fp32(
+def _add_fp32(
     recipe: str, method: str, left: list[Fp32Operator], stayed: dict[str, list[Fp32Operator]], warnings: list[Warning]
 ) -> None:
     if left:

@@ -1,6 +1,6 @@
-"""Whether what came out is right: methods run on this host at several sizes, against eager PyTorch on the same inputs.
+"""Checks of a compiled program: methods run on this host at several sizes, compared with eager PyTorch on the same inputs.
 
-    smoke = SmokeRunner(folder / "smoke.log")          # first of all, before torch has worked
+    smoke = SmokeRunner(folder / "smoke.log")          # first, before torch is used
     ...
     files = checks.example_files(originals, folder)    # {method: "inputs-0.ett"} for LowerResult["inputs"]
     checked = checks.check_program(
@@ -9,8 +9,8 @@
     )
     checked.checks, checked.warnings                   # for LowerResult
 
-`originals` are the programs before quantization. They are run, so give them after lowering or before, not during; weights
-are shared with them, and buffers that they change are as before afterwards.
+`originals` are the programs before quantization. The checks run them, so call this before or after lowering, but not during
+it: weights are shared, and buffers that the programs change are restored afterwards.
 """
 
 from __future__ import annotations
@@ -40,54 +40,54 @@ from etfarm.wire import tensors
 from etfarm.wire.tensors import Scalar, Value
 
 RUN_S: Final = 120.0
-"""How long one run may take; a slower one is a warning, since it says nothing against the program."""
+"""Maximum seconds of a run; a slower run causes a warning only, because the program is not at fault."""
 
 FLOAT_DB: Final = 40.0
-"""A float program that is further away computes something else: fp16 alone has some 60 dB, fp32 over 100."""
+"""Minimum SQNR in dB of a correct float program: fp16 alone has about 60 dB, fp32 over 100."""
 
 QUANTIZED_DB: Final = 10.0
-"""A quantized program that is further away is of little use; good int8 has 20 to 45 dB."""
+"""Minimum SQNR in dB of a useful quantized program; good int8 has 20 to 45 dB."""
 
 EXACT_DB: Final = 300.0
-"""Cap of the SQNR, which an exact match has: float64 itself resolves some 320 dB."""
+"""Cap of the SQNR in dB, and the SQNR of an exact match; float64 itself resolves about 320 dB."""
 
 _ROUNDING: Final = 1e-6
-"""Errors that no float program is blamed for: outputs that should cancel to 0 are made of rounding only."""
+"""Maximum absolute error that is always accepted: outputs that should cancel to 0 consist of rounding errors."""
 
 _NOT_ZERO: Final = 1e-3
-"""Errors that a float program is blamed for where the model gives zeros."""
+"""Maximum absolute error of a float program where the model's output is zero."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class Checked:
-    """What was found."""
+    """The results of the checks."""
 
     checks: list[HostCheck] = field(default_factory=list)
     warnings: list[Warning] = field(default_factory=list)
 
     def warn(self, code: str, message: str) -> None:
-        """Adds a warning."""
+        """Add a warning."""
         self.warnings.append({"code": code, "message": message})
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One output: what is told of it, and what it is judged by."""
+    """The comparison of one output: what is reported, and what decides the verdict."""
 
     told: OutputCheck
     judged_db: float | None
-    """The SQNR with the reference's mean taken from the signal, or a bias passes for accuracy; None where told's is None."""
+    """The SQNR in dB without the reference's mean in the signal, since a bias is no accuracy; None if the reported one is."""
     is_constant: bool = False
-    """Whether the reference has one value only, against which a quantizer cannot be judged."""
+    """Whether all values of the reference are equal, so that a quantizer cannot be judged by it."""
     wrong: str = ""
-    """Why it cannot be compared: another shape, or NaN on one side."""
+    """Why the outputs cannot be compared: different shapes, or NaN in one of them; empty if they can."""
 
 
 @dataclass(frozen=True)
 class _Program:
-    """What stays the same over one program's methods."""
+    """The parameters that all methods of a program share."""
 
     smoke: SmokeRunner
     pte: Path
@@ -98,17 +98,17 @@ class _Program:
 
     @property
     def inputs(self) -> Path:
-        """Of the run that was started last."""
+        """The file with the inputs of the last started run."""
         return self.folder / "inputs.ett"
 
     @property
     def outputs(self) -> Path:
-        """As `inputs`."""
+        """The file with the outputs of the last started run."""
         return self.folder / "outputs.ett"
 
 
 def example_files(programs: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Writes the example inputs that exported programs carry: files in `folder` by method; a method without any is missing."""
+    """Write the example inputs of exported programs to `folder`; return file names by method, if it has example inputs."""
     files = {}
     for index, (method, program) in enumerate(sorted(programs.items())):
         trial = trials.example(program)
@@ -130,20 +130,20 @@ def check_program(
     delegation: Mapping[str, Delegation] | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> Checked:
-    """Runs each method at its example inputs, and at its smallest and largest ones where it has dynamic dims.
+    """Run each method at its example inputs, and at its smallest and largest inputs if it has dynamic dims.
 
     Args:
-        smoke: forked before torch worked.
+        smoke: forked before torch was used.
         originals: exported programs before quantization, by method.
         data: the program's named data files.
-        backends: delegates' backend ids by method.
-        folder: temporary files are made in it, and removed.
-        quantized: whether outputs may be as far away as a quantized program's.
-        delegation: by method; says where an operator without a kernel comes from.
-        meanwhile: other work, which is done while the first method is tried, or before where none is.
+        backends: backend ids of the delegates by method.
+        folder: folder for temporary files, which are removed.
+        quantized: whether to accept the errors of a quantized program.
+        delegation: delegation by method, which has the places of operators without a kernel.
+        meanwhile: other work, called while the first method runs, or at the end if no method runs.
 
     Raises:
-        ProgramCannotRun: the runtime refuses, or crashes at, inputs that eager PyTorch takes.
+        ProgramCannotRun: the runtime refuses or crashes at inputs that eager PyTorch accepts.
     """
     checked = Checked()
     with tempfile.TemporaryDirectory(dir=folder, prefix="checks-") as temporary:
@@ -195,7 +195,10 @@ def _check_method(
 
 @contextmanager
 def _half_of_the_threads() -> Iterator[None]:
-    """The program runs beside: threads that wait for a cpu spin, and both would take longer than one after the other."""
+    """Limit torch to half of its threads while the program runs in another process.
+
+    Threads that wait for a CPU spin, so both would take longer than one after the other.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // 2))
     try:
@@ -236,7 +239,7 @@ def _check_extreme(
 
 @dataclass(frozen=True)
 class _Refused:
-    """Eager PyTorch did not run the inputs."""
+    """The reason why eager PyTorch did not run the inputs."""
 
     why: str
     is_guard: bool = False
@@ -259,10 +262,10 @@ def _start(program: _Program, method: str, trial: Trial) -> None:
 
 
 def _outputs(program: _Program, method: str, original: Any, trial: Trial) -> list[Value] | str:
-    """The outputs of the run that was started; or why they do not exist, where that says nothing against the program.
+    """Return the outputs of the started run, or why there are none if the program is not at fault.
 
     Raises:
-        ProgramCannotRun: it says something against it.
+        ProgramCannotRun: the program is at fault.
     """
     outcome = program.smoke.finish()
     if outcome.log:
@@ -289,9 +292,9 @@ def _compare(
         check["why"] = f"it gave {len(outputs)} outputs where the model gives {len(expected)}"
         checked.warn("OUTPUTS_DIFFER", f"{method} on the server{_at(trial)}: {check['why']}.")
         return
-    found = [difference(v.name or str(i), v, actual) for i, (v, actual) in enumerate(zip(expected, outputs, strict=True))]
-    check["outputs"] = [one.told for one in found]
-    problems = [problem for one in found if (problem := _problem(one, quantized=program.quantized))]
+    differences = [difference(v.name or str(i), v, actual) for i, (v, actual) in enumerate(zip(expected, outputs, strict=True))]
+    check["outputs"] = [output.told for output in differences]
+    problems = [problem for output in differences if (problem := _problem(output, quantized=program.quantized))]
     if not problems:
         return
     if _is_random(original, trial, expected):
@@ -318,23 +321,27 @@ def _at(trial: Trial) -> str:
 def _problem(found: Difference, *, quantized: bool) -> str:
     if found.wrong:
         return f"{found.told['output']} {found.wrong}"
-    told, db = found.told, found.judged_db
+    reported, db = found.told, found.judged_db
     if quantized:
         if found.is_constant or db is None or db >= QUANTIZED_DB:
             return ""
-        return f"{told['output']} has {db:.1f} dB, and {QUANTIZED_DB:g} dB is little already"
-    error = told["max_abs_error"] or 0.0
-    if told["equal"] or error <= _ROUNDING:
+        return f"{reported['output']} has {db:.1f} dB, and {QUANTIZED_DB:g} dB is little already"
+    error = reported["max_abs_error"] or 0.0
+    if reported["equal"] or error <= _ROUNDING:
         return ""
-    if told["sqnr_db"] is None:
-        return f"{told['output']} is up to {error:g} where the model gives zeros" if error > _NOT_ZERO else ""
-    return f"{told['output']} has {told['sqnr_db']:.1f} dB, where floats have over 100" if told["sqnr_db"] < FLOAT_DB else ""
+    if reported["sqnr_db"] is None:
+        return f"{reported['output']} is up to {error:g} where the model gives zeros" if error > _NOT_ZERO else ""
+    return (
+        f"{reported['output']} has {reported['sqnr_db']:.1f} dB, where floats have over 100"
+        if reported["sqnr_db"] < FLOAT_DB
+        else ""
+    )
 
 
 def _is_random(original: Any, trial: Trial, expected: list[Value]) -> bool:
     again = _expected(original, trial)
     return not isinstance(again, _Refused) and not all(
-        difference("", one, other).told["equal"] for one, other in zip(expected, again, strict=True)
+        difference("", first, second).told["equal"] for first, second in zip(expected, again, strict=True)
     )
 
 
@@ -342,11 +349,11 @@ def difference(name: str, expected: Value, actual: Value) -> Difference:
     """One output of the program against eager PyTorch's, computed in float64."""
     if (isinstance(expected, Scalar) and expected.value is None) or (isinstance(actual, Scalar) and actual.value is None):
         same = isinstance(expected, Scalar) and isinstance(actual, Scalar) and expected.value == actual.value
-        return Difference(_told(name, same), None, wrong="" if same else "is None on one side only")
+        return Difference(_output_check(name, same), None, wrong="" if same else "is None on one side only")
     reference_, output = _array(expected), _array(actual)
     if reference_.shape != output.shape:
         shapes = f"has the shape {list(output.shape)} where the model gives {list(reference_.shape)}"
-        return Difference(_told(name, False), None, wrong=shapes)
+        return Difference(_output_check(name, False), None, wrong=shapes)
     r, a = reference_.astype(np.float64).ravel(), output.astype(np.float64).ravel()
     exact = reference_.dtype == output.dtype and reference_.dtype.kind in "biu"
     # int64 above 2^53 is no float64: equality is asked of the integers themselves.
@@ -354,16 +361,16 @@ def difference(name: str, expected: Value, actual: Value) -> Difference:
     equal = bool(same_at.all())
     with np.errstate(invalid="ignore", over="ignore"):
         largest = float(np.where(same_at, 0.0, np.abs(r - a)).max()) if r.size else math.nan
-    told = _told(name, equal, largest if math.isfinite(largest) else None, _sqnr_db(r, r, a))
+    reported = _output_check(name, equal, largest if math.isfinite(largest) else None, _sqnr_db(r, r, a))
     if not equal and (np.isfinite(r) != np.isfinite(a)).any():
-        return Difference(told, None, wrong="has NaN or infinity where the model has none, or none where it has some")
+        return Difference(reported, None, wrong="has NaN or infinity where the model has none, or none where it has some")
     spread = float(np.ptp(r)) if r.size and np.isfinite(r).all() else 0.0
     # float32 noise around one value is no signal, and tells nothing of a quantizer.
     is_constant = spread <= 1e-6 * float(np.abs(r).max(initial=0.0)) and r.size != 1
-    return Difference(told, _sqnr_db(r if r.size < 2 else r - r.mean(), r, a), is_constant)
+    return Difference(reported, _sqnr_db(r if r.size < 2 else r - r.mean(), r, a), is_constant)
 
 
-def _told(name: str, equal: bool, error: float | None = None, sqnr_db: float | None = None) -> OutputCheck:
+def _output_check(name: str, equal: bool, error: float | None = None, sqnr_db: float | None = None) -> OutputCheck:
     return {"output": name, "equal": equal, "max_abs_error": error, "sqnr_db": sqnr_db}
 
 

@@ -1,8 +1,8 @@
-"""Runs a fresh program on this host, in processes that may crash.
+"""Runs of a new program on this host, in processes that may crash.
 
-Compiling well is not running: complex operators compile and fail at execute. The process that forks the runs was itself
-forked before any model was touched: one that is forked after torch has worked on several threads hangs. It never works
-with torch, so that every run is a fork of it with a fresh state of mutable buffers, and a crash ends one run only.
+A program that compiles does not necessarily run: complex operators compile but fail in execute. Runs are forks of a process
+that was itself forked before any model was loaded, because a fork of a process whose torch has used several threads hangs.
+That process never uses torch, so every run starts with the initial values of mutable buffers, and a crash ends a single run.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, Final, NoReturn
 from etfarm.server.workers.errors import is_out_of_memory, signal_name
 
 HOST_BACKENDS = frozenset({"XnnpackBackend"})
-"""Backends that executorch's wheel can execute here; QnnBackend and OpenvinoBackend are registered without their SDKs."""
+"""Backends that ExecuTorch's wheel can execute here. It registers QnnBackend and OpenvinoBackend without their SDKs."""
 
 MAX_DATA_FILES: Final = 1
-"""How many named data files (.ptd) executorch.runtime can give a program."""
+"""Maximum number of named data files (.ptd) that executorch.runtime can load with a program."""
 
 _CLOSE_S: Final = 5.0
-"""How long the forking process may take to end by itself."""
+"""Maximum time in seconds in which the forking process may end by itself."""
 
 _CODES = {
     0x01: "internal error", 0x02: "invalid state", 0x10: "not supported", 0x11: "not implemented",
@@ -38,7 +38,7 @@ _CODES = {
     0x25: "out of resources", 0x30: "incompatible delegate", 0x31: "a delegate ran out of memory",
     0x32: "a delegate could not be made",
 }  # fmt: skip
-"""executorch::runtime::Error in words. Source: executorch/runtime/core/error.h."""
+"""Descriptions of executorch::runtime::Error. Source: executorch/runtime/core/error.h."""
 
 _CODE = re.compile(r"[Ee]rror:?\s*(?:code\s*)?0x:?([0-9a-fA-F]+)")
 _LOG_LINE = re.compile(r"^(?:[IEWF] )?(?:[\d:.]+ )?(?:executorch:)?(?:[\w.\-]+:\d+\]|\[[\w.\-]+:\d+\])\s*(.+)$")
@@ -46,41 +46,41 @@ _LOG_LINE = re.compile(r"^(?:[IEWF] )?(?:[\d:.]+ )?(?:executorch:)?(?:[\w.\-]+:\
 
 @dataclass(frozen=True)
 class Run:
-    """One execution of one method."""
+    """A request to execute a method once."""
 
     method: str
     inputs: Path
-    """A tensor file of flat leaves."""
+    """A tensor file with flattened leaves."""
     outputs: Path
-    """Is written: a tensor file of flat outputs, which have their positions for names."""
+    """Path of the tensor file to write: flattened outputs, named by their positions."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run."""
+    """The outcome of a run."""
 
     ran: bool
     method: str = ""
     why: str = ""
-    """Words for a sentence; empty when it ran."""
+    """Reason of a failure for messages; empty if the run succeeded."""
     log: str = ""
     timed_out: bool = False
     out_of_memory: bool = False
-    """The process had no memory left, which says nothing against the program."""
+    """Whether the process ran out of memory, which is not the program's fault."""
 
 
 class SmokeRunner:
-    """A process forked now for runs later. Fork it before any torch work; `close` it in any case.
+    """A process that is forked now for later runs. Create it before any use of torch; always `close` it.
 
     Args:
-        log: file that its stdout and stderr go to; run N has its own, `log` with `.N` behind it.
+        log: file for the process's stdout and stderr; run N writes to a separate file with the suffix `.N`.
     """
 
     def __init__(self, log: Path) -> None:
         self._log = log
         self._count = 0
         self._begun: tuple[Run, Path, float]
-        # Pipes: a child may make no sockets, not even a pair.
+        # Pipes, because a child must not create sockets, not even a socket pair.
         their_orders, self._orders = os.pipe()
         answers, their_answers = os.pipe()
         sys.stdout.flush()
@@ -95,11 +95,11 @@ class SmokeRunner:
         self._answers = os.fdopen(answers, "rb")
 
     def run(self, pte: Path, data: Mapping[str, Path] | None, runs: Sequence[Run], timeout_s: float) -> list[Outcome]:
-        """Executes each of `runs` in a process of its own, one after the other. Gives one outcome a run, in order.
+        """Execute each of `runs` in a separate process, one after the other; return the outcomes in order.
 
         Args:
             data: the program's named data files; at most MAX_DATA_FILES.
-            timeout_s: for each run.
+            timeout_s: maximum seconds of each run.
         """
         outcomes = []
         for run in runs:
@@ -108,7 +108,7 @@ class SmokeRunner:
         return outcomes
 
     def start(self, pte: Path, data: Mapping[str, Path] | None, run: Run, timeout_s: float) -> None:
-        """Begins one run, which goes on beside what this process does until `finish`; the arguments are those of `run`."""
+        """Start one run, which continues in the background until `finish`; the arguments are those of `run`."""
         log = self._log.with_name(f"{self._log.name}.{self._count}")
         self._count += 1
         order = {
@@ -122,30 +122,32 @@ class SmokeRunner:
             traceback.print_exc()
 
     def finish(self) -> Outcome:
-        """Waits for the run that was begun."""
+        """Wait for the started run and return its outcome."""
         run, log, timeout_s = self._begun
         line = b""
         try:
             line = self._answers.readline()
         except OSError:
             traceback.print_exc()
-        told = _read(log)
+        text = _read(log)
         if not line:
-            return Outcome(False, run.method, "the process that tries programs is gone", told or _read(self._log))
-        said = json.loads(line)
-        memory = is_out_of_memory(RuntimeError(f"{said.get('error', '')}\n{told}"))
-        if said["ran"]:
-            return Outcome(True, run.method, log=told)
-        if said.get("timed_out"):
-            return Outcome(False, run.method, f"it did not end within {timeout_s:g} s", told, timed_out=True)
-        if "signal" in said:
-            return Outcome(False, run.method, f"it crashed with {signal_name(said['signal'])}", told, out_of_memory=memory)
-        if "exit" in said:
-            return Outcome(False, run.method, f"it ended with exit code {said['exit']}", told, out_of_memory=memory)
-        return Outcome(False, run.method, explain(said["error"], told), told, out_of_memory=memory)
+            return Outcome(False, run.method, "the process that tries programs is gone", text or _read(self._log))
+        answer = json.loads(line)
+        out_of_memory = is_out_of_memory(RuntimeError(f"{answer.get('error', '')}\n{text}"))
+        if answer["ran"]:
+            return Outcome(True, run.method, log=text)
+        if answer.get("timed_out"):
+            return Outcome(False, run.method, f"it did not end within {timeout_s:g} s", text, timed_out=True)
+        if "signal" in answer:
+            return Outcome(
+                False, run.method, f"it crashed with {signal_name(answer['signal'])}", text, out_of_memory=out_of_memory
+            )
+        if "exit" in answer:
+            return Outcome(False, run.method, f"it ended with exit code {answer['exit']}", text, out_of_memory=out_of_memory)
+        return Outcome(False, run.method, explain(answer["error"], text), text, out_of_memory=out_of_memory)
 
     def close(self) -> None:
-        """Ends the process, and a run that is still going."""
+        """End the process and a run in progress."""
         if not self._pid:
             return
         self._answers.close()
@@ -161,14 +163,14 @@ class SmokeRunner:
 
 
 def explain(error: str, log: str) -> str:
-    """The runtime's reason in one line: what its log said first, and its error code in words."""
-    found = _CODE.search(error)
-    code = int(found[1], 16) if found else 0
+    """Return the runtime's reason in one line: the description of its error code and the first reason in its log."""
+    match = _CODE.search(error)
+    code = int(match[1], 16) if match else 0
     words = f"{_CODES[code]} (0x{code:x})" if code in _CODES else (error.strip().splitlines() or ["no reason"])[0][:200]
     for line in log.splitlines():
-        told = _LOG_LINE.match(line.strip())
-        if told and "cpuinfo" not in line and not told[1].startswith(("Failed to execute", "KernelCall failed")):
-            return f"{words}: {told[1][:200].rstrip('. ')}"
+        logged = _LOG_LINE.match(line.strip())
+        if logged and "cpuinfo" not in line and not logged[1].startswith(("Failed to execute", "KernelCall failed")):
+            return f"{words}: {logged[1][:200].rstrip('. ')}"
     return words
 
 
@@ -177,7 +179,7 @@ def _read(log: Path) -> str:
 
 
 def _serve(orders: int, answers: int, log: Path) -> NoReturn:
-    """The forking process: an order a line, an answer a line, until the orders end."""
+    """Serve as the forking process: read one order per line and write one answer per line until the orders end."""
     code = 1
     try:
         _redirect(log)
@@ -196,7 +198,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def _forked(order: dict[str, Any], orders: int, outcomes: int) -> dict[str, object]:
-    """Runs one order in a fork. Ends the fork when its time is up, or when nobody waits for the answer any more."""
+    """Run one order in a fork. Kill the fork at its timeout, or when the other end stops waiting for the answer."""
     readable, writable = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -218,8 +220,8 @@ def _forked(order: dict[str, Any], orders: int, outcomes: int) -> dict[str, obje
         return {"ran": False, "signal": -code}
     if code > 0 or not answer:
         return {"ran": False, "exit": code}
-    said: dict[str, object] = json.loads(answer)
-    return said
+    outcome: dict[str, object] = json.loads(answer)
+    return outcome
 
 
 def _child(order: dict[str, Any], answers: int) -> NoReturn:
@@ -255,7 +257,7 @@ def _run(order: dict[str, Any]) -> dict[str, object]:
         outputs = method.execute([to_leaf(value) for value in tensors.decode(Path(order["inputs"]).read_bytes())])
         values = [to_value(str(index), leaf) for index, leaf in enumerate(outputs)]
         Path(order["outputs"]).write_bytes(tensors.encode(values))
-    except Exception as error:  # noqa: BLE001 - whatever the runtime said is the answer
+    except Exception as error:  # noqa: BLE001 - the runtime's message is the answer
         traceback.print_exc()
         return {"ran": False, "error": str(error) or type(error).__name__}
     return {"ran": True}
