@@ -1,4 +1,4 @@
-"""What a program takes, gives and needs, read from the .pte itself; names and dynamic ranges from the .pt2."""
+"""The facts of a program: inputs, outputs and requirements from the .pte; names and dynamic ranges from the .pt2."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ _SCALARS: dict[type[Any], tuple[Literal["int", "float", "bool", "none", "str"], 
 
 
 def inspect_pte(request: InspectRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
-    """Task: describes a ready .pte. Answers a `LowerResult` with facts and sizes, and without stages, program and ETRecord.
+    """Task: describe an uploaded .pte. Return a `LowerResult` with facts and sizes, without stages, program and ETRecord.
 
     Raises:
         NotAPte, TruncatedProgram: as `screen_pte`.
         UnsupportedProgram: its flatbuffer cannot be read.
     """
     screen.screen_pte(request.pte)
-    found, where = describe(sizes.read(request.pte))
+    facts, program_sizes = describe(sizes.read(request.pte))
     result: LowerResult = {
         "stages": [], "program": None, "etrecord": None, "stage_files": {}, "inputs": {}, "delegation": {},
-        "toolchain": toolchain(), "warnings": [], "facts": found, "sizes": where, "modules": [], "checks": [],
+        "toolchain": toolchain(), "warnings": [], "facts": facts, "sizes": program_sizes, "modules": [], "checks": [],
         "stayed_fp32": {},
     }  # fmt: skip
     return json.dumps(result).encode()
 
 
 def describe(described: sizes.Described) -> tuple[ProgramFacts, ProgramSizes]:
-    """The facts and sizes of a program that a user made.
+    """Return the facts and sizes of an uploaded program.
 
     Raises:
-        UnsupportedProgram: it refers to values or segments that it does not have.
+        UnsupportedProgram: the program refers to values or segments that it does not have.
     """
     try:
         return of_program(described.program), sizes.of_program(described)
@@ -64,12 +64,12 @@ def describe(described: sizes.Described) -> tuple[ProgramFacts, ProgramSizes]:
 
 
 def of_program(program: Program) -> ProgramFacts:
-    """The facts of a deserialized program; `sizes.read` gives it."""
+    """Return the facts of a deserialized program, as `sizes.read` returns it."""
     return {"methods": {plan.name: _method(plan) for plan in program.execution_plan}}
 
 
 def add_exported(facts: ProgramFacts, method: str, program: Any) -> None:
-    """Puts what only the exported program knows into a method's facts: names, and each dim's range."""
+    """Add information that only the exported program has to a method's facts: names, and the range of each dim."""
     known, exact = facts["methods"][method], of_exported(program)
     for mine, theirs in ((known["inputs"], exact["inputs"]), (known["outputs"], exact["outputs"])):
         if len(mine) == len(theirs):
@@ -80,7 +80,7 @@ def add_exported(facts: ProgramFacts, method: str, program: Any) -> None:
 
 
 def of_exported(program: Any) -> MethodFacts:
-    """The inputs and outputs of an exported program, with names and ranges; without operators, backends and memory."""
+    """Return the inputs and outputs of an exported program with names and ranges, without operators, backends and memory."""
     by_name = {node.name: node for node in program.graph.nodes}
     specs = program.graph_signature.input_specs
     inputs = [
@@ -150,22 +150,22 @@ def _method(plan: Any) -> MethodFacts:
 
 
 def _values(plan: Any, indices: Iterable[int]) -> list[ValueFacts]:
-    found: list[ValueFacts] = []
+    rows: list[ValueFacts] = []
     for index in indices:
         value = plan.values[index].val
         if isinstance(value, PteTensor):
             is_static = value.shape_dynamism == TensorShapeDynamism.STATIC
             dims: list[int | DimRange] = [int(n) if is_static else {"min": 0, "max": int(n)} for n in value.sizes]
             name = value.scalar_type.name
-            found.append(
+            rows.append(
                 {"name": None, "kind": "tensor", "dtype": _DTYPES.get(name, name.lower()), "dims": dims,
                  "dim_order": [int(d) for d in value.dim_order]}
             )  # fmt: skip
         elif isinstance(value, Null) or type(value) not in _SCALARS:
-            found.append({"name": None, "kind": "none", "dtype": None, "dims": None, "dim_order": None, "value": None})
+            rows.append({"name": None, "kind": "none", "dtype": None, "dims": None, "dim_order": None, "value": None})
         else:
             kind, field = _SCALARS[type(value)]
-            found.append(
+            rows.append(
                 {"name": None, "kind": kind, "dtype": None, "dims": None, "dim_order": None, "value": getattr(value, field)}
             )
-    return found
+    return rows

@@ -1,9 +1,9 @@
-"""What each module of the user's model takes of a program: constants as they are stored, and room in its planned memory.
+"""The share of each module of the user's model in a program: stored constants and planned memory.
 
-Constants outside of delegates are ExecuTorch's specs of placeholders. What XNNPACK keeps is another thing than the graph's
-weights: batch norms are folded into biases, 4-bit weights are packed two to a byte, scales stand beside. So the graphs that it
-writes into delegates are kept while it lowers, which name each constant, its size and the operation that takes it. Of other
-backends, which tell nothing, a delegate's constants are those of its part of the graph, in the graph's own dtypes.
+Constants outside of delegates are ExecuTorch's specs of placeholders. XNNPACK's constants differ from the graph's weights:
+batch norms are folded into biases, 4-bit weights are packed two to a byte, and scales are separate. Therefore the graphs that
+XNNPACK writes into delegates are captured during lowering; they have each constant's size and operation. Other backends do not
+provide this, so a delegate's constants are those of its part of the graph, with the graph's dtypes.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from etfarm.server.graphs import origins
 from etfarm.server.graphs.sources import common_module
 
 Graphs = Mapping[bytes, Any]
-"""XNNPACK's graphs by the bytes of the delegates that they were written into."""
+"""XNNPACK's graphs by the bytes of their delegates."""
 
 _SCALE: Final = "scale_buffer_idx"
-"""Where a quantized value of XNNPACK's graph names the constant that holds its scales."""
+"""Field of a quantized value in XNNPACK's graph that refers to the constant with its scales."""
 
 _MAX_HOPS: Final = 4
-"""Operators without a module, as those that dequantize, between a constant and the first that has one."""
+"""Maximum number of operators without a module, such as dequantize, between a constant and the first with a module."""
 
 
 @contextmanager
 def kept_graphs() -> Iterator[Graphs]:
-    """XNNPACK's graphs of the delegates that are made meanwhile.
+    """Yield a dict that collects XNNPACK's graphs of the delegates that are created inside the context.
 
-    Source: executorch.backends.xnnpack.xnnpack_preprocess, which reads its serializer's name at each call.
+    Source: executorch.backends.xnnpack.xnnpack_preprocess, which looks its serializer up by name at each call.
     """
     graphs: dict[bytes, Any] = {}
     serialize = xnnpack_preprocess.serialize_xnnpack_binary
@@ -61,45 +61,45 @@ def kept_graphs() -> Iterator[Graphs]:
 
 
 def of_program(manager: Any, graphs: Graphs) -> list[ModuleFootprint]:
-    """The modules of an ExecutorchProgramManager's methods that own anything, by method, the largest first.
+    """Return the modules with constants or planned memory of an ExecutorchProgramManager, by method, the largest first.
 
-    What several methods or modules share counts once, for the first of them. The parts of XNNPACK's delegates that are no
-    constants, a few kilobytes each, and what alignment adds belong to none.
+    Data that several methods or modules share count once, for the first of them. Not counted are the parts of XNNPACK's
+    delegates other than constants, a few kilobytes each, and padding for alignment.
     """
     seen: set[Hashable] = set()
-    found = []
+    footprints = []
     for method in sorted(manager.methods):
-        taken = _Method(manager.exported_program(method), graphs, seen).taken
+        shares = _Method(manager.exported_program(method), graphs, seen).shares
         rows = [
             ModuleFootprint(
-                method=method, module=module, constant_bytes=one.constant_bytes, planned_bytes=_most(one.planned),
-                planned_tensors=len(one.planned),
+                method=method, module=module, constant_bytes=share.constant_bytes, planned_bytes=_peak_bytes(share.planned),
+                planned_tensors=len(share.planned),
             )
-            for module, one in taken.items()
-            if one.constant_bytes or one.planned
+            for module, share in shares.items()
+            if share.constant_bytes or share.planned
         ]  # fmt: skip
-        found += sorted(rows, key=lambda row: (-row["constant_bytes"], -row["planned_bytes"], row["module"]))
-    return found
+        footprints += sorted(rows, key=lambda row: (-row["constant_bytes"], -row["planned_bytes"], row["module"]))
+    return footprints
 
 
 @dataclass
-class _Taken:
-    """What one module takes."""
+class _Share:
+    """The share of one module."""
 
     constant_bytes: int = 0
     planned: list[TensorSpec] = field(default_factory=list)
 
 
 class _Method:
-    """One method's graph after memory planning.
+    """A method's graph after memory planning, with the shares of its modules.
 
     Args:
-        program: of an ExecutorchProgramManager.
-        seen: constants that were counted; those of this method are added.
+        program: a program of an ExecutorchProgramManager.
+        seen: constants that are already counted; this method's constants are added.
     """
 
     def __init__(self, program: Any, graphs: Graphs, seen: set[Hashable]) -> None:
-        self.taken: dict[str, _Taken] = defaultdict(_Taken)
+        self.shares: dict[str, _Share] = defaultdict(_Share)
         self._signature = program.graph_signature
         self._graphs = graphs
         self._seen = seen
@@ -129,8 +129,8 @@ class _Method:
     def _add_delegate(self, delegate: Any) -> None:
         program, graph = delegate.original_module, self._graphs.get(delegate.processed_bytes)
         if graph is None:
-            held = {**program.state_dict, **program.constants}
-            by_name = {spec.arg.name: held.get(spec.target) for spec in program.graph_signature.input_specs}
+            tensors = {**program.state_dict, **program.constants}
+            by_name = {spec.arg.name: tensors.get(spec.target) for spec in program.graph_signature.input_specs}
             for node in program.graph.nodes:
                 if node.op == "placeholder" and node.users and isinstance(value := by_name.get(node.name), torch.Tensor):
                     owner = _first_user(node, program.graph_module) or ""
@@ -140,7 +140,7 @@ class _Method:
         for node in program.graph.nodes:
             if (module := _module(node, program.graph_module)) is not None:
                 modules.setdefault(node.meta.get("debug_handle"), module)
-        whole = _holding(modules.values())
+        common = _common_module(modules.values())
         unions = [value.xvalue_union for value in graph.xvalues]
         values = {getattr(union, "tensor_value", union).id_out: union for union in unions}
         dropped = _dropped_handles(program.graph, graph, values)
@@ -148,38 +148,40 @@ class _Method:
             for index in _constants(xnode.xnode_union, values):
                 constant = graph.constant_data[index]
                 key = constant.named_key or (delegate.processed_bytes, index)
-                self._add_constant(modules.get(dropped.get(at, xnode.debug_handle), whole), key, constant.size)
+                self._add_constant(modules.get(dropped.get(at, xnode.debug_handle), common), key, constant.size)
 
     def _add_constant(self, module: str, key: Hashable, size_bytes: int) -> None:
         if key not in self._seen:
             self._seen.add(key)
-            self.taken[module].constant_bytes += size_bytes
+            self.shares[module].constant_bytes += size_bytes
 
     def _add_planned(self, node: Any, module: str) -> None:
         specs = node.meta.get("spec")
         for spec in specs if isinstance(specs, list | tuple) else (specs,):
             is_planned = isinstance(spec, TensorSpec) and spec.mem_id is not None and spec.mem_offset is not None
-            # One that was given another's room is not planned for again.
+            # A tensor that reuses another tensor's storage has no planned memory.
             if is_planned and spec.storage_base is None and id(spec) not in self._planned:
                 self._planned.add(id(spec))
-                self.taken[module].planned.append(spec)
+                self.shares[module].planned.append(spec)
 
 
 def _module(node: Any, graph_module: Any) -> str | None:
-    """The module of an operator, of a delegate's call that which holds all of its operators; "" is the model itself."""
+    """Return the module of an operator, or the common module of a delegate's operators; "" is the model itself."""
     if node.target is executorch_call_delegate:
         inside = getattr(graph_module, node.args[0].target).original_module
-        return _holding(module for one in inside.graph.nodes if (module := _module(one, inside.graph_module)) is not None)
+        return _common_module(
+            module for inner in inside.graph.nodes if (module := _module(inner, inside.graph_module)) is not None
+        )
     return (module_path(node) or "") if node.op == "call_function" and node.meta.get("nn_module_stack") else None
 
 
-def _holding(modules: Iterable[str]) -> str:
-    found = set(modules)
-    return "" if "" in found else common_module(found) or ""
+def _common_module(modules: Iterable[str]) -> str:
+    paths = set(modules)
+    return "" if "" in paths else common_module(paths) or ""
 
 
 def _first_user(constant: Any, graph_module: Any) -> str | None:
-    """The module of the first operator that takes a constant; of those that change its type only, what takes theirs."""
+    """Return the module of the first operator that uses a constant, directly or through operators without a module."""
     reached = [constant]
     for _ in range(_MAX_HOPS):
         users = [(node, user) for node in reached for user in node.users]
@@ -187,8 +189,8 @@ def _first_user(constant: Any, graph_module: Any) -> str | None:
             if user.target is executorch_call_delegate:
                 inside = getattr(graph_module, user.args[0].target).original_module
                 name = inside.graph_signature.user_inputs[user.args.index(node) - 1]
-                taken = next(one for one in inside.graph.nodes if one.name == name)
-                return _first_user(taken, inside.graph_module)
+                placeholder = next(inner for inner in inside.graph.nodes if inner.name == name)
+                return _first_user(placeholder, inside.graph_module)
             if (module := _module(user, graph_module)) is not None:
                 return module
         reached = [user for _, user in users]
@@ -196,18 +198,18 @@ def _first_user(constant: Any, graph_module: Any) -> str | None:
 
 
 def _dropped_handles(graph: Any, xnnpack_graph: Any, values: Mapping[int, Any]) -> Mapping[int, int | None]:
-    """The debug handles of XNNPACK's nodes that lost theirs, by index; see `origins`.
+    """Return the debug handles of XNNPACK's nodes that lost theirs, by index; see `origins`.
 
     Args:
-        graph: of the delegate's operators.
-        values: of XNNPACK's graph by their ids.
+        graph: the graph of the delegate's operators.
+        values: values of XNNPACK's graph by id.
     """
     called = [node for node in graph.nodes if node.op == "call_function"]
     operators = [
         origins.Operator(
             (handle,) if isinstance(handle := node.meta.get("debug_handle"), int) and handle else (), _base_name(node.target),
-            tuple(one.name for one in node.all_input_nodes), (node.name,),
-            tuple(_elements(one) for one in node.all_input_nodes), _elements(node),
+            tuple(source.name for source in node.all_input_nodes), (node.name,),
+            tuple(_elements(source) for source in node.all_input_nodes), _elements(node),
         )
         for node in called
     ]  # fmt: skip
@@ -215,35 +217,35 @@ def _dropped_handles(graph: Any, xnnpack_graph: Any, values: Mapping[int, Any]) 
     for xnode in xnnpack_graph.xnodes:
         ids = {name: value for name, value in vars(xnode.xnode_union).items() if name.endswith("_id") and value in values}
         kind = type(xnode.xnode_union).__name__.removeprefix("XNN")
-        takes = tuple(value for name, value in sorted(ids.items()) if not name.startswith("output"))
+        inputs = tuple(value for name, value in sorted(ids.items()) if not name.startswith("output"))
         if kind.startswith("Concatenate"):
-            takes = takes[: int(kind[-1])]  # the others say 0, which is a value of its own
-        gives = tuple(value for name, value in ids.items() if name.startswith("output"))
-        sizes = tuple(math.prod(getattr(values[one], "tensor_value", values[one]).dims) for one in (*takes, *gives[:1]))
+            inputs = inputs[: int(kind[-1])]  # the remaining fields are 0, which is the id of another value
+        outputs = tuple(value for name, value in ids.items() if name.startswith("output"))
+        sizes = tuple(math.prod(getattr(values[value], "tensor_value", values[value]).dims) for value in (*inputs, *outputs[:1]))
         nodes.append(
             origins.Node(
                 kind,
                 None if xnode.debug_handle == xnnpack_preprocess.DEFAULT_DEBUG_HANDLE else xnode.debug_handle,
-                takes, gives, sizes[: len(takes)], sum(sizes[len(takes) :]),
+                inputs, outputs, sizes[: len(inputs)], sum(sizes[len(inputs) :]),
             )
         )  # fmt: skip
-    return origins.find(nodes, operators, [handle for one in operators for handle in one.handles])
+    return origins.find(nodes, operators, [handle for operator in operators for handle in operator.handles])
 
 
 def _base_name(target: Any) -> str:
-    """`addmm` of an edge operator."""
+    """Return the name of an edge operator without namespace and overload, like `addmm`."""
     parts = str(getattr(target, "__name__", target)).split(".")
     return parts[-2] if len(parts) > 1 else parts[0]
 
 
 def _elements(node: Any) -> int:
-    """Of a node's tensor; 0 where a dim is dynamic."""
+    """Return the number of elements of a node's tensor; 0 if a dim is dynamic."""
     shape = getattr(node.meta.get("val"), "shape", ())
     return math.prod(shape) if shape and all(isinstance(size, int) for size in shape) else 0
 
 
 def _constants(operation: Any, values: Mapping[int, Any]) -> Iterator[int]:
-    """Indexes of the constants that an operation of XNNPACK's graph takes, scales of quantized ones included."""
+    """Yield the indices of the constants that an operation of XNNPACK's graph uses, including scales."""
     for name, identifier in vars(operation).items():
         value = values.get(identifier) if name.endswith("_id") else None
         if value is None:
@@ -256,20 +258,20 @@ def _constants(operation: Any, values: Mapping[int, Any]) -> Iterator[int]:
 
 
 def _digest(storage: Any) -> Hashable:
-    """What tells constants apart: ExecuTorch stores equal ones once."""
+    """Return a key of a constant's contents, because ExecuTorch stores equal constants once."""
     size_bytes = storage.nbytes()
     data = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size_bytes,)).numpy()
     return size_bytes, zlib.crc32(data), zlib.adler32(data[: 1 << 16])
 
 
-def _most(planned: list[TensorSpec]) -> int:
-    """The most that tensors take at one time of their lifetimes, bytes."""
+def _peak_bytes(planned: list[TensorSpec]) -> int:
+    """Return the maximum number of bytes that tensors occupy at the same time."""
     changes = []
     for spec in planned:
         began, ended = spec.lifetime
         changes += [(began or 0, 0, spec.allocated_memory), (ended or 0, 1, -spec.allocated_memory)]
-    most = taken = 0
+    peak = occupied = 0
     for _, _, change in sorted(changes):
-        taken += change
-        most = max(most, taken)
-    return most
+        occupied += change
+        peak = max(peak, occupied)
+    return peak

@@ -1,4 +1,4 @@
-"""Reads a .pte's description, and says where its bytes are. Constants and delegates' data are not read."""
+"""The description of a .pte and the sizes of its parts. Constants and delegates' data are not read."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from etfarm.server.workers.errors import is_out_of_memory
 
 @dataclass(frozen=True)
 class Described:
-    """A .pte's flatbuffer."""
+    """The flatbuffer of a .pte."""
 
     program: Program
     program_bytes: int
-    """Of the flatbuffer; the whole file where it has no segments."""
+    """Size of the flatbuffer; the size of the file if it has no segments."""
 
 
 def read(pte: Path) -> Described:
-    """The description of a .pte, fresh or ready.
+    """Return the description of a .pte.
 
     Raises:
-        UnsupportedProgram: its flatbuffer cannot be read.
+        UnsupportedProgram: the flatbuffer cannot be read.
     """
     size = pte.stat().st_size
     with pte.open("rb") as file:
@@ -49,10 +49,10 @@ def read(pte: Path) -> Described:
 
 
 def of_program(described: Described, data: Mapping[str, Path] | None = None) -> ProgramSizes:
-    """Where a program's bytes are. A delegate's data that several methods share count once in the whole, and in each method.
+    """Return the sizes of a program's parts. Delegate data that methods share count once in the total, and in each method.
 
     Args:
-        data: its named data files (.ptd).
+        data: the program's named data files (.ptd).
     """
     program = described.program
     used = {_place(d.processed) for plan in program.execution_plan for d in plan.delegates}
@@ -74,7 +74,7 @@ def of_program(described: Described, data: Mapping[str, Path] | None = None) -> 
 
 
 def planned_bytes(plan: ExecutionPlan) -> list[int]:
-    """Sizes of a method's memory-planned buffers."""
+    """Return the sizes of a method's memory-planned buffers in bytes."""
     # Buffer 0 stands for constants.
     return [int(size) for size in plan.non_const_buffer_sizes[1:]]
 

@@ -1,4 +1,4 @@
-"""The members of a .pt2 or of a torch.save file, which are zips that all readers see alike. Stdlib only.
+"""The members of a .pt2 or a torch.save file: zips in which all readers see the same contents. Stdlib only.
 
 An archive in which Python's zipfile and torch's own reader could see different members, names, or bytes is refused. The child
 screens again what torch's reader returns.
@@ -20,9 +20,9 @@ from etfarm.server.compile.screening.errors import NotAPt2, UnsafeModel
 MAX_MEMBERS: Final = 100_000
 MAX_DIRECTORY_BYTES: Final = 32 << 20
 MAX_BYTES: Final = 64 << 30
-"""Largest sum of the members' unpacked sizes."""
+"""Maximum total of the members' unpacked sizes."""
 MAX_NAME: Final = 500
-"""Longest name of a member. Names of parameters do not count: their payloads are called weight_0."""
+"""Maximum length of a member's name. Names of parameters do not count, because their payloads are named like weight_0."""
 
 _ONLY_STORED: Final = zipfile.ZIP_STORED
 _LOCAL_HEADER_BYTES: Final = 30
@@ -35,11 +35,11 @@ class Records:
     names: tuple[str, ...]
     read: Callable[[str], bytes]
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Maximum size of what `read` returns; empty if the reader does not provide it."""
+    """Maximum sizes of what `read` returns, by name; empty if the reader does not provide them."""
 
 
 Opened = Callable[[str, bytes], Records]
-"""Takes the name and bytes of a torch.save file; returns its members."""
+"""Function that returns the members of a torch.save file for its name and bytes."""
 
 
 @contextmanager
@@ -70,14 +70,14 @@ def tensor_records(name: str, data: bytes) -> Records:
     _check_ends(data[:4], data[-_END_BYTES:], name)
     try:
         _check_directory(io.BytesIO(data), len(data))
-        # The archive stays open with what reads from it.
+        # The archive stays open as long as its reader exists.
         return _records(zipfile.ZipFile(io.BytesIO(data)), len(data))
     except (zipfile.BadZipFile, EOFError, struct.error, NotImplementedError, UnicodeDecodeError, NotAPt2):
         raise UnsafeModel("NOT_WEIGHTS_ONLY", name, "is no torch.save file, so it would be unpickled") from None
 
 
 def _records(archive: zipfile.ZipFile, size: int) -> Records:
-    """Return the members of a zip that all readers see alike: one root, unique names, no compression, nothing in front."""
+    """Return the members of a zip that all readers see equally: one root, unique names, no compression, no leading bytes."""
     members = archive.infolist()
     if not members:
         raise NotAPt2("it is an empty zip")
@@ -117,7 +117,7 @@ def _records(archive: zipfile.ZipFile, size: int) -> Records:
 
 
 def _check_places(members: list[zipfile.ZipInfo], size: int) -> None:
-    """Require that the members follow each other from the first byte on, without shared bytes and without anything in front.
+    """Require that the members follow each other from the first byte on, without shared bytes and without leading bytes.
 
     Raises:
         UnsafeModel: they do not.
@@ -152,7 +152,7 @@ _END64_BYTES: Final = 56
 
 
 def _check_directory(file: BinaryIO, size: int) -> None:
-    """Bound the objects that zipfile creates: it uses the directory's size, and not its count, from the archive's end.
+    """Limit the objects that zipfile creates: it uses the directory's size, and not its count, from the archive's end.
 
     Source: APPNOTE.TXT, 4.3.14 to 4.3.16.
 

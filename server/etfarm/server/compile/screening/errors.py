@@ -1,4 +1,4 @@
-"""Refusals of uploaded bytes, each with its reason, its sentence and its remedy. Standard library only."""
+"""Errors of uploaded bytes, each with a reason, a message and a remedy. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from etfarm.wire.errors import Kind, UserError
 
 
 class NotAPt2(UserError):
-    """The bytes are no exported program."""
+    """The bytes are not an exported program."""
 
     reason = "NOT_A_PT2"
 
@@ -15,10 +15,10 @@ class NotAPt2(UserError):
 
 
 class Pt2OfAnotherTorch(UserError):
-    """The bytes are an exported program, of a torch whose programs the server's cannot read.
+    """The exported program is from a version of torch whose programs the server's torch cannot read.
 
     Args:
-        written: the version that the file names; empty where it names none that could be one.
+        written: the version that the file states; empty if it states no valid version.
         ours: the server's version.
     """
 
@@ -34,7 +34,7 @@ class Pt2OfAnotherTorch(UserError):
 
 
 class NotAPte(UserError):
-    """The bytes are no ExecuTorch program that this version reads."""
+    """The bytes are not an ExecuTorch program that this version can read."""
 
     reason = "NOT_A_PTE"
 
@@ -43,7 +43,7 @@ class NotAPte(UserError):
 
 
 class TruncatedProgram(UserError):
-    """A .pte lacks its end."""
+    """A .pte is truncated."""
 
     reason = "TRUNCATED_PROGRAM"
 
@@ -57,12 +57,12 @@ class TruncatedProgram(UserError):
 
 
 class UnsafeModel(UserError):
-    """Loading this model would, or could, execute code that it brings.
+    """Loading the model could execute code that it contains.
 
     Args:
-        vector: an UPPER_SNAKE word for the kind of it.
+        vector: the kind of attack as an UPPER_SNAKE word.
         where: the archive's member.
-        what: the rest of the sentence that begins with `where`.
+        what: the rest of the message that begins with `where`.
     """
 
     reason = "UNSAFE_MODEL"
@@ -77,13 +77,13 @@ class UnsafeModel(UserError):
 
 
 class OperatorNotAllowed(UnsafeModel):
-    """The model uses an operator of torch or ExecuTorch that is not on the server's list: it may do more than compute.
+    """The model uses an operator of torch or ExecuTorch that is not on the server's list, and may do more than compute.
 
     Args:
         where: the archive's member.
-        namespace: the operator's.
-        name: within the namespace.
-        overload: empty for a higher-order operator, which has none.
+        namespace: the operator's namespace.
+        name: the operator's name within the namespace.
+        overload: the operator's overload; empty for a higher-order operator.
     """
 
     def __init__(self, where: str, namespace: str, name: str, overload: str) -> None:

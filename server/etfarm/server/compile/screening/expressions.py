@@ -19,9 +19,9 @@ from etfarm.wire.errors import UserError
 MAX_EXPRESSION: Final = 20_000
 MAX_DEPTH: Final = 60
 MAX_DEGREE: Final = 64
-"""Greatest product of the exponents of powers within powers."""
+"""Maximum product of the exponents of nested powers."""
 MAX_PRECISION: Final = 256
-"""Most bits of a float in an expression; torch's have 53."""
+"""Maximum precision of a float in an expression, in bits; torch's floats have 53."""
 MAX_NAME: Final = 2000
 
 _SYMBOL: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
@@ -36,10 +36,10 @@ _NUMBER: Final = re.compile(r"-?[0-9]{1,20}(\.[0-9]{0,40})?(e[+-]?[0-9]{1,3})?")
 
 
 class EdgeDialectProgram(UserError):
-    """A .pt2 that was lowered already: its operators are ExecuTorch's, which look like code to whoever loads them.
+    """The .pt2 is already lowered, so its operators are ExecuTorch's, which could be code.
 
     Args:
-        what: what shows it, for the sentence.
+        what: the evidence in the message.
     """
 
     reason = "EDGE_DIALECT_PROGRAM"
@@ -83,14 +83,14 @@ _EDGE: Final = re.compile(r"executorch\.exir\.dialects\.edge\.[A-Za-z0-9_.]{1,20
 
 
 def check_symbol(text: str, where: str) -> None:
-    """An `expr_str`, which torch hands to sympify: sympy's srepr of sizes, like `Symbol('s31', integer=True)`.
+    """Check an `expr_str`, which torch passes to sympify: sympy's srepr of sizes, like `Symbol('s31', integer=True)`.
 
     Raises:
         UnsafeModel: it is anything else.
     """
     tree = _parsed(text, where, "expr_str")
     nodes = _nodes(tree, text, where, "expr_str")
-    # A power of powers is a short way to write a number without end.
+    # Nested powers are a short notation of huge numbers.
     if not all(map(_is_symbol_node, nodes)) or _degree(nodes) > MAX_DEGREE:
         raise _refused("UNSAFE_EXPRESSION", where, "expr_str", text)
 
@@ -140,7 +140,7 @@ def _is_symbol_call(node: ast.Call) -> bool:
         return all(_NUMBER.fullmatch(str(text)) for text in texts)
     if texts:
         return False
-    if name == "Pow":  # towers of powers are a way to keep a CPU busy
+    if name == "Pow":  # nested powers could occupy a CPU for a long time
         return len(node.args) == 2 and _is_exponent(node.args[1])
     return name in _SYMBOL_FUNCTIONS
 
@@ -152,7 +152,7 @@ _ROOTS: Final = ("Rational(1, 2)", "Rational(-1, 2)")
 
 
 def _is_exponent(node: ast.AST) -> bool:
-    # Bounded before it is written out: an exponent may itself be a tree.
+    # Bounded before it is unparsed, because an exponent may itself be a tree.
     return sum(1 for _ in ast.walk(node)) <= 12 and (ast.unparse(node) in _EXPONENTS or ast.unparse(node) in _ROOTS)
 
 
@@ -161,7 +161,7 @@ def _is_flag(value: object) -> bool:
 
 
 def check_guard(text: str, where: str) -> None:
-    """An entry of `guards_code`, which torch executes: comparisons of sizes like `L['x'].size()[0] <= 8`.
+    """Check an entry of `guards_code`, which torch executes: comparisons of sizes like `L['x'].size()[0] <= 8`.
 
     Raises:
         UnsafeModel: it is anything else.
@@ -200,13 +200,13 @@ def _is_guard_node(node: ast.AST) -> bool:
 
 
 def check_target(text: str, where: str, allowed: frozenset[str] | None = None) -> None:
-    """A node's target, or an operator as an argument, which torch looks up by getattr: one of those that are allowed.
+    """Check that a node's target, or an operator as an argument, which torch looks up with getattr, is allowed.
 
     Args:
         allowed: as in `screen.screen_pt2`.
 
     Raises:
-        OperatorNotAllowed: an operator of torch's or ExecuTorch's that is on no list.
+        OperatorNotAllowed: an operator of torch or ExecuTorch that is not on the list.
         UnknownOperator: an operator of another library.
         EdgeDialectProgram: an operator of the edge dialect.
         UnsafeModel: it is anything else.
@@ -247,25 +247,25 @@ def check_verifiers(values: object, where: str) -> None:
 
 
 def check_tree(text: str, where: str) -> None:
-    """A treespec as JSON, whose dict keys torch pastes into the code of guards: no quotes, nothing that ends a string.
+    """Check a treespec as JSON. torch pastes its dict keys into the code of guards, so they must not end a string.
 
-    Nothing in it is imported either: torch imports the module of an enum and of a defaultdict's factory by its name.
+    torch also imports the modules of enums and of defaultdict factories that a treespec names, so these are refused.
 
     Raises:
-        UnsafeModel: it is no JSON of plain texts, or names what would be imported.
+        UnsafeModel: it is not JSON of plain texts, or names a module that torch would import.
     """
     try:
         stack: list[object] = [json.loads(text)]
         while stack:
-            found = stack.pop()
-            if isinstance(found, dict):
-                if not found.keys().isdisjoint(_IMPORTED) and not _is_plain_factory(found):
+            current = stack.pop()
+            if isinstance(current, dict):
+                if not current.keys().isdisjoint(_IMPORTED) and not _is_plain_factory(current):
                     raise _refused("UNSAFE_TREE", where, "pytree", text)
-                stack.extend([*found.keys(), *found.values()])
-            elif isinstance(found, list):
-                stack.extend(found)
-            elif isinstance(found, str) and not _TREE_TEXT.fullmatch(found):
-                stack.append(json.loads(found))  # a node's context is JSON inside of the JSON
+                stack.extend([*current.keys(), *current.values()])
+            elif isinstance(current, list):
+                stack.extend(current)
+            elif isinstance(current, str) and not _TREE_TEXT.fullmatch(current):
+                stack.append(json.loads(current))  # a node's context is JSON inside of the JSON
     except (ValueError, RecursionError):
         raise _refused("UNSAFE_TREE", where, "pytree", text) from None
 
@@ -289,20 +289,20 @@ def check_float(text: str, where: str) -> None:
 
 
 def check_path(text: str, where: str) -> None:
-    """The path of a module, a parameter or a buffer like `layers.0.conv@1` or `block4-5.weight`; torch sets attributes by it.
+    """Check the path of a module, parameter or buffer, like `layers.0.conv@1`; torch sets attributes by it.
 
     Raises:
-        UnsafeModel: it is anything else, or has an attribute of Python's own.
+        UnsafeModel: it is anything else, or contains a special attribute of Python.
     """
     if len(text) > MAX_NAME or not _PATH.fullmatch(text) or _is_own_attribute(text):
         raise _refused("UNSAFE_NAME", where, "path", text)
 
 
 def check_name(text: str, where: str) -> None:
-    """A name of a parameter or a field, or a type's; torch.fx pastes them into source code, and sets attributes by them.
+    """Check the name of a parameter, field or type; torch.fx pastes it into source code, and sets attributes by it.
 
     Raises:
-        UnsafeModel: it has other characters than letters, digits, underscores and dots, or an attribute of Python's own.
+        UnsafeModel: it has characters other than letters, digits, underscores and dots, or a special attribute of Python.
     """
     if len(text) > MAX_NAME or not _NAME.fullmatch(text) or ("." in text and _is_own_attribute(text)):
         raise _refused("UNSAFE_NAME", where, "name", text)
@@ -323,10 +323,10 @@ def check_identifier(text: str, where: str) -> None:
 
 
 def check_range(text: str, where: str) -> None:
-    """A key of `range_constraints`, an expression like `2*s39`, which torch only compares.
+    """Check a key of `range_constraints`, an expression like `2*s39`, which torch only compares.
 
     Raises:
-        UnsafeModel: it has other characters, or a counter that torch would count up to.
+        UnsafeModel: it has other characters, or a large number in a symbol's name, up to which torch would count.
     """
     counter = re.match(r"[a-z]+([0-9]+)", text)
     if not _RANGE.fullmatch(text) or (counter and len(counter[1]) > 6):
@@ -338,7 +338,7 @@ def _parsed(text: str, where: str, what: str) -> ast.AST:
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         deepest = max(deepest, depth)
-    # Bounds first: Python's parser, and sympy's recursion, have none of their own.
+    # Bounds come first, because Python's parser and sympy's recursion have no limits.
     if len(text) > MAX_EXPRESSION or deepest > MAX_DEPTH or not text.isascii():
         raise _refused("UNSAFE_EXPRESSION", where, what, text)
     try:
@@ -348,12 +348,12 @@ def _parsed(text: str, where: str, what: str) -> ast.AST:
 
 
 def _nodes(tree: ast.AST, text: str, where: str, what: str) -> list[ast.AST]:
-    found: list[ast.AST] = []
+    nodes: list[ast.AST] = []
     level = [tree]
     for _ in range(4 * MAX_DEPTH):
         if not level:
-            return found
-        found += level
+            return nodes
+        nodes += level
         level = [child for node in level for child in ast.iter_child_nodes(node)]
     raise _refused("UNSAFE_EXPRESSION", where, what, text)
 
@@ -369,7 +369,7 @@ def _is_str(node: ast.Constant) -> bool:
 
 
 def _is_short_text(value: object) -> bool:
-    # Which calls may have a text, and which text, _is_symbol_call says.
+    # _is_symbol_call decides which calls may have which texts.
     return isinstance(value, str) and len(value) <= 100
 
 

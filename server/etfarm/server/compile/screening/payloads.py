@@ -13,9 +13,9 @@ from typing import Final
 from etfarm.server.compile.screening.errors import NotAPt2, UnsafeModel
 
 MAX_DIMS: Final = 64
-"""Most dims that torch's own kernels take."""
+"""Maximum number of dims that torch's kernels support."""
 MAX_REPEATED: Final = 1 << 28
-"""Most elements of a view that repeats elements of its member (a stride of 0), such as a mask that was expanded."""
+"""Maximum number of elements of a view that repeats elements (a stride of 0), such as an expanded mask."""
 
 
 def check(name: str, config: object, sizes: Mapping[str, int]) -> None:

@@ -1,6 +1,6 @@
-"""Which pickles pass: those that torch's weights_only unpickler would take for plain tensors. Stdlib only.
+"""The check of pickles: only those pass that torch's weights_only unpickler accepts for plain tensors. Stdlib only.
 
-Source: torch/_weights_only_unpickler.py; only what tensors, Parameters and pytrees of them need is let through.
+Source: torch/_weights_only_unpickler.py; only what tensors, Parameters and pytrees of them need is allowed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GLOBALS: Final = re.compile(
 
 
 def check(data: bytes, where: str) -> None:
-    """Refuses a pickle that could do more than make tensors, containers and scalars.
+    """Refuse a pickle that could do more than create tensors, containers and scalars.
 
     Raises:
         UnsafeModel: it has another opcode or global, or cannot be read to its end.

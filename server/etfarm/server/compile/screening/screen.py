@@ -1,20 +1,20 @@
-"""Looks at a user's bytes before anything loads them. Stdlib only: runs in the daemon, and again in the child.
+"""Screening of a user's bytes before anything loads them. Stdlib only: runs in the daemon, and again in the child.
 
-The daemon asks `screen_upload`, which parses nothing large: a hostile graph may cost fifty times its bytes in memory. The
-child, whose memory is limited, asks `screen_pt2` and `screen_records` for everything before torch loads anything.
+The daemon calls `screen_upload`, which parses nothing large: a hostile graph may take fifty times its bytes in memory. The
+child, whose memory is limited, screens everything with `screen_pt2` and `screen_records` before torch loads anything.
 
-`torch.export.load` executes what a .pt2 says in more ways than one; each is closed here:
+`torch.export.load` can execute contents of a .pt2 in several ways; each is prevented here:
 
 - pickles: sample inputs fall back to a full unpickle, as do weights and constants marked `use_pickle` and the older
-  layout's .pt files. Only pickles whose every opcode and global a plain tensor needs pass.
-- `opaque_obj_*` and `custom_obj_*` constants are unpickled, AOTInductor's members are shared objects that get loaded.
-- `expr_str` goes to sympy's sympify, `guards_code` to exec: see `expressions`.
-- node targets, and operators given as arguments, are looked up by getattr from `torch` and `operator`: only those on the list
+  layout's .pt files. A pickle passes only if a plain tensor needs all of its opcodes and globals.
+- `opaque_obj_*` and `custom_obj_*` constants are unpickled; AOTInductor's members are shared objects that are loaded.
+- `expr_str` is passed to sympy's sympify, `guards_code` to exec: see `expressions`.
+- node targets, and operators as arguments, are looked up with getattr from `torch` and `operator`: only those on the list
   pass, at every depth of the graph (see `operators`). `source_fn_stack` is looked up in the same way: only plain paths pass.
 - treespecs import modules for enums and default factories: see `expressions.check_tree`.
 - names of nodes, arguments and parameters are pasted into the Python source that torch.fx generates and executes.
 
-The jail stays the boundary; this keeps everything known from getting that far.
+The jail remains the security boundary; screening stops all known attacks before they reach it.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from etfarm.server.compile.screening.archives import Opened, Records, pt2_record
 from etfarm.server.compile.screening.errors import NotAPt2, NotAPte, TruncatedProgram, UnsafeModel
 
 MAX_JSON_BYTES: Final = 512 << 20
-"""Largest archived JSON; a large language model's graph has some ten megabytes."""
+"""Maximum size of an archived JSON; a large language model's graph has about ten megabytes."""
 UPLOAD_PARSED_BYTES: Final = 2 << 20
-"""Largest sum of the JSON and sample inputs that the daemon itself looks into. Of 190 common networks four in five have less;
-parsing more would hold up the whole daemon for too long."""
+"""Maximum total size of the JSON and sample inputs that the daemon screens. Four in five of 190 common networks have less;
+parsing more would block the daemon for too long."""
 UPLOAD_EXPRESSION_BYTES: Final = 256 << 10
-"""Largest sum of the different expressions that the daemon itself parses: half a second."""
+"""Maximum total size of the distinct expressions that the daemon parses, which takes half a second."""
 
 _Check = Callable[[str, str], None]
-"""Looks at one text of a member; raises for what must not be there."""
+"""Function that checks one text of a member and raises if it is not allowed."""
 
 
 @dataclass(frozen=True)
 class _Rules:
-    """How closely members are looked at."""
+    """The rules that members are screened by."""
 
     allowed: frozenset[str]
-    """Targets that nodes may have."""
+    """Targets that nodes may use."""
     expression_bytes: int | None
-    """Expressions and guards that are parsed at most, None for any: what goes beyond is left to the child."""
+    """Maximum size of parsed expressions and guards, None for no maximum; larger ones are left to the child."""
 
 
 _Screen = Callable[[str, Records, Opened, _Rules], None]
-"""Looks into one member."""
+"""Function that screens one member."""
 
 
 def screen_upload(path: Path, allowed: frozenset[str] | None = None) -> None:
-    """`screen_pt2` for the daemon: what would cost much to parse is left to the child, which screens all of it again.
+    """Screen a .pt2 in the daemon. Contents that are expensive to parse are left to the child, which screens everything again.
 
     Raises:
         NotAPt2, UnsafeModel, UnknownOperator: as `screen_pt2`.
@@ -67,20 +67,20 @@ def screen_upload(path: Path, allowed: frozenset[str] | None = None) -> None:
 
 
 def screen_pt2(path: Path, allowed: frozenset[str] | None = None, *, at_most_bytes: int | None = None) -> None:
-    """Refuses a file that is no .pt2, or whose loading could execute code.
+    """Refuse a file that is not a .pt2, or whose loading could execute code.
 
     Reads only the JSON and the pickles, not the weights.
 
     Args:
-        allowed: targets that nodes may have; those of the committed list when None.
-        at_most_bytes: of JSON and pickles; where there are more, none is read and only the directory is checked.
+        allowed: targets that nodes may use; those of the committed list when None.
+        at_most_bytes: maximum size of JSON and pickles; if they are larger, only the directory is checked.
 
     Raises:
-        NotAPt2: no zip, or not with a .pt2's members.
-        UnsafeModel: something in it is, or may be, code, or it uses an operator that is on no list; the sentence says what
-            and where.
-        UnknownOperator: it uses an operator of a library that the server does not load.
-        EdgeDialectProgram: it was lowered already.
+        NotAPt2: the file is not a zip, or lacks the members of a .pt2.
+        UnsafeModel: the file contains code or what could be code, or uses an operator that is not on the list; the message
+            says what and where.
+        UnknownOperator: the program uses an operator of a library that the server does not load.
+        EdgeDialectProgram: the program is already lowered.
     """
     with pt2_records(path) as records:
         screen_records(records, allowed=allowed, at_most_bytes=at_most_bytes)
@@ -93,10 +93,10 @@ def screen_records(
     allowed: frozenset[str] | None = None,
     at_most_bytes: int | None = None,
 ) -> None:
-    """The same over an archive's members; the child calls it with torch's own reader, which may see other ones.
+    """Screen an archive's members as `screen_pt2` does. The child passes those of torch's reader, which may see other members.
 
     Args:
-        opened: gives the members of a torch.save file by its name and bytes; zipfile's when None.
+        opened: returns the members of a torch.save file for its name and bytes; uses zipfile when None.
         allowed: as in `screen_pt2`.
         at_most_bytes: as in `screen_pt2`; needs the records' sizes.
 
@@ -120,7 +120,7 @@ def screen_records(
 
 
 def screen_pte(path: Path) -> None:
-    """Refuses a file that is no .pte, or not a whole one.
+    """Refuse a file that is not a .pte, or is truncated.
 
     Raises:
         NotAPte: the flatbuffer identifier is not ExecuTorch's.
@@ -135,7 +135,7 @@ def screen_pte(path: Path) -> None:
     if head[4:8] != b"ET12":
         raise NotAPte(f"its format is {head[4:8].decode(errors='replace')}, and this version reads ET12")
     if head[8:12] != b"eh00":
-        # Without the extended header the whole file is the flatbuffer, whose own verifier looks for its end.
+        # Without the extended header, the whole file is the flatbuffer, whose verifier checks its end.
         return
     if len(head) < 40:
         raise TruncatedProgram(40, size)
@@ -149,10 +149,10 @@ def screen_pte(path: Path) -> None:
 
 
 def _screen_of(name: str) -> _Screen | None:
-    """What looks into a member; None for raw data, into which nothing has to look.
+    """Return the function that screens a member; None for raw data, which needs no screening.
 
     Raises:
-        UnsafeModel: no such member has a place in a .pt2.
+        UnsafeModel: a .pt2 has no such member.
     """
     folder, _, file = name.rpartition("/")
     if folder == "models":
@@ -181,12 +181,12 @@ _TOP: Final = frozenset({"archive_format", "archive_version", "byteorder", "vers
 
 def _screen_samples(name: str, records: Records, opened: Opened, rules: _Rules) -> None:
     data = records.read(name)
-    if data:  # none: a program without example inputs
+    if data:  # empty for a program without example inputs
         screen_tensor_records(name, opened(name, data))
 
 
 def _screen_payloads(name: str, records: Records, opened: Opened, rules: _Rules) -> None:
-    """Weights or constants by name: raw tensors only, in this archive's own members."""
+    """Screen a config of weights or constants: it may only refer to raw tensors in members of this archive."""
     config = _json(name, records)
     for key, text in _strings(config):
         if key == "expr_str":
@@ -217,11 +217,11 @@ def _screen_program(name: str, records: Records, opened: Opened, rules: _Rules) 
 
 
 def _accept(text: str, where: str) -> None:
-    """For texts that torch keeps, compares, or pastes as their repr()."""
+    """Accept a text, because torch stores or compares it, or pastes its repr()."""
 
 
 _PARSED: Final[dict[str, _Check]] = {"expr_str": expressions.check_symbol, "guards_code": expressions.check_guard}
-"""What Python's parser is needed for, which takes microseconds a character."""
+"""Checks by key that need Python's parser, which takes microseconds per character."""
 _CHECKS: Final[dict[str, _Check]] = {
     "in_spec": expressions.check_tree,
     "out_spec": expressions.check_tree,
@@ -240,54 +240,54 @@ _CHECKS: Final[dict[str, _Check]] = {
     "as_string": _accept,
     "as_strings": _accept,
 }
-"""What is checked of the string, or of each in the list, right under a key, beside operators. Every other string must be a
-name."""
+"""Checks by key of the string, or of each string in the list, directly under the key, in addition to operators. Every other
+string must be a name."""
 
 
 _FIELDS: Final = frozenset({*_CHECKS, *_PARSED, "target"})
 
 
 def _strings(value: object) -> Iterator[tuple[str, str]]:
-    """Every string of a JSON value, with the key right above it; a key is a string under "" itself.
+    """Yield every string of a JSON value as (key, string), with the key directly above it; keys are strings under "".
 
-    The two dicts whose keys or values are free: `range_constraints` has expressions for keys, and `metadata` texts for
-    values, as long as all are texts. A tensor may be called "metadata" as well: its dict is looked at like any other.
+    Two dicts have arbitrary keys or values: `range_constraints` has expressions as keys. `metadata` has texts as values, if
+    all of its values are texts. A tensor may also be named "metadata"; its dict is treated like any other.
     """
     stack: list[tuple[str, object]] = [("", value)]
     while stack:
-        above, found = stack.pop()
-        if isinstance(found, str):
-            yield above, found
-        elif isinstance(found, list):
-            stack.extend((above if isinstance(inner, str) else "", inner) for inner in found)
-        elif isinstance(found, dict):
-            texts = above == "metadata" and all(
+        parent, current = stack.pop()
+        if isinstance(current, str):
+            yield parent, current
+        elif isinstance(current, list):
+            stack.extend((parent if isinstance(inner, str) else "", inner) for inner in current)
+        elif isinstance(current, dict):
+            texts = parent == "metadata" and all(
                 isinstance(inner, str) and (key == "source_fn_stack" or key not in _FIELDS) and not key.startswith("as_")
-                for key, inner in found.items()
+                for key, inner in current.items()
             )
-            for key, inner in found.items():
-                yield (above if texts or above == "range_constraints" else ""), key
+            for key, inner in current.items():
+                yield (parent if texts or parent == "range_constraints" else ""), key
                 stack.append(("metadata" if texts and key != "source_fn_stack" else key, inner))
 
 
 def _has_objects(program: object) -> bool:
     stack = [program]
     while stack:
-        found = stack.pop()
-        if isinstance(found, list):
-            stack.extend(found)
-        elif isinstance(found, dict):
-            if found.get("custom_obj_values") or found.get("as_custom_obj") or found.get("custom_obj"):
+        current = stack.pop()
+        if isinstance(current, list):
+            stack.extend(current)
+        elif isinstance(current, dict):
+            if current.get("custom_obj_values") or current.get("as_custom_obj") or current.get("custom_obj"):
                 return True
-            stack.extend(found.values())
+            stack.extend(current.values())
     return False
 
 
 def screen_tensor_records(name: str, records: Records) -> None:
-    """The members of a torch.save file.
+    """Screen the members of a torch.save file.
 
     Raises:
-        UnsafeModel: its pickle is more than plain tensors, or it is a TorchScript archive.
+        UnsafeModel: the pickle contains more than plain tensors, or the file is a TorchScript archive.
     """
     for member in records.names:
         if member == "data.pkl":
@@ -306,7 +306,7 @@ def _json(name: str, records: Records) -> object:
     if len(data) > MAX_JSON_BYTES:
         raise UnsafeModel("TOO_LARGE", name, f"has {len(data)} bytes")
     try:
-        # Decoded first, as torch does: of bytes, json would guess the encoding.
+        # Decoded first, as torch does; json would guess the encoding of bytes.
         parsed: object = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise NotAPt2(f"{name} is no JSON ({error})") from None

@@ -1,4 +1,4 @@
-"""The reference for accuracy: a .pt2 run in eager PyTorch, before any quantization, on given inputs. Child side."""
+"""The reference for accuracy: an unquantized .pt2, run in eager PyTorch on the same inputs. For children."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class ReferenceFailed(UserError):
-    """Eager PyTorch refused the inputs: a guard of the export, mostly.
+    """Eager PyTorch cannot run the model on the inputs, mostly because a guard of the export refuses them.
 
     Args:
         why: PyTorch's reason in one line.
@@ -37,17 +37,18 @@ class ReferenceFailed(UserError):
 
     @property
     def is_guard(self) -> bool:
-        """Whether the export's guards refused sizes; other sizes of the same range may be allowed."""
+        """Whether a guard of the export refused sizes; other sizes in the same range may be allowed."""
         return self.why.startswith("Guard failed")
 
 
 def run_program(program: Any, inputs: Sequence[Value]) -> list[Value]:
-    """The flattened outputs of a program on flattened inputs, named like the nodes that make them.
+    """Return the flattened outputs of a program on flattened inputs, named like the nodes that compute them.
 
-    Buffers that the model changes are as before afterwards.
+    Buffers that the model changes are restored afterwards.
 
     Raises:
-        InputMismatch, ReferenceFailed: as they say.
+        InputMismatch: the inputs do not fit the program.
+        ReferenceFailed: eager PyTorch cannot run the program on the inputs.
     """
     check_inputs("forward", facts.of_exported(program), inputs)
     args, kwargs = values.to_arguments(program, [values.to_leaf(value) for value in inputs])
@@ -55,7 +56,7 @@ def run_program(program: Any, inputs: Sequence[Value]) -> list[Value]:
         with torch.no_grad(), unchanged(program):
             outputs = pytree.tree_leaves(program.module()(*args, **kwargs))
             names = values.output_names(program)
-            # While the buffers still hold what the run left: an output may be one of them.
+            # Before the buffers are restored, because an output may be a buffer.
             return [values.to_value(name, leaf) for name, leaf in zip(names, outputs, strict=True)]
     except Exception as error:
         if is_out_of_memory(error):
@@ -65,7 +66,7 @@ def run_program(program: Any, inputs: Sequence[Value]) -> list[Value]:
 
 
 def changed_buffers(program: Any) -> set[str]:
-    """Names of the buffers that a run of the program writes to, in whatever dialect it is."""
+    """Return the names of the buffers that a run of the program writes to, for a program of any dialect."""
     signature = program.graph_signature
     changed = set(signature.buffers_to_mutate.values())
     for node in program.graph.nodes:
@@ -75,14 +76,14 @@ def changed_buffers(program: Any) -> set[str]:
         for index, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-                for one in written if isinstance(written, list | tuple) else [written]:
-                    changed.add(signature.inputs_to_buffers.get(_base(one), ""))
+                for target in written if isinstance(written, list | tuple) else [written]:
+                    changed.add(signature.inputs_to_buffers.get(_base(target), ""))
     return changed - {""}
 
 
 @contextmanager
 def unchanged(program: Any) -> Iterator[None]:
-    # ep.module() shares its buffers with the program: without this, a run would change what is lowered afterwards.
+    # ep.module() shares its buffers with the program, so a run would otherwise change the program that is lowered later.
     held = [program.state_dict.get(name, program.constants.get(name)) for name in sorted(changed_buffers(program))]
     copies = [(buffer, buffer.clone()) for buffer in held if buffer is not None]
     try:
@@ -93,7 +94,7 @@ def unchanged(program: Any) -> Iterator[None]:
 
 
 def _base(node: Any) -> str:
-    """The name of the placeholder that a chain of views begins at; that of the last one where there is none."""
+    """Return the name of the placeholder at the start of a chain of views; without one, the name of the first node."""
     while getattr(node, "op", "") == "call_function" and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return str(getattr(node, "name", ""))

@@ -1,4 +1,4 @@
-"""Inputs to try a method with: its example inputs, and its smallest and largest ones where it has dynamic dims."""
+"""Inputs for test runs of a method: its example inputs, and its smallest and largest inputs if it has dynamic dims."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value
 Inputs = Literal["EXAMPLE", "MIN", "MAX"]
 
 MAX_INPUT_BYTES: Final = 256 << 20
-"""Larger inputs are not tried: what a network makes of them is many times their size, and a job has a few GiB."""
+"""Maximum size of inputs that are tried: a network's activations are many times larger, and a job has a few GiB."""
 
 _STEPS: Final = 8
-"""How many sizes next to the least or greatest are tried where a guard refuses it: 0 and 1 are special, and some dims go
-in steps."""
+"""Number of sizes next to the minimum or maximum that are tried if a guard refuses it: 0 and 1 are special, and some dims
+must be multiples of a step."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Inputs of one method."""
+    """The inputs of a test run of a method."""
 
     inputs: Inputs
     values: list[Value]
@@ -32,12 +32,12 @@ class Trial:
 
     @property
     def shapes(self) -> list[str]:
-        """Of the tensors, in order: `2x3`; `scalar` for one without dims."""
+        """The shapes of the tensors in order, like `2x3`; `scalar` for a tensor without dims."""
         return [_shown(value.shape) for value in self.values if isinstance(value, Tensor)]
 
     @property
     def words(self) -> str:
-        """For a sentence: `at its largest inputs (x: 64x3)`; empty for the example inputs."""
+        """A description for messages, like `at its largest inputs (x: 64x3)`; empty for the example inputs."""
         if self.inputs == "EXAMPLE":
             return ""
         named = ", ".join(f"{v.name or i}: {_shown(v.shape)}" for i, v in enumerate(self.values) if isinstance(v, Tensor))
@@ -46,27 +46,27 @@ class Trial:
 
 @dataclass(frozen=True)
 class TooLarge:
-    """The largest inputs, which are not made."""
+    """The size of inputs that exceed MAX_INPUT_BYTES and are not created."""
 
     size_bytes: int
 
 
 def is_dynamic(program: Any) -> bool:
-    """Whether a dim of a tensor input is dynamic."""
+    """Return whether a dim of a tensor input is dynamic."""
     return any(isinstance(size, torch.SymInt) for shape in _shapes(program).values() for size in shape)
 
 
 def example(program: Any) -> Trial | None:
-    """The example inputs that an exported program carries; None without any."""
-    found = values.example_values(program)
-    return None if found is None else Trial("EXAMPLE", found)
+    """Return the example inputs of an exported program; None if it has none."""
+    leaves = values.example_values(program)
+    return None if leaves is None else Trial("EXAMPLE", leaves)
 
 
 def extremes(program: Any, at_example: Trial, which: Literal["MIN", "MAX"]) -> Iterator[Trial | TooLarge]:
-    """The smallest or largest inputs of a program with dynamic dims, and then some next to them, for guards that refuse.
+    """Yield the smallest or largest inputs of a program with dynamic dims, then some next to them in case guards refuse them.
 
-    Every symbol has one size everywhere, and derived dims follow (2*n, n+1). Contents are the example's, tiled or
-    cropped, so that indices and masks stay valid; numbers are the example's. Ends at inputs that are the example's own.
+    Every symbol has the same size everywhere, and derived dims follow (2*n, n+1). Contents are tiled or cropped from the
+    example inputs, so that indices and masks stay valid; numbers are the example's. Ends at inputs with the example's shapes.
     """
     shapes = _shapes(program)
     limits = _limits(program, shapes, at_example)
@@ -94,7 +94,7 @@ def extremes(program: Any, at_example: Trial, which: Literal["MIN", "MAX"]) -> I
 
 
 def _shapes(program: Any) -> dict[str, Sequence[Any]]:
-    """Sizes of the tensor inputs, each an int or a SymInt."""
+    """Return the sizes of the tensor inputs by name, each an int or a SymInt."""
     names = set(values.input_names(program))
     return {
         node.name: node.meta["val"].shape
@@ -104,24 +104,24 @@ def _shapes(program: Any) -> dict[str, Sequence[Any]]:
 
 
 def _limits(program: Any, shapes: Mapping[str, Sequence[Any]], at_example: Trial) -> dict[Any, tuple[int, int]]:
-    """Least and greatest size of each symbol; one size for a symbol that a number among the inputs holds fast."""
-    found: dict[Any, tuple[int, int]] = {}
+    """Return the minimum and maximum size of each symbol; both are equal for a symbol that an integer input determines."""
+    limits: dict[Any, tuple[int, int]] = {}
     for shape in shapes.values():
         for size in shape:
             for symbol in size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ():
                 limit = program.range_constraints[symbol]
                 low = int(limit.lower) if limit.lower.is_Integer else 0
                 high = int(limit.upper) if limit.upper.is_Integer and limit.upper < 2**62 else None
-                # Without a maximum there is no program: loading.check refuses it.
-                found[symbol] = (max(low, 1), max(low, 1) if high is None else high)
-    given = {value.name: value.value for value in at_example.values if isinstance(value, Scalar)}
+                # loading.check refuses programs without a maximum.
+                limits[symbol] = (max(low, 1), max(low, 1) if high is None else high)
+    scalars = {value.name: value.value for value in at_example.values if isinstance(value, Scalar)}
     for node in program.graph.nodes:
         number = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(number, torch.SymInt) and isinstance(given.get(node.name), int):
-            symbol, fixed = number.node.expr, int(given[node.name] or 0)
-            if symbol in found:
-                found[symbol] = (fixed, fixed)
-    return found
+        if node.op == "placeholder" and isinstance(number, torch.SymInt) and isinstance(scalars.get(node.name), int):
+            symbol, fixed = number.node.expr, int(scalars[node.name] or 0)
+            if symbol in limits:
+                limits[symbol] = (fixed, fixed)
+    return limits
 
 
 def _sizes(shape: Sequence[Any], chosen: Mapping[Any, int]) -> tuple[int, ...]:
@@ -129,10 +129,10 @@ def _sizes(shape: Sequence[Any], chosen: Mapping[Any, int]) -> tuple[int, ...]:
 
 
 def _resized(value: Value, shape: tuple[int, ...]) -> Value:
-    """A tensor's elements, tiled or cropped to a shape, in the same dim order."""
+    """Return a tensor tiled or cropped to a shape, in the same dim order."""
     if isinstance(value, Scalar) or value.shape == shape:
         return value
-    # As bytes: torch has no index_select for some dtypes.
+    # As bytes, because torch has no index_select for some dtypes.
     item = ITEM_BYTES[value.dtype]
     physical = torch.frombuffer(bytearray(value.data), dtype=torch.uint8) if value.data else torch.empty(0, dtype=torch.uint8)
     physical = physical.reshape([*(value.shape[dim] for dim in value.dim_order), item])
