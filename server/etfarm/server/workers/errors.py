@@ -22,13 +22,13 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate
 
 
 class WorkersDown(FarmError):
-    """The forkserver ended or could not be warmed."""
+    """The forkserver ended or could not be warmed up."""
 
     reason = "WORKERS_DOWN"
 
 
 class ChildDied(FarmError):
-    """A child ended without an answer: it crashed in native code or was killed."""
+    """A child ended without an answer because it crashed in native code or was killed."""
 
     reason = "COMPILER_CRASHED"
 
@@ -83,7 +83,7 @@ class ChildDiskFull(FarmError):
 
 
 class ChildTimedOut(UserError):
-    """A child or one of its stages missed its deadline, or the child used up its CPU time.
+    """A child or one of its stages exceeded its deadline, or the child used up its CPU time.
 
     Args:
         clock: the clock that ran out: `wall`, `stage` or `CPU`.
@@ -128,7 +128,7 @@ def is_out_of_processes(error: BaseException) -> bool:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an exception means that a file could not be written for lack of room."""
+    """Return whether an exception means that a file could not be written for lack of space."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -136,7 +136,7 @@ def to_json(error: EtfarmError, *, hide: Mapping[str, str] | None = None) -> byt
     """Return an error as JSON with `fault`, `reason`, `kind`, `message`, `remedy`, `stage` and `metadata`.
 
     Args:
-        hide: texts that must not leave the host (paths of temporary folders) and what stands in for each.
+        hide: texts that must not leave the host (paths of temporary folders) with their replacements.
     """
 
     def clean(text: str) -> str:

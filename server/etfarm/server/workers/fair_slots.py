@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 
 class FairSlots:
-    """Slots that go to the project that holds the fewest; among equals, to the one that has waited longest since its last slot.
+    """Slots that go to the project that holds the fewest; on a tie, to the project that has waited longest since its last slot.
 
     Args:
         slots: maximum number of slots that are held at a time.
@@ -41,7 +41,7 @@ class FairSlots:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._release(project)  # it was granted in the same moment
+                self._release(project)  # the slot was granted at the same moment
             else:
                 self._leave(project, turn)
             raise

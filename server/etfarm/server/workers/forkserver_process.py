@@ -22,12 +22,12 @@ from etfarm.wire.sandbox import cgroups
 
 
 class ForkserverProcess:
-    """One run of the forkserver. It starts within milliseconds and warms up by itself; create it in the event loop.
+    """A running forkserver process. It starts within milliseconds and warms up by itself; create it in the event loop.
 
     Args:
-        folder: existing folder of the children's folders, which no child sees as a whole.
-        preload: `module` to import or `module:function` to call before it serves.
-        options: of the children's jail.
+        folder: existing folder that contains the children's folders; children only see their own.
+        preload: `module` to import or `module:function` to call before the forkserver serves.
+        options: options of the children's jail.
     """
 
     def __init__(self, folder: Path, preload: Sequence[str], options: JailOptions) -> None:
@@ -50,7 +50,7 @@ class ForkserverProcess:
         loop = asyncio.get_running_loop()
         self.warm: asyncio.Future[dict[str, str]] = loop.create_future()
         """Failed preload entries with their reasons, once the forkserver is warm."""
-        # Marks the exception as retrieved: callers that wait in `Workers.ready` get it, but there may be none.
+        # Marks the exception as retrieved. Callers that wait in `Workers.ready` receive it, but there may be no callers.
         self.warm.add_done_callback(lambda warm: warm.cancelled() or warm.exception())
         loop.add_reader(self._control, self._on_control)
 
@@ -70,7 +70,7 @@ class ForkserverProcess:
         log, log_child = os.pipe()
         order = {"task": task, "folder": str(folder), "limits": asdict(limits), "jail": asdict(jail)}
         try:
-            # Orders are small and at most one for each concurrent child is on its way: this never blocks.
+            # Never blocks: orders are small, and at most one for each concurrent child is in transit.
             children = [channel_child.fileno(), log_child, status_child.fileno()]
             socket.send_fds(self._control, [json.dumps(order).encode()], children)
         except OSError as error:
@@ -85,10 +85,10 @@ class ForkserverProcess:
         return channel, log, status
 
     def close(self) -> None:
-        """Let the forkserver and all of its children end. Does not wait for them."""
+        """Make the forkserver and all of its children end, without waiting for them."""
         asyncio.get_running_loop().remove_reader(self._control)
         self._control.close()
-        os.close(self._alive)  # its end ends the forkserver
+        os.close(self._alive)  # closing the pipe ends the forkserver
         if not self.warm.done():
             self.warm.set_exception(WorkersDown("The compile workers were stopped."))
 
@@ -109,7 +109,7 @@ class ForkserverProcess:
 
 @cache
 def find_cgroup_place() -> cgroups.Place | None:
-    """Return where this process can limit its children's trees, or None; the answer holds for the process's life."""
+    """Return the cgroup in which this process can limit its children's trees, or None; cached for the process's lifetime."""
     place = cgroups.find_place()
     if place is not None:
         atexit.register(cgroups.leave, place)

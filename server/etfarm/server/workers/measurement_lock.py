@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 class MeasurementLock:
     """A lock that any number of workers or exactly one measurement hold.
 
-    A waiting measurement goes before work that has not started, so that a long queue of compilations does not delay the
+    A waiting measurement precedes work that has not started, so that a long queue of compilations does not delay the
     measurements that depend on them.
     """
 

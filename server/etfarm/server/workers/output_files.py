@@ -1,4 +1,4 @@
-"""Safe handling of the untrusted files that a child leaves in its folder. Call this after the child's tree has ended."""
+"""Safe handling of the untrusted files that a child leaves in its folder, after the child's process tree has ended."""
 
 from __future__ import annotations
 

@@ -8,16 +8,16 @@ import time
 from typing import Final
 
 SLICE_S: Final = 0.001
-"""How long a computation has the event loop before others do."""
+"""Time in seconds that a computation may use the event loop before others do."""
 
 _LONGEST_PAUSE_S: Final = 0.05
 
 _SWITCH_S: Final = 0.0005
-"""How long a thread that computes keeps the interpreter's lock while another waits for it."""
+"""Time in seconds that a computing thread keeps the interpreter's lock while another thread waits for it."""
 
 
 def shorten_thread_switches() -> None:
-    """Let the event loop have the interpreter's lock soon while other threads compute.
+    """Shorten the time that the event loop waits for the interpreter's lock while other threads compute.
 
     A call takes the lock several times. With Python's default of 5 ms for each, two threads that compute delay it by 100 ms.
     """
@@ -25,7 +25,7 @@ def shorten_thread_switches() -> None:
 
 
 class Pace:
-    """The pace of one computation: after each slice, others have the event loop for as long as the slice took.
+    """The pace of one computation: after each slice, others may use the event loop for as long as the slice took.
 
     A `sleep(0)` between slices is not enough. A call takes about ten turns of the event loop, and would wait for a slice of every
     computation in each of them.

@@ -28,7 +28,7 @@ from etfarm.server.workers.limits import Limits
 from etfarm.wire.sandbox import cgroups, namespaces
 
 _POINT = "view"
-"""Folder in the children's that each child's root is mounted on, in a mount namespace of its own."""
+"""Name of the folder that each child's root is mounted on, in the child's mount namespace."""
 
 _DESCRIBE_S = 120.0
 """Deadline of a child that only describes its jail."""
@@ -43,9 +43,9 @@ class Finished:
     folder: Path
     """The child's folder with the files that it wrote; move the files to keep out of it before leaving."""
     peak_rss_bytes: int
-    """Largest resident set of the child, the forkserver's shared pages included."""
+    """Maximum resident set size of the child, including pages that it shares with the forkserver."""
     cpu_s: float
-    """CPU time of the child and of the processes that it waited for."""
+    """CPU time of the child and of the processes that it waited for, in seconds."""
 
     async def __aenter__(self) -> Finished:
         return self
@@ -59,11 +59,11 @@ class Workers:
 
     Args:
         preload: `module` to import or `module:function` to call in the forkserver before it serves.
-        limits: of each child.
-        folder: existing or new folder for the children's folders; its old content is deleted at the start.
-        concurrency: children at a time; more callers of `run` wait their turn, see there.
-        gate: entered around each child's life.
-        options: of the children's jail. The children's folders are hidden from each other in any case.
+        limits: limits of each child.
+        folder: existing or new folder for the children's folders; `start` deletes its contents.
+        concurrency: maximum number of children at a time; further callers of `run` wait for their turn.
+        gate: context manager that is entered for each child's lifetime.
+        options: options of the children's jail. The children's folders are always hidden from each other.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Workers:
     def start(self) -> None:
         """Start the forkserver and return within milliseconds; it warms up by itself. Call it in the event loop."""
         if (place := find_cgroup_place()) is not None:
-            cgroups.remove_family(place, self._family)  # of a server that was killed
+            cgroups.remove_family(place, self._family)  # left by a server that was killed
         output_files.delete(self._folder)
         self._folder.mkdir(parents=True, mode=0o700)
         (self._folder / _POINT).mkdir(mode=0o700)
@@ -109,7 +109,7 @@ class Workers:
         """Wait until the forkserver is warm.
 
         Raises:
-            WorkersDown: it ended instead, or an entry of `preload` failed; the sentence says which and why.
+            WorkersDown: it ended instead, or an entry of `preload` failed; the message says which and why.
         """
         server = self._current()
         failed = await asyncio.shield(server.warm)
@@ -146,34 +146,35 @@ class Workers:
     ) -> Finished:
         """Run `task` in a fresh jailed child and return its result and folder.
 
-        Of the host's files, the child may read the system's, the installed code, and every Path that is in `request`.
+        Of the host's files, the child may read the system's files, the installed code, and every Path in `request`.
 
         Args:
             task: `module:function`; called in the child as function(request, folder, emit) -> bytes.
-            request: pickled to the child; of a type that the child can import.
+            request: pickled for the child; its type must be importable there.
             deadline_s: wall-clock seconds from the child's start; waiting for a slot or for warm-up does not count.
-            stage_deadline_s: wall-clock seconds of each stage, and of what comes before the first and after each; None
-                for no more than `deadline_s`.
+            stage_deadline_s: wall-clock seconds of each stage, and of the time before the first and after each stage; None
+                for `deadline_s` only.
             whose: project of the caller; projects take turns for slots.
             on_event: called with each event that the task emits, in order, on the event loop. JSON objects with `stage` and a
                 `phase` of START or END name the current stage for errors, and restart the stage's clock.
             on_log: called with each line that the child, its native code and its subprocesses write to stdout or stderr.
 
         Raises:
-            EtfarmError: the task raised it; its fault, reason, sentence, stage and metadata are kept.
-            ChildDied: the child died of a signal or ended without an answer.
+            EtfarmError: the task raised it; its fault, reason, message, stage and metadata are kept.
+            ChildDied: the child was killed by a signal or ended without an answer.
             ChildOutOfMemory: the child and its processes needed more memory than the limits allow.
-            ChildDiskFull: the disk of its folder is full, whatever filled it.
+            ChildDiskFull: the disk of the child's folder is full, whatever filled it.
             ChildTooManyProcesses: the child started more processes and threads than the limits allow.
-            TooManyFiles: `request` names more files than a child can be shown.
+            TooManyFiles: `request` names more files than can be mounted for a child.
             JailIncomplete: the host does not allow a measure, and the options require all.
-            ChildTimedOut: the child or one of its stages missed its deadline.
-            WorkersDown: there is no forkserver.
-        A cancelled caller's child and all of its descendants are killed before CancelledError goes on.
+            ChildTimedOut: the child or one of its stages exceeded its deadline.
+            WorkersDown: the forkserver is not running.
+
+        When the caller is cancelled, the child and all of its descendants are killed before CancelledError propagates.
         """
-        me = asyncio.current_task()
-        assert me is not None
-        self._running.add(me)
+        current = asyncio.current_task()
+        assert current is not None
+        self._running.add(current)
         try:
             await self.ready()
             async with self._slots.take(whose), self._gate():
@@ -193,13 +194,13 @@ class Workers:
                 finally:
                     self._users.append(user)
         finally:
-            self._running.discard(me)
+            self._running.discard(current)
 
     async def describe_jail(self) -> JailReport:
         """Return the measures that isolate a child on this host, as a child reports them.
 
         Raises:
-            JailIncomplete, NetworkNotRemoved: as of `run`.
+            JailIncomplete, NetworkNotRemoved: as `run`.
         """
         async with await self.run("etfarm.server.workers.child.task:describe_jail", None, deadline_s=_DESCRIBE_S) as finished:
             return JailReport.from_json(finished.result)

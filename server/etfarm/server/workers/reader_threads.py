@@ -1,4 +1,4 @@
-"""Threads that read files of users and agents, separate from those that move bytes, so that neither wait for the other."""
+"""Threads that read files of users and agents, separate from those that transfer bytes, so that neither waits for the other."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def unchanged(program: Any) -> Iterator[None]:
 
 
 def _base(node: Any) -> str:
-    """Return the name of the placeholder at the start of a chain of views; without one, the name of the first node."""
+    """Return the name of the placeholder at the start of a chain of views, or of the last node that is reached."""
     while getattr(node, "op", "") == "call_function" and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return str(getattr(node, "name", ""))

@@ -1,4 +1,4 @@
-"""The daemon's side of one child's life: its request, its output, its deadlines, and what its end means."""
+"""The daemon's side of one child: its request, its output, its deadlines, and the result of its end."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from etfarm.server.workers.channel.child_output import ChildOutput, read_frames,
 from etfarm.server.workers.limits import Limits
 
 _KILL_S = 5.0
-"""Time that the end of a killed tree may take before the daemon continues without having seen it."""
+"""Seconds to wait for the end of a killed tree before the daemon continues."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A successful child's answer and what the child used."""
+    """A successful child's answer and resource usage."""
 
     result: bytes
     peak_rss_bytes: int
@@ -32,7 +32,7 @@ class Answer:
 
 
 def encode_request(files: Sequence[Path], request: object) -> bytes:
-    """Return the frames that a child is sent: the files that it may read, then the request."""
+    """Return the frames to send to a child: the files that it may read, then the request."""
     paths = json.dumps([str(path) for path in files]).encode()
     return frames.encode(frames.FILES, paths) + frames.encode(frames.REQUEST, pickle.dumps(request))
 
@@ -52,10 +52,10 @@ async def attend(
 
     Args:
         data: from `encode_request`.
-        ends: the daemon's ends of the channel, the log and the status.
+        ends: the daemon's ends of the channel, the log and the status socket.
 
     Raises:
-        EtfarmError: as of `Workers.run`.
+        EtfarmError: as `Workers.run`.
     """
     channel, log, status = ends
     output = ChildOutput()
@@ -81,7 +81,7 @@ async def attend(
     except ExceptionGroup as failed:
         raise _first(failed) from None
     finally:
-        # The supervisor takes this as the order to kill; when it has ended already, nothing happens.
+        # The supervisor takes this as the order to kill. If it has already ended, nothing happens.
         await asyncio.shield(_hang_up(hang_up, ended))
         writer.close()
     return conclude(task, limits, output, final.result())
@@ -91,10 +91,10 @@ def conclude(task: str, limits: Limits, output: ChildOutput, report: bytes) -> A
     """Return the answer of a child that has ended.
 
     Args:
-        report: the supervisor's, empty if it was killed as well.
+        report: the supervisor's report; empty if it was killed as well.
 
     Raises:
-        EtfarmError: the child has no answer; as of `Workers.run`.
+        EtfarmError: the child has no answer; as `Workers.run`.
     """
     try:
         status_report = json.loads(report)
@@ -102,7 +102,7 @@ def conclude(task: str, limits: Limits, output: ChildOutput, report: bytes) -> A
     except (ValueError, KeyError, TypeError):
         raise errors.ChildDied(task, -signal.SIGKILL, output.stage, "\n".join(output.tail)) from None
     if output.result is None or status != 0:
-        # A process of the tree was refused or ended for it, whatever the child made of that.
+        # A process of the tree was refused or killed for this, however the child handled it.
         if status_report["out_of_memory"]:
             raise errors.ChildOutOfMemory(task, limits.memory_bytes, output.stage, "\n".join(output.tail)[-2000:])
         if status_report["disk_full"]:
@@ -128,7 +128,7 @@ def conclude(task: str, limits: Limits, output: ChildOutput, report: bytes) -> A
 
 
 async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
-    # A child that is refused by its jail answers before it has read its request.
+    # A child whose jail fails answers before it has read its request.
     with contextlib.suppress(ConnectionError):
         writer.write(data)
         await writer.drain()
@@ -149,7 +149,7 @@ async def _hang_up(writer: asyncio.StreamWriter, ended: asyncio.StreamReader) ->
         async with asyncio.timeout(_KILL_S):
             await ended.read()
     except OSError:
-        return  # ended before; asyncio's timeout is an OSError too: then the supervisor is left to itself
+        return  # ended before. asyncio's timeout is an OSError too; then the daemon stops waiting for the supervisor
     finally:
         writer.close()
 

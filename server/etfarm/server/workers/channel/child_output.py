@@ -16,17 +16,17 @@ _MAX_FRAME_BYTES = {frames.EVENT: 64 << 10, frames.ERROR: 16 << 20}
 """Maximum size of the frames that are decoded on arrival, by kind."""
 
 _MAX_FRAMES = 10_000
-"""Maximum number of frames of one child, which reports some stages and answers once."""
+"""Maximum number of frames of one child, which reports a few stages and answers once."""
 
 _LINE_BYTES = 64 << 10
 """Maximum length of a log line; a longer line is passed on in pieces."""
 
 _LOG_BYTES = 16 << 20
 _LOG_LINES = 100_000
-"""Maximum of one child's log that is passed on; the rest is read and dropped."""
+"""Maximum size of a child's log that is passed on; the rest is read and dropped."""
 
 _LINES_A_TURN = 100
-"""Lines that are passed on before the event loop serves other tasks: one read may have 65,536."""
+"""Number of lines that are passed on before the event loop serves other tasks; one read may have 65,536 lines."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ async def read_log(reader: asyncio.StreamReader, output: ChildOutput, on_log: Ca
     while chunk := await reader.read(1 << 16):
         left -= len(chunk)
         if left < 0 or lines_left < 0:
-            continue  # read on, or the child would block on a full pipe
+            continue  # keep reading, or the child would block on a full pipe
         *lines, rest = (rest + chunk).split(b"\n")
         if len(rest) > _LINE_BYTES:
             lines, rest = [*lines, rest], b""

@@ -11,7 +11,7 @@ from typing import Final
 from etfarm.server.workers.errors import BadAnswer
 
 FILES: Final = b"f"
-"""The first frame that a child is sent: a JSON list of the files that it may read."""
+"""Kind of the first frame to a child: a JSON list of the files that it may read."""
 REQUEST: Final = b"q"
 EVENT: Final = b"e"
 RESULT: Final = b"r"
@@ -24,7 +24,7 @@ _HEADER: Final = struct.Struct("<cI")
 
 
 class FrameWriter:
-    """The child's end of the channel. Frames of several threads do not mix."""
+    """The child's end of the channel. Several threads may send frames."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -48,7 +48,7 @@ def receive(channel: socket.socket) -> tuple[bytes, bytes]:
     """Return the next frame's kind and data; block until it has arrived.
 
     Raises:
-        EOFError: the other end closed before a whole frame came.
+        EOFError: the other end closed before a whole frame arrived.
     """
     kind, size = _HEADER.unpack(_exactly(channel, _HEADER.size))
     return kind, _exactly(channel, size)

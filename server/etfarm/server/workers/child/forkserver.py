@@ -1,13 +1,13 @@
 """The forkserver: imports and warms the toolchain once, then forks a supervisor for each order of the daemon.
 
 Run as `python -m etfarm.server.workers.child.forkserver CONTROL ALIVE VISIBILITY PRELOAD...`. CONTROL and ALIVE are inherited
-file descriptors, VISIBILITY is a JSON object of the paths that no child sees (`hidden`) and that all see besides the code
-(`readable`).
+file descriptors, VISIBILITY is a JSON object of the paths that no child sees (`hidden`) and that all children see in addition
+to the code (`readable`).
 CONTROL is a SEQPACKET socket: the forkserver sends `{"failed": {entry: why}}` when it is warm; then each message from the daemon
 is an Order as JSON with three file descriptors: channel, log, status. ALIVE is a pipe whose other end only the daemon holds, so
 that its end means the daemon's death.
 
-Not multiprocessing's forkserver: that one inherits the daemon's environment (tokens), imports the daemon's `__main__`
+multiprocessing's forkserver is not used: it inherits the daemon's environment (tokens), imports the daemon's `__main__`
 into each child, blocks in `Process.start()` while it warms up, and leaves grandchildren behind when it is killed.
 """
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     control = socket.socket(fileno=int(arguments[0]))
     alive = int(arguments[1])
     _end_with(alive)
-    _take_rights()
+    _acquire_rights()
     forks = namespaces.PidNamespaceForks()
     # Ended supervisors are reaped by the kernel.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     visibility = json.loads(arguments[2])
     shared = file_view.plan([*file_view.code_paths(), *map(Path, visibility["readable"])], map(Path, visibility["hidden"]))
     gc.collect()
-    gc.freeze()  # a collection in a child would touch, and so copy, every page
+    gc.freeze()  # a garbage collection in a child would otherwise write to, and thus copy, every page
     control.send(json.dumps({"failed": failed}).encode())
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, MAX_ORDER_BYTES, 3)
@@ -81,7 +81,7 @@ def warm(entries: Sequence[str]) -> dict[str, str]:
             loaded = importlib.import_module(module)
             if function:
                 getattr(loaded, function)()
-        except Exception as error:  # noqa: BLE001 - a missing provider must not take the others along
+        except Exception as error:  # noqa: BLE001 - other providers must load even if one is missing
             traceback.print_exc()
             failed[entry] = f"{type(error).__name__}: {error}"
     return failed
@@ -94,16 +94,16 @@ def _order(message: bytes) -> Order:
     return Order(order["task"], order["folder"], Limits(**order["limits"]), jail)
 
 
-def _take_rights() -> None:
-    # Without the right to make namespaces it needs a user namespace, here once, so that children's parents have them too.
+def _acquire_rights() -> None:
+    # Without the right to create namespaces, a user namespace is required; it is entered once, and supervisors inherit it.
     with contextlib.suppress(OSError):
         if not syscalls.has_capability(syscalls.CAP_SYS_ADMIN):
             namespaces.enter_user_namespace()
 
 
 def _end_with(alive: int) -> None:
-    # SIGIO's default action ends this process the moment the pipe's last writer is gone, in the middle of an import
-    # too. PR_SET_PDEATHSIG would fire already when the daemon's starting thread ends.
+    # SIGIO's default action ends this process as soon as the pipe's last writer is gone, even during an import.
+    # PR_SET_PDEATHSIG would already fire when the thread of the daemon that started this process ends.
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(alive, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)

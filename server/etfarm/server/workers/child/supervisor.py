@@ -1,9 +1,9 @@
-"""The supervisor of one child: it limits and watches the child, and leaves no process of it behind.
+"""The supervisor of one child, which limits and watches the child, and ends all of its processes.
 
-forkserver -> supervisor -> child (jailed, leader of its own session) -> whatever the task starts.
-The supervisor never touches a user's bytes. It is the first process of the child's process namespace, makes the child's control
-group, and ends the whole tree when the child ends, and when the daemon closes its end of the status socket: by cancelling, or
-by dying, however it died.
+forkserver -> supervisor -> child (jailed, leader of a new session) -> processes that the task starts.
+The supervisor never reads a user's bytes. It is the first process of the child's process namespace and creates the child's
+control group. It kills the whole tree when the child ends, or when the daemon's end of the status socket closes because the
+daemon cancels the task or dies.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from etfarm.server.workers.jail.file_view import Step
 from etfarm.wire.sandbox import cgroups, syscalls
 
 _POLL_MS: Final = 500
-"""How often a supervisor looks at what the kernel does not limit: the disk, and in places the memory of its tree."""
+"""Interval of the checks of what the kernel does not limit: the disk, and on some hosts the tree's memory."""
 
 _RESERVE_FILES: Final = 20_000
-"""Files that the disk of a child's folder can still take; a twentieth of a small disk's."""
+"""Number of files to keep free on the disk of a child's folder; a twentieth of all files on a small disk."""
 
 
 def supervise(order: Order, shared: Sequence[Step], channel: socket.socket, log: int, status: socket.socket) -> NoReturn:
-    """Fork the child, wait for its end or for the daemon's hang-up, sweep, and report.
+    """Fork the child, wait until it ends or the daemon hangs up, end its remaining processes, and report.
 
     Sends `{"exit": N, "peak_rss_bytes": N, "cpu_s": X, "out_of_memory": B, "too_many_processes": B, "disk_full": B}` on `status`;
     `exit` is the exit code, or -signal.
 
     Args:
-        shared: what all children see of the host.
+        shared: paths of the host that all children see.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     syscalls.adopt_orphans()
-    me = os.getpid()
+    own_pid = os.getpid()
     hang_up = select.poll()
     hang_up.register(status, select.POLLIN | select.POLLRDHUP)
     if hang_up.poll(0):
@@ -54,7 +54,7 @@ def supervise(order: Order, shared: Sequence[Step], channel: socket.socket, log:
     child = os.fork()
     if child == 0:
         status.close()
-        task.run(order, shared, channel, log, me, group)
+        task.run(order, shared, channel, log, own_pid, group)
     channel.close()
     os.close(log)
     ended = os.pidfd_open(child)
@@ -95,18 +95,18 @@ def _group(order: Order) -> cgroups.Group | None:
 def _wait(events: select.poll, group: cgroups.Group | None, watch: TreeMemory | None, order: Order) -> bool:
     """Wait until the child has ended, the daemon has hung up, or the tree has used up its memory or the disk.
 
-    Return whether it was the disk.
+    Return True for the disk.
     """
     while not events.poll(_POLL_MS):
         if watch is not None and watch.is_above():
             return False
-        # Version 2 ends the whole group at once; version 1 ends one process, and the others would go on.
+        # Version 2 kills the whole group at once; version 1 kills one process, and the others continue.
         if group is not None and group.version == 1 and group.oom_kills():
-            # Time for the child to say itself what the death of its process means.
+            # Gives the child time to report the error itself.
             events.poll(_POLL_MS)
             return False
         disk = os.statvfs(order.folder)
-        # Empty files take no bytes, and the host is as full without inodes.
+        # Empty files take no bytes, but the host cannot create files without inodes.
         few_files = disk.f_favail < min(_RESERVE_FILES, disk.f_files // 20)
         if few_files or disk.f_bavail * disk.f_frsize < order.limits.reserve_bytes:
             return True
@@ -114,9 +114,9 @@ def _wait(events: select.poll, group: cgroups.Group | None, watch: TreeMemory | 
 
 
 def _sweep(child: int) -> None:
-    """End everything that the child left: all processes of the namespace at once, or adopted orphans until there are none."""
+    """Kill all remaining processes: those of the namespace at once, or adopted orphans until there are none."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        # As process 1 of a namespace: all others in it.
+        # As process 1 of a namespace, kill(-1) reaches all other processes in it.
         os.kill(-1, signal.SIGKILL) if os.getpid() == 1 else os.killpg(child, signal.SIGKILL)
     own = Path("/proc/thread-self/children")
     while True:

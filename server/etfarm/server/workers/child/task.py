@@ -1,4 +1,4 @@
-"""The child that runs one task: it enters its jail, reads the request, runs the task, and sends the answer."""
+"""The child process of one task, which enters its jail, reads the request, runs the task and sends the answer."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from etfarm.wire.sandbox import cgroups, syscalls
 
 @dataclass(frozen=True)
 class Order:
-    """The daemon's order for one child. It travels as JSON; the request itself follows on the channel."""
+    """The daemon's order for one child, sent as JSON; the request follows on the channel."""
 
     task: str
-    """`module:function`, called as function(request, folder, emit) -> bytes."""
+    """The task as `module:function`, called as function(request, folder, emit) -> bytes."""
     folder: str
     """The child's own folder, which exists and is empty."""
     limits: Limits
@@ -41,7 +41,7 @@ class Order:
 def run(
     order: Order, shared: Sequence[Step], channel: socket.socket, log: int, supervisor: int, group: cgroups.Group | None
 ) -> NoReturn:
-    """Run the child from its fork to its end: enter the jail, read the request, run the task, send the answer."""
+    """Run the child after its fork: enter the jail, read the request, run the task, send the answer, and exit."""
     folder = Path(order.folder)
     answers = frames.FrameWriter(channel)
     code = 1
@@ -69,16 +69,16 @@ def run(
     except BaseException as error:  # noqa: BLE001 - every error becomes an answer
         code = _report(error, order, answers)
     finally:
-        # No atexit, no destructors of native libraries: they crash after a good answer.
+        # Skips atexit handlers and destructors of native libraries, which may crash after a correct answer.
         os._exit(code)
 
 
 described: Final[list[JailReport]] = []
-"""The report of this child's own jail; empty outside of children."""
+"""The report of this child's jail; empty outside of children."""
 
 
 def describe_jail(request: object, folder: Path, emit: Callable[[bytes], None]) -> bytes:
-    """Task: answer with this child's own `JailReport` as JSON."""
+    """Task: return this child's `JailReport` as JSON."""
     return described[0].to_json()
 
 
@@ -87,7 +87,7 @@ def _prepare(limits: Limits) -> None:
     for noisy in ("matplotlib", "urllib3", "torch.fx"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if "torch" in sys.modules:
-        # Only now, after the last fork: a forked torch that had threads before hangs.
+        # Not before the last fork, because a forked process whose torch already had threads hangs.
         sys.modules["torch"].set_num_threads(limits.threads)
 
 
@@ -99,7 +99,7 @@ def _task(name: str) -> Callable[[object, Path, Callable[[bytes], None]], bytes]
 
 def _report(error: BaseException, order: Order, answers: frames.FrameWriter) -> int:
     reported: EtfarmError
-    # A traceback keeps the frames that hold the memory: free them before anything is formatted.
+    # The traceback refers to the frames that hold the memory, so it is freed before anything is formatted.
     if errors.is_out_of_memory(error):
         error.__traceback__ = None
         error.__context__ = None

@@ -1,4 +1,4 @@
-"""The memory of a tree of processes, measured where no control group limits it."""
+"""The memory of a tree of processes, which is measured if no control group limits it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class TreeMemory:
 
 
 def _descendants() -> list[str]:
-    """Return the processes below this one, by their ids in the process namespace that /proc belongs to."""
-    found = Path("/proc/thread-self/children").read_text().split()
-    for pid in found:  # grows meanwhile
+    """Return the ids of this process's descendants, in the process namespace that /proc belongs to."""
+    pids = Path("/proc/thread-self/children").read_text().split()
+    for pid in pids:  # grows during the loop
         with contextlib.suppress(OSError):
             for task in Path(f"/proc/{pid}/task").iterdir():
-                found += (task / "children").read_text().split()
-    return found
+                pids += (task / "children").read_text().split()
+    return pids
 
 
 def _own_bytes(pid: str) -> int:
-    """Return a process's proportional share of memory: pages of several processes count once. 0 for one that has ended."""
+    """Return a process's proportional share of memory in bytes, in which shared pages count once; 0 if it has ended."""
     try:
         rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The file system of a child: a root of its own, with the system and the code read-only, and the child's folder.
+"""The file system of a child: a separate root with the system and the code read-only, and the child's folder.
 
 The root is a small tmpfs in the child's mount namespace. Bind mounts provide, at their usual paths, the system's programs and
 libraries, Python and the installed code, the child's folder, and the files of its request. Everything else on the host, such as
@@ -21,7 +21,7 @@ from typing import Final
 from etfarm.wire.sandbox import syscalls
 
 MAX_READABLE: Final = 50_000
-"""Maximum number of files of a request. Each is a mount, of which the kernel allows 100,000 in a namespace."""
+"""Maximum number of files of a request. Each is a mount; the kernel allows 100,000 mounts in a namespace."""
 
 _SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
 _SETTINGS: Final = (
@@ -30,17 +30,17 @@ _SETTINGS: Final = (
 )  # fmt: skip
 _KERNEL: Final = ("/sys/devices/system",)  # torch, OpenMP and cpuinfo read the processors' topology
 _KERNEL_SETTINGS: Final = ("sys", "sysrq-trigger", "irq", "bus")
-"""Parts of /proc that change the whole host."""
+"""Parts of /proc whose contents change settings of the whole host."""
 
 _PLUGIN_GROUPS: Final = ("etfarm.recipes", "etfarm.stages")
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom")
 _LINKS: Final = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
 _SCRATCH: Final = Path("/tmp")
 _NEVER: Final = (Path("/"), _SCRATCH)
-"""Folders that are never shown as a whole, even if they are on a path of the code; paths in them are shown one by one."""
+"""Folders that are never shown as a whole, even if they are on a path of the code; paths in them are shown individually."""
 
 _SCRATCH_BYTES: Final = 256 << 20
-"""Size of /tmp and of /dev/shm, which are memory. TMPDIR is the child's folder."""
+"""Maximum size of /tmp and of /dev/shm, which are in memory. TMPDIR is the child's folder."""
 
 _READ_ONLY: Final = syscalls.MOUNT_ATTR_RDONLY | syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NODEV
 _NO_PRIVILEGE: Final = syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NODEV
@@ -48,26 +48,26 @@ _NO_PRIVILEGE: Final = syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NODEV
 
 def code_paths() -> list[Path]:
     """Return the paths that hold this Python and everything it can import: prefixes, sys.path, editable installs, plug-ins."""
-    found = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *sys.path]
-    found += os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    paths = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *sys.path]
+    paths += os.environ.get("LD_LIBRARY_PATH", "").split(":")
     for finder in sys.meta_path:
-        # setuptools' editable installs map packages to folders by a finder of their own.
+        # Editable installs of setuptools map packages to folders with a custom finder.
         mapping = getattr(sys.modules.get(getattr(finder, "__module__", "")), "MAPPING", {})
-        found += mapping.values() if isinstance(mapping, dict) else []
-    found += _origins(sorted({name.partition(".")[0] for name in sys.modules}))
+        paths += mapping.values() if isinstance(mapping, dict) else []
+    paths += _origins(sorted({name.partition(".")[0] for name in sys.modules}))
     plugins = [entry.module.partition(".")[0] for group in _PLUGIN_GROUPS for entry in entry_points(group=group)]
-    found += _origins(sorted(set(plugins)))
-    return list(_existing(Path(path) for path in dict.fromkeys(map(str, found)) if path.startswith("/")))
+    paths += _origins(sorted(set(plugins)))
+    return list(_existing(Path(path) for path in dict.fromkeys(map(str, paths)) if path.startswith("/")))
 
 
 def _existing(paths: Iterable[Path]) -> dict[Path, None]:
-    """Return the paths that exist, and what they resolve to."""
-    both = (path for given in paths for path in (given, given.resolve()) if path not in _NEVER and given.exists())
+    """Return the existing paths and their resolved paths."""
+    both = (path for source in paths for path in (source, source.resolve()) if path not in _NEVER and source.exists())
     return dict.fromkeys(both)
 
 
 def _origins(packages: Iterable[str]) -> Iterator[str]:
-    """Yield where top-level packages and modules lie, without importing any."""
+    """Yield the locations of top-level packages and modules, without importing any."""
     for package in packages:
         try:
             spec = importlib.util.find_spec(package)
@@ -96,9 +96,9 @@ class Step:
     path: Path
     is_folder: bool
     target: str = ""
-    """Of a LINK, relative."""
+    """Target of a LINK, relative to the root."""
     is_open: bool = True
-    """Whether its mode lets every user read it."""
+    """Whether the path's mode lets every user read it."""
 
 
 def plan(shared: Iterable[Path], hidden: Iterable[Path]) -> list[Step]:
@@ -110,13 +110,13 @@ def plan(shared: Iterable[Path], hidden: Iterable[Path]) -> list[Step]:
             steps.append(Step(Action.LINK, path, False, str(path.resolve()).lstrip("/")))
         elif path.exists():
             wanted[path] = Action.SHOW
-    more = [*map(Path, _KERNEL), *(Path("/etc") / name for name in _SETTINGS)]
+    candidates = [*map(Path, _KERNEL), *(Path("/etc") / name for name in _SETTINGS)]
     links = {step.path for step in steps}
-    wanted |= {path: Action.SHOW for path in _existing([*more, *shared]) if not links.intersection(path.parents)}
+    wanted |= {path: Action.SHOW for path in _existing([*candidates, *shared]) if not links.intersection(path.parents)}
     wanted |= {path.resolve(): Action.HIDE for path in hidden}
     shown: dict[Path, Action] = {}
     for path in sorted(wanted, key=lambda path: len(path.parts)):
-        # What the nearest one above does decides whether there is anything to do.
+        # A step is only needed if the action differs from that of the nearest parent.
         nearest = next((shown[above] for above in path.parents if above in shown), Action.HIDE)
         if wanted[path] is not nearest:
             shown[path] = wanted[path]
@@ -132,7 +132,7 @@ def _is_open(path: Path) -> bool:
 
 
 class View:
-    """A child's root under construction. Make it in a mount namespace of the child's own, with the right to mount there.
+    """A child's root under construction. Create it in the child's mount namespace, with the right to mount there.
 
     Args:
         point: an existing empty folder to mount the root on.
@@ -159,7 +159,7 @@ class View:
                 continue
             self._visible[step.path] = step.action
             if step.action is Action.SHOW:
-                with contextlib.suppress(FileNotFoundError):  # it went since the plan was made
+                with contextlib.suppress(FileNotFoundError):  # deleted since the plan was computed
                     self._bind(step.path, _READ_ONLY, is_folder=step.is_folder)
             elif step.is_folder:
                 self._mount_empty(step.path)
@@ -168,7 +168,7 @@ class View:
         self._add_accounts(user)
 
     def add_folder(self, folder: Path) -> None:
-        """Show the child's own folder, writable. Its path has no symbolic link."""
+        """Show the child's folder, writable. Its path must not contain symbolic links."""
         self._bind(folder, _NO_PRIVILEGE, is_folder=True)
 
     def add_files(self, files: Sequence[Path]) -> None:
@@ -177,19 +177,19 @@ class View:
             whole = file.resolve()
             if whole.exists() and not whole.is_dir():
                 self._bind(whole, _READ_ONLY, is_folder=False)
-                # A path over a link is there already where the link itself is shown.
+                # A path through a link already exists if the link itself is shown.
                 if whole != file and not self._is_shown(file):
                     self._bind(file, _READ_ONLY, is_folder=False)
 
     def add_own_proc(self) -> None:
-        """Mount the /proc of this process's own process namespace.
+        """Mount the /proc of this process's process namespace.
 
         Raises:
-            OSError: the host does not allow it, as where parts of its own /proc are masked.
+            OSError: the host does not allow it, for example because parts of its /proc are masked.
         """
         target = self._make_point(Path("/proc"), is_folder=True)
         syscalls.mount("proc", target, "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
-        # Where the server is root and has no users to give away, the child could write the kernel's settings.
+        # If the server is root and its namespace has no other users, the child could change the kernel's settings.
         for name in _KERNEL_SETTINGS:
             if (target / name).exists():
                 syscalls.mount(target / name, target / name, flags=syscalls.MS_BIND)

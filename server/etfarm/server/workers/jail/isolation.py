@@ -1,12 +1,12 @@
-"""The jail of a child: measures that limit what a user's bytes could do if they managed to run code.
+"""The jail of a child: measures that limit what a user's bytes could do if they succeeded in running code.
 
 The child has its own user, mounts (see `file_view`), process and network namespaces, and limits. It has no capabilities and
-cannot gain any, and a filter refuses system calls that could. What the host does not allow is recorded in `measures`, except
-for the network: a child that still has one loads nothing. `compile.screening` keeps users' bytes from running code in the first
-place.
+cannot gain any; a filter refuses system calls that could grant some. Measures that the host does not allow are recorded in
+`measures`, except for the network: a child that still has a network loads nothing. `compile.screening` prevents users' bytes
+from running code in the first place.
 
-Children are forks of a process that has loaded torch, so tools that wrap a command (bubblewrap) cannot jail them: the load takes
-seconds, a fork milliseconds.
+Children are forks of a process that has loaded torch, so tools that wrap a command (bubblewrap) cannot jail them: loading takes
+seconds, a fork takes milliseconds.
 Source: namespaces(7), capabilities(7), prctl(2), seccomp(2), cgroups(7).
 """
 
@@ -32,15 +32,15 @@ from etfarm.wire.errors import FarmError
 from etfarm.wire.sandbox import cgroups, namespaces, seccomp, syscalls
 
 KEPT_VARIABLES: Final = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH")
-"""All of the daemon's environment that its forkserver and children see. Tokens and passwords are not among it."""
+"""The only environment variables of the daemon that its forkserver and children see; none has tokens or passwords."""
 
 POLICY: Final = seccomp.Policy().with_denied("memfd_create", error=errno.ENOSYS)
-"""The system calls that are refused to a child. Memory of memfd_create would escape the measurement of the tree's memory."""
+"""The system calls that a child must not use. Memory of memfd_create would be missing from the tree's measured memory."""
 
 _FIRST_USER: Final = 1_900_000_000
 _BLOCK: Final = 256
 _BLOCKS: Final = 900_000
-"""User ids that neither distributions, systemd nor container runtimes assign. Source: systemd's UIDS-GIDS.md."""
+"""User ids that distributions, systemd and container runtimes do not assign. Source: systemd's UIDS-GIDS.md."""
 
 _OWN_MEMORY_BYTES: Final = 256 << 20
 """Allowance of a tree on top of its limit and the forkserver's pages, for the kernel's memory and file pages."""
@@ -75,21 +75,21 @@ class Jail:
     cgroup: str = ""
     """Name of the control groups of this daemon's children."""
     place: cgroups.Place | None = None
-    """Where these are made; None where the host allows none."""
+    """Parent of these control groups; None if the host allows none."""
 
 
 @dataclass(frozen=True)
 class JailOptions:
-    """A server's settings of its children's jail."""
+    """A server's settings for its children's jails."""
 
     hidden: tuple[Path, ...] = ()
-    """Files and folders that no child may see, even where they lie within the code: the data folder, tokens, keys."""
+    """Files and folders that no child may see, even if they are within the code: the data folder, tokens, keys."""
     readable: tuple[Path, ...] = ()
-    """Further files and folders that every child may read: libraries outside of the usual places."""
+    """Additional files and folders that every child may read, such as libraries in unusual places."""
     required: bool = False
     """Whether a child that lacks a measure refuses its task."""
     first_user: int | None = None
-    """First of the users that a server that is root gives its children, one for each that runs at a time; None to choose."""
+    """First user id for the children of a server that runs as root, one id per concurrent child; None to choose."""
 
 
 def choose_users(folder: Path, count: int) -> int | None:
@@ -110,20 +110,20 @@ def choose_users(folder: Path, count: int) -> int | None:
 
 
 def clean_environment(folder: Path) -> dict[str, str]:
-    """Return an environment without secrets, whose home, caches and temporary files lie in `folder`."""
+    """Return an environment without secrets that uses `folder` for home, caches and temporary files."""
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     return kept | {
         "HOME": str(folder),
         "TMPDIR": str(folder),
         "USER": "child",
         "LOGNAME": "child",
-        # A fork of a process whose torch or BLAS has threads hangs.
+        # A fork of a process whose torch or BLAS has several threads hangs.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "PYTHONHASHSEED": "0",
         "PYTHONUNBUFFERED": "1",
-        "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",  # torch.load must not unpickle code, whatever its caller says
+        "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",  # torch.load must not unpickle code, whatever its arguments are
     }
 
 
@@ -140,20 +140,20 @@ def enter(
     is_first_process: bool = False,
     watches_memory: bool = False,
 ) -> JailReport:
-    """Shut this single-threaded, freshly forked process in.
+    """Enter the jail. The process must be single-threaded and newly forked.
 
     Args:
-        folder: becomes the working directory, HOME and TMPDIR, and the only place to write besides /tmp.
-        log: file descriptor that stdout and stderr are from now on, for Python, C and subprocesses alike.
-        channel: the one other descriptor that stays open.
-        shared: what all children see, from `view.plan`.
+        folder: the new working directory, HOME and TMPDIR, and the only writable place besides /tmp.
+        log: file descriptor that replaces stdout and stderr for Python, native code and subprocesses.
+        channel: the only other descriptor that stays open.
+        shared: paths that all children see, from `file_view.plan`.
         files: files of the request, the only files of the daemon that are readable.
         group: control group to join.
         is_first_process: whether the process namespace is the child's own.
-        watches_memory: whether the supervisor ends the tree above its memory.
+        watches_memory: whether the supervisor kills the tree if it exceeds its memory limit.
 
     Raises:
-        NetworkNotRemoved: the kernel refused or the check afterwards failed.
+        NetworkNotRemoved: the kernel refused to remove the network, or the check afterwards failed.
         JailIncomplete: a measure is missing and the jail is required.
     """
     _detach(folder, log, channel)
@@ -212,13 +212,13 @@ def _join(progress: Progress, group: cgroups.Group | None, *, watches_memory: bo
 
 
 def check_network(daemon_network: int) -> None:
-    """Verify that this process has no way out: another namespace than the daemon's, and only a `lo` that is down.
+    """Verify that this process has no network: its namespace differs from the daemon's, and only has a `lo` that is down.
 
     Raises:
-        NetworkNotRemoved: otherwise.
+        NetworkNotRemoved: the process has a network.
     """
-    if way_out := namespaces.find_network(daemon_network):
-        raise NetworkNotRemoved(way_out)
+    if network := namespaces.find_network(daemon_network):
+        raise NetworkNotRemoved(network)
 
 
 def _remove_network() -> None:
@@ -233,7 +233,7 @@ def _own_user(progress: Progress, jail: Jail, shared: Sequence[Step]) -> int:
     own = os.geteuid()
     closed = next((step.path for step in shared if step.action is Action.SHOW and not step.is_open), None)
     if own == 0 and closed is not None:
-        # An installation under umask 077, which another user could not import.
+        # An installation with umask 077 is not importable for other users.
         progress.fail(measures.USER, f"the code in {closed} is root's alone: chmod -R o+rX lets other users read it")
         return own
     if jail.user is not None and own == 0 and has_user(jail.user):
@@ -272,7 +272,7 @@ def _isolate(
     is_first_process: bool,
 ) -> None:
     apart = syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP
-    with contextlib.suppress(OSError):  # seccomp refuses the calls by which children could communicate
+    with contextlib.suppress(OSError):  # optional, since seccomp refuses the calls by which children could communicate
         syscalls.unshare(apart)
     if is_first_process:
         progress.add(measures.PROCESSES, "a process namespace")
@@ -299,7 +299,7 @@ def _drop(progress: Progress, user: int) -> None:
     syscalls.drop_bounding_set()
     if os.geteuid() != user:
         syscalls.become(user, user)
-        # A change of user makes /proc/self root's; torch and Python read it.
+        # After a change of user, /proc/self belongs to root; torch and Python read it.
         syscalls.show_memory()
     syscalls.drop_capabilities()
     syscalls.forbid_new_privileges()
@@ -309,21 +309,21 @@ def _drop(progress: Progress, user: int) -> None:
 
 
 def _limit(limits: Limits, *, own_user: bool, progress: Progress) -> None:
-    # RLIMIT_AS below what is mapped already would be a SIGSEGV; RLIMIT_DATA on top of it makes allocations fail.
+    # RLIMIT_AS below the mapped memory would cause a SIGSEGV; RLIMIT_DATA above the current use makes allocations fail.
     own = data_bytes()
     _lower(resource.RLIMIT_DATA, own + limits.memory_bytes, own + limits.memory_bytes)
     _lower(resource.RLIMIT_CORE, 0, 0)
-    # The soft limit's SIGXCPU is a death that can be told from others; the hard one's SIGKILL comes if it is ignored.
+    # The soft limit's SIGXCPU identifies the cause of death; if it is ignored, the hard limit sends SIGKILL.
     _lower(resource.RLIMIT_CPU, limits.cpu_s, limits.cpu_s + 5)
     _lower(resource.RLIMIT_FSIZE, limits.file_bytes, limits.file_bytes)
     if own_user or _counts_by_namespace():
-        # Above the group's limit, which counts what it refuses.
+        # Above the group's limit, because only the group counts refused forks.
         _lower(resource.RLIMIT_NPROC, limits.processes + 16, limits.processes + 16)
         if measures.PROCESS_LIMIT not in progress.measures:
             progress.add(measures.PROCESS_LIMIT, "resource limit of the child's user")
     elif measures.PROCESS_LIMIT not in progress.measures:
         progress.fail(measures.PROCESS_LIMIT, "no control group, and before Linux 5.14 a user's processes are counted together")
-    # When the host itself runs out of memory, the kernel takes this process rather than the daemon.
+    # If the host runs out of memory, the kernel kills this process rather than the daemon.
     Path("/proc/self/oom_score_adj").write_text("800")
 
 
@@ -334,7 +334,7 @@ def _counts_by_namespace() -> bool:
 
 
 def _lower(which: int, soft: int, hard: int) -> None:
-    # A lower limit that the daemon was started under stays.
+    # Keeps a lower limit that the daemon inherited.
     _, before = resource.getrlimit(which)
     if before != resource.RLIM_INFINITY:
         soft, hard = min(soft, before), min(hard, before)
@@ -342,12 +342,12 @@ def _lower(which: int, soft: int, hard: int) -> None:
 
 
 def tree_bytes(limits: Limits) -> int:
-    """Return the memory that a whole tree may use; the pages that it shares with the forkserver count when it writes them."""
+    """Return the memory in bytes that a whole tree may use; pages shared with the forkserver count once they are written."""
     return limits.memory_bytes + data_bytes() + _OWN_MEMORY_BYTES
 
 
 def data_bytes() -> int:
-    """Return VmData of this process: the private writable memory that RLIMIT_DATA counts."""
+    """Return VmData of this process in bytes: the private writable memory that RLIMIT_DATA counts."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024

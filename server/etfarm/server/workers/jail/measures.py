@@ -27,18 +27,18 @@ _MAX_TEXT: Final = 500
 
 @dataclass(frozen=True)
 class Measure:
-    """One measure of a child's jail."""
+    """A measure of a child's jail, and whether it is active."""
 
     name: str
-    """One of `NAMES`."""
+    """The measure's name, from `NAMES`."""
     active: bool
     detail: str
-    """How it is done, or why the host does not allow it."""
+    """The implementation of the measure, or the reason why the host does not allow it."""
 
 
 @dataclass(frozen=True)
 class JailReport:
-    """The measures of a child's jail, as a real child has found them."""
+    """The measures of a child's jail, as reported by a real child."""
 
     measures: tuple[Measure, ...]
 
@@ -48,7 +48,7 @@ class JailReport:
         return tuple(measure for measure in self.measures if not measure.active)
 
     def to_json(self) -> bytes:
-        """Return the report as JSON, in which the child sends it to the daemon."""
+        """Return the report as the JSON that the child sends to the daemon."""
         return json.dumps([asdict(measure) for measure in self.measures]).encode()
 
     @classmethod
@@ -58,7 +58,7 @@ class JailReport:
 
     @classmethod
     def from_json(cls, data: bytes) -> JailReport:
-        """Read what `to_json` wrote. A measure that is not mentioned counts as missing."""
+        """Return the report that `to_json` wrote. Measures that it does not contain count as missing."""
         rows = {str(row["name"]): row for row in json.loads(data)}
         unreported = {"active": False, "detail": "not reported"}
         return cls(
