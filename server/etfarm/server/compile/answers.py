@@ -92,7 +92,7 @@ class Files:
         self._folder = folder
         self._owner = owner
         self._project = project
-        self._left = MAX_FILES
+        self._remaining = MAX_FILES
 
     async def adopt(self, name: str) -> common_pb2.Artifact:
         """Move one file into the store. Refuse names that lead out of the folder, links, and anything but a regular file.
@@ -101,9 +101,9 @@ class Files:
             BadWorkerAnswer: the file is refused, or the child has named too many files.
             QuotaExceeded: the project's storage quota has no room for the file.
         """
-        if self._left == 0:
+        if self._remaining == 0:
             raise BadWorkerAnswer(f"The compile worker names more than {MAX_FILES} files.")
-        self._left -= 1
+        self._remaining -= 1
         try:
             path = await asyncio.to_thread(output_files.claim, self._folder, name)
         except output_files.BadOutputFile as error:
@@ -119,7 +119,7 @@ class Files:
 
 
 @contextmanager
-def _read() -> Iterator[None]:
+def _convert_errors() -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
@@ -135,8 +135,8 @@ async def quantized(answer: Mapping[str, Any], files: Files, methods: Collection
     Raises:
         BadWorkerAnswer: the answer is not a QuantizeResult, or has other methods.
     """
-    with _read():
-        compilation = await asyncio.to_thread(_quantized, answer)
+    with _convert_errors():
+        compilation = await asyncio.to_thread(_convert_quantized, answer)
         if set(answer["programs"]) != set(methods):
             raise BadWorkerAnswer("The compile worker answers with other methods than it was asked for.")
         await files.adopt_all(answer["programs"], compilation.exported_programs)
@@ -152,11 +152,11 @@ async def lowered(answer: Mapping[str, Any], files: Files, stop_after: str = "")
     Raises:
         BadWorkerAnswer: the answer is not a LowerResult, or lacks the requested program.
     """
-    with _read():
+    with _convert_errors():
         if (answer["program"] is None or answer["facts"] is None) is not bool(stop_after):
             raise BadWorkerAnswer("The compile worker answers with something else than it was asked for.")
         # In a thread: an answer may have a hundred thousand rows.
-        compilation = await asyncio.to_thread(_lowered, answer)
+        compilation = await asyncio.to_thread(_convert_lowered, answer)
         # Concurrent: each task waits for the disk.
         tasks = (_add_program(compilation, answer["program"], files), _add_etrecord(compilation, answer["etrecord"], files))
         inputs, stage_files = answer["inputs"], answer["stage_files"]
@@ -167,29 +167,29 @@ async def lowered(answer: Mapping[str, Any], files: Files, stop_after: str = "")
     return compilation
 
 
-def _quantized(answer: Mapping[str, Any]) -> Compilation:
+def _convert_quantized(answer: Mapping[str, Any]) -> Compilation:
     """Return a QuantizeResult's contents without its files."""
     compilation = Compilation(stages=_stages(answer["stages"]), warnings=_warnings(answer["warnings"]))
-    _add_stayed(compilation, answer["stayed_fp32"])
+    _add_fp32(compilation, answer["stayed_fp32"])
     return compilation
 
 
-def _lowered(answer: Mapping[str, Any]) -> Compilation:
+def _convert_lowered(answer: Mapping[str, Any]) -> Compilation:
     """Return a LowerResult's contents without its files."""
     compilation = Compilation(stages=_stages(answer["stages"]), warnings=_warnings(answer["warnings"]))
     for method, delegation in answer["delegation"].items():
         compilation.delegation[method].CopyFrom(_delegation(delegation))
-    _add_described(compilation, answer)
+    _add_description(compilation, answer)
     compilation.modules.extend(compile_pb2.ModuleFootprint(**row) for row in answer["modules"])
     compilation.checks.extend(_check(check) for check in answer["checks"])
-    _add_stayed(compilation, answer["stayed_fp32"])
+    _add_fp32(compilation, answer["stayed_fp32"])
     return compilation
 
 
-def _inspected(answer: Mapping[str, Any]) -> Compilation:
+def _convert_inspected(answer: Mapping[str, Any]) -> Compilation:
     """Return the description of an uploaded program."""
     compilation = Compilation(warnings=_warnings(answer["warnings"]))
-    _add_described(compilation, answer)
+    _add_description(compilation, answer)
     return compilation
 
 
@@ -211,8 +211,8 @@ async def inspected(answer: Mapping[str, Any], files: Files) -> Compilation:
     Raises:
         BadWorkerAnswer: the answer is not a LowerResult.
     """
-    with _read():
-        return await asyncio.to_thread(_inspected, answer)
+    with _convert_errors():
+        return await asyncio.to_thread(_convert_inspected, answer)
 
 
 def recipes(answer: Mapping[str, Any]) -> compile_pb2.ListRecipesResponse:
@@ -221,7 +221,7 @@ def recipes(answer: Mapping[str, Any]) -> compile_pb2.ListRecipesResponse:
     Raises:
         BadWorkerAnswer: the answer is not a RecipesResult.
     """
-    with _read():
+    with _convert_errors():
         return compile_pb2.ListRecipesResponse(recipes=[compile_pb2.RecipeInfo(**row) for row in answer["recipes"]])
 
 
@@ -242,7 +242,7 @@ def _warnings(rows: Sequence[Mapping[str, Any]]) -> list[compile_pb2.Warning]:
     return [compile_pb2.Warning(**row) for row in rows]
 
 
-def _add_stayed(compilation: Compilation, rows_by_method: Mapping[str, Any]) -> None:
+def _add_fp32(compilation: Compilation, rows_by_method: Mapping[str, Any]) -> None:
     for method, rows in rows_by_method.items():
         operators = [
             compile_pb2.Fp32Operator(op=row["op"], count=row["count"], places=map(_place, row["places"])) for row in rows
@@ -250,7 +250,7 @@ def _add_stayed(compilation: Compilation, rows_by_method: Mapping[str, Any]) -> 
         compilation.stayed_fp32[method].operators.extend(operators)
 
 
-def _add_described(compilation: Compilation, answer: Mapping[str, Any]) -> None:
+def _add_description(compilation: Compilation, answer: Mapping[str, Any]) -> None:
     if (facts := answer["facts"]) is not None:
         for method, described in facts["methods"].items():
             compilation.facts.methods[method].CopyFrom(_method_facts(described))

@@ -103,14 +103,14 @@ class Cache:
 
     async def compilation(self, key: str) -> Compilation | None:
         """Return a compilation that can answer a new job, or None."""
-        return await self._whole(await self._read(schema.compilations, key))
+        return await self._without_incomplete(await self._read(schema.compilations, key))
 
     async def stages(self, key: str) -> Compilation | None:
         """Return the outcome of shared stages, or None.
 
         It has `stages`, `exported_programs`, `warnings` and `stayed_fp32`, or `error`.
         """
-        return await self._whole(await self._read(schema.stage_results, key))
+        return await self._without_incomplete(await self._read(schema.stage_results, key))
 
     async def keep_compilation(self, made: Compilation) -> None:
         """Store a compilation under its key. A failure does not replace a program that may be in use."""
@@ -124,7 +124,7 @@ class Cache:
         """Store the outcome of shared stages under its key."""
         await self._write(schema.stage_results, made, "made_at")
 
-    async def _whole(self, outcome: Compilation | None) -> Compilation | None:
+    async def _without_incomplete(self, outcome: Compilation | None) -> Compilation | None:
         """Return the outcome if all of its files are stored and undamaged, else None, so that it is compiled again."""
         if outcome is None or await self._store.absent(artifact.digest for artifact in artifacts_of(outcome)):
             return None
@@ -135,11 +135,11 @@ class Cache:
         body = await self._database.read(lambda connection: connection.execute(query).scalar())
         return None if body is None else Compilation.FromString(body)
 
-    async def _write(self, table: Table, made: Compilation, at: str) -> None:
-        values = {"body": made.SerializeToString(), at: datetime.now(UTC)}
+    async def _write(self, table: Table, compilation: Compilation, time_column: str) -> None:
+        values = {"body": compilation.SerializeToString(), time_column: datetime.now(UTC)}
 
         def write(connection: Connection) -> None:
-            row = insert(table).values({"key": made.key, **values})
+            row = insert(table).values({"key": compilation.key, **values})
             connection.execute(row.on_conflict_do_update(index_elements=["key"], set_=values))
 
         await self._database.write(write, durable=True)

@@ -132,12 +132,12 @@ class Compiler:
             quantize_again: with `fresh`, the shared stages too.
         """
         todo = await self._plan(candidate, stop_after)
-        outcome = await self._outcome(todo, owner, project, fresh, quantize_again, listener)
+        outcome = await self._compile_once(todo, owner, project, fresh, quantize_again, listener)
         await self._cache.give(project, outcome.made, owner)
         return outcome
 
     async def _plan(self, candidate: job_pb2.Candidate, stop_after: str) -> Plan:
-        """Return the plan for a candidate.
+        """Plan the work for a candidate.
 
         The keys of a large candidate, a digest of up to a hundred thousand calibration samples, are computed in a thread, one
         at a time, and once for all cells of a job.
@@ -169,7 +169,7 @@ class Compiler:
         async with self._planning:
             return await asyncio.to_thread(large)
 
-    async def _outcome(
+    async def _compile_once(
         self, todo: Plan, owner: str, project: str, fresh: bool, quantize_again: bool, listener: Listener
     ) -> Outcome:
         if not fresh and (known := await self._cache.compilation(todo.key)) is not None:
@@ -180,14 +180,14 @@ class Compiler:
             # An equal compilation may have ended since the cache was read.
             if not fresh and (known := await self._cache.compilation(todo.key)) is not None:
                 return Outcome(known, cached=True)
-            outcome = await self._work(todo, owner, project, fresh and quantize_again, subscribers)
+            outcome = await self._compile_stages(todo, owner, project, fresh and quantize_again, subscribers)
             if outcome.lasting:
                 await self._cache.keep_compilation(outcome.made)
             return outcome
 
         return await self._compilations.join(_shared_keys(todo.key, fresh), work, listener)
 
-    async def _work(self, todo: Plan, owner: str, project: str, fresh: bool, subscribers: Subscribers) -> Outcome:
+    async def _compile_stages(self, todo: Plan, owner: str, project: str, fresh: bool, subscribers: Subscribers) -> Outcome:
         compilation = Compilation(key=todo.key, toolchain=self._toolchain, stopped_after=todo.stop_after)
         try:
             if todo.recipe is None:
@@ -198,7 +198,7 @@ class Compiler:
             sources = {name: method.exported_program for name, method in todo.candidate.model.methods.items()}
             lowered_from = sources
             if todo.quantization_key:
-                quantized = await self._quantized(todo, owner, project, fresh, subscribers.listener)
+                quantized = await self._quantize(todo, owner, project, fresh, subscribers.listener)
                 _add_shared(compilation, quantized)
                 if compilation.HasField("error"):
                     return replace(quantized, made=compilation)
@@ -216,11 +216,11 @@ class Compiler:
                 stop_after=todo.stop_after or None, threads=self._threads, operators=self._operators,
             )  # fmt: skip
         except EtfarmError as error:
-            return _failed(compilation, error)
+            return _failure(compilation, error)
         read = partial(answers.lowered, stop_after=todo.stop_after)
-        return await self._child(self._tasks.lower, request, compilation, owner, project, subscribers, read)
+        return await self._run_child(self._tasks.lower, request, compilation, owner, project, subscribers, read)
 
-    async def _quantized(self, todo: Plan, owner: str, project: str, fresh: bool, listener: Listener) -> Outcome:
+    async def _quantize(self, todo: Plan, owner: str, project: str, fresh: bool, listener: Listener) -> Outcome:
         """Return the outcome of QUANTIZE and the export after it, which all compilations that lower it share."""
         if not fresh and (known := await self._cache.stages(todo.quantization_key)) is not None:
             for stage in known.stages:
@@ -240,9 +240,9 @@ class Compiler:
                 )
                 request = await asyncio.to_thread(self._quantize_request, todo)
             except EtfarmError as error:
-                return _failed(compilation, error)
+                return _failure(compilation, error)
             read = partial(answers.quantized, methods=todo.candidate.model.methods)
-            outcome = await self._child(self._tasks.quantize, request, compilation, owner, project, subscribers, read)
+            outcome = await self._run_child(self._tasks.quantize, request, compilation, owner, project, subscribers, read)
             if outcome.lasting:
                 await self._cache.keep_stages(outcome.made)
             return outcome
@@ -264,9 +264,9 @@ class Compiler:
         compilation.program.CopyFrom(program)
         await self._store.require_whole([program.pte.digest])
         request = InspectRequest(pte=self._store.path(program.pte.digest), model_name=_ANY_MODEL, threads=self._threads)
-        return await self._child(self._tasks.inspect, request, compilation, owner, project, subscribers, answers.inspected)
+        return await self._run_child(self._tasks.inspect, request, compilation, owner, project, subscribers, answers.inspected)
 
-    async def _child(
+    async def _run_child(
         self,
         task: str,
         request: object,
@@ -307,7 +307,7 @@ class Compiler:
             compilation.stages.extend(ended)
             if lines and is_lasting(error):
                 error.metadata.setdefault("log", "\n".join(lines)[-_LOG_CHARACTERS:])
-            return _failed(compilation, error)
+            return _failure(compilation, error)
         return Outcome(compilation)
 
     async def _require_whole(self, *artifacts: Mapping[str, common_pb2.Artifact]) -> None:
@@ -317,7 +317,7 @@ class Compiler:
         return {name: self._store.path(artifact.digest) for name, artifact in artifacts.items()}
 
     async def check(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with what is known of plug-ins, as `RecipeCatalog.check`.
+        """Return the recipe with the specifications of its plug-ins, as `RecipeCatalog.check`.
 
         Raises:
             RecipeUnavailable, UnknownRecipe, UnknownStage: this server cannot compile with it.
@@ -353,13 +353,13 @@ def _add_shared(compilation: Compilation, shared: Outcome) -> None:
 
 
 def _replay_log(known: Compilation, listener: Listener) -> None:
-    """Pass on the log of a cached failure to a job that receives the failure later."""
+    """Replay the log of a cached failure for a job that receives the failure later."""
     if (log := known.error.metadata.get("log", "")) and known.HasField("error"):
         listener.on_log("The end of what the compilation printed that found this:")
         for line in log.splitlines():
             listener.on_log(line)
 
 
-def _failed(compilation: Compilation, error: EtfarmError) -> Outcome:
+def _failure(compilation: Compilation, error: EtfarmError) -> Outcome:
     compilation.error.CopyFrom(to_proto(error))
     return Outcome(compilation, lasting=is_lasting(error))

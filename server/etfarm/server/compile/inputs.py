@@ -60,10 +60,10 @@ def check_inputs(method: str, facts: MethodFacts, values: Sequence[Value]) -> No
     if len(values) != len(expected):
         raise CountMismatch(method, [_name(fact, index) for index, fact in enumerate(expected)], len(values))
     for index, (fact, value) in enumerate(zip(expected, values, strict=True)):
-        _check(method, _name(fact, index), fact, value)
+        _check_value(method, _name(fact, index), fact, value)
 
 
-def _check(method: str, name: str, fact: ValueFacts, value: Value) -> None:
+def _check_value(method: str, name: str, fact: ValueFacts, value: Value) -> None:
     if isinstance(value, Scalar) or fact["kind"] != "tensor":
         _check_scalar(method, name, fact, value)
         return
@@ -74,7 +74,7 @@ def _check(method: str, name: str, fact: ValueFacts, value: Value) -> None:
     if len(dims) != len(value.shape) or not all(_fits(d, n) for d, n in zip(dims, value.shape, strict=True)):
         dynamic = any(isinstance(dim, dict) for dim in dims)
         remedy = "Reshape or resize it." if dynamic else "Reshape it, or export the model with dynamic shapes."
-        raise ValueMismatch(method, name, "shape", _shown(dims), str(list(value.shape)), remedy)
+        raise ValueMismatch(method, name, "shape", _format_dims(dims), str(list(value.shape)), remedy)
     order = fact["dim_order"]
     if order is not None and list(value.dim_order) != list(order) and not _same_layout(value.shape, value.dim_order, order):
         remedy = "Give its bytes in that order: contiguous is 0, 1, 2, ..., channels last is 0, 2, 3, 1."
@@ -105,7 +105,7 @@ def _same_layout(shape: Sequence[int], first: Sequence[int], second: Sequence[in
     return [d for d in first if shape[d] != 1] == [d for d in second if shape[d] != 1]
 
 
-def _shown(dims: Sequence[int | DimRange]) -> str:
+def _format_dims(dims: Sequence[int | DimRange]) -> str:
     return "[" + ", ".join(str(d) if isinstance(d, int) else f"{d['min']}..{d['max']}" for d in dims) + "]"
 
 

@@ -56,18 +56,18 @@ def _backends(recipe: Recipe) -> set[str]:
     """Return the backends whose compilers may take part in a compilation."""
     options = recipe.options
     named = [options.partitioners, *(method.partitioners for method in options.methods.values())]
-    return {part.specification.backend for part in recipe.parts} | _names(named) | _quantizing(recipe)
+    return {part.specification.backend for part in recipe.parts} | _component_names(named) | _quantizing_backends(recipe)
 
 
-def _quantizing(recipe: Recipe) -> set[str]:
+def _quantizing_backends(recipe: Recipe) -> set[str]:
     """Return the backends whose packages may take part in a quantization."""
     options = recipe.options
     named = [options.quantizers, *(method.quantizers for method in options.methods.values())]
     parts = (part.specification for part in recipe.parts)
-    return {part.backend for part in parts if part.quantization is not Quantization.NONE} | _names(named)
+    return {part.backend for part in parts if part.quantization is not Quantization.NONE} | _component_names(named)
 
 
-def _names(lists: Iterable[Sequence[Component] | None]) -> set[str]:
+def _component_names(lists: Iterable[Sequence[Component] | None]) -> set[str]:
     return {component.name for components in lists for component in components or ()}
 
 
@@ -77,7 +77,7 @@ class Plan:
 
     candidate: job_pb2.Candidate
     recipe: Recipe | None
-    """None for a ready program."""
+    """The resolved recipe; None for an uploaded program."""
     stop_after: str
     """The last stage if it is not TO_EXECUTORCH; empty if the outcome is a program."""
     key: str
@@ -96,7 +96,7 @@ def plan(candidate: job_pb2.Candidate, recipe: Recipe | None, stop_after: str = 
     """Return the plan for a candidate that Submit has accepted.
 
     Args:
-        recipe: the candidate's recipe, resolved by `RecipeCatalog`; None for a ready program.
+        recipe: the candidate's recipe, resolved by `RecipeCatalog`; None for an uploaded program.
         stop_after: a stage of the recipe; empty for all of them.
         operators: operators that programs may use; a refused model may pass with another list.
     """
@@ -113,7 +113,7 @@ def plan(candidate: job_pb2.Candidate, recipe: Recipe | None, stop_after: str = 
         "operators": (operators or Operators()).digest,
         **_versions(),
     }
-    whole = {
+    compilation = {
         "references": {n: m.reference.digest for n, m in candidate.model.methods.items() if m.HasField("reference")},
         "schema": "etfarm.compilation/2",
         "constant_methods": {name: artifact.digest for name, artifact in candidate.model.constant_methods.items()},
@@ -129,10 +129,12 @@ def plan(candidate: job_pb2.Candidate, recipe: Recipe | None, stop_after: str = 
         "recipe": recipe.quantization_json,
         # Stages that plug-ins replace come after it.
         "plugins": plugin_versions([part.name for part in recipe.parts if part.is_plugin]),
-        "packages": _package_versions(_quantizing(recipe)),
+        "packages": _package_versions(_quantizing_backends(recipe)),
         **common,
     }
-    return Plan(candidate, recipe, draft.stop_after, digests.of_value(whole), digests.of_value(quantization) if quantizes else "")
+    return Plan(
+        candidate, recipe, draft.stop_after, digests.of_value(compilation), digests.of_value(quantization) if quantizes else ""
+    )
 
 
 def original_of(method: job_pb2.MethodSource) -> common_pb2.Artifact:

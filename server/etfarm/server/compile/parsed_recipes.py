@@ -14,7 +14,7 @@ MAX_KEPT: Final = 32
 
 @lru_cache(maxsize=MAX_KEPT)
 def parse_recipe(text: str) -> Recipe:
-    """Return the recipe whose `json` is `text`, without what is known of plug-ins.
+    """Return the recipe whose `json` is `text`, without the specifications of its plug-ins.
 
     Raises:
         UserError: as `recipes.from_json`; errors are not kept.

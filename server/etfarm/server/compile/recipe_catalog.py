@@ -59,12 +59,12 @@ class RecipeCatalog:
         return self._listed
 
     async def check(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with what is known of plug-ins, if it can work here.
+        """Return the recipe with the specifications of its plug-ins, if it can be compiled here.
 
         Built-in recipes are only refused after a call of `recipes`; for plug-ins' recipes, this lists them.
 
         Raises:
-            RecipeUnavailable: the sentence says what is missing.
+            RecipeUnavailable: something is missing on this server; the message says what.
             UnknownRecipe, UnknownStage: no installed plug-in has it.
         """
         resolved = await self.resolve(recipe)
@@ -92,7 +92,7 @@ class RecipeCatalog:
         """Refuse a recipe that `recipes` has listed as unavailable.
 
         Raises:
-            RecipeUnavailable: the sentence says what is missing.
+            RecipeUnavailable: something is missing on this server; the message says what.
         """
         missing = {row.name: row.missing for row in self._listed.recipes if not row.available} if self._listed else {}
         for part in recipe.parts:

@@ -54,7 +54,7 @@ class LowerRequest:
 
 @dataclass(frozen=True)
 class InspectRequest:
-    """A ready program to describe."""
+    """An uploaded program to describe."""
 
     pte: Path
     model_name: str

@@ -51,7 +51,7 @@ class Screening:
         Raises:
             NotAPt2, UnsafeModel, UnknownOperator: as `screen.screen_pt2`.
         """
-        await self._once("pt2", digest, partial(screen.screen_upload, allowed=self._operators.targets))
+        await self._screen_once("pt2", digest, partial(screen.screen_upload, allowed=self._operators.targets))
 
     async def screen_pte(self, digest: str) -> None:
         """Screen a .pte, unless it has passed already.
@@ -59,13 +59,13 @@ class Screening:
         Raises:
             NotAPte, TruncatedProgram: as `screen.screen_pte`.
         """
-        await self._once("pte", digest, screen.screen_pte)
+        await self._screen_once("pte", digest, screen.screen_pte)
 
     def close(self) -> None:
         """End the threads; calls that wait for one are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _once(self, kind: str, digest: str, check: Callable[[Path], None]) -> None:
+    async def _screen_once(self, kind: str, digest: str, check: Callable[[Path], None]) -> None:
         # The kind belongs to the key: bytes that pass as a .pte are not necessarily a safe .pt2.
         key = (kind, digest)
         if key in self._passed:
@@ -75,7 +75,7 @@ class Screening:
             loop = asyncio.get_running_loop()
             running = self._running[key] = loop.run_in_executor(self._threads, check, self._path(digest))
             running.add_done_callback(partial(self._on_done, key))
-        # Shielded: other callers may wait for it, too, and a thread cannot be stopped anyway.
+        # Shielded, because other callers may wait for it as well, and a thread cannot be stopped.
         await asyncio.shield(running)
 
     def _on_done(self, key: tuple[str, str], running: asyncio.Future[None]) -> None:

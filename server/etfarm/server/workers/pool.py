@@ -1,4 +1,4 @@
-"""The pool of jailed children: limits how many run, gives each a folder and a user, and restarts the forkserver.
+"""The pool of jailed children, which limits their number, assigns folders and users, and restarts the forkserver.
 
 Loads neither torch nor numpy. Nothing here blocks the event loop.
 """

@@ -71,12 +71,12 @@ def of_program(program: Program) -> ProgramFacts:
 def add_exported(facts: ProgramFacts, method: str, program: Any) -> None:
     """Add information that only the exported program has to a method's facts: names, and the range of each dim."""
     known, exact = facts["methods"][method], of_exported(program)
-    for mine, theirs in ((known["inputs"], exact["inputs"]), (known["outputs"], exact["outputs"])):
-        if len(mine) == len(theirs):
-            for value, better in zip(mine, theirs, strict=True):
-                value["name"] = better["name"]
-                if value["kind"] == better["kind"] == "tensor":
-                    value["dims"] = better["dims"]
+    for known_values, exact_values in ((known["inputs"], exact["inputs"]), (known["outputs"], exact["outputs"])):
+        if len(known_values) == len(exact_values):
+            for value, exact_value in zip(known_values, exact_values, strict=True):
+                value["name"] = exact_value["name"]
+                if value["kind"] == exact_value["kind"] == "tensor":
+                    value["dims"] = exact_value["dims"]
 
 
 def of_exported(program: Any) -> MethodFacts:

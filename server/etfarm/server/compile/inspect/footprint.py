@@ -113,7 +113,7 @@ class _Method:
             elif node.op == "get_attr" and isinstance(delegate := getattr(module, node.target, None), LoweredBackendModule):
                 self._add_delegate(delegate)
             elif node.op == "call_function" and node.target not in (memory.alloc, memory.view):
-                self._add_planned(node, _module(node, module) or "")
+                self._add_planned(node, _module_of(node, module) or "")
         for _, submodule, _ in get_control_flow_submodules(module):
             self._walk(submodule)
 
@@ -138,14 +138,14 @@ class _Method:
             return
         modules: dict[Any, str] = {}
         for node in program.graph.nodes:
-            if (module := _module(node, program.graph_module)) is not None:
+            if (module := _module_of(node, program.graph_module)) is not None:
                 modules.setdefault(node.meta.get("debug_handle"), module)
         common = _common_module(modules.values())
         unions = [value.xvalue_union for value in graph.xvalues]
         values = {getattr(union, "tensor_value", union).id_out: union for union in unions}
         dropped = _dropped_handles(program.graph, graph, values)
         for at, xnode in enumerate(graph.xnodes):
-            for index in _constants(xnode.xnode_union, values):
+            for index in _constant_indices(xnode.xnode_union, values):
                 constant = graph.constant_data[index]
                 key = constant.named_key or (delegate.processed_bytes, index)
                 self._add_constant(modules.get(dropped.get(at, xnode.debug_handle), common), key, constant.size)
@@ -165,12 +165,12 @@ class _Method:
                 self.shares[module].planned.append(spec)
 
 
-def _module(node: Any, graph_module: Any) -> str | None:
+def _module_of(node: Any, graph_module: Any) -> str | None:
     """Return the module of an operator, or the common module of a delegate's operators; "" is the model itself."""
     if node.target is executorch_call_delegate:
         inside = getattr(graph_module, node.args[0].target).original_module
         return _common_module(
-            module for inner in inside.graph.nodes if (module := _module(inner, inside.graph_module)) is not None
+            module for inner in inside.graph.nodes if (module := _module_of(inner, inside.graph_module)) is not None
         )
     return (module_path(node) or "") if node.op == "call_function" and node.meta.get("nn_module_stack") else None
 
@@ -191,7 +191,7 @@ def _first_user(constant: Any, graph_module: Any) -> str | None:
                 name = inside.graph_signature.user_inputs[user.args.index(node) - 1]
                 placeholder = next(inner for inner in inside.graph.nodes if inner.name == name)
                 return _first_user(placeholder, inside.graph_module)
-            if (module := _module(user, graph_module)) is not None:
+            if (module := _module_of(user, graph_module)) is not None:
                 return module
         reached = [user for _, user in users]
     return None
@@ -209,7 +209,7 @@ def _dropped_handles(graph: Any, xnnpack_graph: Any, values: Mapping[int, Any]) 
         origins.Operator(
             (handle,) if isinstance(handle := node.meta.get("debug_handle"), int) and handle else (), _base_name(node.target),
             tuple(source.name for source in node.all_input_nodes), (node.name,),
-            tuple(_elements(source) for source in node.all_input_nodes), _elements(node),
+            tuple(_count_elements(source) for source in node.all_input_nodes), _count_elements(node),
         )
         for node in called
     ]  # fmt: skip
@@ -238,13 +238,13 @@ def _base_name(target: Any) -> str:
     return parts[-2] if len(parts) > 1 else parts[0]
 
 
-def _elements(node: Any) -> int:
+def _count_elements(node: Any) -> int:
     """Return the number of elements of a node's tensor; 0 if a dim is dynamic."""
     shape = getattr(node.meta.get("val"), "shape", ())
     return math.prod(shape) if shape and all(isinstance(size, int) for size in shape) else 0
 
 
-def _constants(operation: Any, values: Mapping[int, Any]) -> Iterator[int]:
+def _constant_indices(operation: Any, values: Mapping[int, Any]) -> Iterator[int]:
     """Yield the indices of the constants that an operation of XNNPACK's graph uses, including scales."""
     for name, identifier in vars(operation).items():
         value = values.get(identifier) if name.endswith("_id") else None

@@ -39,11 +39,11 @@ _NOT_HERE: Final = {
 def list_recipes(request: object, folder: Path, emit: Callable[[bytes], None]) -> bytes:
     """Task: return a RecipesResult as JSON: every recipe of etfarm, in the table's order, then those of plug-ins."""
     rows = [_row(specification, _missing(specification)) for specification in RECIPES.values()]
-    result: RecipesResult = {"recipes": rows + [_plugin(name) for name in plugins.names(plugins.RECIPES)]}
+    result: RecipesResult = {"recipes": rows + [_plugin_row(name) for name in plugins.names(plugins.RECIPES)]}
     return json.dumps(result).encode()
 
 
-def _plugin(name: str) -> RecipeRow:
+def _plugin_row(name: str) -> RecipeRow:
     """Return the row of a plug-in's recipe: its specification, and whether it returns an ExportRecipe."""
     described = Specification(name, "", Quantization.NONE, "an installed plug-in's recipe")
     try:
@@ -63,7 +63,7 @@ def _row(specification: Specification, missing: str) -> RecipeRow:
         "quantization": _QUANTIZATION[specification.quantization],
         "available": not missing,
         "missing": missing,
-        "arguments": [_argument(argument) for argument in specification.arguments],
+        "arguments": [_describe_argument(argument) for argument in specification.arguments],
     }
 
 
@@ -89,7 +89,7 @@ def _why(error: EtfarmError) -> str:
 
 
 def _required(specification: Specification) -> dict[str, Plain]:
-    return {argument.name: _example(argument) for argument in specification.arguments if argument.required}
+    return {argument.name: _example_value(argument) for argument in specification.arguments if argument.required}
 
 
 def _installed(module: str) -> bool:
@@ -99,7 +99,7 @@ def _installed(module: str) -> bool:
         return False
 
 
-def _example(argument: Argument) -> Plain:
+def _example_value(argument: Argument) -> Plain:
     if argument.choices:
         return argument.choices[0]
     if argument.kind is tuple:
@@ -107,6 +107,6 @@ def _example(argument: Argument) -> Plain:
     return argument.bounds[1] if argument.bounds is not None else "SM8650"
 
 
-def _argument(argument: Argument) -> str:
+def _describe_argument(argument: Argument) -> str:
     default = "" if argument.default is None else f" (default {argument.default})"
     return f"{argument.name}={argument.allowed}{' (required)' if argument.required else default}: {argument.summary}"

@@ -83,7 +83,7 @@ def export_recipe(recipe: Recipe, methods: Sequence[str]) -> ExportRecipe:
         BadRecipeField: an operator of [edge] is unknown here.
         StageFailed: a provider refuses the arguments.
     """
-    parts = [_part(part) for part in recipe.parts]
+    parts = [_build_part(part) for part in recipe.parts]
     if not parts:
         # The default of ExecuTorch's recipes.
         parts = [ExportRecipe(lowering_recipe=LoweringRecipe(edge_compile_config=EdgeCompileConfig(_check_ir_validity=False)))]
@@ -140,7 +140,7 @@ def stages(recipe: Recipe, built: ExportRecipe) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _part(part: Part) -> ExportRecipe:
+def _build_part(part: Part) -> ExportRecipe:
     if part.is_plugin:
         return plugins.recipe(part.name, part.arguments)
     if part.name == "portable":
@@ -148,17 +148,17 @@ def _part(part: Part) -> ExportRecipe:
             name="portable", lowering_recipe=LoweringRecipe(edge_compile_config=EdgeCompileConfig(_check_ir_validity=False))
         )
     try:
-        with _quiet():
+        with _suppress_stderr():
             coreml = part.specification.backend == "coreml"
             arguments = components.coreml_arguments(part.arguments) if coreml else dict(part.arguments)
-            return ExportRecipe.get_recipe(_type_of(part), **arguments)
+            return ExportRecipe.get_recipe(_find_recipe_type(part), **arguments)
     except (ImportError, OSError) as error:
         raise ToolchainIncomplete(part.name, first_line(error)) from error
     except ValueError as error:
         raise stage_failed("SOURCE_TRANSFORM", error) from error
 
 
-def _type_of(part: Part) -> Any:
+def _find_recipe_type(part: Part) -> Any:
     backend = part.specification.backend
     importlib.import_module(_RECIPE_MODULES[backend])
     for registered in recipe_registry.list_backends():
@@ -197,20 +197,20 @@ def _operator(field: str, name: str) -> Any:
 
 def _apply_partitioners(recipe: Recipe, methods: Sequence[str], built: ExportRecipe) -> None:
     options = recipe.options
-    own = {
+    by_method = {
         name: method.partitioners
         for name, method in options.methods.items()
         if method.partitioners is not None and name in methods
     }
-    if options.partitioners is None and not own:
+    if options.partitioners is None and not by_method:
         return
     lowering = built.lowering_recipe = built.lowering_recipe or LoweringRecipe()
     if options.partitioners is not None:
         lowering.partitioners = components.partitioners(options.partitioners)
-    if own:
+    if by_method:
         shared = lowering.partitioners or []
         lowering.partitioners = {
-            method: components.partitioners(own[method]) if method in own
+            method: components.partitioners(by_method[method]) if method in by_method
             else list(shared.get(method, [])) if isinstance(shared, dict) else list(shared)
             for method in methods
         }  # fmt: skip
@@ -226,16 +226,16 @@ def _apply_executorch(recipe: Recipe, built: ExportRecipe) -> None:
         config.memory_planning_pass = MemoryPlanningPass(MemoryPlanningAlgorithmSuite([_ALGORITHMS[algorithm]]), **planned)
     for field, value in options.items():
         if field not in _PLANNED:
-            setattr(config, field, _tagging(value) if field == "external_constants" else value)
+            setattr(config, field, _external_constants(value) if field == "external_constants" else value)
 
 
-def _tagging(value: Plain) -> Any:
+def _external_constants(value: Plain) -> Any:
     """Return ExecutorchBackendConfig.external_constants: a bool, or a function that returns the file name of each constant."""
     return value if isinstance(value, bool) else lambda node: str(value)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _suppress_stderr() -> Iterator[None]:
     """Suppress what providers print about missing tools; the raised error states it."""
     with redirect_stderr(io.StringIO()):
         yield

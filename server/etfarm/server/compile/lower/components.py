@@ -66,7 +66,7 @@ def _xnnpack_partitioner(arguments: Arguments) -> Any:
     from executorch.backends.xnnpack.partition.config.xnnpack_config import ConfigPrecisionType
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 
-    precisions = [ConfigPrecisionType[precision.upper()] for precision in _texts(arguments, "precision")]
+    precisions = [ConfigPrecisionType[precision.upper()] for precision in _string_list(arguments, "precision")]
     return XnnpackPartitioner(config_precisions=precisions or None, per_op_mode=bool(arguments.get("per_op")))
 
 
@@ -98,9 +98,9 @@ def _xnnpack_quantizer(arguments: Arguments) -> Any:
     quantizer = XNNPACKQuantizer()
     per_channel, dynamic = bool(arguments.get("per_channel")), bool(arguments.get("dynamic"))
     quantizer.set_global(get_symmetric_quantization_config(is_per_channel=per_channel, is_dynamic=dynamic))
-    only, skip = _texts(arguments, "only_modules"), _texts(arguments, "skip_modules")
+    only, skip = _string_list(arguments, "only_modules"), _string_list(arguments, "skip_modules")
     if only or skip:
-        quantizer.set_filter_function(lambda node: (not only or _within(node, only)) and not _within(node, skip))
+        quantizer.set_filter_function(lambda node: (not only or _is_within(node, only)) and not _is_within(node, skip))
     return quantizer
 
 
@@ -117,17 +117,17 @@ def _coreml_quantizer(arguments: Arguments) -> Any:
             weight_per_channel=bool(arguments.get("per_channel", True)),
         )
     )
-    for module in _texts(arguments, "skip_modules"):
+    for module in _string_list(arguments, "skip_modules"):
         config = config.set_module_name(module, None)
     return CoreMLQuantizer(config)
 
 
-def _texts(arguments: Arguments, name: str) -> list[str]:
+def _string_list(arguments: Arguments, name: str) -> list[str]:
     value = arguments.get(name, ())
     return [value] if isinstance(value, str) else [str(text) for text in value] if isinstance(value, tuple) else []
 
 
-def _within(node: Any, modules: Sequence[str]) -> bool:
+def _is_within(node: Any, modules: Sequence[str]) -> bool:
     """Return whether a node comes from one of the modules or their submodules."""
     for path, _ in (node.meta.get("nn_module_stack") or {}).values():
         name = str(path).replace("L['self'].", "").replace("L__self___", "")

@@ -157,19 +157,19 @@ def lower(
     )  # fmt: skip
     for stage, plugin in pipeline.replaced.items():
         session.register_stage(StageType[stage], plugin)
-    watch = _Watch(pipeline, recipe.executorch_backend_config, stages, undelegated)
+    hooks = _StageHooks(pipeline, recipe.executorch_backend_config, stages, undelegated)
     for kind, stage in session.get_all_registered_stages().items():
-        stage.run = watch.watched(kind.name, stage)
-    lowered = watch.lowered
+        stage.run = hooks.watched(kind.name, stage)
+    lowered = hooks.lowered
     with footprint.kept_graphs() as lowered.graphs:
         session.export()
     lowered.manager = session.get_stage_artifacts()[StageType[pipeline.stages[-1]]].data
     if pipeline.stages[-1] != "TO_EXECUTORCH":
-        watch.describe(lowered.manager)
+        hooks.describe(lowered.manager)
     return lowered
 
 
-class _Watch:
+class _StageHooks:
     """The hooks around the stages of one session, which report stages and collect their results."""
 
     def __init__(self, pipeline: Pipeline, config: Any, stages: Stages, undelegated: Undelegated) -> None:
@@ -196,7 +196,7 @@ class _Watch:
             if name == "EDGE_PROGRAM_MANAGER_TRANSFORM" and self._pipeline.etrecord:
                 after = stage.get_artifacts().data
                 if after is not artifact.data:
-                    self.lowered.transformed = {m: _copied(after.exported_program(m)) for m in sorted(after.methods)}
+                    self.lowered.transformed = {m: _copy_graph(after.exported_program(m)) for m in sorted(after.methods)}
 
         return watched
 
@@ -218,12 +218,12 @@ class _Watch:
                 self.lowered.initialized[method] = sorted(buffers)
                 names.update(buffers.values())
         if names:
-            self._config.passes = [*self._config.passes, _Initialized(names)]
+            self._config.passes = [*self._config.passes, _ExactInitializedBuffers(names)]
         if self._config.external_constants:
             _check_external(manager)
 
 
-class _Initialized(InitializedMutableBufferPass):  # type: ignore[misc]
+class _ExactInitializedBuffers(InitializedMutableBufferPass):  # type: ignore[misc]
     """ExecuTorch's pass with exact names; its patterns would match `count_of_others` for `count`."""
 
     def __init__(self, names: set[str]) -> None:
@@ -275,7 +275,7 @@ def _check_replacement(name: str, stage: Any) -> None:
         )  # fmt: skip
 
 
-def _copied(program: Any) -> Any:
+def _copy_graph(program: Any) -> Any:
     """Return a copy of a program with its own graph, since TO_EXECUTORCH changes graphs in place; weights are shared."""
     duplicate = copy.copy(program)
     duplicate._graph_module = copy.deepcopy(program.graph_module)

@@ -72,7 +72,7 @@ def recipe(name: str, arguments: Mapping[str, object]) -> Any:
     """
     from executorch.export import ExportRecipe
 
-    point = _point(RECIPES, name)
+    point = _find_entry_point(RECIPES, name)
     _check_arguments(name, _load(point), arguments)
     result = _call(point, dict(arguments))
     if not isinstance(result, ExportRecipe):
@@ -86,7 +86,7 @@ def specification(name: str) -> Specification | None:
     Raises:
         ToolchainIncomplete, PluginFailed: as `recipe`.
     """
-    point = _point(RECIPES, name)
+    point = _find_entry_point(RECIPES, name)
     described = getattr(_load(point), "specification", None)
     return described if isinstance(described, Specification) else None
 
@@ -101,7 +101,7 @@ def stage(name: str, replaced: str) -> Any:
     """
     from executorch.export.stages import Stage
 
-    point = _point(STAGES, name)
+    point = _find_entry_point(STAGES, name)
     result = _call(point, {})
     if not isinstance(result, Stage):
         raise PluginFailed(name, f"{_display_name(point)} gave {type(result).__name__} and no Stage")
@@ -112,7 +112,7 @@ def stage(name: str, replaced: str) -> Any:
     return result
 
 
-def _point(group: str, name: str) -> EntryPoint:
+def _find_entry_point(group: str, name: str) -> EntryPoint:
     points = [point for point in entry_points(group=group) if point.name == name]
     if not points:
         raise ToolchainIncomplete(name, f"no installed package has the entry point {name} in {group}")
@@ -123,7 +123,7 @@ def _load(point: EntryPoint) -> Any:
     try:
         return point.load()
     except Exception as error:
-        raise _failed(point, "cannot be imported", error) from error
+        raise _failure(point, "cannot be imported", error) from error
 
 
 def _call(point: EntryPoint, arguments: dict[str, object]) -> Any:
@@ -134,7 +134,7 @@ def _call(point: EntryPoint, arguments: dict[str, object]) -> Any:
         if arguments and isinstance(error, TypeError | ValueError):
             traceback.print_exception(error)
             raise PluginRefused(point.name, _display_name(point), arguments, first_line(error)) from error
-        raise _failed(point, "failed", error) from error
+        raise _failure(point, "failed", error) from error
 
 
 def _check_arguments(name: str, factory: Any, arguments: Mapping[str, object]) -> None:
@@ -152,7 +152,7 @@ def _check_arguments(name: str, factory: Any, arguments: Mapping[str, object]) -
             raise BadRecipeArgument(name, argument, None, "what the plug-in takes, which has no default for it")
 
 
-def _failed(point: EntryPoint, what: str, error: Exception) -> Exception:
+def _failure(point: EntryPoint, what: str, error: Exception) -> Exception:
     if is_out_of_memory(error):
         return error
     traceback.print_exception(error)

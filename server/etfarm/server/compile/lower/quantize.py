@@ -134,21 +134,21 @@ def export_again(module: torch.nn.Module, program: Any, strict: bool) -> Any:
         StageFailed: a dynamic dim became static.
     """
     args, kwargs = program.example_inputs
-    shapes = _dynamic_shapes(program, module, args, kwargs)
+    shapes = _collect_dynamic_shapes(program, module, args, kwargs)
     with torch.no_grad():
-        again = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=strict)
-    for before, after in zip(facts.of_exported(program)["inputs"], facts.of_exported(again)["inputs"], strict=True):
+        exported = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=strict)
+    for before, after in zip(facts.of_exported(program)["inputs"], facts.of_exported(exported)["inputs"], strict=True):
         for dim, (was, now) in enumerate(zip(before["dims"] or [], after["dims"] or [], strict=True)):
             if isinstance(was, dict) and not isinstance(now, dict):
                 why = f"dim {dim} of {before['name']!r} became static ({now}) when it was quantized"
                 raise StageFailed("TORCH_EXPORT", "Specialized", why, "Use a float recipe, or export with static shapes.")
-    return again
+    return exported
 
 
 def settle_origins(program: Any) -> None:
-    """Number the source graphs of nodes 1, 2, 3, ..., so that equal programs have equal bytes.
+    """Replace the addresses of nodes' source graphs by the numbers 1, 2, 3, so that equal programs have equal bytes.
 
-    torch uses the graphs' addresses. ExecuTorch derives debug handles from these numbers and only compares them for equality.
+    ExecuTorch derives debug handles from these numbers, and only compares them for equality.
     """
     numbers: dict[int, int] = {}
     seen: set[int] = set()
@@ -170,8 +170,8 @@ def settle_origins(program: Any) -> None:
 
 def _changed_buffers(program: Any) -> dict[str, torch.Tensor]:
     """Return copies of the buffers that a program changes, by name."""
-    held = {**program.constants, **program.state_dict}
-    return {name: held[name].clone() for name in sorted(changed_buffers(program)) if name in held}
+    buffers = {**program.constants, **program.state_dict}
+    return {name: buffers[name].clone() for name in sorted(changed_buffers(program)) if name in buffers}
 
 
 def _restore(module: torch.nn.Module, initial: Mapping[str, torch.Tensor]) -> None:
@@ -205,7 +205,7 @@ def _not_finite(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return ", ".join(repr(name) for name, leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.isfinite().all())
 
 
-def _dynamic_shapes(program: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _collect_dynamic_shapes(program: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return torch.export's dynamic_shapes of an exported program, with a Dim for each symbol; None if all dims are static."""
     dims: dict[str, Any] = {}
     by_name = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}

@@ -21,7 +21,7 @@ def of_exported(models: Mapping[str, Path], programs: Mapping[str, Any], folder:
     files: dict[str, str] = {}
     for method, program in programs.items():
         shutil.copyfile(models[method], folder / f"{method}.pt2")
-        files |= {f"{method}.pt2": f"{method}.pt2"} | _printed(method, program, folder)
+        files |= {f"{method}.pt2": f"{method}.pt2"} | _write_text(method, program, folder)
     return files
 
 
@@ -37,14 +37,14 @@ def of_edge(manager: Any, delegation: Mapping[str, Delegation], folder: Path) ->
     for method in sorted(manager.methods):
         program = manager.exported_program(method)
         save(program, str(folder / f"{method}.pt2"))
-        files |= {f"{method}.pt2": f"{method}.pt2"} | _printed(method, program, folder)
+        files |= {f"{method}.pt2": f"{method}.pt2"} | _write_text(method, program, folder)
     if delegation:
         _write_table(delegation, folder / "delegation.csv")
         files["delegation.csv"] = "delegation.csv"
     return files
 
 
-def _printed(method: str, program: Any, folder: Path) -> dict[str, str]:
+def _write_text(method: str, program: Any, folder: Path) -> dict[str, str]:
     """Write a program as PyTorch prints it: code with types and source lines, signature, ranges of dynamic dims."""
     (folder / f"{method}.txt").write_text(f"{program}\n")
     return {f"{method}.txt": f"{method}.txt"}

@@ -51,12 +51,12 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
     stages = lowering.Stages(_emitter(emit), programs)
     result: QuantizeResult = {"stages": stages.times, "programs": {}, "warnings": [], "stayed_fp32": {}}
     quantizing = {method: built for method in programs if (built := build.quantization(recipe, method)) is not None}
-    name = _quantizing(recipe)
+    name = _quantizer_names(recipe)
     for method in quantizing:
         quantize.check(programs[method], name, method)
 
     modules = {}
-    nothing: list[QuantizedNothing] = []
+    failures: list[QuantizedNothing] = []
     with stages.stage("QUANTIZE") as times:
         for method, quantization in quantizing.items():
             calibration = request.calibration.get(method, ())
@@ -64,7 +64,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                 try:
                     modules[method] = quantize.quantize(programs[method], quantization, name, method, calibration)
                 except QuantizedNothing as error:
-                    nothing.append(error)
+                    failures.append(error)
                     continue
             if not calibration and quantize.is_static(modules[method]):
                 _warn(
@@ -73,9 +73,9 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                     "Give the model calibration inputs.",
                 )  # fmt: skip
         if not modules:
-            raise nothing[0] if nothing else QuantizedNothing(name, " or ".join(programs))
-        for left in nothing:
-            _warn(result["warnings"], left.reason, f"{left.message} It stays as it is.")
+            raise failures[0] if failures else QuantizedNothing(name, " or ".join(programs))
+        for failure in failures:
+            _warn(result["warnings"], failure.reason, f"{failure.message} It stays as it is.")
     with stages.stage("TORCH_EXPORT") as times:
         for method in sorted(programs):
             file = folder / f"{method}.pt2"
@@ -84,14 +84,14 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                 shutil.copyfile(request.models[method], file)
                 continue
             with lowering.timed(times, method):
-                again = quantize.export_again(modules.pop(method), programs.pop(method), recipe.strict)
-                if not quantize.is_quantized(again):
+                exported = quantize.export_again(modules.pop(method), programs.pop(method), recipe.strict)
+                if not quantize.is_quantized(exported):
                     raise QuantizedNothing(name, method, "TORCH_EXPORT")
-                quantize.settle_origins(again)
+                quantize.settle_origins(exported)
                 # The archive's prefix is the file's stem, so equal programs of the same method have equal bytes.
-                torch.export.save(again, str(file))
-            stayed = places.fp32(again, xnnpack=fp32_layers.by_xnnpack(quantizing[method].quantizers))
-            _add_fp32(name, method, stayed, result["stayed_fp32"], result["warnings"])
+                torch.export.save(exported, str(file))
+            fp32_operators = places.fp32(exported, xnnpack=fp32_layers.by_xnnpack(quantizing[method].quantizers))
+            _add_fp32(name, method, fp32_operators, result["stayed_fp32"], result["warnings"])
     return json.dumps(result).encode()
 
 
@@ -113,7 +113,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     torch.set_num_threads(request.threads)
     recipe = build.resolved(recipes.from_json(request.recipe_json))
     built = build.export_recipe(recipe, sorted(request.models))
-    remaining = _remaining(recipe, built, request)
+    remaining = _remaining_stages(recipe, built, request)
     programs = _load(request.models, folder, request.operators)
     unquantized = {method: path for method, path in request.originals.items() if request.models[method] != path}
     result: LowerResult = {
@@ -123,8 +123,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     }  # fmt: skip
     quantized = _check_quantized(recipe, built, request, programs)
     for method in sorted(quantized) if not request.quantized_here else ():
-        stayed = places.fp32(programs[method], xnnpack=fp32_layers.by_xnnpack(build.partitioners(built, method)))
-        _add_fp32(recipe.name, method, stayed, result["stayed_fp32"], result["warnings"])
+        fp32_operators = places.fp32(programs[method], xnnpack=fp32_layers.by_xnnpack(build.partitioners(built, method)))
+        _add_fp32(recipe.name, method, fp32_operators, result["stayed_fp32"], result["warnings"])
     if not remaining:
         result["stage_files"] = stage_files.of_exported(request.models, programs, folder)
         return result
@@ -135,7 +135,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     pipeline = lowering.Pipeline(
         remaining,
         {stage: plugins.stage(name, stage) for stage, name in recipe.options.replace.items() if stage in remaining},
-        _constants(request),
+        _load_constants(request),
         request.want_etrecord and remaining[-1] == "TO_EXECUTORCH",
     )
     lowered = lowering.lower(exported, built, pipeline, request.model_name, stages, places.undelegated)
@@ -154,12 +154,12 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     described = sizes.read(folder / "model.pte")
     program_facts = result["facts"] = facts.of_program(described.program)
     _add_footprint(lowered, result)
-    kept = [lowered] if request.want_etrecord else []
+    unsaved = [lowered] if request.want_etrecord else []
     del lowered
 
     def save_etrecord() -> None:
-        if kept:
-            _save_etrecord(kept.pop(), exported, folder, result)
+        if unsaved:
+            _save_etrecord(unsaved.pop(), exported, folder, result)
 
     if unquantized:
         save_etrecord()
@@ -179,23 +179,23 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     return result
 
 
-def _remaining(recipe: Recipe, built: Any, request: LowerRequest) -> list[str]:
+def _remaining_stages(recipe: Recipe, built: Any, request: LowerRequest) -> list[str]:
     """Return the stages to run here; empty if `stop_after` is a stage that has already run.
 
     Raises:
         BadStages: the stages' order is not valid, or `stop_after` is not among them.
     """
-    whole = build.stages(recipe, built)
-    if request.stop_after is not None and request.stop_after not in whole:
+    pipeline = build.stages(recipe, built)
+    if request.stop_after is not None and request.stop_after not in pipeline:
         check_stop_after(recipe, request.stop_after)
-    wanted = whole if request.stop_after is None else whole[: whole.index(request.stop_after) + 1]
+    wanted = pipeline if request.stop_after is None else pipeline[: pipeline.index(request.stop_after) + 1]
     remaining = [stage for stage in wanted if stage not in _EXPORTING]
     if remaining:
         check_order(remaining)
     return remaining
 
 
-def _quantizing(recipe: Recipe) -> str:
+def _quantizer_names(recipe: Recipe) -> str:
     """Return the name of the quantizing parts for messages.
 
     Messages of QUANTIZE must not contain the recipe's own name, because other recipes share the result.
@@ -236,7 +236,7 @@ def _check_quantized(recipe: Recipe, built: Any, request: LowerRequest, programs
     return quantized
 
 
-def _constants(request: LowerRequest) -> dict[str, Any]:
+def _load_constants(request: LowerRequest) -> dict[str, Any]:
     """Return the values of constant methods: a single leaf as it is, several leaves as a tuple.
 
     Raises:
@@ -282,11 +282,11 @@ def _save_etrecord(lowered: lowering.Lowered, exported: Mapping[str, Any], folde
 
 
 def _add_fp32(
-    recipe: str, method: str, left: list[Fp32Operator], stayed: dict[str, list[Fp32Operator]], warnings: list[Warning]
+    recipe: str, method: str, rows: list[Fp32Operator], stayed: dict[str, list[Fp32Operator]], warnings: list[Warning]
 ) -> None:
-    if left:
-        stayed[method] = left
-        operators = ", ".join(f"{row['count']} x {row['op']}" for row in left)
+    if rows:
+        stayed[method] = rows
+        operators = ", ".join(f"{row['count']} x {row['op']}" for row in rows)
         _warn(warnings, "STAYED_FP32", f"Recipe {recipe} left operators of {method} in fp32: {operators}.")
 
 

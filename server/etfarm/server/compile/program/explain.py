@@ -57,7 +57,7 @@ def first_line(error: BaseException) -> str:
 
     For a wrapper ("An error occurred when running pass ..."), the line is from the wrapped cause.
     """
-    error = _cause(error)
+    error = _find_cause(error)
     for line in str(error).splitlines():
         if not _NOISE.match(line):
             return _PATH.sub(lambda m: m[0].rstrip("/").rpartition("/")[2], line.strip())[:_MAX]
@@ -71,7 +71,7 @@ def stage_failed(stage: str, error: BaseException, programs: Programs | None = N
         programs: the stage's input by method: exported programs, or preferably the edge programs at TO_EXECUTORCH.
             They provide the source lines of operators.
     """
-    cause = _cause(error)
+    cause = _find_cause(error)
     text = str(cause)
     for pattern, explained in _EXPLAINED:
         match = pattern.search(text)
@@ -96,11 +96,11 @@ def missing_kernel(why: str, program: Any, operators: Iterable[OperatorDelegatio
     name, start = f"{match[1]}::{match[2]}", f"{match[1]}_{match[2]}_"
     # Names in the table end in the overload. The shortest match is the operator: aten_max_default, not aten_max_pool2d_default.
     rows = sorted((row for row in operators if row["op"].startswith(start) and row["places"]), key=lambda row: len(row["op"]))
-    shown = _shown(name, rows[0]["places"]) if rows else name
-    return _named([name], {"": program}) if shown == name else shown
+    shown = _describe(name, rows[0]["places"]) if rows else name
+    return _describe_operators([name], {"": program}) if shown == name else shown
 
 
-def _cause(error: BaseException) -> BaseException:
+def _find_cause(error: BaseException) -> BaseException:
     for _ in range(8):
         if error.__cause__ is None or not str(error).lstrip().startswith("An error occurred when running"):
             break
@@ -115,7 +115,7 @@ def _missing_out_variants(stage: str, match: re.Match[str], text: str, programs:
         return _training_mode(stage, training[0], programs)
     quantized = [name for name in names if name.startswith(_QUANTIZED)]
     kind = UnsupportedQuantizedOp if len(quantized) == len(names) else MissingOutVariants
-    return kind(stage, _named(names, programs), ", ".join(names))
+    return kind(stage, _describe_operators(names, programs), ", ".join(names))
 
 
 def _not_core_aten(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
@@ -123,7 +123,7 @@ def _not_core_aten(stage: str, match: re.Match[str], text: str, programs: Progra
     name = re.sub(r"^(\w+)\.(\w+)(?:\.\w+)?$", r"\1::\2", match[1])
     if _TRAINING.search(name):
         return _training_mode(stage, name, programs)
-    return OperatorNotCoreAten(stage, _named([name], programs), name)
+    return OperatorNotCoreAten(stage, _describe_operators([name], programs), name)
 
 
 def _mismatched_dtypes(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
@@ -139,12 +139,12 @@ def _mismatched_dtypes(stage: str, match: re.Match[str], text: str, programs: Pr
 
 def _branch(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     expression = re.search(r"data-dependent expression (.+?) \(unhinted", text)
-    return DataDependentBranch(stage, expression[1] if expression else "", _line_in(text))
+    return DataDependentBranch(stage, expression[1] if expression else "", _find_line(text))
 
 
 def _specialized(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     why = re.search(r"^\s*- (.+?)(?:\. If you're using|$)", text, re.MULTILINE)
-    return DimSpecialized(stage, match[1], (why[1] if why else "its constraints are violated").rstrip("."), _line_in(text))
+    return DimSpecialized(stage, match[1], (why[1] if why else "its constraints are violated").rstrip("."), _find_line(text))
 
 
 def _unbounded(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
@@ -158,7 +158,7 @@ def _unbounded(stage: str, match: re.Match[str], text: str, programs: Programs) 
             if node.op == "call_function" and symbols - bounded:
                 producers.append((_schema_name(node) or node.name, [node]))
                 break
-    return UnboundedSize(stage, match[1], "; ".join(_shown(name, places(nodes)) for name, nodes in producers[:_NAMED]))
+    return UnboundedSize(stage, match[1], "; ".join(_describe(name, places(nodes)) for name, nodes in producers[:_NAMED]))
 
 
 def _effects(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
@@ -170,7 +170,7 @@ def _effects(stage: str, match: re.Match[str], text: str, programs: Programs) ->
     for node in nodes:
         inner = node.args[1] if "with_effects" in str(node.target) and len(node.args) > 1 else node.target
         by_name[str(inner)].append(node)
-    shown = [_shown(name, places(nodes_of_name)) for name, nodes_of_name in sorted(by_name.items())]
+    shown = [_describe(name, places(nodes_of_name)) for name, nodes_of_name in sorted(by_name.items())]
     return OperatorWithEffects(stage, "; ".join(shown[:_NAMED]), ", ".join(sorted(by_name)))
 
 
@@ -199,12 +199,12 @@ def _stack_traces(stage: str, match: re.Match[str], text: str, programs: Program
 
 
 def _no_output(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
-    empty = [name for name, program in programs.items() if not any(_values_out(program))]
+    empty = [name for name, program in programs.items() if not any(_outputs_present(program))]
     method = f"{', '.join(empty)} gives" if empty else "a method gives"
     return StageFailed(stage, "InternalError", f"{method} nothing out, and a program needs an output.", "Return a tensor.")
 
 
-def _values_out(program: Any) -> Iterable[bool]:
+def _outputs_present(program: Any) -> Iterable[bool]:
     outputs = next((node.args[0] for node in program.graph.nodes if node.op == "output"), ())
     return (value is not None for value in outputs)
 
@@ -229,19 +229,19 @@ def _training_mode(stage: str, name: str, programs: Programs) -> EtfarmError:
     return TrainingMode("The model", operator, stage)
 
 
-def _named(names: Sequence[str], programs: Programs) -> str:
+def _describe_operators(names: Sequence[str], programs: Programs) -> str:
     nodes: dict[str, list[Any]] = defaultdict(list)
     for program in programs.values():
         for node in program.graph.nodes:
             name = _schema_name(node)
             if name in names:
                 nodes[name or ""].append(node)
-    shown = [_shown(name, places(nodes[name])) for name in names[:_NAMED]]
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return "; ".join(shown) + more
+    shown = [_describe(name, places(nodes[name])) for name in names[:_NAMED]]
+    remaining = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return "; ".join(shown) + remaining
 
 
-def _shown(name: str, where: Iterable[Place]) -> str:
+def _describe(name: str, where: Iterable[Place]) -> str:
     """Return an operator's name with its most frequent place that has a source line.
 
     For example `aten::bincount at models/net.py:31 (torch.bincount(x)), in module head`.
@@ -259,7 +259,7 @@ def _schema_name(node: Any) -> str | None:
     return None if schema is None else str(schema.name)
 
 
-def _line_in(text: str) -> str:
+def _find_line(text: str) -> str:
     source = source_of(text)
     if source is not None:
         return f"{source.file}:{source.line} ({source.code[:80]})"

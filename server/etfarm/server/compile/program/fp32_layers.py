@@ -79,26 +79,26 @@ class _Origins:
         """Return whether a heavy operator computes on quantized values."""
         operands = list(_operands(node))
         weights = [operand for operand in operands if self._is_constant(operand)]
-        dequantized = [self._dequantizing(operand) for operand in weights or operands]
+        dequantized = [self._find_dequantize(operand) for operand in weights or operands]
         if None in dequantized or not dequantized:
             return False
         if not xnnpack:
             return True
         has_single_scale = any("per_tensor" in str(source.target) for source in dequantized)
-        has_dynamic_scale = any(map(_is_dynamically_scaled, map(self._dequantizing, operands)))
+        has_dynamic_scale = any(map(_is_dynamically_scaled, map(self._find_dequantize, operands)))
         return bool(weights) and name_of(node) not in _THREE_DIMENSIONAL and not (has_single_scale and has_dynamic_scale)
 
-    def _dequantizing(self, value: Any) -> Any:
+    def _find_dequantize(self, value: Any) -> Any:
         """Return the dequantize operator that a value comes from, through any views; None if there is none."""
-        for node in self._upward(value, through_quantization=False):
+        for node in self._trace_views(value, through_quantization=False):
             if "dequantize" in str(node.target):
                 return node
         return None
 
     def _is_constant(self, value: Any) -> bool:
-        return any(node in self._constants for node in self._upward(value, through_quantization=True))
+        return any(node in self._constants for node in self._trace_views(value, through_quantization=True))
 
-    def _upward(self, value: Any, through_quantization: bool) -> Iterator[Any]:
+    def _trace_views(self, value: Any, through_quantization: bool) -> Iterator[Any]:
         """Yield a node and the nodes that it is a view of."""
         for _ in range(_MAX_HOPS):
             if not hasattr(value, "all_input_nodes"):  # a number, or no argument
@@ -143,7 +143,7 @@ def _branch_inputs(graph: Any) -> Iterator[tuple[Any, Any]]:
                 yield from zip((inner for inner in module.graph.nodes if inner.op == "placeholder"), operands, strict=False)
 
 
-def _is_dynamically_scaled(dequantizing: Any) -> bool:
+def _is_dynamically_scaled(dequantize: Any) -> bool:
     """Return whether the scale is computed at run time from the value itself."""
-    scales = () if dequantizing is None else dequantizing.all_input_nodes
+    scales = () if dequantize is None else dequantize.all_input_nodes
     return any("choose_qparams" in str(source.target) for scale in scales for source in scale.all_input_nodes)

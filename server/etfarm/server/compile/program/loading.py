@@ -63,13 +63,13 @@ def load(model: Path, folder: Path, operators: Operators | None = None) -> Any:
         for module in operators.modules(graph):
             importlib.import_module(module)
         # Not torch.export.load, which falls back to the older, unscreened layout after a failure.
-        with _hints_read_once():
-            return _with_symbols_only(load_pt2(str(link)).exported_programs["model"])
+        with _cache_type_hints():
+            return _resolve_derived_dims(load_pt2(str(link)).exported_programs["model"])
     except Exception as error:
         if is_out_of_memory(error):
             raise
         traceback.print_exc()
-        raise _unreadable(graph, first_line(error)) from None
+        raise _unreadable_error(graph, first_line(error)) from None
 
 
 def screen_whole(model: Path, operators: Operators) -> archives.Records:
@@ -84,7 +84,7 @@ def screen_whole(model: Path, operators: Operators) -> archives.Records:
     return records
 
 
-def _unreadable(graph: bytes, why: str) -> UserError:
+def _unreadable_error(graph: bytes, why: str) -> UserError:
     """Return the error for a program that torch cannot read, depending on the version that the program states.
 
     Args:
@@ -106,18 +106,18 @@ def _unreadable(graph: bytes, why: str) -> UserError:
 
 
 @contextmanager
-def _hints_read_once() -> Iterator[None]:
+def _cache_type_hints() -> Iterator[None]:
     """Cache the type hints of the schema's classes while torch reads a program.
 
     torch resolves them anew for each object, which takes half of its time. Source:
     torch._export.serde.serialize._dict_to_dataclass, which looks `typing` up in its module.
     """
-    before = serialize.typing
+    original = serialize.typing
     serialize.typing = _TypingOfSchema()
     try:
         yield
     finally:
-        serialize.typing = before
+        serialize.typing = original
 
 
 class _TypingOfSchema:
@@ -135,7 +135,7 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls, globalns=vars(schema))
 
 
-def _with_symbols_only(program: Any) -> Any:
+def _resolve_derived_dims(program: Any) -> Any:
     """Return the program with the sizes and ranges of derived dims (`2 * n + 1`) moved to their symbols (n).
 
     When torch 2.13 reads a program, it files both under the derived expression. A range under an expression makes every

@@ -25,10 +25,10 @@ def undelegated(manager: Any) -> dict[str, dict[str, list[Place]]]:
     name without its number. Left out are calls of delegates, `getitem`, which selects one of several outputs, and `alloc`,
     which TO_EXECUTORCH adds to the same graph.
     """
-    return {method: _undelegated(manager.exported_program(method).graph_module) for method in sorted(manager.methods)}
+    return {method: _undelegated_operators(manager.exported_program(method).graph_module) for method in sorted(manager.methods)}
 
 
-def _undelegated(module: Any) -> dict[str, list[Place]]:
+def _undelegated_operators(module: Any) -> dict[str, list[Place]]:
     nodes_by_operator: dict[str, list[Any]] = defaultdict(list)
     for node in module.graph.nodes:
         operator = _NUMBER.sub("", node.name)
@@ -56,7 +56,7 @@ def fp32(program: Any, *, xnnpack: bool = False) -> list[Fp32Operator]:
 def places(nodes: Iterable[Any]) -> list[Place]:
     """Return the places that nodes of a torch.fx graph come from: the most frequent first, at most MAX_PLACES."""
     counted = Counter((source_of(node.meta.get("stack_trace")), module_path(node)) for node in nodes)
-    rows = sorted(counted.items(), key=lambda row: (-row[1], _order(row[0])))
+    rows = sorted(counted.items(), key=lambda row: (-row[1], _sort_key(row[0])))
     return [_place(source, module, count) for (source, module), count in rows[:MAX_PLACES]]
 
 
@@ -74,6 +74,6 @@ def _place(source: Source | None, module: str | None, count: int) -> Place:
     return {"source": line, "module": module, "count": count}
 
 
-def _order(place: tuple[Source | None, str | None]) -> tuple[str, int, str]:
-    source, module = place
+def _sort_key(key: tuple[Source | None, str | None]) -> tuple[str, int, str]:
+    source, module = key
     return (source.file if source else "", source.line if source else 0, module or "")

@@ -44,7 +44,7 @@ Opened = Callable[[str, bytes], Records]
 
 @contextmanager
 def pt2_records(path: Path) -> Iterator[Records]:
-    """Yield the members of a .pt2 file, which stays open meanwhile.
+    """Yield the members of a .pt2 file, which stays open inside the context.
 
     Raises:
         NotAPt2: the file is not a zip, or is cut off.
@@ -52,13 +52,13 @@ def pt2_records(path: Path) -> Iterator[Records]:
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        _check_ends(file.read(4), _tail(file, size, _END_BYTES))
+        _check_ends(file.read(4), _read_tail(file, size, _END_BYTES))
         try:
             _check_directory(file, size)
             with zipfile.ZipFile(file) as archive:
                 yield _records(archive, size)
         except (zipfile.BadZipFile, EOFError, struct.error, NotImplementedError, UnicodeDecodeError) as error:
-            raise NotAPt2(f"its zip directory cannot be read ({_shown(str(error))})") from None
+            raise NotAPt2(f"its zip directory cannot be read ({_escape(str(error))})") from None
 
 
 def tensor_records(name: str, data: bytes) -> Records:
@@ -94,18 +94,18 @@ def _records(archive: zipfile.ZipFile, size: int) -> Records:
         name = member.filename
         inner = name.removeprefix(root)
         if len(name) > MAX_NAME or not name.isprintable() or member.orig_filename != name:
-            raise UnsafeModel("AMBIGUOUS_ZIP", _shown(name), "is no name of a member")
+            raise UnsafeModel("AMBIGUOUS_ZIP", _escape(name), "is no name of a member")
         if not name.startswith(root) or not inner or ".." in inner.split("/") or "\\" in name or "\0" in name:
-            raise UnsafeModel("AMBIGUOUS_ZIP", _shown(name), f"does not lie in {_shown(root)}")
+            raise UnsafeModel("AMBIGUOUS_ZIP", _escape(name), f"does not lie in {_escape(root)}")
         if inner.lower() in seen:
-            raise UnsafeModel("AMBIGUOUS_ZIP", _shown(name), "is there twice")
+            raise UnsafeModel("AMBIGUOUS_ZIP", _escape(name), "is there twice")
         if member.compress_type != _ONLY_STORED or member.file_size != member.compress_size:
-            raise UnsafeModel("AMBIGUOUS_ZIP", _shown(name), "is packed, which torch never does")
+            raise UnsafeModel("AMBIGUOUS_ZIP", _escape(name), "is packed, which torch never does")
         if member.flag_bits & 0x1:
-            raise UnsafeModel("AMBIGUOUS_ZIP", _shown(name), "is encrypted")
+            raise UnsafeModel("AMBIGUOUS_ZIP", _escape(name), "is encrypted")
         total += member.file_size
         if total > min(MAX_BYTES, size):
-            raise UnsafeModel("TOO_LARGE", _shown(name), "says that it is larger than the file")
+            raise UnsafeModel("TOO_LARGE", _escape(name), "says that it is larger than the file")
         seen.add(inner.lower())
         sizes[inner] = member.file_size
 
@@ -128,17 +128,17 @@ def _check_places(members: list[zipfile.ZipInfo], size: int) -> None:
     ends = [member.header_offset for member in ordered[1:]] + [size]
     for member, end in zip(ordered, ends, strict=True):
         if member.header_offset + _LOCAL_HEADER_BYTES + member.compress_size > size:
-            raise UnsafeModel("TOO_LARGE", _shown(member.filename), "says that it is larger than the file")
+            raise UnsafeModel("TOO_LARGE", _escape(member.filename), "says that it is larger than the file")
         if member.header_offset + _LOCAL_HEADER_BYTES + member.compress_size > end:
-            raise UnsafeModel("AMBIGUOUS_ZIP", _shown(member.filename), "shares bytes with another member")
+            raise UnsafeModel("AMBIGUOUS_ZIP", _escape(member.filename), "shares bytes with another member")
 
 
-def _shown(text: str) -> str:
+def _escape(text: str) -> str:
     """Return a text of the archive for a message, without control characters."""
     return ascii(text[:100])[1:-1]
 
 
-def _tail(file: BinaryIO, size: int, count: int) -> bytes:
+def _read_tail(file: BinaryIO, size: int, count: int) -> bytes:
     """Return the last `count` bytes, or all if there are fewer, and rewind the file."""
     file.seek(max(0, size - count))
     tail = file.read(count)
@@ -160,7 +160,7 @@ def _check_directory(file: BinaryIO, size: int) -> None:
         NotAPt2: the directory does not lie right before the end records.
         UnsafeModel: it is too large.
     """
-    ends = _tail(file, size, _END64_BYTES + _LOCATOR_BYTES + _END_BYTES)
+    ends = _read_tail(file, size, _END64_BYTES + _LOCATOR_BYTES + _END_BYTES)
     length, start = struct.unpack("<2I", ends[-10:-2])
     end = size - _END_BYTES
     if ends[:-_END_BYTES][-_LOCATOR_BYTES:][:4] == b"PK\x06\x07":
@@ -168,7 +168,7 @@ def _check_directory(file: BinaryIO, size: int) -> None:
             raise NotAPt2("its zip directory cannot be found")
         length, start = struct.unpack("<2Q", ends[40:56])
         end = size - len(ends)
-        # torch's reader follows the locator, Python's takes the record right before it.
+        # torch's reader follows the locator; Python's reader uses the record right before it.
         if struct.unpack("<Q", ends[64:72])[0] != end:
             raise UnsafeModel("AMBIGUOUS_ZIP", "its zip64 locator", "points somewhere else than at the record before it")
     if start + length != end:

@@ -88,11 +88,11 @@ def check_symbol(text: str, where: str) -> None:
     Raises:
         UnsafeModel: it is anything else.
     """
-    tree = _parsed(text, where, "expr_str")
-    nodes = _nodes(tree, text, where, "expr_str")
+    tree = _parse(text, where, "expr_str")
+    nodes = _list_nodes(tree, text, where, "expr_str")
     # Nested powers are a short notation of huge numbers.
     if not all(map(_is_symbol_node, nodes)) or _degree(nodes) > MAX_DEGREE:
-        raise _refused("UNSAFE_EXPRESSION", where, "expr_str", text)
+        raise _unsafe("UNSAFE_EXPRESSION", where, "expr_str", text)
 
 
 def _degree(nodes: list[ast.AST]) -> int:
@@ -166,13 +166,13 @@ def check_guard(text: str, where: str) -> None:
     Raises:
         UnsafeModel: it is anything else.
     """
-    tree = _parsed(text, where, "guards_code")
-    nodes = _nodes(tree, text, where, "guards_code")
+    tree = _parse(text, where, "guards_code")
+    nodes = _list_nodes(tree, text, where, "guards_code")
     keys = {id(node.slice) for node in nodes if isinstance(node, ast.Subscript)}
     for node in nodes:
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
         if not _is_guard_node(node) or (is_text and id(node) not in keys):
-            raise _refused("UNSAFE_GUARD", where, "guards_code", text)
+            raise _unsafe("UNSAFE_GUARD", where, "guards_code", text)
 
 
 def _is_guard_node(node: ast.AST) -> bool:
@@ -217,7 +217,7 @@ def check_target(text: str, where: str, allowed: frozenset[str] | None = None) -
         raise EdgeDialectProgram(text)
     operator = _OPERATOR.fullmatch(text) if len(text) <= MAX_NAME else None
     if operator is None or (operator[3] is None and (operator[1] != "higher_order" or operator[2].startswith("__"))):
-        raise _refused("UNSAFE_TARGET", where, "target", text)
+        raise _unsafe("UNSAFE_TARGET", where, "target", text)
     namespace, name, overload = operator.groups()
     if namespace in _OWN:
         raise OperatorNotAllowed(where, namespace, name, overload or "")
@@ -233,7 +233,7 @@ def check_functions(text: str, where: str) -> None:
     for entry in text.split(";"):
         path = entry.rpartition(",")[2]
         if len(path) > MAX_NAME or not _FUNCTION.fullmatch(path) or "__" in path:
-            raise _refused("UNSAFE_NAME", where, "source_fn_stack", entry)
+            raise _unsafe("UNSAFE_NAME", where, "source_fn_stack", entry)
 
 
 def check_verifiers(values: object, where: str) -> None:
@@ -243,7 +243,7 @@ def check_verifiers(values: object, where: str) -> None:
         UnsafeModel: another verifier is named.
     """
     if not isinstance(values, list) or not all(isinstance(value, str) and value in _VERIFIERS for value in values):
-        raise _refused("UNSAFE_VERIFIER", where, "verifier", str(values))
+        raise _unsafe("UNSAFE_VERIFIER", where, "verifier", str(values))
 
 
 def check_tree(text: str, where: str) -> None:
@@ -260,14 +260,14 @@ def check_tree(text: str, where: str) -> None:
             current = stack.pop()
             if isinstance(current, dict):
                 if not current.keys().isdisjoint(_IMPORTED) and not _is_plain_factory(current):
-                    raise _refused("UNSAFE_TREE", where, "pytree", text)
+                    raise _unsafe("UNSAFE_TREE", where, "pytree", text)
                 stack.extend([*current.keys(), *current.values()])
             elif isinstance(current, list):
                 stack.extend(current)
             elif isinstance(current, str) and not _TREE_TEXT.fullmatch(current):
                 stack.append(json.loads(current))  # a node's context is JSON inside of the JSON
     except (ValueError, RecursionError):
-        raise _refused("UNSAFE_TREE", where, "pytree", text) from None
+        raise _unsafe("UNSAFE_TREE", where, "pytree", text) from None
 
 
 _IMPORTED: Final = frozenset({"__enum__", "default_factory_module", "default_factory_name"})
@@ -285,7 +285,7 @@ def check_float(text: str, where: str) -> None:
         UnsafeModel: it is anything else.
     """
     if text not in ("Infinity", "-Infinity", "NaN"):
-        raise _refused("UNSAFE_NAME", where, "number", text)
+        raise _unsafe("UNSAFE_NAME", where, "number", text)
 
 
 def check_path(text: str, where: str) -> None:
@@ -294,8 +294,8 @@ def check_path(text: str, where: str) -> None:
     Raises:
         UnsafeModel: it is anything else, or contains a special attribute of Python.
     """
-    if len(text) > MAX_NAME or not _PATH.fullmatch(text) or _is_own_attribute(text):
-        raise _refused("UNSAFE_NAME", where, "path", text)
+    if len(text) > MAX_NAME or not _PATH.fullmatch(text) or _has_special_attribute(text):
+        raise _unsafe("UNSAFE_NAME", where, "path", text)
 
 
 def check_name(text: str, where: str) -> None:
@@ -304,11 +304,11 @@ def check_name(text: str, where: str) -> None:
     Raises:
         UnsafeModel: it has characters other than letters, digits, underscores and dots, or a special attribute of Python.
     """
-    if len(text) > MAX_NAME or not _NAME.fullmatch(text) or ("." in text and _is_own_attribute(text)):
-        raise _refused("UNSAFE_NAME", where, "name", text)
+    if len(text) > MAX_NAME or not _NAME.fullmatch(text) or ("." in text and _has_special_attribute(text)):
+        raise _unsafe("UNSAFE_NAME", where, "name", text)
 
 
-def _is_own_attribute(path: str) -> bool:
+def _has_special_attribute(path: str) -> bool:
     return any(part.startswith("__") and part.endswith("__") and len(part) > 4 for part in path.split("."))
 
 
@@ -319,7 +319,7 @@ def check_identifier(text: str, where: str) -> None:
         UnsafeModel: it has other characters than letters, digits and underscores.
     """
     if len(text) > MAX_NAME or not _IDENTIFIER.fullmatch(text):
-        raise _refused("UNSAFE_NAME", where, "name", text)
+        raise _unsafe("UNSAFE_NAME", where, "name", text)
 
 
 def check_range(text: str, where: str) -> None:
@@ -330,24 +330,24 @@ def check_range(text: str, where: str) -> None:
     """
     counter = re.match(r"[a-z]+([0-9]+)", text)
     if not _RANGE.fullmatch(text) or (counter and len(counter[1]) > 6):
-        raise _refused("UNSAFE_NAME", where, "range", text)
+        raise _unsafe("UNSAFE_NAME", where, "range", text)
 
 
-def _parsed(text: str, where: str, what: str) -> ast.AST:
+def _parse(text: str, where: str, what: str) -> ast.AST:
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         deepest = max(deepest, depth)
     # Bounds come first, because Python's parser and sympy's recursion have no limits.
     if len(text) > MAX_EXPRESSION or deepest > MAX_DEPTH or not text.isascii():
-        raise _refused("UNSAFE_EXPRESSION", where, what, text)
+        raise _unsafe("UNSAFE_EXPRESSION", where, what, text)
     try:
         return ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise _refused("UNSAFE_EXPRESSION", where, what, text) from None
+        raise _unsafe("UNSAFE_EXPRESSION", where, what, text) from None
 
 
-def _nodes(tree: ast.AST, text: str, where: str, what: str) -> list[ast.AST]:
+def _list_nodes(tree: ast.AST, text: str, where: str, what: str) -> list[ast.AST]:
     nodes: list[ast.AST] = []
     level = [tree]
     for _ in range(4 * MAX_DEPTH):
@@ -355,7 +355,7 @@ def _nodes(tree: ast.AST, text: str, where: str, what: str) -> list[ast.AST]:
             return nodes
         nodes += level
         level = [child for node in level for child in ast.iter_child_nodes(node)]
-    raise _refused("UNSAFE_EXPRESSION", where, what, text)
+    raise _unsafe("UNSAFE_EXPRESSION", where, what, text)
 
 
 def _is_number(value: object) -> bool:
@@ -373,5 +373,5 @@ def _is_short_text(value: object) -> bool:
     return isinstance(value, str) and len(value) <= 100
 
 
-def _refused(vector: str, where: str, what: str, text: str) -> UnsafeModel:
+def _unsafe(vector: str, where: str, what: str, text: str) -> UnsafeModel:
     return UnsafeModel(vector, where, f"has a {what} that could be code: {text[:120]!r}")

@@ -27,8 +27,8 @@ def check(name: str, config: object, sizes: Mapping[str, int]) -> None:
         sizes: sizes of the archive's members; views of members without a size are left to torch's check.
 
     Raises:
-        NotAPt2: it is no payload config.
-        UnsafeModel: as above.
+        NotAPt2: the JSON is not a payload config.
+        UnsafeModel: a tensor is a pickle or an object, or exceeds its member.
     """
     if not isinstance(config, dict) or not isinstance(config.get("config"), dict):
         raise NotAPt2(f"{name} is no payload config")

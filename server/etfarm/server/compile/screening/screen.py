@@ -109,7 +109,7 @@ def screen_records(
             raise NotAPt2(f"it has no {needed}")
     if records.sizes.get("archive_format", 3) != 3 or records.read("archive_format") != b"pt2":
         raise NotAPt2("its archive_format is another")
-    parsed = [(name, screen) for name in records.names if (screen := _screen_of(name)) is not None]
+    parsed = [(name, screen) for name in records.names if (screen := _select_screen(name)) is not None]
     if at_most_bytes is not None and sum(records.sizes[name] for name, _ in parsed) > at_most_bytes:
         return
     rules = _Rules(
@@ -148,7 +148,7 @@ def screen_pte(path: Path) -> None:
         raise TruncatedProgram(needed, size)
 
 
-def _screen_of(name: str) -> _Screen | None:
+def _select_screen(name: str) -> _Screen | None:
     """Return the function that screens a member; None for raw data, which needs no screening.
 
     Raises:
@@ -187,8 +187,8 @@ def _screen_samples(name: str, records: Records, opened: Opened, rules: _Rules) 
 
 def _screen_payloads(name: str, records: Records, opened: Opened, rules: _Rules) -> None:
     """Screen a config of weights or constants: it may only refer to raw tensors in members of this archive."""
-    config = _json(name, records)
-    for key, text in _strings(config):
+    config = _parse_json(name, records)
+    for key, text in _iterate_strings(config):
         if key == "expr_str":
             expressions.check_symbol(text, name)
         elif key == "":
@@ -197,13 +197,13 @@ def _screen_payloads(name: str, records: Records, opened: Opened, rules: _Rules)
 
 
 def _screen_program(name: str, records: Records, opened: Opened, rules: _Rules) -> None:
-    program = _json(name, records)
+    program = _parse_json(name, records)
     if not isinstance(program, dict) or not isinstance(program.get("graph_module"), dict):
         raise NotAPt2(f"{name} is no exported program")
     target = partial(expressions.check_target, allowed=rules.allowed)
     checks: dict[str, _Check] = {**_CHECKS, "target": target, "as_operator": target}
     parsed = set()
-    for key, text in _strings(program):
+    for key, text in _iterate_strings(program):
         if key in _PARSED:
             parsed.add((key, text))  # a program repeats its sizes in every node
         else:
@@ -247,7 +247,7 @@ string must be a name."""
 _FIELDS: Final = frozenset({*_CHECKS, *_PARSED, "target"})
 
 
-def _strings(value: object) -> Iterator[tuple[str, str]]:
+def _iterate_strings(value: object) -> Iterator[tuple[str, str]]:
     """Yield every string of a JSON value as (key, string), with the key directly above it; keys are strings under "".
 
     Two dicts have arbitrary keys or values: `range_constraints` has expressions as keys. `metadata` has texts as values, if
@@ -301,7 +301,7 @@ def screen_tensor_records(name: str, records: Records) -> None:
 _TENSOR_FILE: Final = frozenset({"version", "byteorder", ".format_version", ".storage_alignment"})
 
 
-def _json(name: str, records: Records) -> object:
+def _parse_json(name: str, records: Records) -> object:
     data = records.read(name)
     if len(data) > MAX_JSON_BYTES:
         raise UnsafeModel("TOO_LARGE", name, f"has {len(data)} bytes")

@@ -78,7 +78,7 @@ class Difference:
 
     told: OutputCheck
     judged_db: float | None
-    """The SQNR in dB without the reference's mean in the signal, since a bias is no accuracy; None if the reported one is."""
+    """The SQNR in dB of the reference without its mean, so that a bias does not count as signal; None if undefined."""
     is_constant: bool = False
     """Whether all values of the reference are equal, so that a quantizer cannot be judged by it."""
     wrong: str = ""
@@ -176,15 +176,15 @@ def _check_method(
     _start(program, method, example)
     if meanwhile is not None:
         meanwhile()
-    with _half_of_the_threads():
-        expected = _expected(original, example)
-    outputs = _outputs(program, method, original, example)
+    with _halve_threads():
+        expected = _run_reference(original, example)
+    outputs = _finish(program, method, original, example)
     if isinstance(outputs, str):
         checked.warn("NOT_RUN_ON_HOST", f"{method} was tried on the server, and {outputs}.")
-        checked.checks.append(_check(method, example, ran=False, why=outputs))
+        checked.checks.append(_host_check(method, example, ran=False, why=outputs))
         return
     if isinstance(expected, _Refused):
-        checked.checks.append(_check(method, example, ran=True, why=expected.why))
+        checked.checks.append(_host_check(method, example, ran=True, why=expected.why))
         checked.warn("NOT_COMPARED", f"{method} ran on the server, and was not compared with eager PyTorch: {expected.why}.")
     else:
         _compare(program, method, original, example, expected, outputs, checked)
@@ -194,7 +194,7 @@ def _check_method(
 
 
 @contextmanager
-def _half_of_the_threads() -> Iterator[None]:
+def _halve_threads() -> Iterator[None]:
     """Limit torch to half of its threads while the program runs in another process.
 
     Threads that wait for a CPU spin, so both would take longer than one after the other.
@@ -216,18 +216,18 @@ def _check_extreme(
             most = trials.MAX_INPUT_BYTES >> 20
             why = f"they have {trial.size_bytes >> 20} MiB, and at most {most} MiB are tried"
             break
-        expected = _expected(original, trial)
+        expected = _run_reference(original, trial)
         if isinstance(expected, _Refused):
             why = expected.why
             if expected.is_guard:
                 continue
-            checked.checks.append(_check(method, trial, ran=False, why=why))
+            checked.checks.append(_host_check(method, trial, ran=False, why=why))
             break
         _start(program, method, trial)
-        outputs = _outputs(program, method, original, trial)
+        outputs = _finish(program, method, original, trial)
         if isinstance(outputs, str):
             why = outputs
-            checked.checks.append(_check(method, trial, ran=False, why=why))
+            checked.checks.append(_host_check(method, trial, ran=False, why=why))
         else:
             why = ""
             _compare(program, method, original, trial, expected, outputs, checked)
@@ -245,7 +245,7 @@ class _Refused:
     is_guard: bool = False
 
 
-def _expected(original: Any, trial: Trial) -> list[Value] | _Refused:
+def _run_reference(original: Any, trial: Trial) -> list[Value] | _Refused:
     try:
         return reference.run_program(original, trial.values)
     except ReferenceFailed as error:
@@ -261,7 +261,7 @@ def _start(program: _Program, method: str, trial: Trial) -> None:
     program.smoke.start(program.pte, program.data, Run(method, program.inputs, program.outputs), RUN_S)
 
 
-def _outputs(program: _Program, method: str, original: Any, trial: Trial) -> list[Value] | str:
+def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list[Value] | str:
     """Return the outputs of the started run, or why there are none if the program is not at fault.
 
     Raises:
@@ -279,22 +279,22 @@ def _outputs(program: _Program, method: str, original: Any, trial: Trial) -> lis
     raise ProgramCannotRun(method, outcome.why, trial.words, operator)
 
 
-def _check(method: str, trial: Trial, *, ran: bool, why: str = "") -> HostCheck:
+def _host_check(method: str, trial: Trial, *, ran: bool, why: str = "") -> HostCheck:
     return {"method": method, "inputs": trial.inputs, "shapes": trial.shapes, "ran": ran, "why": why, "outputs": []}
 
 
 def _compare(
     program: _Program, method: str, original: Any, trial: Trial, expected: list[Value], outputs: list[Value], checked: Checked
 ) -> None:
-    check = _check(method, trial, ran=True)
+    check = _host_check(method, trial, ran=True)
     checked.checks.append(check)
     if len(expected) != len(outputs):
         check["why"] = f"it gave {len(outputs)} outputs where the model gives {len(expected)}"
-        checked.warn("OUTPUTS_DIFFER", f"{method} on the server{_at(trial)}: {check['why']}.")
+        checked.warn("OUTPUTS_DIFFER", f"{method} on the server{_where(trial)}: {check['why']}.")
         return
     differences = [difference(v.name or str(i), v, actual) for i, (v, actual) in enumerate(zip(expected, outputs, strict=True))]
     check["outputs"] = [output.told for output in differences]
-    problems = [problem for output in differences if (problem := _problem(output, quantized=program.quantized))]
+    problems = [problem for output in differences if (problem := _find_problem(output, quantized=program.quantized))]
     if not problems:
         return
     if _is_random(original, trial, expected):
@@ -303,27 +303,27 @@ def _compare(
     elif program.quantized:
         checked.warn(
             "LOW_ACCURACY",
-            f"{method} is far from the model before quantization{_at(trial)}: {'; '.join(problems)}. Give calibration inputs "
+            f"{method} is far from the model before quantization{_where(trial)}: {'; '.join(problems)}. Give calibration inputs "
             "like the real ones, or use a recipe that keeps more in fp32.",
         )
     else:
         checked.warn(
             "OUTPUTS_DIFFER",
-            f"{method} computes something else than eager PyTorch{_at(trial)}: {'; '.join(problems)}. Compile it with the "
+            f"{method} computes something else than eager PyTorch{_where(trial)}: {'; '.join(problems)}. Compile it with the "
             "recipe portable too: if that agrees, the backend is the reason.",
         )
 
 
-def _at(trial: Trial) -> str:
+def _where(trial: Trial) -> str:
     return f" {trial.words}" if trial.words else ""
 
 
-def _problem(found: Difference, *, quantized: bool) -> str:
-    if found.wrong:
-        return f"{found.told['output']} {found.wrong}"
-    reported, db = found.told, found.judged_db
+def _find_problem(output: Difference, *, quantized: bool) -> str:
+    if output.wrong:
+        return f"{output.told['output']} {output.wrong}"
+    reported, db = output.told, output.judged_db
     if quantized:
-        if found.is_constant or db is None or db >= QUANTIZED_DB:
+        if output.is_constant or db is None or db >= QUANTIZED_DB:
             return ""
         return f"{reported['output']} has {db:.1f} dB, and {QUANTIZED_DB:g} dB is little already"
     error = reported["max_abs_error"] or 0.0
@@ -339,9 +339,9 @@ def _problem(found: Difference, *, quantized: bool) -> str:
 
 
 def _is_random(original: Any, trial: Trial, expected: list[Value]) -> bool:
-    again = _expected(original, trial)
-    return not isinstance(again, _Refused) and not all(
-        difference("", first, second).told["equal"] for first, second in zip(expected, again, strict=True)
+    repeated = _run_reference(original, trial)
+    return not isinstance(repeated, _Refused) and not all(
+        difference("", first, second).told["equal"] for first, second in zip(expected, repeated, strict=True)
     )
 
 
@@ -356,7 +356,7 @@ def difference(name: str, expected: Value, actual: Value) -> Difference:
         return Difference(_output_check(name, False), None, wrong=shapes)
     r, a = reference_.astype(np.float64).ravel(), output.astype(np.float64).ravel()
     exact = reference_.dtype == output.dtype and reference_.dtype.kind in "biu"
-    # int64 above 2^53 is no float64: equality is asked of the integers themselves.
+    # float64 cannot represent int64 above 2^53, so integers are compared directly.
     same_at = (reference_ == output).ravel() if exact else (r == a) | (np.isnan(r) & np.isnan(a))
     equal = bool(same_at.all())
     with np.errstate(invalid="ignore", over="ignore"):
@@ -365,7 +365,7 @@ def difference(name: str, expected: Value, actual: Value) -> Difference:
     if not equal and (np.isfinite(r) != np.isfinite(a)).any():
         return Difference(reported, None, wrong="has NaN or infinity where the model has none, or none where it has some")
     spread = float(np.ptp(r)) if r.size and np.isfinite(r).all() else 0.0
-    # float32 noise around one value is no signal, and tells nothing of a quantizer.
+    # float32 noise around a single value is not a signal, and cannot be used to judge a quantizer.
     is_constant = spread <= 1e-6 * float(np.abs(r).max(initial=0.0)) and r.size != 1
     return Difference(reported, _sqnr_db(r if r.size < 2 else r - r.mean(), r, a), is_constant)
 

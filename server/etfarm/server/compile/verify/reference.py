@@ -77,15 +77,15 @@ def changed_buffers(program: Any) -> set[str]:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
                 for target in written if isinstance(written, list | tuple) else [written]:
-                    changed.add(signature.inputs_to_buffers.get(_base(target), ""))
+                    changed.add(signature.inputs_to_buffers.get(_find_placeholder(target), ""))
     return changed - {""}
 
 
 @contextmanager
 def unchanged(program: Any) -> Iterator[None]:
     # ep.module() shares its buffers with the program, so a run would otherwise change the program that is lowered later.
-    held = [program.state_dict.get(name, program.constants.get(name)) for name in sorted(changed_buffers(program))]
-    copies = [(buffer, buffer.clone()) for buffer in held if buffer is not None]
+    buffers = [program.state_dict.get(name, program.constants.get(name)) for name in sorted(changed_buffers(program))]
+    copies = [(buffer, buffer.clone()) for buffer in buffers if buffer is not None]
     try:
         yield
     finally:
@@ -93,7 +93,7 @@ def unchanged(program: Any) -> Iterator[None]:
             buffer.copy_(copy)
 
 
-def _base(node: Any) -> str:
+def _find_placeholder(node: Any) -> str:
     """Return the name of the placeholder at the start of a chain of views, or of the last node that is reached."""
     while getattr(node, "op", "") == "call_function" and node.all_input_nodes:
         node = node.all_input_nodes[0]

@@ -79,7 +79,7 @@ class SmokeRunner:
     def __init__(self, log: Path) -> None:
         self._log = log
         self._count = 0
-        self._begun: tuple[Run, Path, float]
+        self._started: tuple[Run, Path, float]
         # Pipes, because a child must not create sockets, not even a socket pair.
         their_orders, self._orders = os.pipe()
         answers, their_answers = os.pipe()
@@ -115,7 +115,7 @@ class SmokeRunner:
             "pte": str(pte), "data": [str(path) for path in (data or {}).values()], "method": run.method,
             "inputs": str(run.inputs), "outputs": str(run.outputs), "log": str(log), "timeout_s": timeout_s,
         }  # fmt: skip
-        self._begun = (run, log, timeout_s)
+        self._started = (run, log, timeout_s)
         try:
             _write_all(self._orders, json.dumps(order).encode() + b"\n")
         except OSError:
@@ -123,15 +123,15 @@ class SmokeRunner:
 
     def finish(self) -> Outcome:
         """Wait for the started run and return its outcome."""
-        run, log, timeout_s = self._begun
+        run, log, timeout_s = self._started
         line = b""
         try:
             line = self._answers.readline()
         except OSError:
             traceback.print_exc()
-        text = _read(log)
+        text = _read_log(log)
         if not line:
-            return Outcome(False, run.method, "the process that tries programs is gone", text or _read(self._log))
+            return Outcome(False, run.method, "the process that tries programs is gone", text or _read_log(self._log))
         answer = json.loads(line)
         out_of_memory = is_out_of_memory(RuntimeError(f"{answer.get('error', '')}\n{text}"))
         if answer["ran"]:
@@ -174,7 +174,7 @@ def explain(error: str, log: str) -> str:
     return words
 
 
-def _read(log: Path) -> str:
+def _read_log(log: Path) -> str:
     return log.read_text(errors="replace") if log.exists() else ""
 
 
@@ -184,7 +184,7 @@ def _serve(orders: int, answers: int, log: Path) -> NoReturn:
     try:
         _redirect(log)
         for line in os.fdopen(orders, "rb"):
-            _write_all(answers, json.dumps(_forked(json.loads(line), orders, answers)).encode() + b"\n")
+            _write_all(answers, json.dumps(_run_in_fork(json.loads(line), orders, answers)).encode() + b"\n")
         code = 0
     except BaseException:  # noqa: BLE001 - a forked process must never return into its parent's code
         traceback.print_exc()
@@ -197,7 +197,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _forked(order: dict[str, Any], orders: int, outcomes: int) -> dict[str, object]:
+def _run_in_fork(order: dict[str, Any], orders: int, outcomes: int) -> dict[str, object]:
     """Run one order in a fork. Kill the fork at its timeout, or when the other end stops waiting for the answer."""
     readable, writable = os.pipe()
     pid = os.fork()
@@ -205,7 +205,7 @@ def _forked(order: dict[str, Any], orders: int, outcomes: int) -> dict[str, obje
         os.close(readable)
         os.close(orders)
         os.close(outcomes)
-        _child(order, writable)
+        _run_in_child(order, writable)
     os.close(writable)
     with os.fdopen(readable, "rb") as answers:
         waited: list[Any] = [answers, orders]
@@ -224,13 +224,13 @@ def _forked(order: dict[str, Any], orders: int, outcomes: int) -> dict[str, obje
     return outcome
 
 
-def _child(order: dict[str, Any], answers: int) -> NoReturn:
+def _run_in_child(order: dict[str, Any], answers: int) -> NoReturn:
     code = 1
     try:
         _redirect(Path(order["log"]))
         os.write(answers, json.dumps(_run(order)).encode())
         code = 0
-    except BaseException:  # noqa: BLE001 - as in _serve
+    except BaseException:  # noqa: BLE001 - a forked process must never return into its parent's code
         traceback.print_exc()
     finally:
         os._exit(code)

@@ -33,14 +33,14 @@ class Trial:
     @property
     def shapes(self) -> list[str]:
         """The shapes of the tensors in order, like `2x3`; `scalar` for a tensor without dims."""
-        return [_shown(value.shape) for value in self.values if isinstance(value, Tensor)]
+        return [_format_shape(value.shape) for value in self.values if isinstance(value, Tensor)]
 
     @property
     def words(self) -> str:
         """A description for messages, like `at its largest inputs (x: 64x3)`; empty for the example inputs."""
         if self.inputs == "EXAMPLE":
             return ""
-        named = ", ".join(f"{v.name or i}: {_shown(v.shape)}" for i, v in enumerate(self.values) if isinstance(v, Tensor))
+        named = ", ".join(f"{v.name or i}: {_format_shape(v.shape)}" for i, v in enumerate(self.values) if isinstance(v, Tensor))
         return f"at its {'largest' if self.inputs == 'MAX' else 'smallest'} inputs ({named})"
 
 
@@ -145,5 +145,5 @@ def _resized(value: Value, shape: tuple[int, ...]) -> Value:
     return Tensor(value.name, value.dtype, shape, physical.numpy().tobytes(), value.dim_order)
 
 
-def _shown(shape: Sequence[int]) -> str:
+def _format_shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"

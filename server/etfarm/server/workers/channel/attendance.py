@@ -79,7 +79,7 @@ async def attend(
             raise errors.ChildTimedOut(task, stage_deadline_s, output.stage, clock="stage") from None
         raise errors.ChildTimedOut(task, deadline_s, output.stage) from None
     except ExceptionGroup as failed:
-        raise _first(failed) from None
+        raise _first_error(failed) from None
     finally:
         # The supervisor takes this as the order to kill. If it has already ended, nothing happens.
         await asyncio.shield(_hang_up(hang_up, ended))
@@ -154,7 +154,7 @@ async def _hang_up(writer: asyncio.StreamWriter, ended: asyncio.StreamReader) ->
         writer.close()
 
 
-def _first(group: ExceptionGroup[Exception]) -> Exception:
+def _first_error(group: ExceptionGroup[Exception]) -> Exception:
     error: Exception = group
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]

@@ -86,10 +86,10 @@ def stage_of(event: bytes) -> tuple[str, str] | None:
 
 async def read_log(reader: asyncio.StreamReader, output: ChildOutput, on_log: Callable[[str], None]) -> None:
     """Pass on the lines that a child prints until no process holds the other end."""
-    left, lines_left, rest = _LOG_BYTES, _LOG_LINES, b""
+    bytes_left, lines_left, rest = _LOG_BYTES, _LOG_LINES, b""
     while chunk := await reader.read(1 << 16):
-        left -= len(chunk)
-        if left < 0 or lines_left < 0:
+        bytes_left -= len(chunk)
+        if bytes_left < 0 or lines_left < 0:
             continue  # keep reading, or the child would block on a full pipe
         *lines, rest = (rest + chunk).split(b"\n")
         if len(rest) > _LINE_BYTES:
@@ -101,8 +101,8 @@ async def read_log(reader: asyncio.StreamReader, output: ChildOutput, on_log: Ca
             _add_line(line, output, on_log)
     if rest:
         _add_line(rest, output, on_log)
-    if left < 0:
-        _add_line(b"(the log was cut here: %d more bytes)" % -left, output, on_log)
+    if bytes_left < 0:
+        _add_line(b"(the log was cut here: %d more bytes)" % -bytes_left, output, on_log)
     elif lines_left < 0:
         _add_line(b"(the log was cut here: it has too many lines)", output, on_log)
 

@@ -50,11 +50,11 @@ def receive(channel: socket.socket) -> tuple[bytes, bytes]:
     Raises:
         EOFError: the other end closed before a whole frame arrived.
     """
-    kind, size = _HEADER.unpack(_exactly(channel, _HEADER.size))
-    return kind, _exactly(channel, size)
+    kind, size = _HEADER.unpack(_receive_exactly(channel, _HEADER.size))
+    return kind, _receive_exactly(channel, size)
 
 
-def _exactly(channel: socket.socket, size: int) -> bytes:
+def _receive_exactly(channel: socket.socket, size: int) -> bytes:
     parts = bytearray()
     while len(parts) < size:
         part = channel.recv(min(size - len(parts), 1 << 20))

@@ -1,1 +1,1 @@
-"""The processes beside the daemon: the forkserver, and for each task a supervisor and its child."""
+"""The processes besides the daemon: the forkserver, and a supervisor and a child for each task."""

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
     """Serve until the daemon closes CONTROL or dies."""
     control = socket.socket(fileno=int(arguments[0]))
     alive = int(arguments[1])
-    _end_with(alive)
+    _exit_with_daemon(alive)
     _acquire_rights()
     forks = namespaces.PidNamespaceForks()
     # Ended supervisors are reaped by the kernel.
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
                 control.close()
                 os.close(alive)
                 channel, log, status = descriptors
-                supervise(_order(message), shared, socket.socket(fileno=channel), log, socket.socket(fileno=status))
+                supervise(_parse_order(message), shared, socket.socket(fileno=channel), log, socket.socket(fileno=status))
             except BaseException:  # noqa: BLE001 - a supervisor must never return into the forkserver's loop
                 traceback.print_exc()
             finally:
@@ -87,7 +87,7 @@ def warm(entries: Sequence[str]) -> dict[str, str]:
     return failed
 
 
-def _order(message: bytes) -> Order:
+def _parse_order(message: bytes) -> Order:
     order = json.loads(message)
     place = order["jail"].pop("place")
     jail = Jail(**order["jail"], place=None if place is None else cgroups.Place(**place))
@@ -101,7 +101,7 @@ def _acquire_rights() -> None:
             namespaces.enter_user_namespace()
 
 
-def _end_with(alive: int) -> None:
+def _exit_with_daemon(alive: int) -> None:
     # SIGIO's default action ends this process as soon as the pipe's last writer is gone, even during an import.
     # PR_SET_PDEATHSIG would already fire when the thread of the daemon that started this process ends.
     signal.signal(signal.SIGIO, signal.SIG_DFL)

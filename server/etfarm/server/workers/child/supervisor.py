@@ -49,7 +49,7 @@ def supervise(order: Order, shared: Sequence[Step], channel: socket.socket, log:
     hang_up.register(status, select.POLLIN | select.POLLRDHUP)
     if hang_up.poll(0):
         os._exit(0)
-    group = _group(order)
+    group = _create_group(order)
     watch = None if group is not None and group.limits_memory else TreeMemory(isolation.tree_bytes(order.limits))
     child = os.fork()
     if child == 0:
@@ -63,7 +63,7 @@ def supervise(order: Order, shared: Sequence[Step], channel: socket.socket, log:
     with contextlib.suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
     _, waited, used = os.wait4(child, 0)
-    _sweep(child)
+    _kill_remaining(child)
     report = {
         "exit": os.waitstatus_to_exitcode(waited),
         "peak_rss_bytes": used.ru_maxrss * 1024,
@@ -79,7 +79,7 @@ def supervise(order: Order, shared: Sequence[Step], channel: socket.socket, log:
     os._exit(0)
 
 
-def _group(order: Order) -> cgroups.Group | None:
+def _create_group(order: Order) -> cgroups.Group | None:
     place = order.jail.place
     if place is None:
         return None
@@ -93,7 +93,7 @@ def _group(order: Order) -> cgroups.Group | None:
 
 
 def _wait(events: select.poll, group: cgroups.Group | None, watch: TreeMemory | None, order: Order) -> bool:
-    """Wait until the child has ended, the daemon has hung up, or the tree has used up its memory or the disk.
+    """Wait until the child ends, the daemon hangs up, or the tree exhausts its memory or the disk.
 
     Return True for the disk.
     """
@@ -113,14 +113,14 @@ def _wait(events: select.poll, group: cgroups.Group | None, watch: TreeMemory | 
     return False
 
 
-def _sweep(child: int) -> None:
+def _kill_remaining(child: int) -> None:
     """Kill all remaining processes: those of the namespace at once, or adopted orphans until there are none."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         # As process 1 of a namespace, kill(-1) reaches all other processes in it.
         os.kill(-1, signal.SIGKILL) if os.getpid() == 1 else os.killpg(child, signal.SIGKILL)
-    own = Path("/proc/thread-self/children")
+    children = Path("/proc/thread-self/children")
     while True:
-        for orphan in own.read_text().split() if os.getpid() != 1 else ():
+        for orphan in children.read_text().split() if os.getpid() != 1 else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(orphan), signal.SIGKILL)
         try:

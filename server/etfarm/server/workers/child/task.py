@@ -60,7 +60,7 @@ def run(
         kind, data = frames.receive(channel)
         if kind != frames.REQUEST:
             raise FarmError(f"The child was sent a frame of kind {kind!r} as its request.")
-        task = _task(order.task)
+        task = _load_task(order.task)
         result = task(pickle.loads(data), folder, lambda event: answers.send(frames.EVENT, event))
         sys.stdout.flush()
         sys.stderr.flush()
@@ -91,7 +91,7 @@ def _prepare(limits: Limits) -> None:
         sys.modules["torch"].set_num_threads(limits.threads)
 
 
-def _task(name: str) -> Callable[[object, Path, Callable[[bytes], None]], bytes]:
+def _load_task(name: str) -> Callable[[object, Path, Callable[[bytes], None]], bytes]:
     module, _, function = name.partition(":")
     task: Callable[[object, Path, Callable[[bytes], None]], bytes] = getattr(importlib.import_module(module), function)
     return task

@@ -62,8 +62,8 @@ def code_paths() -> list[Path]:
 
 def _existing(paths: Iterable[Path]) -> dict[Path, None]:
     """Return the existing paths and their resolved paths."""
-    both = (path for source in paths for path in (source, source.resolve()) if path not in _NEVER and source.exists())
-    return dict.fromkeys(both)
+    candidates = (path for source in paths for path in (source, source.resolve()) if path not in _NEVER and source.exists())
+    return dict.fromkeys(candidates)
 
 
 def _origins(packages: Iterable[str]) -> Iterator[str]:
@@ -151,7 +151,7 @@ class View:
         Args:
             user: user id of the child.
         """
-        self._scratch(_SCRATCH)
+        self._mount_scratch(_SCRATCH)
         self._add_devices()
         for step in steps:
             if step.action is Action.LINK:
@@ -174,11 +174,11 @@ class View:
     def add_files(self, files: Sequence[Path]) -> None:
         """Show single files read-only; skip missing ones."""
         for file in files:
-            whole = file.resolve()
-            if whole.exists() and not whole.is_dir():
-                self._bind(whole, _READ_ONLY, is_folder=False)
+            resolved = file.resolve()
+            if resolved.exists() and not resolved.is_dir():
+                self._bind(resolved, _READ_ONLY, is_folder=False)
                 # A path through a link already exists if the link itself is shown.
-                if whole != file and not self._is_shown(file):
+                if resolved != file and not self._is_shown(file):
                     self._bind(file, _READ_ONLY, is_folder=False)
 
     def add_own_proc(self) -> None:
@@ -220,7 +220,7 @@ class View:
         syscalls.mount("tmpfs", self._inside(path), "tmpfs", flags, "mode=755,size=64m")
         self._read_only.append(path)
 
-    def _scratch(self, path: Path) -> None:
+    def _mount_scratch(self, path: Path) -> None:
         target = self._make_point(path, is_folder=True)
         flags = syscalls.MS_NOSUID | syscalls.MS_NODEV
         syscalls.mount("tmpfs", target, "tmpfs", flags, f"mode=1777,size={_SCRATCH_BYTES}")
@@ -245,7 +245,7 @@ class View:
             syscalls.restrict_mount(target, syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NOEXEC)
         for name, link in _LINKS.items():
             self._inside(Path("/dev") / name).symlink_to(link)
-        self._scratch(Path("/dev/shm"))
+        self._mount_scratch(Path("/dev/shm"))
 
     def _add_accounts(self, user: int) -> None:
         """Name the child's user, which libraries look up, and no other account of the host."""

@@ -162,7 +162,7 @@ def enter(
     _remove_network()
     check_network(jail.daemon_network)
     progress.add(measures.NETWORK, "a network namespace without interfaces")
-    user = _own_user(progress, jail, shared)
+    user = _select_user(progress, jail, shared)
     if user != os.geteuid():
         os.chown(folder, user, user)
         _open_files(files)
@@ -228,7 +228,7 @@ def _remove_network() -> None:
         raise NetworkNotRemoved(f"unshare said {os.strerror(error.errno or 0)!r}") from None
 
 
-def _own_user(progress: Progress, jail: Jail, shared: Sequence[Step]) -> int:
+def _select_user(progress: Progress, jail: Jail, shared: Sequence[Step]) -> int:
     """Return the user id that the child will have."""
     own = os.geteuid()
     closed = next((step.path for step in shared if step.action is Action.SHOW and not step.is_open), None)

@@ -1,4 +1,4 @@
-"""The measures that isolate a child from its host: which are active, how, and why others are not."""
+"""The measures that isolate a child from its host, with the implementation or the reason why they are not active."""
 
 from __future__ import annotations
 
