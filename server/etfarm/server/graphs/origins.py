@@ -1,10 +1,10 @@
-"""The operators that XNNPACK's nodes without a debug handle come from. Standard library only.
+"""The recovery of the operators behind XNNPACK nodes without a debug handle. Standard library only.
 
-A node of XNNPACK's graph has the debug handle of the operator that it was made of. ExecuTorch's own passes drop some: a linear
-that was decomposed into a transposition and a product becomes one node again, without a handle, and so do a batch norm that
-stands alone (a convolution then) and what is left of a concatenation of more than five. They differ from the nodes that a backend
-inserts, which change layout and type. So each is matched with an operator of its kind by its inputs and outputs, and several
-equal ones by their order in the delegate.
+A node of XNNPACK's graph has the debug handle of the operator that it was created from. ExecuTorch's own passes drop some
+handles: those of a linear that was decomposed into a transposition and a product and then fused again, of a standalone batch norm
+that became a convolution, and of the remainder of a concatenation of more than five tensors. Unlike them, nodes that a backend
+inserts change only layout or type. Each node without a handle is therefore matched with an operator of its kind by inputs and
+outputs, and equal candidates by their order in the delegate.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 _INSERTED: Final = frozenset({"Convert", "Copy", "StaticReshape", "StaticTranspose"})
-"""Kinds of nodes that ExecuTorch's passes for XNNPACK insert: 1d convolutions are reshaped, layouts and types are changed."""
+"""Kinds of nodes that ExecuTorch's passes for XNNPACK insert: reshapes around 1d convolutions, and changes of layout and type."""
 
 _PRODUCTS: Final = frozenset({"linear", "addmm", "mm"})
 _CONVOLUTION: Final = frozenset({"convolution"})
-_MADE_OF: Final = {
+_SOURCE_OPERATORS: Final = {
     "FullyConnected": _PRODUCTS,
     "Conv2d": _CONVOLUTION,
     "ConvTranspose2d": _CONVOLUTION,
-    # A batch norm is one with a group for each channel.
+    # A batch norm becomes a convolution with one group per channel.
     "DepthwiseConv2d": _CONVOLUTION | {"_native_batch_norm_legit_no_training"},
 }
 """Base names of the operators that a node without a handle may come from, by its kind."""
@@ -34,16 +34,16 @@ class Operator:
 
     handles: tuple[int, ...]
     name: str
-    """Its base name: `addmm`."""
+    """Base name, such as `addmm`."""
     takes: tuple[Hashable, ...]
-    """Its inputs, as others give them."""
+    """Its inputs, identified as in the `gives` of other operators."""
     gives: tuple[Hashable, ...]
     takes_elements: tuple[int, ...] = ()
-    """Of each input; 0 where that is not known."""
+    """Number of elements of each input; 0 if unknown."""
     gives_elements: int = 0
-    """Of its first output; 0 where that is not known."""
+    """Number of elements of its first output; 0 if unknown."""
     candidate: bool = True
-    """Whether it may be in the delegate."""
+    """Whether it may belong to the delegate."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Node:
     """One node of XNNPACK's graph."""
 
     kind: str
-    """`FullyConnected`."""
+    """Kind, such as `FullyConnected`."""
     handle: int | None
     takes: tuple[Hashable, ...]
     gives: tuple[Hashable, ...]
@@ -60,55 +60,55 @@ class Node:
 
 
 def find(nodes: Sequence[Node], operators: Sequence[Operator], order: Sequence[int]) -> dict[int, int | None]:
-    """Return the debug handles of nodes without one that no backend inserts, by their index; None for an unknown one.
+    """Return the recovered debug handles by node index, for nodes without a handle that no backend inserts; None if unknown.
 
     Args:
-        nodes: of one delegate, in order of execution.
-        operators: of the graph, in its order; with more than the delegate's, fewer nodes can be matched.
-        order: debug handles of the delegate's operators in its own order, as often as it has each.
+        nodes: nodes of one delegate, in order of execution.
+        operators: operators of the graph, in its order; operators outside of the delegate reduce the number of matches.
+        order: debug handles of the delegate's operators in its own order, with repetitions.
     """
-    found: dict[int, int | None] = {}
-    nodes = _whole_concatenations(nodes, found)
+    result: dict[int, int | None] = {}
+    nodes = _whole_concatenations(nodes, result)
     lost = [at for at, node in enumerate(nodes) if node.handle is None and node.kind not in _INSERTED]
     with_handles = {(node.kind, node.handle) for node in nodes}
-    found.update(dict.fromkeys(lost))
-    lost = [at for at in lost if nodes[at].kind in _MADE_OF]
-    names = {name for at in lost for name in _MADE_OF[nodes[at].kind]}
-    able = [at for at, operator in enumerate(operators) if operator.candidate and operator.name in names]
-    if able:
-        found.update(_Matching(nodes, operators, lost, able, with_handles).handles(order))
-    return found
+    result.update(dict.fromkeys(lost))
+    lost = [at for at in lost if nodes[at].kind in _SOURCE_OPERATORS]
+    names = {name for at in lost for name in _SOURCE_OPERATORS[nodes[at].kind]}
+    candidates = [at for at, operator in enumerate(operators) if operator.candidate and operator.name in names]
+    if candidates:
+        result.update(_Matching(nodes, operators, lost, candidates, with_handles).handles(order))
+    return result
 
 
-def _whole_concatenations(nodes: Sequence[Node], found: dict[int, int | None]) -> list[Node]:
-    """Add handles to concatenations: XNNPACK joins five at most, and the next ones to that result, which has the handle."""
+def _whole_concatenations(nodes: Sequence[Node], handles: dict[int, int | None]) -> list[Node]:
+    """Add handles to split concatenations: XNNPACK concatenates at most five tensors, then appends the rest to that result."""
     known = list(nodes)
-    makers = {value: at for at, node in enumerate(nodes) for value in node.gives}
+    producers = {value: at for at, node in enumerate(nodes) for value in node.gives}
     for at, node in enumerate(nodes):
-        maker = makers.get(node.takes[0]) if node.takes and node.handle is None else None
-        if maker is not None and node.kind.startswith("Concatenate") and known[maker].kind.startswith("Concatenate"):
-            found[at] = known[maker].handle
-            known[at] = replace(node, handle=found[at])
+        producer = producers.get(node.takes[0]) if node.takes and node.handle is None else None
+        if producer is not None and node.kind.startswith("Concatenate") and known[producer].kind.startswith("Concatenate"):
+            handles[at] = known[producer].handle
+            known[at] = replace(node, handle=handles[at])
     return known
 
 
 class _Flow:
-    """What comes before and what behind each of some steps, as sets of bits that stand for marks."""
+    """The ancestors and descendants of each step, as bit sets of their marks."""
 
     def __init__(self, steps: Sequence[Node | Operator], marks: Callable[[int], int]) -> None:
-        makers = {value: at for at, step in enumerate(steps) for value in step.gives}
+        producers = {value: at for at, step in enumerate(steps) for value in step.gives}
         self.before = [0] * len(steps)
         self.behind = [0] * len(steps)
         for at, step in enumerate(steps):
-            for maker in {makers[value] for value in step.takes if value in makers} - {at}:
-                self.before[at] |= self.before[maker] | marks(maker)
+            for producer in {producers[value] for value in step.takes if value in producers} - {at}:
+                self.before[at] |= self.before[producer] | marks(producer)
         for at in range(len(steps) - 1, -1, -1):
-            for maker in {makers[value] for value in steps[at].takes if value in makers} - {at}:
-                self.behind[maker] |= self.behind[at] | marks(at)
+            for producer in {producers[value] for value in steps[at].takes if value in producers} - {at}:
+                self.behind[producer] |= self.behind[at] | marks(at)
 
 
 class _Matching:
-    """The operators that each lost node may be."""
+    """The candidate operators of each node without a handle."""
 
     def __init__(
         self,
@@ -131,8 +131,8 @@ class _Matching:
         self._may: list[int] = []
         for number, at in enumerate(lost):
             kind, may = nodes[at].kind, 0
-            same = _union(rank[one] for one in lost if nodes[one].kind == kind)
-            fit = _union(able_rank[one] for one in able if operators[one].name in _MADE_OF[kind])
+            same = _union(rank[position] for position in lost if nodes[position].kind == kind)
+            fit = _union(able_rank[position] for position in able if operators[position].name in _SOURCE_OPERATORS[kind])
             for other, operator_at in enumerate(able):
                 if (
                     _alike(nodes[at], operators[operator_at], with_handles)
@@ -148,18 +148,18 @@ class _Matching:
         self._lost = lost
 
     def handles(self, order: Sequence[int]) -> dict[int, int | None]:
-        """Return the handles by the node's index."""
+        """Return the handles by node index."""
         self._narrow()
         self._decide(order)
-        found: dict[int, int | None] = {}
+        result: dict[int, int | None] = {}
         for at, may in zip(self._lost, self._may, strict=True):
-            handles = {self._operators[one].handles[:1] for one in _bits(may)}
+            handles = {self._operators[candidate].handles[:1] for candidate in _bits(may)}
             (handle,) = next(iter(handles)) if len(handles) == 1 and all(handles) else (None,)
-            found[at] = handle
-        return found
+            result[at] = handle
+        return result
 
     def _narrow(self) -> None:
-        """Keep of each node's operators those that have a partner for each other node, before, behind or beside it."""
+        """Remove candidates that are inconsistent with another node: no candidate of it lies on the same side."""
         everything, changed = (1 << len(self._operators)) - 1, True
         known = [number for number, may in enumerate(self._may) if may]
         while changed:
@@ -170,20 +170,20 @@ class _Matching:
                     if other == number:
                         continue
                     partners = self._may[other]
-                    for one in _bits(left):
-                        before, behind = self._able[0][one], self._able[1][one]
-                        beside = everything & ~(before | behind | 1 << one)
+                    for candidate in _bits(left):
+                        before, behind = self._able[0][candidate], self._able[1][candidate]
+                        beside = everything & ~(before | behind | 1 << candidate)
                         if not partners & (before, behind, beside)[self._side(number, other)]:
-                            left &= ~(1 << one)
+                            left &= ~(1 << candidate)
                 if left != may:
                     self._may[number], changed = left, True
 
     def _side(self, number: int, other: int) -> int:
-        """Return where another lost node is: 0 before, 1 behind, 2 beside."""
+        """Return the position of another node: 0 before, 1 after, 2 unordered."""
         return next((side for side in (0, 1) if self._among[side][number] & 1 << other), 2)
 
     def _decide(self, order: Sequence[int]) -> None:
-        """Match equal candidates in the delegate's order, if that is a clear one and there are no more operators than nodes."""
+        """Match equal candidates in the delegate's order, if it is unambiguous and there are as many operators as nodes."""
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for at, handle in enumerate(order):
@@ -193,27 +193,29 @@ class _Matching:
             several = list(_bits(_union(self._may[number] for number in group)))
             if len(several) != len(group):
                 continue
-            keys = [(self._operators[one].handles[:1] or (0,))[0] for one in several]
+            keys = [(self._operators[candidate].handles[:1] or (0,))[0] for candidate in several]
             if not set(keys) <= first.keys():
                 continue
-            ordered = [one for _, one in sorted(zip(keys, several, strict=True), key=lambda pair: (first[pair[0]], pair[1]))]
-            ends = [last[self._operators[one].handles[0]] for one in ordered]
+            ordered = [
+                candidate for _, candidate in sorted(zip(keys, several, strict=True), key=lambda pair: (first[pair[0]], pair[1]))
+            ]
+            ends = [last[self._operators[candidate].handles[0]] for candidate in ordered]
             chosen = dict(zip(group, ordered, strict=True))
-            if ends == sorted(ends) and all(self._fits(number, one, chosen) for number, one in chosen.items()):
-                for number, one in chosen.items():
-                    self._may[number] = 1 << one
+            if ends == sorted(ends) and all(self._fits(number, candidate, chosen) for number, candidate in chosen.items()):
+                for number, candidate in chosen.items():
+                    self._may[number] = 1 << candidate
 
-    def _fits(self, number: int, one: int, chosen: dict[int, int]) -> bool:
+    def _fits(self, number: int, candidate: int, chosen: dict[int, int]) -> bool:
         sides = (
-            self._able[side][one] & 1 << other == 0
+            self._able[side][candidate] & 1 << other == 0
             for at, other in chosen.items()
             for side in (0, 1)
             if at != number and self._side(number, at) != side
         )
-        return bool(self._may[number] & 1 << one) and all(sides)
+        return bool(self._may[number] & 1 << candidate) and all(sides)
 
     def _groups(self) -> list[list[int]]:
-        """Yield nodes, in their order, that share operators with each other."""
+        """Return groups of nodes, in order, that share candidates with each other."""
         groups: list[tuple[int, list[int]]] = []
         for number, may in enumerate(self._may):
             if may.bit_count() < 2:
@@ -229,14 +231,14 @@ class _Matching:
 
 
 def _alike(node: Node, operator: Operator, with_handles: set[tuple[str, int | None]]) -> bool:
-    """Return whether a node may be this operator, by its kind and its sizes; not if there is one that says so itself."""
-    if operator.name not in _MADE_OF.get(node.kind, ()) or any(
+    """Return whether a node may be this operator by kind and sizes, and no other node has the operator's handle."""
+    if operator.name not in _SOURCE_OPERATORS.get(node.kind, ()) or any(
         (node.kind, handle) in with_handles for handle in operator.handles
     ):
         return False
     if node.gives_elements and operator.gives_elements and node.gives_elements != operator.gives_elements:
         return False
-    # A batch norm that became a convolution has other weights.
+    # A batch norm that became a convolution has different weights.
     takes = operator.takes_elements if operator.name in _PRODUCTS else ()
     return not all(takes) or not takes or all(size in takes for size in node.takes_elements[:2] if size)
 
@@ -246,16 +248,16 @@ def _part(flow: _Flow, places: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def _union(sets: Iterable[int]) -> int:
-    found = 0
-    for one in sets:
-        found |= one
-    return found
+    union = 0
+    for bits in sets:
+        union |= bits
+    return union
 
 
 def _bits(whole: int) -> list[int]:
-    found = []
+    positions = []
     while whole:
         lowest = whole & -whole
-        found.append(lowest.bit_length() - 1)
+        positions.append(lowest.bit_length() - 1)
         whole ^= lowest
-    return found
+    return positions

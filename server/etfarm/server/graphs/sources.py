@@ -1,4 +1,4 @@
-"""The user's own line of code and module for a node of an exported graph. Standard library only."""
+"""The line of user code and the module of a node of an exported graph. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ _ROOT = re.compile(r"^L(?:\['self'\]|__self__)\.?")
 _FRAMEWORKS = ("torch/", "torchao/", "executorch/", "torchgen/", "functorch/")
 _OWN = "etfarm/"
 _DEMOS = "etfarm/client/export/demo_models/"
-"""Our demo models stand for a user's code; the rest of etfarm only wraps it."""
+"""Path of the demo models, which count as user code; the rest of etfarm only wraps it."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A line of the user's code, from a stack trace."""
+    """A line of user code from a stack trace."""
 
     file: str
     line: int
     code: str
-    """Stripped; empty where the stack trace has no text for the line."""
+    """Text of the line, stripped; empty if the stack trace does not have it."""
 
 
 def source_of(stack_trace: str | None) -> Source | None:
-    """Return the innermost frame outside of torch, torchao, executorch, etfarm and `<...>`; None where there is none.
+    """Return the innermost frame outside of torch, torchao, executorch, etfarm and `<...>`; None if there is no such frame.
 
-    The client has made paths relative (`models/net.py`, `torch/nn/modules/conv.py`); absolute ones of other exporters are
-    understood as well. The code is taken from the stack trace, never from a file: the server has none of the user's.
+    The client makes paths relative (`models/net.py`, `torch/nn/modules/conv.py`); absolute paths of other exporters are also
+    supported. The code is taken from the stack trace, since the server does not have the user's files.
     """
-    found = None
+    source = None
     for file, line, code in _frames(stack_trace or ""):
         if is_users(file):
-            found = Source(file, line, code)
-    return found
+            source = Source(file, line, code)
+    return source
 
 
 def is_users(file: str) -> bool:
-    """Return whether a stack trace's path is the user's own code."""
+    """Return whether a path of a stack trace is user code."""
     if file.startswith("<"):
         return False
     path = file.replace("\\", "/")
@@ -56,7 +56,7 @@ def is_users(file: str) -> bool:
         return True
     if tail.startswith((*_FRAMEWORKS, _OWN)):
         return False
-    # A checkout that was installed in editable mode: .../client/etfarm/client/export/eager.py
+    # A checkout installed in editable mode: .../client/etfarm/client/export/eager.py
     return not any(f"/{part}/etfarm/{part}/" in path for part in ("server", "client", "device_agents"))
 
 
@@ -77,7 +77,7 @@ def module_of(nn_module_stack: str | None) -> str | None:
 
 
 def common_module(modules: Iterable[str | None]) -> str | None:
-    """Return the deepest module that holds all of `modules`, those of None left out; None if that is the model itself."""
+    """Return the deepest module that contains all of `modules`, ignoring None; None if that is the model itself."""
     paths = [module.split(".") for module in modules if module is not None]
     if not paths:
         return None

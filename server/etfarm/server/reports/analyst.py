@@ -15,7 +15,7 @@ from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 
 @dataclass(frozen=True)
 class Base:
-    """The result of another cell of the same interleaved attempt, to compare with."""
+    """The result of another cell of the same interleaved attempt, used as the base of a comparison."""
 
     cell_id: str
     result: agent_pb2.CandidateResult
@@ -42,17 +42,19 @@ class Analyst:
         fresh: bool = False,
         project: str = "",
     ) -> report_pb2.Report:
-        """Return the analysis of an attempt's artifacts: latency, accuracy, profile, operators, the comparison with a `base`, and
-        with `numerics` the numeric gap. A part that fails is a warning in `compile.warnings`.
+        """Return the analysis of an attempt's artifacts.
+
+        It has latency, accuracy, profile and operators, with a `base` the comparison, and with `numerics` the numeric gap. A
+        part that fails adds a warning to `compile.warnings`.
 
         Args:
             numerics: the compilation that the result's numerics pass ran, which may be `compilation`.
-            fresh, project: as in `Findings.of`, whose errors are raised too.
+            fresh, project: as in `Findings.of`, whose errors are also raised.
         """
         path = self._store.place
         sent = candidate.model.methods.get(method)
         source = None if sent is None else _original_of(sent)
-        # A constant method was never exported: it has no graph that names operators, and no reference.
+        # A constant method was never exported, so it has no graph with operators and no reference.
         has_graph = source is not None or candidate.WhichOneof("source") == "program"
         facts = compilation.facts.methods[method] if method in compilation.facts.methods else compile_pb2.MethodFacts()
         request = AnalyzeRequest(
@@ -72,7 +74,7 @@ class Analyst:
             quantized=self._quantized(candidate, compilation, method),
             numerics=self._numerics(candidate, compilation, numerics, method, result.numerics),
         )
-        # The analysis leaves out parts whose files are not stored any more.
+        # Look up missing files: the analysis leaves out parts whose files are no longer stored.
         await self._store.absent(path.name for path in _paths(request))
         report = await self._findings.of(request, on_log, fresh=fresh, project=project)
         if base is not None and report.HasField("interleaved"):
@@ -83,28 +85,30 @@ class Analyst:
         self,
         candidate: job_pb2.Candidate,
         timed: compile_pb2.Compilation,
-        made: compile_pb2.Compilation | None,
+        compilation: compile_pb2.Compilation | None,
         method: str,
-        given: agent_pb2.NumericsResult,
+        result: agent_pb2.NumericsResult,
     ) -> Numerics | None:
         """Return the files of a numerics pass; None if it did not write all of them."""
-        if made is None or not (made.HasField("etrecord") and given.HasField("etdump") and given.HasField("debug")):
+        if compilation is None or not (
+            compilation.HasField("etrecord") and result.HasField("etdump") and result.HasField("debug")
+        ):
             return None
         path = self._store.place
         return Numerics(
-            pte=path(made.program.pte.digest),
-            etrecord=path(made.etrecord.digest),
-            etdump=path(given.etdump.digest),
-            debug=path(given.debug.digest),
-            outputs=path(given.outputs.digest) if given.HasField("outputs") else None,
-            quantized=self._quantized(candidate, made, method),
-            is_timed_program=made.program.digest == timed.program.digest,
+            pte=path(compilation.program.pte.digest),
+            etrecord=path(compilation.etrecord.digest),
+            etdump=path(result.etdump.digest),
+            debug=path(result.debug.digest),
+            outputs=path(result.outputs.digest) if result.HasField("outputs") else None,
+            quantized=self._quantized(candidate, compilation, method),
+            is_timed_program=compilation.program.digest == timed.program.digest,
         )
 
-    def _quantized(self, candidate: job_pb2.Candidate, made: compile_pb2.Compilation, method: str) -> Path | None:
+    def _quantized(self, candidate: job_pb2.Candidate, compilation: compile_pb2.Compilation, method: str) -> Path | None:
         """Return the exported program that was lowered if a stage quantized it; None if it is the original."""
         sent = candidate.model.methods.get(method)
-        lowered = made.exported_programs.get(method)
+        lowered = compilation.exported_programs.get(method)
         if sent is None or lowered is None or lowered.digest == _original_of(sent).digest:
             return None
         return self._store.place(lowered.digest)
@@ -120,7 +124,7 @@ def _paths(request: AnalyzeRequest | Numerics) -> Iterator[Path]:
 
 
 def _original_of(method: job_pb2.MethodSource) -> common_pb2.Artifact:
-    """Return the exported program before any quantization, if the client has sent it."""
+    """Return the exported program before any quantization, if the client sent it."""
     return method.reference if method.HasField("reference") else method.exported_program
 
 

@@ -1,4 +1,4 @@
-"""The analysis of one candidate's run in the jailed child: samples, outputs and traces become the measured part of a report."""
+"""The analysis of one candidate's run in a jailed child, from samples, outputs and traces to the measured part of a report."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from etfarm.wire.errors import EtfarmError
 _LOG = logging.getLogger(__name__)
 
 _PART_OF_LIMIT = 0.8
-"""Part of the time limit that running graphs on the host may take, so that time is left to report what was compared."""
+"""Fraction of the time limit for running graphs on the host, which leaves time to report the comparisons."""
 
 Emit = Callable[[bytes], None]
 
 
 def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
-    """Return a serialized etfarm.v1.Report with `latency`, `interleaved`, `accuracy`, `profile`, `operators`, `numerics` and
-    `numeric_gap`; nothing else is set but `compile.warnings`.
+    """Return a serialized etfarm.v1.Report with the measured parts and `compile.warnings`.
 
-    A part for which the request has no files stays empty. A part that fails leaves a warning with a code ANALYSIS_... and
-    does not affect the others; its traceback goes to the job's log.
+    The measured parts are `inputs.tensors`, `latency`, `interleaved`, `accuracy`, `profile`, `operators`, `numerics` and
+    `numeric_gap`. A part for which the request has no files stays empty. A part that fails adds a warning with a code
+    ANALYSIS_... and does not affect the others; its traceback goes to the job's log.
 
     Args:
-        folder: of the child; unused, since temporary files belong into the jail's TMPDIR.
+        folder: folder of the child; unused, since temporary files belong in the jail's TMPDIR.
         emit: called with JSON objects {"stage": "INPUTS" | "STATISTICS" | "COMPARISON" | "ACCURACY" | "QUANTIZED_ACCURACY" |
             "JOIN" | "NUMERICS", "phase": "START" | "END", "duration_ms": X}; X is null at START.
     """
@@ -73,7 +73,7 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
 
 
 def describe_nan(inputs: Iterable[tensors.Value]) -> str:
-    """Return a warning that counts the NaN of each input; empty if there is none."""
+    """Return a warning with the number of NaN in each input; empty if there are no NaN."""
     counts = []
     for index, value in enumerate(inputs):
         if isinstance(value, tensors.Scalar) and not isinstance(value.value, float):
@@ -92,7 +92,7 @@ def prewarm() -> None:
 
     import torch
 
-    # The first load of a .pt2 imports and caches much; a program without arithmetic starts no threads.
+    # The first load of a .pt2 imports and caches many modules; a program without arithmetic starts no threads.
     archive = io.BytesIO()
     torch.export.save(torch.export.export(torch.nn.Identity(), (torch.zeros(1),)), archive)
     archive.seek(0)
@@ -175,7 +175,7 @@ def _fill_accuracy(
             row.MergeFrom(report_pb2.OutputAccuracy(**asdict(numbers)))
         rows.append(row)
     scores = [row for row in rows if row.HasField("top1_agreement")]
-    # If there are several, such as boxes and landmarks, it is unknown which are scores of classes.
+    # With several outputs, such as boxes and landmarks, it is unknown which are class scores.
     for row in scores if len(scores) > 1 else ():
         row.ClearField("top1_agreement")
     report.accuracy.extend(rows)

@@ -26,12 +26,12 @@ def assemble(
     inputs: common_pb2.Artifact | None = None,
     warnings: Sequence[compile_pb2.Warning] = (),
 ) -> report_pb2.Report:
-    """Return the report of a cell in a terminal state. What the cell did not reach is absent.
+    """Return the report of a cell in a terminal state. Parts that the cell did not reach are absent.
 
     Args:
         analysis: the result of `Analyst.analyze`.
-        numerics: what the numerics pass ran, which may be `compilation`; None where there was none.
-        inputs: what the program ran on; None where the runner made it up.
+        numerics: the compilation that the numerics pass ran, which may be `compilation`; None without a numerics pass.
+        inputs: the program's inputs; None if the runner generated them.
         warnings: in addition to those of the compilation and the analysis.
     """
     candidate = job.spec.candidates[cell.candidate_index]
@@ -62,7 +62,7 @@ def assemble(
         if not report.memory.planned_bytes and compilation is not None and cell.method in compilation.facts.methods:
             report.memory.planned_bytes.extend(compilation.facts.methods[cell.method].planned_bytes)
     if analysis is not None:
-        # Only the parts that an analysis computes: the child that made most of it has loaded a user's bytes.
+        # Copy only the parts that an analysis computes: the child that computed them loaded untrusted files.
         for name in ("latency", "profile", "interleaved", "analysis"):
             if analysis.HasField(name):
                 getattr(report, name).CopyFrom(getattr(analysis, name))
@@ -116,7 +116,7 @@ def _fill_numerics(
 
 
 def model_digest(candidate: job_pb2.Candidate) -> str:
-    """Return the digest of a model, which is that of its methods' manifest, or of a ready program."""
+    """Return the digest of a model: that of its methods' manifest, or of a ready program."""
     if candidate.WhichOneof("source") == "program":
         return candidate.program.digest
     methods = {name: method.exported_program.digest for name, method in candidate.model.methods.items()}
@@ -124,7 +124,7 @@ def model_digest(candidate: job_pb2.Candidate) -> str:
 
 
 def since(job: job_pb2.Job, at: datetime) -> float:
-    """Return the milliseconds from the job's submission to an instant."""
+    """Return the time from the job's submission to `at`, in milliseconds."""
     return (at - job.submitted_at.ToDatetime(UTC)).total_seconds() * 1e3
 
 

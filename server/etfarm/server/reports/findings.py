@@ -1,7 +1,7 @@
-"""The results of analyses, kept under a digest of all that they depend on, and computed by jailed children if they are not known.
+"""The cache of analysis results, stored under a digest of all their dependencies and computed by jailed children on a miss.
 
-A child reads what users' programs made of users' models, so it may hang, die or run out of memory. Another child then computes
-the results again without the file over which the first one ended.
+A child reads output of users' programs, so it may hang, crash or run out of memory. Another child then computes the results again
+without the file that the first one failed on.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ log = structlog.get_logger()
 ANALYZE_TASK: Final = "etfarm.server.reports.analyze:analyze"
 
 KEPT_BYTES: Final = 256 << 20
-"""Maximum size of all kept findings; the oldest are deleted. One has 10 KiB to some MiB, as its samples and operators."""
+"""Maximum size of all stored findings; the oldest are deleted. One has 10 KiB to several MiB, depending on its samples and
+operators."""
 
 FILE_MISSING: Final = "ANALYSIS_FILE_MISSING"
 CUT_SHORT: Final = "ANALYSIS_CUT_SHORT"
-"""Codes of warnings: of a part that was left out because a file is no longer stored, and because a child ended over it."""
+"""Warning codes of parts that were left out because a file is no longer stored, or because a child failed on them."""
 
 
 class BadAnalysis(FarmError):
-    """The analysis child's answer cannot be read."""
+    """An answer of the analysis child that cannot be read."""
 
     reason = "BAD_WORKER_ANSWER"
 
@@ -59,7 +60,7 @@ class _Part:
     needs: tuple[str, ...]
     """Fields of the request. The part is left out if the first is None, or if a file that one of them names is missing."""
     gives_up: tuple[str, ...]
-    """Fields to leave out when a child ended in this stage, one more each time."""
+    """Fields to leave out after a child failed in this stage, one more each time."""
 
 
 _PARTS: Final = (
@@ -81,18 +82,18 @@ _LOSES: Final = {
     "etdump": "the profile by operator",
     "numerics": "the numeric gap",
 }
-"""What a report lacks, by the field of the request that is left out."""
+"""The missing part of the report, by the field of the request that is left out."""
 
 _DEADLY: Final = (ChildDied, ChildTimedOut, ChildOutOfMemory, BadAnswer, BadAnalysis)
 
 
 class Findings:
-    """The results of analyses.
+    """The cache of analysis results.
 
     Args:
         deadline_s: wall-clock limit of one child.
         kept_bytes: maximum size of the findings in the database; the oldest are deleted.
-        screen: as `AnalyzeRequest.screen`.
+        screen: as in `AnalyzeRequest.screen`.
     """
 
     def __init__(
@@ -117,14 +118,14 @@ class Findings:
     ) -> report_pb2.Report:
         """Return the measured parts of a report, as `etfarm.server.reports.analyze` computes them, and `analysis`.
 
-        A part whose file is not stored any more, or over which a child ended, is left out with a warning.
+        A part whose file is no longer stored, or on which a child failed, is left out with a warning.
 
         Args:
-            fresh: compute again what is known.
-            project: of the caller.
+            fresh: ignore stored results and compute again.
+            project: the caller's project.
 
         Raises:
-            EtfarmError: a child ended over the samples themselves, or no child can be started.
+            EtfarmError: a child failed on the samples themselves, or no child can be started.
         """
         request, warnings = await asyncio.to_thread(_stored, request)
         key = await asyncio.to_thread(key_of, request)
@@ -162,7 +163,7 @@ class Findings:
                 request = replace(request, **nothing)
 
     async def _child(self, request: AnalyzeRequest, on_log: Callable[[str], None], project: str) -> report_pb2.Report:
-        # Not in the key, since a complete result does not depend on them.
+        # These are not in the key, since a complete result does not depend on them.
         request = replace(request, limit_s=self._deadline_s, screen=self._screen)
         finished = await self._workers.run(ANALYZE_TASK, request, deadline_s=self._deadline_s, whose=project, on_log=on_log)
         async with finished:
@@ -178,8 +179,8 @@ class Findings:
 
     async def _keep(self, key: str, report: report_pb2.Report) -> None:
         table = schema.analyses
-        news = {"body": await asyncio.to_thread(report.SerializeToString), "made_at": self._now()}
-        row = insert(table).values({"key": key, **news}).on_conflict_do_update(index_elements=["key"], set_=news)
+        values = {"body": await asyncio.to_thread(report.SerializeToString), "made_at": self._now()}
+        row = insert(table).values({"key": key, **values}).on_conflict_do_update(index_elements=["key"], set_=values)
         newer_bytes = func.sum(func.length(table.c.body)).over(order_by=(table.c.made_at.desc(), table.c.key))
         sized = select(table.c.key, newer_bytes.label("bytes")).subquery()
         too_old = select(sized.c.key).where(sized.c.bytes > self._kept_bytes)
@@ -192,9 +193,9 @@ class Findings:
 
 
 def key_of(request: AnalyzeRequest) -> str:
-    """Return a digest of all that the findings depend on: every file, every argument, and the code of the analysis.
+    """Return a digest of all dependencies of the findings: every file, every argument, and the code of the analysis.
 
-    Files are in the store, which names them by their digests.
+    Files are in the store, where their names are their digests.
     """
     return digests.of_value({"schema": "etfarm.analysis/1", "code": _code(), "request": _plain(request)})
 
@@ -209,8 +210,10 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _code() -> dict[str, str]:
-    """Return digests of the sources that an analysis runs, which differ between two versions under development as well, and
-    the versions of the packages that they call."""
+    """Return digests of the sources that an analysis runs, and the versions of the packages that it uses.
+
+    The digests also distinguish states of the code under development.
+    """
     sources: dict[str, str] = {}
     for package in ("etfarm.server.reports", "etfarm.server.graphs", "etfarm.wire"):
         spec = find_spec(package)
@@ -228,7 +231,7 @@ def _version(package: str) -> str:
 
 
 def _stored(request: AnalyzeRequest) -> tuple[AnalyzeRequest, list[compile_pb2.Warning]]:
-    """Return the request without files that are not stored any more, and a warning for each part that needs them."""
+    """Return the request without files that are no longer stored, and a warning for each part that needs them."""
     without: dict[str, Any] = {}
     warnings = []
     for part in _PARTS:
@@ -238,7 +241,7 @@ def _stored(request: AnalyzeRequest) -> tuple[AnalyzeRequest, list[compile_pb2.W
             continue
         without |= {name: None for name, paths in missing.items() if paths}
         if part.stage == "JOIN":
-            without["etdump"] = None  # with the others missing, the rows would have less than those of the report before
+            without["etdump"] = None  # without the other files, the rows would have less than those of the previous report
         message = f"The {part.what} cannot be worked out: the farm no longer stores {', '.join(digests_of)}."
         warnings.append(compile_pb2.Warning(code=FILE_MISSING, message=message))
     return replace(request, **without), warnings
@@ -253,10 +256,10 @@ def _files(value: Any) -> list[Path]:
 
 
 def _left_out(request: AnalyzeRequest, stage: str) -> tuple[str, ...]:
-    """Return the fields that the next child's request leaves out; empty if there are none left."""
+    """Return the fields to leave out of the next child's request; empty if all are already left out."""
     reported = [part for part in _PARTS if part.stage == stage]
     if reported:
-        # A child's own report of its stage may be wrong: once that part is left out, all others are.
+        # The stage that a child reports may be wrong: once that part is left out, leave out all others.
         for name in reported[0].gives_up:
             if getattr(request, name) is not None:
                 return (name,)

@@ -1,4 +1,4 @@
-"""The request for an analysis; the server pickles it, so it holds paths and plain values only."""
+"""The request for an analysis. The server pickles it, so it holds only paths and plain values."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ class Numerics:
     pte: Path
     """The program that ran: one XNNPACK delegate for each operator, or the timed program itself."""
     etrecord: Path
-    """ETRecord of exactly the compilation that made `pte`."""
+    """ETRecord of the same compilation as `pte`."""
     etdump: Path
-    """Its events, with the position of each value in `debug`."""
+    """ETDump of the pass, with the position of each value in `debug`."""
     debug: Path
     """The recorded values, one after the other."""
     outputs: Path | None
     """Tensor file: the method's outputs in this pass."""
     quantized: Path | None
-    """The method's exported program (.pt2) as that compilation lowered it, where a stage quantized. See `reference.load`."""
+    """The method's exported program (.pt2) as that compilation lowered it, if a stage quantized it. See `reference.load`."""
     is_timed_program: bool
-    """Whether `pte` is the program whose times the report has."""
+    """Whether `pte` is the program that was timed."""
 
 
 @dataclass(frozen=True)
 class AnalyzeRequest:
-    """One candidate's result of one method on one device. None stands for what the run did not produce."""
+    """One candidate's result for one method on one device. None stands for files that the run did not produce."""
 
     pte: Path | None
-    """The program that ran; names its kernels and backends."""
+    """The program that ran, with the names of its kernels and backends."""
     etdump: Path | None
     """ETDump of the traced pass."""
     etrecord: Path | None
-    """ETRecord of exactly the compilation that made `pte`; leads to the user's source lines."""
+    """ETRecord of the same compilation as `pte`, with the user's source lines."""
     model: Path | None
-    """The method's exported program (.pt2) before quantization. Loading one executes code: see `reference.load`."""
+    """The method's exported program (.pt2) before quantization. Loading it executes code: see `reference.load`."""
     inputs: Path | None
-    """Tensor file: the flattened leaves of (args, kwargs) that gave `outputs`."""
+    """Tensor file: the flattened leaves of (args, kwargs) that produced `outputs`."""
     outputs: Path | None
     """Tensor file: the flattened outputs of the device."""
     samples: Path | None
@@ -50,7 +50,7 @@ class AnalyzeRequest:
     method: str
     """The method that ran."""
     output_names: tuple[str, ...]
-    """The names of the outputs in their order; the file's own names stand for those that are missing."""
+    """The names of the outputs in order; missing ones are taken from the file."""
     traced_ns: tuple[int, ...]
     """Time of each traced iteration by the runner's own clock, ns."""
     blocks: tuple[Block, ...] = ()
@@ -59,10 +59,10 @@ class AnalyzeRequest:
     """The samples of the program to compare with; None if there is none."""
     base_blocks: tuple[Block, ...] = ()
     quantized: Path | None = None
-    """The method exported (.pt2) as `pte`'s compilation lowered it, where a stage quantized. See `reference.load`."""
+    """The method exported (.pt2) as `pte`'s compilation lowered it, if a stage quantized it. See `reference.load`."""
     limit_s: float = 600.0
     """Time limit of the analysis; a child that takes longer is killed, and its results are lost."""
     screen: Callable[[Path], None] | None = None
-    """A module's function, since it is pickled, that raises for a .pt2 that must not be loaded."""
+    """A function that raises for a .pt2 that must not be loaded; module-level, since it is pickled."""
     numerics: Numerics | None = None
     """Set if --numerics was requested and the pass wrote its files."""

@@ -1,4 +1,4 @@
-"""The verdict whether a measurement can be trusted. Pure."""
+"""The verdict on whether a measurement can be trusted. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from etfarm.v1 import agent_pb2, report_pb2
 __all__ = ["Thresholds", "judge"]
 
 MIN_POINTS: Final = 4
-"""Minimum number of readings in a series that show that a clock moved."""
+"""Minimum number of readings in a series to conclude that a clock moved."""
 _THERMAL: Final = ("none", "light", "moderate", "severe", "critical", "emergency", "shutdown")
 """Android's names of `thermal_status`."""
 MIN_SPAN_MS: Final = 200.0
-"""Minimum time between two readings of /proc/stat, whose resolution is 10 ms a cpu."""
+"""Minimum time between two readings of /proc/stat, whose resolution is 10 ms per cpu."""
 
 
 def judge(
@@ -29,16 +29,16 @@ def judge(
     cores: int = 0,
     clusters: Sequence[Collection[int]] = (),
 ) -> report_pb2.Verdict:
-    """Return NOT_BENCHMARKABLE for an emulated device, INVALID if a check fails, else VALID. Equal arguments, equal verdicts.
+    """Return NOT_BENCHMARKABLE for an emulated device, INVALID if a check fails, else VALID. The result is deterministic.
 
-    A check passes if the device does not measure its numbers. The verdict has all reasons, not only the first.
+    A check passes if the device does not report its numbers. The verdict has all reasons, not only the first.
 
     Args:
-        result: of a run that ended without an error.
-        latency: with its samples.
-        asked_samples: the samples that the job asked for; 0 if it left that to the farm.
-        cores: logical cpus that programs may use on the device; 0 if that is not known. The result has the run's own, which
-            may be fewer.
+        result: the result of a run that ended without an error.
+        latency: the latency, with its samples.
+        asked_samples: the number of samples that the job requested; 0 if it left that to the farm.
+        cores: number of logical cpus that programs may use on the device; 0 if unknown. The result has the run's own cpus,
+            which may be fewer.
         clusters: logical cpus of each kind, fastest first, as the series has their clocks.
     """
     checks = [_outputs(result)]
@@ -48,14 +48,14 @@ def judge(
             _samples(result, latency, max(asked_samples, thresholds.min_samples)),
             crowd,
             _cpu_share(result, thresholds.min_cpu_share),
-            # Threads that share a cpu wait for each other, so that these numbers do not show other processes.
+            # Threads that share a cpu wait for each other, so these numbers would not indicate other processes.
             _switches(result, thresholds) if crowd is None else None,
             _pressure(result, thresholds.max_psi_some) if crowd is None else None,
             _background(result, cores, thresholds),
             _stolen(result, cores, thresholds.max_stolen_share),
             _throttled(result),
             _frequency(result, clusters, thresholds.max_frequency_spread),
-            # Last, since the reasons before are often the cause.
+            # Checked last, since the preceding reasons are often the cause.
             _drift(result, latency, thresholds),
             _interval(latency, thresholds.max_interval),
         ]
@@ -106,7 +106,7 @@ def _drift(
 
 
 def _crowd(result: agent_pb2.CandidateResult, cores: int) -> report_pb2.VerdictReason | None:
-    # Of a runner that is bound to none, the affinity may name cpus that are switched off: `cores` counts none of those.
+    # The affinity of an unbound runner may include offline cpus, which `cores` does not count.
     allowed = min((count for count in (len(_allowed(result)), cores) if count), default=0)
     if not allowed or result.threads <= allowed:
         return None
@@ -177,7 +177,7 @@ def _background(result: agent_pb2.CandidateResult, cores: int, thresholds: Thres
         message = f"The device was busy with something else: {waited}."
         return _reason("BACKGROUND_LOAD", message, failed.measured, failed.threshold)
     most = max(thresholds.max_background_cpus, thresholds.max_background_share * cores)
-    # Programs that took turns did all of it together, whichever of them this result is of.
+    # For interleaved programs, runners_cpu_ns is the CPU time of all of them.
     own = telemetry.runners_cpu_ns / 1e6 / span_ms if telemetry.HasField("runners_cpu_ns") else telemetry.cpu_time_ns / 1e9 / wall
     others = (after.cpu_busy_ns - before.cpu_busy_ns) / 1e6 / span_ms - own
     if others <= most:
@@ -223,7 +223,7 @@ def _throttled(result: agent_pb2.CandidateResult) -> report_pb2.VerdictReason | 
 def _frequency(
     result: agent_pb2.CandidateResult, clusters: Sequence[Collection[int]], most: float
 ) -> report_pb2.VerdictReason | None:
-    """Check the clock of the fastest cluster that the runner might use: those of idle clusters follow other loads."""
+    """Check the clock of the fastest cluster that the runner might use; clocks of other clusters follow other loads."""
     cpus = _allowed(result)
     used = next((index for index, members in enumerate(clusters) if not cpus or not cpus.isdisjoint(members)), 0)
     clocks = [point.frequency_hz[used] for point in result.telemetry.series if len(point.frequency_hz) > used]
@@ -277,7 +277,7 @@ def _where(difference: report_pb2.OutputDifference) -> str:
 
 
 def _warm_start(result: agent_pb2.CandidateResult) -> str:
-    """Return a sentence if the run began on a device that did not become cool; empty otherwise."""
+    """Return a sentence if the run started on a device that did not cool down in time; empty otherwise."""
     failed = next((wait for wait in result.telemetry.waits if wait.gate == "COOL" and not wait.passed), None)
     if failed is None:
         return ""
@@ -290,7 +290,7 @@ def _span_ms(result: agent_pb2.CandidateResult) -> float:
 
 
 def _allowed(result: agent_pb2.CandidateResult) -> frozenset[int]:
-    """Return the cpus that the runner might use; empty if they are not known."""
+    """Return the cpus that the runner might use; empty if they are unknown."""
     return _cpus_of(result.runner.cores or result.telemetry.affinity)
 
 

@@ -1,4 +1,4 @@
-"""The comparison, round by round, of two programs that took turns on one device."""
+"""The round-by-round comparison of two programs that took turns on one device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TAIL: Final = 0.025
 
 
 class BadBlocks(DeviceError):
-    """The blocks that an agent sent do not fit its samples."""
+    """Blocks from an agent that do not match its samples."""
 
     reason = "BAD_BLOCKS"
     kind = Kind.INVALID_ARGUMENT
@@ -43,9 +43,9 @@ class Rounds:
     """The rounds that both programs were measured in."""
 
     ratios: NDArray[np.float64]
-    """[n], in order: a round's median of the one program over that of the base."""
+    """Ratio of each round in order, [n]: the candidate's median over the base's."""
     pairs: NDArray[np.int64]
-    """[n]: the start of the processes to which a round belongs."""
+    """Process pair of each round, [n]: the start of the processes to which the round belongs."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,16 @@ class Paired:
     """The comparison of two programs."""
 
     ratio: float
-    """The median of the rounds' ratios."""
+    """Median of the rounds' ratios."""
     ci95: tuple[float, float] | None
-    """See `interval`."""
+    """95 % interval of the ratio; see `interval`."""
 
 
 def medians(samples: NDArray[np.int64], blocks: Sequence[Block]) -> dict[int, tuple[int, float]]:
-    """Return, by round, the process pair and the median of its block; `samples`, [n], are those of all blocks in their order.
+    """Return, by round, the process pair and the median of its block; `samples`, [n], holds all blocks in order.
 
     Raises:
-        BadBlocks: the blocks do not make up the samples, or two belong to one round.
+        BadBlocks: the blocks do not add up to the samples, or two of them belong to one round.
     """
     by_round: dict[int, tuple[int, float]] = {}
     begin = 0
@@ -77,7 +77,12 @@ def medians(samples: NDArray[np.int64], blocks: Sequence[Block]) -> dict[int, tu
 
 
 def rounds_of(of: dict[int, tuple[int, float]], base: dict[int, tuple[int, float]]) -> Rounds:
-    """Return the rounds that two programs share, in order; both as `medians` returns them. 0 ns, on either side, has no ratio."""
+    """Return the rounds that two programs share, in order. Rounds with a median of 0 ns have no ratio and are left out.
+
+    Args:
+        of: result of `medians` for the candidate.
+        base: result of `medians` for the base.
+    """
     both = [number for number in sorted(of) if number in base and of[number][0] == base[number][0]]
     shared = [number for number in both if of[number][1] > 0 and base[number][1] > 0]
     return Rounds(
@@ -87,31 +92,32 @@ def rounds_of(of: dict[int, tuple[int, float]], base: dict[int, tuple[int, float
 
 
 def compare(rounds: Rounds) -> Paired | None:
-    """Return the ratio and its interval; None without a round. Equal rounds have equal results."""
+    """Return the ratio and its interval; None without rounds. The result is deterministic."""
     if rounds.ratios.size == 0:
         return None
     return Paired(float(np.median(rounds.ratios)), interval(rounds))
 
 
 def interval(rounds: Rounds) -> tuple[float, float] | None:
-    """Return the 95 % interval of the ratio, which is in it; None below MIN_PAIRS starts or MIN_ROUNDS rounds.
+    """Return the 95 % interval of the ratio, which contains it; None below MIN_PAIRS starts or MIN_ROUNDS rounds.
 
-    Samples of a block resemble each other, and so do the rounds of one start of the processes: where code and data happen to lie
-    in memory makes a process faster or slower for all of its life. So starts are resampled, then the rounds of each; and since a
-    handful of starts varies less than what it was drawn from, both ends are as much further from the ratio as Student's quantile
-    is than the normal one. Simulated with processes that differ by 0 to 1 % on calm and on disturbed devices, it calls equal
-    programs different in at most 5 % of cases (ends that are not moved: 13 %; samples resampled as if independent: most).
+    Samples of a block are correlated, and so are the rounds of one start of the processes: the placement of code and data in
+    memory makes a process faster or slower for its whole lifetime. Therefore starts are resampled, then the rounds of each. A
+    small number of starts underestimates the variance, so both ends are moved away from the ratio by the factor between
+    Student's quantile and the normal one. Simulated with processes that differ by 0 to 1 % on calm and on disturbed devices, it
+    calls equal programs different in at most 5 % of cases (without moving the ends: 13 %; with samples resampled as if
+    independent: most).
 
-    Source: for the corrections, of starts here: Hesterberg, "What Teachers Should Know About the Bootstrap" (2015). His interval
-    takes farther quantiles instead, which are those of the few rounds that something disturbed.
+    Source of the correction, applied to starts here: Hesterberg, "What Teachers Should Know About the Bootstrap" (2015). His
+    interval takes more extreme quantiles instead, which here would be those of a few disturbed rounds.
     """
     starts, counts = np.unique(rounds.pairs, return_counts=True)
     if starts.size < MIN_PAIRS or rounds.ratios.size < MIN_ROUNDS:
         return None
     random = np.random.default_rng(0)
     logs = np.log(rounds.ratios)
-    # [starts, most rounds of one], padded; drawn by position below the start's own count, as many of each start as it has rounds
-    # on average: starts differ by more than rounds do, and count alike.
+    # Shape [starts, maximum rounds per start], padded. Positions are drawn below each start's own count; every start contributes
+    # the average number of rounds, since starts differ more than rounds and are weighted equally.
     table = np.zeros((starts.size, counts.max()))
     for place, start in enumerate(starts):
         table[place, : counts[place]] = logs[rounds.pairs == start]

@@ -1,4 +1,4 @@
-"""Reports without their large parts: a long run has a million samples, and a time of every operator in every iteration."""
+"""Removal of the large parts of reports: a long run has a million samples, and a time per operator and iteration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from etfarm.v1 import report_pb2
 
 
 def without_series(report: report_pb2.Report) -> report_pb2.Report:
-    """Remove the values of each iteration, round and reading from a report, in place; the numbers computed from them stay."""
+    """Remove the values of each iteration, round and reading from a report, in place; statistics stay."""
     for holder, name in (("latency", "samples_ns"), ("profile", "times_ns"), ("telemetry", "series"), ("interleaved", "ratios")):
         if report.HasField(holder):  # type: ignore[arg-type]
             getattr(report, holder).ClearField(name)

@@ -1,4 +1,4 @@
-"""Statistics of a timed pass, computed from its samples in the order in which they were measured."""
+"""Statistics of a timed pass, computed from its samples in the order of measurement."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from etfarm.wire.errors import DeviceError, Kind
 CONFIDENCE: Final = 0.95
 """Confidence of the median's interval."""
 _Z: Final = 1.959964
-"""The normal distribution's quantile for it."""
+"""Quantile of the normal distribution for this confidence."""
 
 
 class BadSamples(DeviceError):
-    """The samples that a runner sent are not a list of durations."""
+    """Samples from a runner that are not a list of durations."""
 
     reason = "BAD_SAMPLES"
     kind = Kind.INVALID_ARGUMENT
@@ -38,13 +38,13 @@ class Summary:
     p99: float | None
     mean: float
     stddev: float | None
-    """Standard deviation of the sample (n - 1 in the denominator); None for a single one."""
+    """Sample standard deviation (n - 1 in the denominator); None for a single sample."""
     p50_ci95: tuple[float, float] | None
-    """See `median_interval`."""
+    """95 % interval of the median; see `median_interval`."""
     drift: float | None
-    """See `drift`."""
+    """Relative change of the times over the pass; see the function `drift`."""
     effective_samples: float
-    """See `effective_samples`."""
+    """Equivalent number of independent samples; see the function `effective_samples`."""
 
 
 def read_samples(path: Path) -> NDArray[np.int64]:
@@ -63,7 +63,7 @@ def read_samples(path: Path) -> NDArray[np.int64]:
 
 
 def summarize(samples: NDArray[np.int64]) -> Summary | None:
-    """Return statistics of `samples`, [n] in the order measured; None if n is 0. Equal samples have equal statistics.
+    """Return statistics of `samples`, [n] in the order measured; None if n is 0. The result is deterministic.
 
     A percentile q lies at position (n - 1) q / 100 of the sorted samples, counted from 0, and is interpolated linearly
     between its two neighbours. It is None if less than one sample is expected beyond it (`timings.has_percentile`).
@@ -91,15 +91,16 @@ def summarize(samples: NDArray[np.int64]) -> Summary | None:
 
 
 def median_interval(samples: NDArray[np.int64]) -> tuple[float, float] | None:
-    """Return the 95 % interval of the median of the process that `samples`, [n] in order, come from; None below 6 samples, and
-    if they are worth less than 6 independent ones and it would reach beyond all of them.
+    """Return the 95 % interval of the median of the process that `samples`, [n] in order, are drawn from.
 
-    Neighbouring samples resemble each other (a clock that steps, a neighbour that comes and goes), so n of them determine it
-    less well than n independent ones. A block bootstrap keeps neighbours together: a resample is made of blocks of consecutive
-    samples, which go around the end of the series so that no sample is drawn more rarely than others. How many of a resample
-    lie above the median varies, and that variation leads back to a pair of order statistics. No resample has to be drawn for
-    it: blocks are drawn independently, so their sum varies as one block does times their number. Student's
-    distribution accounts for few blocks. On series of 100 to 2000 samples with autocorrelations of 0 to 0.6 it
+    None below 6 samples, and if they are worth fewer than 6 independent samples and the interval would exceed their range.
+
+    Neighbouring samples are correlated (a clock frequency changes, a background load comes and goes), so n of them determine
+    the median less precisely than n independent samples. A block bootstrap keeps neighbours together: a resample consists of
+    blocks of consecutive samples, which wrap around the end of the series so that all samples are drawn equally often. The
+    number of a resample's samples above the median varies, and its variance yields a pair of order statistics. No resample has
+    to be drawn: blocks are independent, so the variance of their sum is that of one block times their number. Student's
+    distribution accounts for a small number of blocks. On series of 100 to 2000 samples with autocorrelations of 0 to 0.6 it
     covers the true median in 90 to 97 % (an interval for independent samples: 65 % at 0.6).
 
     Source: Politis and Romano, "A circular block-resampling procedure for stationary data" (1992), which is the moving-block
@@ -112,10 +113,10 @@ def median_interval(samples: NDArray[np.int64]) -> tuple[float, float] | None:
 
 
 def effective_samples(samples: NDArray[np.int64]) -> float:
-    """Return the number of independent samples that determine the median as well as `samples`, [n] with n > 0, do; 1 to n.
+    """Return the number of independent samples that determine the median as precisely as `samples`, [n] with n > 0; 1 to n.
 
-    n over the integrated autocorrelation time of being above the median, which is what the median's error depends on, and
-    which an outlier of any size changes no more than another sample does.
+    This is n over the integrated autocorrelation time of the indicator "above the median", which determines the median's
+    error. An outlier of any size affects it no more than any other sample.
 
     Source: the initial monotone sequence estimator of Geyer, "Practical Markov Chain Monte Carlo" (1992), section 3.3.
     """
@@ -123,19 +124,19 @@ def effective_samples(samples: NDArray[np.int64]) -> float:
 
 
 def drift(samples: NDArray[np.int64]) -> float | None:
-    """Return how far the times of `samples`, [n] in the order measured, moved. See `etfarm.wire.timings.drift`."""
+    """Return the drift of `samples`, [n] in the order measured; see `etfarm.wire.timings.drift`."""
     return timings.drift(samples, np.median)
 
 
 def _above_median(samples: NDArray[np.int64], median: float) -> NDArray[np.float64]:
-    """Return 1 above the median, 0 below, 1/2 for the samples that equal it; [n] less its mean."""
+    """Return 1 for samples above the median, 0 below and 1/2 at it, minus the mean of these values; [n]."""
     above: NDArray[np.float64] = np.where(samples > median, 1.0, np.where(samples < median, 0.0, 0.5))
     above -= above.mean()
     return above
 
 
 def _autocovariance(series: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the autocovariance of a series of mean 0, [n] to [n]; divided by n at each lag, so that it is positive definite."""
+    """Return the autocovariance of a series with mean 0, [n] to [n]; divided by n at each lag, so it is positive definite."""
     size = series.size
     spectrum = np.fft.rfft(series, 1 << (2 * size - 1).bit_length())
     covariance: NDArray[np.float64] = np.fft.irfft((spectrum * spectrum.conj()).real)[:size] / size
@@ -143,7 +144,7 @@ def _autocovariance(series: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _inefficiency(series: NDArray[np.float64]) -> float:
-    """Return how many of the series' samples are worth one independent sample, 1 to n."""
+    """Return the number of samples that are worth one independent sample, 1 to n, for a series with mean 0."""
     covariance = _autocovariance(series)
     if covariance[0] <= 0:
         return 1.0  # all samples are equal
@@ -154,7 +155,7 @@ def _inefficiency(series: NDArray[np.float64]) -> float:
 
 
 def block_length(series: NDArray[np.float64]) -> int:
-    """Return the block length for a block bootstrap of the mean of a series of mean 0, [n] with n > 1; 1 if independent.
+    """Return the block length for a block bootstrap of the mean of a series with mean 0, [n] with n > 1; 1 if independent.
 
     Source: Politis and White, "Automatic block-length selection for the dependent bootstrap" (2004), with the correction of
     Patton, Politis and White (2009): flat-top lag window, b = (2 G^2 / D)^(1/3) n^(1/3) for the circular bootstrap.
@@ -164,13 +165,13 @@ def block_length(series: NDArray[np.float64]) -> int:
     if covariance[0] <= 0:
         return 1
     longest = min(size, math.ceil(min(3 * math.sqrt(size), size / 3)))
-    # The first lag after which a run of `quiet` correlations cannot be distinguished from 0.
-    quiet = max(5, math.ceil(math.sqrt(math.log10(size))))
+    # The first lag after which a run of `run_length` correlations cannot be distinguished from 0.
+    run_length = max(5, math.ceil(math.sqrt(math.log10(size))))
     limit = 2 * math.sqrt(math.log10(size) / size)
-    most = min(size - 1, math.ceil(math.sqrt(size)) + quiet)
-    loud = np.flatnonzero(np.abs(covariance[1 : most + 1] / covariance[0]) >= limit) + 1
-    edges = np.concatenate(([0], loud, [most + quiet + 1]))
-    lag = int(edges[np.flatnonzero(np.diff(edges) > quiet)[0]])
+    most = min(size - 1, math.ceil(math.sqrt(size)) + run_length)
+    significant = np.flatnonzero(np.abs(covariance[1 : most + 1] / covariance[0]) >= limit) + 1
+    edges = np.concatenate(([0], significant, [most + run_length + 1]))
+    lag = int(edges[np.flatnonzero(np.diff(edges) > run_length)[0]])
     if lag == 0:
         return 1
     lags = np.arange(1, min(2 * lag, size - 1) + 1)
@@ -184,7 +185,7 @@ def block_length(series: NDArray[np.float64]) -> int:
 
 
 def _interval(ordered: NDArray[np.int64], above: NDArray[np.float64]) -> tuple[float, float] | None:
-    """`median_interval` of samples that are sorted already.
+    """Return `median_interval` for sorted samples.
 
     Args:
         ordered: [n], ascending.
@@ -193,7 +194,7 @@ def _interval(ordered: NDArray[np.int64], above: NDArray[np.float64]) -> tuple[f
     size = ordered.size
     if size < MIN_FOR_INTERVAL:
         return None
-    # The optimal length is one for long series: in short ones it cuts too much of what neighbours have in common.
+    # The optimal length is asymptotic: in short series it breaks up too much of the correlation.
     worth = _inefficiency(above)
     length = min(max(block_length(above), math.ceil(3 * worth)), size // 3)
     blocks = size / length
@@ -201,7 +202,7 @@ def _interval(ordered: NDArray[np.int64], above: NDArray[np.float64]) -> tuple[f
     half = student(blocks - 1) * float(np.std(sums[length:] - sums[:-length])) * math.sqrt(blocks)
     if half > (size - 1) / 2 and size / worth < MIN_FOR_INTERVAL:
         return None
-    # Outwards to whole samples; the median lies between the ranks (n - 1) / 2 rounded down and up.
+    # Round outwards to whole samples; the median lies between the ranks (n - 1) / 2 rounded down and up.
     low = max(0, math.floor((size - 1) / 2 - half))
     return float(ordered[low]), float(ordered[size - 1 - low])
 

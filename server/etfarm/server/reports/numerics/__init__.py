@@ -1,1 +1,1 @@
-"""The correctness of a run: its outputs against a reference, and each operator's values against the graph run on the host."""
+"""The correctness of a run: its outputs against a reference, and each operator's values against those of the host."""

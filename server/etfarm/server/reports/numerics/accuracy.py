@@ -1,4 +1,4 @@
-"""The accuracy of a device's outputs against the program before quantization, and the quantized graph that was lowered."""
+"""The accuracy of a device's outputs against the program before quantization and against the lowered, quantized graph."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from etfarm.wire.errors import UserError
 from etfarm.wire.tensors import Scalar, Value
 
 REFERENCE = "program before quantization"
-"""What `OutputAccuracy.reference` says: the exported program, run by torch on the host with the same inputs."""
+"""The value of `OutputAccuracy.reference` for the exported program, run by torch on the host with the same inputs."""
 
 QUANTIZED = "quantized program"
-"""The same of the graph that was lowered, where something quantized it: what is left is the kernels' difference, not int8's."""
+"""Its value for the lowered graph if a stage quantized it; the remaining error is due to kernels, not to int8."""
 
 EXACT_DB = 300.0
-"""Cap of the SQNR, which an exact match has: float64 itself resolves some 320 dB."""
+"""Maximum SQNR, also that of an exact match; float64 itself resolves some 320 dB."""
 
 LEAST_CLASSES = 3
-"""An output of fewer is rather a pair of numbers than scores of classes."""
+"""Minimum number of classes; a smaller output is more likely a pair of numbers than class scores."""
 
 
 class OutputsDoNotMatch(UserError):
-    """The program's outputs cannot be compared with the model's: another number of them, or another shape."""
+    """Outputs that cannot be compared with the model's because their number or a shape differs."""
 
     reason = "OUTPUTS_DO_NOT_MATCH"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One output against its reference, computed in float64. None where a number does not exist (NaN, empty outputs)."""
+    """The difference of one output from its reference, in float64; None for undefined numbers (NaN, empty outputs)."""
 
     equal: bool
     """Whether all elements are equal; NaN equals NaN."""
     max_abs_error: float | None
     mean_abs_error: float | None
     cosine: float | None
-    """Between the two as vectors, -1 to 1; None where one is all zero."""
+    """Cosine similarity of the two as vectors, -1 to 1; None if one of them is all zero."""
     sqnr_db: float | None
-    """See `sqnr_db`."""
+    """Signal to quantization noise ratio in dB; see the function `sqnr_db`."""
     relative_error: float | None = None
-    """The error's norm over the reference's; None as `sqnr_db` is."""
+    """Norm of the error over the norm of the reference; None if `sqnr_db` is None."""
     top1_agreement: float | None = None
-    """See `top1_agreement`."""
+    """Fraction of rows with the same top class; see the function `top1_agreement`."""
     nan_count: int | None = None
     reference_nan_count: int | None = None
-    """Both are None where one side is None."""
+    """Numbers of NaN in the output and in its reference; None if one of them is None."""
 
 
 def pair(references: list[Value], outputs: list[Value]) -> list[tuple[Value, Value]]:
@@ -67,7 +67,7 @@ def pair(references: list[Value], outputs: list[Value]) -> list[tuple[Value, Val
 
 
 def compare(name: str, reference: Value, output: Value) -> Difference:
-    """Return how far `output` is from `reference`. bool counts as 0 and 1.
+    """Return the difference of `output` from `reference`. bool counts as 0 and 1.
 
     Raises:
         OutputsDoNotMatch: their shapes differ, or one is None.
@@ -88,27 +88,27 @@ def compare(name: str, reference: Value, output: Value) -> Difference:
 
 
 def array_of(value: Value) -> NDArray[np.generic]:
-    """Return a value's elements: [shape] of its own dtype; a scalar is [] of bool, int64 or float64."""
+    """Return a value's elements, [shape] in its own dtype; a scalar has the shape [] and is bool, int64 or float64."""
     return np.asarray(value.value) if isinstance(value, Scalar) else tensors.to_array(value)
 
 
 def dtype_of(value: Value) -> str | None:
-    """Return a value's dtype by torch's name; None for None."""
+    """Return torch's name of a value's dtype; None for None."""
     if isinstance(value, Scalar):
         return None if value.value is None else np.asarray(value.value).dtype.name
     return value.dtype
 
 
 def shape_of(value: Value) -> tuple[int, ...]:
-    """Return a value's shape; that of a scalar is ()."""
+    """Return a value's shape; () for a scalar."""
     return () if isinstance(value, Scalar) else value.shape
 
 
 def difference(reference: NDArray[np.generic], actual: NDArray[np.generic]) -> Difference:
-    """Return the numbers for two arrays of one shape and any real dtypes."""
+    """Return the difference of two arrays of one shape and any real dtypes."""
     exact = reference.dtype == actual.dtype and reference.dtype.kind in "biu"
     r, a = reference.astype(np.float64).ravel(), actual.astype(np.float64).ravel()
-    # int64 above 2^53 is no float64: equality is asked of the integers themselves.
+    # float64 cannot represent all int64 above 2^53, so integers are compared as integers.
     same = (reference == actual).ravel() if exact else (r == a) | (np.isnan(r) & np.isnan(a))
     with np.errstate(invalid="ignore", over="ignore"):
         errors = np.where(same, 0.0, np.abs(r - a))
@@ -127,10 +127,10 @@ def difference(reference: NDArray[np.generic], actual: NDArray[np.generic]) -> D
 
 
 def sqnr_db(reference: NDArray[np.float64], actual: NDArray[np.float64]) -> float | None:
-    """Return the signal to quantization noise ratio, 10 log10(sum r^2 / sum (r - a)^2), in dB; at most 300, as for equal ones.
+    """Return the signal to quantization noise ratio, 10 log10(sum r^2 / sum (r - a)^2), in dB; at most 300.
 
-    Both are float64 of one shape. None where either has a NaN, where the reference is all zero or has an infinity that the
-    other does not share, and where there is nothing to compare.
+    Equal arrays have 300 dB. Both are float64 of one shape. None if either has a NaN, if the reference is all zero or has an
+    infinity that the other does not share, and if the arrays are empty.
 
     Source: torchao.quantization.utils.compute_error computes the same with norms.
     """
@@ -142,14 +142,17 @@ def sqnr_db(reference: NDArray[np.float64], actual: NDArray[np.float64]) -> floa
 
 
 def relative_error(reference: NDArray[np.float64], actual: NDArray[np.float64]) -> float | None:
-    """Return the difference's norm over the reference's, 0 if they are equal; None as `sqnr_db`. Both: float64, one shape."""
+    """Return the norm of the difference over that of the reference, both float64 of one shape; None as in `sqnr_db`."""
     energies = _energies(reference, actual)
     return None if energies is None else math.sqrt(energies[1] / energies[0])
 
 
 def top1_agreement(reference: NDArray[np.generic], actual: NDArray[np.generic]) -> float | None:
-    """Return the part of the rows whose largest element is at the same place, 0 to 1, for floating-point scores, [classes] or
-    [N, classes] with LEAST_CLASSES or more; None for others. The first of equal elements counts, and NaN is the largest."""
+    """Return the fraction of rows, 0 to 1, whose largest element is at the same index.
+
+    Defined for floating-point scores, [classes] or [N, classes] with at least LEAST_CLASSES classes; None otherwise. Of equal
+    elements the first counts, and NaN is the largest.
+    """
     few = reference.ndim not in (1, 2) or reference.shape[-1] < LEAST_CLASSES
     if few or reference.dtype.kind in "biu" or not reference.size:
         return None
@@ -158,12 +161,12 @@ def top1_agreement(reference: NDArray[np.generic], actual: NDArray[np.generic]) 
 
 
 def _energies(reference: NDArray[np.float64], actual: NDArray[np.float64]) -> tuple[float, float] | None:
-    """Return the sums of the squares of the reference and of the difference, scaled alike; None where `sqnr_db` is."""
+    """Return the sums of the squares of the reference and of the difference, scaled alike; None if `sqnr_db` is None."""
     if np.isnan(reference).any() or np.isnan(actual).any() or not reference.any():
         return None
     if np.array_equal(reference, actual):
         return 1.0, 0.0
-    # Scaled first, since squares of large float64 overflow and of small ones vanish.
+    # Scale first: squares of large float64 overflow, and those of small ones underflow.
     scale = float(np.abs(reference).max())
     with np.errstate(over="ignore", invalid="ignore"):
         signal = float(np.square(reference / scale).sum())

@@ -1,7 +1,7 @@
-"""Operators that return indices of elements, which are judged by the elements.
+"""Operators that return indices of elements, and are judged by the selected elements.
 
-Of equal elements an operator may return any index, and quantization makes many elements equal. So the comparison is between the
-elements, not between their indices.
+Among equal elements an operator may return any index, and quantization makes many elements equal. The selected elements are
+therefore compared instead of their indices.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ def chooses(op_type: str) -> bool:
 
 
 def chosen(node: Node, args: Sequence[Any], kwargs: dict[str, Any], places: Array) -> Array | None:
-    """Return the elements of a node's first argument at its indices; None if the operator's layout is not known.
+    """Return the elements of a node's first argument at its indices; None if the operator's layout is unknown.
 
     Args:
-        places: the node's indices along its `dim`, or of the flattened argument if it has none.
+        places: the node's indices along its `dim`, or into the flattened argument if it has no `dim`.
 
     Raises:
-        IndexError: there is no such element.
+        IndexError: an index is out of range.
     """
     schema = getattr(node.target, "_schema", None)
     if schema is None or base_name(str(node.target)) not in CHOOSING - {"max_pool2d_with_indices"}:
         return None
-    bound = {one.name: one.default_value for one in schema.arguments if one.has_default_value()}
-    bound |= dict(zip((one.name for one in schema.arguments), args, strict=False)) | kwargs
-    of, dim = args[0].detach().double().numpy(), bound.get("dim")
+    bound = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
+    bound |= dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    source, dim = args[0].detach().double().numpy(), bound.get("dim")
     if dim is None:
-        of, dim, places = of.ravel(), 0, places.reshape(-1)
-    elif places.ndim < of.ndim:
+        source, dim, places = source.ravel(), 0, places.reshape(-1)
+    elif places.ndim < source.ndim:
         places = np.expand_dims(places, dim)
-    if places.ndim != of.ndim or not of.size:
+    if places.ndim != source.ndim or not source.size:
         return None
-    if places.size and (places.min() < 0 or places.max() >= of.shape[dim]):
-        raise IndexError(f"there are {of.shape[dim]} elements")
-    elements: Array = np.take_along_axis(of, places.astype(np.int64), dim)
+    if places.size and (places.min() < 0 or places.max() >= source.shape[dim]):
+        raise IndexError(f"there are {source.shape[dim]} elements")
+    elements: Array = np.take_along_axis(source, places.astype(np.int64), dim)
     return elements

@@ -19,24 +19,27 @@ Array = NDArray[np.generic]
 
 @dataclass(frozen=True)
 class Deviation:
-    """`actual` against `expected`, in float64 over the elements that are finite on both sides; None where there are none.
+    """The deviation of `actual` from `expected` in float64, over the elements that are finite on both sides.
 
-    Where one side alone is NaN or infinite, `same_kind` is false.
+    Numbers are None if there are no such elements. If an element is NaN or infinite on one side only, `same_kind` is false.
     """
 
     snr_db: float | None
-    """Signal over difference, at most EXACT_DB; None where the expected values are all zero."""
+    """Signal to difference ratio, at most EXACT_DB; None if the expected values are all zero."""
     mse: float | None
     l1: float | None
     max_abs_error: float | None
     same_kind: bool
-    """Whether both have their NaNs and infinities at the same places."""
+    """Whether both have the same NaNs and infinities at the same indices."""
     has_nan: bool
 
     @property
     def level_db(self) -> float:
-        """How right it is, as one number: the SNR, EXACT_DB where there is no difference, -EXACT_DB where one side is NaN or
-        infinite and the other is not, or where there should be nothing and is something."""
+        """The agreement as one number in dB: the SNR if it is defined.
+
+        Otherwise EXACT_DB if there is no difference, and -EXACT_DB if only one side is NaN or infinite, or if values differ
+        from an all-zero reference.
+        """
         if not self.same_kind:
             return -EXACT_DB
         if self.snr_db is not None:
@@ -45,27 +48,27 @@ class Deviation:
 
     @property
     def rms_error(self) -> float:
-        """Root of the mean squared difference."""
+        """The root mean square of the difference."""
         return math.sqrt(self.mse or 0.0)
 
 
 def deviation(expected: Array, actual: Array) -> Deviation:
-    """Return how far `actual` is from `expected`; both of one shape and of any real dtypes."""
+    """Return the deviation of `actual` from `expected`; both have one shape and any real dtypes."""
     e, a = expected.astype(np.float64).ravel(), actual.astype(np.float64).ravel()
     finite = np.isfinite(e) & np.isfinite(a)
     has_nan = bool(np.isnan(e).any() or np.isnan(a).any())
     if finite.all():
         same = True
     else:
-        others = ~finite
-        same = bool(((e[others] == a[others]) | (np.isnan(e[others]) & np.isnan(a[others]))).all())
+        non_finite = ~finite
+        same = bool(((e[non_finite] == a[non_finite]) | (np.isnan(e[non_finite]) & np.isnan(a[non_finite]))).all())
         e, a = e[finite], a[finite]
     if not e.size:
         return Deviation(None, None, None, None, same, has_nan)
     scale = float(np.abs(e).max())
     with np.errstate(over="ignore"):
         errors = np.abs(e - a)
-        # Scaled, since squares of large numbers overflow and of small ones vanish.
+        # Scale first: squares of large numbers overflow, and those of small ones underflow.
         noise = float(np.square(errors / scale).sum()) if scale else 0.0
         signal = float(np.square(e / scale).sum()) if scale else 0.0
         mse, l1, largest = float(np.square(errors).mean()), float(errors.sum()), float(errors.max())
@@ -76,15 +79,15 @@ def deviation(expected: Array, actual: Array) -> Deviation:
 
 
 def summary(values: Array, dtype: str) -> report_pb2.ValueSummary:
-    """Return range and moments of a tensor's finite elements.
+    """Return the range and the moments of a tensor's finite elements.
 
     Args:
-        dtype: torch's name of what is described, which `values` may stand for.
+        dtype: torch's name of the described dtype, which `values` may represent in another one.
     """
     v = values.astype(np.float64)
     finite = v[np.isfinite(v)]
     nan_count = int(np.isnan(v).sum())
-    found = report_pb2.ValueSummary(
+    result = report_pb2.ValueSummary(
         dtype=dtype, shape=v.shape, nan_count=nan_count, infinite_count=v.size - finite.size - nan_count
     )
     if finite.size:
@@ -92,18 +95,18 @@ def summary(values: Array, dtype: str) -> report_pb2.ValueSummary:
             numbers = {"min": finite.min(), "max": finite.max(), "mean": finite.mean(), "stddev": finite.std()}
         for name, number in numbers.items():
             if np.isfinite(number):
-                setattr(found, name, float(number))
-    return found
+                setattr(result, name, float(number))
+    return result
 
 
 def histogram(expected: Array, actual: Array) -> report_pb2.ValueHistogram | None:
-    """Return both tensors' finite elements over the same bins; None without any on one side."""
+    """Return the histogram of both tensors' finite elements over the same bins; None if one has no finite elements."""
     e, a = (values.astype(np.float64).ravel() for values in (expected, actual))
     e, a = e[np.isfinite(e)], a[np.isfinite(a)]
     if not (e.size and a.size):
         return None
     low, high = float(min(e.min(), a.min())), float(max(e.max(), a.max()))
-    # Equal bins need a width that float64 can tell from nothing.
+    # Equal bins need a width that float64 can distinguish from 0.
     if not high - low > 1e-9 * max(abs(low), abs(high)):
         around = max(0.5, abs(high) * 1e-3)
         low, high = low - around, high + around

@@ -1,6 +1,6 @@
 """The edge graph of an ETRecord: its operators, their values, and the operators that each instruction of the program executes.
 
-The record's JSON is read as in `graph`: torch's loader would execute code.
+The record's JSON is read as in `graph`, since torch's loader would execute code.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _QUANTIZATION: Final = ("quantize", "dequantize", "choose_qparams")
 
 @dataclass(frozen=True)
 class Given:
-    """One tensor that an operator gives."""
+    """One output tensor of an operator."""
 
     name: str
     dtype: str | None
     shape: tuple[int | None, ...]
-    """None for a dim that is dynamic."""
+    """Sizes; None for a dynamic dim."""
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,23 @@ class Operator:
     """One node of the edge graph."""
 
     index: int
-    """In the graph's order, which is one of execution."""
+    """Position in the graph, which is a valid order of execution."""
     node: Node
     handles: tuple[int, ...]
     takes: tuple[str, ...]
-    """Names of tensors."""
+    """Names of the input tensors."""
     gives: tuple[Given, ...]
     lineage: tuple[str, ...]
-    """The names of the nodes that it comes from, the youngest first: in the graphs of each step since the model was exported."""
+    """Names of the nodes that it comes from in the graph of each step since the export, the latest first."""
 
     @property
     def is_bfloat16(self) -> bool:
-        """Whether it gives bfloat16 values, which ExecuTorch 1.5 writes to no ETDump."""
-        return any(given.dtype == "bfloat16" for given in self.gives)
+        """Whether it has a bfloat16 output, which ExecuTorch 1.5 does not write to an ETDump."""
+        return any(output.dtype == "bfloat16" for output in self.gives)
 
     @property
     def quantizes(self) -> bool:
-        """Whether it only changes how numbers are written down."""
+        """Whether it only changes the representation of numbers."""
         name = base_name(self.node.op_type)
         return name.startswith(_QUANTIZATION)
 
@@ -66,18 +66,18 @@ class EdgeGraph:
 
     operators: tuple[Operator, ...]
     users: Mapping[str, tuple[int, ...]]
-    """Indexes of operators by the name of a tensor that they take."""
+    """Indexes of operators by the name of an input tensor."""
     outputs: frozenset[str]
-    """Names of tensors that the method gives, the new states of buffers among them."""
+    """Names of the method's output tensors, including the new states of buffers."""
 
     def leaving(self, group: Iterable[Operator]) -> list[tuple[Operator, int]]:
-        """Return what operators give to others than themselves: each with the place of the tensor among those that it gives."""
+        """Return the outputs of a group that are used outside of it, as an operator and the index of its output."""
         members = {operator.index: operator for operator in group}
         return [
             (operator, at)
             for _, operator in sorted(members.items())
-            for at, given in enumerate(operator.gives)
-            if given.name in self.outputs or any(user not in members for user in self.users.get(given.name, ()))
+            for at, output in enumerate(operator.gives)
+            if output.name in self.outputs or any(user not in members for user in self.users.get(output.name, ()))
         ]
 
 
@@ -85,14 +85,14 @@ def read(path: Path, method: str) -> EdgeGraph:
     """Return the method's graph in an ETRecord.
 
     Raises:
-        BadRecord: it cannot be read, or holds no such method.
+        BadRecord: it cannot be read, or lacks the method.
     Source: torch._export.serde.schema, which executorch.exir.serde writes.
     """
     try:
-        found = graph.read_graph(path, method)
-        metas = found["tensor_values"]
-        operators = tuple(_operator(index, node, metas) for index, node in enumerate(found["nodes"]))
-        outputs = frozenset(graph.tensor_names(found["outputs"]))
+        serialized = graph.read_graph(path, method)
+        metas = serialized["tensor_values"]
+        operators = tuple(_operator(index, node, metas) for index, node in enumerate(serialized["nodes"]))
+        outputs = frozenset(graph.tensor_names(serialized["outputs"]))
     except graph.UNREADABLE as error:
         detail = f"{type(error).__name__}: {error}"
         raise BadRecord(f"The ETRecord's graph cannot be read for the method {method!r} ({detail}).", method=method) from error
@@ -100,7 +100,7 @@ def read(path: Path, method: str) -> EdgeGraph:
     for operator in operators:
         for name in dict.fromkeys(operator.takes):
             users.setdefault(name, []).append(operator.index)
-    return EdgeGraph(operators, {name: tuple(found) for name, found in users.items()}, outputs)
+    return EdgeGraph(operators, {name: tuple(indexes) for name, indexes in users.items()}, outputs)
 
 
 def executed(
@@ -109,72 +109,76 @@ def executed(
     program: Mapping[tuple[int, int], Instruction],
     recorded: Mapping[int, Sequence[Stored]],
 ) -> dict[int, tuple[Operator, ...]]:
-    """Return the operators by the instruction that executes them, in their order; unknown instructions are left out.
+    """Return the operators by the instruction that executes them, in graph order, without unknown instructions.
 
-    A delegate has a debug handle for each operator in it, so that two of one handle are two operators. Where several instructions
-    share a handle, since one operator of the model became many, a kernel is one of its name, and of those that are left it is one
-    whose shape was recorded and whose arguments were computed before.
+    A delegate lists a debug handle once for each of its operators, so a repeated handle means several operators. If several
+    instructions share a handle, since one operator of the model was decomposed, a kernel is matched by name, and among equal
+    names by the recorded shape and by arguments that are already computed.
 
     Args:
-        handles: debug handles by instruction, as often as the compiler recorded each.
-        recorded: by instruction, what each gave.
+        handles: debug handles by instruction, with the compiler's repetitions.
+        recorded: values by instruction.
     """
     by_handle: dict[int, list[Operator]] = {}
     for operator in edge.operators:
         for handle in operator.handles:
             by_handle.setdefault(handle, []).append(operator)
-    makers = {given.name: operator.index for operator in edge.operators for given in operator.gives}
-    taken: dict[int, list[Operator]] = {}
+    producers = {output.name: operator.index for operator in edge.operators for output in operator.gives}
+    groups: dict[int, list[Operator]] = {}
     done: set[int] = set()
 
-    def choose(left: Sequence[Operator], values: Sequence[Stored]) -> Operator:
+    def choose(candidates: Sequence[Operator], values: Sequence[Stored]) -> Operator:
         return min(
-            left,
-            key=lambda one: (
-                bool(values) and not any(fits(given, values[-1]) for given in one.gives[-1:] or ()) and len(one.gives) == 1,
-                any(makers.get(name, -1) not in done for name in one.takes if name in makers),
-                one.index,
+            candidates,
+            key=lambda candidate: (
+                bool(values)
+                and not any(fits(output, values[-1]) for output in candidate.gives[-1:] or ())
+                and len(candidate.gives) == 1,
+                any(producers.get(name, -1) not in done for name in candidate.takes if name in producers),
+                candidate.index,
             ),
         )
 
     for (_, number), instruction in sorted(program.items()):
-        group = taken.setdefault(number, [])
+        group = groups.setdefault(number, [])
         known = [handle for handle in handles.get(number, ()) if by_handle.get(handle)]
         values = recorded.get(number, ()) if len(known) == 1 else ()
         for handle in known:
-            left = by_handle[handle]
+            candidates = by_handle[handle]
             if not instruction.delegate:
-                left = [operator for operator in left if base_name(instruction.name) == base_name(operator.node.op_type)] or left
-            if left and (instruction.delegate or not group):
-                operator = choose(left, values)
+                candidates = [
+                    operator for operator in candidates if base_name(instruction.name) == base_name(operator.node.op_type)
+                ] or candidates
+            if candidates and (instruction.delegate or not group):
+                operator = choose(candidates, values)
                 by_handle[handle].remove(operator)
                 group.append(operator)
                 done.add(operator.index)
-    _put_right(edge, taken)
-    return {number: tuple(sorted(group, key=lambda operator: operator.index)) for number, group in taken.items()}
+    _reassign_dequantizing(edge, groups)
+    return {number: tuple(sorted(group, key=lambda operator: operator.index)) for number, group in groups.items()}
 
 
-def fits(given: Given, value: Stored) -> bool:
-    """Return whether a recorded value may be that of the graph."""
-    return (given.dtype is None or given.dtype == value.dtype) and (
-        len(given.shape) == len(value.shape)
-        and all(size is None or size == other for size, other in zip(given.shape, value.shape, strict=True))
+def fits(output: Given, value: Stored) -> bool:
+    """Return whether a recorded value may be this output of the graph."""
+    return (output.dtype is None or output.dtype == value.dtype) and (
+        len(output.shape) == len(value.shape)
+        and all(size is None or size == actual for size, actual in zip(output.shape, value.shape, strict=True))
     )
 
 
-def _put_right(edge: EdgeGraph, taken: dict[int, list[Operator]]) -> None:
-    """Return where several operators dequantize one tensor, which the handles do not tell apart, each goes with what takes it."""
-    place = {operator.index: number for number, group in taken.items() for operator in group}
-    for number, group in list(taken.items()):
-        for operator in [one for one in group if base_name(one.node.op_type).startswith("dequantize")]:
+def _reassign_dequantizing(edge: EdgeGraph, groups: dict[int, list[Operator]]) -> None:
+    """Assign operators that dequantize the same tensor, which share a handle, to the groups that use their outputs."""
+    place = {operator.index: number for number, group in groups.items() for operator in group}
+    for number, group in list(groups.items()):
+        for operator in [member for member in group if base_name(member.node.op_type).startswith("dequantize")]:
             twins = [
                 other for other in edge.operators if other.node.op_type == operator.node.op_type and other.takes == operator.takes
             ]
-            users = [user for given in operator.gives for user in edge.users.get(given.name, ())]
+            users = [user for output in operator.gives for user in edge.users.get(output.name, ())]
             owner = next((place[user] for user in users if user in place), number)
             if len(twins) > 1 and owner != number:
-                taken[number].remove(operator)
-                taken[owner].append(operator)
+                groups[number].remove(operator)
+                groups[owner].append(operator)
 
 
 def _is_kernel_of(name: str, operator: Operator) -> bool:
@@ -188,12 +192,12 @@ def _operator(index: int, node: Mapping[str, Any], metas: Mapping[str, Any]) -> 
         graph.node_of(node),
         graph.handles_of(metadata.get("debug_handle")),
         tuple(graph.tensor_names(node["inputs"])),
-        tuple(_given(name, metas.get(name)) for name in graph.tensor_names(node["outputs"])),
+        tuple(_output(name, metas.get(name)) for name in graph.tensor_names(node["outputs"])),
         _lineage(metadata.get("from_node")),
     )
 
 
-def _given(name: str, meta: Mapping[str, Any] | None) -> Given:
+def _output(name: str, meta: Mapping[str, Any] | None) -> Given:
     if meta is None:
         return Given(name, None, ())
     return Given(name, _DTYPES.get(int(meta["dtype"])), tuple(size.get("as_int") for size in meta["sizes"]))

@@ -1,7 +1,7 @@
-"""The numeric gap: every operator's values on the device against those on the host, and the first operator that is bad.
+"""The numeric gap: every operator's values on the device against those on the host, and the first bad operator.
 
-The device's values are those that its numerics pass recorded. The host's come from torch, which runs the exported program as it
-was lowered, and the one before quantization if there is one, node by node on the same inputs.
+The device's values were recorded by its numerics pass. The host's come from torch, which runs the exported program as it was
+lowered, and the program before quantization if available, node by node on the same inputs.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ Warn = Callable[[str, str], None]
 
 
 class OtherExport(UserError):
-    """The ETRecord, or the recorded values, belong to another program."""
+    """An ETRecord or recorded values that belong to another program."""
 
     reason = "OTHER_EXPORT"
 
 
 class NothingToCompare(FarmError):
-    """No recorded value has a counterpart on the host."""
+    """A recording without any value that has a counterpart on the host."""
 
     reason = "NOTHING_TO_COMPARE"
 
 
 @dataclass
 class Side:
-    """All rows against one reference."""
+    """The comparison of all rows with one reference."""
 
     name: str
     nodes: Counterparts
@@ -65,11 +65,12 @@ def fill(
     """Fill `numeric_gap`, and the fields of `numerics` that describe it.
 
     Args:
-        model: the program before quantization; None where there is none.
-        inputs: tensor file of what the device was given.
-        deadline_s: by time.monotonic(); what the host has not reached by then has no row.
-        warn: takes a code ANALYSIS_NUMERICS_... and a sentence, for what is left out.
-        screen: as `reference.load` takes it.
+        model: the program before quantization; None if it is not available.
+        inputs: tensor file of the device's inputs.
+        given: the files of the numerics pass.
+        deadline_s: by time.monotonic(); nodes that the host has not reached by then have no row.
+        warn: called with a code ANALYSIS_NUMERICS_... and a sentence for each part that is left out.
+        screen: as in `reference.load`.
 
     Raises:
         BadRecording, BadRecord, BadProgram, OtherExport, NothingToCompare: nothing can be compared.
@@ -82,23 +83,23 @@ def fill(
         raise graph.BadRecord("The ETRecord has no debug handles, by which recorded values are matched with the graph.")
     if misfit := provenance.misfit_of_record(record, program):
         raise OtherExport(f"The ETRecord is of another export: {misfit}.")
-    values = {one.instruction: one.values for one in recording.instructions}
+    values = {recorded.instruction: recorded.values for recorded in recording.instructions}
     executed = edge.executed(operators, record.handles, program, values)
     outputs = list(counterparts.outputs(operators, executed, program, recording.instructions))
-    known = [one for one in recording.instructions if executed.get(one.instruction)]
+    known = [recorded for recorded in recording.instructions if executed.get(recorded.instruction)]
     if 2 * len({id(output.group) for output in outputs}) < len(known):
         raise OtherExport(
             f"The recorded values are of another program: most of the {len(known)} instructions gave another type or shape than "
             "the graph does."
         )  # fmt: skip
-    ran = [one for group in executed.values() for one in group]
-    if unrecorded := sum(one.is_bfloat16 for one in ran):
+    ran = [operator for group in executed.values() for operator in group]
+    if unrecorded := sum(operator.is_bfloat16 for operator in ran):
         message = (
             f"{_NO_BFLOAT16}: {unrecorded} of {len(ran)} operators give such, and are compared with the next one that does not."
         )
         warn("ANALYSIS_NUMERICS_BFLOAT16", message)
     leaves = tensors.decode(inputs.read_bytes())
-    # A kernel is not to blame for what quantization does, so where that is known it is left out.
+    # Kernels are not to blame for quantization error, so they are judged against the quantized program if there is one.
     judged = QUANTIZED if given.quantized is not None else EAGER
     sides: list[Side] = []
     numbers: dict[int, Callable[[Array], Array]] = {}
@@ -130,11 +131,11 @@ def fill(
         report.numeric_gap[bad].first_bad = True
 
 
-def _recording(given: Numerics, method: str) -> Recording:
+def _recording(numerics: Numerics, method: str) -> Recording:
     try:
-        return Recording(given.etdump, given.debug)
+        return Recording(numerics.etdump, numerics.debug)
     except NothingRecorded as error:
-        if any(one.is_bfloat16 for one in edge.read(given.etrecord, method).operators):
+        if any(operator.is_bfloat16 for operator in edge.read(numerics.etrecord, method).operators):
             raise NothingRecorded(f"{_NO_BFLOAT16}, and the program gives no others.") from error
         raise
 
@@ -152,39 +153,42 @@ def _side(name: str, nodes: Counterparts, outputs: Sequence[Output]) -> Side:
             continue
         if node is None:
             steps.setdefault(step.name, []).extend(output.group)
-        elif name == QUANTIZED or not all(one.quantizes for one in output.group):  # that one has the value of the one before it
-            # Where one operator of the model became several, only their last value is the model's, and they are one row.
-            group = {one.index: one for one in (*steps.get(step.name, ()), *output.group)}
+        elif name == QUANTIZED or not all(
+            operator.quantizes for operator in output.group
+        ):  # a quantizing group repeats the value of the preceding operator
+            # If one operator of the model became several, only the last value is the model's, and they share one row.
+            group = {operator.index: operator for operator in (*steps.get(step.name, ()), *output.group)}
             side.slots.append(Slot(output, node, tuple(group[index] for index in sorted(group))))
     return side
 
 
 def _rows(sides: Sequence[Side], outputs: Sequence[Output]) -> list[tuple[report_pb2.NumericGap, Slot]]:
-    """Return the sort key of a row: in order of execution, and for one value the row against the quantized program first."""
+    """Return the rows in order of execution; for one value, the row against the quantized program comes first."""
     order = {id(output): at for at, output in enumerate(outputs)}
     slots = [(order[id(slot.output)], at, slot) for at, side in enumerate(sides) for slot in side.slots if slot.found is not None]
     seen = [frozenset(slot.node.name for slot in side.slots if slot.found is not None) for side in sides]
     rows = []
-    for _, at, slot in sorted(slots, key=lambda one: one[:2]):
-        members = {one.index: one for one in (*slot.group, *sides[at].nodes.unseen(slot.node, seen[at]))}
+    for _, at, slot in sorted(slots, key=lambda entry: entry[:2]):
+        unseen = sides[at].nodes.unseen(slot.node, seen[at])
+        members = {operator.index: operator for operator in (*slot.group, *unseen)}
         rows.append((_row(slot, [members[index] for index in sorted(members)], sides[at].name), slot))
     return rows
 
 
 def _row(slot: Slot, group: Sequence[edge.Operator], against: str) -> report_pb2.NumericGap:
-    found = slot.found
-    assert found is not None
-    own = [one for one in group if not one.quantizes] or list(group)
-    places = list(dict.fromkeys(one.node.source for one in own if one.node.source is not None))
+    deviation = slot.found
+    assert deviation is not None
+    own = [operator for operator in group if not operator.quantizes] or list(group)
+    places = list(dict.fromkeys(operator.node.source for operator in own if operator.node.source is not None))
     return report_pb2.NumericGap(
-        ops=list(dict.fromkeys(one.node.op_type for one in group)),
-        snr_db=found.snr_db if found.same_kind and not found.has_nan else None,
-        mse=found.mse, l1=found.l1, max_abs_error=found.max_abs_error,
+        ops=list(dict.fromkeys(operator.node.op_type for operator in group)),
+        snr_db=deviation.snr_db if deviation.same_kind and not deviation.has_nan else None,
+        mse=deviation.mse, l1=deviation.l1, max_abs_error=deviation.max_abs_error,
         source=_line(places[0]) if places else None,
         reference=against,
-        module=own[0].node.module or common_module(one.node.module for one in own),
+        module=own[0].node.module or common_module(operator.node.module for operator in own),
         sources=[_line(place) for place in places] if len(places) > 1 else (),
-        debug_handles=sorted({handle for one in slot.group for handle in one.handles}),
+        debug_handles=sorted({handle for operator in slot.group for handle in operator.handles}),
         backend=slot.output.backend,
         expected=slot.expected, actual=slot.actual, histogram=slot.histogram,
     )  # fmt: skip

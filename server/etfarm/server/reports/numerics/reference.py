@@ -1,4 +1,4 @@
-"""The reference: the outputs of the exported program for the device's inputs, run by torch."""
+"""The reference outputs: the exported program, run by torch on the device's inputs."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ if TYPE_CHECKING:
     from torch.fx import Node
 
 Observe = Callable[["Node", Any, tuple[Any, ...], dict[str, Any]], None]
-"""Gets a node, its value (tensors, tuples of them, numbers), and the positional and keyword arguments that gave it. Tensors are
-lent: a later node may write to them."""
+"""A callback that takes a node, its value (tensors, tuples of them, numbers), and its positional and keyword arguments. Tensors
+are only valid during the call, since a later node may write to them."""
 
 
 class ReferenceNotRunnable(UserError):
-    """The exported program cannot be run on the device's inputs."""
+    """An exported program that cannot be run on the device's inputs."""
 
     reason = "REFERENCE_NOT_RUNNABLE"
 
 
 Screen = Callable[[Path], None]
-"""Raises a UserError for a .pt2 that must not be loaded."""
+"""A callback that raises a UserError for a .pt2 that must not be loaded."""
 
 
 def load(model: Path, screen: Screen | None = None) -> ExportedProgram:
-    """Return the program of a .pt2. Loading it executes code: only in a jailed child, and only the layout that is screened when a
-    model is compiled; what torch wrote before that one is refused.
+    """Return the program of a .pt2. Loading it executes code, so this must run in a jailed child.
+
+    Only the layout that is screened when a model is compiled is supported; torch's older layouts are refused.
 
     Args:
-        screen: looks into the file first. It passed when it was compiled, maybe under an older version's rules.
+        screen: checks the file first. It passed when it was compiled, possibly under an older version's rules.
 
     Raises:
         ReferenceNotRunnable: torch cannot read it, or it did not pass the screen.
@@ -43,14 +44,14 @@ def load(model: Path, screen: Screen | None = None) -> ExportedProgram:
             screen(model)
         except UserError as error:
             raise ReferenceNotRunnable(error.message, error.remedy) from error
-    import torchao  # noqa: F401 - the same
+    import torchao  # noqa: F401 - registers its operators
     from torch.export.pt2_archive._package import load_pt2
 
     try:
-        with model.open("rb") as file:  # by its path it would have to end in .pt2, and stored artifacts do not
-            # Not torch.export.load: on a failure that one falls back to the older, unscreened layout.
+        with model.open("rb") as file:  # a path would have to end in .pt2, which stored artifacts do not
+            # Not torch.export.load, which falls back to the older, unscreened layout on failure.
             return load_pt2(file).exported_programs["model"]
-    except Exception as error:  # whatever torch stumbles over in an archive: RuntimeError, KeyError, AttributeError, ...
+    except Exception as error:  # torch raises many types for a bad archive: RuntimeError, KeyError, AttributeError, ...
         raise ReferenceNotRunnable(f"torch cannot load the model: {_first_line(error)}.", detail=_first_line(error)) from error
 
 
@@ -58,8 +59,8 @@ def run(model: Path, inputs: list[Value], screen: Screen | None = None) -> list[
     """Return the outputs of an exported program, flattened, named `0`, `1`, ...; tensors contiguous.
 
     Args:
-        model: a .pt2, as `load` takes it.
-        screen: as `load` takes it.
+        model: a .pt2, as in `load`.
+        screen: as in `load`.
         inputs: the flattened leaves of (args, kwargs).
 
     Raises:
@@ -80,11 +81,11 @@ def run(model: Path, inputs: list[Value], screen: Screen | None = None) -> list[
 
 
 def run_nodes(program: ExportedProgram, inputs: Sequence[Value], observe: Observe) -> None:
-    """Run a program node by node; buffers that it changes begin as exported and are as before afterwards.
+    """Run a program node by node; buffers start as exported and are not modified.
 
     Args:
         inputs: the flattened leaves of (args, kwargs).
-        observe: is called for each node that computes something, right after it.
+        observe: called after each node that computes a value.
 
     Raises:
         ReferenceNotRunnable: the inputs are not the program's, or torch refuses them.
@@ -126,11 +127,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _placeholders(program: ExportedProgram, leaves: Sequence[Any]) -> Iterator[Any]:
-    """Yield what the graph's placeholders stand for, in their order."""
-    given = iter(leaves)
+    """Yield the values of the graph's placeholders in order."""
+    inputs = iter(leaves)
     for spec in program.graph_signature.input_specs:
         if spec.kind.name == "USER_INPUT":
-            yield next(given)
+            yield next(inputs)
         elif spec.kind.name == "TOKEN":
             yield None
         else:
@@ -140,7 +141,7 @@ def _placeholders(program: ExportedProgram, leaves: Sequence[Any]) -> Iterator[A
 
 
 def to_torch(value: Value) -> Any:
-    """Return a value as torch takes it: a tensor with the value's dim order, or a Python scalar."""
+    """Return a value as a torch tensor with its dim order, or as a Python scalar."""
     import numpy as np
     import torch
 
@@ -158,8 +159,8 @@ def from_torch(name: str, leaf: Any) -> Value:
     """Return a leaf of torch's outputs as a value.
 
     Raises:
-        BadTensorFile: a dtype that etfarm does not carry, such as complex64.
-        ReferenceNotRunnable: neither a tensor nor a number.
+        BadTensorFile: the dtype is not supported by etfarm, such as complex64.
+        ReferenceNotRunnable: the leaf is neither a tensor nor a number.
     """
     import torch
 

@@ -1,1 +1,1 @@
-"""A traced run by operator: reads ETDump, ETRecord and program, attributes each kernel's time to the user's modules and lines."""
+"""The profile of a traced run by operator, read from ETDump, ETRecord and program: kernel times by module and source line."""

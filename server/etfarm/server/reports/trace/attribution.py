@@ -21,10 +21,10 @@ class Attribution:
     """The origins of all kernels of a trace."""
 
     kernels: Mapping[tuple[int, int], Mapping[str, Origin]]
-    """By a delegate's chain and instruction: each kernel's origin by its identifier; an empty one for what XNNPACK or
-    ExecuTorch inserted. A delegate is here with all of its kernels, but for those that `partial` tells of, or not at all."""
+    """By a delegate's chain and instruction: each kernel's origin by its identifier; empty for kernels that XNNPACK or
+    ExecuTorch inserted. A delegate has all of its kernels here, except those that `partial` explains, or no entry."""
     delegates: int
-    """Number of XNNPACK's delegates that were called and list their kernels."""
+    """Number of XNNPACK delegates that were called and list their kernels."""
     unaligned: Mapping[tuple[int, int], str]
     """The reason, for each delegate without origins: one sentence."""
     partial: Mapping[tuple[int, int], str] = field(default_factory=dict)
@@ -32,8 +32,8 @@ class Attribution:
 
 
 def attribute(trace: Trace, program: Mapping[tuple[int, int], Instruction], record: Record) -> Attribution:
-    """Return the origins of the kernels in XNNPACK's delegates; none if the record has no nodes."""
-    found: dict[tuple[int, int], Mapping[str, Origin]] = {}
+    """Return the origins of the kernels in XNNPACK delegates; an empty result if the record has no nodes."""
+    by_delegate: dict[tuple[int, int], Mapping[str, Origin]] = {}
     unaligned: dict[tuple[int, int], str] = {}
     partial: dict[tuple[int, int], str] = {}
     calls = (
@@ -60,10 +60,10 @@ def attribute(trace: Trace, program: Mapping[tuple[int, int], Instruction], reco
             if not any(part.node in lost for part in (match.part, *match.fused))
         }
         if known:
-            found[place] = known
+            by_delegate[place] = known
         if len(known) < len(names):
             (partial if known else unaligned)[place] = _why(graph, lost)
-    return Attribution(found, len(calls), unaligned, partial)
+    return Attribution(by_delegate, len(calls), unaligned, partial)
 
 
 def _with_handles(
@@ -74,31 +74,36 @@ def _with_handles(
     nodes = [
         origins.Node(
             node.kind, node.debug_handle, node.inputs, node.outputs,
-            tuple(values[one].elements for one in node.inputs), values[node.outputs[0]].elements,
+            tuple(values[number].elements for number in node.inputs), values[node.outputs[0]].elements,
         )
         for node in graph.nodes
     ]  # fmt: skip
     order = record.handles.get(instruction, ())
     inside, outside = set(order), _undelegated(record, program)
     operators = [
-        replace(one, candidate=bool(inside.intersection(one.handles)) and (one.handles, one.name) not in outside)
-        for one in record.operators
+        replace(
+            operator,
+            candidate=bool(inside.intersection(operator.handles)) and (operator.handles, operator.name) not in outside,
+        )
+        for operator in record.operators
     ]
-    found = origins.find(nodes, operators, order)
-    completed = tuple(replace(node, debug_handle=found.get(at, node.debug_handle)) for at, node in enumerate(graph.nodes))
-    return replace(graph, nodes=completed), {at for at, handle in found.items() if handle is None}
+    recovered = origins.find(nodes, operators, order)
+    completed = tuple(replace(node, debug_handle=recovered.get(at, node.debug_handle)) for at, node in enumerate(graph.nodes))
+    return replace(graph, nodes=completed), {at for at, handle in recovered.items() if handle is None}
 
 
 def _undelegated(record: Record, program: Mapping[tuple[int, int], Instruction]) -> Set[tuple[tuple[int, ...], str]]:
-    """Return handles and names of operators that are in no delegate, since kernels execute all of them."""
+    """Return the handles and names of the operators that are in no delegate because kernels execute all of them."""
     ran = Counter(
         (handle, base_name(instruction.name))
         for (_, at), instruction in program.items()
         if not instruction.delegate
         for handle in record.handles.get(at, ())
     )
-    there = Counter((one.handles, one.name) for one in record.operators)
-    return {(handles, name) for (handles, name), count in there.items() if any(ran[handle, name] >= count for handle in handles)}
+    present = Counter((operator.handles, operator.name) for operator in record.operators)
+    return {
+        (handles, name) for (handles, name), count in present.items() if any(ran[handle, name] >= count for handle in handles)
+    }
 
 
 def _why(graph: xnnpack.XGraph, lost: Set[int]) -> str:
@@ -115,31 +120,31 @@ def _is_xnnpack(program: Mapping[tuple[int, int], Instruction], call: Call) -> b
 
 
 class _Delegate:
-    """One delegate's nodes among those of the model."""
+    """The mapping from one delegate's nodes to the operators of the model."""
 
     def __init__(self, graph: xnnpack.XGraph, record: Record, handles: frozenset[int]) -> None:
         self._graph = graph
         self._record = record
-        # What quantizes an operator's output has the operator's handle.
+        # A node that quantizes an operator's output carries the operator's handle.
         self._hidden = handles - {node.debug_handle for node in graph.nodes if node.kind != "Convert"}
 
     def origin(self, match: kernels.Match) -> Origin:
-        """Return a kernel's origin: its operators, with the line of the node it is named after, or of a table's first."""
+        """Return a kernel's operators, with the line of the node it is named after, or of the first node of a lookup table."""
         parts: dict[int, list[Node]] = {}
         main, rank = None, -1
         for part in sorted((match.part, *match.fused), key=lambda part: (part.node, part.clamp)):
             node = self._graph.nodes[part.node]
-            # A table ends with a conversion, and is the operators before it.
+            # A lookup table ends with a conversion; the operators before it are what it computes.
             importance = 2 * (node.kind != "Convert") + (part == match.part)
-            found = self._operators_of(part)
-            if importance > rank and found:
-                main, rank = next(iter(found)), importance
-            for handle, nodes in found.items():
+            operators = self._operators_of(part)
+            if importance > rank and operators:
+                main, rank = next(iter(operators)), importance
+            for handle, nodes in operators.items():
                 parts.setdefault(handle, []).extend(nodes)
         return _origin(parts, main)
 
     def _operators_of(self, part: kernels.Part) -> Mapping[int, Sequence[Node]]:
-        """Return the operators that became a part, by debug handle, the first one first; of what was inserted there are none."""
+        """Return the operators that became a part, by debug handle in order; empty for an inserted node."""
         node = self._graph.nodes[part.node]
         following = self._record.followers.get(node.debug_handle or 0, ())
         behind = {handle: self._own(handle) for handle in following if handle in self._hidden}
@@ -154,30 +159,30 @@ class _Delegate:
         return any(base_name(node.op_type) in xnnpack.CLAMPS for node in self._record.nodes.get(handle, ()))
 
     def _operators(self, node: xnnpack.XNode) -> Sequence[Node]:
-        """Return the operators of a node's handle that became this node; all if that is unknown."""
+        """Return the operators with the node's handle that became this node; all of them if that is unknown."""
         handle = node.debug_handle or 0
         if node.kind == "Convert":
-            every = self._record.nodes.get(handle, ())
-            return [one for one in every if one.op_type.startswith(_QUANTIZATION)] or every
+            candidates = self._record.nodes.get(handle, ())
+            return [operator for operator in candidates if operator.op_type.startswith(_QUANTIZATION)] or candidates
         own = self._own(handle)
-        return [one for one in own if base_name(one.op_type) in xnnpack.OPERATORS.get(node.kind, ())] or own
+        return [operator for operator in own if base_name(operator.op_type) in xnnpack.OPERATORS.get(node.kind, ())] or own
 
     def _own(self, handle: int) -> Sequence[Node]:
-        """Return a handle's nodes without what quantizes the output, which has the handle as well."""
-        every = self._record.nodes.get(handle, ())
-        return [node for node in every if not node.op_type.startswith(_QUANTIZATION)] or every
+        """Return a handle's nodes without those that quantize the output, which share the handle."""
+        nodes = self._record.nodes.get(handle, ())
+        return [node for node in nodes if not node.op_type.startswith(_QUANTIZATION)] or nodes
 
 
 def _origin(parts: Mapping[int, Sequence[Node]], main: int | None) -> Origin:
-    nodes = [node for found in parts.values() for node in found]
+    nodes = [node for group in parts.values() for node in group]
     own = [node for node in nodes if not node.op_type.startswith(_QUANTIZATION)] or nodes
     places = [node for node in parts.get(main or 0, ()) if not node.op_type.startswith(_QUANTIZATION)] or nodes
     sources = sources_of(places)
-    every = tuple(dict.fromkeys((*sources, *sources_of(own))))
+    all_sources = tuple(dict.fromkeys((*sources, *sources_of(own))))
     return Origin(
         tuple(sorted(parts)),
         tuple(dict.fromkeys(node.op_type for node in nodes)),
         common_module(node.module for node in places),
         sources[0] if len(sources) == 1 else None,
-        every if len(every) > 1 else (),
+        all_sources if len(all_sources) > 1 else (),
     )

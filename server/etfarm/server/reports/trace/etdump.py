@@ -26,16 +26,16 @@ _PROFILE_EVENT: Final = 0  # of Event
 _NAME, _CHAIN, _INSTRUCTION, _NUMBER, _TEXT, _START, _END = 0, 1, 2, 3, 4, 6, 7  # of ProfileEvent
 
 _SMALLEST_EVENT: Final = 16
-"""Bytes: an offset in the vector, and a table of one field. More events than fit are the same ones again."""
+"""Minimum size of an event in bytes: its offset in the vector and a table with one field. A larger count repeats events."""
 _LONGEST_NS: Final = 1 << 53
-"""104 days: a double holds every whole number of nanoseconds up to here."""
+"""Maximum time span, 104 days: a double represents every integer number of nanoseconds up to it."""
 
 Times = NDArray[np.float64]
-"""[iterations] of ns."""
+"""Times of shape [iterations], in ns."""
 
 
 class BadTrace(DeviceError):
-    """The bytes are no ETDump, or it holds no execution of the method."""
+    """A trace that is not an ETDump, or that holds no execution of the method."""
 
     reason = "BAD_TRACE"
     kind = Kind.INVALID_ARGUMENT
@@ -43,35 +43,35 @@ class BadTrace(DeviceError):
 
 @dataclass(frozen=True)
 class Spans:
-    """When something ran in each iteration: its first execution there, of several in a loop's body."""
+    """The start and duration of an event in each iteration; in a loop's body, of its first execution."""
 
     starts_ns: Times
-    """Since the method began."""
+    """Start, relative to the start of the method."""
     durations_ns: Times
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One event inside a delegate's call."""
+    """One kernel that ran inside a delegate's call."""
 
     identifier: str | int
-    """As the backend names it: XNNPACK by text (`Transpose (ND, X32) #1`), others by number."""
+    """The backend's own name: XNNPACK uses text (`Transpose (ND, X32) #1`), other backends use numbers."""
     times_ns: Times
-    """What an iteration executes several times (a loop's body) is summed."""
+    """Time per iteration; repeated executions within an iteration (a loop's body) are summed."""
     spans: Spans | None = None
 
 
 @dataclass(frozen=True)
 class Call:
-    """One instruction of the method that runs something."""
+    """One instruction of the method that runs a kernel or a delegate."""
 
     chain: int
     instruction: int
     event: str | None
-    """The kernel's name without its namespace, `convolution.out`; None for a delegate and for kernels that do not say."""
+    """The kernel's name without its namespace, `convolution.out`; None for a delegate and for unnamed kernels."""
     delegate: bool
     times_ns: Times
-    """As a kernel's."""
+    """Time per iteration, as in `Kernel`."""
     kernels: tuple[Kernel, ...]
     spans: Spans | None = None
 
@@ -84,16 +84,16 @@ class Trace:
     calls: tuple[Call, ...]
     """In order of execution."""
     left_out: int
-    """Iterations that executed something else than most did, and are in none of the times."""
+    """Number of iterations that executed other instructions than most did; they are excluded from all times."""
 
 
 Key = tuple[int, int, str, str | int]
-"""Chain, instruction, event's name, the delegate's identifier of it ("" where there is none)."""
+"""Chain, instruction, event name, and the delegate's identifier of the event ("" if it has no identifier)."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What one key has."""
+    """The times of one key."""
 
     times_ns: Times
     spans: Spans | None = None
@@ -102,12 +102,12 @@ class Timed:
 def read(data: bytes) -> Trace:
     """Return the trace in an .etdp file.
 
-    An ETDump says one OPERATOR_CALL around each kernel's `native_call_...` and one DELEGATE_CALL around a delegate's events.
-    A kernel's time here is that of `native_call_...`, counted once; what the runtime spends around it is the method's.
+    An ETDump has one OPERATOR_CALL around each kernel's `native_call_...` and one DELEGATE_CALL around a delegate's events.
+    A kernel's time here is that of `native_call_...`, counted once; the runtime's overhead around it belongs to the method.
 
     Raises:
-        BadTrace: the bytes are no whole ETDump, or no run in it executed a method.
-    Source: executorch/devtools/etdump/etdump_schema_flatcc.fbs, behind four bytes that say its size.
+        BadTrace: the bytes are not a complete ETDump, or no run in it executed a method.
+    Source: executorch/devtools/etdump/etdump_schema_flatcc.fbs, after four bytes that hold its size.
     """
     if not data:
         raise BadTrace("The trace is empty: its run wrote no events.", size_bytes=0)
@@ -125,23 +125,23 @@ def read(data: bytes) -> Trace:
 
 
 def _table(data: bytes) -> tuple[dict[Key, Timed], int]:
-    """Return times by key in the order of the events, and the number of iterations that are left out."""
+    """Return times by key in the order of the events, and the number of excluded iterations."""
     events = _Events(data)
-    alike: dict[bytes, list[int]] = defaultdict(list)
+    runs_by_signature: dict[bytes, list[int]] = defaultdict(list)
     for run in range(events.runs):
-        alike[events.signature(run)].append(run)
-    keys = {signature: events.keys(runs[0]) for signature, runs in alike.items()}
-    executed = {signature: found for signature, found in keys.items() if any(key[2] == EXECUTE for key in found)}
+        runs_by_signature[events.signature(run)].append(run)
+    keys = {signature: events.keys(runs[0]) for signature, runs in runs_by_signature.items()}
+    executed = {signature: run_keys for signature, run_keys in keys.items() if any(key[2] == EXECUTE for key in run_keys)}
     if not executed:
         raise BadTrace("The trace holds no execution of a method.", size_bytes=len(data))
     counts: Counter[frozenset[Key]] = Counter()
-    for signature, found in executed.items():
-        counts[frozenset(found)] += len(alike[signature])
+    for signature, run_keys in executed.items():
+        counts[frozenset(run_keys)] += len(runs_by_signature[signature])
     usual, kept = counts.most_common(1)[0]
-    chosen = {signature: found for signature, found in executed.items() if usual == set(found)}
-    order = np.argsort(np.concatenate([alike[signature] for signature in chosen]), kind="stable")
+    chosen = {signature: run_keys for signature, run_keys in executed.items() if usual == set(run_keys)}
+    order = np.argsort(np.concatenate([runs_by_signature[signature] for signature in chosen]), kind="stable")
     unique = list(dict.fromkeys(next(iter(chosen.values()))))
-    columns = [events.columns(alike[signature], found, unique) for signature, found in chosen.items()]
+    columns = [events.columns(runs_by_signature[signature], run_keys, unique) for signature, run_keys in chosen.items()]
     times, starts, firsts = (np.concatenate(part, axis=1)[:, order] for part in zip(*columns, strict=True))
     (executions,) = (at for at, key in enumerate(unique) if key[2] == EXECUTE)
     starts = starts - starts[executions]
@@ -150,7 +150,7 @@ def _table(data: bytes) -> tuple[dict[Key, Timed], int]:
 
 
 class _Events:
-    """The profile events of all runs, a field a column."""
+    """The profile events of all runs, one column per field."""
 
     def __init__(self, data: bytes) -> None:
         root = Table.root(data, 4)
@@ -166,13 +166,13 @@ class _Events:
         tables, of_run = tables[here], np.repeat(np.arange(lengths.size), lengths)[here]
         self.runs = int(lengths.size)
         self._bounds = np.searchsorted(of_run, np.arange(self.runs + 1))
-        self._begun = columns.scalars(tables, _START, "<u8", 0)
-        self._took = columns.scalars(tables, _END, "<u8", 0)
-        # A clock that went back says nothing.
-        self._took = np.where(self._took > self._begun, self._took - self._begun, np.uint64(0))
-        if self._took.size and max(self._took.max(), np.ptp(self._begun)) > _LONGEST_NS:
+        self._starts = columns.scalars(tables, _START, "<u8", 0)
+        self._durations = columns.scalars(tables, _END, "<u8", 0)
+        # A duration is unknown if the clock went backwards.
+        self._durations = np.where(self._durations > self._starts, self._durations - self._starts, np.uint64(0))
+        if self._durations.size and max(self._durations.max(), np.ptp(self._starts)) > _LONGEST_NS:
             raise ValueError("its times span months")
-        self._begun = (self._begun - self._begun.min()) if self._begun.size else self._begun
+        self._starts = (self._starts - self._starts.min()) if self._starts.size else self._starts
         self._texts: dict[bytes, int] = {}
         self._fields: NDArray[np.int64] = np.stack(
             [
@@ -196,19 +196,21 @@ class _Events:
         return [(at, to, texts[name], texts[label] or (number if number != -1 else "")) for at, to, name, label, number in fields]
 
     def columns(self, runs: Sequence[int], keys: Sequence[Key], unique: Sequence[Key]) -> tuple[Times, Times, Times]:
-        """Return how long each key ran in each of the runs, when it began and how long it ran for the first time, each
-        [unique keys, runs]. The runs all have `keys`."""
-        place = {key: at for at, key in enumerate(unique)}
-        rows = np.array([place[key] for key in keys], dtype=np.int64)
+        """Return each key's total time, its first start and the duration of its first execution.
+
+        Each array has the shape [unique keys, runs]. All runs have the same `keys`.
+        """
+        rows_by_key = {key: at for at, key in enumerate(unique)}
+        rows = np.array([rows_by_key[key] for key in keys], dtype=np.int64)
         events = self._bounds[np.asarray(runs)] + np.arange(len(keys))[:, None]
-        took = self._took[events].astype(np.float64)
+        durations = self._durations[events].astype(np.float64)
         times = np.zeros((len(unique), len(runs)))
-        np.add.at(times, rows, took)
+        np.add.at(times, rows, durations)
         _, first = np.unique(rows, return_index=True)
-        return times, self._begun[events[first]].astype(np.float64), took[first]
+        return times, self._starts[events[first]].astype(np.float64), durations[first]
 
     def _interned(self, data: bytes, starts: Positions, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return a number for each string, the same for equal ones."""
+        """Return a number for each string; equal strings have equal numbers."""
         if int(lengths.sum()) > len(data):
             raise ValueError("its names are longer than its bytes")
         texts = self._texts
@@ -238,6 +240,6 @@ def _call(place: tuple[int, int], events: Mapping[tuple[str, str | int], Timed])
         (own,) = native.values()
         return Call(*place, name, False, own.times_ns, (), own.spans)
     if around is not None:
-        # Kernels of the interpreter itself (views) say no name; one that calls another kernel says two that overlap.
+        # The interpreter's own kernels (views) have no name; a kernel that calls another one has two overlapping events.
         return Call(*place, name, False, around.times_ns, (), around.spans)
     return None

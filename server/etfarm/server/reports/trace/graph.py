@@ -1,7 +1,7 @@
-"""The compiler's facts of each instruction, read from the ETRecord and the program.
+"""The compiler's metadata of each instruction, read from the ETRecord and the program.
 
 Both are read without loading a graph: an ETRecord is a zip whose graphs are JSON, and torch's loader would execute its
-`expr_str`. That leaves weights unread as well, and works for every method, while Inspector fails for records of several.
+`expr_str`. This leaves weights unread and works for every method, whereas Inspector fails for records with several methods.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _INLINE: Final = 0
 
 
 class BadRecord(FarmError):
-    """The ETRecord cannot be read, or does not have the method."""
+    """An ETRecord that cannot be read, or that lacks the method."""
 
     reason = "BAD_ETRECORD"
 
 
 class BadProgram(FarmError):
-    """The program cannot be read, or does not have the method."""
+    """A program that cannot be read, or that lacks the method."""
 
     reason = "BAD_PROGRAM"
 
@@ -55,7 +55,7 @@ class Node:
     """One operator of the edge graph, before it was delegated."""
 
     op_type: str
-    """`aten.convolution.default`."""
+    """Name with namespace and overload, such as `aten.convolution.default`."""
     module: str | None
     source: Source | None
 
@@ -65,15 +65,15 @@ class Origin:
     """The origin of an instruction or a delegate's event in the user's model."""
 
     debug_handles: tuple[int, ...] = ()
-    """Ascending, each once."""
+    """Ascending, without duplicates."""
     op_types: tuple[str, ...] = ()
-    """In the order of the graph, each once."""
+    """In the order of the graph, without duplicates."""
     module: str | None = None
     """The deepest module that holds all of its nodes."""
     source: Source | None = None
-    """Where all of its nodes that have a line have the same one."""
+    """The common line, if all nodes that have a line share it."""
     sources: tuple[Source, ...] = ()
-    """The lines of all its nodes, that of `source` first; empty where there is one or none."""
+    """The lines of all its nodes, that of `source` first; empty if there is at most one."""
 
 
 @dataclass(frozen=True)
@@ -83,31 +83,31 @@ class Record:
     handles: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Debug handles by instruction."""
     delegate_handles: Mapping[int, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
-    """By a delegate's instruction: debug handles by the backend's identifier; empty for XNNPACK, which tells none."""
+    """By a delegate's instruction: debug handles by the backend's identifier; empty for XNNPACK, which reports no identifiers."""
     nodes: Mapping[int, tuple[Node, ...]] = field(default_factory=dict)
-    """By debug handle; what one operator was decomposed into shares a handle."""
+    """Operators by debug handle; the parts of one decomposed operator share a handle."""
     followers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """By debug handle: those of the batch norm and the clamping activation that alone take its output, which backends fuse."""
+    """By debug handle: handles of the batch norm and clamping activation that are its only users, which backends fuse."""
     delegates: Mapping[int, str] = field(default_factory=dict)
     """Backends by the instructions of their delegates."""
     operators: tuple[Operator, ...] = ()
-    """Those of `nodes` in the graph's order, with what flows from one to the other."""
+    """The operators of `nodes` in the graph's order, with the values that flow between them."""
 
     def origin(self, handles: Sequence[int], *, kernel: str | None = None, without: Set[tuple[int, str]] = _NOTHING) -> Origin:
         """Return what the nodes of `handles` have in common.
 
         Args:
-            kernel: only nodes of this kernel's type, where there are some. A linear that became permute_copy and addmm has one
-                handle for both, and each takes its own.
-            without: no nodes of these handles and types (see `base_name`). What quantizes an undelegated kernel's output for
-                a delegate has the kernel's handle.
+            kernel: restricts the nodes to this kernel's type, if there are any. A linear that became permute_copy and addmm has
+                one handle for both, and each kernel takes its own node.
+            without: handles and types (see `base_name`) of nodes to exclude. A node that quantizes an undelegated kernel's
+                output for a delegate has the kernel's handle.
         """
         unique = tuple(sorted(set(handles)))
-        found = [(handle, base_name(node.op_type), node) for handle in unique for node in self.nodes.get(handle, ())]
-        nodes = [node for handle, name, node in found if (handle, name) not in without]
+        candidates = [(handle, base_name(node.op_type), node) for handle in unique for node in self.nodes.get(handle, ())]
+        nodes = [node for handle, name, node in candidates if (handle, name) not in without]
         if kernel is not None:
             nodes = [node for node in nodes if base_name(node.op_type) == base_name(kernel)] or nodes
-        # Quantization has no place in the user's model but the one of its neighbours.
+        # Quantization nodes have no location in the user's model; use their neighbours' instead.
         own = [node for node in nodes if not node.op_type.startswith(_QUANTIZATION)] or nodes
         places = sources_of(own)
         return Origin(
@@ -121,27 +121,27 @@ class Record:
 
 @dataclass(frozen=True)
 class Instruction:
-    """What a program executes at one place."""
+    """One kernel or delegate call of a program."""
 
     name: str
-    """`aten.convolution.out`, or the backend of a delegate."""
+    """The kernel's name, such as `aten.convolution.out`, or a delegate's backend."""
     delegate: bool
     data: memoryview | None = None
-    """What the backend made of its part of the graph; None for a kernel, and where the bytes are in another file."""
+    """The backend's processed subgraph; None for a kernel, and if the bytes are in another file."""
 
 
 _MOST_DIMS: Final = 64
-"""PyTorch's own limit."""
+"""Maximum number of dims of a tensor; PyTorch's own limit."""
 _MOST_FOLLOWERS: Final = 1000
-"""Absorbed nodes behind each other: more is a graph that goes in circles."""
+"""Maximum length of a chain of absorbed nodes; a longer one indicates a cyclic graph."""
 
 UNREADABLE: Final = (
     zipfile.BadZipFile, OSError, EOFError, KeyError, ValueError, TypeError, AttributeError, OverflowError, zlib.error,
     lzma.LZMAError,
-    # RuntimeError is zipfile's of an encrypted entry, and of a compression that it does not have.
+    # zipfile raises RuntimeError for an encrypted entry and for an unsupported compression.
     RuntimeError,
 )  # fmt: skip
-"""What reading a damaged archive, or JSON of another form, raises; RecursionError is a RuntimeError."""
+"""Exceptions raised on a damaged archive or JSON of another form; RecursionError is a RuntimeError."""
 
 
 def base_name(name: str) -> str:
@@ -151,7 +151,7 @@ def base_name(name: str) -> str:
 
 
 def sources_of(nodes: Iterable[Node]) -> tuple[Source, ...]:
-    """Return the nodes' lines in their order, each once."""
+    """Return the nodes' distinct lines in their order."""
     return tuple(dict.fromkeys(node.source for node in nodes if node.source is not None))
 
 
@@ -159,8 +159,8 @@ def read_record(path: Path, method: str) -> Record:
     """Return the method's part of an ETRecord.
 
     Raises:
-        BadRecord: it cannot be read, or holds no such method.
-    Source: executorch.devtools.etrecord._etrecord writes it; tested against what Inspector says.
+        BadRecord: it cannot be read, or lacks the method.
+    Source: executorch.devtools.etrecord._etrecord writes it; tested against the results of Inspector.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -180,7 +180,7 @@ def read_record(path: Path, method: str) -> Record:
                 int(i): {key: handles_of(value) for key, value in (d.get("delegate_map") or {}).items()}
                 for i, d in delegates.items()
             },
-            {handle: tuple(found) for handle, found in nodes.items()},
+            {handle: tuple(group) for handle, group in nodes.items()},
             _followers(graph),
             {int(instruction): str(delegate.get("name")) for instruction, delegate in delegates.items()},
             tuple(_operator(node, graph.get("tensor_values") or {}) for node in graph["nodes"]),
@@ -194,7 +194,7 @@ def read_graph(path: Path, method: str) -> Mapping[str, Any]:
     """Return the method's edge graph as the ETRecord's JSON has it; see torch._export.serde.schema.Graph.
 
     Raises:
-        zipfile.BadZipFile, OSError, KeyError, ValueError, RecursionError: it cannot be read, or holds no such method.
+        zipfile.BadZipFile, OSError, KeyError, ValueError, RecursionError: it cannot be read, or lacks the method.
     """
     with zipfile.ZipFile(path) as archive:
         return _graph(archive, method)
@@ -204,7 +204,7 @@ def read_program(path: Path, method: str) -> dict[tuple[int, int], Instruction]:
     """Return kernels and delegates of a .pte's method by chain and instruction, as the runtime numbers them.
 
     Raises:
-        BadProgram: it cannot be read, or has no such method.
+        BadProgram: it cannot be read, or lacks the method.
     Source: executorch/schema/program.fbs.
     """
     try:
@@ -244,7 +244,7 @@ def _instructions(plan: Table, program: Table, file: memoryview) -> Iterator[tup
 def _processed(
     reference: Table | None, inline: Sequence[Table], segments: Sequence[Table], file: memoryview
 ) -> memoryview | None:
-    """Return a delegate's bytes: within the program's own flatbuffer, or in a segment behind it.
+    """Return a delegate's bytes, from the program's own flatbuffer or from a segment after it.
 
     Source: executorch/exir/_serialize/_program.py, _ExtendedHeader.
     """
@@ -270,19 +270,19 @@ def _load(archive: zipfile.ZipFile, entry: str) -> Any:
 
 
 def _graph_entry(archive: zipfile.ZipFile, method: str) -> str:
-    """Return the graph of the method. A record of one method files it as `forward`, whatever its name is."""
+    """Return the name of the method's graph. A record with a single method stores it as `forward`, whatever its name is."""
     names = set(archive.namelist())
     graphs = [name for name in names if name.startswith(f"{_EDGE}/") and f"{name}_state_dict" in names]
     if f"{_EDGE}/{method}" in graphs:
         return f"{_EDGE}/{method}"
     if len(graphs) == 1:
         return graphs[0]
-    return _EDGE  # as older records have it; a KeyError names it where there is none
+    return _EDGE  # the name in older records; a missing entry raises a KeyError
 
 
 def _graph(archive: zipfile.ZipFile, method: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = _load(archive, _graph_entry(archive, method))["graph_module"]["graph"]
-    return found
+    graph: Mapping[str, Any] = _load(archive, _graph_entry(archive, method))["graph_module"]["graph"]
+    return graph
 
 
 def _of_method(maps: Mapping[str, Any] | None, method: str) -> Mapping[str, Any]:
@@ -290,7 +290,7 @@ def _of_method(maps: Mapping[str, Any] | None, method: str) -> Mapping[str, Any]
 
 
 def node_of(node: Mapping[str, Any]) -> Node:
-    """Return an operator as serialized."""
+    """Return the operator of a serialized node."""
     target, metadata = str(node["target"]), node["metadata"]
     for prefix in _TARGETS:
         target = target.removeprefix(prefix)
@@ -299,7 +299,7 @@ def node_of(node: Mapping[str, Any]) -> Node:
 
 def _operator(node: Mapping[str, Any], metas: Mapping[str, Any]) -> Operator:
     takes, gives = tuple(tensor_names(node["inputs"])), tuple(tensor_names(node["outputs"]))
-    sizes = [_elements(metas.get(one)) for one in (*takes, *gives[:1])]
+    sizes = [_elements(metas.get(name)) for name in (*takes, *gives[:1])]
     return Operator(
         handles_of(node["metadata"].get("debug_handle")), base_name(str(node["target"])), takes, gives,
         tuple(sizes[: len(takes)]), sum(sizes[len(takes) :]),
@@ -316,27 +316,27 @@ def _elements(meta: Mapping[str, Any] | None) -> int:
 
 def _followers(graph: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
     nodes = graph["nodes"]
-    takers: dict[str, list[int]] = {}
+    users_of: dict[str, list[int]] = {}
     for index, node in enumerate(nodes):
         for name in dict.fromkeys(tensor_names(node["inputs"])):
-            takers.setdefault(name, []).append(index)
+            users_of.setdefault(name, []).append(index)
     for name in tensor_names(graph["outputs"]):
-        takers.setdefault(name, []).append(-1)
-    found: dict[int, tuple[int, ...]] = {}
+        users_of.setdefault(name, []).append(-1)
+    followers: dict[int, tuple[int, ...]] = {}
     for node in nodes:
-        behind: list[int] = []
+        following: list[int] = []
         at = node
-        followed = 0
-        while len(users := takers.get(next(tensor_names(at["outputs"]), ""), [])) == 1 and users[0] >= 0:
+        length = 0
+        while len(users := users_of.get(next(tensor_names(at["outputs"]), ""), [])) == 1 and users[0] >= 0:
             at = nodes[users[0]]
             if base_name(str(at["target"])) not in _ABSORBED:
                 break
-            if (followed := followed + 1) > _MOST_FOLLOWERS:
+            if (length := length + 1) > _MOST_FOLLOWERS:
                 raise ValueError(f"more than {_MOST_FOLLOWERS} activations follow each other")
-            behind.extend(handles_of(at["metadata"].get("debug_handle")))
-        if behind:
-            found.update((handle, tuple(behind)) for handle in handles_of(node["metadata"].get("debug_handle")))
-    return found
+            following.extend(handles_of(at["metadata"].get("debug_handle")))
+        if following:
+            followers.update((handle, tuple(following)) for handle in handles_of(node["metadata"].get("debug_handle")))
+    return followers
 
 
 def tensor_names(value: Any) -> Iterator[str]:
@@ -355,5 +355,5 @@ def tensor_names(value: Any) -> Iterator[str]:
 
 
 def handles_of(value: object) -> tuple[int, ...]:
-    """Return debug handles, which records write as 3, [3, 4], "3" or "(3, 4)"; 0 stands for none."""
+    """Return debug handles, which records write as 3, [3, 4], "3" or "(3, 4)"; 0 means no handle."""
     return tuple(number for number in map(int, re.findall(r"\d+", str(value or ""))) if number)

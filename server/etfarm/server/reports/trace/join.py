@@ -1,22 +1,22 @@
-"""The report's operator rows: the trace joined with the compiler's facts.
+"""The report's operator rows: the trace joined with the compiler's metadata.
 
-Shares. Every share is a part of the method's mean time over its typical iterations, so that what nests in the trace nests in
-the shares, which medians do not:
+Shares. Every share is a fraction of the method's mean time over its typical iterations. Unlike medians, shares of means add up
+in the same hierarchy as the trace:
 
     method = sum of OPERATOR and DELEGATE rows + the method's REST;   delegate = sum of its KERNEL rows + its REST.
 
-Leaves are the rows without children; with the RESTs they sum to 1. A REST is what its parent's children leave over and is
-never negative: where rounding lets the children exceed the parent (XNNPACK's clock ticks whole microseconds), they are scaled
-to fill it and the REST is 0. Only shares are scaled; times stay as measured. XNNPACK rounds down, so that a delegate's REST
-also holds up to a microsecond of each of its kernels: most of a small model's delegate can be REST.
+Leaves are the rows without children; with the RESTs they sum to 1. A REST is the part of its parent that the children do not
+account for, and is never negative: if by rounding the children exceed the parent (XNNPACK's clock has a resolution of 1 us),
+they are scaled to fill it and the REST is 0. Only shares are scaled; times stay as measured. XNNPACK rounds down, so a delegate's
+REST also holds up to a microsecond of each of its kernels: most of a small model's delegate can be REST.
 
 Means. `mean_ns` is over the typical iterations too: those in the middle half by the method's time, between its quartiles. The
-first execution after a load, and one that another process interrupted, would otherwise dominate the means of a small model,
-and a share would have nothing to do with the medians beside it. Percentiles are over all iterations.
+first execution after a load, or one that another process interrupted, would otherwise dominate the means of a small model,
+and shares would be unrelated to the medians beside them. Percentiles are over all iterations.
 
 The timeline. `start_ns` and `duration_ns` are of one iteration, the one with the median time, so that a row lies within its
-parent and behind the row before it; of what runs several times in it (a loop's body), the first time. What has no place there
-has no start, and what took less than the clock tells no duration.
+parent and after the preceding row; an operator that runs several times in it (a loop's body) has its first execution. A row
+without a position there has no start, and one shorter than the clock's resolution has no duration.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import timings
 
 RESOLUTION_NS: Final = {"XnnpackBackend": 1000.0}
-"""Clock resolution of the events inside a delegate, by backend. For others it is derived from the times."""
+"""Clock resolution in ns of the events inside a delegate, by backend; for other backends it is derived from the times."""
 
 UNKNOWN_KERNEL: Final = "kernel"
-"""The name of a kernel that neither the trace nor the program names."""
+"""The name of a kernel that is unnamed in both the trace and the program."""
 
 UNKNOWN_DELEGATE: Final = "delegate"
-"""The name of a delegate where the program cannot be read, which says which backend it is."""
+"""The name of a delegate whose backend is unknown because the program cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ def join(
     """Return the operator rows of a trace.
 
     Args:
-        record: of the compilation that made the program; an empty one leaves modules, sources and handles out.
-        program: names by chain and instruction; an empty one leaves a kernel's namespace and the backends out.
-        method: only named in its REST's row.
-        kernels: by chain and instruction of a delegate, where its kernels come from, by their identifiers; see `attribution`. Of
-            other delegates it is what the backend reported to the compiler, which the record holds.
-        unaligned: why not, of delegates that are not among them, and of those of which some kernels are not.
+        record: from the compilation of the program; an empty one leaves out modules, sources and handles.
+        program: instructions by chain and index; an empty one leaves out kernel namespaces and backends.
+        method: the method's name, used in its REST row.
+        kernels: by a delegate's chain and instruction, the origins of its kernels by identifier; see `attribution`. For other
+            delegates, the record holds the origins that the backend reported to the compiler.
+        unaligned: the reason for each delegate with kernels, or some kernels, without origins.
     """
     rows = _Rows(trace)
     calls_mean = [rows.mean(call.times_ns) for call in trace.calls]
@@ -98,7 +98,7 @@ def join(
             row = rows.add_delegate(call, share, origin, backend, origins)
             reason = (unaligned or {}).get((call.chain, call.instruction))
             if call.kernels and not any(str(kernel.identifier) in origins for kernel in call.kernels):
-                row.unaligned_reason = reason or _untold(backend, record)
+                row.unaligned_reason = reason or _unaligned_reason(backend, record)
             elif reason:
                 row.unaligned_reason = reason
         else:
@@ -121,7 +121,7 @@ class _Rows:
         low, high = np.percentile(trace.method_ns, (25, 75), method="closest_observation")
         self._typical: NDArray[np.bool_] = (trace.method_ns >= low) & (trace.method_ns <= high)
         self._tick = _smallest([trace.method_ns, *(call.times_ns for call in trace.calls)])
-        # Of an even number the shorter one of the two in the middle.
+        # For an even number of iterations, the shorter of the two in the middle.
         self.shown = int(np.argsort(trace.method_ns, kind="stable")[(trace.method_ns.size - 1) // 2])
         self._whole: Place = (0.0, float(trace.method_ns[self.shown]))
 
@@ -130,11 +130,11 @@ class _Rows:
         return float(times[self._typical].mean())
 
     def place(self, spans: Spans | None) -> Place | None:
-        """Return the place in the shown iteration; None if it is not within the method there."""
+        """Return the position in the shown iteration; None if it is not within the method there."""
         if spans is None:
             return None
-        found = float(spans.starts_ns[self.shown]), float(spans.durations_ns[self.shown])
-        return found if timeline.within(found, self._whole) else None
+        place = float(spans.starts_ns[self.shown]), float(spans.durations_ns[self.shown])
+        return place if timeline.within(place, self._whole) else None
 
     def add(
         self,
@@ -149,7 +149,7 @@ class _Rows:
         resolution: float | None = None,
         place: Place | None = None,
     ) -> report_pb2.OperatorRow:
-        """Add a row. A time below `resolution` (the trace's smallest one where it is None) is left out, not 0."""
+        """Add a row. A time below `resolution` (if None, the trace's smallest time) is left unset instead of 0."""
         p10, p50, p90 = (float(value) for value in np.percentile(times, (10, 50, 90)))
         mean, least = self.mean(times), resolution or self._tick
         has_tails = timings.has_percentile(90, times.size)
@@ -182,7 +182,7 @@ class _Rows:
         backend: str | None,
         origins: Mapping[str, Origin],
     ) -> report_pb2.OperatorRow:
-        """Return a delegate's call, its kernels and what they leave over; the call alone where the backend tells no kernels."""
+        """Add rows for a delegate's call, its kernels and its REST; the call alone if the backend reports no kernels."""
         name, whole = backend or UNKNOWN_DELEGATE, self.place(call.spans)
         row = self.add(report_pb2.OPERATOR_KIND_DELEGATE, name, call.times_ns, share, origin, call.instruction, place=whole)
         row.delegated = True
@@ -193,7 +193,7 @@ class _Rows:
         resolution = _resolution(backend, call.kernels)
         shares, rest = _split([self.mean(kernel.times_ns) for kernel in call.kernels], self.mean(call.times_ns), share)
         spans = [kernel.spans for kernel in call.kernels]
-        places, reconstructed = timeline.lay([self.place(one) for one in spans], whole, has_starts=resolution is None)
+        places, reconstructed = timeline.lay([self.place(span) for span in spans], whole, has_starts=resolution is None)
         for kernel, part, place in zip(call.kernels, shares, places, strict=True):
             known = origins.get(str(kernel.identifier))
             text = kernel.identifier if isinstance(kernel.identifier, str) else f"{name} #{kernel.identifier}"
@@ -217,7 +217,7 @@ class _Rows:
         parent: report_pb2.OperatorRow | None = None,
         resolution: float | None = None,
     ) -> None:
-        """Return what `parts` leave of `whole`."""
+        """Add a row for the part of `whole` that `parts` do not account for."""
         left = np.maximum(0.0, whole - np.sum(parts, axis=0)) if parts else whole
         self.add(report_pb2.OPERATOR_KIND_REST, name, left, share, Origin(), None, parent=parent, resolution=resolution)
 
@@ -227,7 +227,7 @@ def _kernel_name(call: Call, program: Mapping[tuple[int, int], Instruction]) -> 
     return known.name if known and not known.delegate else call.event or UNKNOWN_KERNEL
 
 
-def _untold(backend: str | None, record: Record) -> str:
+def _unaligned_reason(backend: str | None, record: Record) -> str:
     if backend is None:
         return "The program that ran cannot be read, which tells the delegate's backend and graph."
     if not record.nodes:
@@ -236,8 +236,8 @@ def _untold(backend: str | None, record: Record) -> str:
 
 
 def _whole(times: Times) -> list[int]:
-    found: list[int] = np.rint(times).astype(np.int64).tolist()
-    return found
+    rounded: list[int] = np.rint(times).astype(np.int64).tolist()
+    return rounded
 
 
 def _line(source: Source) -> compile_pb2.SourceLine:
@@ -245,9 +245,9 @@ def _line(source: Source) -> compile_pb2.SourceLine:
 
 
 def _split(parts: Sequence[float], whole: float, share: float | None) -> tuple[list[float | None], float | None]:
-    """Return the shares of `parts` of a whole that has `share` itself, and of what they leave over. They sum to `share`.
+    """Return the shares of `parts` of a whole with the share `share`, and the share of the rest. They sum to `share`.
 
-    Parts that exceed the whole are scaled to fill it. Nothing is known of a whole that took no time: the rest has it all.
+    Parts that exceed the whole are scaled to fill it. If the whole took no time, the rest has the entire share.
     """
     if share is None:
         return [None] * len(parts), None
@@ -260,12 +260,12 @@ def _resolution(backend: str | None, kernels: Sequence[Kernel]) -> float | None:
     known = RESOLUTION_NS.get(backend or "")
     if known is not None:
         return known
-    # A clock of whole microseconds shows: no backend's times are all multiples of 1,000 ns by chance.
+    # Times that are all multiples of 1,000 ns reveal a microsecond clock; this does not happen by chance.
     times = np.concatenate([kernel.times_ns for kernel in kernels])
     return 1000.0 if times.size >= 10 and not (times % 1000).any() else None
 
 
 def _smallest(times: Sequence[Times]) -> float:
-    """Return the smallest time that was seen, which bounds the clock's resolution from above; 1 ns where all are 0."""
-    every = np.concatenate(times)
-    return float(every[every > 0].min()) if (every > 0).any() else 1.0
+    """Return the smallest positive time, an upper bound of the clock's resolution; 1 ns if all times are 0."""
+    values = np.concatenate(times)
+    return float(values[values > 0].min()) if (values > 0).any() else 1.0

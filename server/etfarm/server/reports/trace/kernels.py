@@ -1,13 +1,13 @@
-"""The nodes of a delegate that each of XNNPACK's kernels ran. Pure.
+"""The alignment of XNNPACK's kernels with the nodes of a delegate. Pure.
 
-XNNPACK runs the nodes of a delegate in their order, and ExecuTorch's profile names each kernel that ran. What lies between is
-XNNPACK's optimizer, which fuses and drops nodes. A rule here says when a node may have no kernel of its own, from the graph
-alone; the profile shows whether it had one. The rules, each with an example:
+XNNPACK runs the nodes of a delegate in their order, and ExecuTorch's profile names each kernel that ran. In between, XNNPACK's
+optimizer fuses and drops nodes. Each rule here states, from the graph alone, when a node may have no kernel; the profile shows
+whether it had one. The rules, each with an example:
 
-    clamped binary     (x + y).relu() is one node and two kernels, Add and Clamp.
+    clamped binary     (x + y).relu() is one node with two kernels, Add and Clamp.
     clamp              F.max_pool2d(x, 2).relu(): the pooling's own kernel clamps. So do convolution, linear and another clamp.
     constant pad       conv(F.pad(x, (0, 1, 0, 1))): the convolution pads.
-    copy               x.clone() is left out where one neighbour alone sees it.
+    copy               x.clone() is dropped if only one neighbour uses it.
     reshape            x.flatten(1).reshape(2, 3): of two in a row the second one runs; one that changes nothing does not.
     transpose          q @ k.transpose(1, 2): the product reads its second operand transposed.
     dynamic quantize   linear(x) in int8 with scales found at run time: the linear's kernel quantizes its own input.
@@ -15,7 +15,7 @@ alone; the profile shows whether it had one. The rules, each with an example:
     table              int8 -> gelu -> int8: a chain of elementwise nodes between two 8-bit values is one lookup in a table.
     1x1 convolution    runs as Fully Connected.
 
-Source: XNNPACK's src/subgraph.c (xnn_subgraph_optimize), for what is fused; what names come of it was measured.
+Source: XNNPACK's src/subgraph.c (xnn_subgraph_optimize), for the fusions; the resulting names were measured.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ _FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "Subtract": ("Subtract",),
     "Tanh": ("TanH",),
 }
-"""How XNNPACK names a kernel of each kind, up to the layout and types. ScaledDotProductAttention: no partitioner makes one."""
+"""XNNPACK's kernel names by kind of node, up to layout and types. No partitioner creates ScaledDotProductAttention."""
 
 _TABLE: Final = "Invalid Unary Op"
-"""XNNPACK has no name for a lookup."""
+"""The profile's name of a table lookup, for which XNNPACK has no proper name."""
 
 BINARY: Final = frozenset({"Add", "Subtract", "Multiply", "Div", "Maximum", "Minimum", "PReLU"})
 """Kinds with two operands, element by element."""
@@ -106,18 +106,18 @@ _FAMILY: Final = re.compile(r"(.+?)(?: \(.*| #\d+)?$")
 
 
 class Unaligned(FarmError):
-    """A delegate's kernels are not those that its graph leads to, or could be in more than one way."""
+    """A delegate whose kernels do not match its graph, or match it in more than one way."""
 
     reason = "KERNELS_UNALIGNED"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A node, or of a clamped binary one of the two that XNNPACK makes of it."""
+    """A node, or one of the two nodes into which XNNPACK splits a clamped binary node."""
 
     node: int
     clamp: bool = False
-    """Whether this is only what clamps a binary node's result."""
+    """Whether this is the clamp of a binary node's result."""
 
 
 @dataclass(frozen=True)
@@ -125,33 +125,33 @@ class Match:
     """The nodes that one kernel ran."""
 
     part: Part
-    """What the kernel is named after; the last one of a table."""
+    """The node that the kernel is named after; for a lookup table, the last one."""
     fused: tuple[Part, ...] = ()
-    """What else the kernel does, in the order of the nodes."""
+    """The other nodes that the kernel runs, in order."""
 
 
 def family(event: str) -> str:
     """Return a kernel's name without layout, types and number: `Convolution` for `Convolution (NHWC, F32) IGEMM #2`."""
-    found = _FAMILY.match(event)
-    return found[1] if found else event
+    match = _FAMILY.match(event)
+    return match[1] if match else event
 
 
 def align(graph: XGraph, events: Sequence[str]) -> list[Match]:
     """Return, for each event of a delegate's profile in order, the nodes that it ran.
 
     Raises:
-        Unaligned: there is no way or more than one to account for all events and all nodes.
+        Unaligned: no alignment, or more than one, accounts for all events and all nodes.
     """
     parts, split = _split(graph)
     roles = _roles(split)
     families = [family(event) for event in events]
-    ways = _ways(roles, families)
-    if ways[-1].get(len(families), 0) != 1:
-        raise _refusal(graph, events, ways, parts)
+    counts = _count_alignments(roles, families)
+    if counts[-1].get(len(families), 0) != 1:
+        raise _refusal(graph, events, counts, parts)
     runs: list[int] = []
     at = len(families)
     for index in range(len(roles) - 1, -1, -1):
-        if ways[index].get(at - 1, 0) and roles[index].may_run(families, at - 1):
+        if counts[index].get(at - 1, 0) and roles[index].may_run(families, at - 1):
             runs.append(index)
             at -= 1
     absorbed: dict[int, list[Part]] = defaultdict(list)
@@ -164,25 +164,25 @@ def align(graph: XGraph, events: Sequence[str]) -> list[Match]:
 
 
 def difference(graph: XGraph, events: Sequence[str]) -> tuple[int, int]:
-    """Return how many kernels only one of both has, and how many both have together, whatever their order.
+    """Return the number of kernels that only the graph or only the profile has, and the number in their union.
 
-    A rule that is missing here makes it a few; a profile of another graph, most.
+    Order is ignored. A missing rule leaves a few kernels unmatched; a profile of another graph, most of them.
     """
     roles = _roles(_split(graph)[1])
     left = Counter(family(event) for event in events)
     missing = 0
-    for role in sorted(roles, key=lambda role: (len(role.names), role.optional)):  # those with a choice come last
-        found = next((name for name in role.names if left[name]), None)
-        if found is not None:
-            left[found] -= 1
+    for role in sorted(roles, key=lambda role: (len(role.names), role.optional)):  # match roles with several possible names last
+        matched = next((name for name in role.names if left[name]), None)
+        if matched is not None:
+            left[matched] -= 1
         elif not role.optional:
             missing += 1
-    strange = left.total()
-    return strange + missing, len(events) + missing
+    unmatched = left.total()
+    return unmatched + missing, len(events) + missing
 
 
 def _split(graph: XGraph) -> tuple[list[Part], XGraph]:
-    """Return the nodes that XNNPACK is given: the clamp of a binary node is one of its own, behind it."""
+    """Return the nodes as passed to XNNPACK: the clamp of a binary node is a separate node after it."""
     parts: list[Part] = []
     nodes: list[XNode] = []
     values = dict(graph.values)
@@ -201,12 +201,12 @@ def _split(graph: XGraph) -> tuple[list[Part], XGraph]:
 
 @dataclass(frozen=True)
 class _Role:
-    """Whether a node has a kernel."""
+    """The kernel that a node may have."""
 
     names: tuple[str, ...]
-    """The families that its kernel may be of; none where it certainly has no kernel."""
+    """The families that its kernel may belong to; empty if it certainly has no kernel."""
     into: int | None = None
-    """The node whose kernel does it as well, where it has none; None where no kernel does."""
+    """The node whose kernel computes this node if it has no kernel itself; None if there is no such node."""
     optional: bool = False
     """Whether it may have no kernel."""
 
@@ -214,18 +214,18 @@ class _Role:
         return 0 <= at < len(families) and families[at] in self.names
 
 
-def _ways(roles: Sequence[_Role], families: Sequence[str]) -> list[dict[int, int]]:
-    """Return, for each number of first nodes, in how many ways (2 is several) they account for so many first events."""
-    ways: list[dict[int, int]] = [{0: 1}]
+def _count_alignments(roles: Sequence[_Role], families: Sequence[str]) -> list[dict[int, int]]:
+    """Return, for each prefix of the nodes, the number of alignments (2 means several) by length of the prefix of events."""
+    counts: list[dict[int, int]] = [{0: 1}]
     for role in roles:
         reached: dict[int, int] = defaultdict(int)
-        for at, count in ways[-1].items():
+        for at, count in counts[-1].items():
             if role.optional:
                 reached[at] = min(2, reached[at] + count)
             if role.may_run(families, at):
                 reached[at + 1] = min(2, reached[at + 1] + count)
-        ways.append(dict(reached))
-    return ways
+        counts.append(dict(reached))
+    return counts
 
 
 def _refusal(graph: XGraph, events: Sequence[str], ways: Sequence[Mapping[int, int]], parts: Sequence[Part]) -> Unaligned:
@@ -243,7 +243,7 @@ def _refusal(graph: XGraph, events: Sequence[str], ways: Sequence[Mapping[int, i
 
 
 def _runner(roles: Sequence[_Role], runs: Set[int], index: int) -> int | None:
-    """Return the node whose kernel does that of `index`: itself, or along what it is fused into."""
+    """Return the node whose kernel computes node `index`: itself, or the node that it is fused into."""
     seen: set[int] = set()
     into: int | None = index
     while into is not None and into not in runs and into not in seen:
@@ -253,7 +253,7 @@ def _runner(roles: Sequence[_Role], runs: Set[int], index: int) -> int | None:
 
 
 class _Flow:
-    """Who makes and who takes each value of a graph."""
+    """The producer and the consumers of each value of a graph."""
 
     def __init__(self, graph: XGraph) -> None:
         self.graph = graph
@@ -264,7 +264,7 @@ class _Flow:
                 self.consumers[value].append(index)
 
     def only(self, value: int) -> int | None:
-        """Return the one node that takes a value, where nothing else does."""
+        """Return the only node that uses a value; None if it has several uses or is an output."""
         takers = self.consumers[value]
         known = self.graph.values.get(value)
         return takers[0] if len(takers) == 1 and not (known and known.output) else None
@@ -294,33 +294,33 @@ def _role(flow: _Flow, index: int, node: XNode) -> _Role:
         names = (*names, "Square")
     if not any(flow.consumers[value] or flow.graph.values[value].output for value in node.outputs):
         return _Role(names, optional=True)
-    taker = flow.only(node.outputs[0])
-    maker = flow.producer.get(node.inputs[0]) if node.inputs else None
+    consumer = flow.only(node.outputs[0])
+    producer = flow.producer.get(node.inputs[0]) if node.inputs else None
     into = None
     match node.kind:
-        case "Clamp" if maker is not None and flow.only(node.inputs[0]) == index and flow.of_kind(maker, _CLAMPING):
-            into = maker
-        case "StaticConstantPad" if flow.of_kind(taker, frozenset({"Conv2d", "DepthwiseConv2d"})):
-            into = taker
+        case "Clamp" if producer is not None and flow.only(node.inputs[0]) == index and flow.of_kind(producer, _CLAMPING):
+            into = producer
+        case "StaticConstantPad" if flow.of_kind(consumer, frozenset({"Conv2d", "DepthwiseConv2d"})):
+            into = consumer
         case "Copy":
-            into = taker if maker is None or flow.only(node.inputs[0]) != index else maker
+            into = consumer if producer is None or flow.only(node.inputs[0]) != index else producer
         case "StaticReshape":
-            into = taker if flow.of_kind(taker, frozenset({"StaticReshape"})) else None
-        case "StaticTranspose" if taker is not None and flow.of_kind(taker, _PRODUCTS):
-            into = taker if flow.graph.nodes[taker].inputs[1:2] == node.outputs else None
+            into = consumer if flow.of_kind(consumer, frozenset({"StaticReshape"})) else None
+        case "StaticTranspose" if consumer is not None and flow.of_kind(consumer, _PRODUCTS):
+            into = consumer if flow.graph.nodes[consumer].inputs[1:2] == node.outputs else None
         case "Convert" if flow.graph.values[node.outputs[0]].datatype == _QDINT8:
-            takers = flow.consumers[node.outputs[0]]
-            into = takers[0] if all(flow.of_kind(taker, _QUANTIZING) for taker in takers) else None
-        case "Square" | "Multiply" if flow.of_kind(taker, frozenset({"GlobalAvgPooling2d"})) and len(set(node.inputs)) == 1:
-            into = taker
+            consumers = flow.consumers[node.outputs[0]]
+            into = consumers[0] if all(flow.of_kind(consumer, _QUANTIZING) for consumer in consumers) else None
+        case "Square" | "Multiply" if flow.of_kind(consumer, frozenset({"GlobalAvgPooling2d"})) and len(set(node.inputs)) == 1:
+            into = consumer
     return _Role(names, into, optional=into is not None)
 
 
 def _tables(flow: _Flow) -> list[list[int]]:
-    """Return chains of elementwise nodes that XNNPACK evaluates for all 256 inputs when it loads, to look them up afterwards.
+    """Return chains of elementwise nodes that XNNPACK replaces by a lookup table, evaluated for all 256 inputs at load time.
 
-    As XNNPACK finds them: from the first node whose input has 8 bits as far as each value has one taker, at most ten nodes,
-    then back to the last 8-bit value. One node alone stays what it is.
+    XNNPACK's algorithm: start at the first node whose input has 8 bits, follow values with a single consumer for at most ten
+    nodes, then go back to the last 8-bit value. A single node is not replaced.
     """
     chains: list[list[int]] = []
     fused: set[int] = set()
@@ -343,14 +343,14 @@ def _tables(flow: _Flow) -> list[list[int]]:
 
 
 def _through(flow: _Flow, node: XNode, values: set[int]) -> int | None:
-    """Return the value that an elementwise node is a function of; None where there are several, and for other nodes."""
+    """Return the only value that an elementwise node depends on; None if there are several, and for other nodes."""
     if node.kind in _UNARY:
         dynamic = flow.graph.values[node.outputs[0]].datatype == _QDINT8
         return None if node.kind == "Convert" and dynamic else node.inputs[0]
     if node.kind in BINARY and len(node.inputs) == 2:
         first, second = node.inputs
-        for one, other in ((first, second), (second, first)):
-            known, variable = flow.graph.values.get(one), flow.graph.values.get(other)
+        for constant, other in ((first, second), (second, first)):
+            known, variable = flow.graph.values.get(constant), flow.graph.values.get(other)
             if known and known.constant and known.elements == 1 and variable and not variable.constant:
                 return other
         return first if first in values and second in values else None

@@ -1,4 +1,4 @@
-"""A traced pass as the report's profile and operator rows, from those of its files that can be read."""
+"""The report's profile and operator rows of a traced pass, from those of its files that can be read."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _NO_ROWS = "There are no operators."
 def fill(report: report_pb2.Report, request: AnalyzeRequest, warn: Warn) -> None:
     """Set `profile` and `operators`.
 
-    A file that is missing, damaged or of something else costs what only it tells, and is one warning: the trace all rows, the
-    ETRecord modules and lines, the program names and backends. The runner's own times of the pass stand in any case.
+    A file that is missing, damaged or does not match costs the facts that only it provides, and adds one warning: the trace
+    provides all rows, the ETRecord modules and lines, the program names and backends. The runner's own times of the pass are
+    always reported.
 
     Raises:
-        BadTrace: the trace cannot be read; `profile` is set all the same.
+        BadTrace: the trace cannot be read; `profile` is set nevertheless.
     """
     if request.traced_ns:
         _fill_times(report.profile, request)
@@ -47,25 +48,27 @@ def fill(report: report_pb2.Report, request: AnalyzeRequest, warn: Warn) -> None
             f"{trace.left_out} traced iterations executed other instructions than the other {trace.method_ns.size} did "
             "and are left out of the profile.",
         )
-    found = attribution.attribute(trace, program, record)
-    if found.unaligned:
-        (_, instruction), why = next(iter(found.unaligned.items()))
-        none = (
-            " None of them fits, so the trace may be of another program." if len(found.unaligned) == found.delegates > 1 else ""
+    origins = attribution.attribute(trace, program, record)
+    if origins.unaligned:
+        (_, instruction), why = next(iter(origins.unaligned.items()))
+        hint = (
+            " None of them fits, so the trace may be of another program."
+            if len(origins.unaligned) == origins.delegates > 1
+            else ""
         )
         warn(
             "ANALYSIS_KERNELS_UNALIGNED",
-            f"The kernels of {len(found.unaligned)} of {found.delegates} XNNPACK delegates have no source lines. "
-            f"Instruction {instruction}: {why}{none}",
+            f"The kernels of {len(origins.unaligned)} of {origins.delegates} XNNPACK delegates have no source lines. "
+            f"Instruction {instruction}: {why}{hint}",
         )
-    if found.partial:
-        (_, instruction), why = next(iter(found.partial.items()))
+    if origins.partial:
+        (_, instruction), why = next(iter(origins.partial.items()))
         warn(
             "ANALYSIS_KERNELS_UNALIGNED",
-            f"Some kernels of {len(found.partial)} of {found.delegates} XNNPACK delegates have no source lines. "
+            f"Some kernels of {len(origins.partial)} of {origins.delegates} XNNPACK delegates have no source lines. "
             f"Instruction {instruction}: {why}",
         )
-    joined = join.join(trace, record, program, request.method, found.kernels, {**found.unaligned, **found.partial})
+    joined = join.join(trace, record, program, request.method, origins.kernels, {**origins.unaligned, **origins.partial})
     report.profile.CopyFrom(joined.profile)
     report.operators.extend(joined.operators)
 

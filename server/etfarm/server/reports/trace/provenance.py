@@ -1,7 +1,7 @@
-"""Checks whether a trace, an ETRecord and a program belong together. Pure.
+"""Checks of whether a trace, an ETRecord and a program belong together. Pure.
 
-ETDump names neither its program nor its run, and an ETRecord not its program, so their instructions are compared. Files of equal
-graphs pass: they describe the other one too.
+An ETDump identifies neither its program nor its run, and an ETRecord does not identify its program, so their instructions are
+compared. Files of equal graphs pass, since each describes the other as well.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _CLOCK_NS: Final = 1000.0
 
 
 def misfit_of_record(record: Record, program: Program) -> str | None:
-    """Return why the record is not of the program, as a part of a sentence; None where it may be."""
-    # The numbers of instructions within a branch or a loop's body are not those that ETRecord has.
+    """Return why the record does not match the program, as part of a sentence; None if it may match."""
+    # Within a branch or a loop's body, instructions are numbered differently than in an ETRecord.
     if not record.handles or not _is_straight(program):
         return None
     delegates = {at: known.name for (_, at), known in program.items() if known.delegate}
@@ -38,7 +38,7 @@ def misfit_of_record(record: Record, program: Program) -> str | None:
         if types and not instruction.delegate:
             known += 1
             misfits += [at] if base_name(instruction.name) not in types else []
-    # Lowering renames some (view_copy runs as et_view), so only most of them tell.
+    # Lowering renames some kernels (view_copy runs as et_view), so only a majority is conclusive.
     if 2 * len(misfits) > known:
         return (
             f"{len(misfits)} of the program's {known} kernels are of none of its operators, the first at instruction {misfits[0]}"
@@ -47,7 +47,7 @@ def misfit_of_record(record: Record, program: Program) -> str | None:
 
 
 def _misfit_of_graphs(record: Record, program: Program) -> str | None:
-    """Compare XNNPACK's delegates, whose graphs keep the debug handles of their export."""
+    """Return a mismatch in XNNPACK's delegates, whose graphs keep the debug handles of their export."""
     known = misfits = 0
     for (_, at), instruction in program.items():
         if instruction.name != xnnpack.NAME or instruction.data is None:
@@ -62,7 +62,7 @@ def _misfit_of_graphs(record: Record, program: Program) -> str | None:
             return f"it does not know the debug handle {min(strange)} in the program's delegate at instruction {at}"
         for node in nodes:
             operators = xnnpack.OPERATORS.get(node.kind)
-            types = {base_name(one.op_type) for one in record.nodes.get(node.debug_handle or 0, ())}
+            types = {base_name(origin.op_type) for origin in record.nodes.get(node.debug_handle or 0, ())}
             if operators and types:
                 known += 1
                 misfits += not operators & types
@@ -72,7 +72,7 @@ def _misfit_of_graphs(record: Record, program: Program) -> str | None:
 
 
 def misfit_of_trace(trace: Trace, program: Program) -> str | None:
-    """Return why the trace is not of the program, as a part of a sentence; None where it may be."""
+    """Return why the trace does not match the program, as part of a sentence; None if it may match."""
     if not program:
         return None
     named = misnamed = 0
@@ -86,7 +86,7 @@ def misfit_of_trace(trace: Trace, program: Program) -> str | None:
         if call.event is not None and not known.delegate:
             named += 1
             misnamed += known.name.partition(".")[2] != call.event
-    # A kernel may go by the name of another one that it calls.
+    # A kernel may be recorded under the name of another kernel that it calls.
     if 2 * misnamed > named:
         return f"{misnamed} of its {named} kernels have other names in the program"
     missing = set(program) - {(call.chain, call.instruction) for call in trace.calls}
@@ -96,8 +96,8 @@ def misfit_of_trace(trace: Trace, program: Program) -> str | None:
 
 
 def _misfit_of_kernels(trace: Trace, program: Program) -> str | None:
-    """Compare the kernels of XNNPACK's delegates: different programs are often a single delegate each."""
-    apart = together = 0
+    """Return a mismatch in the kernels of XNNPACK's delegates; different programs often consist of a single delegate each."""
+    unmatched = total = 0
     for call in trace.calls:
         known = program[call.chain, call.instruction]
         if known.name != xnnpack.NAME or known.data is None or not call.kernels:
@@ -106,16 +106,19 @@ def _misfit_of_kernels(trace: Trace, program: Program) -> str | None:
             graph = xnnpack.read(known.data)
         except xnnpack.BadGraph:
             continue
-        more, of = kernels.difference(graph, [str(kernel.identifier) for kernel in call.kernels])
-        apart, together = apart + more, together + of
-    if 2 * apart > together:
-        return f"{apart} of {together} kernels in its delegates and in the program's are in one of both only"
+        more, count = kernels.difference(graph, [str(kernel.identifier) for kernel in call.kernels])
+        unmatched, total = unmatched + more, total + count
+    if 2 * unmatched > total:
+        return f"{unmatched} of {total} kernels in its delegates and in the program's are in one of both only"
     return None
 
 
 def misfit_of_run(trace: Trace, traced_ns: Sequence[int]) -> str | None:
-    """Return why the trace is not of the run whose traced executions took `traced_ns` by the runner's clock, which include
-    what the trace tells; None where it may be."""
+    """Return why the trace does not match the run, as part of a sentence; None if it may match.
+
+    Args:
+        traced_ns: duration of each traced execution by the runner's clock, an upper bound of the trace's own durations.
+    """
     executed = trace.method_ns.size + trace.left_out
     if not traced_ns:
         return None
@@ -128,7 +131,7 @@ def misfit_of_run(trace: Trace, traced_ns: Sequence[int]) -> str | None:
 
 
 def _is_straight(program: Program) -> bool:
-    """Return whether each instruction runs once: jumps leave gaps in the numbers of kernels and delegates."""
+    """Return whether each instruction runs once; jumps leave gaps in the numbering of kernels and delegates."""
     return bool(program) and {chain for chain, _ in program} == {0} and max(at for _, at in program) == len(program) - 1
 
 

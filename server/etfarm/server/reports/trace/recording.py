@@ -1,4 +1,4 @@
-"""The values of each instruction in the numerics pass, read from its ETDump and the debug file that it refers to."""
+"""A reader of the values of each instruction in the numerics pass, from its ETDump and its debug file."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _SCALAR_TYPE, _SIZES, _STRIDES, _OFFSET = 0, 1, 2, 3  # of Tensor
 _TENSOR_KIND, _LIST_KIND = 5, 6  # members of ValueType
 
 _SMALLEST_EVENT: Final = 16
-"""Bytes: an offset in the vector, and a table of one field. More events than fit are the same ones again."""
+"""Minimum size of an event in bytes: its offset in the vector and a table with one field. A larger count repeats events."""
 _MOST_DIMS: Final = 64
 
 
 class BadRecording(DeviceError):
-    """The numerics pass's files cannot be read, or do not belong together."""
+    """Files of the numerics pass that cannot be read, or that do not belong together."""
 
     reason = "BAD_RECORDING"
     kind = Kind.INVALID_ARGUMENT
 
 
 class NothingRecorded(BadRecording):
-    """The numerics pass's trace is whole, and has no values."""
+    """A complete trace of the numerics pass that has no values."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Stored:
     """One tensor in the debug file."""
 
     dtype: str
-    """torch's name."""
+    """torch's name of the dtype."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In elements."""
+    """Strides in elements."""
     offset: int
-    """Of its first byte in the file."""
+    """Position of its first byte in the file."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Recorded:
     chain: int
     instruction: int
     values: tuple[Stored, ...]
-    """Its outputs in their order, lists of tensors flattened; scalars are left out."""
+    """The outputs in order, with lists of tensors flattened and without scalars."""
 
 
 class Recording:
@@ -75,10 +75,10 @@ class Recording:
 
     Raises:
         NothingRecorded: the ETDump has no values.
-        BadRecording: the ETDump is none, is cut short, holds the values of several executions, or refers beyond the
-            debug file's end.
-    Source: executorch/devtools/etdump/etdump_schema_flatcc.fbs; what the runtime logs is in runtime/executor/method.cpp (each
-        delegate's outputs) and in the kernels' generated wrappers (each kernel's out arguments).
+        BadRecording: the file is not an ETDump, is truncated, holds the values of several executions, or refers beyond the
+            end of the debug file.
+    Source: executorch/devtools/etdump/etdump_schema_flatcc.fbs; the logged values are defined in runtime/executor/method.cpp
+        (each delegate's outputs) and in the kernels' generated wrappers (each kernel's out arguments).
     """
 
     def __init__(self, etdump: Path, debug: Path) -> None:
@@ -98,7 +98,7 @@ class Recording:
             size = debug.stat().st_size
         except OSError as error:
             raise BadRecording(f"The debug file, which has the values, is missing ({error.strerror}).") from error
-        end = max((_end(value) for one in self.instructions for value in one.values), default=0)
+        end = max((_end(value) for recorded in self.instructions for value in recorded.values), default=0)
         if end > size:
             raise BadRecording(
                 f"The debug file is cut short, or is another run's: it has {size} bytes where the trace refers to {end}.",
@@ -108,22 +108,22 @@ class Recording:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
 
     def array(self, value: Stored) -> NDArray[np.generic]:
-        """Return a value's elements, [shape] of its own dtype; a view into the file, read only."""
+        """Return a value's elements, [shape] in its own dtype, as a read-only view of the file."""
         kind = np.dtype(dtype_of(value.dtype))
         strides = [stride * kind.itemsize for stride in value.strides]
         return np.ndarray(value.shape, kind, self._bytes, value.offset, strides)
 
 
 def _end(value: Stored) -> int:
-    """Return where a value ends in the debug file. Its strides are those of a dense tensor, in some order of its dims."""
+    """Return the end of a value in the debug file. Its strides are those of a dense tensor in some order of dims."""
     return value.offset + math.prod(value.shape) * np.dtype(dtype_of(value.dtype)).itemsize if 0 not in value.shape else 0
 
 
 def _instructions(data: bytes) -> Iterator[Recorded]:
-    """Yield the values in order of execution; those of a loop's body are left out, since there are several of each."""
+    """Yield the values in order of execution, without those of a loop's body, which are recorded several times."""
     columns = Columns(data)
     runs = [run for run in Table.root(data, 4).tables(_RUNS) if run.positions(_EVENTS)]
-    found: dict[tuple[int, int], list[Stored]] = {}
+    tensors_by_place: dict[tuple[int, int], list[Stored]] = {}
     repeated: set[tuple[int, int]] = set()
     before = None
     with_values = events_in_all = 0
@@ -135,28 +135,28 @@ def _instructions(data: bytes) -> Iterator[Recorded]:
         tables = columns.targets(columns.fields(events, _DEBUG_EVENT))
         tables = tables[tables > 0]
         entries = columns.targets(columns.fields(tables, _ENTRY))
-        # The method's own outputs are recorded again.
+        # Skip the method's own outputs, which are recorded a second time.
         own = (entries > 0) & (columns.fields(entries, _OUTPUT) == 0)
-        # Inside of a delegate: XNNPACK tells none, and others' are not at their instruction's end.
+        # Skip values inside of a delegate: XNNPACK records none, and other backends' are not the instruction's outputs.
         own &= (columns.scalars(tables, _NUMBER, "<i4", -1) == -1) & (columns.fields(tables, _TEXT) == 0)
         tables, entries = tables[own], entries[own]
         with_values += bool(tables.size)
         chains = columns.scalars(tables, _CHAIN, "<u8", 0).tolist()
         instructions = columns.scalars(tables, _INSTRUCTION, "<i4", -1).tolist()
         for place, values in zip(zip(chains, instructions, strict=True), _values(data, columns, entries), strict=True):
-            if place != before and place in found:
+            if place != before and place in tensors_by_place:
                 repeated.add(place)
-            found.setdefault(place, []).extend(values)
+            tensors_by_place.setdefault(place, []).extend(values)
             before = place
     if with_values > 1:
         raise ValueError(f"it holds {with_values} executions where one was asked for")
-    for (chain, instruction), tensors in found.items():
+    for (chain, instruction), tensors in tensors_by_place.items():
         if (chain, instruction) not in repeated and instruction >= 0:
             yield Recorded(chain, instruction, tuple(tensors))
 
 
 def _values(data: bytes, columns: Columns, entries: Positions) -> Iterator[list[Stored]]:
-    """Yield the tensors of each Value."""
+    """Yield the list of tensors of each Value."""
     kinds = columns.scalars(entries, _KIND, "<i1", 0).tolist()
     tensors = columns.targets(columns.fields(entries, _TENSOR)).tolist()
     lists = columns.targets(columns.fields(entries, _LIST)).tolist()

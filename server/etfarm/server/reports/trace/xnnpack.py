@@ -1,4 +1,4 @@
-"""The graph that a program holds for XNNPACK, with a debug handle for each of its nodes."""
+"""A reader of the graph that a program holds for XNNPACK, with a debug handle for each node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from etfarm.wire.errors import FarmError
 from etfarm.wire.flatbuffer import Table
 
 NAME: Final = "XnnpackBackend"
-"""XNNPACK's delegate, as programs name it."""
+"""The name of XNNPACK's backend in programs."""
 
 _MAGIC: Final = b"XH00"
 _INSERTED: Final = 65535
@@ -74,10 +74,10 @@ _KINDS: Final[tuple[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]], ...]] =
     ("Copy", _UNARY),
     ("Cos", _UNARY),
 )
-"""The members of the schema's XNodeUnion in its order, and the fields of each that are the ids of its inputs and outputs."""
+"""The members of the schema's XNodeUnion in its order, each with the fields that hold the ids of its inputs and outputs."""
 
 CLAMPS: Final = frozenset({"relu", "relu6", "hardtanh", "clamp"})
-"""Operators that only limit their input, which a node before them can do as well."""
+"""Operators that only clamp their input, which the preceding node can do as well."""
 
 OPERATORS: Final[Mapping[str, frozenset[str]]] = {
     kind: frozenset(names.split())
@@ -98,30 +98,30 @@ OPERATORS: Final[Mapping[str, frozenset[str]]] = {
         "Subtract": "sub",
     }.items()
 }
-"""Operators that become a kind of node, by their base names; only of kinds that one decomposed operator has together."""
+"""Base names of the operators that become each kind of node; only kinds into which one operator decomposes together."""
 
 
 _MOST_DIMS: Final = 16
-"""XNNPACK has 6."""
+"""Maximum number of dims of a value; XNNPACK itself supports 6."""
 
 
 class BadGraph(FarmError):
-    """A delegate's bytes are no graph of XNNPACK's."""
+    """A delegate whose bytes are not an XNNPACK graph."""
 
     reason = "BAD_XNNPACK_GRAPH"
 
 
 @dataclass(frozen=True)
 class Value:
-    """What an XNNPACK node takes or gives."""
+    """An input or output of an XNNPACK node."""
 
     datatype: int = 1
-    """XNNDatatype of the schema: 1 fp32, 3 qint8, 9 qdint8, ..."""
+    """The schema's XNNDatatype: 1 fp32, 3 qint8, 9 qdint8, ..."""
     output: bool = False
-    """Whether it leaves the delegate."""
+    """Whether it is an output of the delegate."""
     constant: bool = False
     elements: int = 0
-    """0 where a dimension is dynamic."""
+    """Number of elements; 0 if a dimension is dynamic."""
 
 
 @dataclass(frozen=True)
@@ -129,19 +129,19 @@ class XNode:
     """One operation as ExecuTorch handed it to XNNPACK."""
 
     kind: str
-    """`Conv2d`, as the schema names it without XNN."""
+    """The schema's name without XNN, such as `Conv2d`."""
     debug_handle: int | None
-    """None for one that ExecuTorch inserted (a change of layout or type)."""
+    """None for a node that ExecuTorch inserted (a change of layout or type)."""
     clamped: bool
-    """Whether its outputs are clamped to a range, which a fused relu becomes."""
+    """Whether its outputs are clamped to a range, as by a fused relu."""
     inputs: tuple[int, ...]
-    """Ids of values; one that takes no bias leaves its id out."""
+    """Ids of values; without a bias, its id is absent."""
     outputs: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class XGraph:
-    """One delegate's graph; nodes are in order of execution."""
+    """One delegate's graph, with nodes in order of execution."""
 
     nodes: tuple[XNode, ...]
     values: Mapping[int, Value]
@@ -151,8 +151,8 @@ def read(data: bytes | memoryview) -> XGraph:
     """Return the graph in the bytes of an XNNPACK delegate; its weights stay unread.
 
     Raises:
-        BadGraph: the bytes are none, or of a layout that is not known.
-    Source: executorch/backends/xnnpack/serialization/schema.fbs, and XNNHeader beside it. ExecuTorch's own way there is a
+        BadGraph: the bytes are not an XNNPACK graph, or have an unknown layout.
+    Source: executorch/backends/xnnpack/serialization/schema.fbs, and XNNHeader beside it. ExecuTorch's own reader starts a
         subprocess for each delegate.
     """
     try:
@@ -170,7 +170,7 @@ def read(data: bytes | memoryview) -> XGraph:
 def _value(table: Table) -> tuple[int, Value]:
     value = table.table(1)
     if table.number(0, "<B") == 2 and value is not None:
-        value = value.table(0)  # a quantized value holds its tensor beside its scales
+        value = value.table(0)  # a quantized value holds its tensor next to its scales
     if value is None:
         raise ValueError("a value is empty")
     output = bool(value.number(5) & _EXTERNAL_OUTPUT)
@@ -178,10 +178,10 @@ def _value(table: Table) -> tuple[int, Value]:
 
 
 def _elements(shape: tuple[int, ...]) -> int:
-    """Return how many elements a tensor has; 0 where a dimension is dynamic.
+    """Return the number of elements of a tensor; 0 if a dimension is dynamic.
 
     Raises:
-        ValueError: it has more than any memory holds: numbers of a million digits take hours.
+        ValueError: it has more elements than fit in any memory; products with a million digits would take hours.
     """
     if len(shape) > _MOST_DIMS or (0 not in shape and math.prod(shape) >= 1 << 63):
         raise ValueError(f"a value has {len(shape)} dims of {shape[:_MOST_DIMS]}")
@@ -194,9 +194,9 @@ def _node(table: Table, values: Mapping[int, Value]) -> XNode:
         raise ValueError(f"a node has the unknown kind {number}")
     kind, (inputs, outputs) = _KINDS[number - 1]
     if kind.startswith("Concatenate"):
-        inputs = inputs[: int(kind[-1])]  # the others say 0, which is a value of its own
-    taken = tuple(number for slot in inputs if (number := union.number(slot)) in values)
-    given = tuple(union.number(slot) for slot in outputs)
-    if not taken or not values.keys() >= set(given):
+        inputs = inputs[: int(kind[-1])]  # the unused fields hold 0, which is a valid id
+    input_ids = tuple(number for slot in inputs if (number := union.number(slot)) in values)
+    output_ids = tuple(union.number(slot) for slot in outputs)
+    if not input_ids or not values.keys() >= set(output_ids):
         raise ValueError(f"a node of the kind {kind} has no inputs or no outputs")
-    return XNode(kind, None if handle == _INSERTED else handle, table.table(3) is not None, taken, given)
+    return XNode(kind, None if handle == _INSERTED else handle, table.table(3) is not None, input_ids, output_ids)
