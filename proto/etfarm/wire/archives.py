@@ -16,16 +16,16 @@ from typing import BinaryIO, Final
 _BLOCK: Final = tarfile.BLOCKSIZE
 _READ_BYTES: Final = 1 << 18
 _XZ_MEMORY_BYTES: Final = 128 << 20
-"""Enough for xz -9, which takes 65 MiB; headers may announce gigabytes."""
+"""Memory limit of the xz decoder: enough for xz -9, which takes 65 MiB; headers may ask for gigabytes."""
 _SKIPPED: Final = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
-"""Types of headers with further times and owners, which are not needed here."""
+"""Types of headers with extended times and owners, which are not needed here."""
 _SKIPPED_BYTES: Final = 64 << 10
 _GZIP: Final = b"\x1f\x8b"
 _XZ: Final = b"\xfd7zXZ\x00"
 
 
 class BadArchive(ValueError):
-    """The bytes are not a supported archive, or exceed its bounds."""
+    """An archive that is unsupported, damaged, or exceeds its bounds."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Member:
     size_bytes: int
     mode: int
     is_file: bool
-    """A plain file; anything else has no content here."""
+    """Whether it is a plain file; other members have no content here."""
 
 
 class Content:
@@ -130,7 +130,7 @@ class _Source:
         return data
 
     def skip(self, size: int) -> None:
-        """Pass over bytes without holding them."""
+        """Skip bytes without keeping them."""
         while size > 0:
             size -= len(self.exactly(min(size, _READ_BYTES)))
 

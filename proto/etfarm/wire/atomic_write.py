@@ -1,4 +1,4 @@
-"""Files that are written as a whole: a reader finds all of the new bytes or what was there before."""
+"""Atomic writes of files: a reader sees either the complete new content or the previous one."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = False, mode: int = 0o666) -> None:
-    """Write a file as a whole; the bytes gather in a file beside it, which then takes its name.
+    """Write a file atomically: write a temporary file next to it, then rename that file.
 
     Args:
-        path: the file. Whatever stands there is replaced.
-        data: all of its bytes.
-        durable: the file survives a power cut once this returns. Its folder must have one writer, since the file beside it is
-            `NAME.part`, so that the next write replaces what a power cut left of this one.
-        mode: the new file's permissions, less the umask.
+        path: the file; an existing one is replaced.
+        data: its whole content.
+        durable: make the file survive a power cut once this returns. Its folder must have a single writer, since the
+            temporary file is always `NAME.part`, so that the next write replaces what a power cut left behind.
+        mode: the new file's permissions before the umask.
 
     Raises:
-        OSError: the file cannot be written; nothing is left of it.
+        OSError: the file cannot be written; the temporary file is removed.
     """
     part = path.with_name(f"{path.name}.part" if durable else f".{path.name}.{os.getpid()}.part")
     try:
@@ -34,7 +34,7 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = False, mode: in
             part.unlink(missing_ok=True)
         raise
     if durable:
-        # The file's name is the folder's data.
+        # The file's name is part of the folder's data.
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)

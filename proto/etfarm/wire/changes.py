@@ -1,6 +1,6 @@
-"""Step 10: what is another between two measurements of a series, which is where a change of their numbers may come from.
+"""The differences between the circumstances of two measurements, which may explain why their numbers changed.
 
-Takes two REPORTs of etfarm.report/1. Pure; comparing the numbers themselves is not done here.
+Takes two REPORTs of etfarm.report/1. Pure. The numbers themselves are compared in `etfarm.wire.comparison`.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypedDict
 
 WARMER_C: Final = 5.0
-"""By so many degrees Celsius the hottest zone must differ before the timed pass for that to be told: less is any minute's."""
+"""Minimum difference of the hottest zone before the timed pass, in degrees Celsius; smaller ones are normal fluctuation."""
 
 DIGEST_CHARACTERS: Final = 8
-"""What is shown of a digest."""
+"""Number of characters of a digest that are shown."""
 
 Report = Mapping[str, Any]
 
 
 class Change(TypedDict):
-    """One thing that differs. `base` and `candidate` are JSON values: null is "none", as for a runner without a bundle."""
+    """One difference. `base` and `candidate` are JSON values; null means absent, as for a runner without a bundle."""
 
     what: str
-    """For people, and stable for programs: one of `WHATS`."""
+    """Human-readable name of what differs, stable for programs: one of `WHATS`."""
     base: Any
     candidate: Any
 
@@ -35,7 +35,7 @@ _MADE_FROM: Final = (
     ("torchao", "compile.toolchain", "torchao"),
     ("compiling etfarm", "compile.toolchain", "etfarm"),
 )
-"""(what, section, key): all that makes a program."""
+"""Inputs of the compilation as (what, section, key)."""
 
 _RUN_BY: Final = (
     ("method", None, "method"),
@@ -50,46 +50,46 @@ _RUN_BY: Final = (
 )
 
 _INPUTS: Final = ("inputs", "inputs", "digest")
-"""Their shapes, where those are others as well."""
+"""The inputs; shown by their shapes if those differ as well."""
 
 _PROGRAM: Final = ("program", "compile.program", "digest")
-"""Told where nothing of what it is made from says why it is another: calibration samples, or shapes of the inputs."""
+"""The program; reported if none of its known inputs explains the difference, such as after a change of calibration samples."""
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 _STATE: Final = ("governor", "frequency limit", "temperature", "throttled", "charging")
 
 WHATS: Final = (*(what for what, _, _ in (*_MADE_FROM, _PROGRAM, _INPUTS, *_RUN_BY)), *_STATE, "analyzing etfarm")
-"""Every `what` that there is, in the order in which they are given."""
+"""Every possible `what`, in the order of the results."""
 
 _DIGESTS: Final = frozenset({"model", "recipe", "program", "inputs", "runner bundle"})
 
 
 def changes(base: Report, candidate: Report) -> list[Change]:
-    """What differs of how the two came about, in the order of `WHATS`; empty where nothing that is known does.
+    """Return the differences between the circumstances of two reports, in the order of `WHATS`.
 
-    A part that one of the two does not have (it failed before, or is only compiled) is not compared. Of the device's state,
-    `frequency limit` is the highest one that any cpu may use, in Hz; `temperature` that of the hottest zone before the timed
-    pass, in degrees Celsius, told from `WARMER_C` on; `throttled` whether something was slowed down against heat.
+    A part that one of the two lacks (it failed earlier, or is only compiled) is not compared. In the device's state,
+    `frequency limit` is the highest limit of any cpu, in Hz; `temperature` is that of the hottest zone before the timed pass, in
+    degrees Celsius, reported from a difference of `WARMER_C`; `throttled` is whether a cooling device was active.
     """
-    found = [*_differing(base, candidate, _MADE_FROM)]
-    if not found:
-        found += _differing(base, candidate, (_PROGRAM,))
-    found += _inputs(base, candidate)
-    found += _differing(base, candidate, _RUN_BY)
+    differences = [*_differing(base, candidate, _MADE_FROM)]
+    if not differences:
+        differences += _differing(base, candidate, (_PROGRAM,))
+    differences += _inputs(base, candidate)
+    differences += _differing(base, candidate, _RUN_BY)
     before, after = _state(base), _state(candidate)
     for what in _STATE:
-        one, other = before.get(what), after.get(what)
-        if one is None or other is None or one == other:
+        old, new = before.get(what), after.get(what)
+        if old is None or new is None or old == new:
             continue
-        if what != "temperature" or abs(other - one) >= WARMER_C:
-            found.append(Change(what=what, base=one, candidate=other))
-    found += _differing(base, candidate, (("analyzing etfarm", "analysis", "version"),))
-    return found
+        if what != "temperature" or abs(new - old) >= WARMER_C:
+            differences.append(Change(what=what, base=old, candidate=new))
+    differences += _differing(base, candidate, (("analyzing etfarm", "analysis", "version"),))
+    return differences
 
 
 def sentence(change: Change) -> str:
-    """A change in a few words: `torch 2.12.0 -> 2.13.0`, `governor powersave -> performance`, `temperature 41 -> 62 °C`."""
+    """Return a short text of a change, such as `torch 2.12.0 -> 2.13.0` or `temperature 41 -> 62 °C`."""
     what = change["what"]
     unit = {"temperature": " °C", "frequency limit": " GHz", "memory of the device": " GiB"}.get(what, "")
     return f"{what} {_shown(what, change['base'])} -> {_shown(what, change['candidate'])}{unit}"
@@ -111,16 +111,16 @@ def _shown(what: str, value: Any) -> str:
 
 def _differing(base: Report, candidate: Report, facts: tuple[tuple[str, str | None, str], ...]) -> Iterator[Change]:
     for what, section, key in facts:
-        one, other = _section(base, section), _section(candidate, section)
-        if one is not None and other is not None and one.get(key) != other.get(key):
-            yield Change(what=what, base=one.get(key), candidate=other.get(key))
+        old, new = _section(base, section), _section(candidate, section)
+        if old is not None and new is not None and old.get(key) != new.get(key):
+            yield Change(what=what, base=old.get(key), candidate=new.get(key))
 
 
 def _inputs(base: Report, candidate: Report) -> Iterator[Change]:
-    """Of inputs whose shapes are others the shapes, as "x float32[1, 3, 32, 32]", which say more than digests."""
+    """Yield the change of the inputs, with shapes such as "x float32[1, 3, 32, 32]" instead of digests if those differ."""
     for change in _differing(base, candidate, (_INPUTS,)):
-        one, other = _shapes(base), _shapes(candidate)
-        yield Change(what="inputs", base=one, candidate=other) if one and other and one != other else change
+        old, new = _shapes(base), _shapes(candidate)
+        yield Change(what="inputs", base=old, candidate=new) if old and new and old != new else change
 
 
 def _shapes(report: Report) -> str:
@@ -129,14 +129,14 @@ def _shapes(report: Report) -> str:
 
 
 def _section(report: Report, path: str | None) -> Mapping[str, Any] | None:
-    found: Mapping[str, Any] | None = report
+    section: Mapping[str, Any] | None = report
     for name in path.split(".") if path else ():
-        found = found.get(name) if found is not None else None
-    return found
+        section = section.get(name) if section is not None else None
+    return section
 
 
 def _state(report: Report) -> dict[str, Any]:
-    """The device's state before the timed pass; what it did not tell is left out."""
+    """Return the device's state before the timed pass; unreported values are left out or None."""
     reading = _section(report, "telemetry.before")
     if reading is None:
         return {}

@@ -1,4 +1,4 @@
-"""Addresses, and channels to the server: TLS, the bearer token, keepalive and message limits in one place."""
+"""Addresses of servers, and channels to them with TLS, bearer token, keepalive and message limits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from etfarm.wire.names import PROJECT_METADATA, PROJECT_VARIABLE, TLS_CA_VARIABL
 from etfarm.wire.tls import BadTlsFile, read_certificates, read_identity
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""A report with a million samples is under 5 MiB; an artifact's chunk 1 MiB."""
+"""Maximum size of a message. A report with a million samples has less than 5 MiB, an artifact's chunk 1 MiB."""
 
 MAX_METADATA_BYTES = 128 << 10
-"""An error's trailers; gRPC's 8 KiB would turn a long sentence into RESOURCE_EXHAUSTED. `status` keeps below it."""
+"""Maximum size of trailers. gRPC's default of 8 KiB would turn a long error into RESOURCE_EXHAUSTED; `status` stays below."""
 
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
@@ -30,7 +30,7 @@ OPTIONS: list[tuple[str, int]] = [
 
 CLIENT_OPTIONS: list[tuple[str, int]] = [
     *OPTIONS,
-    # A cut link is noticed within seconds, also while nothing is being said.
+    # Detect a broken link within seconds, even on an idle connection.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -50,26 +50,26 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 
 
 class BadAddress(UserError):
-    """An address that no connection can be made to or listened on."""
+    """An address that is not valid for connecting or listening."""
 
     reason = "BAD_ADDRESS"
 
 
 class BadProjectName(UserError):
-    """The name is not a valid name of a project."""
+    """A name that is not valid for a project."""
 
     reason = "BAD_PROJECT"
 
 
 @dataclass(frozen=True)
 class Address:
-    """HOST:PORT, [IPV6]:PORT or unix:PATH."""
+    """The address of a server: HOST:PORT, [IPV6]:PORT or unix:PATH."""
 
     text: str
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine reaches it: a unix socket or a loopback address."""
+        """Whether only this machine can reach it: a unix socket or a loopback address."""
         if self.text.startswith("unix:"):
             return True
         host = self.text.rpartition(":")[0].strip("[]")
@@ -93,7 +93,7 @@ def _is_ipv6(text: str) -> bool:
 
 
 def parse_address(text: str) -> Address:
-    """The address that `text` gives.
+    """Return the address in `text`.
 
     Raises:
         BadAddress: it is neither HOST:PORT, [IPV6]:PORT nor unix:PATH.
@@ -103,14 +103,14 @@ def parse_address(text: str) -> Address:
             return Address(text)
     else:
         host, colon, port = text.rpartition(":")
-        port_is_one = port.isascii() and port.isdigit() and int(port) < 65536
-        if colon and port_is_one and (_is_ipv6(host[1:-1]) if host[:1] + host[-1:] == "[]" else _HOST.match(host)):
+        is_port = port.isascii() and port.isdigit() and int(port) < 65536
+        if colon and is_port and (_is_ipv6(host[1:-1]) if host[:1] + host[-1:] == "[]" else _HOST.match(host)):
             return Address(text)
     raise BadAddress(f"{text!r} is no address.", "Give HOST:PORT, [IPV6]:PORT or unix:PATH.", address=text)
 
 
 def token_file_of(socket: Path) -> Path:
-    """Return the file that holds the token of an embedded farm's server, beside the unix socket that the server listens on."""
+    """Return the file with the token of an embedded farm's server, next to the unix socket that the server listens on."""
     return socket.with_name(f"{socket.name}.token")
 
 
@@ -127,20 +127,20 @@ def socket_token(server: str) -> str:
 
 @dataclass(frozen=True)
 class Access:
-    """How a client or an agent reaches a server."""
+    """The address and credentials with which a client or an agent connects to a server."""
 
     server: str
-    """The address as `parse_address` takes it."""
+    """The address, as in `parse_address`."""
     token: str = ""
-    """The bearer token; none is sent when empty."""
+    """The bearer token; not sent if empty."""
     tls_ca: Path | None = None
-    """PEM certificates that the server's must be signed by; no TLS when None."""
+    """PEM certificates of the authorities that may sign the server's certificate; no TLS if None."""
     tls_cert: Path | None = None
-    """PEM client certificate chain, where the server demands one."""
+    """PEM client certificate chain, if the server requires one."""
     tls_key: Path | None = None
     """The client certificate's key."""
     project: str = ""
-    """The project that owns what the caller creates; when empty the caller's only one, else `default`."""
+    """The project that owns what the caller creates; if empty, the caller's only project, else `default`."""
 
     @classmethod
     def of(cls, server: str, tls_ca: str | Path | None = None) -> Access:
@@ -151,10 +151,10 @@ class Access:
         return cls(server, token, Path(ca) if ca else None, project=project)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """The TLS files' content; None where TLS is not spoken.
+        """Return credentials from the TLS files; None without TLS.
 
         Raises:
-            BadTlsFile: one cannot be read or holds something else, or another is needed with it.
+            BadTlsFile: a file cannot be read or has other content, or another file is required with it.
         """
         if (self.tls_cert is None) != (self.tls_key is None):
             raise BadTlsFile("A client certificate needs its key.", "Give both --tls-cert and --tls-key.")
@@ -168,11 +168,11 @@ class Access:
 
 
 def open_channel(access: Access) -> grpc.aio.Channel:
-    """A channel to the server; the caller closes it. Nothing is connected yet.
+    """Return a channel to the server, not connected yet; the caller closes it.
 
     Raises:
-        BadAddress: the address is none.
-        BadTlsFile: as Access.credentials.
+        BadAddress: the address is not valid, or a token would be sent in clear text.
+        BadTlsFile: as in `Access.credentials`.
         BadProjectName: the name of the project is not valid.
     """
     if access.project and not is_project_name(access.project):
@@ -184,7 +184,7 @@ def open_channel(access: Access) -> grpc.aio.Channel:
     target = address.text
     options = [*CLIENT_OPTIONS]
     if address.is_local:
-        # A proxy of `http_proxy` is another machine: it would get the token in the clear, and be this one to the client.
+        # An `http_proxy` is another machine: it would receive the token in clear text and resolve the address to itself.
         options.append(("grpc.enable_http_proxy", 0))
     headers = [("authorization", f"Bearer {access.token}")] if access.token else []
     headers += [(PROJECT_METADATA, access.project)] if access.project else []
@@ -201,7 +201,7 @@ def open_channel(access: Access) -> grpc.aio.Channel:
 
 
 class _Headers:
-    """Adds the token and the project to every call."""
+    """An interceptor that adds the token and the project to every call."""
 
     def __init__(self, headers: list[tuple[str, str]]) -> None:
         self._headers = headers
@@ -216,7 +216,7 @@ class _Headers:
     intercept_stream_stream: Any = _call
 
 
-# grpc.aio takes an interceptor for the first kind only that it is an instance of, so there is a class a kind.
+# grpc.aio uses an interceptor only for the first kind that it is an instance of, so each kind has a class.
 class _UnaryUnary(_Headers, grpc.aio.UnaryUnaryClientInterceptor): ...
 
 

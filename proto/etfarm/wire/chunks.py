@@ -1,4 +1,4 @@
-"""Artifacts over their streams: resumable upload and download, verified on arrival. Used by clients and agents alike."""
+"""The transfer of artifacts by clients and agents: resumable uploads and downloads, verified on arrival."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ if TYPE_CHECKING:
     from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
 
 CHUNK_BYTES = 512 << 10
-"""One chunk's data. From 2 MiB on grpc.aio becomes slower."""
+"""Size of one chunk's data. From 2 MiB on, grpc.aio becomes slower."""
 
 _CUT_SHORT: Final = "Internal error from Core"
-"""What grpc.aio says of a stream that the server ended while a chunk was on its way, in place of what the server said: mostly
-that another stream writes these bytes. The next try hears the server's own words."""
+"""The details with which grpc.aio replaces the server's status if the server ends a stream while a chunk is in flight, mostly
+because another stream uploads the same artifact. The next attempt receives the server's own status."""
 
 Progressed = Callable[[int, int], None]
-"""Told (bytes done, bytes in all) after each chunk."""
+"""A callback that takes (bytes done, total bytes) after each chunk."""
 
 
 class CorruptDownload(FarmError):
-    """The bytes that arrived have another digest."""
+    """A download whose bytes have another digest than requested."""
 
     reason = "DIGEST_MISMATCH"
     kind = Kind.DATA_LOSS
 
 
 def spans(offset: int, size: int, chunk: int = CHUNK_BYTES) -> Iterator[tuple[int, int]]:
-    """(start, length) of the chunks that cover [offset, size) without gaps, in order."""
+    """Yield (start, length) of the consecutive chunks that cover [offset, size)."""
     for start in range(offset, size, chunk):
         yield start, min(chunk, size - start)
 
 
 def artifact_of(data: bytes) -> common_pb2.Artifact:
-    """The artifact that `data` is."""
+    """Return the artifact of `data`."""
     return common_pb2.Artifact(digest=digests.of_bytes(data), size_bytes=len(data))
 
 
 async def artifact_of_file(path: Path) -> common_pb2.Artifact:
-    """The artifact that a file's bytes are; hashed in a thread."""
+    """Return the artifact of a file's bytes, hashed in a thread."""
     digest = await asyncio.to_thread(digests.of_file, path)
     return common_pb2.Artifact(digest=digest, size_bytes=path.stat().st_size)
 
@@ -61,10 +61,11 @@ async def upload(
     *,
     on_progress: Progressed | None = None,
 ) -> None:
-    """Sends one artifact from where an earlier stream of it broke. Call FindMissing first.
+    """Upload one artifact, resuming after an interrupted stream. Call FindMissing first.
 
     Raises:
-        grpc.aio.AioRpcError: as ArtifactService.Upload says; call again to go on after UNAVAILABLE, OUT_OF_RANGE or ABORTED.
+        grpc.aio.AioRpcError: as documented for ArtifactService.Upload; call again to resume after UNAVAILABLE, OUT_OF_RANGE or
+            ABORTED.
     """
     status = await stub.GetUploadStatus(artifact_pb2.GetUploadStatusRequest(digest=artifact.digest))
     if status.complete:
@@ -74,9 +75,9 @@ async def upload(
         await call
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.INTERNAL and _CUT_SHORT in (error.details() or ""):
-            said = "The server ended the stream before all was sent."
+            details = "The server ended the stream before all was sent."
             raise grpc.aio.AioRpcError(
-                grpc.StatusCode.ABORTED, error.initial_metadata(), error.trailing_metadata(), said
+                grpc.StatusCode.ABORTED, error.initial_metadata(), error.trailing_metadata(), details
             ) from error
         raise
 
@@ -102,11 +103,11 @@ async def _requests(
 
 
 async def download_bytes(stub: ArtifactServiceAsyncStub, artifact: common_pb2.Artifact) -> bytes:
-    """A small artifact's bytes, verified.
+    """Return a small artifact's bytes, verified.
 
     Raises:
-        CorruptDownload: the digest is another.
-        grpc.aio.AioRpcError: as ArtifactService.Download says.
+        CorruptDownload: the digest differs.
+        grpc.aio.AioRpcError: as documented for ArtifactService.Download.
     """
     parts, done = [], 0
     async for chunk in stub.Download(artifact_pb2.DownloadRequest(digest=artifact.digest)):
@@ -126,25 +127,27 @@ async def download(
     *,
     on_progress: Progressed | None = None,
 ) -> None:
-    """Puts an artifact at `path`: bytes gather in `path`.part, which a broken stream leaves to go on from; what lies at
-    `path` is always whole and verified.
+    """Download an artifact to `path`.
+
+    Bytes are written to `path`.part, from which the next call resumes after an interrupted stream. A file at `path` is always
+    complete and verified.
 
     Raises:
-        CorruptDownload: the digest is another; the part file is gone, so that the next try starts at 0.
-        grpc.aio.AioRpcError: as ArtifactService.Download says.
+        CorruptDownload: the digest differs; the part file is deleted, so that the next attempt starts at 0.
+        grpc.aio.AioRpcError: as documented for ArtifactService.Download.
     """
     part = path.with_name(path.name + ".part")
     hasher = hashlib.sha256()
     done = 0
     with part.open("ab") as file:
-        have = file.tell()
-        if have > artifact.size_bytes:
+        resume_at = file.tell()
+        if resume_at > artifact.size_bytes:
             file.truncate(0)
-            have = 0
-        if have:
+            resume_at = 0
+        if resume_at:
             hasher = await asyncio.to_thread(_hash_so_far, part)
-            done = have
-        async for chunk in stub.Download(artifact_pb2.DownloadRequest(digest=artifact.digest, offset=have)):
+            done = resume_at
+        async for chunk in stub.Download(artifact_pb2.DownloadRequest(digest=artifact.digest, offset=resume_at)):
             done += len(chunk.data)
             try:
                 _require_room(artifact, done)
@@ -162,10 +165,10 @@ async def download(
 
 
 def _require_room(artifact: common_pb2.Artifact, done: int) -> None:
-    """Refuse bytes beyond an artifact's size, where that is known: a server could send them without end.
+    """Refuse bytes beyond an artifact's size if it is known, since a server could send bytes endlessly.
 
     Raises:
-        CorruptDownload: there are more.
+        CorruptDownload: more bytes arrived.
     """
     if artifact.size_bytes and done > artifact.size_bytes:
         raise _corrupt(artifact)
@@ -177,14 +180,16 @@ def _hash_so_far(part: Path) -> hashlib._Hash:
 
 
 async def append(fd: int, hasher: hashlib._Hash, data: bytes, pool: Executor | None = None) -> None:
-    """Writes and hashes one chunk in a thread. Returns, also when the caller is cancelled, only after the thread is done:
-    it must not write to a number that the caller has closed and another file has got.
+    """Write and hash one chunk in a thread.
+
+    Even if the caller is cancelled, this returns only after the thread is done: the thread must not write to a file descriptor
+    that the caller closed and the system reused.
 
     Args:
-        pool: runs the thread; asyncio's default executor when None.
+        pool: executor of the thread; asyncio's default executor if None.
 
     Raises:
-        OSError: the disk takes no more; what it took is in the file.
+        OSError: the disk is full; the bytes written so far are in the file.
     """
     writing = asyncio.get_running_loop().run_in_executor(pool, _write, fd, hasher, data)
     try:

@@ -36,13 +36,13 @@ SUMMARIES = {
     "agent": "serve this machine as a device",
     "up": "keep the embedded farm of this user running",
 }
-"""What `etfarm --help` says of each command, so that it need not load them; those with a dot are a command's own."""
+"""The texts of `etfarm --help`, which need not load the commands; a name with a dot is a subcommand."""
 
 _EXTRAS = {"etfarm.server": "server", "etfarm.device_agents": "agent", "etfarm.client": "cli"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one subcommand; its exit code: 0 done, 1 failed, 2 usage, 3 gate not passed, 4 server unreachable."""
+    """Run one command and return its exit code: 0 done, 1 failed, 2 usage, 3 gate not passed, 4 server unreachable."""
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
@@ -51,8 +51,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"etfarm {version('etfarm')}")
         return 0
     if arguments[0] != "serve":
-        # gRPC reads it when it is loaded, which no command is yet. What fails we say in our own words; a server's operator
-        # has nothing but gRPC's that tells of a client's failed handshake.
+        # Set before a command imports gRPC, which reads the variable on import. Clients report errors themselves; on a server,
+        # gRPC's log is the only record of a client's failed handshake.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     commands = {point.name: point for point in entry_points(group=GROUP)}
     point, rest = _find(commands, arguments)
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # The reader of a pipe left; nothing more may be written at exit either.
+        # The reader of a pipe has gone; prevent further writes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 

@@ -1,4 +1,4 @@
-"""The errors that cross processes: whose fault, a reason for programs, a sentence and a remedy for people.
+"""The errors that cross processes, with a fault, a reason for programs, and a message and a remedy for users.
 
 The three faults are the types: `UserError` (the model, the program, the command), `DeviceError` (the board or phone, its
 link, its agent) and `FarmError` (the server or this software). Each domain error subclasses one of them and names its
@@ -12,11 +12,11 @@ from enum import StrEnum
 from typing import ClassVar
 
 DOMAIN = "etfarm"
-"""ErrorInfo.domain of every error of ours."""
+"""ErrorInfo.domain of every etfarm error."""
 
 
 class Fault(StrEnum):
-    """Who has to act."""
+    """The party that has to act on an error."""
 
     USER = "USER"
     DEVICE = "DEVICE"
@@ -24,7 +24,7 @@ class Fault(StrEnum):
 
 
 class Kind(StrEnum):
-    """What sort of refusal it is, by the gRPC code of the same name."""
+    """The kind of an error, named after its gRPC status code."""
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
     NOT_FOUND = "NOT_FOUND"
@@ -44,13 +44,13 @@ class Kind(StrEnum):
 
 
 class EtfarmError(Exception):
-    """Any error that a user of etfarm is shown.
+    """An error that is shown to users of etfarm.
 
     Args:
-        message: one sentence: what is wrong, with the values that matter.
-        remedy: one sentence: what to do about it; empty where nothing can be done.
-        stage: the stage that failed (`TORCH_EXPORT`, `LOAD`, ...), where one did.
-        metadata: every value of the message again, for programs; kept as strings.
+        message: one sentence that states what is wrong, with the relevant values.
+        remedy: one sentence that states what to do; empty if nothing can be done.
+        stage: the stage that failed (`TORCH_EXPORT`, `LOAD`, ...), if any.
+        metadata: the values of the message for programs, stored as strings.
     """
 
     fault: ClassVar[Fault] = Fault.FARM
@@ -58,7 +58,7 @@ class EtfarmError(Exception):
     kind: Kind = Kind.INTERNAL
 
     def __init__(self, message: str, remedy: str = "", *, stage: str = "", **metadata: object) -> None:
-        # A library's words, which some messages end in, need not end in a full stop.
+        # Some messages end with a library's text, which may lack a full stop.
         self.message = message if message.endswith((".", "!", "?", ":")) else f"{message}."
         super().__init__(f"{self.message} {remedy}" if remedy else self.message)
         self.remedy = remedy
@@ -67,7 +67,7 @@ class EtfarmError(Exception):
 
 
 class UserError(EtfarmError):
-    """The model, the program, the inputs or the command must change."""
+    """An error that the user must fix in the model, the program, the inputs or the command."""
 
     fault = Fault.USER
     reason = "INVALID_ARGUMENT"
@@ -75,7 +75,7 @@ class UserError(EtfarmError):
 
 
 class DeviceError(EtfarmError):
-    """The device, its link or its agent failed; the cell may be placed again."""
+    """A failure of the device, its link or its agent; the cell may be placed again."""
 
     fault = Fault.DEVICE
     reason = "DEVICE_FAILED"
@@ -83,7 +83,7 @@ class DeviceError(EtfarmError):
 
 
 class FarmError(EtfarmError):
-    """The server or this software failed."""
+    """A failure of the server or of this software."""
 
     fault = Fault.FARM
     reason = "INTERNAL"
@@ -103,7 +103,7 @@ def error_of(
     stage: str = "",
     metadata: Mapping[str, str] | None = None,
 ) -> EtfarmError:
-    """The error that another process described, with its reason kept."""
+    """Return an error that another process described, with its reason."""
     error = FAULTS[fault](message, remedy, stage=stage)
     error.metadata.update(metadata or {})
     error.reason = reason

@@ -1,4 +1,4 @@
-"""Untrusted text, made harmless for the place that shows it: a terminal, a log line, a spreadsheet cell.
+"""Escaping of untrusted text for the place that shows it: a terminal, a log line, a spreadsheet cell.
 
 Names, code, labels, logs and errors come from users, devices and programs. Pure functions, the standard library only.
 """
@@ -9,7 +9,7 @@ import re
 from typing import Final
 
 MARK: Final = "\ufffd"
-"""Replaces a control character; one column wide, so that widths can be computed in advance."""
+"""The replacement of a control character; one column wide, so that widths can be computed in advance."""
 
 _CONTROLS: Final = r"\x00-\x08\x0b-\x1f\x7f-\x9f"
 _LINES_ENDS: Final = r"\u2028\u2029"
@@ -17,10 +17,11 @@ _BIDI: Final = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
 _LONE_SURROGATES: Final = r"\ud800-\udfff"
 
 _STEERING: Final = re.compile(f"[{_CONTROLS}{_LINES_ENDS}{_BIDI}{_LONE_SURROGATES}]")
-"""C0 except newline and tab, DEL, C1, line separators, changes of the writing direction, and lone surrogates."""
+"""Control characters: C0 except newline and tab, DEL, C1, line separators, changes of the writing direction, and lone
+surrogates."""
 
 _FORMULA: Final = re.compile(r"'*\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|'*[\t\r\n]")
-"""The beginning of a cell that a spreadsheet evaluates, quoted or not; U+FF1D and its like are the signs in full width."""
+"""The beginning of a cell that a spreadsheet evaluates, quoted or not; U+FF1D and similar are full-width signs."""
 
 
 def printable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Words that both ends write: the protocol version, environment variables, the places of a user's data."""
+"""Names that clients, agents and servers share: the protocol version, environment variables, folders of user data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 PROTOCOL_VERSION = 1
-"""Hello.protocol_version that this code speaks."""
+"""The Hello.protocol_version of this code."""
 
 SERVER_VARIABLE = "ETFARM_SERVER"
 TOKEN_VARIABLE = "ETFARM_TOKEN"
@@ -34,7 +34,7 @@ ENROLMENT_PREFIX = "etfe_"
 
 
 def data_folder() -> Path:
-    """Where etfarm keeps a user's data: $ETFARM_DATA, else $XDG_DATA_HOME/etfarm, else ~/.local/share/etfarm."""
+    """Return the folder of a user's data: $ETFARM_DATA, else $XDG_DATA_HOME/etfarm, else ~/.local/share/etfarm."""
     if chosen := os.environ.get(DATA_VARIABLE):
         return Path(chosen)
     base = os.environ.get("XDG_DATA_HOME")
@@ -42,6 +42,6 @@ def data_folder() -> Path:
 
 
 def boot_id() -> str:
-    """What tells this running machine from all others (Hello.boot_id); empty where the kernel does not say."""
+    """Return the unique id of this boot of this machine (Hello.boot_id); empty if the kernel does not provide it."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""

@@ -1,4 +1,4 @@
-"""The process that started this one, as far as this one sees it: its end of our stdin. Stdlib only."""
+"""Detection that the parent process has gone, by the end of stdin. Stdlib only."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _STDIN: Final = 0
 
 
 def at_end_of_stdin(end: Callable[[], object]) -> None:
-    """Calls `end` in the running event loop once stdin ends; what comes before is dropped.
+    """Call `end` in the running event loop once stdin ends; discard its content.
 
-    A thread waits, since asyncio waits for pipes only, and stdin may be a file, a terminal, /dev/null or closed. It does not
-    keep the process alive.
+    A thread waits, since asyncio supports only pipes and stdin may also be a file, a terminal, /dev/null or closed. The thread
+    does not keep the process alive.
     """
     loop = asyncio.get_running_loop()
-    # A closed stdin's number is another file's by now.
+    # The descriptor of a closed stdin may belong to another file by now.
     is_open = sys.stdin is not None
 
     def wait() -> None:
         if is_open:
             _drain()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(end)
 
     threading.Thread(target=wait, name="stdin", daemon=True).start()
@@ -38,7 +38,7 @@ def _drain() -> None:
         try:
             if not os.read(_STDIN, 4096):
                 return
-        except BlockingIOError:  # whoever else has it made it non-blocking
+        except BlockingIOError:  # another process made the shared descriptor non-blocking
             select.select([_STDIN], [], [])
         except OSError:  # a terminal that hung up
             return

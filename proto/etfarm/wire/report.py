@@ -1,6 +1,6 @@
-"""Reports as the JSON that users keep, `etfarm.report/1`: our own projection of the contract's Report and Job.
+"""Reports as JSON documents `etfarm.report/1`, a projection of the protobuf messages Report and Job.
 
-Every key is present; what was not measured or does not exist is null, never 0; integers are numbers; no Infinity, no NaN.
+Every key is present; values that were not measured or do not exist are null, never 0; integers are numbers; no Infinity, no NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from etfarm.wire.errors import EtfarmError, UserError
 SCHEMA: Final = "etfarm.report/1"
 
 _LEFT_OUT: Final = {"etfarm.v1.Report": {"outputs", "samples", "etdump", "numerics_etdump", "numerics_debug", "created_at"}}
-"""Fields that the JSON does not have: where raw material lies in a server's store."""
+"""Fields that the JSON omits: references to raw data in a server's store."""
 
 _NULL_WHEN_EMPTY: Final = {
     "etfarm.v1.Report": {"accuracy", "operators", "numeric_gap"},
@@ -33,7 +33,7 @@ _NULL_WHEN_EMPTY: Final = {
     "etfarm.v1.ReportCompile": {"modules"},
     "etfarm.v1.ReportInputs": {"tensors"},
 }
-"""Lists that stand for a measurement: none taken is null. Every other empty list is []."""
+"""Lists of measurements, which are null if not measured. Every other empty list is []."""
 
 _ENUM_PREFIXES: Final = {
     "etfarm.v1.Fault": "FAULT_",
@@ -42,7 +42,7 @@ _ENUM_PREFIXES: Final = {
 }
 
 _BEYOND: Final = 1e300
-"""No measured number comes near; quotients of what is below do not overflow into what JSON cannot say."""
+"""Limit of numbers, far above any measured one; it prevents overflow to infinity, which JSON cannot represent."""
 
 _JOB: Final = ("id", "name", "labels", "state", "submitted_at", "finished_at", "server_version")
 
@@ -56,10 +56,10 @@ _ALWAYS: Final = {
     "etfarm.v1.SourceLine": ("file",),
     "job": ("id", "state", "submitted_at"),
 }
-"""Texts without which an object says nothing: what its readers name it by."""
+"""Required texts of each object, by which readers identify it."""
 
 _INTERVALS: Final = {"p50_ci95_ns", "ratio_ci95"}
-"""Lists of a lower and an upper bound, or of nothing."""
+"""Lists that hold a lower and an upper bound, or are empty."""
 
 _REMEDY: Final = "Give a file that --json or `etfarm report export --format json` wrote."
 
@@ -67,12 +67,12 @@ Json = dict[str, Any]
 
 
 def report_json(report: report_pb2.Report) -> Json:
-    """One REPORT, with every key."""
+    """Return a REPORT with every key."""
     return _message(report)
 
 
 def error_json(error: EtfarmError | common_pb2.Error) -> Json:
-    """One ERROR: {fault, reason, message, remedy, stage, metadata}; null where there is none."""
+    """Return an ERROR: {fault, reason, message, remedy, stage, metadata}; empty texts are null."""
     if isinstance(error, EtfarmError):
         fields = (error.fault.value, error.reason, error.message, error.remedy, error.stage, error.metadata)
     else:
@@ -83,7 +83,7 @@ def error_json(error: EtfarmError | common_pb2.Error) -> Json:
 
 
 def job_json(job: job_pb2.Job) -> Json:
-    """One JOB: {id, name, labels, state, submitted_at, finished_at, server_version}; instants in ISO 8601, UTC."""
+    """Return a JOB: {id, name, labels, state, submitted_at, finished_at, server_version}; instants in ISO 8601, UTC."""
     return {
         "id": job.id,
         "name": job.name or None,
@@ -96,7 +96,7 @@ def job_json(job: job_pb2.Job) -> Json:
 
 
 def document(job: job_pb2.Job | None, reports: Iterable[report_pb2.Report], error: EtfarmError | None) -> Json:
-    """What `--json` holds: {schema, job, reports, error}."""
+    """Return the document of `--json`: {schema, job, reports, error}."""
     return {
         "schema": SCHEMA,
         "job": None if job is None else job_json(job),
@@ -106,25 +106,25 @@ def document(job: job_pb2.Job | None, reports: Iterable[report_pb2.Report], erro
 
 
 def dumps(document: Json) -> str:
-    """Strict JSON text of a document, indented, with a final newline."""
+    """Return a document as strict JSON, indented, with a final newline."""
     return json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 class BadDocument(UserError):
-    """A text is no document etfarm.report/1."""
+    """A text that is not a document etfarm.report/1."""
 
     reason = "BAD_REPORT_DOCUMENT"
 
 
 def loads(text: str | bytes) -> Json:
-    """The document that `text` is, as `dumps` wrote it. Keys that an older version did not have are there, as of nothing.
+    """Return the document in `text`, as written by `dumps`. Keys that an older version lacked are added with empty values.
 
     Raises:
-        BadDocument: it is no JSON, no etfarm.report/1, or a value is of another sort than the contract's.
+        BadDocument: the text is not JSON or not an etfarm.report/1, or a value has another type than its field.
     """
     try:
         document = json.loads(text, parse_constant=_refuse)
-        json.dumps(document, ensure_ascii=False).encode()  # a lone half of a surrogate pair cannot be written anywhere
+        json.dumps(document, ensure_ascii=False).encode()  # a lone surrogate cannot be encoded
     except (ValueError, RecursionError) as error:
         raise BadDocument(f"This is no JSON: {error}", _REMEDY) from None
     schema = document.get("schema") if isinstance(document, dict) else None
@@ -147,31 +147,31 @@ def loads(text: str | bytes) -> Json:
 
 
 def _completed(value: Any, kind: type[Message], where: str) -> Any:
-    """`value`, the JSON of a message, with every key."""
-    _must_be(dict, value, where)
+    """Return `value`, the JSON of a message, validated and with every key."""
+    _require_type(dict, value, where)
     full = {**_message(kind()), **{key: item for key, item in value.items() if item is not None}}
     for field in kind.DESCRIPTOR.fields:
-        given, inner, at = value.get(field.name), field.message_type, f"{where}.{field.name}"
-        if given is None:
+        present, inner, at = value.get(field.name), field.message_type, f"{where}.{field.name}"
+        if present is None:
             continue
         if inner is not None and inner.GetOptions().map_entry:
-            _must_be(dict, given, at)
+            _require_type(dict, present, at)
             values = inner.fields_by_name["value"]
-            full[field.name] = {key: _item(values, item, f"{at}.{key}") for key, item in given.items()}
+            full[field.name] = {key: _item(values, item, f"{at}.{key}") for key, item in present.items()}
         elif field.is_repeated:
-            _must_be(list, given, at)
-            full[field.name] = [_item(field, item, f"{at}[{place}]") for place, item in enumerate(given)]
-            if field.name in _INTERVALS and len(given) not in (0, 2):
+            _require_type(list, present, at)
+            full[field.name] = [_item(field, item, f"{at}[{place}]") for place, item in enumerate(present)]
+            if field.name in _INTERVALS and len(present) not in (0, 2):
                 raise BadDocument(f"{at} is no lower and upper bound.", _REMEDY, where=at)
         else:
-            full[field.name] = _item(field, given, at)
-    _must_have(full, _ALWAYS.get(kind.DESCRIPTOR.full_name, ()), where)
-    _must_make_sense(full, kind, where)
+            full[field.name] = _item(field, present, at)
+    _require_texts(full, _ALWAYS.get(kind.DESCRIPTOR.full_name, ()), where)
+    _validate_relations(full, kind, where)
     return full
 
 
-def _must_make_sense(full: Json, kind: type[Message], where: str) -> None:
-    """What no single value tells: a row's delegate is there, and a ratio is one."""
+def _validate_relations(full: Json, kind: type[Message], where: str) -> None:
+    """Validate values that depend on others or on a range: the parents of operator rows, and ratios."""
     if kind is report_pb2.Report:
         indexes = {row["index"] for row in full["operators"] or ()}
         for place, row in enumerate(full["operators"] or ()):
@@ -182,46 +182,46 @@ def _must_make_sense(full: Json, kind: type[Message], where: str) -> None:
         raise BadDocument(f"{where}.ratio is {full['ratio']}, no ratio of two times.", _REMEDY, where=f"{where}.ratio")
 
 
-def _must_be(sort: type, given: Any, at: str) -> None:
-    if not isinstance(given, sort):
-        raise BadDocument(f"{at} is no {'list' if sort is list else 'object'}.", _REMEDY, where=at)
+def _require_type(kind: type, value: Any, at: str) -> None:
+    if not isinstance(value, kind):
+        raise BadDocument(f"{at} is no {'list' if kind is list else 'object'}.", _REMEDY, where=at)
 
 
-def _item(field: Any, given: Any, at: str) -> Any:
-    """One value of a field, of a list or of a map, checked; objects with every key. Null is no value: lists have none."""
+def _item(field: Any, value: Any, at: str) -> Any:
+    """Return a validated value of a field, list or map; objects have every key. Null is not allowed."""
     if field.message_type in (None, Timestamp.DESCRIPTOR):
-        _check(field, given, at)
-        return given
-    return _completed(given, message_factory.GetMessageClass(field.message_type), at)
+        _validate_value(field, value, at)
+        return value
+    return _completed(value, message_factory.GetMessageClass(field.message_type), at)
 
 
 def _completed_job(job: Json) -> Json:
-    """A JOB with every key, as `job_json` gives it."""
+    """Return a JOB with every key, as in `job_json`."""
     full = {**dict.fromkeys(_JOB), **job}
     full["labels"] = {} if full["labels"] is None else full["labels"]
-    _must_be(dict, full["labels"], "job.labels")
+    _require_type(dict, full["labels"], "job.labels")
     texts = {f"job.{key}": full[key] for key in _JOB if key != "labels" and full[key] is not None}
     for at, item in {**texts, **{f"job.labels.{key}": item for key, item in full["labels"].items()}}.items():
         if not isinstance(item, str):
             raise BadDocument(f"{at} is {json.dumps(item)[:40]}, no text.", _REMEDY, where=at)
-    _must_have(full, _ALWAYS["job"], "job")
+    _require_texts(full, _ALWAYS["job"], "job")
     return full
 
 
-def _must_have(full: Json, names: Iterable[str], where: str) -> None:
+def _require_texts(full: Json, names: Iterable[str], where: str) -> None:
     for name in names:
         if not full[name]:
             raise BadDocument(f"{where} has no {name}.", _REMEDY, where=f"{where}.{name}")
 
 
-def _check(field: Any, item: Any, at: str) -> None:
-    """Whether one value is of the field's sort."""
-    sorts: dict[int, tuple[type, ...]] = {field.TYPE_BOOL: (bool,), field.TYPE_DOUBLE: (int, float)}
+def _validate_value(field: Any, item: Any, at: str) -> None:
+    """Validate the type and range of a value."""
+    types: dict[int, tuple[type, ...]] = {field.TYPE_BOOL: (bool,), field.TYPE_DOUBLE: (int, float)}
     numbers: tuple[type, ...] = (str,) if field.type in (field.TYPE_STRING, field.TYPE_ENUM, field.TYPE_MESSAGE) else (int,)
-    sort = sorts.get(field.type, numbers)
-    right = isinstance(item, sort) and isinstance(item, bool) == (sort == (bool,))
-    if not right or (int in sort and not abs(item) < _BEYOND):
-        wanted = {bool: "true or false", str: "text"}.get(sort[0], "number" if float in sort else "whole number")
+    allowed = types.get(field.type, numbers)
+    has_type = isinstance(item, allowed) and isinstance(item, bool) == (allowed == (bool,))
+    if not has_type or (int in allowed and not abs(item) < _BEYOND):
+        wanted = {bool: "true or false", str: "text"}.get(allowed[0], "number" if float in allowed else "whole number")
         raise BadDocument(f"{at} is {json.dumps(item)[:40]}, no {wanted}.", _REMEDY, where=at)
 
 
@@ -252,14 +252,14 @@ def _field(message: Message, field: Any) -> Any:
         return [_single(field, item) for item in value]
     if field.has_presence and not message.HasField(field.name):
         return None
-    # A text of the contract that is not `optional` is empty where there is none.
+    # A string field that is not `optional` is empty if absent.
     if value == "" and not field.has_presence:
         return None
     return _single(field, value)
 
 
 def _enum_name(enum: EnumDescriptor, number: int) -> str:
-    """Return the name of an enum's value; empty for a number that this version does not know."""
+    """Return the name of an enum's value; empty for a number that is unknown to this version."""
     known = enum.values_by_number.get(number)
     return "" if known is None else str(known.name)
 

@@ -1,4 +1,4 @@
-"""Pauses between tries: exponential back-off with jitter, for clients, agents and phones alike."""
+"""Pauses between retries: exponential back-off with jitter, for clients, agents and phones."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 
 def retry_backoff(first_s: float, last_s: float) -> Iterator[float]:
-    """Yield the seconds to wait before each further try, without end.
+    """Yield the pause before each retry in seconds, endlessly.
 
-    Half of each pause is random, so that those that lost one server do not come back all at once.
+    Half of each pause is random, so that clients that lost a server do not reconnect all at once.
 
     Args:
-        first_s: the longest first pause, which doubles with each try ...
-        last_s: ... up to this.
+        first_s: upper bound of the first pause; the bound doubles with each retry.
+        last_s: maximum of the bound.
     """
     longest_s = first_s
     while True:

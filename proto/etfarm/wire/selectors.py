@@ -1,7 +1,7 @@
 """Device selectors: `arch=aarch64,memory>=2GiB,feature=i8mm,label.rack=3`. Parsing and matching are pure functions.
 
-Values are compared without regard to case. Those of soc, model and os are names that people shorten: some of their words in a row
-are enough, so that `os=Android 14` finds "Android 14 (API 34), Linux 6.1.25" and `model=Pixel 8` no "Google Pixel 8a".
+Values are compared case-insensitively. For soc, model and os, which people abbreviate, some consecutive words are enough:
+`os=Android 14` matches "Android 14 (API 34), Linux 6.1.25", and `model=Pixel 8` does not match "Google Pixel 8a".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 KEYS: Final = ("id", "name", "arch", "soc", "model", "os", "memory", "cores", "feature", "backend", "emulated", "label.KEY")
 _WORDY: Final = ("soc", "model", "os")
 _NUMERIC: Final = ("memory", "cores")
-# One pass each: selectors are untrusted, and backtracking over their blanks would take quadratic time.
+# Patterns that need a single pass: selectors are untrusted, and backtracking over blanks would take quadratic time.
 _COMPARISON = re.compile(r"([a-z][a-zA-Z0-9_.\-]*)\s*(>=|<=|!=|=)(?!=)")
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s{0,9}([KMGT]i?B|B)?\Z")
 _UNITS: dict[str, int] = {"B": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
@@ -35,20 +35,20 @@ MAX_TERMS: Final = 64
 
 
 class UnknownSelectorKey(UserError):
-    """A selector asks for something that devices do not have."""
+    """A selector with a key that devices do not have."""
 
     reason = "UNKNOWN_SELECTOR_KEY"
 
 
 class BadSelector(UserError):
-    """A selector's term is not KEY OP VALUE, or its value is of the wrong sort."""
+    """A selector with a term that is not KEY OP VALUE, or with a value of the wrong type."""
 
     reason = "BAD_SELECTOR"
 
 
 @dataclass(frozen=True)
 class Term:
-    """One comparison. `value` is a number for memory (bytes) and cores, a bool for emulated, else text."""
+    """A comparison. `value` is a number for memory (bytes) and cores, a bool for emulated, else text."""
 
     key: str
     operator: str
@@ -57,21 +57,21 @@ class Term:
 
 @dataclass(frozen=True)
 class Selector:
-    """All terms must hold; none matches everything."""
+    """A conjunction of terms; without terms it matches every device."""
 
     terms: tuple[Term, ...] = ()
 
     def matches(self, device: Device) -> bool:
-        """Whether every term holds of `device`. A device that lacks a key matches `!=` only."""
+        """Return whether every term holds for `device`. A device that lacks a key matches only `!=`."""
         return all(_holds(term, device) for term in self.terms)
 
 
 def parse(text: str) -> Selector:
-    """The selector that `text` gives; blanks around terms do not count.
+    """Return the selector in `text`, ignoring blanks around terms.
 
     Raises:
-        UnknownSelectorKey: a key is none of `KEYS`.
-        BadSelector: the text is too long or has too many terms, a term is not KEY OP VALUE, or its value is of the wrong sort.
+        UnknownSelectorKey: a key is not in `KEYS`.
+        BadSelector: the text is too long or has too many terms, a term is not KEY OP VALUE, or its value has the wrong type.
     """
     if len(text) > MAX_CHARACTERS:
         raise BadSelector(
@@ -116,11 +116,11 @@ def _term(text: str) -> Term:
 
 
 def _number(key: str, value: str) -> float:
-    found = _SIZE.match(value)
-    if found is None or (key == "cores" and found.group(2)):
+    match = _SIZE.match(value)
+    if match is None or (key == "cores" and match.group(2)):
         example = "memory>=2GiB" if key == "memory" else "cores>=4"
         raise BadSelector(f"{value!r} is no number for {key!r}.", f"Give for example {example}.", key=key, value=value)
-    return float(found.group(1)) * _UNITS[found.group(2) or "B"]
+    return float(match.group(1)) * _UNITS[match.group(2) or "B"]
 
 
 _VALUES: Final[dict[str, Callable[[Device], Sequence[str | float | bool]]]] = {
@@ -128,7 +128,7 @@ _VALUES: Final[dict[str, Callable[[Device], Sequence[str | float | bool]]]] = {
     "name": lambda device: (device.name,),
     "arch": lambda device: (device.arch,),
     "soc": lambda device: (device.soc,),
-    # What `soc` says already is not told again as the model.
+    # `model` is empty if it would repeat `soc`.
     "model": lambda device: (device.model or device.soc,),
     "os": lambda device: (device.os,),
     "memory": lambda device: (float(device.memory_bytes),),
@@ -159,6 +159,8 @@ def _equal(value: str | float | bool, wanted: str | float | bool) -> bool:
 
 
 def _has_words(value: str | float | bool, wanted: str | float | bool) -> bool:
-    """Whether the wanted words stand in the value, next to each other."""
-    said, asked = (re.findall(r"[^\s,()]+", str(text).lower()) for text in (value, wanted))
-    return _equal(value, wanted) or any(asked == said[at : at + len(asked)] for at in range(len(said) if asked else 0))
+    """Return whether the value contains the wanted words consecutively."""
+    words, wanted_words = (re.findall(r"[^\s,()]+", str(text).lower()) for text in (value, wanted))
+    return _equal(value, wanted) or any(
+        wanted_words == words[at : at + len(wanted_words)] for at in range(len(words) if wanted_words else 0)
+    )

@@ -1,4 +1,4 @@
-"""A session's tensors on the wire: a tensor file's bytes inline up to 1 MiB, above it an artifact."""
+"""The transfer of a session's tensors: tensor files up to 1 MiB inline, larger ones as artifacts."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from etfarm.v1 import common_pb2, session_pb2
 from etfarm.wire.errors import Kind, UserError
 
 INLINE_BYTES = 1 << 20
-"""What rides in a message itself; more would hold up the calls of others on the same connection."""
+"""Maximum size of inline data; more would delay other calls on the same connection."""
 
 CALL_TIMEOUT_S = 600.0
-"""How long a call may take on the device where it does not say (SessionTask.timeout_s)."""
+"""Default of SessionTask.timeout_s, the time limit of a call on the device."""
 
 
 class SessionNotFound(UserError):
-    """No session has the id, or it has ended."""
+    """A session id that is unknown, or whose session has ended."""
 
     reason = "SESSION_NOT_FOUND"
     kind = Kind.NOT_FOUND
 
 
 class BadCall(UserError):
-    """A call asks for nothing, or for numbers out of range."""
+    """A call that is incomplete, or has values out of range."""
 
     reason = "BAD_CALL"
 
 
 async def pack(data: bytes, store: Callable[[bytes], Awaitable[common_pb2.Artifact]]) -> session_pb2.SessionTensors:
-    """`data` as it travels; what is too large goes through `store` first."""
+    """Return the message for `data`; data above INLINE_BYTES is stored with `store`."""
     if len(data) <= INLINE_BYTES:
         return session_pb2.SessionTensors(inline=data)
     return session_pb2.SessionTensors(artifact=await store(data))
 
 
 async def unpack(packed: session_pb2.SessionTensors, fetch: Callable[[common_pb2.Artifact], Awaitable[bytes]]) -> bytes:
-    """The bytes that `pack` was given; large ones come through `fetch`."""
+    """Return the bytes that were packed by `pack`; an artifact is read with `fetch`."""
     return await fetch(packed.artifact) if packed.HasField("artifact") else packed.inline
 
 
 def check_task(task: session_pb2.SessionTask) -> None:
-    """Refuses a task that no device should see.
+    """Validate a task before it is sent to a device.
 
     Raises:
-        BadCall: the sentence names the field.
+        BadCall: a field is missing or out of range; the message names it.
     """
     if not task.method:
         raise BadCall("The call names no method.", "Name one of the program's.")

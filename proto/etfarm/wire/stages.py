@@ -1,7 +1,6 @@
-"""ExecuTorch's export stages: which there are, what each follows, and whether an order of them is one.
+"""ExecuTorch's export stages, their valid predecessors, and the validation of pipelines.
 
-Source: executorch.export.stages 1.5.1, whose classes say `valid_predecessor_stages` and `can_start_pipeline`; a test
-compares.
+Source: `valid_predecessor_stages` and `can_start_pipeline` of the classes in executorch.export.stages 1.5.1; a test compares.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ STAGES: Final = (
     "TO_BACKEND",
     "TO_EXECUTORCH",
 )
-"""ExecuTorch's export stages, as ExportSession names them in lower case."""
+"""ExecuTorch's export stages; ExportSession uses these names in lower case."""
 
 PREDECESSORS: Final[Mapping[str, tuple[str, ...]]] = {
     "SOURCE_TRANSFORM": (),
@@ -35,38 +34,38 @@ PREDECESSORS: Final[Mapping[str, tuple[str, ...]]] = {
     "TO_BACKEND": ("TO_EDGE", "EDGE_PROGRAM_MANAGER_TRANSFORM"),
     "TO_EXECUTORCH": ("TO_EDGE_TRANSFORM_AND_LOWER", "TO_BACKEND", "EDGE_PROGRAM_MANAGER_TRANSFORM"),
 }
-"""What may come right before each stage."""
+"""The stages that may directly precede each stage."""
 
 STARTS: Final = ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT", "TO_EDGE_TRANSFORM_AND_LOWER", "TO_EDGE")
-"""Stages that an order may begin with."""
+"""The stages with which a pipeline may start."""
 
 REPLACEABLE: Final = STAGES[3:]
-"""Stages that an installed plug-in may replace: those that only the server runs, on programs that are exported."""
+"""The stages that an installed plug-in may replace: those that only the server runs, on exported programs."""
 
 
 class BadStages(UserError):
-    """The stages are no order that ExecuTorch runs, or not one that this recipe can have."""
+    """Stages that ExecuTorch does not run in this order, or that do not fit the recipe."""
 
     reason = "BAD_STAGES"
 
 
 class Staged(Protocol):
-    """What is asked of a recipe here."""
+    """The properties of a recipe that are needed here."""
 
     @property
     def text(self) -> str:
-        """What people see of it."""
+        """The recipe as shown to users."""
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Its whole pipeline."""
+        """The whole pipeline."""
 
 
 def check_name(stage: str) -> None:
-    """Refuses what is no stage.
+    """Raise an error unless `stage` is the name of a stage.
 
     Raises:
-        BadStages: with those there are, and the nearest.
+        BadStages: it is not; the error lists all stages and the closest match.
     """
     if stage in STAGES:
         return
@@ -78,34 +77,34 @@ def check_name(stage: str) -> None:
 
 
 def check_order(stages: Sequence[str]) -> None:
-    """Refuses stages that ExecuTorch would not run in this order.
+    """Raise an error unless ExecuTorch can run the stages in this order.
 
     Raises:
-        BadStages: there are none, one is unknown or there twice, or one does not follow what is before it.
+        BadStages: there are no stages, a stage is unknown or repeated, or it cannot follow its predecessor.
     """
     if not stages:
         raise BadStages("There are no stages.", f"An order begins with {_either(STARTS)}.", stages="")
     for stage in stages:
         check_name(stage)
-    said = ",".join(stages)
+    order = ",".join(stages)
     for index, stage in enumerate(stages):
         if stage in stages[:index]:
-            raise BadStages(f"{stage} is there twice.", "Every stage runs once.", stages=said, stage_name=stage)
+            raise BadStages(f"{stage} is there twice.", "Every stage runs once.", stages=order, stage_name=stage)
     if stages[0] not in STARTS:
         raise BadStages(
             f"{stages[0]} cannot be the first stage.", f"It follows {_either(PREDECESSORS[stages[0]])}.",
-            stages=said, stage_name=stages[0], predecessors=",".join(PREDECESSORS[stages[0]]),
+            stages=order, stage_name=stages[0], predecessors=",".join(PREDECESSORS[stages[0]]),
         )  # fmt: skip
     for before, stage in itertools.pairwise(stages):
         if before not in PREDECESSORS[stage]:
-            raise _misplaced(before, stage, said)
+            raise _misplaced(before, stage, order)
 
 
 def check_stop_after(recipe: Staged, stage: str) -> None:
-    """Refuses to end a compilation after a stage that the recipe does not have.
+    """Raise an error unless the recipe has the stage after which a compilation is to stop.
 
     Raises:
-        BadStages: with the stages that it has, and how to have this one.
+        BadStages: it does not; the error lists its stages and explains how to add this one.
     """
     check_name(stage)
     if stage not in recipe.stages:
@@ -117,8 +116,8 @@ def check_stop_after(recipe: Staged, stage: str) -> None:
 
 
 def order_with(stages: Sequence[str], stage: str) -> tuple[str, ...]:
-    """An order with `stage` that does what `stages` does, and writes a program."""
-    front = [one for one in STAGES[:3] if one in stages or one in (stage, "TORCH_EXPORT")]
+    """Return a pipeline that is equivalent to `stages`, includes `stage`, and writes a program."""
+    front = [name for name in STAGES[:3] if name in stages or name in (stage, "TORCH_EXPORT")]
     in_steps = stage in ("TO_EDGE", "TO_BACKEND") or ("TO_EDGE" in stages and stage != "TO_EDGE_TRANSFORM_AND_LOWER")
     transform = "EDGE_PROGRAM_MANAGER_TRANSFORM"
     between = [transform] if transform in (*stages, stage) else []
@@ -127,15 +126,15 @@ def order_with(stages: Sequence[str], stage: str) -> tuple[str, ...]:
 
 
 def _remedy(stages: Sequence[str], stage: str) -> str:
-    """How a recipe gets a stage that it lacks."""
+    """Return a sentence on how to add a missing stage to a recipe."""
     if stage == "QUANTIZE":
         example = "xnnpack_pt2e_int8_static_per_channel"
         return f"Take one that quantizes, such as {example}, or write a recipe file with `quantizers = [...]`."
-    order = ", ".join(f'"{one}"' for one in order_with(stages, stage))
+    order = ", ".join(f'"{name}"' for name in order_with(stages, stage))
     return f"To have it, write a recipe file with `stages = [{order}]`."
 
 
-def _misplaced(before: str, stage: str, said: str) -> BadStages:
+def _misplaced(before: str, stage: str, order: str) -> BadStages:
     valid = PREDECESSORS[stage]
     follows = f"it follows {_either(valid)}" if valid else "nothing comes before it"
     remedy = ""
@@ -147,7 +146,7 @@ def _misplaced(before: str, stage: str, said: str) -> BadStages:
         remedy = f"Put {_either(between)} between them."
     return BadStages(
         f"{stage} cannot follow {before}: {follows}.", remedy,
-        stages=said, stage_name=stage, after=before, predecessors=",".join(valid),
+        stages=order, stage_name=stage, after=before, predecessors=",".join(valid),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Errors as gRPC statuses and back: google.rpc.ErrorInfo with the domain `etfarm`, the reason, and all metadata."""
+"""Conversion of errors to gRPC statuses and back, by google.rpc.ErrorInfo with the domain `etfarm`, reason and metadata."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from etfarm.wire.errors import DOMAIN, EtfarmError, FarmError, Fault, Kind, erro
 _DETAILS = "grpc-status-details-bin"
 
 _MOST_CHARACTERS = 2000
-"""Of one text in a status; what is longer ends with an ellipsis. Trailers are limited: see MAX_METADATA_BYTES."""
+"""Maximum length of a text in a status; longer ones end with an ellipsis. Trailers are limited: see MAX_METADATA_BYTES."""
 _MOST_VALUES = 6000
-"""Characters of all of an error's own metadata; what comes after is left out."""
+"""Maximum total length of an error's own metadata; entries beyond it are dropped."""
 
 
 class Unreachable(FarmError):
-    """The server does not answer."""
+    """A server that does not answer."""
 
     reason = "SERVER_UNREACHABLE"
     kind = Kind.UNAVAILABLE
 
 
 def to_status(error: EtfarmError) -> grpc.Status:
-    """The status that carries `error` over gRPC. Texts beyond some thousand characters are cut."""
+    """Return the gRPC status of an error, with long texts truncated."""
     metadata: dict[str, str] = {}
     room = _MOST_VALUES
     for key, value in error.metadata.items():
@@ -52,7 +52,11 @@ def _cut(text: str) -> str:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, *, server: str) -> EtfarmError:
-    """The error that a failed call stands for; `server` is the address to name where it was never reached."""
+    """Return the error of a failed call.
+
+    Args:
+        server: the address to name in messages about the connection.
+    """
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS and isinstance(value, bytes) and (known := _from_details(value)) is not None:
             return known
@@ -70,7 +74,7 @@ _MISTRUST = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
 
 
 def _unreachable(details: str) -> tuple[str, str]:
-    """Why a server was not reached, by gRPC's own words, and the remedy."""
+    """Return why a server was not reached, derived from gRPC's details, and the remedy."""
     if mistrust := _MISTRUST.search(details):
         return (
             f"its certificate is not trusted ({mistrust[1].strip()})",
@@ -90,7 +94,7 @@ def _from_details(data: bytes) -> EtfarmError | None:
     try:
         return _decoded(data)
     except DecodeError:
-        return None  # from another program or a hostile server; the status code remains
+        return None  # sent by another program or a hostile server; use the status code
 
 
 def _decoded(data: bytes) -> EtfarmError | None:
@@ -109,12 +113,12 @@ def _decoded(data: bytes) -> EtfarmError | None:
 
 
 def _fault(name: str) -> Fault:
-    """Return the fault with this name; FARM for a name that this version does not know."""
+    """Return the fault with this name; FARM for a name that is unknown to this version."""
     return Fault(name) if name in Fault.__members__ else Fault.FARM
 
 
 def to_proto(error: EtfarmError) -> common_pb2.Error:
-    """The error as a field of a cell or a result."""
+    """Return the error as a message for a field of a cell or a result."""
     return common_pb2.Error(
         fault=common_pb2.Fault.Value(f"FAULT_{error.fault.value}"),
         reason=error.reason,
@@ -126,8 +130,8 @@ def to_proto(error: EtfarmError) -> common_pb2.Error:
 
 
 def from_proto(error: common_pb2.Error) -> EtfarmError:
-    """The exception that a cell's or a result's error stands for."""
-    # A newer version or a hostile sender may use a number that this version does not know.
+    """Return the exception for the error of a cell or a result."""
+    # A newer version or a hostile sender may use a number that is unknown to this version.
     name = common_pb2.Fault.Name(error.fault) if error.fault in common_pb2.Fault.values() else ""
     fault = _fault(name.removeprefix("FAULT_"))
     return error_of(fault, error.reason, error.message, error.remedy, stage=error.stage, metadata=error.metadata)

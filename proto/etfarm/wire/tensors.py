@@ -1,9 +1,9 @@
-"""Tensors on the wire and on disk: dtype name, shape, dim order and raw little-endian bytes.
+"""The format of tensors on the wire and on disk: dtype name, shape, dim order and raw little-endian bytes.
 
 A `.ett` file is the magic `ETT1`, a little-endian u32 with the header's size, a JSON header
 `{"values": [{"name", "kind", "dtype", "shape", "dim_order", "offset", "size_bytes"} | {"name", "kind", "value"}]}`
-and the payloads, each at `offset` from the end of the header, 64-byte aligned there. Values come in flattened pytree order.
-numpy and ml_dtypes are loaded only by the functions that give or take arrays.
+and the payloads, each at `offset` from the end of the header, 64-byte aligned there. Values are in flattened pytree order.
+numpy and ml_dtypes are imported only by the functions that convert arrays.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ITEM_BYTES = {
     "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
     "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
 }  # fmt: skip
-"""Size of one element by dtype name. The names are torch's, which are numpy's or ml_dtypes' too."""
+"""Size of an element in bytes by dtype name. The names are those of torch, and also of numpy or ml_dtypes."""
 
 SCALAR_TYPES: Final = {
     0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64", 11: "bool",
@@ -55,7 +55,7 @@ SCALAR_TYPES: Final = {
 
 
 class BadTensorFile(UserError):
-    """Bytes that should be a tensor file are none."""
+    """Bytes that are not a valid tensor file."""
 
     reason = "BAD_TENSOR_FILE"
 
@@ -69,7 +69,7 @@ class Layout:
     shape: tuple[int, ...]
     dim_order: tuple[int, ...]
     offset: int
-    """Of the payload, from the end of the header."""
+    """Position of the payload, relative to the end of the header."""
     size_bytes: int
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One dense tensor. `data` holds the elements in the physical order that `dim_order` gives (outermost first)."""
+    """One dense tensor. `data` holds the elements in the physical order of `dim_order` (outermost first)."""
 
     name: str
     dtype: str
@@ -93,13 +93,13 @@ class Tensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie in the order of the dims."""
+        """Whether the physical order is that of the dims."""
         return self.dim_order == tuple(range(len(self.shape)))
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """A non-tensor leaf: a Python bool, int, float or None. Programs bake it in but must be given it all the same."""
+    """A non-tensor leaf: a Python bool, int, float or None. Programs fix its value at export but still require it."""
 
     name: str
     value: bool | int | float | None
@@ -109,7 +109,7 @@ Value = Tensor | Scalar
 
 
 def _validate(name: str, dtype: str, shape: tuple[int, ...], dim_order: tuple[int, ...], size_bytes: int) -> None:
-    """Refuse an inconsistent tensor. Checks the rank first, since the time of the other checks grows with it."""
+    """Raise BadTensorFile for an inconsistent tensor. The rank comes first, since the time of other checks grows with it."""
     if len(shape) > MAX_RANK:
         raise BadTensorFile(f"Tensor {name!r} must have at most {MAX_RANK} dims, got {len(shape)}.")
     if dtype not in ITEM_BYTES:
@@ -122,7 +122,7 @@ def _validate(name: str, dtype: str, shape: tuple[int, ...], dim_order: tuple[in
 
 
 def encode(values: Iterable[Value]) -> bytes:
-    """A tensor file's bytes; `decode` gives the same values back. Equal values give equal bytes."""
+    """Return a tensor file's bytes, from which `decode` restores the values. Equal values have equal bytes."""
     header: list[dict[str, object]] = []
     payloads: list[bytes] = []
     offset = 0
@@ -144,10 +144,10 @@ def encode(values: Iterable[Value]) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> list[Value]:
-    """The values of a tensor file.
+    """Return the values of a tensor file.
 
     Raises:
-        BadTensorFile: `data` is none, or a payload lies outside of it.
+        BadTensorFile: `data` is not a tensor file, or a payload lies outside of it.
     """
     view = memoryview(data)
     size = _header_size(bytes(view[:8]), len(view))
@@ -197,7 +197,7 @@ def _parse_header(text: bytes, payload_bytes: int) -> list[Layout | Scalar]:
         values = [_parse_value(entry, payload_bytes) for entry in entries]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadTensorFile(f"The tensor file's header cannot be read: {error}.") from None
-    # Payloads that overlap would let a small file ask for any amount of memory.
+    # Overlapping payloads would let a small file allocate any amount of memory.
     if sum(value.size_bytes for value in values if isinstance(value, Layout)) > payload_bytes:
         raise BadTensorFile("The payloads of the tensor file overlap.")
     return values
@@ -230,12 +230,12 @@ def _is_counts(value: object) -> TypeGuard[list[int]]:
 
 
 def read(file: BinaryIO) -> list[Value]:
-    """`decode` of a whole open file."""
+    """Return the values of an open tensor file; see `decode`."""
     return decode(file.read())
 
 
 def dtype_of(name: str) -> np.dtype:
-    """The numpy dtype of a wire dtype name; ml_dtypes gives those that numpy lacks."""
+    """Return the numpy dtype of a dtype name; ml_dtypes provides those that numpy lacks."""
     import numpy as np
 
     if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
@@ -247,7 +247,7 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def to_array(tensor: Tensor) -> NDArray[np.generic]:
-    """The tensor as an array of its logical shape; a read-only view with strides where the dim order is not contiguous."""
+    """Return the tensor as an array of its logical shape; a read-only view, strided if the dim order is not contiguous."""
     import numpy as np
 
     physical = np.frombuffer(tensor.data, dtype=dtype_of(tensor.dtype)).reshape([tensor.shape[d] for d in tensor.dim_order])
@@ -255,10 +255,10 @@ def to_array(tensor: Tensor) -> NDArray[np.generic]:
 
 
 def from_array(name: str, array: NDArray[np.generic], dim_order: Sequence[int] = ()) -> Tensor:
-    """A tensor of an array, its bytes laid in `dim_order` (contiguous when empty)."""
+    """Return a tensor with the elements of an array, stored in `dim_order` (contiguous if empty)."""
     import numpy as np
 
     order = tuple(dim_order) or tuple(range(array.ndim))
-    # A dtype's name does not tell its byte order.
+    # A dtype's name does not include its byte order.
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return Tensor(name, array.dtype.name, tuple(array.shape), np.ascontiguousarray(little.transpose(order)).tobytes(), order)

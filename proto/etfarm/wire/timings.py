@@ -1,4 +1,4 @@
-"""Rules that both ends apply to the times of iterations: drift, and the samples that it and percentiles need."""
+"""Statistics of iteration times that agents and server share: drift, and the number of samples that percentiles need."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 MIN_FOR_DRIFT: Final = 30
-"""Minimum number of samples of a drift: with fewer, a third has fewer than ten, and its median depends on single samples."""
+"""Minimum number of samples for a drift: a third of fewer has less than ten samples, whose median depends on single ones."""
 
 
 class Samples(Protocol):
-    """Times in the order in which they were measured: a list, an `array.array` or a numpy array."""
+    """Times in the order of measurement: a list, an `array.array` or a numpy array."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -22,17 +22,17 @@ class Samples(Protocol):
 
 
 def has_percentile(percent: int, count: int) -> bool:
-    """Return whether one of `count` samples is expected beyond a percentile: p10 and p90 need 10, p1 and p99 need 100."""
+    """Return whether `count` samples include one beyond a percentile on average: p10 and p90 need 10, p1 and p99 need 100."""
     return count * min(percent, 100 - percent) >= 100
 
 
 def drift(samples: Samples, median: Callable[[Any], float]) -> float | None:
-    """Return how far the median of the last third lies from that of the first: 0.1 is 10 % slower, -0.1 faster.
+    """Return the change from the first third's median to the last third's, relative to the first: 0.1 is 10 % slower.
 
-    None below `MIN_FOR_DRIFT` samples, and if the first third's median is 0. Single outliers do not move medians.
+    None below `MIN_FOR_DRIFT` samples, and if the first third's median is 0. Medians are robust to single outliers.
 
     Args:
-        median: of consecutive samples, `statistics.median` or `numpy.median`.
+        median: function that returns the median of samples, `statistics.median` or `numpy.median`.
     """
     if len(samples) < MIN_FOR_DRIFT:
         return None

@@ -1,4 +1,4 @@
-"""TLS files: read, and refused with their names where gRPC would only fail to connect later."""
+"""Reading and validation of TLS files, with errors that name the file; gRPC would only fail to connect later."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
 
 class BadTlsFile(UserError):
-    """A file is not there, or holds nothing of what it is given for."""
+    """A TLS file that cannot be read or has the wrong content."""
 
     reason = "BAD_TLS_FILE"
 
 
 def read_certificates(path: Path, option: str) -> bytes:
-    """A file of PEM certificates, as it is.
+    """Return the content of a file of PEM certificates, validated.
 
     Args:
-        option: what the file was named with, for the remedy.
+        option: the option that named the file, for the remedy.
 
     Raises:
-        BadTlsFile: it cannot be read, or holds no certificate.
+        BadTlsFile: the file cannot be read, or has no certificate.
     """
     import ssl
 
@@ -37,10 +37,10 @@ def read_certificates(path: Path, option: str) -> bytes:
 
 
 def read_identity(cert: Path, key: Path) -> tuple[bytes, bytes]:
-    """A PEM certificate chain and its key, as the files `--tls-cert` and `--tls-key` name have them.
+    """Return a PEM certificate chain and its key, the contents of `--tls-cert` and `--tls-key`.
 
     Raises:
-        BadTlsFile: one of them cannot be read, or holds something else; the key has a password, or is of another certificate.
+        BadTlsFile: a file cannot be read or has other content, or the key has a password or belongs to another certificate.
     """
     import ssl
 
@@ -53,8 +53,8 @@ def read_identity(cert: Path, key: Path) -> tuple[bytes, bytes]:
         _context().load_cert_chain(cert, key, password=ask)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            said = f"The key in {key} is not that of the certificate in {cert}."
-            raise BadTlsFile(said, "Check --tls-cert and --tls-key.", path=key) from None
+            message = f"The key in {key} is not that of the certificate in {cert}."
+            raise BadTlsFile(message, "Check --tls-cert and --tls-key.", path=key) from None
         raise BadTlsFile(f"{key} holds no private key (PEM).", "Check --tls-key.", path=key) from None
     return chain, secret
 
@@ -67,10 +67,10 @@ def _read(path: Path, option: str) -> bytes:
 
 
 def _context() -> ssl.SSLContext:
-    # Imported where it is needed: it takes 3 MB, which an agent without TLS has no use for.
+    # Imported only if needed: it takes 3 MB, which an agent without TLS can save.
     import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    # Whether a key is long enough is for gRPC's own TLS to say, which does the work.
+    # Leave the check of key lengths to gRPC's TLS implementation.
     context.set_ciphers("DEFAULT:@SECLEVEL=0")
     return context

@@ -1,8 +1,8 @@
-"""A report's operators seen from one side: by operator, op type, module, source line or backend. Pure; stdlib only.
+"""Groupings of a report's operators by operator, op type, module, source line or backend. Pure; stdlib only.
 
-Takes the rows of `REPORT["operators"]`. Every nanosecond counts once: a delegate that told its kernels is left out for them and
-for what they leave over, and any other row stands for itself; own shares therefore sum to 1 as the leaves' do. Times are sums
-of means, which add up where medians do not: a row below the clock's resolution has no median, and still its part of a sum.
+Takes the rows of `REPORT["operators"]`. Every nanosecond counts once: a delegate with kernels is replaced by them and their REST,
+and any other row counts itself; own shares therefore sum to 1, like those of the leaves. Times are sums of means, which unlike
+medians add up: a row below the clock's resolution has no median, but contributes to a sum.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, Final
 from etfarm.wire.errors import UserError
 
 BY: Final = ("op", "type", "module", "line", "backend")
-"""What operators can be grouped by."""
+"""The possible groupings."""
 
 SORTS: Final = ("own", "total", "name", "order")
-"""The largest own or total time first, by key, or as executed."""
+"""The possible orders: largest own or total time first, by key, or as executed."""
 
 NOT_EXPLAINED: Final = "not explained"
-"""The key of REST rows: time that no operator accounts for. By backend a delegate's rest is still its delegate's."""
+"""The key of REST rows: time that no operator accounts for. By backend, a delegate's rest belongs to its backend."""
 
 NOT_DELEGATED: Final = "not delegated"
 """The backend of the runtime's own kernels."""
@@ -31,7 +31,7 @@ MODEL: Final = "the model itself"
 """The module of operators in no submodule: the model's own `forward`."""
 
 INSERTED: Final = "inserted by the backend"
-"""The module or line of kernels that stand for no operator of the user's, as XNNPACK's transpositions."""
+"""The module or line of kernels without an operator of the user's model, such as XNNPACK's transpositions."""
 
 UNKNOWN: Final = "not known"
 """The module or line of rows that were not matched with the graph."""
@@ -42,45 +42,45 @@ Row = Mapping[str, Any]
 
 
 class BadView(UserError):
-    """Operators cannot be grouped or sorted by what was asked for."""
+    """A grouping or order that does not exist."""
 
     reason = "BAD_VIEW"
 
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that have a key in common. A time or share is None where nothing was measured, as of a module without own rows."""
+    """The rows with a common key. A time or share is None if not measured, as for a module without own rows."""
 
     key: str
     detail: str
-    """Of a line its code, of an operator, backend or module the op types in it; empty where there is nothing to say."""
+    """A line's code; for an operator, backend or module, its op types; empty otherwise."""
     rows: int
     own_ns: float | None
     own_share: float | None
-    """0 to 1; over all groups own shares sum to 1."""
+    """Fraction of the time, 0 to 1; own shares sum to 1 over all groups."""
     total_ns: float | None
     total_share: float | None
-    """Own and below in the tree of modules; the same as own elsewhere."""
+    """Own share plus those of all submodules; equal to the own share in other groupings."""
     depth: int
-    """In the tree of modules, from 0; 0 elsewhere."""
+    """Depth in the tree of modules, from 0; 0 in other groupings."""
     indexes: tuple[int, ...]
-    """The own rows' `index`, as executed."""
+    """`index` of the own rows, in order of execution."""
 
 
 def group(operators: Sequence[Row], by: str, sort: str = "own", *, modules: Iterable[str] = ()) -> tuple[Group, ...]:
-    """The groups of a report's operators.
+    """Return the groups of a report's operators.
 
-    Modules are a tree in depth-first order, `layer1` right before what is below it; a module without operators of its own is
-    there where one below it has some. Siblings are sorted. Among equals the order of execution decides.
+    Modules form a tree in depth-first order, `layer1` directly before its submodules; a module without operators is included if
+    a submodule has operators. Siblings are sorted; equal ones are in order of execution.
 
     Args:
         operators: rows as `REPORT["operators"]` has them.
         by: one of BY.
         sort: one of SORTS.
-        modules: paths that the tree of modules has whether or not an operator of theirs ran, as of those that own weights.
+        modules: paths to include in the tree of modules even without operators, such as those of modules with weights.
 
     Raises:
-        BadView: `by` or `sort` is no such name.
+        BadView: `by` or `sort` is unknown.
     """
     check(by, sort)
     parents = {row["index"]: row for row in operators if row["kind"] == "DELEGATE"}
@@ -97,10 +97,10 @@ def group(operators: Sequence[Row], by: str, sort: str = "own", *, modules: Iter
 
 
 def check(by: str, sort: str) -> None:
-    """Refuses what `group` would, before there are operators.
+    """Validate the arguments of `group` before there are operators.
 
     Raises:
-        BadView: `by` or `sort` is no such name.
+        BadView: `by` or `sort` is unknown.
     """
     if by not in BY:
         raise BadView(f"Operators cannot be grouped by {by!r}.", f"Give one of {', '.join(BY)}.", by=by)
@@ -109,20 +109,20 @@ def check(by: str, sort: str) -> None:
 
 
 def leaves(operators: Iterable[Row]) -> list[Row]:
-    """The rows that count, as executed: all but delegates that have kernels or a rest of their own."""
+    """Return the rows that count, in order of execution: all except delegates with kernels."""
     rows = sorted(operators, key=lambda row: row["index"])
     with_children = {row["parent"] for row in rows if row["parent"] is not None}
     return [row for row in rows if row["index"] not in with_children]
 
 
 def operator_name(row: Row) -> str:
-    """A row's name without the number that XNNPACK gives to kernels of one name: `Convolution (NHWC, F32) IGEMM`."""
+    """Return a row's name without the number that XNNPACK adds to kernels of the same name: `Convolution (NHWC, F32) IGEMM`."""
     name = str(row["name"])
     return _NUMBER.sub("", name) if row["kind"] == "KERNEL" else name
 
 
 def line_of(row: Row) -> str | None:
-    """The line of the user's code that a row is of, `models/net.py:31`; None where it is not known."""
+    """Return a row's line of user code, such as `models/net.py:31`; None if unknown."""
     source = row["source"]
     return f"{source['file']}:{source['line']}" if source else None
 
@@ -162,14 +162,14 @@ def _operator(row: Row, parent: Row | None) -> str:
 
 
 def _type(row: Row, parent: Row | None) -> str:
-    """The op types of the user's graph; the kernel's name where it stands for none, as a transposition that XNNPACK inserts."""
+    """Return the op types of the user's graph; the kernel's name if it has none, such as for an inserted transposition."""
     return " + ".join(row["op_types"]) or _operator(row, parent)
 
 
 def _module(row: Row, parent: Row | None) -> str:
     if row["kind"] == "REST":
         return NOT_EXPLAINED
-    # A kernel that was not matched lies where all of its delegate does.
+    # An unmatched kernel has the module of its delegate.
     module = row["module"] or (parent["module"] if parent else None)
     if module:
         return str(module)
@@ -211,17 +211,17 @@ def _detail(node: _Node, by: str) -> str:
 
 
 def _tree(nodes: Mapping[str, _Node]) -> list[_Node]:
-    """The top of the tree that the paths of modules make. Keys that are no paths have no dots, and so are leaves at the top."""
-    every = dict(nodes)
+    """Return the roots of the tree of modules. Keys that are not paths have no dots, and so are roots without children."""
+    all_nodes = dict(nodes)
     for path in nodes:
         names = path.split(".")
         for depth in range(1, len(names)):
             above = ".".join(names[:depth])
-            every.setdefault(above, _Node(above))
+            all_nodes.setdefault(above, _Node(above))
     top: list[_Node] = []
-    for path, node in every.items():
+    for path, node in all_nodes.items():
         above = path.rpartition(".")[0]
-        (every[above].below if above else top).append(node)
+        (all_nodes[above].below if above else top).append(node)
     return top
 
 

@@ -1,33 +1,33 @@
-"""Two sides against each other, `etfarm.comparison/1`: did it get slower, larger, less accurate, and what changed. Pure.
+"""The comparison of two sides, `etfarm.comparison/1`: changes of latency, size, memory, accuracy and operators. Pure.
 
 Takes REPORTs of etfarm.report/1 and gives one document, strict JSON, every key present, null where absent:
 
     {schema, base: SIDE, candidate: SIDE, pairs[PAIR], unpaired[{side: BASE|CANDIDATE, report: REPORT_NAME}], notes[],
      gate: GATE|null, error: ERROR|null}
-    SIDE         {job: JOB|null, file, choice, reports}   `choice` is what stood behind `#`, `reports` how many were compared
+    SIDE         {job: JOB|null, file, choice, reports}   `choice` is the text after `#`, `reports` the number compared
     REPORT_NAME  {id, cell, attempt, model, recipe, method, threads, device{id,name,arch,soc}, state, error: REASON|null,
                   verdict{status,codes[]}}
     PAIR         {base: REPORT_NAME, candidate: REPORT_NAME, differs[], latency, operators, size, memory, accuracy[], delegation,
                   changes[{what,base,candidate}]}            `changes` as etfarm.wire.changes has them
-                  `differs`: model, recipe, method, threads, device, where the two are not of the same
+                  `differs` lists those of model, recipe, method, threads and device that differ
     NUMBER       {base, candidate, change, ratio}          change = candidate - base, ratio = candidate / base
     latency      {ratio, ratio_ci95[2]|null, method: paired|separate, outcome: faster|slower|no_difference|too_few,
                   rounds, process_pairs, p50_ns: NUMBER, p90_ns, p99_ns, load_ns, load_method_ns, first_run_ns}
-                  paired: both took turns in one attempt, and rounds were compared; separate: each was measured by itself, and
-                  the interval knows what each run told of itself, not how runs at different times differ.
+                  paired: both took turns in one attempt, and rounds were compared; separate: each was measured alone, and
+                  the interval covers the variation within each run, not that between runs at different times.
     operators    {by: OPERATOR|MODULE, rows[{kind: OPERATOR|DELEGATE|REST|UNATTRIBUTED, module, op_types[], source,
                   base: TIME|null, candidate: TIME|null, change_ns, change_share}]}, the largest changes first
-    TIME         {name, indexes[], time_ns, share}         of the traced pass; a row with one side only was added or removed
+    TIME         {name, indexes[], time_ns, share}         of the traced pass; a row with only one side was added or removed
     size         {total_bytes, pte_bytes, program_bytes, constant_bytes, delegate_bytes, data_bytes}: each NUMBER|null
     memory       {peak_rss_bytes, planned_bytes}: each NUMBER|null
-    accuracy     [{output, base: ERRORS|null, candidate: ERRORS|null, change_db}]   `change_db` is null where the two have no
-                  reference in common
+    accuracy     [{output, base: ERRORS|null, candidate: ERRORS|null, change_db}]   `change_db` is null if the two have no
+                  common reference
     ERRORS       {reference, equal, sqnr_db, max_abs_error, top1_agreement, nan_count}
     delegation   {METHOD: {subgraphs, delegated_nodes, non_delegated_nodes: NUMBER,
-                  operators[{op, base{delegated,non_delegated}|null, candidate|null}]}}, of operators that joined or left;
-                  nodes that hold a graph together, as getitem, are not counted
+                  operators[{op, base{delegated,non_delegated}|null, candidate|null}]}}, of operators whose counts differ;
+                  nodes that compute nothing, such as getitem, are not counted
     GATE         {limits[{metric, limit, unit}], strict, accept_invalid, passed, reasons[FINDING], notes[FINDING]}
-    FINDING      {pair, metric, code, message}             `pair` is an index of pairs; null where it is about the whole
+    FINDING      {pair, metric, code, message}             `pair` is an index of pairs; null for the whole document
 """
 
 from etfarm.wire.comparison.document import SCHEMA, compare, failed

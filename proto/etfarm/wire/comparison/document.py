@@ -1,4 +1,4 @@
-"""The comparison as a whole."""
+"""The whole document of a comparison."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SCHEMA: Final = "etfarm.comparison/1"
 
 
 def compare(base: Side, candidate: Side, gate: Gate | None = None) -> Json:
-    """The document etfarm.comparison/1 of two sides.
+    """Return the document etfarm.comparison/1 of two sides.
 
     Raises:
-        NoSuchReport: a side's choice names none of its reports.
-        NothingToCompare: no report of one has a counterpart in the other.
+        NoSuchReport: a side's choice matches none of its reports.
+        NothingToCompare: no report of a side has a counterpart on the other.
     """
     of_base, of_candidate = base.chosen, candidate.chosen
     for side, reports in ((base, of_base), (candidate, of_candidate)):
@@ -32,8 +32,8 @@ def compare(base: Side, candidate: Side, gate: Gate | None = None) -> Json:
                 "Choose a job that measured something: `etfarm jobs list`.",
                 side=side.name,
             )
-    found = pair(of_base, of_candidate)
-    if not found.pairs:
+    pairing = pair(of_base, of_candidate)
+    if not pairing.pairs:
         raise NothingToCompare(
             f"No report of {base.name} has a counterpart in {candidate.name}: there is {base.listed} in the one, and "
             f"{candidate.listed} in the other.",
@@ -45,13 +45,13 @@ def compare(base: Side, candidate: Side, gate: Gate | None = None) -> Json:
         "schema": SCHEMA,
         "base": base.about(),
         "candidate": candidate.about(),
-        "pairs": [_pair(*both) for both in found.pairs],
+        "pairs": [_pair(*both) for both in pairing.pairs],
         "unpaired": [
             {"side": side, "report": name(report)}
-            for side, reports in (("BASE", found.base_only), ("CANDIDATE", found.candidate_only))
+            for side, reports in (("BASE", pairing.base_only), ("CANDIDATE", pairing.candidate_only))
             for report in reports
         ],
-        "notes": list(_notes(found.pairs, base, candidate)),
+        "notes": list(_notes(pairing.pairs, base, candidate)),
         "gate": None,
         "error": None,
     }
@@ -61,7 +61,7 @@ def compare(base: Side, candidate: Side, gate: Gate | None = None) -> Json:
 
 
 def failed(error: EtfarmError | None) -> Json:
-    """The document where nothing could be compared, with every key."""
+    """Return a document, with every key, for sides that could not be compared."""
     nothing: Json = {"job": None, "file": None, "choice": None, "reports": 0}
     return {
         "schema": SCHEMA,
@@ -91,18 +91,18 @@ def _pair(base: Json, candidate: Json) -> Json:
 
 
 def _notes(pairs: Sequence[tuple[Json, Json]], base: Side, candidate: Side) -> Iterator[str]:
-    """What a reader must know to read the rest right."""
+    """Yield notes that are needed to interpret the rest correctly."""
     for side in (base, candidate):
         if is_live(side.job):
             yield f"{side.name[0].upper()}{side.name[1:]} is not done: cells that are still live are left out."
-    if all(one["cell"] is not None and one["cell"] == other["cell"] for one, other in pairs):
-        said = "Both sides are the same."
+    if all(old["cell"] is not None and old["cell"] == new["cell"] for old, new in pairs):
+        note = "Both sides are the same."
         yield (
-            f"{said} To compare two reports of one job give JOB#0 JOB#1: it has {base.listed}." if len(base.reports) > 1 else said
+            f"{note} To compare two reports of one job give JOB#0 JOB#1: it has {base.listed}." if len(base.reports) > 1 else note
         )
         return
-    found = [latency.compared(*both) for both in pairs]
-    if any(one is not None and one.method == "separate" for one in found):
+    ratios = [latency.compared(*both) for both in pairs]
+    if any(ratio is not None and ratio.method == "separate" for ratio in ratios):
         yield (
             "Measured apart: runs at different times differ by more than these intervals say. "
             "`etfarm bench A B --interleave` measures both in turns."

@@ -1,4 +1,4 @@
-"""Whether a candidate may pass: limits to what it may be worse than the base, judged on a comparison."""
+"""Gates: limits on how much worse than the base a candidate may be, judged on a comparison."""
 
 from __future__ import annotations
 
@@ -14,70 +14,70 @@ from etfarm.wire.report import Json
 
 LATENCY, SIZE, MEMORY, ACCURACY = "latency", "size", "memory", "accuracy"
 UNITS: Final = {LATENCY: "%", SIZE: "%", MEMORY: "%", ACCURACY: "dB"}
-"""What can be limited, and in which unit."""
+"""Metrics that can be limited, with their units."""
 
 EXACT_DB: Final = 100.0
-"""SQNR above which outputs count as equally exact: two kernels of fp32 differ by rounding, 120 to 150 dB, and lose nothing."""
+"""SQNR above which outputs count as equally exact: fp32 kernels differ only by rounding, at 120 to 150 dB."""
 
 _LIMIT = re.compile(r"(?:(?P<metric>[a-z]+)\s*=)?\s*(?P<limit>\d{1,6}(?:\.\d{1,6})?)\s*(?P<unit>%|db)", re.ASCII | re.IGNORECASE)
 _SUCCEEDED: Final = "SUCCEEDED"
 
 
 class BadGate(UserError):
-    """A gate cannot be read."""
+    """A gate that cannot be parsed."""
 
     reason = "BAD_GATE"
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How much worse a metric may be: percent of the base's, or dB of SQNR."""
+    """The maximum deterioration of a metric, in percent of the base's value or in dB of SQNR."""
 
     metric: str
     limit: float
 
     @property
     def unit(self) -> str:
-        """% or dB."""
+        """The unit: % or dB."""
         return UNITS[self.metric]
 
     @property
     def text(self) -> str:
-        """`latency 3 %`."""
+        """The limit as text, such as `latency 3 %`."""
         return f"{self.metric} {self.limit:g} {self.unit}"
 
     @classmethod
     def parse(cls, text: str) -> Limit:
-        """`3%` (of latency), `size=1%`, `memory=5%`, `accuracy=1dB`.
+        """Return the limit in a text: `3%` (of latency), `size=1%`, `memory=5%`, `accuracy=1dB`.
 
         Raises:
-            BadGate: it is none of these.
+            BadGate: the text has another form.
         """
-        found = _LIMIT.fullmatch(text.strip())
-        metric = (found["metric"] or LATENCY).lower() if found else ""
-        if found is None or metric not in UNITS or found["unit"].lower() != UNITS[metric].lower():
+        match = _LIMIT.fullmatch(text.strip())
+        metric = (match["metric"] or LATENCY).lower() if match else ""
+        if match is None or metric not in UNITS or match["unit"].lower() != UNITS[metric].lower():
             raise BadGate(
                 f"{text!r} is no gate.", "Give 3% (latency), latency=3%, size=1%, memory=5% or accuracy=1dB.", gate=text
             )
-        return cls(metric, float(found["limit"]))
+        return cls(metric, float(match["limit"]))
 
 
 @dataclass(frozen=True)
 class Gate:
-    """Limits that every pair must keep."""
+    """The limits that every pair must keep."""
 
     limits: tuple[Limit, ...]
     strict: bool = False
-    """Fail also where an interval leaves open whether a latency is within its limit, or where there is none."""
+    """Whether to fail also if a latency is inconclusive: its interval crosses the limit, or there is no interval."""
     accept_invalid: bool = False
-    """Take latencies whose verdict is not VALID, and those of devices of different kinds."""
+    """Whether to accept latencies whose verdict is not VALID, and those of devices of different kinds."""
 
     @classmethod
     def parse(cls, texts: Sequence[str], *, strict: bool = False, accept_invalid: bool = False) -> Gate | None:
-        """The gate of `--gate` texts; None without any.
+        """Return the gate of `--gate` texts; None without texts.
 
         Raises:
-            BadGate: one cannot be read, a metric has two, or an option is given without any.
+            BadGate: a text cannot be parsed, a metric has two limits, or an option is set without a limit.
         """
         limits = tuple(Limit.parse(text) for text in texts)
         for place, limit in enumerate(limits):
@@ -91,7 +91,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that keeps a gate shut, or that is to be known where it is open."""
+    """A reason why a gate fails, or a note on a gate that passes."""
 
     code: str
     message: str
@@ -99,16 +99,16 @@ class Finding:
 
 
 def judge(document: Json, gate: Gate) -> Json:
-    """GATE of a comparison.
+    """Return the GATE of a comparison.
 
-    It is passed when nothing is shown to be worse than allowed, and nothing that had to be measured is missing:
-      latency   fails when the whole 95 % interval of the ratio is above 1 + limit; without an interval, when the ratio is; and
+    It passes if no metric is shown to be worse than allowed, and no required measurement is missing:
+      latency   fails if the whole 95 % interval of the ratio is above 1 + limit; without an interval, if the ratio is; and
                 without two VALID measurements on devices of one kind, unless others are accepted
-      size      fails when the .pte with its data files is larger by more than the limit
-      memory    fails when the process's peak or the planned memory is larger by more than the limit
-      accuracy  fails when an output's SQNR is lower by more than the limit, all above EXACT_DB counted as EXACT_DB; and where
-                the two have no reference in common
-      all       fail where a cell of the candidate failed, or has no counterpart of a report of the base, or a job is not done
+      size      fails if the .pte with its data files is larger by more than the limit
+      memory    fails if the process's peak or the planned memory is larger by more than the limit
+      accuracy  fails if an output's SQNR is lower by more than the limit, where values above EXACT_DB count as EXACT_DB; and
+                if the two have no common reference
+      all       fail if a cell of the candidate failed, a report of the base has no counterpart, or a job is not done
     """
     reasons: list[Json] = list(_of_the_whole(document))
     notes: list[Json] = []
@@ -119,8 +119,8 @@ def judge(document: Json, gate: Gate) -> Json:
             reasons.append(_finding(failed, name, place, None))
             continue
         for limit in gate.limits:
-            for found in _JUDGES[limit.metric](pair, limit.limit, gate):
-                (reasons if found.fails else notes).append(_finding(found, name, place, limit.metric))
+            for finding in _JUDGES[limit.metric](pair, limit.limit, gate):
+                (reasons if finding.fails else notes).append(_finding(finding, name, place, limit.metric))
     return {
         "limits": [{"metric": limit.metric, "limit": limit.limit, "unit": limit.unit} for limit in gate.limits],
         "strict": gate.strict,
@@ -131,22 +131,22 @@ def judge(document: Json, gate: Gate) -> Json:
     }
 
 
-def _finding(found: Finding, name: str, place: int | None, metric: str | None) -> Json:
-    return {"pair": place, "metric": metric, "code": found.code, "message": f"{name}{found.message}"}
+def _finding(finding: Finding, name: str, place: int | None, metric: str | None) -> Json:
+    return {"pair": place, "metric": metric, "code": finding.code, "message": f"{name}{finding.message}"}
 
 
 def _of_the_whole(document: Json) -> Iterator[Json]:
     for side in ("base", "candidate"):
         job = document[side]["job"]
         if is_live(job):
-            said = f"job {job['id']}, the {side}, is still {job['state']}"
-            yield _finding(Finding("JOB_LIVE", said), "", None, None)
-    for one in document["unpaired"]:
-        if one["side"] == "BASE" and one["report"]["state"] == _SUCCEEDED:
-            said = f"the candidate has nothing to compare with {label(one['report'])}; BASE#NUMBER leaves it out"
-            yield _finding(Finding("MISSING", said), "", None, None)
-        if one["side"] == "CANDIDATE" and (failed := _failed(one["report"])) is not None:
-            yield _finding(failed, f"{label(one['report'])}: ", None, None)
+            message = f"job {job['id']}, the {side}, is still {job['state']}"
+            yield _finding(Finding("JOB_LIVE", message), "", None, None)
+    for entry in document["unpaired"]:
+        if entry["side"] == "BASE" and entry["report"]["state"] == _SUCCEEDED:
+            message = f"the candidate has nothing to compare with {label(entry['report'])}; BASE#NUMBER leaves it out"
+            yield _finding(Finding("MISSING", message), "", None, None)
+        if entry["side"] == "CANDIDATE" and (failed := _failed(entry["report"])) is not None:
+            yield _finding(failed, f"{label(entry['report'])}: ", None, None)
 
 
 def _failed(candidate: Json) -> Finding | None:
@@ -158,23 +158,23 @@ def _failed(candidate: Json) -> Finding | None:
 
 
 def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
-    found = pair["latency"]
+    latency = pair["latency"]
     for side in ("base", "candidate"):
         verdict = pair[side]["verdict"]
         status = verdict["status"] if verdict else None
-        if found is None or found["p50_ns"] is None or found["p50_ns"][side] is None:
+        if latency is None or latency["p50_ns"] is None or latency["p50_ns"][side] is None:
             yield Finding("NO_VALID_EVIDENCE", f"no valid evidence: the {side} has no latency")
             return
         if status != "VALID" and not gate.accept_invalid:
             why = f" ({', '.join(verdict['codes'])})" if verdict and verdict["codes"] else ""
-            said = f"no valid evidence: the {side}'s latency is {(status or 'not judged').replace('_', ' ')}{why}"
-            yield Finding("NO_VALID_EVIDENCE", f"{said}; --accept-invalid takes it as it is")
+            message = f"no valid evidence: the {side}'s latency is {(status or 'not judged').replace('_', ' ')}{why}"
+            yield Finding("NO_VALID_EVIDENCE", f"{message}; --accept-invalid takes it as it is")
             return
     if "device" in pair["differs"] and not gate.accept_invalid:
-        said = "no valid evidence: the two were measured on devices of different kinds"
-        yield Finding("NO_VALID_EVIDENCE", f"{said}; --accept-invalid takes it as it is")
+        message = "no valid evidence: the two were measured on devices of different kinds"
+        yield Finding("NO_VALID_EVIDENCE", f"{message}; --accept-invalid takes it as it is")
         return
-    ratio, ends, allowed = found["ratio"], found["ratio_ci95"], 1 + limit / 100
+    ratio, ends, allowed = latency["ratio"], latency["ratio_ci95"], 1 + limit / 100
     if ratio is None:
         yield Finding("NO_VALID_EVIDENCE", "no valid evidence: a latency of 0 ns has no ratio")
     elif ends is None:
@@ -183,14 +183,14 @@ def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
                 "SLOWER", f"{ratio:.3f}x of the base's latency, too few samples for an interval; {limit:g} % is allowed"
             )
         else:
-            said = f"{ratio:.3f}x of the base's latency, and too few samples to tell whether that is within {limit:g} %"
-            yield Finding("INCONCLUSIVE", said, gate.strict)
+            message = f"{ratio:.3f}x of the base's latency, and too few samples to tell whether that is within {limit:g} %"
+            yield Finding("INCONCLUSIVE", message, gate.strict)
     elif ends[0] > allowed:
         at_least = f"at least {_percent(ends[0] - 1)} slower"
         yield Finding("SLOWER", f"{at_least}, {ratio:.3f}x [{ends[0]:.3f}, {ends[1]:.3f}]; {limit:g} % is allowed")
     elif ends[1] > allowed:
-        said = f"{ratio:.3f}x [{ends[0]:.3f}, {ends[1]:.3f}] does not tell whether it is within {limit:g} %"
-        yield Finding("INCONCLUSIVE", f"{said}: measure for longer, or in turns with bench A B --interleave", gate.strict)
+        message = f"{ratio:.3f}x [{ends[0]:.3f}, {ends[1]:.3f}] does not tell whether it is within {limit:g} %"
+        yield Finding("INCONCLUSIVE", f"{message}: measure for longer, or in turns with bench A B --interleave", gate.strict)
 
 
 def _size(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
@@ -214,31 +214,31 @@ def _grown(part: Json | None, keys: Sequence[tuple[str, str]], limit: float, cod
 
 
 def _accuracy(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
-    measured = [one for one in pair["accuracy"] if _sqnr_db(one["base"]) is not None]
+    measured = [output for output in pair["accuracy"] if _sqnr_db(output["base"]) is not None]
     if not measured:
         yield Finding("NOT_MEASURED", "accuracy is not known of both sides")
-    for one in measured:
-        references = [one[side]["reference"] for side in ("base", "candidate") if one[side]]
+    for output in measured:
+        references = [output[side]["reference"] for side in ("base", "candidate") if output[side]]
         if len(set(references)) > 1:
-            said = f"the base is told against the {references[0]}, the candidate against the {references[1]}"
-            yield Finding("NOT_MEASURED", f"accuracy is not known of both sides against one reference: {said}")
+            message = f"the base is told against the {references[0]}, the candidate against the {references[1]}"
+            yield Finding("NOT_MEASURED", f"accuracy is not known of both sides against one reference: {message}")
             return
-    for one in measured:
-        name = f"output {one['output']}" if one["output"] else "the output"
-        before, after = _sqnr_db(one["base"]) or 0.0, _sqnr_db(one["candidate"])
+    for output in measured:
+        name = f"output {output['output']}" if output["output"] else "the output"
+        before, after = _sqnr_db(output["base"]) or 0.0, _sqnr_db(output["candidate"])
         if after is None:
             yield Finding("LESS_ACCURATE", f"{name} had an SQNR of {before:.1f} dB and has none now")
         elif (lost := min(before, EXACT_DB) - after) > limit:
             counted = f" (counts as {EXACT_DB:g})" if before > EXACT_DB else ""
-            said = f"{name} lost {lost:.1f} dB of SQNR, {before:.1f}{counted} -> {after:.1f} dB"
-            yield Finding("LESS_ACCURATE", f"{said}; {limit:g} dB is allowed")
+            message = f"{name} lost {lost:.1f} dB of SQNR, {before:.1f}{counted} -> {after:.1f} dB"
+            yield Finding("LESS_ACCURATE", f"{message}; {limit:g} dB is allowed")
 
 
 _JUDGES: Final = {LATENCY: _latency, SIZE: _size, MEMORY: _memory, ACCURACY: _accuracy}
 
 
 def _sqnr_db(errors: Json | None) -> float | None:
-    """Equal outputs have none where the reference is all zeros, and are exact."""
+    """Return an output's SQNR; EXACT_DB for equal outputs without an SQNR, as for an all-zero reference."""
     if errors is None:
         return None
     known: float | None = errors["sqnr_db"]
@@ -247,5 +247,5 @@ def _sqnr_db(errors: Json | None) -> float | None:
 
 def _percent(share: float) -> str:
     percent = share * 100
-    # Rounded down: "at least" must stay true.
+    # Round down, so that "at least" stays true.
     return f"{math.floor(percent * 10) / 10:.1f} %" if percent < 10 else f"{math.floor(percent):,} %"

@@ -1,4 +1,4 @@
-"""Two numbers side by side."""
+"""The comparison of two numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from etfarm.wire.report import Json
 
 
 def number(base: float | None, candidate: float | None) -> Json | None:
-    """A NUMBER; None where neither side has one. `ratio` is None where a side has none or is not above 0."""
+    """Return a NUMBER; None if both are None. `ratio` is None if one is None or not above 0."""
     if base is None and candidate is None:
         return None
     both = base is not None and candidate is not None
@@ -21,7 +21,7 @@ def number(base: float | None, candidate: float | None) -> Json | None:
 
 
 def ratio(base: float | None, candidate: float | None) -> float | None:
-    """candidate / base, of two numbers above 0; else None."""
+    """Return candidate / base for two numbers above 0; else None."""
     if base is None or candidate is None or base <= 0 or candidate <= 0:
         return None
     quotient = finite(candidate / base)
@@ -29,5 +29,5 @@ def ratio(base: float | None, candidate: float | None) -> float | None:
 
 
 def finite(value: float) -> float | None:
-    """`value`; None for what JSON has no number for."""
+    """Return `value`; None for a value that JSON cannot represent."""
     return value if math.isfinite(value) else None

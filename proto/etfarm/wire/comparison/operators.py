@@ -1,6 +1,6 @@
-"""Which operators got slower, came or went: rows of two traced passes, matched by what they compute.
+"""The comparison of operators: rows of two traced passes, matched by what they compute.
 
-Never by name: a kernel's depends on the CPU.
+Rows are never matched by name, since a kernel's name depends on the CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Key = Callable[[Json], Hashable | None]
 
 @dataclass(frozen=True)
 class _Matched:
-    """Rows of both sides that stand for the same; those of one side are none where it lacks them."""
+    """Rows of both sides that correspond to each other; empty on a side that lacks them."""
 
     base: Sequence[Json]
     candidate: Sequence[Json]
@@ -30,15 +30,15 @@ class _Matching:
     found: list[_Matched] = field(default_factory=list)
 
     def match(self, key: Key) -> None:
-        """Moves rows with equal keys to `found`: one by one in order where both sides have as many, else all together."""
+        """Move rows with equal keys to `found`: pairwise in order if both sides have equally many, else as one group."""
         groups: tuple[dict[Hashable, list[Json]], ...] = (defaultdict(list), defaultdict(list))
         for rows, by_key in zip((self.base, self.candidate), groups, strict=True):
             for row in rows:
                 by_key[key(row)].append(row)
         of_base, of_candidate = groups
-        both = {one: None for one in of_base if one is not None and one in of_candidate}
-        for one in both:
-            rows, others = of_base[one], of_candidate[one]
+        both = {shared: None for shared in of_base if shared is not None and shared in of_candidate}
+        for shared in both:
+            rows, others = of_base[shared], of_candidate[shared]
             if len(rows) == len(others):
                 self.found += [_Matched([row], [other]) for row, other in zip(rows, others, strict=True)]
             else:
@@ -48,12 +48,12 @@ class _Matching:
 
 
 def operators(base: Json, candidate: Json) -> Json | None:
-    """The operators part of a PAIR; None where a side was not traced.
+    """Return the operators part of a PAIR; None if a side was not traced.
 
-    Programs of the same export (model, recipe and what made them) are matched by debug handle with module and op types, as far as
-    that goes; others by module, code of the source line (whose number moves when the file above is edited) and op types, then by
-    module and op types in their order. Where recipes differ operators are grouped otherwise by each, and modules are compared.
-    Where kernels of a delegate of either side were not matched with the graph, delegates are compared as wholes.
+    Programs of the same export (model, recipe and tools) are first matched by debug handle, module and op types. Remaining rows
+    are matched by module, code of the source line (its number changes when the file is edited) and op types, then by module and
+    op types in order. If recipes differ, they group operators differently, and modules are compared. If kernels of a delegate on
+    either side were not matched with the graph, delegates are compared as a whole.
     """
     if not (base["operators"] and candidate["operators"]):
         return None
@@ -65,16 +65,16 @@ def operators(base: Json, candidate: Json) -> Json | None:
     known, unknown = zip(*(_known(rows) for rows in sides), strict=True)
     matching = _Matching(*known)
     if by_module:
-        found = _grouped(known[0], known[1])
+        matched = _grouped(known[0], known[1])
     else:
         if _same_export(base, candidate):
             matching.match(_handles)
         matching.match(_line)
         matching.match(_module)
-        found = (
+        matched = (
             matching.found + [_Matched([row], ()) for row in matching.base] + [_Matched((), [row]) for row in matching.candidate]
         )
-    rows = [_row("OPERATOR", one, base, candidate) for one in found]
+    rows = [_row("OPERATOR", group, base, candidate) for group in matched]
     rows += [
         _row(kind, _Matched(of_base, of_candidate), base, candidate)
         for kind, (of_base, of_candidate) in (("UNATTRIBUTED", unknown), ("REST", rests))
@@ -85,7 +85,7 @@ def operators(base: Json, candidate: Json) -> Json | None:
 
 
 def _leaves(rows: Iterable[Json], *, whole_delegates: bool) -> list[Json]:
-    """Every nanosecond once: a delegate that told its kernels is left out for them, or they for it."""
+    """Return rows that count every nanosecond once: either a delegate or its kernels."""
     rows = list(rows)
     if whole_delegates:
         return [row for row in rows if row["parent"] is None]
@@ -94,10 +94,10 @@ def _leaves(rows: Iterable[Json], *, whole_delegates: bool) -> list[Json]:
 
 
 def _known(rows: Sequence[Json]) -> tuple[list[Json], list[Json]]:
-    """The rows that say what they compute, and those that do not, as kernels that a delegate did not name or put in itself."""
-    told = [row for row in rows if row["kind"] != "REST"]
-    known = [row for row in told if row["op_types"] or row["module"] is not None or row["source"]]
-    return known, [row for row in told if not (row["op_types"] or row["module"] is not None or row["source"])]
+    """Return the rows with a known origin, and those without, such as kernels that a delegate inserted or did not report."""
+    measured = [row for row in rows if row["kind"] != "REST"]
+    known = [row for row in measured if row["op_types"] or row["module"] is not None or row["source"]]
+    return known, [row for row in measured if not (row["op_types"] or row["module"] is not None or row["source"])]
 
 
 def _grouped(base: Sequence[Json], candidate: Sequence[Json]) -> list[_Matched]:
@@ -109,7 +109,7 @@ def _grouped(base: Sequence[Json], candidate: Sequence[Json]) -> list[_Matched]:
 
 
 def _same_export(base: Json, candidate: Json) -> bool:
-    """Whether debug handles mean the same on both sides: lowering numbers them anew each time, and equally for the same."""
+    """Return whether both sides share debug handles: lowering numbers them deterministically for equal inputs."""
 
     def of(report: Json) -> tuple[Any, ...]:
         tools = (report["compile"] or {}).get("toolchain") or {}
@@ -136,21 +136,21 @@ def _module(row: Json) -> Hashable | None:
 
 
 def _place(row: Json) -> Hashable:
-    """The module; of an operator in none the code of its line, else what it computes."""
+    """Return the module; without one, the code of the source line, else the op types."""
     if row["module"] is not None:
         return "module", row["module"]
     return ("line", row["source"]["code"]) if row["source"] else ("types", tuple(row["op_types"]))
 
 
-def _row(kind: str, found: _Matched, base: Json, candidate: Json) -> Json:
-    every = [*found.base, *found.candidate]
-    first = every[0]
-    # What all of them share is said of them together.
-    types = list(dict.fromkeys(name for row in every for name in row["op_types"]))
-    lines = {(row["source"]["file"], row["source"]["line"]) for row in every if row["source"]}
-    newest = next((row["source"] for row in (*found.candidate, *found.base) if row["source"]), None)
-    one_line = newest if len(lines) == 1 or (len(found.base) <= 1 and len(found.candidate) <= 1) else None
-    times = _time(found.base, base), _time(found.candidate, candidate)
+def _row(kind: str, matched: _Matched, base: Json, candidate: Json) -> Json:
+    all_rows = [*matched.base, *matched.candidate]
+    first = all_rows[0]
+    # Fields that all rows share describe the group.
+    types = list(dict.fromkeys(name for row in all_rows for name in row["op_types"]))
+    lines = {(row["source"]["file"], row["source"]["line"]) for row in all_rows if row["source"]}
+    newest = next((row["source"] for row in (*matched.candidate, *matched.base) if row["source"]), None)
+    one_line = newest if len(lines) == 1 or (len(matched.base) <= 1 and len(matched.candidate) <= 1) else None
+    times = _time(matched.base, base), _time(matched.candidate, candidate)
     change = _difference(times[0], times[1], "time_ns")
     if kind == "OPERATOR" and first["kind"] == "DELEGATE":
         kind = "DELEGATE"
@@ -167,7 +167,7 @@ def _row(kind: str, found: _Matched, base: Json, candidate: Json) -> Json:
 
 
 def _time(rows: Sequence[Json], report: Json) -> Json | None:
-    """A TIME: what the rows took together of a typical traced execution, which is that of the median."""
+    """Return a TIME: the total time of the rows in a typical traced execution, the median one."""
     if not rows:
         return None
     shares = [row["share"] for row in rows]
@@ -183,6 +183,6 @@ def _time(rows: Sequence[Json], report: Json) -> Json | None:
 
 
 def _difference(base: Json | None, candidate: Json | None, key: str) -> float | None:
-    """candidate - base; what one side lacks altogether took nothing there."""
+    """Return candidate - base; rows that a side lacks entirely took 0 ns there."""
     values = [0.0 if side is None else side[key] for side in (base, candidate)]
     return None if None in values else values[1] - values[0]

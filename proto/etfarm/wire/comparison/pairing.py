@@ -1,4 +1,4 @@
-"""Which report of one side is the counterpart of which on the other."""
+"""The pairing of the reports of two sides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etfarm.wire.report import Json
 
 @dataclass(frozen=True)
 class Pairing:
-    """Reports that belong together, in the base's order, and those that are left over, in their own."""
+    """Pairs of corresponding reports in the base's order, and the remaining reports of each side in their own order."""
 
     pairs: tuple[tuple[Json, Json], ...]
     base_only: tuple[Json, ...]
@@ -19,27 +19,28 @@ class Pairing:
 
 
 def pair(base: Sequence[Json], candidate: Sequence[Json]) -> Pairing:
-    """The counterparts: the same cell; else the same model, recipe, method, threads and device; else a device of the same kind.
+    """Return the pairs of corresponding reports.
 
-    Names count, not digests: a changed model or recipe is what is to be compared. Several of one key are paired in their order. A
-    cell that was never placed, and so has no device, is the counterpart of one of the same model, recipe and method. Where each
-    side has one report they are paired whatever they are.
+    Reports correspond if they are of the same cell; else of the same model, recipe, method, threads and device; else of a device
+    of the same kind. Names count, not digests, since a changed model or recipe is what is to be compared. Several reports with
+    one key are paired in order. A cell that was never placed, and so has no device, corresponds to one of the same model, recipe
+    and method. If each side has a single report, the two are always paired.
     """
     if len(base) == len(candidate) == 1:
         return Pairing(((base[0], candidate[0]),), (), ())
     left, right = dict(enumerate(base)), dict(enumerate(candidate))
-    found: dict[int, int] = {}
+    matches: dict[int, int] = {}
     for key in (_cell, _on_device, _on_kind):
-        _match(left, right, found, key)
-    _match_unplaced(left, right, found)
+        _match(left, right, matches, key)
+    _match_unplaced(left, right, matches)
     return Pairing(
-        tuple((base[place], candidate[found[place]]) for place in sorted(found)), tuple(left.values()), tuple(right.values())
+        tuple((base[place], candidate[matches[place]]) for place in sorted(matches)), tuple(left.values()), tuple(right.values())
     )
 
 
 def differs(base: Json, candidate: Json) -> list[str]:
-    """In what of model, recipe, method, threads and device (its kind, where both have one) two reports are not the same."""
-    found = [
+    """Return those of model, recipe, method, threads and device (its kind, if both have one) in which two reports differ."""
+    names = [
         name
         for name, of in (("model", _model), ("recipe", _recipe), ("method", _method), ("threads", _threads))
         if of(base) != of(candidate)
@@ -48,24 +49,26 @@ def differs(base: Json, candidate: Json) -> list[str]:
         same = base["device"]["id"] == candidate["device"]["id"] or _kind(base) == _kind(candidate)
     else:
         same = base["device"] == candidate["device"]
-    return found if same else [*found, "device"]
+    return names if same else [*names, "device"]
 
 
-def _match(left: dict[int, Json], right: dict[int, Json], found: dict[int, int], key: Callable[[Json], Hashable | None]) -> None:
-    """Moves from `left` and `right` to `found` what has an equal key other than None."""
+def _match(
+    left: dict[int, Json], right: dict[int, Json], matches: dict[int, int], key: Callable[[Json], Hashable | None]
+) -> None:
+    """Move reports with equal keys other than None from `left` and `right` to `matches`."""
     places: dict[Hashable, list[int]] = defaultdict(list)
     for place, report in right.items():
         places[key(report)].append(place)
     for place, report in list(left.items()):
         wanted = key(report)
         if wanted is not None and places[wanted]:
-            found[place] = places[wanted].pop(0)
-            del left[place], right[found[place]]
+            matches[place] = places[wanted].pop(0)
+            del left[place], right[matches[place]]
 
 
-def _match_unplaced(left: dict[int, Json], right: dict[int, Json], found: dict[int, int]) -> None:
+def _match_unplaced(left: dict[int, Json], right: dict[int, Json], matches: dict[int, int]) -> None:
     for place, report in list(left.items()):
-        for other, candidate in right.items():
+        for counterpart, candidate in right.items():
             alike = all(of(report) == of(candidate) for of in (_model, _recipe, _method))
             threads = _threads(report), _threads(candidate)
             if (
@@ -73,8 +76,8 @@ def _match_unplaced(left: dict[int, Json], right: dict[int, Json], found: dict[i
                 and (report["device"] is None or candidate["device"] is None)
                 and (threads[0] == threads[1] or None in threads)
             ):
-                found[place] = other
-                del left[place], right[other]
+                matches[place] = counterpart
+                del left[place], right[counterpart]
                 break
 
 

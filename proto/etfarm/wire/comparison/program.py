@@ -1,4 +1,4 @@
-"""What the programs are, apart from how fast: size, memory, accuracy, delegation."""
+"""The comparison of programs apart from their latency: size, memory, accuracy, delegation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etfarm.wire.report import Json
 
 
 def size(base: Json, candidate: Json) -> Json | None:
-    """The size part of a PAIR; None where neither side has a program. `total_bytes` is the .pte with its data files."""
+    """Return the size part of a PAIR; None if neither side has a program. `total_bytes` is the .pte with its data files."""
     sides = [_sizes(report["compile"]) for report in (base, candidate)]
     if not any(sides):
         return None
@@ -20,7 +20,7 @@ def size(base: Json, candidate: Json) -> Json | None:
 
 
 def memory(base: Json, candidate: Json) -> Json | None:
-    """The memory part of a PAIR: the peak of the whole process, and what all buffers of the memory plan take together."""
+    """Return the memory part of a PAIR: the peak of the process, and the total of the memory plan's buffers."""
     sides = [report["memory"] or {} for report in (base, candidate)]
     peak = number(*(side.get("peak_rss_bytes") for side in sides))
     planned = number(*(sum(side["planned_bytes"]) if side.get("planned_bytes") else None for side in sides))
@@ -28,31 +28,31 @@ def memory(base: Json, candidate: Json) -> Json | None:
 
 
 def accuracy(base: Json, candidate: Json) -> list[Json]:
-    """The accuracy part of a PAIR: outputs by name; as many that have no namesake on both sides by their order.
+    """Return the accuracy part of a PAIR: outputs matched by name, else by order if both sides have equally many left.
 
-    An output is called as its node in the graph is, `relu_19`, whose number another layer moves. Both sides are told against
-    one reference, the first that both have: the program before quantization, or the quantized one where a side lost the other.
-    Without such a reference each is told against its own first one, and there is no change.
+    An output has the name of its node in the graph, such as `relu_19`, whose number changes with the layers. Both sides are
+    compared with the first common reference: the program before quantization, or the quantized one if a side lacks the former.
+    Without a common reference, each side has the errors against its own first reference, and there is no change.
     """
     against = _references(base["accuracy"] or (), candidate["accuracy"] or ())
     sides = [
         {output["output"] or str(place): output for place, output in enumerate(_of(report["accuracy"] or (), reference))}
         for report, reference in zip((base, candidate), against, strict=True)
     ]
-    left, right = ([one for one in side if one not in other] for side, other in (sides, sides[::-1]))
-    is_one = against[0] == against[1]
+    left, right = ([name for name in side if name not in other] for side, other in (sides, sides[::-1]))
+    is_common = against[0] == against[1]
     moved = dict(zip(left, right, strict=True)) if len(left) == len(right) else {}
-    found = []
-    for output in [*sides[0], *(one for one in right if one not in moved.values())]:
+    rows = []
+    for output in [*sides[0], *(name for name in right if name not in moved.values())]:
         errors = _errors(sides[0].get(output)), _errors(sides[1].get(moved.get(output, output)))
-        known = number(*(one["sqnr_db"] if one else None for one in errors)) if is_one else None
+        known = number(*(side["sqnr_db"] if side else None for side in errors)) if is_common else None
         change_db = known["change"] if known else None
-        found.append({"output": moved.get(output, output), "base": errors[0], "candidate": errors[1], "change_db": change_db})
-    return found
+        rows.append({"output": moved.get(output, output), "base": errors[0], "candidate": errors[1], "change_db": change_db})
+    return rows
 
 
 def _references(base: Sequence[Mapping[str, Any]], candidate: Sequence[Mapping[str, Any]]) -> tuple[str | None, str | None]:
-    """What the outputs of each side are told against; None of a side without outputs."""
+    """Return the reference of each side's outputs; None for a side without outputs."""
     known = [list(dict.fromkeys(output["reference"] for output in side)) for side in (base, candidate)]
     for reference in known[0]:
         if reference in known[1]:
@@ -65,7 +65,7 @@ def _of(outputs: Sequence[Mapping[str, Any]], reference: str | None) -> list[Map
 
 
 def delegation(base: Json, candidate: Json) -> Json | None:
-    """The delegation part of a PAIR, by method; None where neither side tells of any."""
+    """Return the delegation part of a PAIR, by method; None if neither side reports delegation."""
     sides = [(report["compile"] or {}).get("delegation") or {} for report in (base, candidate)]
     if not any(sides):
         return None
@@ -102,5 +102,5 @@ def _method(base: Mapping[str, Any] | None, candidate: Mapping[str, Any] | None)
     }
 
 
-def _operators(found: Iterable[Mapping[str, Any]]) -> dict[str, Json]:
-    return {one["op"]: {key: one[key] for key in ("delegated", "non_delegated")} for one in found}
+def _operators(rows: Iterable[Mapping[str, Any]]) -> dict[str, Json]:
+    return {row["op"]: {key: row[key] for key in ("delegated", "non_delegated")} for row in rows}

@@ -1,4 +1,4 @@
-"""What is compared: the reports of a job or of a file, some of them chosen, and what each is called."""
+"""The sides of a comparison: the selected reports of a job or of a file, and their names."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.report import Json
 
 CHOICE = "#"
-"""Between a job or file and what is chosen of it: `latest#2`."""
+"""The separator between a job or file and the choice of its reports: `latest#2`."""
 
 _LEAST_PREFIX = 4
-"""Characters of a cell's id that name it."""
+"""Minimum length of a prefix of a cell's id."""
 
 
 class NothingToCompare(UserError):
-    """No report of one side has a counterpart on the other."""
+    """Two sides without any corresponding reports."""
 
     reason = "NOTHING_TO_COMPARE"
     kind = Kind.FAILED_PRECONDITION
 
 
 class NoSuchReport(UserError):
-    """What stands behind `#` chooses nothing."""
+    """A choice after `#` that matches no report."""
 
     reason = "REPORT_NOT_FOUND"
     kind = Kind.NOT_FOUND
@@ -31,49 +31,49 @@ class NoSuchReport(UserError):
 
 @dataclass(frozen=True)
 class Side:
-    """Reports of one job or file, REPORTs with every key, in the order of the job's cells."""
+    """The reports of one job or file, REPORTs with every key, in the order of the job's cells."""
 
     reports: Sequence[Json]
     job: Json | None = None
-    """JOB of etfarm.report/1; None where it is not known."""
+    """JOB of etfarm.report/1; None if unknown."""
     file: str | None = None
     """The path of a report file."""
     choice: str | None = None
-    """See `chosen`."""
+    """The text after `#`; see `chosen`."""
 
     @property
     def name(self) -> str:
-        """What a sentence calls it."""
+        """The name of the side in a sentence."""
         if self.file is not None:
             return self.file
         return f"job {self.job['id']}" if self.job else "the reports"
 
     @property
     def chosen(self) -> list[Json]:
-        """The reports that `choice` names: all for None, one by its cell's number, else those of a recipe, model or cell.
+        """The reports that `choice` selects: all for None, one by its cell's number, else those of a recipe, model or cell.
 
-        Numbers are from 0, as `etfarm jobs show` has them.
+        Numbers start at 0, as in `etfarm jobs show`.
 
         Raises:
-            NoSuchReport: there is none.
+            NoSuchReport: no report matches.
         """
         reports = list(self.reports)
         if self.choice is None:
             return reports
         if self.choice.isascii() and self.choice.isdecimal():
-            found = reports[int(self.choice) :][:1] if len(self.choice) < 10 else []
+            matches = reports[int(self.choice) :][:1] if len(self.choice) < 10 else []
         else:
-            found = [report for report in reports if self.choice in (report["recipe"], _model(report))]
-            if not found and len(self.choice) >= _LEAST_PREFIX:
-                found = [report for report in reports if str(report["cell"]).startswith(self.choice)]
-        if not found:
+            matches = [report for report in reports if self.choice in (report["recipe"], _model(report))]
+            if not matches and len(self.choice) >= _LEAST_PREFIX:
+                matches = [report for report in reports if str(report["cell"]).startswith(self.choice)]
+        if not matches:
             raise NoSuchReport(
                 f"{self._begin()} has no report {self.choice!r}: it has {self.listed}.",
                 "Give a number, a recipe, a model, or the first characters of a cell's id.",
                 choice=self.choice,
                 reports=len(reports),
             )
-        return found
+        return matches
 
     @property
     def listed(self) -> str:
@@ -83,7 +83,7 @@ class Side:
         return ", ".join(names[:8]) + more if names else "none"
 
     def about(self) -> Json:
-        """A SIDE."""
+        """Return a SIDE."""
         return {"job": self.job, "file": self.file, "choice": self.choice, "reports": len(self.chosen)}
 
     def _begin(self) -> str:
@@ -91,18 +91,18 @@ class Side:
 
 
 def is_live(job: Json | None) -> bool:
-    """Whether reports of cells that are not done are still to come."""
+    """Return whether a job has unfinished cells, whose reports do not exist yet."""
     return job is not None and job["state"] in ("QUEUED", "RUNNING")
 
 
 def split_choice(text: str) -> tuple[str, str | None]:
-    """A job or file, and what is chosen of it, None where all: `latest#2` is ("latest", "2")."""
+    """Return a job or file and its choice, None for all reports: ("latest", "2") for `latest#2`."""
     what, mark, choice = text.rpartition(CHOICE)
     return (what, choice) if mark and what and choice else (text, None)
 
 
 def name(report: Json) -> Json:
-    """A REPORT_NAME."""
+    """Return a REPORT_NAME."""
     device, verdict, error = report["device"], report["verdict"], report["error"]
     return {
         **{key: report[key] for key in ("id", "cell", "attempt")},
@@ -116,12 +116,12 @@ def name(report: Json) -> Json:
 
 
 def label(named: Json) -> str:
-    """A REPORT_NAME as people tell it apart: `resnet8 · xnnpack_fp32 · pi5-a (cortex-a76, 4 threads)`."""
+    """Return the label of a REPORT_NAME for users: `resnet8 · xnnpack_fp32 · pi5-a (cortex-a76, 4 threads)`."""
     return " · ".join(filter(None, traits(named)))
 
 
 def traits(named: Json) -> tuple[str, str | None, str | None, str | None]:
-    """What tells REPORT_NAMEs apart: model, recipe, method and place; None where there is nothing to say."""
+    """Return the distinguishing parts of a REPORT_NAME: model, recipe, method and device; None for an absent part."""
     device, place = named["device"], None
     if device:
         chip = device["soc"] or device["arch"]

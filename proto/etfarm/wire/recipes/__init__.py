@@ -1,7 +1,7 @@
-"""Recipes: what each does, takes and needs, and how a user's text or file becomes one canonical Recipe.
+"""Recipes: their specifications, and the parsing of a user's text or file into a canonical Recipe.
 
-Both ends speak it: the client refuses a typing error before anything is sent, the server resolves the same text to the
-same digest. Stdlib only; whether a recipe's tools are installed on a server, that server says (`etfarm recipes list`).
+Client and server share this package: the client rejects errors before anything is sent, and the server resolves the same text
+to the same digest. Stdlib only. Each server reports whether a recipe's tools are installed (`etfarm recipes list`).
 """
 
 from etfarm.wire.recipes.components import EDGE, EXECUTORCH, PARTITIONERS, QUANTIZERS, ComponentSpecification

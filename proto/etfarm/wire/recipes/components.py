@@ -1,4 +1,4 @@
-"""What a recipe file can name besides recipes: partitioners, quantizers, and the fields of [edge] and [executorch].
+"""The components of recipe files: partitioners, quantizers, and the fields of [edge] and [executorch].
 
 Source: XnnpackPartitioner, CoreMLPartitioner, VulkanPartitioner, XNNPACKQuantizer with get_symmetric_quantization_config,
 CoreMLQuantizer with LinearQuantizerConfig, EdgeCompileConfig and ExecutorchBackendConfig of executorch 1.5.1.
@@ -22,11 +22,11 @@ class ComponentSpecification:
     summary: str
     arguments: tuple[Argument, ...] = ()
     needs: str = ""
-    """What a compile host needs besides the server's own packages; empty for nothing."""
+    """Requirements of the compile host besides the server's own packages; empty if there are none."""
     runs_on: str = ""
-    """What a device needs; empty where every runner has it."""
+    """Requirements of the device; empty if every runner meets them."""
     quantization: Quantization = Quantization.NONE
-    """Of a quantizer that is told nothing else."""
+    """The quantization of a quantizer without arguments."""
 
 
 def _modules(name: str, summary: str) -> Argument:
@@ -48,8 +48,8 @@ _COREML: Final = (
 )
 
 PARTITIONERS: Final[Mapping[str, ComponentSpecification]] = {
-    one.name: one
-    for one in (
+    component.name: component
+    for component in (
         ComponentSpecification(
             "xnnpack", "XNNPACK: the CPUs' fast path",
             (
@@ -65,8 +65,8 @@ PARTITIONERS: Final[Mapping[str, ComponentSpecification]] = {
 """Every partitioner that a recipe file can name."""
 
 QUANTIZERS: Final[Mapping[str, ComponentSpecification]] = {
-    one.name: one
-    for one in (
+    component.name: component
+    for component in (
         ComponentSpecification(
             "xnnpack", "int8, symmetric weights",
             (
@@ -91,8 +91,8 @@ QUANTIZERS: Final[Mapping[str, ComponentSpecification]] = {
 """Every quantizer that a recipe file can name."""
 
 EDGE: Final = {
-    one.name: one
-    for one in (
+    argument.name: argument
+    for argument in (
         Argument("check_ir_validity", "refuse operators that are not in Core ATen", bool),
         Argument("skip_dim_order", "leave dim order operators out", bool),
         _operators("preserve_ops", "operators that are not decomposed"),
@@ -102,8 +102,8 @@ EDGE: Final = {
 """The fields of [edge], ExecuTorch's EdgeCompileConfig."""
 
 EXECUTORCH: Final = {
-    one.name: one
-    for one in (
+    argument.name: argument
+    for argument in (
         Argument("external_constants", "constants go to a .ptd beside the .pte", str, pattern=r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}",
                  like="a .ptd file's name without .ptd, of letters, digits, _ and -", or_bool=True),
         Argument("memory_planning", "how buffers share memory", str, ("greedy", "naive")),

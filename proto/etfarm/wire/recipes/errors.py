@@ -1,4 +1,4 @@
-"""What can be wrong with a recipe. Each says what is allowed instead."""
+"""Errors in recipes, each with the allowed alternatives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMPARED: Final = 200
 
 
 class UnknownRecipe(UserError):
-    """No recipe has this name."""
+    """A name that no recipe has."""
 
     reason = "UNKNOWN_RECIPE"
 
@@ -25,7 +25,7 @@ class UnknownRecipe(UserError):
 
 
 class UnknownRecipeArgument(UserError):
-    """The recipe takes no argument of this name."""
+    """An argument that the recipe does not take."""
 
     reason = "UNKNOWN_RECIPE_ARGUMENT"
 
@@ -41,7 +41,7 @@ class UnknownRecipeArgument(UserError):
 
 
 class BadRecipeArgument(UserError):
-    """An argument's value is missing, of another type, or not among the allowed ones."""
+    """An argument whose value is missing, of another type, or not allowed."""
 
     reason = "BAD_RECIPE_ARGUMENT"
 
@@ -58,17 +58,17 @@ class BadRecipeArgument(UserError):
 
 
 class BadRecipeText(UserError):
-    """The text is no recipe: not `name`, not `name:key=value,...`, not several joined by `+`, not the TOML or JSON of one."""
+    """A text that is not a recipe: `name`, `name:key=value,...`, several joined by `+`, or the TOML or JSON of one."""
 
     reason = "BAD_RECIPE_TEXT"
 
 
 class BadRecipeField(UserError):
-    """A field of a recipe file is unknown, or its value is not an allowed one.
+    """A field of a recipe file that is unknown, or whose value is not allowed.
 
     Args:
-        field: the field's full name, as a person finds it in the file: `[executorch] memory_planning`.
-        value: what is there; None where the field itself is unknown.
+        field: the field's full name, as in the file: `[executorch] memory_planning`.
+        value: its value; None if the field itself is unknown.
         allowed: the allowed values, or the known fields.
     """
 
@@ -83,24 +83,24 @@ class BadRecipeField(UserError):
 
 
 class BadCombination(UserError):
-    """Recipes, partitioners and quantizers that cannot be one recipe."""
+    """Recipes, partitioners and quantizers that cannot be combined."""
 
     reason = "BAD_RECIPE_COMBINATION"
 
 
-def did_you_mean(said: object, known: Sequence[str]) -> str:
-    """` Did you mean X?`, or nothing where nothing is near."""
-    near = difflib.get_close_matches(str(said)[:_COMPARED], known, n=1, cutoff=0.5)
+def did_you_mean(text: object, known: Sequence[str]) -> str:
+    """Return ` Did you mean X?`; empty without a close match."""
+    near = difflib.get_close_matches(str(text)[:_COMPARED], known, n=1, cutoff=0.5)
     return f" Did you mean {near[0]}?" if near else ""
 
 
 def alternatives(names: Sequence[str]) -> str:
-    """`a, b or c`."""
+    """Return the names as `a, b or c`."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def literal(value: object) -> str:
-    """A value as a TOML file has it; long ones are cut."""
+    """Return a value as a TOML literal; long ones are truncated."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):

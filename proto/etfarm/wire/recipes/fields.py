@@ -1,4 +1,4 @@
-"""The options of a recipe file, field by field: the same in TOML and in a recipe's JSON."""
+"""The options of a recipe, parsed field by field from TOML or JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_COMPONENTS: Final = 64
 """Maximum number of partitioners, quantizers or stages in one list."""
 
 MAX_METHODS: Final = 256
-"""Maximum number of methods with options of their own."""
+"""Maximum number of methods with their own options."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _METHOD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
@@ -32,11 +32,13 @@ _STAGE_PLUGIN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}(\.[A-Za-z_][A-Za
 
 
 def options(said: Mapping[str, object]) -> Options:
-    """The options of a file's or a JSON's fields.
+    """Return the options of a recipe file or a recipe's JSON.
+
+    Args:
+        said: values by field.
 
     Raises:
         BadRecipeField: a field is unknown, or its value is not allowed.
-        BadStages: `stages` is no order.
     """
     for key in said:
         if key not in OPTIONS:
@@ -56,40 +58,40 @@ def options(said: Mapping[str, object]) -> Options:
 
 
 def unknown(table: str, key: str, known: Sequence[str]) -> BadRecipeField:
-    """The refusal of a field that is none."""
+    """Return the error for an unknown field."""
     return BadRecipeField(f"{table} {key}".strip(), None, ", ".join(known), did_you_mean(key, known))
 
 
-def _name(said: object) -> str:
-    if said is None:
+def _name(value: object) -> str:
+    if value is None:
         return ""
-    if not isinstance(said, str) or not _NAME.fullmatch(said) or said in RECIPES:
-        raise BadRecipeField("name", said, "up to 64 letters, digits, _, . and -, and not the name of a recipe that is another")
-    return said
+    if not isinstance(value, str) or not _NAME.fullmatch(value) or value in RECIPES:
+        raise BadRecipeField("name", value, "up to 64 letters, digits, _, . and -, and not the name of a recipe that is another")
+    return value
 
 
-def _flag(field: str, said: object) -> bool | None:
-    if said is not None and not isinstance(said, bool):
-        raise BadRecipeField(field, said, "true, false")
-    return said
+def _flag(field: str, value: object) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise BadRecipeField(field, value, "true, false")
+    return value
 
 
-def _stages(said: object) -> tuple[str, ...] | None:
-    if said is None:
+def _stages(value: object) -> tuple[str, ...] | None:
+    if value is None:
         return None
-    if not isinstance(said, list) or not all(isinstance(stage, str) for stage in said):
-        raise BadRecipeField("stages", said, f"a list of {', '.join(export_stages.STAGES)}")
-    _require_few("stages", said, MAX_COMPONENTS)
-    for stage in said:
+    if not isinstance(value, list) or not all(isinstance(stage, str) for stage in value):
+        raise BadRecipeField("stages", value, f"a list of {', '.join(export_stages.STAGES)}")
+    _require_few("stages", value, MAX_COMPONENTS)
+    for stage in value:
         if stage not in export_stages.STAGES:
             raise BadRecipeField("stages", stage, ", ".join(export_stages.STAGES), did_you_mean(stage, export_stages.STAGES))
-    return tuple(said)
+    return tuple(value)
 
 
-def _methods(said: object) -> dict[str, MethodOptions]:
+def _methods(value: object) -> dict[str, MethodOptions]:
     result = {}
-    _require_few("[methods]", _table("methods", said), MAX_METHODS)
-    for method, table in _table("methods", said).items():
+    _require_few("[methods]", _table("methods", value), MAX_METHODS)
+    for method, table in _table("methods", value).items():
         if not _METHOD.fullmatch(method):
             raise BadRecipeField("[methods]", method, "methods' names, of letters, digits and _")
         where = f"methods.{method}"
@@ -104,9 +106,9 @@ def _methods(said: object) -> dict[str, MethodOptions]:
     return result
 
 
-def _replace(said: object) -> dict[str, str]:
+def _replace(value: object) -> dict[str, str]:
     result = {}
-    for stage, plugin in _table("replace", said).items():
+    for stage, plugin in _table("replace", value).items():
         if stage not in REPLACEABLE:
             allowed = f"{', '.join(REPLACEABLE)}, the stages that only the server runs"
             raise BadRecipeField("[replace]", stage, allowed, did_you_mean(stage, REPLACEABLE))
@@ -116,19 +118,19 @@ def _replace(said: object) -> dict[str, str]:
     return result
 
 
-def _components(where: str, said: object, known: Mapping[str, ComponentSpecification]) -> tuple[Component, ...] | None:
-    if said is None:
+def _components(where: str, value: object, known: Mapping[str, ComponentSpecification]) -> tuple[Component, ...] | None:
+    if value is None:
         return None
-    if not isinstance(said, list):
-        raise BadRecipeField(where, said, f"a list of {', '.join(known)}, or [[{where}]] tables with a name")
-    _require_few(where, said, MAX_COMPONENTS)
-    return tuple(_component(where, one, known) for one in said)
+    if not isinstance(value, list):
+        raise BadRecipeField(where, value, f"a list of {', '.join(known)}, or [[{where}]] tables with a name")
+    _require_few(where, value, MAX_COMPONENTS)
+    return tuple(_component(where, entry, known) for entry in value)
 
 
-def _component(where: str, said: object, known: Mapping[str, ComponentSpecification]) -> Component:
-    table = {"name": said} if isinstance(said, str) else said
+def _component(where: str, entry: object, known: Mapping[str, ComponentSpecification]) -> Component:
+    table = {"name": entry} if isinstance(entry, str) else entry
     if not isinstance(table, dict) or not isinstance(table.get("name"), str):
-        raise BadRecipeField(where, said, f"{', '.join(known)}, each a name or a [[{where}]] table with a name")
+        raise BadRecipeField(where, entry, f"{', '.join(known)}, each a name or a [[{where}]] table with a name")
     name = table["name"]
     if name not in known:
         raise BadRecipeField(f"{where} name", name, ", ".join(known), did_you_mean(name, list(known)))
@@ -140,17 +142,17 @@ def _component(where: str, said: object, known: Mapping[str, ComponentSpecificat
     return Component(name, values)
 
 
-def _values(table: str, said: object, known: Mapping[str, Argument], what: str = "") -> dict[str, Plain]:
+def _values(table: str, entries: object, known: Mapping[str, Argument], what: str = "") -> dict[str, Plain]:
     where = what or f"[{table}]"
     result: dict[str, Plain] = {}
-    for key, value in _table(table, said).items():
+    for key, value in _table(table, entries).items():
         if key not in known:
             raise unknown(where, key, list(known))
-        found = known[key].convert(value)
-        if found is None:
+        converted = known[key].convert(value)
+        if converted is None:
             near = did_you_mean(value, [shown(choice) for choice in known[key].choices]) if isinstance(value, str) else ""
             raise BadRecipeField(f"{where} {key}", value, known[key].allowed, near)
-        result[key] = found
+        result[key] = converted
     for argument in known.values():
         if argument.default is not None:
             result.setdefault(argument.name, argument.default)
@@ -162,7 +164,7 @@ def _require_few(field: str, entries: Sized, most: int) -> None:
         raise BadRecipeField(field, f"{len(entries)} entries", f"at most {most} entries")
 
 
-def _table(name: str, said: object) -> dict[str, object]:
-    if not isinstance(said, dict):
-        raise BadRecipeField(f"[{name}]", said, "a table of key = value")
-    return said
+def _table(name: str, value: object) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise BadRecipeField(f"[{name}]", value, "a table of key = value")
+    return value

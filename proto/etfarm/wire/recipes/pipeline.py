@@ -1,4 +1,4 @@
-"""Whether a recipe's stages are a pipeline that does what the recipe says, and whether its parts go together."""
+"""Validation of recipes: whether the parts can be combined, and whether the stages implement the recipe."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _PT2E: Final = (Quantization.PT2E_STATIC, Quantization.PT2E_DYNAMIC)
 
 
 def check(recipe: Recipe) -> None:
-    """Refuses what can be known to fail, or to do silently less than it says, before anything costly runs.
+    """Validate a recipe: reject one that would fail, or silently do less than it states, before anything costly runs.
 
-    What an unknown plug-in's recipe does to numbers is not asked: see `Recipe.resolved`.
+    The quantization of an unknown plug-in's recipe is not checked; see `Recipe.resolved`.
 
     Raises:
-        BadStages, BadCombination: as they say.
+        BadStages, BadCombination: the recipe is not valid.
     """
     check_combination(recipe)
     check_pipeline(recipe)
 
 
 def check_combination(recipe: Recipe) -> None:
-    """Refuses parts that cannot be one recipe, and quantizers that would find nothing left.
+    """Raise an error for parts that cannot be combined, and for quantizers that would have no effect.
 
-    Of several quantizers the first one takes what it can, and the others get what is left, without a word. So two named
-    recipes that quantize for one backend are refused, since which of them is first shows in neither; a file can still say
-    a mixture, as its list of quantizers has an order and names modules. There a quantizer is refused that follows a static
-    one for all modules of the same backend: that one has taken everything.
+    Of several quantizers, the first one takes all operators that it can, and the others silently get the rest. Two named recipes
+    that quantize for the same backend are therefore rejected, since their order is not apparent. A file can specify a mixture,
+    as its list of quantizers is ordered and names modules; there, a quantizer is rejected if it follows a static quantizer for
+    all modules of the same backend, which leaves nothing.
 
     Raises:
-        BadCombination: with the names of both.
+        BadCombination: the parts cannot be combined; the error names them.
     """
     names = [part.name for part in recipe.parts]
     if len(names) > 1 and "portable" in names:
@@ -85,63 +85,63 @@ def _check_quantizers(recipe: Recipe) -> None:
             )  # fmt: skip
     for quantizers in (options.quantizers, *(method.quantizers for method in options.methods.values())):
         taken: set[str] = set()
-        for one in quantizers or ():
-            if one.name in taken:
+        for entry in quantizers or ():
+            if entry.name in taken:
                 raise BadCombination(
-                    f"Two quantizers {one.name} cannot be combined: the first one takes the whole model, and leaves the second "
+                    f"Two quantizers {entry.name} cannot be combined: the first one takes the whole model, and leaves the second "
                     "nothing.",
-                    "Put the one with only_modules or dynamic = true first, or leave one out.", recipes=one.name,
+                    "Put the one with only_modules or dynamic = true first, or leave one out.", recipes=entry.name,
                 )  # fmt: skip
-            arguments = one.arguments
+            arguments = entry.arguments
             if not (arguments.get("dynamic") or arguments.get("only_modules") or arguments.get("skip_modules")):
-                taken.add(one.name)
+                taken.add(entry.name)
 
 
 def check_pipeline(recipe: Recipe) -> None:
-    """Refuses stages that are no order, or that leave out what the recipe is.
+    """Raise an error for stages in an invalid order, or that do not implement the recipe.
 
     Raises:
-        BadStages: they are no order, leave out QUANTIZE where there is a quantizer (or the reverse), end too early, or
-            have none that is to be replaced.
+        BadStages: the order is invalid, QUANTIZE is missing although there is a quantizer (or the reverse), the last stage
+            does not write a program, or a stage that is to be replaced is missing.
     """
     stages, quantization = recipe.stages, recipe.quantization
-    said, name = ",".join(stages), recipe.name
+    order, name = ",".join(stages), recipe.name
     export_stages.check_order(stages)
     if quantization in _PT2E and "QUANTIZE" not in stages:
         raise BadStages(
             f"Recipe {name} quantizes, and its stages leave out QUANTIZE: the program would silently be fp32.",
-            "Write QUANTIZE before TORCH_EXPORT, or quantizers = [].", stages=said, stage_name="QUANTIZE",
+            "Write QUANTIZE before TORCH_EXPORT, or quantizers = [].", stages=order, stage_name="QUANTIZE",
         )  # fmt: skip
     if quantization is Quantization.TORCHAO_SOURCE and "SOURCE_TRANSFORM" not in stages:
         raise BadStages(
             f"Recipe {name} quantizes modules before the export, and its stages leave out SOURCE_TRANSFORM: "
             "the program would silently be fp32.",
-            "Write SOURCE_TRANSFORM before TORCH_EXPORT.", stages=said, stage_name="SOURCE_TRANSFORM",
+            "Write SOURCE_TRANSFORM before TORCH_EXPORT.", stages=order, stage_name="SOURCE_TRANSFORM",
         )  # fmt: skip
     if quantization not in _PT2E and "QUANTIZE" in stages and recipe.resolved:
         raise BadStages(
             f"Recipe {name} has the stage QUANTIZE and no quantizer for it.",
-            "Name quantizers, or leave QUANTIZE out.", stages=said, stage_name="QUANTIZE",
+            "Name quantizers, or leave QUANTIZE out.", stages=order, stage_name="QUANTIZE",
         )  # fmt: skip
     if stages[-1] != "TO_EXECUTORCH":
         raise BadStages(
             f"The stages of recipe {name} end with {stages[-1]}: only TO_EXECUTORCH writes a program.",
             f"End them with TO_EXECUTORCH; `etfarm compile --stop-after {stages[-1]}` ends one compilation earlier.",
-            stages=said, stage_name=stages[-1],
+            stages=order, stage_name=stages[-1],
         )  # fmt: skip
     for stage in recipe.options.replace:
         if stage not in stages:
             raise BadStages(
                 f"[replace] {stage} replaces no stage of recipe {name}.",
-                f"Its stages are {', '.join(stages)}; write stages = [...] with {stage}.", stages=said, stage_name=stage,
+                f"Its stages are {', '.join(stages)}; write stages = [...] with {stage}.", stages=order, stage_name=stage,
             )  # fmt: skip
 
 
 def check_methods(recipe: Recipe, methods: Sequence[str]) -> None:
-    """Refuses a recipe that says something of a method that the model does not have, which would silently do nothing.
+    """Raise an error for a recipe with options of a method that the model lacks, which would silently have no effect.
 
     Raises:
-        BadRecipeField: with the methods that there are.
+        BadRecipeField: a method does not exist; the error lists the existing ones.
     """
     for method in recipe.options.methods:
         if method not in methods:

@@ -1,4 +1,4 @@
-"""From what a user writes to a Recipe: `name:key=value+name`, a TOML file, or a Recipe's own JSON."""
+"""Parsing of recipes from text (`name:key=value+name`), TOML files, or a Recipe's own JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etfarm.wire.recipes.table import RECIPES, Quantization, Specification
 from etfarm.wire.recipes.values import Plain, plain, spoken
 
 PLUGIN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}(\.[A-Za-z_][A-Za-z0-9_]{0,63}){1,4}")
-"""A name with a dot: an installed plug-in's."""
+"""The name of an installed plug-in, which has a dot."""
 
 MAX_CHARACTERS: Final = 256 << 10
 """Maximum length of a recipe as JSON or TOML."""
@@ -31,80 +31,81 @@ _ARGUMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
 def parse(text: str) -> Recipe:
-    """The recipe of `name`, `name:key=value,...`, or several of these joined by `+`. For a TOML file see `from_toml`.
+    """Return the recipe of `name`, `name:key=value,...`, or several of these joined by `+`. For a TOML file see `from_toml`.
 
     Raises:
         BadRecipeText: the text has another form.
-        UnknownRecipe, UnknownRecipeArgument, BadRecipeArgument, BadCombination: as they say.
+        UnknownRecipe, UnknownRecipeArgument, BadRecipeArgument, BadCombination: the recipe is not valid.
     """
     _require_short(text)
-    return _checked(Recipe(_merged([_part(one, text) for one in _bounded_parts(text.split("+"))])))
+    return _checked(Recipe(_merged([_part(part, text) for part in _bounded_parts(text.split("+"))])))
 
 
 def resolve(name: str, given: Mapping[str, object]) -> Recipe:
-    """The recipe `name` with `given` arguments and the defaults of the others.
+    """Return the recipe `name` with the arguments `given` and the defaults of the others.
 
     Raises:
-        UnknownRecipe, UnknownRecipeArgument, BadRecipeArgument: as they say.
+        UnknownRecipe, UnknownRecipeArgument, BadRecipeArgument: the recipe is not valid.
     """
     return _checked(Recipe((_named(name, given),)))
 
 
 def from_toml(text: str, name: str = "") -> Recipe:
-    """The recipe of a TOML text.
+    """Return the recipe of a TOML text.
 
     Args:
-        text: what the file has.
-        name: what people see where the file names none; no part of the recipe's identity. The name of a recipe that is
-            another is not taken.
+        text: content of the file.
+        name: label for users if the file has no name; not part of the recipe's identity. The name of a known recipe is
+            ignored.
 
     Raises:
-        BadRecipeText: it is no TOML, or names neither recipes nor partitioners.
+        BadRecipeText: the text is not TOML, or names neither recipes nor partitioners.
         BadRecipeField: a field is unknown, or its value is not allowed.
-        BadStages, BadCombination, UnknownRecipe, UnknownRecipeArgument, BadRecipeArgument: as they say.
+        BadStages, BadCombination, UnknownRecipe, UnknownRecipeArgument, BadRecipeArgument: the recipe is not valid.
     """
     _require_short(text)
     try:
-        said = tomllib.loads(text)
+        table = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise BadRecipeText(f"The recipe file is no TOML: {error}.") from None
-    parts, rest = _parts(said, fields.TOP)
+    parts, rest = _parts(table, fields.TOP)
     return _checked(Recipe(parts, fields.options(rest), "" if name in RECIPES else name))
 
 
 def from_json(text: str) -> Recipe:
-    """The recipe whose `json` this is.
+    """Return the recipe with this `json`.
 
     Raises:
-        BadRecipeText: it is no JSON object of that form.
-        BadRecipeField, BadStages, BadCombination, UnknownRecipe, UnknownRecipeArgument, BadRecipeArgument: as they say.
+        BadRecipeText: the text is not a JSON object of that form.
+        BadRecipeField, BadStages, BadCombination, UnknownRecipe, UnknownRecipeArgument, BadRecipeArgument: the recipe is not
+            valid.
     """
     _require_short(text)
     try:
-        said = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        table = json.loads(text, object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
         raise BadRecipeText(f"The recipe is no JSON: {error}.") from None
-    if not isinstance(said, dict):
+    if not isinstance(table, dict):
         raise BadRecipeText("The recipe is no JSON object of `recipe`, `arguments` and `options`.")
-    options = said.pop("options", {})
+    options = table.pop("options", {})
     if not isinstance(options, dict):
         raise BadRecipeText("The recipe's `options` are no JSON object.")
-    parts, rest = _parts(said, ("recipe", "arguments", "combine", "options"))
+    parts, rest = _parts(table, ("recipe", "arguments", "combine", "options"))
     for key in rest:
         raise fields.unknown("", key, ("recipe", "arguments", "combine", "options"))
     return _checked(Recipe(parts, fields.options(options)))
 
 
 def with_plugins(recipe: Recipe, known: Mapping[str, Specification]) -> Recipe:
-    """The recipe with what is known of plug-ins' recipes; its identity stays the same.
+    """Return the recipe with the specifications of plug-ins' recipes; its identity does not change.
 
     Args:
-        recipe: any.
-        known: what plug-ins say of their recipes, by dotted name. A recipe that is not there stays unresolved; arguments
-            are checked of those that tell theirs.
+        recipe: any recipe.
+        known: specifications of plug-ins' recipes by dotted name. A recipe without a specification stays unresolved;
+            arguments are validated if the specification has any.
 
     Raises:
-        UnknownRecipeArgument, BadRecipeArgument, BadStages, BadCombination: as they say.
+        UnknownRecipeArgument, BadRecipeArgument, BadStages, BadCombination: the recipe is not valid.
     """
     parts = []
     for part in recipe.parts:
@@ -144,7 +145,7 @@ def _bounded_parts(parts: list[Any]) -> list[Any]:
 def _checked(recipe: Recipe) -> Recipe:
     options = recipe.options
     methods = (method.partitioners for method in options.methods.values())
-    if not recipe.parts and all(said is None for said in (options.partitioners, *methods)):
+    if not recipe.parts and all(partitioners is None for partitioners in (options.partitioners, *methods)):
         raise BadRecipeText(
             "The recipe names neither recipes nor partitioners.",
             'Write recipe = "name", combine = ["name", "name"] or partitioners = ["name"].',
@@ -154,48 +155,52 @@ def _checked(recipe: Recipe) -> Recipe:
 
 
 def _merged(parts: list[Part]) -> tuple[Part, ...]:
-    """Without those that are there twice: a recipe that is combined with itself is itself."""
-    found: dict[str, Part] = {}
+    """Return the parts without duplicates: a recipe that is combined with itself is itself."""
+    unique: dict[str, Part] = {}
     for part in parts:
-        found.setdefault(Recipe((part,)).json, part)
-    return tuple(found.values())
+        unique.setdefault(Recipe((part,)).json, part)
+    return tuple(unique.values())
 
 
 def _part(text: str, whole: str) -> Part:
     name, colon, rest = text.strip().partition(":")
-    given: dict[str, object] = {}
+    arguments: dict[str, object] = {}
     for piece in rest.split(",") if rest else []:
         key, equals, value = piece.partition("=")
-        if not equals or not key.strip() or key.strip() in given:
+        if not equals or not key.strip() or key.strip() in arguments:
             raise BadRecipeText(
                 f"{whole!r} is no recipe: {piece!r} is not one key=value.", "Write name:key=value,key=value.", text=whole
             )
-        given[key.strip()] = spoken(value.strip()) if PLUGIN.fullmatch(name) else value.strip()
-    if colon and not given:
+        arguments[key.strip()] = spoken(value.strip()) if PLUGIN.fullmatch(name) else value.strip()
+    if colon and not arguments:
         raise BadRecipeText(f"{whole!r} is no recipe: nothing follows the colon.", "Write name:key=value.", text=whole)
     if not name and "+" in whole:
         raise BadRecipeText(f"{whole!r} is no recipe: nothing is on one side of a +.", "Write name+name.", text=whole)
-    return _named(name, given)
+    return _named(name, arguments)
 
 
-def _named(name: str, given: Mapping[str, object]) -> Part:
-    if len(given) > MAX_ARGUMENTS:
+def _named(name: str, arguments: Mapping[str, object]) -> Part:
+    if len(arguments) > MAX_ARGUMENTS:
         raise BadRecipeText(
-            f"A recipe must have at most {MAX_ARGUMENTS} arguments, got {len(given)}.", limit=MAX_ARGUMENTS, got=len(given)
+            f"A recipe must have at most {MAX_ARGUMENTS} arguments, got {len(arguments)}.",
+            limit=MAX_ARGUMENTS,
+            got=len(arguments),
         )
     if PLUGIN.fullmatch(name):
-        return Part(Specification(name, "", Quantization.NONE, "", resolved=False), _any_arguments(name, given))
+        return Part(Specification(name, "", Quantization.NONE, "", resolved=False), _any_arguments(name, arguments))
     specification = RECIPES.get(name)
     if specification is None:
         raise UnknownRecipe(name, RECIPES)
     known = {argument.name: argument for argument in specification.arguments}
-    for key in given:
+    for key in arguments:
         if key not in known:
             raise UnknownRecipeArgument(name, key, list(known))
     values: dict[str, Plain] = {}
     for argument in specification.arguments:
-        if argument.name in given:
-            values[argument.name] = _read(name, argument.name, argument.convert(given[argument.name]), given, argument.allowed)
+        if argument.name in arguments:
+            values[argument.name] = _read(
+                name, argument.name, argument.convert(arguments[argument.name]), arguments, argument.allowed
+            )
         elif argument.default is not None:
             values[argument.name] = argument.default
         elif argument.required:
@@ -203,36 +208,36 @@ def _named(name: str, given: Mapping[str, object]) -> Part:
     return Part(specification, values)
 
 
-def _any_arguments(name: str, given: Mapping[str, object]) -> dict[str, Plain]:
+def _any_arguments(name: str, arguments: Mapping[str, object]) -> dict[str, Plain]:
     values = {}
-    for key, value in given.items():
+    for key, value in arguments.items():
         if not _ARGUMENT.fullmatch(key):
             raise UnknownRecipeArgument(name, key, ())
-        values[key] = _read(name, key, plain(value), given, "a text, a number, true, false, or a list of texts or integers")
+        values[key] = _read(name, key, plain(value), arguments, "a text, a number, true, false, or a list of texts or integers")
     return values
 
 
-def _read(name: str, key: str, value: Plain | None, given: Mapping[str, object], allowed: str) -> Plain:
+def _read(name: str, key: str, value: Plain | None, arguments: Mapping[str, object], allowed: str) -> Plain:
     if value is None:
-        raise BadRecipeArgument(name, key, "" if given[key] is None else given[key], allowed)
+        raise BadRecipeArgument(name, key, "" if arguments[key] is None else arguments[key], allowed)
     return value
 
 
-def _parts(said: Mapping[str, object], known: tuple[str, ...]) -> tuple[tuple[Part, ...], dict[str, object]]:
-    """The named recipes, and what else is said."""
-    rest = {key: value for key, value in said.items() if key not in ("recipe", "arguments", "combine")}
+def _parts(table: Mapping[str, object], known: tuple[str, ...]) -> tuple[tuple[Part, ...], dict[str, object]]:
+    """Return the named recipes, and the other fields."""
+    rest = {key: value for key, value in table.items() if key not in ("recipe", "arguments", "combine")}
     for key in rest:
         if key not in known:
             raise fields.unknown("", key, known)
-    if "combine" in said:
-        if "recipe" in said or "arguments" in said:
+    if "combine" in table:
+        if "recipe" in table or "arguments" in table:
             raise BadRecipeText("A recipe has either `recipe` with `arguments` or `combine`, not both.", "Leave one out.")
-        return _combined(said["combine"]), rest
-    if "recipe" not in said:
-        if "arguments" in said:
+        return _combined(table["combine"]), rest
+    if "recipe" not in table:
+        if "arguments" in table:
             raise BadRecipeText("The recipe has arguments and no name to go with them.", 'Write recipe = "name".')
         return (), rest
-    name, arguments = said["recipe"], said.get("arguments", {})
+    name, arguments = table["recipe"], table.get("arguments", {})
     if not isinstance(name, str):
         raise BadRecipeField("recipe", name, "a recipe's name; `etfarm recipes list` shows those there are")
     if not isinstance(arguments, dict):
@@ -240,30 +245,30 @@ def _parts(said: Mapping[str, object], known: tuple[str, ...]) -> tuple[tuple[Pa
     return (_named(name, arguments),), rest
 
 
-def _combined(said: object) -> tuple[Part, ...]:
+def _combined(entries: object) -> tuple[Part, ...]:
     allowed = 'a list of recipes, each "name", "name:key=value,..." or a table of recipe and arguments'
-    if not isinstance(said, list) or not said:
-        raise BadRecipeField("combine", said, allowed)
+    if not isinstance(entries, list) or not entries:
+        raise BadRecipeField("combine", entries, allowed)
     parts = []
-    for one in _bounded_parts(said):
-        if isinstance(one, str):
-            parts.append(_part(one, one))
-        elif isinstance(one, dict) and isinstance(one.get("recipe"), str) and isinstance(one.get("arguments", {}), dict):
-            for key in one:
+    for entry in _bounded_parts(entries):
+        if isinstance(entry, str):
+            parts.append(_part(entry, entry))
+        elif isinstance(entry, dict) and isinstance(entry.get("recipe"), str) and isinstance(entry.get("arguments", {}), dict):
+            for key in entry:
                 if key not in ("recipe", "arguments"):
                     raise fields.unknown("[[combine]]", key, ("recipe", "arguments"))
-            parts.append(_named(one["recipe"], one.get("arguments", {})))
+            parts.append(_named(entry["recipe"], entry.get("arguments", {})))
         else:
-            raise BadRecipeField("combine", one, allowed)
+            raise BadRecipeField("combine", entry, allowed)
     return _merged(parts)
 
 
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
         raise ValueError("a key is there twice")
-    return found
+    return table
 
 
-def _no_constant(text: str) -> object:
+def _reject_constant(text: str) -> object:
     raise ValueError(f"{text} is no number")

@@ -1,8 +1,8 @@
-"""The recipes by name: what each does, takes and needs.
+"""The specifications of recipes by name: effect, arguments and requirements.
 
-Whether a recipe's tools are installed on a server, that server says (`etfarm recipes list`).
-Source: the RecipeType enums and `_validate_recipe_kwargs` of executorch.backends.*.recipes 1.5.1, which only log an
-argument that they do not know.
+Each server reports whether a recipe's tools are installed (`etfarm recipes list`).
+Source: the RecipeType enums and `_validate_recipe_kwargs` of executorch.backends.*.recipes 1.5.1, which only log unknown
+arguments.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from typing import Final
 from etfarm.wire.recipes.values import Argument
 
 DEFAULT: Final = "xnnpack_fp32"
-"""The recipe of whoever names none."""
+"""The default recipe."""
 
 
 class Quantization(StrEnum):
-    """What a recipe does to numbers, and so what it needs of a model."""
+    """The kind of quantization of a recipe, which determines the form in which it needs a model."""
 
     NONE = "NONE"
     PT2E_STATIC = "PT2E_STATIC"
     """int8 weights and activations from calibration; works on modules and on exported programs."""
     PT2E_DYNAMIC = "PT2E_DYNAMIC"
-    """int8 weights, activation scales found at run time."""
+    """int8 weights, activation scales computed at run time."""
     TORCHAO_SOURCE = "TORCHAO_SOURCE"
-    """Modules are replaced before the export: only where the eager module is, on the client."""
+    """Modules are replaced before the export, which requires the eager module and so runs on the client."""
 
 
 @dataclass(frozen=True)
 class Specification:
-    """A recipe as it is known, before its arguments have values."""
+    """The description of a recipe, before its arguments have values."""
 
     name: str
     backend: str
-    """The recipe provider's name: portable, xnnpack, coreml, coreai, arm, qnn; a plug-in's own."""
+    """The recipe provider's name: portable, xnnpack, coreml, coreai, arm, qnn, or a plug-in's own."""
     quantization: Quantization
     summary: str
     needs: str = ""
-    """What a compile host needs besides the server's own packages; empty for nothing."""
+    """Requirements of the compile host besides the server's own packages; empty if there are none."""
     runs_on: str = ""
-    """What a device needs; empty where every runner has it."""
+    """Requirements of the device; empty if every runner meets them."""
     arguments: tuple[Argument, ...] = ()
     keeps_fp32: str = ""
-    """What stays unquantized by design; empty for nothing that is known."""
+    """The part of a model that stays unquantized by design; empty if unknown."""
     resolved: bool = True
-    """False for a plug-in's recipe of which only the name is known; what it is, the server that has it knows."""
+    """Whether more than the name is known; False for a plug-in's recipe, which only the server with the plug-in knows."""
 
 
 def _coreml(name: str, quantization: Quantization, summary: str, *more: Argument, target: str = "") -> Specification:
@@ -83,7 +83,7 @@ def _vgf(name: str, quantization: Quantization, summary: str) -> Specification:
 _Q = Quantization
 _GROUP = Argument("group_size", "weights that share one scale", int, (16, 32, 64, 128, 256), default=32)
 _XNNPACK_GROUP = replace(_GROUP, choices=(32, 64, 128, 256))
-"""XNNPACK refuses 4-bit groups that are no multiple of 32, once the model is exported and lowered."""
+"""Group sizes of XNNPACK, which rejects 4-bit groups that are not a multiple of 32, but only while lowering the model."""
 _LINEAR = "Linear layers only; convolutions stay fp32"
 
 RECIPES: Final[Mapping[str, Specification]] = {
@@ -156,4 +156,4 @@ RECIPES: Final[Mapping[str, Specification]] = {
         ),
     )
 }  # fmt: skip
-"""Every recipe that etfarm knows, by name, in the order in which `etfarm recipes list` shows them."""
+"""Every known recipe by name, in the order of `etfarm recipes list`."""

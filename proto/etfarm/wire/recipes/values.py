@@ -1,4 +1,4 @@
-"""The values that arguments and fields have: plain ones, the same in text, TOML and JSON."""
+"""The values of arguments and fields: plain types that text, TOML and JSON share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Plain = str | int | bool | float | tuple[int, ...] | tuple[str, ...]
-"""A value. Tuples are lists in JSON and TOML; those of ints are `1x16` in text."""
+"""The type of a value. Tuples are lists in JSON and TOML; tuples of ints are written as `1x16` in text."""
 
 _GREATEST = 1 << 63
 
@@ -23,23 +23,23 @@ class Argument:
     name: str
     summary: str
     kind: type[str] | type[int] | type[bool] | type[tuple[int, ...]] | type[list[str]]
-    """`tuple` is a tuple of ints, `list` one of texts; a single text stands for a list of it."""
+    """`tuple` is a tuple of ints, `list` a list of texts; a single text is accepted as a list."""
     choices: tuple[Plain, ...] = ()
-    """All allowed values, or of each text of a list; empty where `pattern` or `bounds` say it."""
+    """All allowed values, or those of each text of a list; empty if `pattern` or `bounds` define them."""
     pattern: str = ""
-    """Regular expression that the whole of a str matches, or each text of a list."""
+    """Regular expression that a str, or each text of a list, must match entirely."""
     like: str = ""
-    """What `pattern` means, for people."""
+    """Description of `pattern` for users."""
     bounds: tuple[int, int] | None = None
-    """Least and greatest int, or of each int of a tuple."""
+    """Minimum and maximum of an int, or of each int of a tuple."""
     default: Plain | None = None
     required: bool = False
     or_bool: bool = False
-    """Whether true and false are allowed as well."""
+    """Whether true and false are also allowed."""
 
     @property
     def allowed(self) -> str:
-        """The allowed values, for a sentence."""
+        """The allowed values as part of a sentence."""
         return f"true, false, or {self._allowed}" if self.or_bool else self._allowed
 
     @property
@@ -55,14 +55,14 @@ class Argument:
         return self.like or f"a text like {self.pattern}"
 
     def convert(self, value: object) -> Plain | None:
-        """The value as this argument has it; None where it cannot be one of the allowed ones.
+        """Return the value converted to this argument's type; None if it is not allowed.
 
-        A str is read as the command line has it; lists of texts, which have no order, are sorted.
+        A str is parsed as on the command line; lists of texts, which have no order, are sorted.
         """
         if self.or_bool and isinstance(value, bool):
             return value
-        found = _converted(self.kind, value)
-        return found if found is not None and self._allows(found) else None
+        converted = _converted(self.kind, value)
+        return converted if converted is not None and self._allows(converted) else None
 
     def _allows(self, value: Plain) -> bool:
         if isinstance(value, bool):
@@ -82,7 +82,7 @@ class Argument:
 
 
 def plain(value: object) -> Plain | None:
-    """What an argument without a specification may be, as JSON and TOML have it; None where it is none of that."""
+    """Return the value of an argument without a specification, from JSON or TOML; None if its type is not supported."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -100,7 +100,7 @@ def plain(value: object) -> Plain | None:
 
 
 def spoken(text: str) -> Plain:
-    """What an argument without a specification is when the command line says `text`: true, false, a number, or the text."""
+    """Return the value of a command-line argument without a specification: true, false, a number, or the text."""
     if text in ("true", "false"):
         return text == "true"
     number = integer(text)
@@ -112,14 +112,14 @@ def spoken(text: str) -> Plain:
 
 
 def shown(value: object) -> str:
-    """A value as the command line has it."""
+    """Return a value as written on the command line."""
     if isinstance(value, bool):
         return str(value).lower()
     return "x".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def integer(value: object) -> int | None:
-    """The int that `value` is or says."""
+    """Return the int of an int or of its decimal text; None for other values."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     return int(value) if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,9}", value) else None
@@ -149,5 +149,5 @@ def _list(value: object) -> Sequence[object]:
 
 
 def _encodable(text: str) -> bool:
-    """Whether it has no half of a surrogate pair, of which nothing can be hashed."""
+    """Return whether a text can be encoded, which is required for hashing: it has no lone surrogates."""
     return not any(0xD800 <= ord(letter) <= 0xDFFF for letter in text)
