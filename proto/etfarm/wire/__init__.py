@@ -1,1 +1,1 @@
-"""What both ends of the contract need to speak it. Importing it loads neither numpy nor gRPC."""
+"""The code that both ends of the gRPC contract share. Importing it loads neither numpy nor gRPC."""

@@ -1,4 +1,4 @@
-"""The `etfarm` command: finds the subcommand among the installed entry points and loads only that one. Stdlib only."""
+"""The `etfarm` command, which finds a subcommand among the installed entry points and loads only that. Stdlib only."""
 
 from __future__ import annotations
 

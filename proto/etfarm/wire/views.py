@@ -109,7 +109,7 @@ def check(by: str, sort: str) -> None:
 
 
 def leaves(operators: Iterable[Row]) -> list[Row]:
-    """Return the rows that count, in order of execution: all except delegates with kernels."""
+    """Return the rows that count, in order of execution: all except delegates with child rows."""
     rows = sorted(operators, key=lambda row: row["index"])
     with_children = {row["parent"] for row in rows if row["parent"] is not None}
     return [row for row in rows if row["index"] not in with_children]

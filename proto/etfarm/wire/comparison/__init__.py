@@ -1,6 +1,6 @@
 """The comparison of two sides, `etfarm.comparison/1`: changes of latency, size, memory, accuracy and operators. Pure.
 
-Takes REPORTs of etfarm.report/1 and gives one document, strict JSON, every key present, null where absent:
+Takes REPORTs of etfarm.report/1 and returns one document in strict JSON, with every key and null for absent values:
 
     {schema, base: SIDE, candidate: SIDE, pairs[PAIR], unpaired[{side: BASE|CANDIDATE, report: REPORT_NAME}], notes[],
      gate: GATE|null, error: ERROR|null}

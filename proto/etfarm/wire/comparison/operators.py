@@ -27,10 +27,10 @@ class _Matched:
 class _Matching:
     base: list[Json]
     candidate: list[Json]
-    found: list[_Matched] = field(default_factory=list)
+    matches: list[_Matched] = field(default_factory=list)
 
     def match(self, key: Key) -> None:
-        """Move rows with equal keys to `found`: pairwise in order if both sides have equally many, else as one group."""
+        """Move rows with equal keys to `matches`: pairwise in order if both sides have equally many, else as one group."""
         groups: tuple[dict[Hashable, list[Json]], ...] = (defaultdict(list), defaultdict(list))
         for rows, by_key in zip((self.base, self.candidate), groups, strict=True):
             for row in rows:
@@ -40,9 +40,9 @@ class _Matching:
         for shared in both:
             rows, others = of_base[shared], of_candidate[shared]
             if len(rows) == len(others):
-                self.found += [_Matched([row], [other]) for row, other in zip(rows, others, strict=True)]
+                self.matches += [_Matched([row], [other]) for row, other in zip(rows, others, strict=True)]
             else:
-                self.found.append(_Matched(rows, others))
+                self.matches.append(_Matched(rows, others))
         self.base = [row for row in self.base if key(row) not in both]
         self.candidate = [row for row in self.candidate if key(row) not in both]
 
@@ -72,7 +72,9 @@ def operators(base: Json, candidate: Json) -> Json | None:
         matching.match(_line)
         matching.match(_module)
         matched = (
-            matching.found + [_Matched([row], ()) for row in matching.base] + [_Matched((), [row]) for row in matching.candidate]
+            matching.matches
+            + [_Matched([row], ()) for row in matching.base]
+            + [_Matched((), [row]) for row in matching.candidate]
         )
     rows = [_row("OPERATOR", group, base, candidate) for group in matched]
     rows += [

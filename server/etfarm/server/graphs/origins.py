@@ -159,7 +159,7 @@ class _Matching:
         return result
 
     def _narrow(self) -> None:
-        """Remove candidates that are inconsistent with another node: no candidate of it lies on the same side."""
+        """Remove candidates for which another node has no candidate at its relative position (before, after, unordered)."""
         everything, changed = (1 << len(self._operators)) - 1, True
         known = [number for number, may in enumerate(self._may) if may]
         while changed:

@@ -158,11 +158,11 @@ def executed(
     return {number: tuple(sorted(group, key=lambda operator: operator.index)) for number, group in groups.items()}
 
 
-def fits(output: Given, value: Stored) -> bool:
+def fits(given: Given, value: Stored) -> bool:
     """Return whether a recorded value may be this output of the graph."""
-    return (output.dtype is None or output.dtype == value.dtype) and (
-        len(output.shape) == len(value.shape)
-        and all(size is None or size == actual for size, actual in zip(output.shape, value.shape, strict=True))
+    return (given.dtype is None or given.dtype == value.dtype) and (
+        len(given.shape) == len(value.shape)
+        and all(size is None or size == actual for size, actual in zip(given.shape, value.shape, strict=True))
     )
 
 

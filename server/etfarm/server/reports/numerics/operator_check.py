@@ -125,7 +125,7 @@ class Observer:
         result, args, kwargs = value, [], {}
         schema = getattr(node.target, "_schema", None)
         writes = schema is not None and schema.is_mutable
-        # Writes to the model's own buffers have already been done by the host; so have nested graphs.
+        # Keep the host's value of nodes with nested graphs, and of writes to the model's own buffers, which are already done.
         if (schema is not None or node.target is operator.getitem) and not (writes and _is_of_placeholder(node)):
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda before: self._values[before])
             if writes:
