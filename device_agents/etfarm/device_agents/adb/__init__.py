@@ -1,9 +1,9 @@
-"""Phones that an adb server knows, by the server's own protocol: lists, shells with separate streams, files to and fro.
+"""Client of an adb server, written to the server's own protocol: device lists, shells with separate streams, file transfers.
 
-`AdbServer` is what an agent needs of adb. The adb program itself only starts the server. Every wait has a limit, since adb
-goes on saying `device` of a phone whose link is dead, and every error names the phone.
+`AdbServer` is all that an agent needs of adb. The adb program itself is used only to start the server. Every wait has a limit,
+because adb keeps reporting `device` for a phone whose link is dead, and every error names the phone.
 
-Source: the protocol is told by AOSP's packages/modules/adb: OVERVIEW.TXT, SERVICES.TXT, SYNC.TXT and shell_protocol.h.
+Source: AOSP's packages/modules/adb: OVERVIEW.TXT, SERVICES.TXT, SYNC.TXT and shell_protocol.h.
 """
 
 from etfarm.device_agents.adb.address import DEFAULT_ADDRESS, server_address

@@ -1,4 +1,4 @@
-"""Where the adb server listens, as adb's own environment variables say it."""
+"""The adb server's address, from the same environment variables that adb reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT_ADDRESS: Final = "tcp:127.0.0.1:5037"
 
 
 def server_address(environment: Mapping[str, str] = os.environ) -> str:
-    """The address that adb itself would use: of ADB_SERVER_SOCKET, else of ANDROID_ADB_SERVER_ADDRESS and _PORT."""
+    """Return the address that adb itself would use: ADB_SERVER_SOCKET, else ANDROID_ADB_SERVER_ADDRESS and _PORT."""
     if named := environment.get("ADB_SERVER_SOCKET"):
         return named
     _, host, port = DEFAULT_ADDRESS.split(":")
@@ -22,19 +22,19 @@ def server_address(environment: Mapping[str, str] = os.environ) -> str:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What a connection is opened to: a path, or a host and its port."""
+    """The destination of a connection: a path, or a host and its port."""
 
     path: str = ""
-    """Of a unix domain socket; one of the abstract namespace begins with a NUL. Empty for TCP."""
+    """Path of a unix domain socket; a name in the abstract namespace begins with a NUL. Empty for TCP."""
     host: str = ""
     port: int = 0
 
 
 def parse(address: str) -> Endpoint:
-    """The endpoint of `tcp:HOST:PORT`, `tcp:PORT` (of this machine), `localfilesystem:PATH` or `localabstract:NAME`.
+    """Return the endpoint of `tcp:HOST:PORT`, `tcp:PORT` (this machine), `localfilesystem:PATH` or `localabstract:NAME`.
 
     Raises:
-        AdbAddressMalformed: it is none of them.
+        AdbAddressMalformed: the address has none of these forms.
     """
     kind, _, rest = address.partition(":")
     if kind == "localfilesystem" and rest:

@@ -1,4 +1,4 @@
-"""What can go wrong between an agent and a phone: no adb server, a phone that is gone, silent, full, or refuses."""
+"""Errors between an agent and a phone: no adb server, or a phone that is missing, silent, full or refuses a request."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _REFUSALS: Final = (
 
 
 def remedy_of(text: str) -> str:
-    """What to do about a refusal of the adb server or a state that it tells; empty where nobody knows."""
+    """Return what to do about an adb refusal or phone state; empty if no remedy is known."""
     return next((remedy for word, remedy in _REFUSALS if word in text.lower()), "")
 
 
 class AdbAddressMalformed(UserError):
-    """ADB_SERVER_SOCKET, or what stands for it, is no address."""
+    """An ADB_SERVER_SOCKET, or an equivalent setting, that is not a valid address."""
 
     reason = "ADB_ADDRESS_MALFORMED"
 
@@ -46,7 +46,7 @@ class AdbAddressMalformed(UserError):
 
 
 class AdbMissing(UserError):
-    """The adb program is not installed, or cannot start its server."""
+    """An adb program that is not installed or cannot start its server."""
 
     reason = "ADB_MISSING"
     kind = Kind.FAILED_PRECONDITION
@@ -56,7 +56,7 @@ class AdbMissing(UserError):
 
 
 class AdbServerMissing(UserError):
-    """No adb server answers at the address: nobody listens, it was stopped, or something else listens there."""
+    """An address at which no adb server answers: nothing or another program listens there, or the server was stopped."""
 
     reason = "ADB_SERVER_MISSING"
     kind = Kind.FAILED_PRECONDITION
@@ -66,7 +66,10 @@ class AdbServerMissing(UserError):
 
 
 class AdbRefused(DeviceError):
-    """The adb server's FAIL. text: its words, such as `device unauthorized`; serial: of the phone asked for, or empty."""
+    """A FAIL reply of the adb server.
+
+    `text` is the server's message, such as `device unauthorized`; `serial` is the phone's serial, or empty.
+    """
 
     reason = "ADB_REFUSED"
 
@@ -79,7 +82,7 @@ class AdbRefused(DeviceError):
 
 
 class PhoneGone(DeviceError):
-    """The phone is not there, or vanished in the middle; the adb server that was stopped looks the same from a shell."""
+    """A phone that is missing or vanished during an operation; a shell cannot tell this from a stopped adb server."""
 
     reason = "PHONE_GONE"
 
@@ -89,7 +92,7 @@ class PhoneGone(DeviceError):
 
 
 class PhoneSilent(DeviceError):
-    """The phone said nothing for too long, whatever adb says of its state: a dead link looks like this."""
+    """A phone that sent nothing for too long, whatever state adb reports; this is how a dead link appears."""
 
     reason = "PHONE_SILENT"
     kind = Kind.DEADLINE_EXCEEDED
@@ -106,7 +109,7 @@ class PhoneSilent(DeviceError):
 
 
 class PhoneAnswerTooLong(DeviceError):
-    """A command wrote, or a file had, more than the caller takes."""
+    """A command's output or a file that is larger than the caller accepts."""
 
     reason = "PHONE_ANSWER_TOO_LONG"
     kind = Kind.RESOURCE_EXHAUSTED
@@ -119,7 +122,7 @@ class PhoneAnswerTooLong(DeviceError):
 
 
 class PhoneFileRefused(DeviceError):
-    """The phone does not read or write a file. text: its words."""
+    """A file that the phone refuses to read or write. `text` is the phone's message."""
 
     reason = "PHONE_FILE_REFUSED"
 
@@ -132,14 +135,14 @@ class PhoneFileRefused(DeviceError):
 
 
 class PhoneFileMissing(PhoneFileRefused):
-    """The file is not on the phone."""
+    """A file that does not exist on the phone."""
 
     reason = "PHONE_FILE_MISSING"
     kind = Kind.NOT_FOUND
 
 
 class PhoneFull(DiskFull):
-    """The phone has no room for a file. text: its words."""
+    """A phone without room for a file. `text` is the phone's message."""
 
     def __init__(self, serial: str, remote: str, text: str) -> None:
         self.serial = serial
@@ -162,7 +165,7 @@ _FULL: Final = ("No space left on device", "Disk quota exceeded", "Quota exceede
 
 
 def file_refusal(serial: str, remote: str, text: str) -> PhoneFull | PhoneFileRefused:
-    """The error for the words with which the phone ends a transfer; they end in those of strerror(3)."""
+    """Return the error for the message with which the phone ends a transfer; the message ends with a strerror(3) text."""
     if _has(text, _FULL):
         return PhoneFull(serial, remote, text)
     if _has(text, ["No such file or directory"]):

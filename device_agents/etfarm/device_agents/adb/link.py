@@ -1,4 +1,4 @@
-"""One connection to the adb server: requests with their OKAY or FAIL, until it becomes a stream to the phone."""
+"""A connection to the adb server: requests answered with OKAY or FAIL, until it becomes a stream to the phone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from etfarm.device_agents.adb.errors import AdbRefused, AdbServerMissing, PhoneG
 
 _BUFFER_BYTES: Final = 1 << 18
 _QUEUE_S: Final = 0.005
-"""Until the server has taken a connection or two from its queue."""
+"""Time in which the server accepts a connection or two from its queue."""
 _MAX_REQUEST_BYTES: Final = 0xFFFF
-"""What four hexadecimal digits can say."""
+"""Largest number that four hexadecimal digits can represent."""
 
 
 class Link:
-    """An open connection. It has no deadlines of its own: whoever waits on it sets them, and calls `abort` in the end."""
+    """An open connection without deadlines; callers bound their waits and call `abort` at the end."""
 
     def __init__(self, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._address = address
@@ -26,11 +26,11 @@ class Link:
 
     @classmethod
     async def open(cls, address: str) -> Link:
-        """A connection to the server at `address`; see `address.parse`.
+        """Return a connection to the server at `address`; see `address.parse`.
 
         Raises:
-            AdbServerMissing: nobody listens there.
-            AdbAddressMalformed: it is no address.
+            AdbServerMissing: nothing listens there.
+            AdbAddressMalformed: the address is not valid.
         """
         endpoint = parse(address)
         try:
@@ -38,21 +38,21 @@ class Link:
                 reader, writer = await asyncio.open_unix_connection(sock=await _connected(endpoint.path), limit=_BUFFER_BYTES)
             else:
                 reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port, limit=_BUFFER_BYTES)
-        except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        except (OSError, ValueError) as error:  # ValueError: the path contains a NUL
             raise AdbServerMissing(address, getattr(error, "strerror", None) or str(error)) from error
         return cls(address, reader, writer)
 
     async def request(self, service: str, serial: str = "") -> None:
-        """Asks for a service and waits for the OKAY.
+        """Request a service and wait for the OKAY.
 
         Args:
-            service: as SERVICES.TXT has them; at most 65535 bytes.
-            serial: the phone that it is about; empty where it is about the server.
+            service: a service name from SERVICES.TXT; at most 65535 bytes.
+            serial: the phone's serial; empty for a service of the server itself.
 
         Raises:
-            AdbRefused: the server said FAIL.
-            PhoneGone: it knows no such phone, or the phone vanished before it answered.
-            AdbServerMissing: the server went away, or is no adb server.
+            AdbRefused: the server replied FAIL.
+            PhoneGone: the server does not know the phone, or the phone vanished before it answered.
+            AdbServerMissing: the connection ended, or the peer is not an adb server.
         """
         encoded = service.encode("utf-8", "surrogateescape")
         if len(encoded) > _MAX_REQUEST_BYTES:
@@ -68,15 +68,15 @@ class Link:
         if answer != b"FAIL":
             raise AdbServerMissing(self._address, f"what listens there answers {answer!r}, which is no adb")
         text = await self.text()
-        if serial and _tells_of_absence(text, serial):
+        if serial and _means_phone_missing(text, serial):
             raise PhoneGone(serial, f"adb says: {text.strip()}")
         raise AdbRefused(serial, text)
 
     async def text(self) -> str:
-        """A text with its length before it.
+        """Return a length-prefixed text.
 
         Raises:
-            AdbServerMissing: the server went away, or is no adb server.
+            AdbServerMissing: the connection ended, or the peer is not an adb server.
         """
         try:
             length = await self.reader.readexactly(4)
@@ -87,39 +87,39 @@ class Link:
             raise AdbServerMissing(self._address, f"{error}, which is no adb") from error
 
     def abort(self) -> None:
-        """Closes it now, whatever is still under way; harmless where it is closed."""
+        """Close the connection at once, whatever is in progress; harmless if it is already closed."""
         self.writer.transport.abort()
 
 
 async def _connected(path: str) -> socket.socket:
-    """A connection to a unix domain socket, waited for where the server's queue of connections is full: adb's holds four."""
-    made = socket.socket(socket.AF_UNIX)
+    """Return a connection to a unix domain socket; wait while the server's backlog is full, which for adb is four connections."""
+    connection = socket.socket(socket.AF_UNIX)
     try:
-        made.setblocking(False)
+        connection.setblocking(False)
         while True:
             try:
-                made.connect(path)
-                return made
-            # EAGAIN. asyncio takes it for a connection that is under way, and then for an open one.
+                connection.connect(path)
+                return connection
+            # EAGAIN: asyncio would treat this as a connection in progress, and then as an open one.
             except BlockingIOError:
                 await asyncio.sleep(_QUEUE_S)
     except BaseException:
-        made.close()
+        connection.close()
         raise
 
 
 def length_of(digits: bytes) -> int:
-    """The number that four hexadecimal digits say.
+    """Return the number that four hexadecimal digits represent.
 
     Raises:
-        ValueError: they are something else.
+        ValueError: `digits` is not four hexadecimal digits.
     """
-    # int() alone would take signs, spaces and underscores.
+    # int() alone would accept signs, spaces and underscores.
     if len(digits) != 4 or not all(digit in b"0123456789abcdefABCDEF" for digit in digits):
         raise ValueError(f"a length of {digits!r}")
     return int(digits, 16)
 
 
-def _tells_of_absence(text: str, serial: str) -> bool:
-    """Whether adb's words say that the phone is not there; `closed` is what it says of one that goes while it is asked."""
+def _means_phone_missing(text: str, serial: str) -> bool:
+    """Return whether adb's message means that the phone is missing; adb says `closed` if it disappears during a request."""
     return text.strip() == "closed" or (serial in text and "not found" in text)

@@ -1,4 +1,4 @@
-"""What the adb server tells of the phones it knows: its list, read."""
+"""The adb server's list of phones, parsed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etfarm.device_agents.adb.errors import remedy_of
 
 
 class State(StrEnum):
-    """How a phone stands with the adb server, in adb's words. Only of DEVICE runs are possible."""
+    """The phone's state as the adb server reports it. Only phones in state DEVICE can run programs."""
 
     DEVICE = "device"
     OFFLINE = "offline"
@@ -26,35 +26,35 @@ class State(StrEnum):
     BOOTLOADER = "bootloader"
     HOST = "host"
     UNKNOWN = "unknown"
-    """A word that no adb of ours had."""
+    """A state that no known version of adb reports."""
 
 
 @dataclass(frozen=True)
 class Phone:
-    """One line of the list."""
+    """One line of the adb server's list."""
 
     serial: str
-    """Its identity: of USB the phone's own, of TCP `HOST:PORT`. It may have spaces and colons."""
+    """The phone's serial: its own over USB, `HOST:PORT` over TCP. It may contain spaces and colons."""
     state: State
     product: str = ""
-    """As `model` and `device` empty where adb was not told, and of a phone that is not DEVICE."""
+    """Product name; like `model` and `device`, empty if adb does not report it or the phone is not in state DEVICE."""
     model: str = ""
-    """With `_` for what is no letter or digit, as adb has it."""
+    """Model name, in which adb replaces everything but letters and digits with `_`."""
     device: str = ""
     usb: str = ""
-    """The path of the port it hangs on; empty over TCP."""
+    """Path of the USB port that the phone is attached to; empty over TCP."""
     transport_id: int | None = None
-    """adb's number of this connection: another one means that the phone was away in between."""
+    """adb's number of this connection; a changed number means that the phone was disconnected in between."""
 
     @property
     def remedy(self) -> str:
-        """What a person does so that the phone can be used; empty where it can be, or nobody knows."""
+        """What a person must do so that the phone can be used; empty if it is usable or no remedy is known."""
         return "" if self.state is State.DEVICE else remedy_of(self.state)
 
 
 _STATES: Final = "|".join(sorted((re.escape(state) for state in State), key=len, reverse=True))
-# adb pads the serial to 22 columns and puts one space before the state. A serial may hold spaces and words that are states,
-# so no state is looked for within its columns. `no permissions` goes on with an explanation; then come the keys.
+# adb pads the serial to 22 columns and puts one space before the state. A serial may contain spaces and words that are states, so
+# the state is searched for only after its columns. An explanation may follow `no permissions`; the keys come last.
 _FORMS: Final = (
     re.compile(rf"(?P<serial>.{{22,}}?) (?P<state>{_STATES})(?P<rest>(?:[ ;(].*)?)"),
     re.compile(r"(?P<serial>\S.{21,}?) (?P<state>\S+)(?P<rest>.*)"),
@@ -64,19 +64,19 @@ _KEY: Final = re.compile(r"(?:^|\s)(product|model|device|transport_id|usb):(\S*)
 
 
 def phones_of(text: str) -> tuple[Phone, ...]:
-    """The phones of what `host:devices-l` and `host:track-devices-l` answer; a line that is none is left out."""
+    """Return the phones that `host:devices-l` or `host:track-devices-l` lists; lines that do not describe a phone are skipped."""
     return tuple(phone for line in text.splitlines() if (phone := _phone_of(line)) is not None)
 
 
 def _phone_of(line: str) -> Phone | None:
-    found = next((found for form in _FORMS if (found := form.fullmatch(line.rstrip()))), None)
-    if found is None:
+    match = next((match for form in _FORMS if (match := form.fullmatch(line.rstrip()))), None)
+    if match is None:
         return None
-    keys = dict(_KEY.findall(found["rest"]))
+    keys = dict(_KEY.findall(match["rest"]))
     number = keys.get("transport_id", "")
     return Phone(
-        serial=found["serial"].strip(),
-        state=State(found["state"]) if found["state"] in set(State) else State.UNKNOWN,
+        serial=match["serial"].strip(),
+        state=State(match["state"]) if match["state"] in set(State) else State.UNKNOWN,
         product=keys.get("product", ""),
         model=keys.get("model", ""),
         device=keys.get("device", ""),

@@ -1,4 +1,4 @@
-"""The adb server, asked: its phones, their coming and going, commands and files on them."""
+"""The adb server's interface: phones, changes to the list, commands and files on phones."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from etfarm.device_agents.adb.shell import MAX_LINE_BYTES, ShellProcess
 from etfarm.device_agents.adb.sync import OnProgress, RemoteFile, Sync
 
 SILENCE_S: Final = 20.0
-"""Without a byte of a transfer, after which the link counts as dead."""
+"""Time without a byte of a transfer, in seconds, after which the link counts as dead."""
 RECHECK_S: Final = 3.0
-"""A local question of a few hundred bytes; short beside what a person waits who has unplugged a phone."""
+"""Interval of a local request of a few hundred bytes; short compared with how long a person waits after unplugging a phone."""
 _ANSWER_S: Final = 10.0
 _CONNECT_S: Final = 30.0
-"""adb itself gives a phone 10 s to take the connection, and then waits for its handshake."""
+"""Limit for connecting to a phone; adb itself gives the phone 10 s to accept the connection, then waits for its handshake."""
 _START_S: Final = 30.0
 _READ_BYTES: Final = 1 << 16
 _OVER_TCP: Final = re.compile(r".+:\d+")
@@ -41,34 +41,36 @@ _OVER_TCP: Final = re.compile(r".+:\d+")
 
 @dataclass(frozen=True)
 class Completed:
-    """A command that ended."""
+    """A command that has ended."""
 
     stdout: bytes
     stderr: bytes
     exit_code: int
-    """See `ShellProcess.returncode`."""
+    """The exit code; see `ShellProcess.returncode`."""
 
 
 class AdbServer:
-    """The adb server at an address. It holds no connection: each call makes its own, and any number may be under way.
+    """The adb server at an address.
 
-    Every call may raise AdbServerMissing. Those about one phone may raise PhoneGone (adb does not know it, or it vanished),
+    No connection is kept: each call opens its own, and any number of calls may be in progress.
+
+    Every call may raise AdbServerMissing. Calls about one phone may raise PhoneGone (adb does not know it, or it vanished),
     AdbRefused (`device offline`, `device unauthorized`, ...) and PhoneSilent (it did not answer in time).
     """
 
     def __init__(self, address: str | None = None, *, answer_s: float = _ANSWER_S) -> None:
-        """Does nothing yet.
+        """Store the address without connecting.
 
         Args:
-            address: `tcp:HOST:PORT`, `tcp:PORT`, `localfilesystem:PATH` or `localabstract:NAME`; without one that of
-                `server_address`, which is read now.
-            answer_s: for each answer of the server, and for a phone to begin a command or a transfer.
+            address: `tcp:HOST:PORT`, `tcp:PORT`, `localfilesystem:PATH` or `localabstract:NAME`; by default the result of
+                `server_address`, read now.
+            answer_s: limit for each answer of the server, and for a phone to begin a command or a transfer.
         """
         self.address = server_address() if address is None else address
         self._answer_s = answer_s
 
     async def version(self) -> int:
-        """The protocol version of the server: 41 of every adb since 2018."""
+        """Return the server's protocol version, which is 41 in every adb since 2018."""
         text = await self._text("host:version")
         try:
             return int(text, 16)
@@ -76,30 +78,31 @@ class AdbServer:
             raise AdbServerMissing(self.address, f"its version is {text!r}, which is no adb") from error
 
     async def phones(self) -> tuple[Phone, ...]:
-        """The phones that the server knows now, in its order, whatever their state."""
+        """Return the phones that the server knows now, in its order and in any state."""
         return phones_of(await self._text("host:devices-l"))
 
     async def track(self, *, recheck_s: float = RECHECK_S) -> AsyncGenerator[tuple[Phone, ...], None]:
-        """The phones now, then the whole list again at each change, for ever.
+        """Yield the current phones, then the whole list again at each change, without end.
 
-        Close it when done: `async with contextlib.aclosing(server.track()) as lists`. A link that is dead changes nothing.
+        Close the generator when done: `async with contextlib.aclosing(server.track()) as lists`. A dead link does not change the
+        list.
 
         Args:
-            recheck_s: after which the list is asked for without having been told of a change.
+            recheck_s: interval after which the list is requested even if no change was reported.
 
         Raises:
-            AdbServerMissing: the server is not there, or was stopped meanwhile.
+            AdbServerMissing: the server is not running, or was stopped meanwhile.
         """
         link = await self._ask("host:track-devices-l")
-        told = asyncio.create_task(link.text(), name="adb's list of phones")
+        reply = asyncio.create_task(link.text(), name="adb's list of phones")
         latest = None
         try:
             while True:
-                # adb 29 sets a phone whose connection broke to offline without telling, until it is back or given up.
-                await asyncio.wait({told}, timeout=None if latest is None else recheck_s)
-                if told.done():
-                    phones = phones_of(told.result())
-                    told = asyncio.create_task(link.text(), name="adb's list of phones")
+                # adb 29 sets a phone with a broken connection to offline without a notification, until it returns or is given up.
+                await asyncio.wait({reply}, timeout=None if latest is None else recheck_s)
+                if reply.done():
+                    phones = phones_of(reply.result())
+                    reply = asyncio.create_task(link.text(), name="adb's list of phones")
                 else:
                     phones = await self.phones()
                 if phones != latest:
@@ -107,25 +110,25 @@ class AdbServer:
                     yield phones
         finally:
             link.abort()
-            told.cancel()
-            await asyncio.wait({told})
-            if not told.cancelled():
-                told.exception()  # the connection's end, which nobody waits for any more
+            reply.cancel()
+            await asyncio.wait({reply})
+            if not reply.cancelled():
+                reply.exception()  # the end of the connection, which no task awaits any more
 
     async def connect(self, host_port: str) -> str:
-        """Makes the server connect to a phone in the network; its serial. Harmless where it is connected.
+        """Connect the server to a phone on the network and return the phone's serial. Harmless if it is already connected.
 
         Raises:
-            AdbRefused: it cannot: nobody listens there, or the phone does not know this machine's key.
+            AdbRefused: nothing listens at the address, or the phone does not know this machine's key.
         """
         text = await self._text(f"host:connect:{host_port}", serial=host_port, seconds=_CONNECT_S)
-        # A failure, too, comes with OKAY.
-        if (found := re.match(r"(?:already )?connected to (\S+)", text)) is None:
+        # Failures are reported with OKAY as well.
+        if (match := re.match(r"(?:already )?connected to (\S+)", text)) is None:
             raise AdbRefused(host_port, text)
-        return found[1]
+        return match[1]
 
     async def disconnect(self, host_port: str) -> bool:
-        """Makes the server forget a phone in the network; whether it knew it."""
+        """Disconnect the server from a phone on the network; return whether the server knew it."""
         try:
             await self._text(f"host:disconnect:{host_port}")
         except AdbRefused as error:
@@ -135,13 +138,13 @@ class AdbServer:
         return True
 
     async def reconnect(self, serial: str) -> None:
-        """Gives a phone a new connection, which is the remedy for a dead one. The phone is offline for a moment: see `track`.
+        """Give a phone a new connection, which is the remedy for a dead one. The phone is offline for a moment: see `track`.
 
-        One in the network that does not answer takes adb 10 s. It stays in the list as offline, and is a device again when it
-        answers after all.
+        For a phone on the network that does not answer, adb takes 10 s. The phone stays in the list as offline, and becomes a
+        device again once it answers.
 
         Raises:
-            AdbRefused, PhoneGone: it cannot be reached.
+            AdbRefused, PhoneGone: the phone cannot be reached.
         """
         if _OVER_TCP.fullmatch(serial):
             await self.disconnect(serial)
@@ -150,21 +153,23 @@ class AdbServer:
             await self._text(f"host-serial:{serial}:reconnect", serial=serial)
 
     async def features(self, serial: str) -> frozenset[str]:
-        """What the phone's adbd can do, such as `shell_v2` and `stat_v2`."""
+        """Return the features of the phone's adbd, such as `shell_v2` and `stat_v2`."""
         return frozenset((await self._text(f"host-serial:{serial}:features", serial=serial)).strip().split(","))
 
     async def shell(self, serial: str, command: str, *, limit: int = MAX_LINE_BYTES) -> ShellProcess:
-        """Starts a command line of the phone's shell, without a terminal. The phone needs the feature `shell_v2` (Android 7).
+        """Start a command line in the phone's shell, without a terminal. The phone needs the feature `shell_v2` (Android 7).
 
-        It ends for us when nobody on the phone holds its outputs open any more: redirect those of what stays in the background.
-        When the connection closes, adbd sends SIGHUP to the shell, and not to what it has forked: `exec` what shall end with it.
+        The command ends for the caller when no process on the phone holds its outputs open: redirect the outputs of background
+        processes. When the connection closes, adbd sends SIGHUP to the shell but not to the processes it forked: `exec` what must
+        end with it.
 
         Args:
-            command: up to 65 kB, 4 kB on old phones; longer ones go as input to `sh`.
-            limit: of a line, in bytes; each of the two outputs holds twice that at most while nobody reads it.
+            serial: the phone's serial.
+            command: up to 65 kB, 4 kB on old phones; pass longer ones as input to `sh`.
+            limit: maximum length of a line, in bytes; each of the two outputs buffers at most twice that while it is not read.
 
         Raises:
-            AdbRefused, PhoneGone, PhoneSilent: it was not started; after PhoneSilent it may still start.
+            AdbRefused, PhoneGone, PhoneSilent: the command was not started; after PhoneSilent it may still start.
         """
         link = await self._open(serial, f"shell,v2,raw:{command}", f"starting {command[:40]!r}")
         return ShellProcess(link, serial, command, limit)
@@ -172,23 +177,25 @@ class AdbServer:
     async def run(
         self, serial: str, command: str, *, input: bytes = b"", deadline_s: float, max_bytes: int = 16 << 20
     ) -> Completed:
-        """Runs a whole command: for facts, fetched many in one command since each takes a round trip or more.
+        """Run a whole command. Fetch many facts in one command, since each command takes at least one round trip.
 
         Args:
-            input: all that it reads; it sees the end of it.
-            deadline_s: for all of it. What then still runs on the phone is hung up on.
-            max_bytes: of stdout and stderr together.
+            serial: the phone's serial.
+            command: as in `shell`.
+            input: everything the command reads, followed by the end of its input.
+            deadline_s: limit for the whole command; whatever still runs on the phone then receives a hang-up.
+            max_bytes: limit for stdout and stderr together.
 
         Raises:
-            PhoneSilent: it did not end within the deadline.
+            PhoneSilent: the command did not end within the deadline.
             PhoneAnswerTooLong: it wrote more than `max_bytes`.
             AdbRefused, PhoneGone: it could not be started, or its end is not known.
         """
         during = f"running {command[:40]!r}"
         try:
             async with asyncio.timeout(deadline_s):
-                # To say that there is no input races with the end of a short command, and what reaches a connection that was
-                # closed at the other end takes with it what was not read from it yet.
+                # Signalling an empty input races with the end of a short command: data that reaches a connection closed by the
+                # peer discards what has not been read from it yet.
                 line = command if input else f"exec </dev/null\n{command}"
                 process = await self.shell(serial, line, limit=_READ_BYTES)
                 try:
@@ -199,10 +206,10 @@ class AdbServer:
             raise PhoneSilent(serial, during, deadline_s) from error
 
     async def stat(self, serial: str, remote: str) -> RemoteFile | None:
-        """What is at `remote` on the phone, links followed; None where nothing is.
+        """Return the file at `remote` on the phone, with links followed; None if there is none.
 
         Raises:
-            PhoneFileRefused: the phone does not say.
+            PhoneFileRefused: the phone refuses to report it.
         """
         async with self._sync(serial, self._answer_s) as (sync, v2):
             return await sync.stat(remote, v2=v2)
@@ -218,20 +225,23 @@ class AdbServer:
         on_progress: OnProgress | None = None,
         silence_s: float = SILENCE_S,
     ) -> int:
-        """Writes a file on the phone, making the folders above it; the bytes that were sent.
+        """Write a file on the phone, creating its parent folders; return the number of bytes sent.
 
-        A file of that name is written over, not replaced: push beside it and rename what others may read or run. Cancelled, it
-        closes the connection at once. adbd removes what it has of a file that does not come whole, a moment after this ended.
+        An existing file is overwritten in place, not replaced: if others may read or run it, push beside it and rename.
+        Cancelling closes the connection at once. adbd removes an incomplete file, a moment after this call ends.
 
         Args:
-            mode: its permissions; adbd gives those of the owner to everybody.
-            mtime_s: since the epoch; now, if None.
-            on_progress: after each 64 KiB. It may run ahead of the phone by what the buffers on the way take.
-            silence_s: how long the link may take for 64 KiB, and for what the buffers hold in the end.
+            serial: the phone's serial.
+            source: the file's content, or the local file that holds it.
+            remote: the file's path on the phone.
+            mode: permissions; adbd grants the owner's permissions to everybody.
+            mtime_s: modification time in seconds since the epoch; now if None.
+            on_progress: called after each 64 KiB. It may run ahead of the phone by what the buffers in between hold.
+            silence_s: limit for transferring 64 KiB, and for draining the buffers at the end.
 
         Raises:
             PhoneFull: the phone has no room.
-            PhoneFileRefused: it does not write there.
+            PhoneFileRefused: the phone refuses to write there.
             OSError: `source` cannot be read.
         """
         async with self._sync(serial, silence_s) as (sync, _):
@@ -247,35 +257,35 @@ class AdbServer:
         silence_s: float = SILENCE_S,
         max_bytes: int | None = None,
     ) -> int:
-        """Reads a file of the phone into `path`; the bytes that came.
+        """Copy a file from the phone to `path`; return the number of bytes received.
 
-        `path` appears whole or not at all, in place of what was there: what came of a pull that fails or is cancelled is removed.
+        `path` appears whole or not at all, and replaces an existing file; a failed or cancelled pull leaves nothing behind.
 
         Raises:
             PhoneFileMissing: the phone has no such file.
-            PhoneFileRefused: it does not let it be read.
-            PhoneAnswerTooLong: it has more than `max_bytes`.
+            PhoneFileRefused: the phone refuses to read it.
+            PhoneAnswerTooLong: the file has more than `max_bytes`.
             OSError: `path` cannot be written.
         """
         partial = path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
         try:
             with partial.open("xb") as file:
                 async with self._sync(serial, silence_s) as (sync, v2):
-                    told = await sync.stat(remote, v2=v2)
-                    if told is None:
+                    info = await sync.stat(remote, v2=v2)
+                    if info is None:
                         raise PhoneFileMissing(serial, remote, "No such file or directory")
-                    done = await sync.pull(remote, file, told.size_bytes, on_progress, max_bytes)
+                    done = await sync.pull(remote, file, info.size_bytes, on_progress, max_bytes)
             partial.replace(path)
             return done
         finally:
             partial.unlink(missing_ok=True)
 
     async def start_server(self) -> None:
-        """Makes sure that a server runs at the default address, with `adb start-server`; does nothing where one answers.
+        """Start a server at the default address with `adb start-server`, unless a server already answers there.
 
         Raises:
-            AdbServerMissing: none answers at this address, which is not the default one.
-            AdbMissing: adb is not installed, or did not start its server; its words are in the message.
+            AdbServerMissing: no server answers at this address, and it is not the default one.
+            AdbMissing: adb is not installed or did not start its server; its output is in the message.
         """
         try:
             await self.version()
@@ -286,7 +296,7 @@ class AdbServer:
         program = shutil.which("adb")
         if program is None:
             raise AdbMissing("no program `adb` is on PATH")
-        # The server stays for others: our tokens are none of its business.
+        # The server outlives this process and serves others, so it must not inherit our tokens.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("ETFARM_")}
         try:
             process = await asyncio.create_subprocess_exec(
@@ -301,7 +311,7 @@ class AdbServer:
             raise AdbMissing(f"{program}: {error.strerror or error}") from error
         try:
             async with asyncio.timeout(_START_S):
-                told, _ = await process.communicate()
+                output, _ = await process.communicate()
         except TimeoutError as error:
             raise AdbMissing(f"`adb start-server` did not end within {_START_S:g} s") from error
         finally:
@@ -309,11 +319,11 @@ class AdbServer:
                 process.kill()
                 await process.wait()
         if process.returncode != 0:
-            raise AdbMissing(" ".join(told.decode(errors="replace").split()) or f"it ended with {process.returncode}")
+            raise AdbMissing(" ".join(output.decode(errors="replace").split()) or f"it ended with {process.returncode}")
         await self.version()
 
     async def _text(self, service: str, *, serial: str = "", seconds: float | None = None) -> str:
-        """The text that the server answers, which tells it at once."""
+        """Return the text that the server answers at once."""
         seconds = self._answer_s if seconds is None else seconds
         try:
             async with asyncio.timeout(seconds):
@@ -329,7 +339,7 @@ class AdbServer:
             raise AdbServerMissing(self.address, f"it did not answer within {seconds:g} s") from error
 
     async def _ask(self, service: str) -> Link:
-        """A connection on which the server has begun a service of its own."""
+        """Return a connection on which the server has begun a service of its own."""
         try:
             async with asyncio.timeout(self._answer_s):
                 return await self._begin([(service, "")])
@@ -337,7 +347,7 @@ class AdbServer:
             raise AdbServerMissing(self.address, f"it did not answer within {self._answer_s:g} s") from error
 
     async def _open(self, serial: str, service: str, during: str) -> Link:
-        """A connection on which the phone has begun a service."""
+        """Return a connection on which the phone has begun a service."""
         try:
             async with asyncio.timeout(self._answer_s):
                 return await self._begin([(f"host:transport:{serial}", serial), (service, serial)])
@@ -383,7 +393,7 @@ async def _complete(process: ShellProcess, input: bytes, during: str, max_bytes:
                 process.stdin.write(input[start : start + _READ_BYTES])
                 await process.stdin.drain()
         except ConnectionError:
-            return  # a command need not read its input to the end; what became of it, its exit code tells
+            return  # a command need not read its input to the end; its exit code shows the outcome
         if input:
             process.stdin.close()
 
@@ -396,5 +406,5 @@ async def _complete(process: ShellProcess, input: bytes, during: str, max_bytes:
             task.cancel()
         await asyncio.wait({*outputs, writing})
     code = await process.wait()
-    assert code is not None  # only `kill` makes it so
+    assert code is not None  # only `kill` leaves it None
     return Completed(stdout, stderr, code)

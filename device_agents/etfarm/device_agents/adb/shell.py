@@ -1,4 +1,4 @@
-"""A command on a phone as a process: its stdin, stdout, stderr and exit code, by adb's shell protocol.
+"""A command on a phone as a process: its stdin, stdout, stderr and exit code, over adb's shell protocol.
 
 Source: AOSP's packages/modules/adb/shell_protocol.h.
 """
@@ -15,25 +15,25 @@ from etfarm.device_agents.adb.link import Link
 from etfarm.wire.errors import EtfarmError
 
 _HEADER: Final = struct.Struct("<BI")
-"""What a packet is, and the bytes that follow."""
+"""A packet's kind, and the number of bytes that follow."""
 _STDIN, _STDOUT, _STDERR, _EXIT, _CLOSE_STDIN = range(5)
 _PART_BYTES: Final = 1 << 16
 MAX_LINE_BYTES: Final = 16 << 20
-"""Of stdout and stderr, where nobody says otherwise."""
+"""Default limit of a line of stdout or stderr, in bytes."""
 
 
 class ShellInput:
-    """What the command reads; as asyncio.StreamWriter."""
+    """The command's stdin, with the interface of asyncio.StreamWriter."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._closed = False
 
     def write(self, data: bytes) -> None:
-        """Queues bytes; they are dropped where the command has ended.
+        """Queue bytes; they are dropped if the command has ended.
 
         Raises:
-            RuntimeError: after `close`.
+            RuntimeError: the input was closed.
         """
         if self._closed:
             raise RuntimeError("the input was closed")
@@ -42,31 +42,31 @@ class ShellInput:
             self._send(_STDIN, view[start : start + _PART_BYTES])
 
     async def drain(self) -> None:
-        """Waits until the phone has taken most of what was written. It has no deadline.
+        """Wait until the phone has taken most of what was written, without a deadline.
 
         Raises:
-            ConnectionError: the command has ended, or its phone is gone.
+            ConnectionError: the command has ended, or the phone is gone.
         """
         await self._link.writer.drain()
 
     def close(self) -> None:
-        """The end of the command's input; harmless where it was closed."""
+        """End the command's input; harmless if it is already closed."""
         if not self._closed:
             self._closed = True
             self._send(_CLOSE_STDIN, memoryview(b""))
 
     def is_closing(self) -> bool:
-        """Whether nothing can be written any more."""
+        """Return whether the input no longer accepts data."""
         return self._closed or self._link.writer.is_closing()
 
     def _send(self, kind: int, data: memoryview) -> None:
-        if not self._link.writer.is_closing():  # asyncio would log each write that comes too late
+        if not self._link.writer.is_closing():  # asyncio would log each late write
             self._link.writer.write(_HEADER.pack(kind, len(data)))
             self._link.writer.write(data)
 
 
 class Output(asyncio.ReadTransport):
-    """Where one of the streams goes: a reader, and whether it takes more."""
+    """The destination of one output stream: a reader with flow control."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -76,23 +76,23 @@ class Output(asyncio.ReadTransport):
         self._open.set()
 
     def pause_reading(self) -> None:
-        """By the reader: it holds twice its limit."""
+        """Pause the stream; called by the reader when it holds twice its limit."""
         self._open.clear()
 
     def resume_reading(self) -> None:
-        """By the reader: it was read from."""
+        """Resume the stream; called by the reader after data was read from it."""
         self._open.set()
 
     async def feed(self, data: bytes) -> None:
-        """Adds bytes, then waits while the reader is full."""
+        """Add bytes, then wait while the reader is full."""
         self.reader.feed_data(data)
         await self._open.wait()
 
 
 async def split(source: asyncio.StreamReader, outputs: Mapping[int, Output]) -> int | None:
-    """Deals the packets of `source` to the outputs of their kinds until the exit code, which is returned.
+    """Distribute the packets of `source` to the outputs of their kinds until the exit code arrives, and return it.
 
-    Packets of other kinds are skipped. None: the source ended without an exit code.
+    Packets of other kinds are skipped. Returns None if the source ends without an exit code.
     """
     try:
         while True:
@@ -113,8 +113,8 @@ async def split(source: asyncio.StreamReader, outputs: Mapping[int, Output]) -> 
 class ShellProcess:
     """A command that runs on a phone, used like an asyncio.subprocess.Process.
 
-    Both outputs come over one connection: read both, or one that fills up (twice its limit) stops the other, and the command.
-    There is no deadline: on a dead link everything waits for ever, so whoever uses it bounds its waits.
+    Both outputs share one connection: read both, since an output that fills up (twice its limit) stalls the other one and the
+    command. There is no deadline: on a dead link every wait is endless, so callers must bound their waits.
     """
 
     def __init__(self, link: Link, serial: str, command: str, limit: int) -> None:
@@ -125,22 +125,23 @@ class ShellProcess:
         self.stdout = outputs[_STDOUT].reader
         self.stderr = outputs[_STDERR].reader
         self.returncode: int | None = None
-        """The exit code once it came: 0 to 255. 128 + N says that the phone's shell saw signal N end the command, 159 = SIGSYS:
-        a system call that Android's seccomp filter does not let through. None: it runs, or nobody can know."""
+        """The exit code once it has arrived: 0 to 255. 128 + N means that signal N ended the command, as seen by the phone's
+        shell; 159 = SIGSYS: a system call that Android's seccomp filter refuses. None while the command runs, or if its
+        exit code is lost."""
         self.lost: EtfarmError | None = None
-        """A PhoneGone where the connection ended without an exit code and without `kill`."""
+        """A PhoneGone if the connection ended without an exit code and without `kill`; otherwise None."""
         self._killed = False
-        self._pump = asyncio.create_task(self._deal(outputs), name=f"shell on {serial}: {command[:40]}")
-        # Not in a `finally` of the task: one that is cancelled before its first step never gets there.
+        self._pump = asyncio.create_task(self._split_outputs(outputs), name=f"shell on {serial}: {command[:40]}")
+        # Not in a `finally` of the task: a task that is cancelled before its first step never reaches it.
         self._pump.add_done_callback(lambda _: self._end())
 
     @property
     def ended(self) -> bool:
-        """Whether nothing comes any more."""
+        """Whether no more output will arrive."""
         return self._pump.done()
 
     def kill(self) -> None:
-        """Closes the connection now; harmless where it is closed.
+        """Close the connection at once; harmless if it is already closed.
 
         adbd then sends SIGHUP to the phone's shell; see `AdbServer.shell` for what ends with it.
         """
@@ -149,10 +150,10 @@ class ShellProcess:
         self._pump.cancel()
 
     async def wait(self) -> int | None:
-        """The exit code, once all that the command wrote was taken by the readers; None after `kill`.
+        """Return the exit code once the readers have taken all output; None after `kill`.
 
         Raises:
-            PhoneGone: the connection ended without an exit code: the phone, or the adb server, is gone.
+            PhoneGone: the connection ended without an exit code: the phone or the adb server is gone.
         """
         await asyncio.wait({self._pump})
         if not self._pump.cancelled():
@@ -161,7 +162,7 @@ class ShellProcess:
             raise self.lost
         return self.returncode
 
-    async def _deal(self, outputs: Mapping[int, Output]) -> None:
+    async def _split_outputs(self, outputs: Mapping[int, Output]) -> None:
         self.returncode = await split(self._link.reader, outputs)
         if self.returncode is None and not self._killed:
             self.lost = PhoneGone(self.serial, "the connection ended before the command did")

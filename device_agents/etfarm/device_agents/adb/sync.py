@@ -1,4 +1,4 @@
-"""Files to and from a phone by adb's sync protocol, in chunks, with back-pressure and a limit on silence.
+"""File transfers to and from a phone over adb's sync protocol, in chunks, with back-pressure and a limit on silence.
 
 Source: AOSP's packages/modules/adb/SYNC.TXT and file_sync_protocol.h.
 """
@@ -21,32 +21,32 @@ from etfarm.device_agents.adb.errors import PhoneAnswerTooLong, PhoneFileRefused
 from etfarm.device_agents.adb.link import Link
 
 _CHUNK_BYTES: Final = 64 << 10
-"""The most that SYNC.TXT allows."""
+"""Largest chunk that SYNC.TXT allows."""
 _HEADER: Final = struct.Struct("<4sI")
 _STAT: Final = struct.Struct("<III")
-"""mode, size, mtime: after the id STAT."""
+"""mode, size, mtime; they follow the id STAT."""
 _STAT_V2: Final = struct.Struct("<IQQIIIIQqqq")
-"""error, dev, ino, mode, nlink, uid, gid, size, atime, mtime, ctime: after the id STA2."""
+"""error, dev, ino, mode, nlink, uid, gid, size, atime, mtime, ctime; they follow the id STA2."""
 _MAX_REFUSAL_BYTES: Final = 1 << 16
 
 OnProgress = Callable[[int, int], None]
-"""Called with the bytes done and their total, both since the beginning; the total may be too small where a file grows."""
+"""Callback that takes the bytes done and their total, both since the beginning; the total may be too small if a file grows."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """What the phone says of a file, links followed."""
+    """A file's status on the phone, with links followed."""
 
     mode: int
     """Kind and permissions, as st_mode."""
     size_bytes: int
-    """From a phone without STAT2 (before Android 8) modulo 2**32."""
+    """Size in bytes; modulo 2**32 from a phone without STAT2 (before Android 8)."""
     mtime_s: int
-    """Since the epoch, by the phone's clock."""
+    """Modification time in seconds since the epoch, by the phone's clock."""
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a directory."""
+        """Whether the file is a directory."""
         return stat.S_ISDIR(self.mode)
 
 
@@ -59,11 +59,15 @@ class Sync:
         self._silence_s = silence_s
 
     async def stat(self, remote: str, *, v2: bool) -> RemoteFile | None:
-        """What is at `remote`; None where nothing is. v2: the phone has the feature `stat_v2`.
+        """Return the file at `remote`, or None if there is none.
+
+        Args:
+            remote: path on the phone.
+            v2: whether the phone has the feature `stat_v2`.
 
         Raises:
-            PhoneFileRefused: the phone does not say, for example since a folder above is not to be read.
-            PhoneGone, PhoneSilent.
+            PhoneFileRefused: the phone refuses to report it, for example because a parent folder is not readable.
+            PhoneGone, PhoneSilent: the connection failed.
         """
         during = f"asking for {remote}"
         asked = b"STA2" if v2 else b"STAT"
@@ -73,29 +77,29 @@ class Sync:
             (size,) = struct.unpack("<I", await self._receive(4, during))
             raise await self._refusal(remote, size, during)
         if answer != asked:
-            raise self._confused(remote, answer)
+            raise self._unexpected_answer(remote, answer)
         if not v2:
             mode, size, mtime = _STAT.unpack(await self._receive(_STAT.size, during))
             return RemoteFile(mode, size, mtime) if mode else None
         number, _, _, mode, _, _, _, size, _, mtime, _ = _STAT_V2.unpack(await self._receive(_STAT_V2.size, during))
         if number == 0:
             return RemoteFile(mode, size, mtime)
-        # The phone's numbers are Linux' own, as this machine's are.
+        # The phone's error numbers are those of Linux, as on this machine.
         if number in (errno.ENOENT, errno.ENOTDIR):
             return None
         raise file_refusal(self._serial, remote, os.strerror(number))
 
     async def push(self, source: Path | bytes, remote: str, mode: int, mtime_s: int, on_progress: OnProgress | None) -> int:
-        """Writes `source` to the file `remote`, with the folders above it; the bytes that were sent.
+        """Write `source` to the file `remote`, creating its parent folders; return the number of bytes sent.
 
         Raises:
-            PhoneFull: no room.
-            PhoneFileRefused: the phone does not write it.
-            PhoneGone, PhoneSilent.
+            PhoneFull: the phone has no room.
+            PhoneFileRefused: the phone refuses to write it.
+            PhoneGone, PhoneSilent: the connection failed.
         """
         during = f"writing {remote}"
         await self._send(_request(b"SEND", self._path(f"{remote},{stat.S_IFREG | mode}")), during)
-        # The phone refuses as soon as it knows, and then takes the rest for nothing.
+        # The phone refuses as soon as it detects the error, and then discards the rest.
         answer = asyncio.create_task(self._link.reader.readexactly(_HEADER.size), name=f"push to {self._serial}")
         try:
             with _opened(source) as (file, total):
@@ -107,27 +111,27 @@ class Sync:
                         on_progress(done, total)
             if not answer.done():
                 await self._send(_HEADER.pack(b"DONE", mtime_s & 0xFFFFFFFF), during, unless=answer)
-            async with self._patience(during):
+            async with self._silence_limit(during):
                 kind, size = _HEADER.unpack(await answer)
         finally:
             answer.cancel()
             await asyncio.wait({answer})
             if not answer.cancelled():
-                answer.exception()  # the connection's end, where another error told of it first
+                answer.exception()  # the end of the connection, already reported by another error
         if kind == b"FAIL":
             raise await self._refusal(remote, size, during)
         if kind != b"OKAY":
-            raise self._confused(remote, kind)
+            raise self._unexpected_answer(remote, kind)
         return done
 
     async def pull(self, remote: str, file: BinaryIO, total: int, on_progress: OnProgress | None, max_bytes: int | None) -> int:
-        """Reads the file `remote` into `file`; the bytes that came.
+        """Copy the file `remote` into `file`; return the number of bytes received.
 
         Raises:
-            PhoneFileMissing: it is not there.
-            PhoneFileRefused: the phone does not read it.
-            PhoneAnswerTooLong: it has more than `max_bytes`.
-            PhoneGone, PhoneSilent.
+            PhoneFileMissing: the file does not exist.
+            PhoneFileRefused: the phone refuses to read it.
+            PhoneAnswerTooLong: the file has more than `max_bytes`.
+            PhoneGone, PhoneSilent: the connection failed.
         """
         during = f"reading {remote}"
         await self._send(_request(b"RECV", self._path(remote)), during)
@@ -139,7 +143,7 @@ class Sync:
             if kind == b"FAIL":
                 raise await self._refusal(remote, size, during)
             if kind != b"DATA" or size > _CHUNK_BYTES:
-                raise self._confused(remote, kind)
+                raise self._unexpected_answer(remote, kind)
             done += size
             if max_bytes is not None and done > max_bytes:
                 raise PhoneAnswerTooLong(self._serial, during, max_bytes)
@@ -151,8 +155,8 @@ class Sync:
         return remote.encode("utf-8", "surrogateescape")
 
     async def _send(self, data: bytes, during: str, unless: asyncio.Task[bytes] | None = None) -> None:
-        """Sends with back-pressure; where `unless` is done, it is for that to tell why nothing can be sent any more."""
-        async with self._patience(during):
+        """Send with back-pressure; once `unless` is done, its result explains why nothing more can be sent."""
+        async with self._silence_limit(during):
             try:
                 self._link.writer.write(data)
                 await self._link.writer.drain()
@@ -161,18 +165,18 @@ class Sync:
                     raise
 
     async def _receive(self, size: int, during: str) -> bytes:
-        async with self._patience(during):
+        async with self._silence_limit(during):
             return await self._link.reader.readexactly(size)
 
     async def _refusal(self, remote: str, size: int, during: str) -> Exception:
         text = await self._receive(min(size, _MAX_REFUSAL_BYTES), during)
         return file_refusal(self._serial, remote, text.decode("utf-8", "replace"))
 
-    def _confused(self, remote: str, answer: bytes) -> PhoneFileRefused:
+    def _unexpected_answer(self, remote: str, answer: bytes) -> PhoneFileRefused:
         return PhoneFileRefused(self._serial, remote, f"its answer {answer!r} is not of the sync protocol")
 
     @asynccontextmanager
-    async def _patience(self, during: str) -> AsyncIterator[None]:
+    async def _silence_limit(self, during: str) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._silence_s):
                 yield

@@ -13,7 +13,7 @@ Event = Mapping[str, Any]
 
 
 class BadAnswer(ValueError):
-    """A field is missing or has another type than the protocol's."""
+    """A field that is missing or has another type than the protocol requires."""
 
 
 def whole(event: Event, key: str, most: int = _MOST) -> int:

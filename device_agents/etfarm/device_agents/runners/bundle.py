@@ -1,7 +1,7 @@
 """A runner bundle: one archive with the C++ runner, its libraries and its own loader, for one architecture.
 
-The archive is a `.tar.gz` or `.tar.xz` without folders. `bundle.json` says what is in it and what it can run; every other
-member is listed there with its digest. Nothing of the machine that runs it is needed but a Linux kernel.
+The archive is a `.tar.gz` or `.tar.xz` without folders. `bundle.json` describes its content and what it can run, and lists every
+other member with its digest. The bundle needs nothing but a Linux kernel from the machine that runs it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 SCHEMA: Final = "etfarm.bundle/1"
 MANIFEST_NAME: Final = "bundle.json"
 CONFINE: Final = "--confine"
-"""The option of runners that confine themselves; see native/PROTOCOL.md."""
+"""The option of runners that can confine themselves; see native/PROTOCOL.md."""
 _MAX_BYTES: Final = 2 << 30
-"""Unpacked size above which an archive is refused: it is none of ours, or made to fill a disk."""
+"""Unpacked size above which an archive is refused, because it is not an etfarm bundle or is meant to fill the disk."""
 _MAX_FILES: Final = 256
 _MAX_NAME_BYTES: Final = 255
 """Maximum length of a file name on Linux's file systems."""
@@ -34,7 +34,7 @@ _MAX_MANIFEST_BYTES: Final = 4 << 20
 
 
 class BadBundle(UserError):
-    """A file that should be a runner bundle is none, or is damaged."""
+    """A file that is not a runner bundle, or is damaged."""
 
     reason = "BAD_BUNDLE"
 
@@ -48,34 +48,34 @@ class BundledFile:
 
     digest: str
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 @dataclass(frozen=True)
 class BundleManifest:
-    """What `bundle.json` says."""
+    """The content of `bundle.json`."""
 
     arch: str
     """`x86_64` or `aarch64`."""
     executorch: str
-    """ExecuTorch's version, without a local part."""
+    """ExecuTorch's version without its local part."""
     source_digest: str
-    """Over the runner's sources and how they are compiled."""
+    """Digest of the runner's sources and of how they are compiled."""
     backends: tuple[str, ...]
-    """Delegates that are usable. Empty with `operators` where the bundle could not be run when it was built."""
+    """Usable delegates; empty, like `operators`, if the bundle could not be run when it was built."""
     operators: tuple[str, ...]
     files: Mapping[str, BundledFile]
     loader: str
-    """The member that starts the others: the dynamic loader of the libc inside."""
+    """The member that starts the others: the dynamic loader of the bundled libc."""
     entry: str
     """The runner itself."""
     note: str = ""
-    """Why something above is empty."""
+    """Why a field above is empty."""
     options: tuple[str, ...] = ()
     """Options that the runner supports and that not every runner has, such as CONFINE."""
 
     def to_json(self) -> dict[str, object]:
-        """The manifest as `bundle.json` holds it."""
+        """Return the manifest as `bundle.json` holds it."""
         return {
             "schema": SCHEMA,
             "arch": self.arch,
@@ -92,10 +92,10 @@ class BundleManifest:
 
     @classmethod
     def parse(cls, text: str | bytes) -> BundleManifest:
-        """The manifest in a `bundle.json`.
+        """Return the manifest in a `bundle.json`.
 
         Raises:
-            BadBundle: it is none, or lists a name that does not belong into a flat folder.
+            BadBundle: the text is not a manifest, or lists a name that is not allowed in a flat folder.
         """
         try:
             document: dict[str, Any] = json.loads(text)
@@ -145,13 +145,13 @@ class Bundle:
 
 
 def unpack(archive: Path, folder: Path) -> Bundle:
-    """The bundle of `archive`, unpacked into `folder`, which appears complete and verified or not at all.
+    """Unpack `archive` into `folder`, which appears complete and verified or not at all.
 
-    An existing `folder` is opened instead, its files verified again; one that was damaged is deleted and unpacked anew.
-    Blocks: call it in a thread from async code.
+    An existing `folder` is opened instead and its files are verified again; a damaged one is deleted and unpacked anew. Blocks:
+    call it in a thread from async code.
 
     Raises:
-        BadBundle: the archive is none of ours, or a file has another digest than the manifest says.
+        BadBundle: the archive is not an etfarm bundle, or a file has another digest than the manifest states.
         OSError: the disk is full, read-only or broken.
     """
     if folder.exists():
@@ -173,7 +173,7 @@ def unpack(archive: Path, folder: Path) -> Bundle:
         try:
             staging.rename(folder)
         except OSError:
-            # Somebody unpacked the same bundle meanwhile; theirs is as good once it is verified.
+            # Another process unpacked the same bundle meanwhile; its files are as good once they are verified.
             if not folder.exists():
                 raise
             return open_folder(folder)
@@ -183,10 +183,10 @@ def unpack(archive: Path, folder: Path) -> Bundle:
 
 
 def open_folder(folder: Path) -> Bundle:
-    """The bundle that lies unpacked in `folder`; every file is verified.
+    """Open the bundle that is unpacked in `folder`; every file is verified.
 
     Raises:
-        BadBundle: a file is missing, too many or different from what the manifest says.
+        BadBundle: a file is missing, unexpected or different from the manifest.
         OSError: a file cannot be read.
     """
     try:
@@ -211,7 +211,7 @@ def open_folder(folder: Path) -> Bundle:
 
 
 def _extract(packed: BinaryIO, into: Path) -> None:
-    """Plain files only, by plain names only: an archive cannot reach out of `into`."""
+    """Extract plain files with plain names only, so that an archive cannot write outside `into`."""
     for member, content in archives.members(packed, max_bytes=_MAX_BYTES, max_members=_MAX_FILES):
         if not member.is_file or not _is_plain(member.name):
             raise BadBundle(f"it holds {member.name[:100]!r}, which is no plain file")

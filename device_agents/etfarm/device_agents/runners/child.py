@@ -1,4 +1,4 @@
-"""A started runner as a process: its streams, its end, and whatever it forked. Here it is one of this machine."""
+"""A started runner as a process: its streams, its end and its forked children; `LocalChild` is one on this machine."""
 
 from __future__ import annotations
 
@@ -16,97 +16,99 @@ from etfarm.device_agents.runners import errors
 from etfarm.wire.errors import EtfarmError
 
 MAX_LINE_BYTES = 16 << 20
-"""Of what a runner answers."""
+"""Maximum length of a line of a runner's answer."""
 VMSTAT = Path("/proc/vmstat")
 _OOM_SCORE = "800"
-"""Added to what the kernel makes of a process's memory, in thousandths of all there is; see proc(5), oom_score_adj."""
+"""Added to the kernel's badness score of a process, in thousandths of all memory; see proc(5), oom_score_adj."""
 
 
 class Input(Protocol):
-    """What a process reads; as asyncio.StreamWriter."""
+    """The input of a process, with the interface of asyncio.StreamWriter."""
 
     def write(self, data: bytes) -> None:
-        """Queues bytes."""
+        """Queue bytes."""
 
     async def drain(self) -> None:
-        """Waits until the process has taken most of what was written; an OSError where it is gone."""
+        """Wait until the process has taken most of what was written; raise OSError if it is gone."""
 
     def close(self) -> None:
-        """The end of what it reads."""
+        """End the input."""
 
 
 class Child(Protocol):
-    """A process that was started, wherever it runs."""
+    """A started process, on whatever machine it runs."""
 
     @property
     def pid(self) -> int:
-        """Its number where it runs."""
+        """The process id on the machine where it runs."""
 
     @property
     def stdin(self) -> Input:
-        """What it reads."""
+        """Its input."""
 
     @property
     def stdout(self) -> asyncio.StreamReader:
-        """What it writes; lines up to MAX_LINE_BYTES."""
+        """Its output; lines have at most MAX_LINE_BYTES."""
 
     @property
     def stderr(self) -> asyncio.StreamReader:
-        """What it writes beside."""
+        """Its error output."""
 
     @property
     def ended(self) -> bool:
-        """Whether it was seen to end."""
+        """Whether the process is known to have ended."""
 
     @property
     def lost(self) -> EtfarmError | None:
-        """Why nobody can know its end: what it runs on is gone. None where it is not."""
+        """The error of a process whose machine is gone, so that its end cannot be known; otherwise None."""
 
     @property
     def memory_ran_out(self) -> bool | None:
-        """Whether the kernel where it runs has killed anything for lack of memory since it started; None where nobody tells."""
+        """Whether the kernel of its machine killed any process for lack of memory since its start; None if unknown."""
 
     def kill(self) -> None:
-        """SIGKILL to it and to whatever it forked; harmless where it has ended."""
+        """Send SIGKILL to the process and its forked children; harmless if it has ended."""
 
     async def wait(self) -> int | None:
-        """Its exit code once it has ended, negative for a signal; None where nobody can know."""
+        """Wait for the end and return the exit code, negative for a signal; None if it cannot be known."""
 
 
 Spawn = Callable[[Sequence[str], Path], Awaitable[Child]]
-"""Starts a command line in a folder. RunnerBroken where it cannot be started."""
+"""Function that starts a command line in a folder; raises RunnerBroken if it cannot be started."""
 
 
 class _Group(asyncio.subprocess.SubprocessStreamProtocol):
-    """Takes down what the program forked as soon as the leader is gone: it would hold the pipes open for ever."""
+    """A process group that is killed as soon as its leader ends, since its members would hold the pipes open."""
 
     leader: int | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        assert isinstance(transport, asyncio.SubprocessTransport)  # what subprocess_exec makes
+        assert isinstance(transport, asyncio.SubprocessTransport)  # the type that subprocess_exec creates
         self.leader = transport.get_pid()
 
     def process_exited(self) -> None:
         if self.leader is not None:
-            # The leader is reaped by now, but its number stays taken while the group has members, and no system hands
-            # out a number again within the moment since.
+            # The leader has been reaped, but its number stays taken while the group has members, and no system reuses a number
+            # within so short a time.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.leader, signal.SIGKILL)
         super().process_exited()
 
 
 class LocalChild:
-    """A process of this machine, which leads a group of the same number.
+    """A process of this machine that leads a process group of the same number.
 
     Args:
-        kills: `oom_kills` from before it started.
+        process: the started process.
+        kills: the result of `oom_kills` before the start.
     """
 
     lost: EtfarmError | None = None
 
     def __init__(self, process: asyncio.subprocess.Process, kills: int | None) -> None:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None  # PIPE was asked for
+        # all three were opened as pipes
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         self._process = process
         self._kills = kills
         self.stdin: Input = process.stdin
@@ -115,16 +117,16 @@ class LocalChild:
 
     @property
     def pid(self) -> int:
-        """The process, and its group."""
+        """The process id, which is also its group's."""
         return self._process.pid
 
     def from_now(self) -> LocalChild:
-        """Return the same process as if it had started now; for a process that was started in advance."""
+        """Return the same process as if it had started now; used for a process that was started in advance."""
         return LocalChild(self._process, oom_kills())
 
     @property
     def ended(self) -> bool:
-        """Whether it was seen to end."""
+        """Whether the process is known to have ended."""
         return self._process.returncode is not None
 
     @property
@@ -134,39 +136,39 @@ class LocalChild:
         return None if self._kills is None or kills is None else kills > self._kills
 
     def kill(self) -> None:
-        """See `Child.kill`."""
-        # Only before it was reaped: afterwards the number may be somebody else's.
+        """Send SIGKILL; see `Child.kill`."""
+        # Only before the process is reaped: afterwards its number may belong to another process.
         if not self.ended:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def wait(self) -> int | None:
-        """See `Child.wait`."""
+        """Wait for the end; see `Child.wait`."""
         return await self._process.wait()
 
 
 def oom_kills() -> int | None:
-    """How many processes this machine's kernel has killed for lack of memory, its own or a cgroup's; None where it does not tell.
+    """Return how many processes the kernel has killed for lack of memory, in the system or a cgroup; None if unknown.
 
     Source: Linux, mm/oom_kill.c, since 4.13: the event OOM_KILL is counted wherever a cgroup's own is.
     """
     try:
-        found = re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(), re.MULTILINE)
+        match = re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(), re.MULTILINE)
     except OSError:
         return None
-    return int(found[1]) if found else None
+    return int(match[1]) if match else None
 
 
 async def spawn_here(command: Sequence[str], folder: Path) -> LocalChild:
-    """A process of `command` on this machine.
+    """Start `command` on this machine.
 
     Raises:
-        RunnerBroken: it cannot be started.
+        RunnerBroken: the command cannot be started.
     """
     loop = asyncio.get_running_loop()
     kills = oom_kills()
     try:
-        # As asyncio.create_subprocess_exec does, which takes no protocol.
+        # Like asyncio.create_subprocess_exec, which does not accept a protocol.
         transport, group = await loop.subprocess_exec(
             lambda: _Group(limit=MAX_LINE_BYTES, loop=loop),
             *command,
@@ -174,9 +176,9 @@ async def spawn_here(command: Sequence[str], folder: Path) -> LocalChild:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             cwd=folder,
-            # Nothing of ours, tokens least of all, is a program's business; LD_* would change what is run.
+            # The program must not see the agent's environment, above all its tokens; LD_* would change what is run.
             env={"LC_ALL": "C.UTF-8", "HOME": str(folder), "TMPDIR": str(folder)},
-            # A group of its own, so that one signal reaches whatever the program forked, and Ctrl-C does not.
+            # A group of its own, so that one signal reaches all forked processes, and Ctrl-C does not reach them.
             start_new_session=True,
         )
     except OSError as error:
@@ -185,7 +187,7 @@ async def spawn_here(command: Sequence[str], folder: Path) -> LocalChild:
         raise errors.RunnerBroken(f"The runner {command[0]} cannot be started: {why}.", errno=number) from error
     except ValueError as error:
         raise errors.RunnerBroken(f"The runner {command[0]} cannot be started: {error}.") from error
-    with contextlib.suppress(OSError):  # it has ended already, or the kernel does not let us
-        # Where memory runs out it is the program that goes, and neither the agent nor anything else of the machine.
+    with contextlib.suppress(OSError):  # it has ended already, or the kernel refuses
+        # If memory runs out, the program is killed, and not the agent or another process of the machine.
         Path(f"/proc/{transport.get_pid()}/oom_score_adj").write_text(_OOM_SCORE)
     return LocalChild(asyncio.subprocess.Process(transport, group, loop), kills)

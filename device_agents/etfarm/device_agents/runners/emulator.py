@@ -1,6 +1,7 @@
-"""`etfarm agent --emulate`: a processor in software that runs its architecture's runner on this machine, qemu's user mode.
+"""The processor emulator of `etfarm agent --emulate`: qemu's user mode runs another architecture's runner on this machine.
 
-Outputs, kernels and events of an emulated device are those of the processor; its times are this machine's and mean nothing.
+Outputs, kernels and events of an emulated device match the emulated processor; its times depend on this machine and are not
+meaningful.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from etfarm.v1 import device_pb2
 from etfarm.wire.errors import DeviceError, UserError
 
 DEFAULT_CPUS: Final = {"aarch64": "cortex-a76"}
-"""By architecture, which are those that can be emulated. Not qemu's own default `max`: see SME_WARNING."""
+"""Default processor by architecture; these are all architectures that can be emulated. Not qemu's own default `max`: see
+SME_WARNING."""
 SME_WARNING: Final = (
     "this cpu model has SME, with which qemu computes XNNPACK's int8 kernels wrongly (their outputs, not only their times): "
     "cortex-a76 and max,sme=off are right"
@@ -28,7 +30,7 @@ SME_WARNING: Final = (
 _PROGRAMS: Final = {"aarch64": ("qemu-aarch64-static", "qemu-aarch64")}
 _ANSWER_S: Final = 30.0
 _CODE_BYTES: Final = 96 << 20
-"""Of address space for what is no data: the runner and its libraries, 17 MB, a program's file, and what malloc reserves."""
+"""Address space for everything but data: the runner and its libraries (17 MB), a program's file, and what malloc reserves."""
 _PROBE_BYTES: Final = 2048
 _PROBE_CODE: Final = (
     0xD5380009,  # mrs x9, midr_el1
@@ -42,17 +44,17 @@ _PROBE_CODE: Final = (
     0xD2800BA8,  # mov x8, #93 (exit)
     0xD4000001,  # svc #0
 )
-"""Writes the processor's id and the stack as the kernel made it, which has the auxiliary vector."""
+"""Code that writes the processor's id, and the initial stack as the kernel sets it up, which contains the auxiliary vector."""
 _AT_PAGESZ, _AT_HWCAP, _AT_HWCAP2 = 6, 16, 26
 _FEATURE_BITS: Final = {
     (_AT_HWCAP, 10): "asimdhp", (_AT_HWCAP, 20): "asimddp", (_AT_HWCAP, 22): "sve", (_AT_HWCAP2, 1): "sve2",
     (_AT_HWCAP2, 13): "i8mm", (_AT_HWCAP2, 14): "bf16", (_AT_HWCAP2, 23): "sme",
 }  # fmt: skip
-"""The kernel's words in /proc/cpuinfo. Source: Linux' arch/arm64/include/uapi/asm/hwcap.h."""
+"""The kernel's names in /proc/cpuinfo. Source: Linux' arch/arm64/include/uapi/asm/hwcap.h."""
 
 
 class EmulatorMissing(UserError):
-    """The emulator is not installed."""
+    """An emulator that is not installed."""
 
     reason = "EMULATOR_MISSING"
 
@@ -67,7 +69,7 @@ class EmulatorMissing(UserError):
 
 
 class CpuUnknown(UserError):
-    """The emulator has no such processor."""
+    """A processor that the emulator does not support."""
 
     reason = "CPU_UNKNOWN"
 
@@ -81,7 +83,7 @@ class CpuUnknown(UserError):
 
 
 class EmulatorFailed(DeviceError):
-    """The emulator is there and does not run a program of ten instructions."""
+    """An emulator that is installed but does not run a program of ten instructions."""
 
     reason = "EMULATOR_FAILED"
 
@@ -91,17 +93,17 @@ class Emulator:
     """An emulated processor."""
 
     path: str
-    """Absolute, since a runner's environment has no PATH."""
+    """Path of the emulator; absolute, since a runner's environment has no PATH."""
     arch: str
     cpu: str
-    """A model as `-cpu help` lists them, and properties of it."""
+    """A model as `-cpu help` lists it, with optional properties."""
 
     @classmethod
     def find(cls, arch: str, cpu: str | None = None) -> Emulator:
-        """The emulator on PATH.
+        """Find the emulator on PATH.
 
         Raises:
-            EmulatorMissing: there is none.
+            EmulatorMissing: the emulator is not installed.
         """
         for name in _PROGRAMS[arch]:
             if (path := shutil.which(name)) is not None:
@@ -110,37 +112,38 @@ class Emulator:
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """What stands before a command line that it runs."""
+        """Return the words to put before a command line that the emulator runs."""
         return (self.path, "-cpu", self.cpu)
 
     def within(self, data_bytes: int) -> tuple[str, ...]:
-        """`prefix` for a program that may use so much memory.
+        """Return `prefix` for a program that may use at most `data_bytes` of memory.
 
-        qemu tells a program that RLIMIT_DATA was set, and does not set it. Of its own process, what a program takes would be
-        missing to qemu, which then hangs. So the program's address space is limited: a request beyond it is refused in order.
+        qemu reports RLIMIT_DATA to a program as set, but does not apply it. If the limit were set on qemu's own process, memory
+        that the program takes would be missing for qemu itself, which then hangs. So the program's address space is limited, and
+        a request beyond it is refused properly.
         """
-        page = 1 << 16  # the largest that Arm has
+        page = 1 << 16  # the largest page size of Arm
         return (*self.prefix, "-R", str((data_bytes + _CODE_BYTES) // page * page))
 
     def version(self) -> str:
-        """Such as `7.2.22`; empty where it does not say."""
+        """Return the version, such as `7.2.22`; empty if it is unknown."""
         match = re.search(r"version (\S+)", self._ask("--version").stdout.decode(errors="replace"))
         return match[1] if match else ""
 
     def models(self) -> list[str]:
-        """The processors that it knows; empty where it does not say."""
+        """Return the processors that the emulator supports; empty if they are unknown."""
         lines = self._ask("-cpu", "help").stdout.decode(errors="replace").splitlines()
         return [line.strip() for line in lines if line.startswith(" ") and len(line.split()) == 1]
 
     def device(self, cores: frozenset[int] | None = None) -> device_pb2.Device:
-        """What programs see of the processor, and of this machine through it; without id, agent_id, name and labels. Blocks.
+        """Return the processor as programs see it, and this machine through it; without id, agent_id, name and labels. Blocks.
 
         Raises:
-            CpuUnknown: it has no such processor.
-            EmulatorFailed: it does not work.
+            CpuUnknown: the emulator does not support the processor.
+            EmulatorFailed: the emulator does not work.
         """
         here = inventory.collect()
-        # What it shows of this machine's processor, frequencies included, is not of the emulated one.
+        # What it shows of this machine's processor, frequencies included, does not belong to the emulated one.
         facts = {path: text for path, text in here.items() if path in ("uname -r", "/proc/meminfo", "/proc/self/status")}
         facts |= {path: text for path, text in here.items() if "/topology/" in path}
         device = inventory.parse(facts | self._facts(), cores)
@@ -150,7 +153,7 @@ class Emulator:
         return device
 
     def _facts(self) -> dict[str, str]:
-        """Facts for `inventory.parse`, of what the processor tells a program."""
+        """Return facts for `inventory.parse`, from what the processor reports to a program."""
         midr, auxiliary = self._probe()
         words = [word for (key, bit), word in _FEATURE_BITS.items() if auxiliary.get(key, 0) >> bit & 1]
         stanza = f"CPU implementer: {midr >> 24 & 0xFF:#x}\nCPU part: {midr >> 4 & 0xFFF:#x}\nFeatures: {' '.join(words)}\n"
@@ -163,15 +166,15 @@ class Emulator:
         return facts
 
     def _probe(self) -> tuple[int, dict[int, int]]:
-        """The processor's id (MIDR), and the auxiliary vector, by key, of a program that it runs.
+        """Return the processor's id (MIDR) and the auxiliary vector of a program that it runs, by key.
 
-        qemu's /proc/cpuinfo is this machine's before version 8.2, so a program of our own asks.
+        Before version 8.2, qemu shows this machine's /proc/cpuinfo, so a small program reads the registers itself.
         """
         with tempfile.TemporaryDirectory(prefix="etfarm-probe-") as folder:
             program = Path(folder) / "probe"
             program.write_bytes(_probe_program())
             program.chmod(0o755)
-            # The stack behind the vector must reach as far as is written.
+            # The stack beyond the vector must extend as far as the program writes.
             done = self._ask("-cpu", self.cpu, str(program), environment={"PADDING": "x" * _PROBE_BYTES})
         if done.returncode != 0:
             lines = done.stderr.decode(errors="replace").strip().splitlines()
@@ -182,8 +185,8 @@ class Emulator:
             raise EmulatorFailed(f"{self.path} does not run a program: {why}.", path=self.path, why=why)
         try:
             words = struct.unpack(f"<{_PROBE_BYTES // 8}Q", done.stdout)
-            at = 2 + 1 + words[2] + 1  # behind the id: the number of arguments, they, and a null
-            at = words.index(0, at) + 1  # behind the environment
+            at = 2 + 1 + words[2] + 1  # skip the id, the number of arguments, the arguments and a null
+            at = words.index(0, at) + 1  # skip the environment
             auxiliary: dict[int, int] = {}
             while words[at]:
                 auxiliary[words[at]] = words[at + 1]
@@ -202,7 +205,7 @@ class Emulator:
 
 
 def _probe_program() -> bytes:
-    """An ELF file of `_PROBE_CODE` alone. Source: elf(5)."""
+    """Return an ELF file that contains `_PROBE_CODE` only. Source: elf(5)."""
     base, headers = 0x400000, 64 + 56
     code = struct.pack(f"<{len(_PROBE_CODE)}I", *_PROBE_CODE)
     size = headers + len(code)

@@ -1,4 +1,4 @@
-"""How running a program fails. Whose fault a crash is, the caller decides after the device's self-test."""
+"""Errors of running a program; the caller attributes a crash after the device's self-test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CRASHED = "Look at its log. With the recipe portable, which has no delegate, yo
 
 
 class ProgramCrashed(UserError):
-    """The runner's process ended by itself while it served a program."""
+    """A runner process that ended by itself while it served a program."""
 
     reason = "PROGRAM_CRASHED"
     kind = Kind.ABORTED
@@ -21,14 +21,14 @@ class ProgramCrashed(UserError):
         self, stage: str, *, signal: str, exit_code: int | None, abort_message: str, log: Sequence[str], without_data: bool
     ) -> None:
         how = f"by {signal}" if signal else f"with exit code {exit_code}"
-        said = f": {abort_message.strip().rstrip('.')}" if abort_message else ""
+        abort_text = f": {abort_message.strip().rstrip('.')}" if abort_message else ""
         hint = _CRASHED
         if signal == "SIGKILL":
-            hint, said = _KILLED, ", and the kernel killed nothing for lack of memory"
+            hint, abort_text = _KILLED, ", and the kernel killed nothing for lack of memory"
         if without_data and stage == "LOAD_METHOD" and signal == "SIGSEGV":
             hint = _WITHOUT_DATA
         super().__init__(
-            f"The program ended the runner {how} at {stage}{said}.",
+            f"The program ended the runner {how} at {stage}{abort_text}.",
             hint,
             stage=stage,
             signal=signal,
@@ -37,17 +37,17 @@ class ProgramCrashed(UserError):
             log="\n".join(log),
         )
         self.signal = signal
-        """Such as `SIGSEGV`; empty where it exited."""
+        """The signal's name, such as `SIGSEGV`; empty if the process exited."""
         self.exit_code = exit_code
-        """None where a signal ended it."""
+        """The exit code; None if a signal ended the process."""
         self.abort_message = abort_message
-        """ExecuTorch's last words; empty where it had none."""
+        """ExecuTorch's abort message; empty if it printed none."""
         self.log = tuple(log)
         """The latest lines of the runtime's log and of stderr, oldest first."""
 
 
 class ProgramHung(UserError):
-    """A command did not end by its deadline; the process was killed."""
+    """A command that did not end by its deadline; the process was killed."""
 
     reason = "PROGRAM_TIMED_OUT"
     kind = Kind.DEADLINE_EXCEEDED
@@ -64,7 +64,7 @@ class ProgramHung(UserError):
 
 
 class ProgramOutOfMemory(UserError):
-    """The program needs more memory than the runner may use."""
+    """A program that needs more memory than the runner may use."""
 
     reason = "PROGRAM_OUT_OF_MEMORY"
     kind = Kind.RESOURCE_EXHAUSTED
@@ -84,19 +84,19 @@ class ProgramOutOfMemory(UserError):
 
 
 class ProgramFailed(UserError):
-    """ExecuTorch answered with an error."""
+    """An error that ExecuTorch returned."""
 
     reason = "PROGRAM_FAILED"
 
     def __init__(self, stage: str, message: str, code: str, log: Sequence[str]) -> None:
         super().__init__(_sentence(message), stage=stage, code=code, log="\n".join(log))
         self.code = code
-        """ExecuTorch's name of the error, such as `InvalidProgram`; empty where the runner itself refused."""
+        """ExecuTorch's name of the error, such as `InvalidProgram`; empty if the runner itself refused the command."""
         self.log = tuple(log)
 
 
 class InputMismatch(UserError):
-    """An input is not what the program was exported for."""
+    """An input that does not match the one that the program was exported with."""
 
     reason = "INPUT_MISMATCH"
 
@@ -110,7 +110,7 @@ class InputMismatch(UserError):
 
 
 class OperatorMissing(UserError):
-    """The runner has no kernel for operators of the program."""
+    """Operators of the program for which the runner has no kernel."""
 
     reason = "OPERATOR_MISSING"
     kind = Kind.FAILED_PRECONDITION
@@ -126,7 +126,7 @@ class OperatorMissing(UserError):
 
 
 class BackendMissing(UserError):
-    """The runner has no delegate that the program was lowered for."""
+    """A delegate that the program needs and the runner does not have."""
 
     reason = "BACKEND_MISSING"
     kind = Kind.FAILED_PRECONDITION
@@ -142,7 +142,7 @@ class BackendMissing(UserError):
 
 
 class DataMissing(UserError):
-    """The program looks for weights that are in none of the .ptd files that came with it."""
+    """Weights of the program that are in none of the .ptd files supplied with it."""
 
     reason = "PROGRAM_DATA_MISSING"
     kind = Kind.FAILED_PRECONDITION
@@ -161,7 +161,7 @@ class DataMissing(UserError):
 
 
 class RunnerLacks(UserError):
-    """This kind of runner cannot do it, and the C++ runner can."""
+    """A request that this kind of runner does not support, but the C++ runner does."""
 
     reason = "RUNNER_LACKS"
     kind = Kind.FAILED_PRECONDITION
@@ -171,7 +171,7 @@ class RunnerLacks(UserError):
 
 
 class CoresUnavailable(UserError):
-    """The process may not run on the CPUs that were asked for."""
+    """Requested CPUs on which the process may not run."""
 
     reason = "CORES_UNAVAILABLE"
 
@@ -180,7 +180,7 @@ class CoresUnavailable(UserError):
 
 
 class DeviceStorageFailed(DeviceError):
-    """The device could not write a file of ours, mostly because its disk is full."""
+    """A file that the device could not write, mostly because its disk is full."""
 
     reason = "DEVICE_STORAGE_FAILED"
 
@@ -189,13 +189,13 @@ class DeviceStorageFailed(DeviceError):
 
 
 class RunnerBroken(FarmError):
-    """The runner could not be started, or does not keep to its protocol: our fault, not the program's."""
+    """A runner that could not be started or violates its protocol: a fault of etfarm, not of the program."""
 
     reason = "RUNNER_BROKEN"
 
 
 class RunnerKilled(DeviceError):
-    """Something killed the runner before it had a program, so that no program is to blame."""
+    """A runner that was killed before it had a program, so that no program is to blame."""
 
     reason = "DEVICE_RUNNER_KILLED"
 
@@ -206,7 +206,7 @@ class RunnerKilled(DeviceError):
 
 
 class RunnerClosed(FarmError):
-    """A command came after the runner was closed or cancelled."""
+    """A command that was sent after the runner was closed or cancelled."""
 
     reason = "RUNNER_CLOSED"
 

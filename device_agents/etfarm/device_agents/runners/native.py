@@ -1,4 +1,4 @@
-"""The C++ runner of a bundle, as a `Runner`."""
+"""A bundle's C++ runner as a `Runner`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PROTOCOL", "Limits", "LogLine", "NativeRunner"]
 
 
 class NativeRunner(RemoteRunner):
-    """A `Runner` of a bundle. `async with NativeRunner.start(...) as runner:` leaves nothing behind."""
+    """A `Runner` from a bundle. `async with NativeRunner.start(...) as runner:` cleans up completely."""
 
     kind: ClassVar[str] = "native"
 
@@ -30,10 +30,10 @@ class NativeRunner(RemoteRunner):
         on_log: OnLog | None = None,
         spawn: Spawn = spawn_here,
     ) -> AsyncIterator[NativeRunner]:
-        """A runner started by `command` (`Bundle.command()`), working in `folder`; killed and reaped at the end.
+        """Start a runner with `command` (`Bundle.command()`) in `folder`; it is killed and reaped at the end.
 
         Raises:
-            RunnerBroken: it cannot be started.
+            RunnerBroken: the command cannot be started.
         """
         async with cls.connect(command, folder, limits or Limits(), on_log, spawn) as runner:
             yield runner

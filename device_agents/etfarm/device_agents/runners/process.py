@@ -1,7 +1,7 @@
-"""The runner's process: spoken to in lines, killed with all that it forked, always reaped.
+"""The runner's process: a line protocol over pipes; always killed with all its forked processes, and always reaped.
 
-One request is under way at a time. Whatever interrupts it - a deadline, a cancelled task, a reply that is no protocol -
-ends the process, since nobody could tell any more which reply belongs to which command.
+One request is in progress at a time. Whatever interrupts it - a deadline, a cancelled task, a reply that violates the protocol -
+ends the process, since later replies could no longer be matched with commands.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _LEAST_PAYLOAD_BYTES: Final = 64 << 20
 _MOST_PAYLOAD_BYTES: Final = 1 << 33
 _KEPT_LINES: Final = 60
 _REAP_SECONDS: Final = 5.0
-"""Within which a killed process is gone, but for one stuck in the kernel, which nobody can help."""
+"""Seconds within which a killed process ends, unless it is stuck in the kernel."""
 _MEMORY_WORDS: Final = ("bad_alloc", "out of memory", "out_of_memory", "cannot allocate memory", "failed to allocate")
 _MEMORY_CODES: Final = ("MemoryAllocationFailed", "DelegateMemoryAllocationFailed")
 _FIRST_STAGE: Final = "START"
 _RUNTIME_LINE: Final = re.compile(r"\[(\w+\.(?:cpp|h):\d+)\] (.*)", re.DOTALL)
-"""A line of ExecuTorch's log where nothing captures it, as in its Python binding: without a level."""
+"""A line of ExecuTorch's log that is not captured, as in its Python binding: without a level."""
 _MARK_PREFIX: Final = "etfarm-error-"
 _MARK_SECONDS: Final = 1.0
-"""Within which a mark on stderr is read that was written already, unless something else fills the pipe."""
+"""Seconds for reading a mark that was already written to stderr, unless other output fills the pipe."""
 
 Argument = str | int | Path
 Event = dict[str, Any]
@@ -45,12 +45,12 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Limits:
-    """What a runner may use."""
+    """Limits on a runner's resources."""
 
     data_bytes: int | None = None
-    """Of memory that is written to (RLIMIT_DATA: heap, stacks of threads, anonymous mappings); None is no limit."""
+    """Writable memory in bytes (RLIMIT_DATA: heap, thread stacks, anonymous mappings); None is no limit."""
     command_s: float = 120.0
-    """For each command, beside the time that a measurement was given."""
+    """Seconds for each command, in addition to the time of a measurement."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class LogLine:
     source: str
     """`runtime` (ExecuTorch's log) or `stderr`."""
     level: str
-    """`D`, `I`, `E` or `F` of the runtime's log; empty for stderr, and where the runtime tells none."""
+    """`D`, `I`, `E` or `F` from the runtime's log; empty for stderr, and if the runtime states none."""
     where: str
-    """`file.cpp:line` of the runtime's log."""
+    """`file.cpp:line` from the runtime's log."""
     message: str
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ OnEvent = Callable[[Event], None]
 
 
 class RunnerProcess:
-    """A running runner. Made by `start`; `kill` and `reap` end it."""
+    """A running runner, created by `start` and ended by `kill` and `reap`."""
 
     def __init__(self, child: Child, limits: Limits, on_log: OnLog | None) -> None:
         self._child = child
@@ -89,21 +89,25 @@ class RunnerProcess:
         self._marked = asyncio.Event()
         self._ended: EtfarmError | None = None
         self.stage = _FIRST_STAGE
-        """What is under way, for whoever must tell where the program failed."""
+        """The current stage, for errors that name where the program failed."""
         self.without_data = True
-        """No .ptd was loaded, which is worth a hint when XNNPACK crashes."""
+        """Whether no .ptd was loaded, which is worth a hint if XNNPACK crashes."""
 
     @classmethod
     async def start(
         cls, command: Sequence[str], folder: Path, limits: Limits, on_log: OnLog | None = None, spawn: Spawn = spawn_here
     ) -> RunnerProcess:
-        """A process of `command` in `folder`.
+        """Start `command` in `folder`.
 
         Args:
-            spawn: starts it, here or on another machine, where `folder` is too.
+            command: the runner's command line.
+            folder: its working folder.
+            limits: limits for the process and its commands.
+            on_log: takes each line of its log.
+            spawn: starts the process, here or on another machine, where `folder` is too.
 
         Raises:
-            RunnerBroken: it cannot be started.
+            RunnerBroken: the command cannot be started.
             As `spawn`.
         """
         options = [] if limits.data_bytes is None else ["--limit-data-bytes", str(limits.data_bytes)]
@@ -111,12 +115,12 @@ class RunnerProcess:
 
     @property
     def pid(self) -> int:
-        """The process, by its number where it runs."""
+        """The process id on the machine where it runs."""
         return self._child.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the process was not seen to end."""
+        """Whether the process is not known to have ended."""
         return not self._child.ended
 
     async def request(
@@ -130,23 +134,24 @@ class RunnerProcess:
         on_progress: OnEvent | None = None,
         max_payload_bytes: int = 0,
     ) -> tuple[Event, bytes]:
-        """One command's result and its payload.
+        """Send one command and return its result and payload.
 
         Args:
-            command: its name.
-            arguments: in order; a key may come several times.
-            payload: bytes behind the line.
-            stage: what errors are said to have happened in, until a progress event names another.
-            deadline_s: for the whole of it; `Limits.command_s` by default.
+            command: the command's name.
+            arguments: in order; a key may occur several times.
+            payload: bytes that follow the line.
+            stage: the stage that errors name, until a progress event names another.
+            deadline_s: limit for the whole request; `Limits.command_s` by default.
             on_progress: takes progress events.
-            max_payload_bytes: maximum size of the answer's payload; a larger one violates the protocol. For tensors, give
+            max_payload_bytes: maximum size of the answer's payload; a larger one violates the protocol. For tensors, pass
                 `room_for_payload()`.
 
         Raises:
-            ProgramCrashed, ProgramHung, ProgramOutOfMemory: the process is over.
-            RunnerBroken, RunnerKilled: the process is over, and it was not the program's fault.
-            RunnerClosed: it was over before.
-            InputMismatch, OperatorMissing, BackendMissing, ProgramFailed and others: refused; the process is usable.
+            ProgramCrashed, ProgramHung, ProgramOutOfMemory: the process has ended.
+            RunnerBroken, RunnerKilled: the process has ended, and the program is not to blame.
+            RunnerClosed: the process had ended before.
+            InputMismatch, OperatorMissing, BackendMissing, ProgramFailed and others: the command was refused; the process is
+                usable.
         """
         async with self._lock:
             if self._ended is not None:
@@ -175,7 +180,7 @@ class RunnerProcess:
         return event, data
 
     async def _explain(self, event: Event) -> None:
-        """Adds what the runtime told on stderr, where the runner could not capture it."""
+        """Add the runtime's messages on stderr to the event, if the runner could not capture them."""
         mark = event.get("stderr_mark")
         if not mark:
             return
@@ -195,13 +200,13 @@ class RunnerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to the whole group, now; harmless where it has ended."""
+        """Send SIGKILL to the whole group at once; harmless if it has ended."""
         if self._ended is None:
             self._ended = errors.RunnerClosed("The runner is closed.")
         self._child.kill()
 
     async def reap(self) -> int | None:
-        """Waits until the process and its pipes are gone; its exit code, negative for a signal, None where nobody can know it."""
+        """Wait until the process and its pipes are gone; return the exit code, negative for a signal, None if unknown."""
         self._child.stdin.close()
         try:
             code = await asyncio.wait_for(self._child.wait(), _REAP_SECONDS)
@@ -217,7 +222,7 @@ class RunnerProcess:
         if payload is not None:
             words.append(f"bytes={len(payload)}")
         stdin = self._child.stdin
-        # A process that is gone already is told from its end of the stream, with its exit code.
+        # If the process has ended, the end of its stream and its exit code report that.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             stdin.write(" ".join(words).encode() + b"\n")
             if payload:
@@ -250,10 +255,11 @@ class RunnerProcess:
                 raise errors.RunnerBroken(f"The runner's answer to {command} is no protocol: {error}.") from error
 
     async def _over(self, error: EtfarmError | None) -> NoReturn:
-        """Ends the process and raises `error`, or what its exit code tells."""
+        """End the process and raise `error`, or the error that its exit code implies."""
         if error is not None:
             self._ended = error
-        # At the end of its stream the process has its exit code already, which this cannot change; what it forked goes.
+        # At the end of its stream the process already has its exit code, which the kill cannot change; its forked processes are
+        # killed.
         self._child.kill()
         code = await self.reap()
         if self._ended is None:
@@ -266,18 +272,18 @@ class RunnerProcess:
             return errors.RunnerKilled(self.stage, lines)
         if self.stage == _FIRST_STAGE:
             how = f"by {_signal_name(-code)}" if code is not None and code < 0 else f"with exit code {code}"
-            said = "".join(f": {text}" for text in ["; ".join(lines[-3:])] if text)
-            message = f"The runner ended {how} before it had a program{said}."
+            detail = "".join(f": {text}" for text in ["; ".join(lines[-3:])] if text)
+            message = f"The runner ended {how} before it had a program{detail}."
             return errors.RunnerBroken(message, stage=self.stage, exit_code=code)
         fatal = next((line.message for line in reversed(self._log) if line.level == "F"), "")
         if not fatal and code == -signal.SIGABRT:
-            # Where nothing captures the log, it has no levels, and the abort's own words come last. What was said before this
-            # command is about something else.
+            # A log that is not captured has no levels, and the abort's own message comes last. Earlier lines belong to other
+            # commands.
             fatal = next((line.message for line in reversed(self._since) if line.source == "runtime"), "")
         if self._is_about_memory(fatal):
             return errors.ProgramOutOfMemory(self.stage, self.limits.data_bytes, fatal, lines)
         if code == -signal.SIGKILL and (ran_out := self._child.memory_ran_out) is not False:
-            # Where nobody tells, it is the likeliest: nobody else sends SIGKILL unasked.
+            # If the kernel does not report it, lack of memory is the likeliest cause: nothing else sends SIGKILL unasked.
             who = "the kernel killed it (SIGKILL)" if ran_out else "it was killed (SIGKILL), as systems do then"
             killed = errors.ProgramOutOfMemory(self.stage, None, who, lines)
             killed.metadata["signal"] = _signal_name(signal.SIGKILL)
@@ -292,7 +298,7 @@ class RunnerProcess:
         )
 
     def _refusal(self, event: Mapping[str, Any]) -> EtfarmError:
-        """The error that an `error` event describes; the process is still usable."""
+        """Return the error that an `error` event describes; the process is still usable."""
         stage, message, runtime_code = self.stage, str(event["message"]), event.get("runtime_code") or ""
         log, names = list(answers.texts(event, "log", ())), list(answers.texts(event, "names", ()))
         limited = self.limits.data_bytes is not None
@@ -336,7 +342,7 @@ class RunnerProcess:
         rest = b""
         while chunk := await stderr.read(1 << 16):
             *whole, rest = (rest + chunk).split(b"\n")
-            if len(rest) > 1 << 16:  # no newline in sight: a program that writes binary to stderr
+            if len(rest) > 1 << 16:  # no newline yet: the program writes binary data to stderr
                 whole, rest = [*whole, rest], b""
             for line in whole:
                 self._take_stderr(line)
@@ -349,8 +355,8 @@ class RunnerProcess:
             self._mark = text
             self._marked.set()
             return
-        told = _RUNTIME_LINE.fullmatch(text)
-        line = LogLine("runtime", "", told[1], told[2]) if told else LogLine("stderr", "", "", text)
+        match = _RUNTIME_LINE.fullmatch(text)
+        line = LogLine("runtime", "", match[1], match[2]) if match else LogLine("stderr", "", "", text)
         self._since.append(line)
         self._take(line)
 

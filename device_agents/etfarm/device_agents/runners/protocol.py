@@ -1,4 +1,4 @@
-"""What a runner answers, whichever kind it is. Times are the runner's own monotonic clock, in nanoseconds."""
+"""The interface of every kind of runner. Times are from the runner's own monotonic clock, in nanoseconds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Final, Protocol
 from etfarm.wire.tensors import Value
 
 DEFAULT_INPUTS_SEED: Final = 0
-"""The seed of `Runner.default_inputs` for a program that came without inputs."""
+"""The seed of `Runner.default_inputs` for a program without inputs of its own."""
 
 
 @dataclass(frozen=True)
 class Hello:
-    """Who answers."""
+    """The runner's identity and what it can run."""
 
     protocol: int
     executorch: str
@@ -31,12 +31,12 @@ class Hello:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A program was loaded."""
+    """The result of loading a program."""
 
     load_ns: int
     methods: tuple[str, ...]
     threads: int
-    """Size of the thread pool; fixed from here on."""
+    """Size of the thread pool; fixed from now on."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class TensorInfo:
     name: str = ""
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """Of a dynamic tensor: the largest."""
+    """The shape; for a dynamic tensor, the largest one."""
     dim_order: tuple[int, ...] = ()
     size_bytes: int = 0
     planned: bool = False
-    """Whether its memory belongs to the method's plan."""
+    """Whether its memory is part of the method's memory plan."""
     dynamic: bool | None = None
     """Whether dims may be smaller than `shape`; None for outputs, and until the method is loaded."""
 
@@ -68,59 +68,59 @@ class MethodInfo:
     planned_bytes: tuple[int, ...]
     """Sizes of the memory-planned buffers."""
     backends: tuple[str, ...]
-    """Delegates that it needs."""
+    """Delegates that the method needs."""
 
 
 @dataclass(frozen=True)
 class MethodLoaded:
-    """A method is ready for inputs; its mutable buffers hold their initial values."""
+    """The result of loading a method, which is ready for inputs; its mutable buffers hold their initial values."""
 
     load_method_ns: int
 
 
 @dataclass(frozen=True)
 class Ran:
-    """One execution."""
+    """The times of one execution."""
 
     run_ns: int
 
 
 @dataclass(frozen=True)
 class MeasurePlan:
-    """How long to measure: at least `iterations` and `min_time_ns`, at most `max_time_ns` and `max_samples`.
+    """The length of a measurement: at least `iterations` and `min_time_ns`, at most `max_time_ns` and `max_samples`.
 
     `warmup=0, min_time_ns=0` is a block of `iterations`, which is cheap to repeat: nothing is loaded again.
     """
 
     warmup: int = 10
-    """Iterations before the timed ones, at least."""
+    """Minimum number of iterations before the timed ones."""
     iterations: int = 100
     min_time_ns: int = 1_000_000_000
     max_time_ns: int = 60_000_000_000
-    """Of the timed iterations; the one under way is finished."""
+    """Limit for the timed iterations; the current iteration is completed."""
     max_samples: int = 1_000_000
     steady: bool = False
     """Whether the warm-up goes on until the medians of its last three windows (of at least 5 iterations and 50 ms each)
     lie within 2 %."""
     max_warmup_ns: int | None = None
-    """After which the warm-up ends, steady or not; `max_time_ns` by default."""
+    """Time after which the warm-up ends, steady or not; `max_time_ns` by default."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A timed pass. What the kernel does not tell is None, never 0."""
+    """A timed pass. A counter that the kernel does not provide is None, never 0."""
 
     warmup: int
-    """Iterations done; fewer than planned where they took longer than `max_warmup_ns`."""
+    """Number of warm-up iterations; fewer than planned if they took longer than `max_warmup_ns`."""
     first_run_ns: int
-    """Of the first execution since the method was loaded."""
+    """Duration of the first execution after the method was loaded."""
     iterations: int
     duration_ns: int
-    """From the start of the first timed iteration to the end of the last, with the setting of inputs between."""
+    """Time from the start of the first timed iteration to the end of the last, including setting the inputs in between."""
     stop_reason: str
     """`ENOUGH`, `MAX_TIME` or `MAX_SAMPLES`."""
     wall_ns: int
-    """Between the two readings of the counters below."""
+    """Time between the two readings of the counters below."""
     cpu_ns: int | None
     """CPU time of all threads of the process."""
     voluntary_switches: int | None
@@ -130,17 +130,19 @@ class Measured:
     cpu_pressure_us: int | None
     """PSI `some` of the whole machine: time in which a task waited for a CPU."""
     peak_rss_bytes: int | None
-    """VmHWM right after the pass, without what samples took. None where the runner's own share hides the program's."""
+    """VmHWM right after the pass, without the memory of the samples. None if the runner's own share hides the program's."""
     samples_ns: array[int]
-    """One a timed iteration, in order; type code `q`."""
+    """Duration of each timed iteration, in order; type code `q`."""
     warmup_ns: int | None = None
-    """What the warm-up took."""
+    """Duration of the warm-up."""
     steady: bool | None = None
-    """Whether the median had become steady before the warm-up's time was up; None where the plan did not ask for it."""
+    """Whether the median became steady within the warm-up's time limit; None if the plan did not ask for it."""
 
     def joined(self, other: Measured) -> Measured:
-        """This pass and a later one over the same program as one: sums, samples in their order, the larger peak; None where
-        either is. The rest is this one's."""
+        """Return this pass and a later one over the same program as a single pass.
+
+        Counters and samples are added (None if either is None), the peak is the larger one; the rest is from this pass.
+        """
 
         def total(*values: int | None) -> int | None:
             known = [value for value in values if value is not None]
@@ -186,7 +188,7 @@ class Debugged:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of the runner's process, in bytes; None where the kernel does not tell."""
+    """Memory of the runner's process, in bytes; None if the kernel does not report it."""
 
     rss_bytes: int | None
     peak_rss_bytes: int | None
@@ -195,12 +197,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a pass is. At most about four a second, and none has to come."""
+    """The progress of a pass, sent at most about four times a second, and possibly never."""
 
     stage: str
     """`WARMUP`, `TIMED`, `TRACED` or `DEBUG`."""
     done: int
-    """Iterations."""
+    """Number of completed iterations."""
     elapsed_ns: int
 
 
@@ -208,64 +210,63 @@ OnProgress = Callable[[Progress], None]
 
 
 class Runner(Protocol):
-    """One process that serves one program. Commands are given one at a time, in the order of the methods here.
+    """A process that serves one program; it takes one command at a time, in the order of the methods here.
 
-    Every method raises what became of the process or the program (`etfarm.device_agents.runners.errors`): a runner
-    that crashed, hung or was cancelled is over, and every later call raises the same. A refused command leaves it usable.
+    Every method may raise the errors of `etfarm.device_agents.runners.errors`: a runner that crashed, hung or was cancelled has
+    ended, and every later call raises the same error. After a refused command it is still usable.
     """
 
     async def hello(self) -> Hello:
-        """Who answers, with what it can run."""
+        """Return the runner's identity and what it can run."""
 
     async def self_test(self) -> tuple[str, ...]:
-        """Names of kernels and backends that gave known results, without any program; RunnerBroken where one does not."""
+        """Return the kernels and backends that computed known results without a program; raise RunnerBroken if one did not."""
 
     async def threads(self, count: int) -> int:
-        """Sets the size of the thread pool; only before `load`."""
+        """Set the size of the thread pool; only before `load`."""
 
     async def affinity(self, cores: Sequence[int]) -> None:
-        """Binds the process to these CPUs; before `threads`, so that the pool's threads are made there."""
+        """Bind the process to these CPUs; before `threads`, so that the pool's threads inherit the binding."""
 
     async def load(self, program: Path, data: Sequence[Path] = ()) -> Loaded:
-        """Loads a .pte with its .ptd files; once in a process."""
+        """Load a .pte with its .ptd files; once per process."""
 
     async def method(self, name: str) -> MethodInfo:
-        """What a method takes and gives."""
+        """Return the inputs, outputs and needs of a method."""
 
     async def load_method(self, name: str, *, trace: bool = False, debug: bool = False, keep: bool = False) -> MethodLoaded:
-        """Makes `name` the loaded method, in its initial state; inputs that were set for it before are kept.
+        """Load `name` in its initial state and make it the current method; its inputs that were set before are kept.
 
-        `trace` for `trace`, `trace` and `debug` for `debug`; neither for `measure`. With `keep` the methods that were loaded
-        before stay so, each with its own memory.
+        Use `trace` for `trace`, `trace` and `debug` for `debug`, and neither for `measure`. With `keep`, methods that were loaded
+        before stay loaded, each with its own memory.
         """
 
     async def select(self, name: str) -> None:
-        """Makes a method that is loaded already the one that commands are for, as it was left."""
+        """Make a loaded method the current one, with its state unchanged."""
 
     async def set_inputs(self, values: Sequence[Value]) -> None:
-        """All inputs of the loaded method, in order. They are checked here, before anything runs."""
+        """Set all inputs of the current method, in order. They are validated before anything runs."""
 
     async def default_inputs(self, seed: int) -> list[Value]:
-        """Sets and gives inputs made from `seed`: floats uniform in [0, 1), integers 0, bools false."""
+        """Set inputs generated from `seed` and return them: floats uniform in [0, 1), integers 0, bools false."""
 
     async def run(self) -> Ran:
-        """One execution."""
+        """Execute once."""
 
     async def outputs(self) -> list[Value]:
-        """What the latest execution gave, in order."""
+        """Return the outputs of the latest execution, in order."""
 
     async def measure(self, plan: MeasurePlan, on_progress: OnProgress | None = None) -> Measured:
-        """The timed pass, without a tracer."""
+        """Run the timed pass, without a tracer."""
 
     async def trace(self, iterations: int, etdump: Path, *, warmup: int = 1, on_progress: OnProgress | None = None) -> Traced:
-        """`iterations` traced ones into `etdump`; the `warmup` before leaves no trace."""
+        """Trace `iterations` into `etdump`; the `warmup` iterations before them are not recorded."""
 
     async def debug(self, etdump: Path, dump: Path, *, max_bytes: int | None = None) -> Debugged:
-        """One iteration with intermediate outputs: events into `etdump`, tensors into `dump`, which get no more than
-        `max_bytes` together."""
+        """Run one iteration with intermediate outputs: events go to `etdump`, tensors to `dump`, at most `max_bytes` in all."""
 
     async def memory(self) -> Memory:
-        """Memory of the process now."""
+        """Return the current memory of the process."""
 
     async def close(self) -> None:
-        """Ends the process, by force where needed. Never raises."""
+        """End the process, by force if necessary. Never raises."""

@@ -1,4 +1,4 @@
-"""ExecuTorch's Python binding in a child, as a `Runner`: where torch is installed and no bundle is."""
+"""ExecuTorch's Python binding in a child process, as a `Runner`, for machines with torch installed and no bundle."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from etfarm.device_agents.runners.remote import RemoteRunner
 
 
 class PythonRunner(RemoteRunner):
-    """A `Runner` in a child of this interpreter. `async with PythonRunner.start(...) as runner:` leaves nothing behind."""
+    """A `Runner` in a child process of this interpreter. `async with PythonRunner.start(...) as runner:` cleans up completely."""
 
     kind: ClassVar[str] = "python"
 
     @staticmethod
     def available() -> bool:
-        """Whether torch and ExecuTorch are installed here; neither is imported."""
+        """Return whether torch and ExecuTorch are installed here; neither is imported."""
         return all(importlib.util.find_spec(name) is not None for name in ("torch", "executorch"))
 
     @staticmethod
     def command() -> list[str]:
-        """The child's command line."""
-        # -P: what a program left in its folder must not be imported.
+        """Return the child's command line."""
+        # -P: modules that a program left in its folder must not be imported.
         return [sys.executable, "-P", "-m", "etfarm.device_agents.runners.python_child"]
 
     @classmethod
@@ -40,10 +40,10 @@ class PythonRunner(RemoteRunner):
         on_log: OnLog | None = None,
         spawn: Spawn = spawn_here,
     ) -> AsyncIterator[PythonRunner]:
-        """A child that works in `folder`; killed and reaped at the end. Its first answer takes about a second.
+        """Start a child that works in `folder`; it is killed and reaped at the end. Its first answer takes about a second.
 
         Raises:
-            RunnerBroken: it cannot be started.
+            RunnerBroken: the child cannot be started.
         """
         async with cls.connect(cls.command(), folder, limits or Limits(), on_log, spawn) as runner:
             yield runner

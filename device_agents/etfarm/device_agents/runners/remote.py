@@ -1,4 +1,4 @@
-"""A runner in a process of its own, as a `Runner`: commands out, typed results in. `native/PROTOCOL.md` is its protocol."""
+"""A runner in a separate process, as a `Runner`: sends commands and returns typed results, over `native/PROTOCOL.md`."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ from etfarm.wire.tensors import BadTensorFile, Scalar, Tensor, Value
 
 _SAMPLE_BYTES: Final = 8
 PROTOCOL: Final = 1
-"""The version of `native/PROTOCOL.md` that is spoken here."""
+"""The implemented version of `native/PROTOCOL.md`."""
 
 
 class RemoteRunner:
-    """A `Runner` that speaks the line protocol, whatever it is made of. `connect` starts it and leaves nothing behind."""
+    """A `Runner` over the line protocol, whatever its implementation. `connect` starts it and cleans up completely."""
 
     kind: ClassVar[str] = ""
-    """Such as `native`, for reports."""
+    """The kind of runner that reports state, such as `native`."""
 
     def __init__(self, process: RunnerProcess) -> None:
         self._process = process
         self._method: MethodInfo | None = None
         self.path_for_runner: Callable[[Path], Path] = Path.absolute
-        """Returns the path by which the runner finds a file of this machine."""
+        """Function that maps a path on this machine to the path that the runner uses for the file."""
 
     @classmethod
     @asynccontextmanager
     async def connect(
         cls, command: Sequence[str], folder: Path, limits: Limits, on_log: OnLog | None, spawn: Spawn = spawn_here
     ) -> AsyncIterator[Self]:
-        """A runner started by `command`, working in `folder`; killed and reaped at the end.
+        """Start a runner with `command` in `folder`; it is killed and reaped at the end.
 
         Raises:
-            RunnerBroken: it cannot be started.
+            RunnerBroken: the command cannot be started.
             As `spawn`.
         """
         process = await RunnerProcess.start(command, folder, limits, on_log, spawn)
@@ -65,37 +65,37 @@ class RemoteRunner:
             yield runner
         finally:
             process.kill()
-            # A second cancellation must not leave a zombie: the waiting goes on without us.
+            # A second cancellation must not leave a zombie: waiting for the end continues in the background.
             await asyncio.shield(asyncio.ensure_future(process.reap()))
 
     @property
     def pid(self) -> int:
-        """The runner's process and process group."""
+        """The id of the runner's process and process group."""
         return self._process.pid
 
     @property
     def stage(self) -> str:
-        """What is under way, or was last."""
+        """The current stage, or the last one."""
         return self._process.stage
 
     @property
     def moving(self) -> str:
-        """What is on its way between here and where it runs, such as `its inputs`. Empty where it computes, or runs here."""
+        """What is being transferred to or from the runner's machine, such as `its inputs`; empty if nothing is."""
         return ""
 
     @property
     def has_files(self) -> bool:
-        """Whether files that it wrote are where it runs, until `collect`."""
+        """Whether files that the runner wrote are still on its machine, until `collect`."""
         return False
 
     async def collect(self, on_progress: Progressed | None = None) -> None:
-        """Brings the files that it wrote to where they were asked for; they are there where it runs here."""
+        """Copy the files that the runner wrote to the requested paths; does nothing if it runs on this machine."""
 
     async def hello(self) -> Hello:
-        """Who answers.
+        """Return the runner's identity and what it can run.
 
         Raises:
-            RunnerBroken: another version of the protocol, or none.
+            RunnerBroken: the runner has another version of the protocol, or does not follow it.
         """
         event, _ = await self._process.request("hello", stage="START")
         with self._reading("hello"):
@@ -109,23 +109,23 @@ class RemoteRunner:
             return Hello(protocol, executorch, arch, backends, operators, confined)
 
     async def self_test(self) -> tuple[str, ...]:
-        """Kernels and backends that gave known results; RunnerBroken names the first that did not."""
+        """Return the kernels and backends that computed known results; RunnerBroken names the first that did not."""
         event, _ = await self._process.request("self_test", stage="START")
         with self._reading("self_test"):
             return answers.texts(event, "passed")
 
     async def threads(self, count: int) -> int:
-        """Sets the size of the thread pool; RunnerBroken after `load`."""
+        """Set the size of the thread pool; raise RunnerBroken after `load`."""
         event, _ = await self._process.request("threads", [("n", count)], stage="START")
         with self._reading("threads"):
             return answers.whole(event, "threads")
 
     async def affinity(self, cores: Sequence[int]) -> None:
-        """Binds the process; CoresUnavailable where it may not run there."""
+        """Bind the process to CPUs; raise CoresUnavailable if it may not run there."""
         await self._process.request("affinity", [("cores", ",".join(map(str, cores)))], stage="START")
 
     async def load(self, program: Path, data: Sequence[Path] = ()) -> Loaded:
-        """Loads a .pte with its .ptd files; ProgramFailed where they are damaged."""
+        """Load a .pte with its .ptd files; raise ProgramFailed if they are damaged."""
         self._process.without_data = not data
         arguments: list[tuple[str, Argument]] = [("path", self.path_for_runner(program))]
         arguments += [("data", self.path_for_runner(path)) for path in data]
@@ -134,7 +134,7 @@ class RemoteRunner:
             return Loaded(answers.whole(event, "load_ns"), answers.texts(event, "methods"), answers.whole(event, "threads"))
 
     async def method(self, name: str) -> MethodInfo:
-        """What a method takes and gives; ProgramFailed where there is none of that name."""
+        """Return a method's inputs, outputs and needs; raise ProgramFailed if there is no such method."""
         event, _ = await self._process.request("method", [("name", name)], stage="LOAD")
         with self._reading("method"):
             return MethodInfo(
@@ -146,7 +146,7 @@ class RemoteRunner:
             )
 
     async def load_method(self, name: str, *, trace: bool = False, debug: bool = False, keep: bool = False) -> MethodLoaded:
-        """Makes `name` the loaded method; OperatorMissing and BackendMissing name what the runner lacks."""
+        """Load `name` and make it the current method; OperatorMissing and BackendMissing name what the runner lacks."""
         self._method = None
         arguments: list[tuple[str, Argument]] = [("name", name), ("trace", int(trace)), ("debug", int(debug))]
         if keep:
@@ -158,12 +158,12 @@ class RemoteRunner:
         return MethodLoaded(load_method_ns)
 
     async def select(self, name: str) -> None:
-        """Makes a method that was loaded with `keep` the one that commands are for."""
+        """Make a method that was loaded with `keep` the current one."""
         await self._process.request("select", [("name", name)], stage="LOAD_METHOD")
         self._method = await self.method(name)
 
     async def set_inputs(self, values: Sequence[Value]) -> None:
-        """All inputs of the loaded method, in order; InputMismatch tells the first that does not fit."""
+        """Set all inputs of the current method, in order; InputMismatch names the first that does not fit."""
         expected = self._method.inputs if self._method else ()
         if self._method and len(values) != len(expected):
             raise errors.InputMismatch(
@@ -175,7 +175,7 @@ class RemoteRunner:
             await self._process.request("input", arguments, payload, stage="INPUTS")
 
     async def default_inputs(self, seed: int) -> list[Value]:
-        """Sets and gives inputs made from `seed`, 0 to 2**63 - 1."""
+        """Set inputs generated from `seed` (0 to 2**63 - 1) and return them."""
         room = room_for_payload()
         arguments: list[tuple[str, Argument]] = [("seed", seed)]
         event, payload = await self._process.request("default_inputs", arguments, stage="INPUTS", max_payload_bytes=room)
@@ -183,19 +183,19 @@ class RemoteRunner:
             return _values(event, payload, "INPUTS")
 
     async def run(self) -> Ran:
-        """One execution."""
+        """Execute once."""
         event, _ = await self._process.request("run", stage="RUN")
         with self._reading("run"):
             return Ran(answers.whole(event, "run_ns"))
 
     async def outputs(self) -> list[Value]:
-        """What the latest execution gave, in order; named by the program or else by position."""
+        """Return the outputs of the latest execution, in order, named by the program or else by position."""
         event, payload = await self._process.request("outputs", stage="OUTPUTS", max_payload_bytes=room_for_payload())
         with self._reading("outputs"):
             return _values(event, payload, "OUTPUTS")
 
     async def measure(self, plan: MeasurePlan, on_progress: OnProgress | None = None) -> Measured:
-        """The timed pass. Its deadline is the warm-up's, the timed iterations' and `Limits.command_s` together."""
+        """Run the timed pass. Its deadline is the sum of the limits of warm-up and timed iterations and of `Limits.command_s`."""
         max_warmup_ns = plan.max_time_ns if plan.max_warmup_ns is None else plan.max_warmup_ns
         event, payload = await self._process.request(
             "measure",
@@ -217,7 +217,7 @@ class RemoteRunner:
             return _measured(event, payload)
 
     async def trace(self, iterations: int, etdump: Path, *, warmup: int = 1, on_progress: OnProgress | None = None) -> Traced:
-        """`iterations` traced ones into `etdump`; the method must be loaded with `trace` alone."""
+        """Trace `iterations` into `etdump`; the method must be loaded with `trace` only."""
         event, payload = await self._process.request(
             "trace",
             [("iterations", iterations), ("warmup", warmup), ("path", self.path_for_runner(etdump))],
@@ -229,8 +229,11 @@ class RemoteRunner:
             return Traced(answers.whole(event, "iterations"), _samples(payload), etdump, answers.whole(event, "etdump_bytes"))
 
     async def debug(self, etdump: Path, dump: Path, *, max_bytes: int | None = None) -> Debugged:
-        """One iteration with intermediate outputs; the method must be loaded with `trace` and `debug`. DeviceStorageFailed
-        where the outputs take more than `max_bytes`, or cannot be written."""
+        """Run one iteration with intermediate outputs; the method must be loaded with `trace` and `debug`.
+
+        Raises:
+            DeviceStorageFailed: the outputs take more than `max_bytes`, or cannot be written.
+        """
         arguments: list[tuple[str, Argument]] = [
             ("path", self.path_for_runner(etdump)),
             ("dump", self.path_for_runner(dump)),
@@ -243,7 +246,7 @@ class RemoteRunner:
             return Debugged(run_ns, etdump, etdump_bytes, dump, dump_bytes)
 
     async def memory(self) -> Memory:
-        """Memory of the process now."""
+        """Return the current memory of the process."""
         event, _ = await self._process.request("memory", stage=self._process.stage)
         with self._reading("memory"):
             return Memory(*(answers.optional_whole(event, key) for key in ("rss_bytes", "peak_rss_bytes", "data_bytes")))
@@ -263,7 +266,7 @@ class RemoteRunner:
             raise broken from error
 
     async def close(self) -> None:
-        """Kills and reaps the process; later commands raise RunnerClosed."""
+        """Kill and reap the process; later commands raise RunnerClosed."""
         self._process.kill()
         await self._process.reap()
 
@@ -275,7 +278,7 @@ def _progress(on_progress: OnProgress | None) -> Callable[[Event], None] | None:
 
 
 def _input(index: int, value: Value, expected: str) -> tuple[list[tuple[str, Argument]], bytes | None]:
-    """The arguments and the payload of an `input` command."""
+    """Return the arguments and the payload of an `input` command."""
     arguments: list[tuple[str, Argument]] = [("index", index)]
     if isinstance(value, Tensor):
         arguments += [
@@ -286,7 +289,7 @@ def _input(index: int, value: Value, expected: str) -> tuple[list[tuple[str, Arg
         return arguments, value.data
     scalar = value.value
     if expected == "double" and isinstance(scalar, int) and not isinstance(scalar, bool):
-        scalar = float(scalar)  # files that hold 2 where 2.0 was meant
+        scalar = float(scalar)  # files that hold 2 for the float 2.0
     match scalar:
         case None:
             return [*arguments, ("kind", "none")], None

@@ -1,1 +1,1 @@
-"""Targets: what a program runs on. `base` is the interface, `local` this machine or an emulated processor, `phones` Android."""
+"""Targets, on which programs run. `base` is the interface, `local` this machine or an emulated processor, `phones` Android."""

@@ -27,11 +27,11 @@ class Provisions:
     program: Path
     data: list[Path]
     bundle: Bundle | None
-    """None if the target's own runner is used."""
+    """The runner's bundle; None if the target's own runner is used."""
 
 
 class Target(Protocol):
-    """One device of the agent. It serves one attempt at a time."""
+    """A device of the agent, which serves one attempt at a time."""
 
     @property
     def device(self) -> device_pb2.Device:
@@ -39,7 +39,7 @@ class Target(Protocol):
 
     @property
     def gates(self) -> Gates:
-        """The gates that a measurement on it waits at."""
+        """The gates that a measurement on the target waits at."""
 
     @property
     def tried(self) -> set[str]:
@@ -51,25 +51,25 @@ class Target(Protocol):
 
     @property
     def has_own_runner(self) -> bool:
-        """Whether it has a runner of its own, which needs no bundle."""
+        """Whether the target has a runner of its own, which needs no bundle."""
 
     @property
     def own_first(self) -> bool:
-        """Whether its own runner is preferred to any bundle."""
+        """Whether the target's own runner is preferred to any bundle."""
 
     @property
     def measures_memory(self) -> bool:
-        """Whether the memory of a runner's process is the program's, and not an emulator's."""
+        """Whether the memory of a runner's process belongs to the program, and not to an emulator."""
 
     @property
     def self_test_s(self) -> float:
-        """The deadline of a runner's self-test."""
+        """The deadline of a runner's self-test, in seconds."""
 
     async def install(self, provisions: Provisions, on_progress: Progressed | None = None) -> None:
-        """Carry the files of the next run to it, unless they are there already; every file is verified there.
+        """Transfer the files of the next run to the target, unless they are there already; every file is verified there.
 
         Raises:
-            DeviceError: it has no room, or is gone.
+            DeviceError: the target has no room, or is gone.
         """
 
     def start_runner(
@@ -79,7 +79,7 @@ class Target(Protocol):
 
         Args:
             bundle: the runner's; None for the target's own.
-            folder: on this disk, for the files that the runner writes.
+            folder: a folder on this disk for the files that the runner writes.
         """
 
     def watch(self, cpus: Collection[int] | None) -> AbstractAsyncContextManager[Watch]:
@@ -99,11 +99,11 @@ class Target(Protocol):
         """Return the CPU time of all runners that ended, and of the running `runners`; None if it is unknown."""
 
     async def answers(self) -> bool:
-        """Return whether it can be reached now, after a run on it failed by the device."""
+        """Return whether the target can be reached now, after a run failed because of the device."""
 
     def telemetry(self, *, light: bool) -> device_pb2.DeviceTelemetry:
         """Return the telemetry for a heartbeat, at once.
 
         Args:
-            light: a pass is timed on the device, which nothing should disturb.
+            light: whether a pass is being timed on the device, which must not be disturbed.
         """

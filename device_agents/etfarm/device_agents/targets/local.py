@@ -56,7 +56,7 @@ class Machine:
     def start_runner(
         self, bundle: Bundle | None, folder: Path, on_log: OnLog | None
     ) -> AbstractAsyncContextManager[RemoteRunner]:
-        """See `Target.start_runner`; it works in `folder`."""
+        """Start a runner that works in `folder`; see `Target.start_runner`."""
         return self._runner(bundle, folder, on_log)
 
     @asynccontextmanager
@@ -87,7 +87,7 @@ class Machine:
                 yield runner
 
     def watch(self, cpus: Collection[int] | None) -> AbstractAsyncContextManager[Watch]:
-        """See `Target.watch`."""
+        """Observe the machine; see `Target.watch`."""
         return watched(lambda: Sampler([list(cluster.cpus) for cluster in self.device.clusters], cpus))
 
     def settings(self, cpus: Collection[int] | None) -> AbstractContextManager[list[report_pb2.DeviceSetting]]:
@@ -95,20 +95,20 @@ class Machine:
         return self._governors.held(cpus)
 
     def usable_cpus(self) -> Collection[int]:
-        """See `Target.usable_cpus`."""
+        """Return the usable cpus; see `Target.usable_cpus`."""
         return os.sched_getaffinity(0)
 
     def runners_cpu_ns(self, runners: Sequence[int]) -> int | None:
-        """See `Target.runners_cpu_ns`."""
+        """Return the runners' CPU time; see `Target.runners_cpu_ns`."""
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         return round((ended.ru_utime + ended.ru_stime) * 1e9) + sum(_cpu_ns(pid) for pid in runners)
 
     async def answers(self) -> bool:
-        """Return True: this machine is always here."""
+        """Return True: this machine can always be reached."""
         return True
 
     def telemetry(self, *, light: bool) -> device_pb2.DeviceTelemetry:
-        """See `Target.telemetry`."""
+        """Return the telemetry; see `Target.telemetry`."""
         return self._telemetry.read(light=light)
 
 
@@ -116,5 +116,5 @@ def _cpu_ns(pid: int) -> int:
     try:
         times = psutil.Process(pid).cpu_times()
     except psutil.Error:
-        return 0  # it has just ended
+        return 0  # the process has just ended
     return round((times.user + times.system) * 1e9)

@@ -1,1 +1,1 @@
-"""The child that runs programs with ExecuTorch's Python binding, behind the protocol of native/PROTOCOL.md."""
+"""The child process that runs programs with ExecuTorch's Python binding, over the protocol of native/PROTOCOL.md."""

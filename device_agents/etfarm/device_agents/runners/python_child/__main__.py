@@ -1,6 +1,6 @@
-"""The child that runs programs with ExecuTorch's Python binding, behind the protocol of native/PROTOCOL.md.
+"""The child process that runs programs with ExecuTorch's Python binding, over the protocol of native/PROTOCOL.md.
 
-`python -P -m etfarm.device_agents.runners.python_child [--limit-data-bytes N]`. Only here torch is imported.
+`python -P -m etfarm.device_agents.runners.python_child [--limit-data-bytes N]`. Only this process imports torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class Child:
-    """Answers commands, one after the other."""
+    """The protocol's command loop, which answers one command after the other."""
 
     def __init__(self, channel: Channel, session: Session) -> None:
         self._channel = channel
@@ -45,13 +45,13 @@ class Child:
         }  # fmt: skip
 
     def serve(self, line: bytes) -> bool:
-        """Answers one line; False where the session is over."""
+        """Answer one line; return False once the session is over."""
         command = Command(line)
         try:
             if command.bad is not None:
                 raise command.bad
             if (size := command.take("bytes")) is not None:
-                # A payload is taken whatever the command is: what follows it must not be read as commands.
+                # Read the payload whatever the command is, so that it is not parsed as commands.
                 count = parse_integer(size, "bytes", 0, _MAX_PAYLOAD_BYTES)
                 if command.name == "input":
                     command.payload = self._channel.read(count)
@@ -73,10 +73,10 @@ class Child:
         return command.name != "quit"
 
     def refuse(self, command: str, refusal: Refusal) -> None:
-        """Sends an error."""
+        """Send an error event."""
         self._replied += 1
         mark = f"etfarm-error-{os.getpid()}-{self._replied}"
-        # ExecuTorch's reasons are on stderr only; behind this line nothing of this command follows.
+        # ExecuTorch's reasons go to stderr only; this line marks the end of the command's output there.
         with contextlib.suppress(OSError):
             os.write(2, f"{mark}\n".encode())
         event: dict[str, Any] = {"event": "error", "command": command, "code": refusal.code, "message": str(refusal)}
@@ -98,7 +98,7 @@ class Child:
 
     def _self_test(self, command: Command) -> dict[str, Any]:
         command.finish()
-        # The binding calls no kernel without a program: that they are there is all that can be told.
+        # The binding cannot call a kernel without a program, so the test only checks that the kernels exist.
         if "aten::add.out" not in self._session.operators():
             raise Refusal("SELF_TEST", "aten::add.out is not registered", names=["aten::add.out"])
         return {"passed": self._session.backends()}
@@ -113,12 +113,12 @@ class Child:
         command.finish()
         if not cores:
             raise Refusal("BAD_COMMAND", "affinity needs at least one core")
-        # Threads inherit the binding when they are made; those that exist already need it one by one.
+        # New threads inherit the affinity; existing threads need it set one by one.
         for task in Path("/proc/self/task").iterdir():
             try:
                 os.sched_setaffinity(int(task.name), cores)
             except ProcessLookupError:
-                continue  # it has ended meanwhile
+                continue  # the thread has ended meanwhile
             except (OSError, ValueError) as error:
                 raise Refusal("SYSTEM", f"cannot bind to the cores {cores}: {getattr(error, 'strerror', error)}") from None
         return {"cores": cores}
@@ -207,7 +207,7 @@ class Child:
 
     def _memory(self, command: Command) -> dict[str, Any]:
         command.finish()
-        # The process's, as they are: nobody takes these for the program's, as a report would the peak.
+        # Memory of the whole process: unlike the peak, no report attributes these figures to the program.
         names = {"rss_bytes": "VmRSS", "peak_rss_bytes": "VmHWM", "data_bytes": "VmData"}
         return {name: counters.status_bytes(key) for name, key in names.items()}
 
@@ -224,19 +224,19 @@ def _real(text: str) -> float:
 
 
 def restrain() -> None:
-    """Forbids core dumps, and ends this process with its parent."""
+    """Disable core dumps, and end this process with its parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def limit_data(data_bytes: int) -> None:
-    """Limits what is written to, beyond what Python and torch have taken: the program's budget is the same in every runner."""
+    """Limit writable memory beyond what Python and torch have taken, so that programs have the same budget in every runner."""
     limit = (counters.status_bytes("VmData") or 0) + data_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def main(argv: list[str]) -> int:
-    """The process."""
+    """Run the child process until its commands end."""
     limit: int | None = None
     if argv:
         if len(argv) != 2 or argv[0] != "--limit-data-bytes" or not re.fullmatch(r"[1-9][0-9]{0,17}", argv[1]):
@@ -258,7 +258,7 @@ def main(argv: list[str]) -> int:
         if line is None or not child.serve(line):
             break
     sys.stderr.flush()
-    # Destructors of backends have nothing left to do for us, and some wait for threads.
+    # Skip the destructors of backends: they have nothing left to do, and some of them wait for threads.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""The child's pipes, and the lines that come through them."""
+"""The child's pipes and the command lines read from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ESCAPE: Final = re.compile(rb"%(.{0,2})", re.DOTALL)
 
 
 class Channel:
-    """The two pipes, on private descriptors: what a library prints lands on stderr and cannot corrupt the protocol."""
+    """The two pipes, on private descriptors, so that what a library prints lands on stderr and cannot corrupt the protocol."""
 
     def __init__(self) -> None:
         self._input: IO[bytes] = os.fdopen(os.dup(0), "rb")
@@ -25,7 +25,7 @@ class Channel:
         os.dup2(2, 1)
 
     def read_line(self) -> bytes | None:
-        """The next line without its newline; None at the end of the stream."""
+        """Return the next line without its newline; None at the end of the stream."""
         line = self._input.readline(_MAX_LINE_BYTES + 1)
         if len(line) > _MAX_LINE_BYTES and not line.endswith(b"\n"):
             while line and not line.endswith(b"\n"):
@@ -34,19 +34,23 @@ class Channel:
         return line[:-1] if line.endswith(b"\n") else None
 
     def read(self, size: int) -> bytes:
-        """A payload; EOFError where it is cut off."""
+        """Return a payload of `size` bytes.
+
+        Raises:
+            EOFError: the payload is truncated.
+        """
         data = self._input.read(size)
         if len(data) < size:
             raise EOFError
         return data
 
     def skip(self, size: int) -> None:
-        """Drops a payload."""
+        """Discard a payload."""
         while size > 0:
             size -= len(self.read(min(size, 1 << 20)))
 
     def send(self, event: dict[str, Any], payload: bytes = b"") -> None:
-        """One event. Ends the process where nobody listens any more."""
+        """Send one event; end the process if the other end is closed."""
         if payload:
             event["payload_bytes"] = len(payload)
         try:
@@ -57,7 +61,7 @@ class Channel:
 
 
 class Command:
-    """A line `command key=value ...`. Every key must be taken before `finish`."""
+    """A line `command key=value ...`, whose keys must all be taken before `finish`."""
 
     def __init__(self, line: bytes) -> None:
         words = [word for word in line.split(b" ") if word]
@@ -77,37 +81,37 @@ class Command:
                 return
 
     def take_all(self, key: str) -> list[str]:
-        """All values of a key."""
+        """Return all values of a key."""
         values = [value for name, value in self._arguments if name == key]
         self._arguments = [argument for argument in self._arguments if argument[0] != key]
         return values
 
     def take(self, key: str) -> str | None:
-        """The value of a key that may be absent."""
+        """Return the value of a key that may be absent."""
         values = self.take_all(key)
         if len(values) > 1:
             raise Refusal("BAD_COMMAND", f"{key} is given twice")
         return values[0] if values else None
 
     def require(self, key: str) -> str:
-        """The value of a key."""
+        """Return the value of a required key."""
         value = self.take(key)
         if value is None:
             raise Refusal("BAD_COMMAND", f"{self.name} needs {key}=")
         return value
 
     def integer(self, key: str, low: int, high: int, otherwise: int | None = None) -> int:
-        """An integer within the bounds."""
+        """Return an integer within the bounds."""
         text = self.require(key) if otherwise is None else self.take(key)
         return otherwise if text is None and otherwise is not None else parse_integer(text or "", key, low, high)
 
     def integers(self, key: str, low: int, high: int) -> list[int]:
-        """Integers between commas; none in an empty text."""
+        """Return the comma-separated integers; an empty text has none."""
         text = self.require(key)
         return [parse_integer(part, key, low, high) for part in text.split(",")] if text else []
 
     def finish(self) -> None:
-        """Refuses keys that nobody took: a misspelt option must not be ignored."""
+        """Refuse keys that were not taken: a misspelt option must not be ignored."""
         if self._arguments:
             raise Refusal("BAD_COMMAND", f"{self.name} has no option '{self._arguments[0][0][:40]}'")
 
@@ -122,7 +126,7 @@ def _decoded(value: bytes) -> str:
 
 
 def parse_integer(text: str, what: str, low: int, high: int) -> int:
-    """The integer; BAD_COMMAND where it is none within the bounds."""
+    """Return the integer; refuse anything else, or one out of bounds, with BAD_COMMAND."""
     if re.fullmatch(r"-?[0-9]{1,20}", text) and low <= int(text) <= high:
         return int(text)
     raise Refusal("BAD_COMMAND", f"{what} must be an integer from {low} to {high}, not '{text[:40]}'")

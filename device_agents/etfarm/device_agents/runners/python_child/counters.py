@@ -1,4 +1,4 @@
-"""What Linux tells about this process, as the C++ runner reads it. What the kernel does not give is None, never 0."""
+"""Linux' counters of this process, as the C++ runner reads them. A counter that the kernel does not provide is None, never 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Usage:
-    """Counters at one moment; the difference of two tells what happened between."""
+    """Counters at one moment; subtract two of them for what happened in between."""
 
     wall_ns: int
     cpu_ns: int
@@ -23,25 +23,25 @@ class Usage:
 
     @classmethod
     def now(cls) -> Usage:
-        """The counters now."""
+        """Return the current counters."""
         pressure, own = _cpu_pressure_us(), resource.getrusage(resource.RUSAGE_SELF)
         cpu_ns = time.clock_gettime_ns(time.CLOCK_PROCESS_CPUTIME_ID)
         return cls(time.monotonic_ns(), cpu_ns, own.ru_nvcsw, own.ru_nivcsw, own.ru_minflt, own.ru_majflt, pressure)
 
     def since(self, before: Usage) -> dict[str, int | None]:
-        """What was counted since then."""
+        """Return the increase of the counters since `before`."""
         pairs = {field.name: (getattr(self, field.name), getattr(before, field.name)) for field in fields(self)}
         return {name: None if None in pair else pair[0] - pair[1] for name, pair in pairs.items()}
 
 
 def status_bytes(key: str) -> int | None:
-    """A `Key:  N kB` line of /proc/self/status, in bytes."""
+    """Return a `Key:  N kB` line of /proc/self/status, in bytes."""
     kilobytes = _status(key)
     return None if kilobytes is None else kilobytes * 1024
 
 
 def task_count() -> int | None:
-    """Threads that the process has."""
+    """Return the number of threads of the process."""
     return _status("Threads")
 
 

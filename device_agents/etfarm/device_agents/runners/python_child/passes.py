@@ -18,14 +18,14 @@ from etfarm.device_agents.runners.python_child.refusals import Refusal, called, 
 from etfarm.device_agents.runners.python_child.warmup import Window
 
 Report = Callable[[str, int, int], None]
-"""Takes stage, iterations and elapsed nanoseconds."""
+"""Callback that takes the stage, iterations and elapsed nanoseconds."""
 
 _PROGRESS_NS: Final = 250_000_000
 
 
 @dataclass
 class LoadedMethod:
-    """A method in a program of its own: the binding gives all methods of one program the same memory."""
+    """A method in a program of its own, since the binding shares memory among all methods of one program."""
 
     facts: FileMethod
     program: Any
@@ -33,13 +33,13 @@ class LoadedMethod:
     trace: bool
     debug: bool
     first_run_ns: int | None = None
-    """Of the first execution since it was loaded."""
+    """Duration of the first execution after loading."""
     spent: bool = False
     """Whether the debug file was written, after which the binding cannot run the method again."""
 
 
 def measure(loaded: LoadedMethod, inputs: list[Any], plan: Mapping[str, int], report: Report) -> tuple[dict[str, Any], bytes]:
-    """The timed pass; `plan` has the arguments of the command."""
+    """Run the timed pass; `plan` holds the command's arguments."""
     if loaded.trace:
         raise Refusal("BAD_STATE", "the method is loaded with a tracer, which costs time; load it without")
     samples = array("q")
@@ -49,7 +49,7 @@ def measure(loaded: LoadedMethod, inputs: list[Any], plan: Mapping[str, int], re
         warmed = _warm_up(loaded, inputs, plan, report)
         report("TIMED", 0, 0)
         before = counters.Usage.now()
-        elapsed = told = 0
+        elapsed = reported_ns = 0
         reason = ""
         begun = time.monotonic_ns()
         while not reason:
@@ -62,9 +62,9 @@ def measure(loaded: LoadedMethod, inputs: list[Any], plan: Mapping[str, int], re
                 reason = "MAX_SAMPLES"
             elif elapsed >= plan["max_time_ns"]:
                 reason = "MAX_TIME"
-            elif elapsed - told >= _PROGRESS_NS:
+            elif elapsed - reported_ns >= _PROGRESS_NS:
                 report("TIMED", len(samples), elapsed)
-                told = elapsed
+                reported_ns = elapsed
         after = counters.Usage.now()
     finally:
         gc.enable()
@@ -75,7 +75,7 @@ def measure(loaded: LoadedMethod, inputs: list[Any], plan: Mapping[str, int], re
         "duration_ns": elapsed,
         "stop_reason": reason,
         **after.since(before),
-        # Nearly all of it is Python's and torch's, whatever the program.
+        # Nearly all of it belongs to Python and torch, whatever the program.
         "peak_rss_bytes": None,
     }
     return result, samples.tobytes()
@@ -84,29 +84,29 @@ def measure(loaded: LoadedMethod, inputs: list[Any], plan: Mapping[str, int], re
 def trace(
     loaded: LoadedMethod, inputs: list[Any], iterations: int, warmup: int, path: Path, report: Report
 ) -> tuple[dict[str, Any], bytes]:
-    """Traced iterations, whose events alone are in the file."""
+    """Run traced iterations; the file contains only their events."""
     if not loaded.trace or loaded.debug:
         raise Refusal("BAD_STATE", "trace needs the method loaded with trace=1 debug=0")
     report("TRACED", 0, 0)
     for _ in range(warmup):
         execute(loaded, inputs)
     if loaded.first_run_ns is not None:
-        # The binding forgets events by writing them only.
+        # The binding clears events only by writing them.
         _write_etdump(loaded, None)
     samples = array("q")
-    begun = told = time.monotonic_ns()
+    begun = reported_ns = time.monotonic_ns()
     for done in range(1, iterations + 1):
         start, end = execute(loaded, inputs)
         samples.append(end - start)
-        if end - told >= _PROGRESS_NS:
+        if end - reported_ns >= _PROGRESS_NS:
             report("TRACED", done, end - begun)
-            told = end
+            reported_ns = end
     size, _ = _write_etdump(loaded, path)
     return {"iterations": iterations, "etdump_bytes": size}, samples.tobytes()
 
 
 def debug(loaded: LoadedMethod, inputs: list[Any], path: Path, dump: Path, max_bytes: int, report: Report) -> dict[str, Any]:
-    """One iteration with every intermediate output, which take no more than `max_bytes`."""
+    """Run one iteration that records every intermediate output, which may take at most `max_bytes`."""
     if not loaded.debug:
         raise Refusal("BAD_STATE", "debug needs the method loaded with trace=1 debug=1")
     report("DEBUG", 0, 0)
@@ -117,7 +117,7 @@ def debug(loaded: LoadedMethod, inputs: list[Any], path: Path, dump: Path, max_b
 
 
 def execute(loaded: LoadedMethod, inputs: list[Any]) -> tuple[int, int]:
-    """Start and end of one execution. Inputs are set outside of its time."""
+    """Execute once and return the start and end time in ns. Setting the inputs is not part of the time."""
     method = loaded.method
     try:
         method.set_inputs(inputs)
@@ -133,7 +133,7 @@ def execute(loaded: LoadedMethod, inputs: list[Any]) -> tuple[int, int]:
 
 def _warm_up(loaded: LoadedMethod, inputs: list[Any], plan: Mapping[str, int], report: Report) -> dict[str, Any]:
     steady: bool | None = False if plan["steady"] else None
-    done = elapsed = told = 0
+    done = elapsed = reported_ns = 0
     window = Window()
     if plan["warmup"] or plan["steady"]:
         report("WARMUP", 0, 0)
@@ -145,15 +145,15 @@ def _warm_up(loaded: LoadedMethod, inputs: list[Any], plan: Mapping[str, int], r
             steady = window.add(end - start, elapsed)
         if elapsed >= plan["max_warmup_ns"]:
             break
-        if elapsed - told >= _PROGRESS_NS:
+        if elapsed - reported_ns >= _PROGRESS_NS:
             report("WARMUP", done, elapsed)
-            told = elapsed
+            reported_ns = elapsed
     return {"warmup": done, "warmup_ns": elapsed, "steady": steady}
 
 
 def _write_etdump(loaded: LoadedMethod, path: Path | None, dump: Path | None = None, max_bytes: int = 0) -> tuple[int, int]:
-    """Sizes of the ETDump and of the debug file; with neither, the events so far are forgotten."""
-    # By way of memory: the binding does not notice a full disk.
+    """Write the ETDump and the debug file and return their sizes; with neither path, only clear the events so far."""
+    # Written via memory, since the binding does not detect a full disk.
     with _MemoryFile() as events, _MemoryFile() as tensors:
         arguments = [events.path, tensors.path] if dump else [events.path]
         called("no ETDump", lambda: loaded.program.write_etdump_result_to_file(*arguments))
@@ -177,11 +177,11 @@ class _MemoryFile:
 
     @property
     def size(self) -> int:
-        """Bytes in it now."""
+        """Return the number of bytes in the file now."""
         return os.fstat(self._fd).st_size
 
     def copy_to(self, path: Path | None) -> int:
-        """Its size in bytes; copied where there is a path."""
+        """Copy the file to `path`, unless it is None; return its size in bytes."""
         if path is not None:
             try:
                 with Path(self.path).open("rb") as source, path.open("wb") as target:

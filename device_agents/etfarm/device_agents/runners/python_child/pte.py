@@ -1,4 +1,4 @@
-"""What a .pte says of itself that `executorch.runtime` does not tell: kinds, dim orders, names of what it needs.
+"""Facts of a .pte file that `executorch.runtime` does not expose: kinds, dim orders, names of required resources.
 
 Read from the flatbuffer (executorch/schema/program.fbs), without ExecuTorch and without torch.
 """
@@ -25,25 +25,25 @@ _XNNPACK_MAGIC: Final = b"XH00"
 
 @dataclass(frozen=True)
 class FileValue:
-    """A value of a method's plan."""
+    """A value in a method's plan."""
 
     kind: str
     """`tensor`, `int`, `double`, `bool`, `none` or `unsupported`."""
     scalar: int | float | bool | None = None
-    """What the program was exported with, for kinds that are no tensor."""
+    """The value with which the program was exported, for kinds other than tensors."""
     name: str = ""
     dtype: str = "unsupported"
     shape: tuple[int, ...] = ()
-    """Of a dynamic tensor: the largest."""
+    """The shape; for a dynamic tensor, the largest one."""
     dim_order: tuple[int, ...] = ()
     planned: bool = False
     dynamic: bool = False
     external_key: str | None = None
-    """Under which a data file must have it."""
+    """Key under which a data file must hold the tensor's bytes."""
 
     @property
     def size_bytes(self) -> int:
-        """Of the largest shape; 0 where the dtype is unsupported."""
+        """Size of the largest shape in bytes; 0 if the dtype is unsupported."""
         return prod(self.shape) * ITEM_BYTES.get(self.dtype, 0)
 
 
@@ -59,9 +59,9 @@ class FileMethod:
     operators: tuple[str, ...]
     """Kernels such as `aten::add.out`, in the order of the file."""
     data_keys: frozenset[str]
-    """Keys of weights that are not in the method's own part of the file."""
+    """Keys of weights outside the method's own part of the file."""
     tensor_bytes: int
-    """Of all tensors that it knows, at their largest."""
+    """Bytes of all tensors in the method's plan, at their largest shapes."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class ProgramFile:
 
     methods: tuple[FileMethod, ...]
     own_keys: frozenset[str] = field(default_factory=frozenset)
-    """Keys of weights that the .pte holds itself."""
+    """Keys of weights that the .pte itself holds."""
 
     @classmethod
     def read(cls, path: Path) -> ProgramFile:
-        """The file's own description.
+        """Read the file's description.
 
         Raises:
-            BadBuffer: it is no .pte, or a damaged one.
+            BadBuffer: the file is not a .pte, or is damaged.
             OSError: it cannot be read.
         """
         buffer = _mapped(path)
@@ -87,11 +87,11 @@ class ProgramFile:
 
 
 def check_identifier(path: Path) -> None:
-    """Refuses a file whose identifier is no text: ExecuTorch's Python binding ends the process at it.
+    """Refuse a file whose identifier is not text, because ExecuTorch's Python binding would end the process.
 
     Raises:
-        BadBuffer: it is such a file.
-        OSError: it cannot be read.
+        BadBuffer: the identifier is not text.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         identifier = file.read(8)[4:]
@@ -100,10 +100,10 @@ def check_identifier(path: Path) -> None:
 
 
 def data_keys(path: Path) -> frozenset[str]:
-    """Keys of the weights in a .ptd file.
+    """Return the keys of the weights in a .ptd file.
 
     Raises:
-        BadBuffer: it is none, or damaged.
+        BadBuffer: the file is not a .ptd, or is damaged.
         OSError: it cannot be read.
     """
     buffer = _mapped(path)
@@ -132,7 +132,7 @@ def _method(plan: Table, program: Table, buffer: Buffer) -> FileMethod:
         plan.text(0),
         tuple(_at(values, index) for index in plan.numbers(3, "<i")),
         tuple(_at(values, index) for index in plan.numbers(4, "<i")),
-        plan.numbers(8, "<q")[1:],  # the first is reserved
+        plan.numbers(8, "<q")[1:],  # the first entry is reserved
         tuple(dict.fromkeys(backends)),
         tuple(dict.fromkeys(_operators(plan.tables(6)))),
         frozenset(keys),
@@ -177,12 +177,12 @@ def _tensor(tensor: Table) -> FileValue:
 
 
 def _processed(delegate: Table, program: Table, buffer: Buffer) -> Buffer:
-    """What the delegate's own compiler made."""
+    """Return the blob that the delegate's own compiler produced."""
     reference = delegate.table(1)
     index = reference.number(1, "<I") if reference else 0
     if reference and reference.number(0, "<b") != _INLINE:
         segment = _at(list(program.tables(4)), index)
-        # The extended header behind the identifier says where segments begin.
+        # The extended header after the identifier holds the offsets of the segments.
         if bytes(buffer[8:12]) != b"eh00" or len(buffer) < 32:
             raise BadBuffer("it has segments and no extended header")
         (base,) = struct.unpack_from("<Q", buffer, 24)
@@ -192,9 +192,9 @@ def _processed(delegate: Table, program: Table, buffer: Buffer) -> Buffer:
 
 
 def _xnnpack_keys(blob: Buffer) -> set[str]:
-    """Names by which XNNPACK's delegate looks for its weights."""
+    """Return the names by which XNNPACK's delegate looks up its weights."""
     if bytes(blob[4:8]) != _XNNPACK_MAGIC or len(blob) < 18:
-        return set()  # before named data existed
+        return set()  # a format older than named data
     (start,) = struct.unpack_from("<I", blob, 10)
     graph = Table.root(blob[start:])
     return {key for constant in graph.tables(8) if (key := constant.text(2))}

@@ -1,4 +1,4 @@
-"""Why the child answers with an `error` event, and ExecuTorch's failures as such."""
+"""Reasons for `error` events of the child, and the conversion of ExecuTorch's failures to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMES: Final = {
 
 
 class Refusal(Exception):
-    """Why a command is answered with an `error` event; see PROTOCOL.md for the codes."""
+    """The reason why a command is answered with an `error` event; see PROTOCOL.md for the codes."""
 
     def __init__(self, code: str, message: str, runtime_code: str = "", names: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class Refusal(Exception):
 
 
 def called(doing: str, call: Callable[[], T]) -> T:
-    """What the binding gives, or its failure as a Refusal."""
+    """Return the binding's result, or raise its failure as a Refusal."""
     try:
         return call()
     except (RuntimeError, ValueError, IndexError) as error:
@@ -34,7 +34,7 @@ def called(doing: str, call: Callable[[], T]) -> T:
 
 
 def described(doing: str, call: Callable[[], T]) -> T:
-    """What a file says of itself, or why it does not as a Refusal."""
+    """Return what a file's description says, or raise the reason why it cannot be read as a Refusal."""
     try:
         return call()
     except OSError as error:
@@ -44,8 +44,8 @@ def described(doing: str, call: Callable[[], T]) -> T:
 
 
 def failure(doing: str, error: Exception) -> Refusal:
-    """The Refusal for what the binding raised, which carries a hex code at most."""
+    """Return the Refusal for an exception of the binding, which carries at most a hexadecimal code."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    found = _CODE.search(text)
-    name = _NAMES.get(int(found[1], 16), "Internal") if found else "Internal"
+    match = _CODE.search(text)
+    name = _NAMES.get(int(match[1], 16), "Internal") if match else "Internal"
     return Refusal("RUNTIME", f"{doing}: ExecuTorch says {name}: {text.partition(', error: 0x')[0]}", name)

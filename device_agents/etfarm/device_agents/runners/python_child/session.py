@@ -1,7 +1,7 @@
-"""The one program of the child and the one method of it that is loaded, by ExecuTorch's Python binding.
+"""The child's one program and its loaded methods, executed with ExecuTorch's Python binding.
 
-The binding ends the process where it is used against its rules: a debug buffer that is too small, a second run after a
-debug file was written. What it does not check is checked here, from the file itself (`pte`).
+The binding ends the process if its rules are broken: a debug buffer that is too small, a second run after a debug file was
+written. What it does not check is checked here, using the file itself (`pte`).
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from etfarm.device_agents.runners.python_child.refusals import Refusal, called, 
 from etfarm.device_agents.runners.python_child.values import Mismatch, checked_tensor, default_tensor, described_value, heads_of
 
 _DEBUG_BYTES: Final = 1 << 20
-"""Beyond what all tensors of a method take, for the debug buffer's own heads and alignment."""
+"""Additional debug buffer, for headers and alignment, beyond the tensors of a method."""
 
 
 def import_runtime() -> Any:
-    """ExecuTorch's Python binding.
+    """Return ExecuTorch's Python binding.
 
-    The module itself and not `executorch.runtime`, which imports the compiler beside it: one second instead of four.
+    Imports the module itself, not `executorch.runtime`, which also imports the compiler: one second instead of four.
     """
     importlib.import_module("torch")  # loads the libraries that the binding needs
     try:
         return importlib.import_module("executorch.extension.pybindings._C")
     except ModuleNotFoundError:
-        return importlib.import_module("executorch.extension.pybindings.portable_lib")  # where other versions have it
+        return importlib.import_module("executorch.extension.pybindings.portable_lib")  # location in other versions of ExecuTorch
 
 
 class Session:
-    """What the commands of the protocol do. Times are CLOCK_MONOTONIC, in nanoseconds."""
+    """The implementation of the protocol's commands. Times are CLOCK_MONOTONIC, in nanoseconds."""
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
-        self.thread_count()  # makes the pool, which logs about the CPU: not in the middle of a command
+        self.thread_count()  # creates the thread pool now, since it logs about the CPU, which must not happen during a command
         self._path: Path | None = None
         self._data: Path | None = None
         self._keys: frozenset[str] = frozenset()
@@ -48,23 +48,23 @@ class Session:
         self._selected: LoadedMethod | None = None
         self._inputs: dict[str, list[Any]] = {}
 
-    # What the runner is.
+    # Facts of the runner.
 
     def backends(self) -> list[str]:
-        """Delegates that are usable here."""
+        """Names of the delegates that are usable here."""
         names: list[str] = self._runtime._get_registered_backend_names()
         return sorted(name for name in set(names) if self._runtime._is_available(name))
 
     def operators(self) -> list[str]:
-        """Kernels."""
+        """Names of the available kernels."""
         return sorted(set(self._runtime._get_operator_names()))
 
     def thread_count(self) -> int:
-        """Of ExecuTorch's pool."""
+        """Return the size of ExecuTorch's thread pool."""
         return int(self._runtime._threadpool_get_thread_count())
 
     def set_threads(self, count: int) -> int:
-        """The pool's new size."""
+        """Resize the thread pool and return its new size."""
         if self._path is not None:
             raise Refusal("BAD_STATE", "threads must be set before load: XNNPACK keeps the old pool and can hang")
         if self.thread_count() != count:
@@ -78,7 +78,7 @@ class Session:
     # The program and its methods.
 
     def load(self, path: Path, data: Sequence[Path]) -> dict[str, Any]:
-        """Loads the program."""
+        """Load the program."""
         if self._path is not None:
             raise Refusal("BAD_STATE", "a program is loaded already; a runner process serves one")
         if len(data) > 1:
@@ -98,7 +98,7 @@ class Session:
         return {"load_ns": load_ns, "methods": methods, "threads": threads}
 
     def facts(self, name: str) -> FileMethod:
-        """What the file says of a method."""
+        """Return the file's description of a method."""
         if self._path is None:
             raise Refusal("BAD_STATE", "no program is loaded")
         for method in self._file.methods:
@@ -107,7 +107,7 @@ class Session:
         raise Refusal("RUNTIME", f"no method '{name}': ExecuTorch says InvalidArgument", "InvalidArgument")
 
     def describe(self, name: str) -> dict[str, Any]:
-        """The answer to `method`."""
+        """Return the answer to `method`."""
         facts = self.facts(name)
         inputs = [described_value(index, value) for index, value in enumerate(facts.inputs)]
         loaded = name in self._methods
@@ -123,11 +123,11 @@ class Session:
         }
 
     def load_method(self, name: str, trace: bool, debug: bool, keep: bool) -> dict[str, Any]:
-        """Makes `name` the loaded method; others stay loaded with `keep`."""
+        """Load `name` and make it the current method; others stay loaded with `keep`."""
         facts = self.facts(name)
         if debug and not trace:
             raise Refusal("BAD_COMMAND", "debug=1 needs trace=1")
-        assert self._path is not None  # facts() says so
+        assert self._path is not None  # `facts` has checked this
         self._selected = None
         if keep:
             self._methods.pop(name, None)
@@ -143,7 +143,7 @@ class Session:
         return {"load_method_ns": took}
 
     def select(self, name: str) -> None:
-        """Makes a loaded method the one that commands are for, as it was left."""
+        """Make a loaded method the current one, with its state unchanged."""
         if name not in self._methods:
             raise Refusal("BAD_STATE", f"method '{name}' is not loaded")
         self._selected = self._methods[name]
@@ -161,7 +161,7 @@ class Session:
         )
 
     def _refuse_what_is_missing(self, facts: FileMethod) -> None:
-        """What ExecuTorch would tell on stderr only, or not survive."""
+        """Refuse a method whose needs are not met: ExecuTorch would report that on stderr only, or crash."""
         if backends := sorted(set(facts.backends) - set(self.backends())):
             raise Refusal("BACKEND_MISSING", f"this runner has no backend {', '.join(backends)}", names=backends)
         if operators := sorted(set(facts.operators) - set(self.operators())):
@@ -178,7 +178,7 @@ class Session:
         return self._selected
 
     def expected_input(self, index: int, kind: str) -> FileValue:
-        """The input that a value of `kind` is to be set for."""
+        """Return the input at `index`, to be set to a value of `kind`."""
         facts = self._loaded().facts
         if index >= len(facts.inputs):
             takes = f"method '{facts.name}' takes {len(facts.inputs)}"
@@ -191,7 +191,7 @@ class Session:
         return expected
 
     def set_tensor(self, index: int, dtype: str, shape: list[int], dim_order: list[int], data: bytes) -> None:
-        """Sets a tensor."""
+        """Set a tensor input."""
         expected = self.expected_input(index, "tensor")
         try:
             self._inputs[self._loaded().facts.name][index] = checked_tensor(index, expected, dtype, shape, dim_order, data)
@@ -199,14 +199,14 @@ class Session:
             raise Refusal("INPUT_MISMATCH", str(error)) from None
 
     def set_scalar(self, index: int, kind: str, value: int | float | bool | None) -> None:
-        """Sets a scalar, which must be the one that the program was exported with."""
+        """Set a scalar input, which must equal the value that the program was exported with."""
         baked = self.expected_input(index, kind).scalar
         if value != baked and not (value != value and baked != baked):
             raise Refusal("INPUT_MISMATCH", f"input {index} must be the {kind} that the program was exported with")
         self._inputs[self._loaded().facts.name][index] = value
 
     def default_inputs(self, seed: int) -> tuple[list[dict[str, Any]], bytes]:
-        """Sets all inputs, and gives them."""
+        """Set all inputs to defaults and return them."""
         facts = self._loaded().facts
         values: list[Any] = []
         for index, expected in enumerate(facts.inputs):
@@ -218,7 +218,7 @@ class Session:
         return heads_of(values, facts.inputs)
 
     def outputs(self) -> tuple[list[dict[str, Any]], bytes]:
-        """Of the latest execution."""
+        """Return the outputs of the latest execution."""
         loaded = self._loaded()
         if loaded.first_run_ns is None:
             raise Refusal("BAD_STATE", "the method has not run since it was loaded")
@@ -237,7 +237,7 @@ class Session:
         return loaded, inputs
 
     def run(self) -> dict[str, Any]:
-        """One execution."""
+        """Execute once."""
         loaded, inputs = self._ready()
         if loaded.debug:
             raise Refusal("BAD_STATE", "a method loaded with debug=1 runs by the debug command only")
@@ -245,15 +245,15 @@ class Session:
         return {"run_ns": end - start}
 
     def measure(self, plan: Mapping[str, int], report: Report) -> tuple[dict[str, Any], bytes]:
-        """The timed pass; `plan` has the arguments of the command."""
+        """Run the timed pass; `plan` holds the command's arguments."""
         return passes.measure(*self._ready(), plan, report)
 
     def trace(self, iterations: int, warmup: int, path: Path, report: Report) -> tuple[dict[str, Any], bytes]:
-        """Traced iterations, whose events alone are in the file."""
+        """Run traced iterations; the file contains only their events."""
         return passes.trace(*self._ready(), iterations, warmup, path, report)
 
     def debug(self, path: Path, dump: Path, max_bytes: int, report: Report) -> dict[str, Any]:
-        """One iteration with every intermediate output, which take no more than `max_bytes`."""
+        """Run one iteration that records every intermediate output, which may take at most `max_bytes`."""
         return passes.debug(*self._ready(), path, dump, max_bytes, report)
 
 

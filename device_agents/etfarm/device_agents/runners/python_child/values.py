@@ -1,6 +1,6 @@
-"""Tensors between the protocol's bytes and torch, and the checks that ExecuTorch itself does not make on inputs.
+"""Conversion of tensors between the protocol's bytes and torch, and the input checks that ExecuTorch itself does not make.
 
-Part of the child that runs programs with `executorch.runtime`: the agent does not import it.
+Part of the child that runs programs with ExecuTorch's Python binding; the agent does not import it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from etfarm.wire.tensors import ITEM_BYTES
 
 _MASK: Final = (1 << 64) - 1
 _MANTISSA_BITS: Final = {"float32": 24, "float64": 53, "float16": 11, "bfloat16": 8}
-"""Random bits that a dtype holds exactly below 1."""
+"""Number of random bits below 1 that a dtype represents exactly."""
 
 
 class Mismatch(ValueError):
-    """An input is not what the program was exported for."""
+    """An input that does not match the one that the program was exported with."""
 
 
 def checked_tensor(
     index: int, expected: FileValue, dtype: str, shape: list[int], dim_order: list[int], data: bytes
 ) -> torch.Tensor:
-    """The input tensor.
+    """Return the input tensor.
 
     Raises:
-        Mismatch: it tells what differs.
+        Mismatch: the message states the difference.
     """
     who = f"input {index}" + (f" '{expected.name}'" if expected.name else "")
     wanted = list(expected.shape)
@@ -46,7 +46,7 @@ def checked_tensor(
     if sorted(dim_order) != list(range(len(shape))):
         raise Mismatch(f"{who} has the dim order {dim_order}, which is no order of its {len(shape)} dims")
     size = prod(shape) * ITEM_BYTES[dtype]
-    # ExecuTorch takes any dim order and reads the bytes in the program's own: silently wrong numbers, hence this check.
+    # ExecuTorch accepts any dim order but reads the bytes in the program's own, which gives wrong numbers without an error.
     order = list(expected.dim_order)
     if size and _physical(shape, dim_order) != _physical(shape, order):
         raise Mismatch(f"{who} must lie in memory in the dim order {order}, not {dim_order}")
@@ -56,7 +56,7 @@ def checked_tensor(
 
 
 def tensor_of(data: bytes | np.ndarray[Any, Any], dtype: str, shape: Sequence[int], dim_order: Sequence[int]) -> torch.Tensor:
-    """The tensor whose elements lie in `data` in the order of `dim_order`, outermost first. It owns its memory."""
+    """Return the tensor whose elements lie in `data` in the order of `dim_order`, outermost first. It owns its memory."""
     torch_dtype: torch.dtype = getattr(torch, dtype)
     if prod(shape) == 0:
         return torch.empty(tuple(shape), dtype=torch_dtype)
@@ -68,7 +68,7 @@ def tensor_of(data: bytes | np.ndarray[Any, Any], dtype: str, shape: Sequence[in
 
 
 def bytes_of(tensor: torch.Tensor, dim_order: Sequence[int]) -> bytes:
-    """The tensor's elements in the order of `dim_order`, outermost first."""
+    """Return the tensor's elements in the order of `dim_order`, outermost first."""
     if tensor.numel() == 0:
         return b""
     flat = tensor.detach().permute(tuple(dim_order)).contiguous().reshape(-1)
@@ -76,10 +76,10 @@ def bytes_of(tensor: torch.Tensor, dim_order: Sequence[int]) -> bytes:
 
 
 def default_tensor(expected: FileValue, seed: int, index: int) -> torch.Tensor:
-    """Floats uniform in [0, 1) by splitmix64, everything else 0; the same values as the C++ runner makes.
+    """Return floats uniform in [0, 1) by splitmix64, everything else 0; the same values as in the C++ runner.
 
     Raises:
-        Mismatch: the dtype is none that etfarm carries.
+        Mismatch: etfarm does not support the dtype.
     """
     if expected.dtype not in ITEM_BYTES:
         raise Mismatch(f"input {index} has a dtype that etfarm does not carry")
@@ -99,12 +99,12 @@ def default_tensor(expected: FileValue, seed: int, index: int) -> torch.Tensor:
 
 
 def _physical(shape: Sequence[int], order: Sequence[int]) -> list[int]:
-    """The order in which the dims lie in memory, without those of size 1, whose place changes nothing."""
+    """Return the dims in their memory order, without those of size 1, whose position has no effect."""
     return [dim for dim in order if shape[dim] != 1]
 
 
 def described_value(index: int, value: FileValue) -> dict[str, Any]:
-    """A value of a method's plan as the answer to `method` has it."""
+    """Return a value of a method's plan as in the answer to `method`."""
     event: dict[str, Any] = {"index": index, "kind": value.kind}
     if value.kind == "tensor":
         event |= {"name": value.name, "dtype": value.dtype, "shape": list(value.shape), "dim_order": list(value.dim_order)}
@@ -113,7 +113,7 @@ def described_value(index: int, value: FileValue) -> dict[str, Any]:
 
 
 def heads_of(values: Sequence[Any], expected: Sequence[FileValue]) -> tuple[list[dict[str, Any]], bytes]:
-    """Heads of values as the protocol carries them, and the tensors' bytes."""
+    """Return the values' headers as the protocol carries them, and the tensors' bytes."""
     heads: list[dict[str, Any]] = []
     payload = bytearray()
     for index, (value, described) in enumerate(zip(values, expected, strict=True)):

@@ -1,4 +1,4 @@
-"""When a warm-up is over: the rule of `measure steady=1`, as native/PROTOCOL.md states it."""
+"""The end of a warm-up, by the rule of `measure steady=1` in native/PROTOCOL.md."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _ITERATIONS: Final = 5
 _NS: Final = 50_000_000
 _SAMPLES: Final = 1 << 16
 _SHARE: Final = 50
-"""One part of so many: 2 %."""
+"""Divisor of the tolerated difference: one part in 50 is 2 %."""
 _RESOLUTION_NS: Final = 104
-"""Two ticks of a counter at 19.2 MHz, which phones have."""
+"""Two ticks of a 19.2 MHz counter, as in phones, in nanoseconds."""
 
 
 class Window:
@@ -24,7 +24,7 @@ class Window:
         self._medians: deque[int] = deque(maxlen=_WINDOWS)
 
     def add(self, sample_ns: int, elapsed_ns: int) -> bool:
-        """Whether the median is steady after this iteration, which ended `elapsed_ns` after the warm-up's begin."""
+        """Add an iteration and return whether the median is steady; `elapsed_ns` is its end, from the start of the warm-up."""
         if self._begun_ns is None:
             self._begun_ns = elapsed_ns - sample_ns
         self._samples.append(sample_ns)

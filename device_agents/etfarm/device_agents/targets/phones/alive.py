@@ -1,4 +1,4 @@
-"""Work on a phone that ends when the phone dies; adb itself reports a dead link only after a minute or more."""
+"""Cancellation of work on a phone that dies; adb itself reports a dead link only after a minute or more."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ async def while_alive(
     """Return the result of the work, which is cancelled, and has ended, when the phone dies.
 
     Args:
-        work: what to do on the phone.
+        work: the work on the phone.
         probe: the phone's liveness probe.
         options: how often the phone is probed, and how long it may take to answer.
         phone: the phone, once it is known; `gone` before the work is cancelled, so that the work does not wait for it.
 
     Raises:
-        PhoneGone: the probe's shell ended, or the work has doubts that the phone answers.
+        PhoneGone: the probe's shell ended, or the work reported that the phone may not answer.
         PhoneSilent: the phone does not answer.
         As `work`.
     """
@@ -62,7 +62,7 @@ async def _watch(probe: LivenessProbe, options: PhoneOptions, phone: Phone | Non
             done, _ = await asyncio.wait(lost, timeout=options.probe_s, return_when=asyncio.FIRST_COMPLETED)
             if done:
                 raise PhoneGone(probe.serial, "its shell ended")
-            # Behind a large file an answer on a slow link comes late.
+            # On a slow link, an answer that follows a large file arrives late.
             if phone is None or not phone.folder.is_carrying:
                 await probe.check(options.answer_s)
     finally:

@@ -1,8 +1,8 @@
-"""Exclusive use of a phone and its liveness: a shell on the phone that echoes what it is sent, and holds a lock.
+"""Exclusive use of a phone and its liveness: a shell on the phone that echoes its input and holds a lock.
 
-The phone itself holds the lock, which ends with the shell: an agent that was killed leaves the phone free, and two agents cannot
-serve one phone, whatever machines they run on. The echo distinguishes a live link from one that adb only believes to be alive,
-and starts no process on the phone.
+The phone itself holds the lock, which ends with the shell: a killed agent leaves the phone free, and two agents cannot serve one
+phone, whatever machines they run on. The echo distinguishes a live link from one that adb only believes to be alive, and starts
+no process on the phone.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from etfarm.wire.errors import DeviceError
 
 _TAKEN: Final = 75
 _FIRST_S: Final = 10.0
-"""For a few small programs of the phone's; no longer than a probe takes to find a dead link."""
+"""Deadline in seconds for a few small programs on the phone; no longer than a probe takes to detect a dead link."""
 
 
 def _script(root: str, owner: str) -> str:
-    # The lock is on stderr: shells close other descriptors before they run a program. What has no flock goes without.
+    # The lock is on stderr, because shells close other descriptors before they run a program. A phone without flock is not
+    # locked.
     return (
         f"mkdir -p {shlex.quote(root)} && cd {shlex.quote(root)} || exit 1; "
         f"if command -v flock >/dev/null; then exec 2>>lock; flock -n 2 || {{ cat owner; exit {_TAKEN}; }}; fi; "
@@ -94,7 +95,7 @@ class Claim(LivenessProbe):
 
         Raises:
             PhoneTaken: another agent has claimed it.
-            PhoneRefused: its folder cannot be made.
+            PhoneRefused: its folder cannot be created.
             DeviceError: the phone is gone, or does not answer.
         """
         process = await adb.shell(serial, _script(root, owner))
@@ -115,7 +116,7 @@ class Claim(LivenessProbe):
         if code == _TAKEN:
             former, _, pid = line.rpartition(" ")
             if former == owner and pid.isdigit() and not again:
-                # This agent's own claim, over a dead link that the phone believes to be alive.
+                # This agent's own claim, over a dead link that the phone still considers alive.
                 await adb.run(
                     serial, f'[ "$(readlink /proc/{pid}/cwd)" = {shlex.quote(root)} ] && kill -9 -{pid}', deadline_s=_FIRST_S
                 )

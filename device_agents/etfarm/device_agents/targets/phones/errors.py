@@ -1,4 +1,4 @@
-"""What keeps a phone from serving a farm; what can go wrong on the way to it is in `adb.errors`."""
+"""Errors that keep a phone from serving a farm; errors of the connection to it are in `adb.errors`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXPLAINED = {
 
 
 class PhoneNotReady(DeviceError):
-    """adb lists the phone in a state in which nothing can be run."""
+    """A phone that adb lists in a state in which no program can run."""
 
     reason = "PHONE_NOT_READY"
     kind = Kind.FAILED_PRECONDITION
@@ -32,7 +32,7 @@ class PhoneNotReady(DeviceError):
 
 
 class PhoneUnsupported(DeviceError):
-    """No runner bundle is for the phone's programs."""
+    """A phone for whose programs there is no runner bundle."""
 
     reason = "PHONE_UNSUPPORTED"
     kind = Kind.FAILED_PRECONDITION
@@ -47,7 +47,7 @@ class PhoneUnsupported(DeviceError):
 
 
 class PhoneTooOld(DeviceError):
-    """Its adbd cannot tell how a command ended."""
+    """A phone whose adbd cannot report a command's exit code."""
 
     reason = "PHONE_TOO_OLD"
     kind = Kind.FAILED_PRECONDITION
@@ -61,7 +61,7 @@ class PhoneTooOld(DeviceError):
 
 
 class PhoneListedTwice(DeviceError):
-    """adb lists the phone by another serial too, by which it is served."""
+    """A phone that adb also lists by another serial, by which it is served."""
 
     reason = "PHONE_LISTED_TWICE"
     kind = Kind.FAILED_PRECONDITION
@@ -74,7 +74,7 @@ class PhoneListedTwice(DeviceError):
 
 
 class PhoneTaken(DeviceError):
-    """Another agent serves the phone."""
+    """A phone that another agent serves."""
 
     reason = "PHONE_TAKEN"
     kind = Kind.FAILED_PRECONDITION
@@ -89,7 +89,7 @@ class PhoneTaken(DeviceError):
 
 
 class PhoneRefused(DeviceError):
-    """The phone's shell cannot do what an agent needs."""
+    """A phone whose shell cannot perform an operation that the agent needs."""
 
     reason = "PHONE_REFUSED"
 
@@ -104,7 +104,7 @@ class PhoneRefused(DeviceError):
 
 
 class OwnRunnerFailed(DeviceError):
-    """The runner of --phone-runner does not work on the phone."""
+    """A runner of --phone-runner that does not work on the phone."""
 
     reason = "PHONE_RUNNER_UNUSABLE"
     kind = Kind.FAILED_PRECONDITION
@@ -120,7 +120,7 @@ class OwnRunnerFailed(DeviceError):
 
 
 class PhoneStorageDamaged(DeviceError):
-    """A file on the phone is not what was written, twice."""
+    """A file on the phone that twice differed from what was written."""
 
     reason = "PHONE_STORAGE_DAMAGED"
     kind = Kind.DATA_LOSS
@@ -135,7 +135,7 @@ class PhoneStorageDamaged(DeviceError):
 
 
 class RunnerNotConfined(DeviceError):
-    """The agent requires confined runners, and the runner on the phone is not confined."""
+    """An unconfined runner on a phone whose agent requires confined runners."""
 
     reason = "RUNNER_NOT_CONFINED"
     kind = Kind.FAILED_PRECONDITION

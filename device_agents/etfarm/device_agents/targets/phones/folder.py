@@ -1,11 +1,11 @@
-"""The agent's folder on a phone: bundles and programs by digest, carried once, verified before each use, bounded in size.
+"""The agent's folder on a phone: bundles and programs by digest, transferred once, verified before use, limited in size.
 
-    /data/local/tmp/etfarm/lock, owner     who serves the phone
-    .../bundles/DIGEST/                    an unpacked runner bundle; DIGEST is of its manifest
+    /data/local/tmp/etfarm/lock, owner     the agent that serves the phone
+    .../bundles/DIGEST/                    an unpacked runner bundle, named by its manifest's digest
     .../files/DIGEST                       a program or a data file
-    .../runs/NAME/                         where a runner works
+    .../runs/NAME/                         a runner's working folder
 
-Nothing half-written is trusted: a file counts by its sha256 as the phone computes it, whatever its name says.
+Partially written files are not trusted: a file is identified by the sha256 that the phone computes, not by its name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOT: Final = "/data/local/tmp/etfarm"
 _SUM: Final = re.compile(r"([0-9a-f]{64})\s+\*?(.+)")
 _ENTRY: Final = re.compile(r"(\d+)\s+(\d+)\s+(\S+)")
 _SUM_S: Final = 120.0
-"""For hashing all that a run needs: old phones read 50 MB a second."""
+"""Limit in seconds for hashing all files of a run: old phones read 50 MB a second."""
 _SHELL_S: Final = 20.0
 _KIB: Final = 1024
 
@@ -50,10 +50,10 @@ class PhoneFolder:
     """The folder on one phone, which this agent alone uses.
 
     Args:
-        adb: the server that knows the phone.
-        serial: as adb has it.
-        limit_bytes: of `bundles` and `files` together; what the next run needs may pass it.
-        root: of the folder.
+        adb: the adb server that lists the phone.
+        serial: the phone's serial for adb.
+        limit_bytes: limit for `bundles` and `files` together; the files of the next run may exceed it.
+        root: the folder's path on the phone.
     """
 
     def __init__(self, adb: AdbServer, serial: str, limit_bytes: int, root: str = ROOT) -> None:
@@ -65,11 +65,11 @@ class PhoneFolder:
 
     @property
     def is_carrying(self) -> bool:
-        """Whether a file is on its way. It has the link, and a limit on silence of its own."""
+        """Whether a file is being transferred. The transfer occupies the link, and has its own limit on silence."""
         return self._transfers > 0
 
     def bundle(self, bundle: Bundle) -> Bundle:
-        """The bundle as it lies on the phone: its command line is for there."""
+        """Return the bundle with its folder on the phone, so that its command line is valid there."""
         return Bundle(Path(self.root, "bundles", _bundle_digest(bundle)), bundle.manifest)
 
     @property
@@ -78,32 +78,34 @@ class PhoneFolder:
         return posixpath.join(self.root, "files")
 
     def file(self, path: Path) -> str:
-        """Where a file of the agent's cache, which has its digest for a name, lies on the phone."""
+        """Return the path on the phone of a file of the agent's cache, which is named by its digest."""
         return posixpath.join(self.root, "files", path.name)
 
     def run(self, name: str) -> str:
-        """A folder for a runner to work in. It is not made."""
+        """Return the path of a runner's working folder, without creating it."""
         return posixpath.join(self.root, "runs", name)
 
     async def open(self) -> None:
-        """Makes it, and deletes what an earlier agent was working on.
+        """Create the folder, and delete what an earlier agent was working on.
 
         Raises:
-            PhoneRefused: it cannot be made.
+            PhoneRefused: the folder cannot be created.
             DeviceError: the phone is gone, or does not answer.
         """
         root = shlex.quote(self.root)
         await self.shell(f"mkdir -p {root}/bundles {root}/files && rm -rf {root}/runs && mkdir {root}/runs", "make its folder")
 
     async def install(self, bundle: Bundle | None, files: Sequence[Path], on_progress: OnProgress | None = None) -> int:
-        """Carries there what is missing or damaged, after it made room; the bytes that were sent.
+        """Transfer missing or damaged files, after making room; return the number of bytes sent.
 
         Args:
-            files: of the agent's cache, each with its digest for a name.
+            bundle: the runner's bundle; None if the phone's own runner is used.
+            files: files of the agent's cache, each named by its digest.
+            on_progress: takes the progress of the transfer.
 
         Raises:
-            PhoneFull: it has no room, not even without all that this run does not need.
-            PhoneStorageDamaged: what was carried there has another digest there.
+            PhoneFull: the phone has no room, even without the files that this run does not need.
+            PhoneStorageDamaged: a file on the phone has another digest than the one that was sent.
             DeviceError: the phone is gone, or does not answer.
         """
         wanted, keep = self._wanted(bundle, files), self._entries(bundle, files)
@@ -121,10 +123,10 @@ class PhoneFolder:
         return sent
 
     async def pull(self, remote: str, path: Path, on_progress: OnProgress | None = None) -> None:
-        """Fetches a file that a runner wrote, and deletes it there.
+        """Fetch a file that a runner wrote, and delete it on the phone.
 
         Raises:
-            DeviceError: it cannot be read, or the phone is gone, or does not answer.
+            DeviceError: the file cannot be read, or the phone is gone, or does not answer.
             OSError: `path` cannot be written.
         """
         with self._carrying():
@@ -140,10 +142,10 @@ class PhoneFolder:
             self._transfers -= 1
 
     async def shell(self, command: str, what: str, *, deadline_s: float = _SHELL_S) -> Completed:
-        """A command that must succeed there. `what` it is for, after "cannot".
+        """Run a command that must succeed; `what` is its purpose, which errors state after "cannot".
 
         Raises:
-            PhoneRefused: it ended with another exit code than 0.
+            PhoneRefused: the command ended with another exit code than 0.
             DeviceError: the phone is gone, or does not answer.
         """
         done = await self._adb.run(self._serial, command, deadline_s=deadline_s)
@@ -163,10 +165,10 @@ class PhoneFolder:
         return wanted
 
     async def _sums(self, entries: Collection[str]) -> Mapping[str, str]:
-        """Digests of the files in `entries` that are there, as the phone reads them now. They count as used now."""
+        """Return the digests of those files in `entries` that exist, as the phone reads them now, and mark them as used."""
         names = sorted(entries)
         files = " ".join(f"{name}/*" if name.startswith("bundles/") else name for name in names)
-        # What is not there goes to stderr and into the exit code; what is there counts.
+        # Missing files are reported on stderr and in the exit code; the existing ones count.
         command = f"cd {shlex.quote(self.root)} && touch -c {' '.join(names)}; sha256sum {files}"
         done = await self._adb.run(self._serial, command, deadline_s=_SUM_S)
         lines = done.stdout.decode(errors="replace").splitlines()
@@ -186,7 +188,7 @@ class PhoneFolder:
             try:
                 sent += await self._adb.push(self._serial, each.source, each.remote, each.mode, on_progress=report_part)
             except PhoneFull:
-                # Others may have filled it; what this run does not need makes room once.
+                # Other programs may have filled the storage; delete once what this run does not need.
                 if not await self._evict(keep, 0):
                     raise
                 sent += await self._adb.push(self._serial, each.source, each.remote, each.mode, on_progress=report_part)
@@ -194,12 +196,12 @@ class PhoneFolder:
         return sent
 
     def _entries(self, bundle: Bundle | None, files: Sequence[Path]) -> set[str]:
-        """What a run needs: `files/DIGEST`, `bundles/DIGEST`."""
+        """Return the entries that a run needs: `files/DIGEST`, `bundles/DIGEST`."""
         names = {posixpath.join("files", path.name) for path in files}
         return names if bundle is None else names | {posixpath.join("bundles", _bundle_digest(bundle))}
 
     async def _evict(self, keep: set[str], limit_bytes: int) -> bool:
-        """Deletes what was not used for longest until the rest is within the limit; whether anything was deleted."""
+        """Delete the least recently used entries until the rest is within the limit; return whether any was deleted."""
         listing = 'for each in bundles/* files/*; do [ -e "$each" ] && echo $(stat -c %Y "$each") $(du -sk "$each"); done; true'
         done = await self.shell(f"cd {shlex.quote(self.root)} && {listing}", "list its folder")
         entries = [
@@ -221,5 +223,5 @@ class PhoneFolder:
 
 
 def _bundle_digest(bundle: Bundle) -> str:
-    """Names what is in a bundle: the digest of its manifest, which has those of all its files."""
+    """Return the digest that identifies a bundle's content: that of its manifest, which lists the digests of all its files."""
     return digest.of_bytes((bundle.folder / MANIFEST_NAME).read_bytes())

@@ -44,7 +44,7 @@ async def ask(adb: AdbServer, serial: str, files: Collection[str], commands: Map
         PhoneRefused: the phone has no usable shell.
         DeviceError: the phone is gone, or does not answer.
     """
-    # As input: the command lines of old phones are short.
+    # Passed as input, since old phones accept only short command lines.
     done = await adb.run(serial, "sh", input=shell_facts.script(files, commands).encode(), deadline_s=_FACTS_S)
     facts = shell_facts.split(done.stdout)
     if not facts:
@@ -61,7 +61,7 @@ async def recognize(adb: AdbServer, serial: str) -> device_pb2.Device:
     facts = await ask(adb, serial, inventory.PHONE_FILES, android.INVENTORY_COMMANDS)
     device = inventory.parse(facts)
     properties = android.properties(facts)
-    # A phone in the network has HOST:PORT for adb, which changes.
+    # For a phone on the network, adb's serial is HOST:PORT, which changes.
     device.id = next((name for key in _SERIALS if (name := properties.get(key, "")) and name.lower() != "unknown"), serial)
     device.name = "-".join([*re.findall(r"\w+", device.model), device.id[-4:]]) if device.model else device.id
     return device
@@ -82,7 +82,7 @@ class Phone:
     self_test_s = _SELF_TEST_S
 
     def __init__(self, adb: AdbServer, serial: str, device: device_pb2.Device, config: AgentConfig) -> None:
-        assert config.phones is not None  # it serves phones
+        assert config.phones is not None  # the agent serves phones
         self.device = device
         self.serial = serial
         self.tried = set[str]()
@@ -90,9 +90,9 @@ class Phone:
         self.folder = PhoneFolder(adb, serial, config.phones.limit_bytes)
         self._runners = 0
         self.gone = False
-        """Whether it does not answer any more; another `Phone` takes its place when it is back."""
+        """Whether the phone no longer answers; when it returns, another `Phone` replaces this object."""
         self.doubted = asyncio.Event()
-        """Set when a run found that it does not answer."""
+        """Set when a run detects that the phone does not answer."""
         around = Surroundings(self._hottest_c, self._runnable, max(1, device.cores))
         here = config.data / "phones" / re.sub(r"[^\w-]", "_", device.id)
         here.mkdir(parents=True, exist_ok=True)
@@ -104,13 +104,13 @@ class Phone:
         self._available_bytes: int | None = None
 
     async def install(self, provisions: Provisions, on_progress: Progressed | None = None) -> None:
-        """See `Target.install`."""
+        """Transfer the files; see `Target.install`."""
         sent = await self.folder.install(provisions.bundle, [provisions.program, *provisions.data], on_progress)
         if sent:
             log.info("%d bytes were carried to the phone %s", sent, self.serial)
 
     async def install_runner(self, bundle: Bundle) -> None:
-        """Carry a bundle there before any program needs it; see `install`."""
+        """Transfer a bundle before any program needs it; see `install`."""
         await self.folder.install(bundle, [])
 
     @asynccontextmanager
@@ -118,11 +118,11 @@ class Phone:
         if self._own_runner:
             command = shlex.split(self._own_runner)
         else:
-            assert bundle is not None  # it has no runner of its own
+            assert bundle is not None  # the phone has no runner of its own
             there = self.folder.bundle(bundle)
             command = there.command()
             if CONFINE in bundle.manifest.options:
-                # On a phone the agent has the same rights as the program, so only the runner itself can give them up.
+                # On a phone the agent has the same rights as the program, so only the runner itself can drop them.
                 command += [CONFINE, "--readable", str(there.folder), "--readable", self.folder.files]
         known = self._available_bytes
         limits = Limits(None if known is None else int(known * self._config.memory_share), NO_DEADLINE_S)
@@ -143,12 +143,12 @@ class Phone:
     def start_runner(
         self, bundle: Bundle | None, folder: Path, on_log: OnLog | None
     ) -> AbstractAsyncContextManager[RemoteRunner]:
-        """See `Target.start_runner`; it works in a folder of the phone, and what it writes comes into `folder`."""
+        """Start a runner in a folder of the phone, whose files are copied to `folder`; see `Target.start_runner`."""
         return self._runner(bundle, folder, on_log)
 
     @asynccontextmanager
     async def watch(self, cpus: Collection[int] | None) -> AsyncIterator[Watch]:
-        """Read the state before the warm-up and after the pass only: a reading starts a dozen processes on the phone."""
+        """Yield a watch that reads the state only before the warm-up and after the pass: a reading starts a dozen processes."""
         watch = _Looks(self, time.monotonic())
         watch.before = await self.glance() or report_pb2.SystemReading()
         yield watch
@@ -158,7 +158,7 @@ class Phone:
         return _no_settings()
 
     def usable_cpus(self) -> Collection[int]:
-        """See `Target.usable_cpus`."""
+        """Return the usable cpus; see `Target.usable_cpus`."""
         return [cpu for cluster in self.device.clusters for cpu in cluster.cpus]
 
     def runners_cpu_ns(self, runners: Sequence[int]) -> int | None:
@@ -167,7 +167,7 @@ class Phone:
 
     @property
     def is_running(self) -> bool:
-        """Whether a runner is running, which nothing should disturb."""
+        """Whether a runner is running, which must not be disturbed."""
         return self._runners > 0
 
     async def glance(self, elapsed_ms: float = 0.0) -> report_pb2.SystemReading | None:
@@ -179,7 +179,7 @@ class Phone:
             return None
 
     async def answers(self) -> bool:
-        """See `Target.answers`."""
+        """Return whether the phone answers; see `Target.answers`."""
         assert self._config.phones is not None
         try:
             await self._adb.run(self.serial, "true", deadline_s=self._config.phones.answer_s)
@@ -234,7 +234,7 @@ class Phone:
         try:
             await self._adb.run(self.serial, f"rm -rf {shlex.quote(there)}", deadline_s=_FACTS_S)
         except EtfarmError as error:
-            # `PhoneFolder.open` does it when the phone is back.
+            # `PhoneFolder.open` deletes it when the phone is back.
             log.info("%s stays on the phone: %s", there, error.message)
 
 
@@ -248,18 +248,18 @@ class _Looks:
         self.before = report_pb2.SystemReading()
 
     def begin(self) -> None:
-        """See `Watch.begin`."""
+        """Begin the pass; see `Watch.begin`."""
         self._is_timed = True
 
     async def seen(self) -> Sampled | None:
-        """See `Watch.seen`."""
+        """Return the samples; see `Watch.seen`."""
         if not self._is_timed:
             return None
         after = await self._phone.glance((time.monotonic() - self._began_s) * 1e3)
         if after is None:
             return None
         for look in (self.before, after):
-            # The time that all cpus worked between the looks has the warm-up in it, which no counter of the pass has.
+            # The cpus' busy time between the readings includes the warm-up, which no counter of the pass does.
             look.ClearField("cpu_busy_ns")
         return Sampled(self.before, after, [], 0)
 

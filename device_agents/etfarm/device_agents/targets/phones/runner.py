@@ -26,23 +26,24 @@ _START_S: Final = 15.0
 _KILL_S: Final = 10.0
 _LAST_SIGNAL: Final = 64
 _MOVED: Final = {"INPUTS": "its inputs", "OUTPUTS": "its outputs"}
-"""By the runner's stage, what comes or goes on the link and takes no time of the program's."""
+"""What is transferred over the link in a stage of the runner, without being part of the program's time."""
 _SIGNALLED: Final = 128
-"""A phone's exit codes above it are of signals."""
+"""Offset of a phone's exit codes for signals."""
 
 
 class PhoneChild:
     """A `Child` on a phone.
 
     Args:
-        process: the shell that became it.
-        pid: its number on the phone.
-        folder: its working folder there.
-        is_gone: whether the phone is known not to answer.
+        adb: the adb server that lists the phone.
+        process: the shell that was replaced by the child.
+        pid: its process id on the phone.
+        folder: its working folder on the phone.
+        is_gone: returns whether the phone is known not to answer.
     """
 
     memory_ran_out: bool | None = None
-    """Android's own killer is no part of the kernel, which may not be asked either."""
+    """Unknown: Android's own low-memory killer is not part of the kernel, whose counters are not readable either."""
 
     def __init__(self, adb: AdbServer, process: ShellProcess, pid: int, folder: str, is_gone: Callable[[], bool]) -> None:
         self._adb = adb
@@ -57,34 +58,34 @@ class PhoneChild:
 
     @property
     def ended(self) -> bool:
-        """Whether it was seen to end."""
+        """Whether the process is known to have ended."""
         return self._process.ended
 
     @property
     def lost(self) -> EtfarmError | None:
-        """The phone that is gone."""
+        """The error of a phone that is gone; otherwise None."""
         return self._process.lost
 
     def kill(self) -> None:
-        """See `Child.kill`."""
+        """Kill the process; see `Child.kill`."""
         if self._is_gone():
             self._process.kill()
         elif not self._process.ended and self._killing is None:
             self._killing = asyncio.create_task(self._kill(), name=f"killing {self.pid} on {self._process.serial}")
 
     async def wait(self) -> int | None:
-        """See `Child.wait`."""
+        """Wait for the end; see `Child.wait`."""
         if self._killing is not None:
             await asyncio.wait({self._killing})
         try:
             code = await self._process.wait()
         except DeviceError:
-            return None  # told by `lost`
+            return None  # `lost` reports it
         return code if code is None or not _SIGNALLED < code <= _SIGNALLED + _LAST_SIGNAL else _SIGNALLED - code
 
     async def _kill(self) -> None:
-        # adbd hangs up on a shell whose connection ends, which a program may ignore. The shell led a group of its own, and the
-        # number could be another's by now.
+        # When a connection ends, adbd sends SIGHUP to its shell, which a program may ignore. The shell led a process group, whose
+        # number may belong to another one by now.
         pid, folder = self.pid, shlex.quote(self._folder)
         command = f'[ "$(readlink /proc/{pid}/cwd)" = {folder} ] && {{ kill -9 -{pid} || kill -9 {pid}; }}'
         try:
@@ -96,18 +97,22 @@ class PhoneChild:
 
 
 async def spawn(adb: AdbServer, serial: str, is_gone: Callable[[], bool], command: Sequence[str], folder: Path) -> Child:
-    """A process of `command` on the phone, in a new folder there.
+    """Start `command` on the phone, in a new folder there.
 
     Args:
-        is_gone: whether the phone is known not to answer; then nothing waits for it.
+        adb: the adb server that lists the phone.
+        serial: the phone's serial for adb.
+        is_gone: returns whether the phone is known not to answer; nothing waits for it then.
+        command: the command line.
+        folder: the runner's folder, whose name the folder on the phone gets.
 
     Raises:
-        PhoneRefused: the phone's shell cannot make the folder.
+        PhoneRefused: the phone's shell cannot create the folder.
         DeviceError: the phone is gone, or does not answer.
     """
     where = shlex.quote(str(folder))
-    # Nothing of the shell's surroundings, and the number first: it stays the process' own through exec. Where memory runs out
-    # it is the one to go, and not adbd, whose children are as safe as itself otherwise.
+    # The environment is empty, and the process id is printed first, because exec keeps it. If memory runs out, this process is
+    # killed instead of adbd, whose children are otherwise as protected as adbd itself.
     line = (
         f"mkdir -p {where} && cd {where} || exit 1; {{ echo 800 >/proc/$$/oom_score_adj; }} 2>/dev/null; echo $$; "
         f"exec env -i LC_ALL=C HOME={where} TMPDIR={where} {' '.join(map(shlex.quote, command))}"
@@ -130,22 +135,22 @@ async def spawn(adb: AdbServer, serial: str, is_gone: Callable[[], bool], comman
 
 
 class PhoneRunner(NativeRunner):
-    """A `Runner` on a phone. Paths of its arguments are of this machine; files are there already, or come from there."""
+    """A `Runner` on a phone. Its arguments are paths on this machine; files are on the phone already or are copied from there."""
 
     files: PhoneFolder
     folder: str
-    """Where it works, on the phone."""
+    """The runner's working folder on the phone."""
     must_be_confined = False
-    """Whether to refuse a runner that does not keep programs away from other processes and the network."""
+    """Whether to refuse a runner that does not isolate programs from other processes and the network."""
 
     def __init__(self, process: RunnerProcess) -> None:
         super().__init__(process)
         self._written: dict[Path, int] = {}
-        """Files that are there still, by where they are to be here, with their bytes."""
+        """Size in bytes of each file that is still on the phone, by its destination on this machine."""
         self._collecting = False
 
     async def hello(self) -> Hello:
-        """See `Runner.hello`.
+        """Return the runner's identity and what it can run; see `Runner.hello`.
 
         Raises:
             RunnerNotConfined: the agent requires a confined runner, and this one, or the phone's kernel, does not provide it.
@@ -158,33 +163,33 @@ class PhoneRunner(NativeRunner):
         return hello
 
     async def load(self, program: Path, data: Sequence[Path] = ()) -> Loaded:
-        """See `Runner.load`; the files were installed."""
+        """Load installed files; see `Runner.load`."""
         return await super().load(Path(self.files.file(program)), [Path(self.files.file(path)) for path in data])
 
     async def trace(self, iterations: int, etdump: Path, *, warmup: int = 1, on_progress: OnProgress | None = None) -> Traced:
-        """See `Runner.trace`; `collect` then brings the file."""
+        """Trace the method; see `Runner.trace`. `collect` then fetches the file."""
         traced = await super().trace(iterations, self._there(etdump), warmup=warmup, on_progress=on_progress)
         self._written[etdump] = traced.etdump_bytes
         return replace(traced, etdump=etdump)
 
     async def debug(self, etdump: Path, dump: Path, *, max_bytes: int | None = None) -> Debugged:
-        """See `Runner.debug`; `collect` then brings the files."""
+        """Record intermediate outputs; see `Runner.debug`. `collect` then fetches the files."""
         done = await super().debug(self._there(etdump), self._there(dump), max_bytes=max_bytes)
         self._written |= {etdump: done.etdump_bytes, dump: done.dump_bytes}
         return replace(done, etdump=etdump, dump=dump)
 
     @property
     def moving(self) -> str:
-        """See `RemoteRunner.moving`."""
+        """What is being transferred; see `RemoteRunner.moving`."""
         return "files that it wrote" if self._collecting else _MOVED.get(self.stage, "")
 
     @property
     def has_files(self) -> bool:
-        """See `RemoteRunner.has_files`."""
+        """Whether files are still on the phone; see `RemoteRunner.has_files`."""
         return bool(self._written)
 
     async def collect(self, on_progress: Progressed | None = None) -> None:
-        """See `RemoteRunner.collect`. They are deleted on the phone.
+        """Fetch the files and delete them on the phone; see `RemoteRunner.collect`.
 
         Raises:
             DeviceError: they cannot be read, or the phone is gone, or does not answer.
@@ -208,6 +213,6 @@ class PhoneRunner(NativeRunner):
 
 
 class OwnPhoneRunner(PhoneRunner):
-    """One that was put on the phone beforehand."""
+    """A runner that was installed on the phone beforehand."""
 
     kind: ClassVar[str] = "own"
