@@ -1,4 +1,4 @@
-"""The agent's settings, made once by `main` from the command line and the environment."""
+"""The agent's settings, created once by `main` from the command line and the environment."""
 
 from __future__ import annotations
 
@@ -17,81 +17,82 @@ DEFAULT_CACHE_LIMIT_BYTES = 8 << 30
 
 
 def default_data_folder() -> Path:
-    """Where an agent that is told nothing keeps its id, its cache and results that the server has not acknowledged."""
+    """Return the default folder for an agent's id, its cache, and results that the server has not acknowledged."""
     return data_folder() / "agent"
 
 
 def phones_data_folder() -> Path:
-    """The same for an agent that serves phones, beside the one of this machine."""
+    """Return the default data folder of an agent that serves phones, beside the one of this machine."""
     return data_folder() / "agent-adb"
 
 
 def emulated_data_folder(emulator: Emulator) -> Path:
-    """The same for an emulated device that is told nothing: an agent of its own, beside the one of this machine."""
+    """Return the default data folder of an emulated device: a separate agent, beside the one of this machine."""
     return data_folder() / f"agent-{emulator.arch}-{emulator.cpu.replace('/', '_')}"
 
 
 @dataclass(frozen=True)
 class PhoneOptions:
-    """How phones are served."""
+    """Settings for serving phones."""
 
     limit_bytes: int = 2 << 30
-    """Of bundles and programs that are kept on each phone. Above it the longest unused go."""
+    """Size limit of the bundles and programs kept on each phone, in bytes; above it the least recently used are deleted."""
     runner: str | None = None
-    """Command line of a runner that was put on the phones beforehand, in place of the bundle's."""
+    """Command line of a runner installed on the phones beforehand, used instead of the bundle's."""
     probe_s: float = 5.0
-    """Between two questions whether a phone lives ..."""
+    """Seconds between two liveness probes of a phone."""
     answer_s: float = 5.0
-    """... and how long it may take to answer. adb itself takes a dead link for alive for a minute and more."""
+    """Seconds within which a phone must answer a probe. adb itself considers a dead link alive for a minute and more."""
     settle_s: float = 2.0
-    """How long a phone that just came may be in a state of adb's in which nothing can be run, before that is told."""
+    """Seconds for which a new phone may be in an adb state without runs before this is reported."""
     retry_s: float = 5.0
-    """Before another try to serve a phone that could not be served ..."""
+    """Seconds before another try to serve a phone after a failure; they double up to `retry_last_s`."""
     retry_last_s: float = 120.0
-    """... which doubles up to this: a try starts a dozen processes on the phone. One that is plugged in again, or whose state
-    changes, is tried at once."""
+    """Longest pause in seconds; each try starts a dozen processes on the phone. A phone that is plugged in again, or whose
+    state changes, is tried at once."""
     farm_s: float = 10.0
-    """How long the farm may take to say which runners it has."""
+    """Seconds within which the farm must list its runners."""
 
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """How one agent process works."""
+    """The settings of one agent process."""
 
     access: Access
-    """The server, and how it is reached."""
+    """The server's address and credentials."""
     name: str
-    """The device's label for people; of phones, what stands before the name of each."""
+    """The device's label for people; for phones, a prefix of the name of each."""
     data: Path
-    """The data folder. One agent at a time uses it."""
+    """The data folder, which one agent at a time uses."""
     labels: Mapping[str, str] = field(default_factory=dict)
     cores: frozenset[int] | None = None
-    """Logical cpus that programs may use; all that the process may use when None."""
+    """Logical cpus that programs may use; None for all that the process may use."""
     cache_limit_bytes: int = DEFAULT_CACHE_LIMIT_BYTES
-    """Above it the longest unused artifacts go. One that a run needs stays, whatever its size."""
+    """Size in bytes above which the least recently used artifacts are deleted; those that a run needs stay, whatever their size.
+    """
     memory_share: float = 0.8
-    """Part of the memory that is available when a run starts which its program may use. The rest keeps the agent, and the
-    board, alive when a program asks for everything."""
+    """Part of the memory available at the start of a run that its program may use. The rest keeps the agent and the board
+    alive if a program requests too much."""
     self_test_s: float = 10.0
-    """Deadline of the check of a runner, when it is used first and after a program that crashed, hung or ran out of memory. It
+    """Deadline in seconds of a runner's self-test, at its first use and after a program crashed, hung or ran out of memory. It
     takes 20 ms on a PC; an emulated board needs seconds."""
     emulator: Emulator | None = None
-    """What the device is instead of this machine."""
+    """The emulated processor that is served as the device instead of this machine."""
     phones: PhoneOptions | None = None
-    """The agent serves the phones that are attached to this machine, and not the machine."""
+    """Settings for serving the phones attached to this machine instead of the machine itself; None otherwise."""
     gates: GateLimits = field(default_factory=GateLimits)
-    """What a measurement waits for before it starts."""
+    """The conditions that a measurement waits for before it starts."""
     governor: str | None = "performance"
-    """The cpus' clock governor while something is measured, where the agent may write it; None leaves it. Others let the clock
-    follow the load, so that short programs are timed on a clock that is still on its way up."""
+    """The cpus' clock governor during a measurement, if the agent may set it; None keeps the current one. Other governors let
+    the clock follow the load, so that short programs are timed while the clock is still rising."""
     jail: JailOptions = field(default_factory=JailOptions)
     """Settings of the confinement of runners on this machine."""
     progress_interval_s: float = 0.25
-    """The shortest time between two RunProgress of one phase."""
+    """Minimum number of seconds between two RunProgress messages of one phase."""
     retry_first_s: float = 0.2
-    """The first pause before another try to reach the server ..."""
+    """The first pause in seconds before another try to reach the server; it doubles up to `retry_last_s`."""
     retry_last_s: float = 5.0
-    """... which doubles up to this, and is jittered so that a farm's agents do not come back all at once."""
+    """The longest pause in seconds; pauses are jittered so that a farm's agents do not all reconnect at once."""
 
     def pauses(self) -> Iterator[float]:
         """Return the seconds to wait before each further try to reach the server, without end."""

@@ -1,4 +1,4 @@
-"""What can go wrong on the agent's side of a run; what a program does wrong is in `runners.errors`."""
+"""Errors on the agent's side of a run; errors of programs are in `runners.errors`."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Kind, UserEr
 
 
 class NoCores(UserError):
-    """--cores leaves nothing to run on."""
+    """A --cores option that leaves no cpu to run on."""
 
     reason = "NO_CORES"
 
 
 class FolderInUse(UserError):
-    """Another agent works in the data folder."""
+    """A data folder that another agent uses."""
 
     reason = "DATA_FOLDER_IN_USE"
     kind = Kind.FAILED_PRECONDITION
 
 
 class FolderUnusable(UserError):
-    """The agent cannot write into its data folder."""
+    """A data folder that the agent cannot write to."""
 
     reason = "DATA_FOLDER_UNUSABLE"
 
@@ -35,19 +35,19 @@ class FolderUnusable(UserError):
 
 
 class DeviceBusy(DeviceError):
-    """A run came while another one is under way."""
+    """A run that arrived during another run."""
 
     reason = "DEVICE_BUSY"
 
 
 class WrongDevice(DeviceError):
-    """A run came for a device that is not here."""
+    """A run for a device that is not attached to this agent."""
 
     reason = "DEVICE_UNKNOWN"
 
 
 class DeviceGone(DeviceError):
-    """The device was detached from its agent, or cannot be reached any more."""
+    """A device that was detached from its agent, or cannot be reached any more."""
 
     reason = "DEVICE_GONE"
     kind = Kind.UNAVAILABLE
@@ -62,7 +62,7 @@ class DeviceGone(DeviceError):
 
 
 class Cancelled(UserError):
-    """The server took the attempt back."""
+    """An attempt that the server cancelled."""
 
     reason = "CANCELLED"
     kind = Kind.CANCELLED
@@ -75,26 +75,26 @@ class AgentFailed(FarmError):
 
 
 class CoresUnknown(UserError):
-    """Measurement.cores names no cpus of the device."""
+    """A Measurement.cores that names no cpus of the device."""
 
     reason = "CORES_UNKNOWN"
 
 
 class DiskFull(DeviceError):
-    """The device has no room for what the run needs."""
+    """A device without room for what the run needs."""
 
     reason = "DEVICE_DISK_FULL"
     kind = Kind.RESOURCE_EXHAUSTED
 
 
 class MalformedDigest(FarmError):
-    """The server named an artifact by something that is no digest."""
+    """A server's artifact id that is not a digest."""
 
     reason = "DIGEST_MALFORMED"
 
 
 class SelfTestFailed(DeviceError):
-    """A program ended badly, and then the runner does not answer without it either: the device is to blame."""
+    """A runner that fails its self-test after a program ended abnormally: the device is to blame."""
 
     reason = "DEVICE_SELF_TEST_FAILED"
 
@@ -110,7 +110,7 @@ class SelfTestFailed(DeviceError):
 
 
 class RunnerDoesNotWork(DeviceError):
-    """The runner of a bundle fails its self-test at its first use on this device, before it sees any program."""
+    """A bundle's runner that fails its self-test at its first use on this device, before it runs any program."""
 
     reason = "DEVICE_RUNNER_UNUSABLE"
 
@@ -125,7 +125,7 @@ class RunnerDoesNotWork(DeviceError):
 
 
 class TransferTimedOut(DeviceError):
-    """The attempt's time was over while artifacts were still under way."""
+    """An attempt whose time ran out while artifacts were still being transferred."""
 
     reason = "TRANSFER_TIMED_OUT"
     kind = Kind.DEADLINE_EXCEEDED
@@ -140,7 +140,7 @@ class TransferTimedOut(DeviceError):
 
 
 class NotReached(UserError):
-    """The attempt's time was over before this candidate's turn."""
+    """An attempt whose time ran out before this candidate's turn."""
 
     reason = "ATTEMPT_TIMED_OUT"
     kind = Kind.DEADLINE_EXCEEDED
@@ -154,13 +154,13 @@ class NotReached(UserError):
 
 
 class NoRunner(FarmError):
-    """The server sent no runner that this device can start."""
+    """A run for which the server sent no runner that this device can start."""
 
     reason = "NO_RUNNER"
 
 
 class ProgramMismatch(FarmError):
-    """A program's manifest is not what its digest says."""
+    """A program's manifest that does not match its digest."""
 
     reason = "DIGEST_MISMATCH"
     kind = Kind.DATA_LOSS

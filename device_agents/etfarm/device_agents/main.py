@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _M_ARENA_MAX = -8
-"""Source: mallopt(3) and malloc.h."""
+"""The option that limits malloc's arenas. Source: mallopt(3) and malloc.h."""
 _SIZE = re.compile(r"(\d+)\s*([KMGT]i?)?B?\Z", re.IGNORECASE)
 
 
@@ -119,7 +119,7 @@ async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: 
     agent_id = folder.agent_id()
     config = dataclasses.replace(config, access=await enroll(config.access, config.data, agent_id, config.pauses()))
     outgoing = Outgoing()
-    # A process that was killed while it measured has left them changed.
+    # A process that was killed during a measurement has left the governors changed.
     Governors(config.data / KEPT_GOVERNORS, None).restore()
     cache = Cache(config.data / "cache", config.cache_limit_bytes)
     agent = Agent(config, folder, cache, outgoing)
@@ -151,7 +151,7 @@ async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: 
 
 
 async def _fleet(config: AgentConfig, agent: Agent, agent_id: str, cache: Cache) -> Fleet:
-    # Imported here: boards do not need it, and have little memory.
+    # Imported here, because boards do not need it and have little memory.
     from etfarm.device_agents.adb import AdbServer
     from etfarm.device_agents.daemon.phones.fleet import Fleet
 
@@ -196,7 +196,7 @@ def _device_id(config: AgentConfig, agent_id: str) -> str:
         machine_id = Path("/etc/machine-id").read_text(errors="replace").strip()
     except OSError:
         machine_id = ""
-    # $ETFARM_DATA may name another folder for every agent, so a folder that comes from there is not *the* default.
+    # Agents of any kind may get their folder from $ETFARM_DATA, so such a folder is not *the* default.
     is_default = not os.environ.get(DATA_VARIABLE) and config.data.resolve() == default_data_folder().resolve()
     return device_id(machine_id, agent_id, is_default_folder=is_default)
 
@@ -209,7 +209,7 @@ def _config(options: argparse.Namespace) -> AgentConfig:
     return AgentConfig(
         access=access,
         name=options.name or ("" if options.adb else "-".join([socket.gethostname(), *([emulator.cpu] if emulator else [])])),
-        # Beside that of the agent which serves this machine itself.
+        # Beside that of the agent that serves this machine itself.
         data=options.data or _default_folder(options, emulator),
         emulator=emulator,
         phones=PhoneOptions(
@@ -357,14 +357,14 @@ def _number(text: str) -> float:
         value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
-    # Neither NaN nor infinity.
+    # Refuse NaN and infinity.
     if not 0 <= value < 1e6:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1000000")
     return value
 
 
 def _share_one_heap() -> None:
-    """Let all threads share one heap: glibc would give each thread of gRPC one, a megabyte of a small board's memory."""
+    """Let all threads share one heap: glibc would give each gRPC thread its own, a megabyte of a small board's memory."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, 1)

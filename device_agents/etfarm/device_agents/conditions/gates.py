@@ -1,4 +1,4 @@
-"""Gates: what a device waits for before a measurement, so that it starts cool and idle. Bounded; skipped when unnecessary.
+"""Gates, which a device passes before a measurement so that it starts cool and idle. Bounded; skipped when unnecessary.
 
 A device without thermal zones or a readable load passes at once.
 """
@@ -24,37 +24,38 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GateLimits:
-    """Limits of what a measurement waits for, and how long."""
+    """Thresholds of the gates, and limits on how long they are awaited."""
 
     cool_below_c: float = 60.0
-    """Temperature of the hottest zone. A Raspberry Pi slows down from 80 on, other boards and phones from about there; what
-    starts 20 below has room to warm up in a run, and boards without a fan are below 60 when they idle. Phones want less:
-    their users wait for 37."""
+    """Temperature limit of the hottest zone in degrees Celsius. A Raspberry Pi slows down from 80 on, other boards and phones
+    from about there; a start 20 below leaves room to warm up in a run, and boards without a fan idle below 60. Phones need
+    a lower limit: users wait for 37."""
     cool_wait_s: float = 60.0
-    """The longest wait for it, which also ends where waiting does not help: see COOLING_WINDOW_S."""
+    """Longest wait for it in seconds; the wait also ends when it has no effect: see COOLING_WINDOW_S."""
     cool_down_s: float = 1.0
-    """Least pause between two measurements of a device that has thermal zones, whose sensors lag behind by about that."""
+    """Minimum pause in seconds between two measurements on a device with thermal zones, whose sensors lag by about that."""
     idle_below: float = 0.15
-    """Tasks that run or want to, per cpu, before the runner starts. On two cpus one busy process is 0.5, and an idle system with
-    this farm on it below 0.05. The load average is of no use here: it remembers a minute, thus the compilation just before."""
+    """Limit of running or runnable tasks per cpu, before the runner starts. On two cpus one busy process is 0.5, and an idle
+    system with this farm on it below 0.05. The load average is unsuitable: it covers a minute, and so includes the
+    preceding compilation."""
     idle_wait_s: float = 10.0
-    """The longest wait for it. What takes longer is no moment of housekeeping, and the verdict names it."""
+    """Longest wait for it in seconds. A longer load is not brief housekeeping, and the verdict names it."""
 
 
 COOLING_WINDOW_S: Final = 10.0
 COOLING_C: Final = 0.5
-"""A device that has not lost so much within COOLING_WINDOW_S is as cool as it gets here."""
+"""Minimum temperature drop within COOLING_WINDOW_S; a device that cools less is as cool as it gets here."""
 LOOKS: Final = 5
 LOOK_S: Final = 0.004
-"""Whether it is idle is the mean of LOOKS looks, so far apart: 16 ms that every measurement on an idle device pays, and as long
-as the time slices of several busy tasks."""
+"""Seconds between two readings of the load. The mean of LOOKS readings spans 16 ms, which every measurement on an idle device
+pays, and which is as long as the time slices of several busy tasks."""
 _AGAIN_S: Final = 0.1
 _COOL_AGAIN_S: Final = 0.5
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The readings that gates depend on; None is what a device does not have."""
+    """The readings that gates depend on; None if the device does not have them."""
 
     hottest_c: Callable[[], Awaitable[float | None]]
     runnable: Callable[[], Awaitable[int | None]]
@@ -78,16 +79,16 @@ class Surroundings:
 
 
 OnWait = Callable[[str, str], None]
-"""Takes the phase (WAIT_FOR_COOL, WAIT_FOR_IDLE) and a message that says what is waited for, whenever that changes."""
+"""Callback that takes the phase (WAIT_FOR_COOL, WAIT_FOR_IDLE) and a message with the awaited condition, whenever it changes."""
 
 
 class Gates:
     """The gates of one device.
 
     Args:
-        limits: what to wait for.
-        around: what to look at.
-        last: a file whose time is when the last measurement ended; it outlives this process.
+        limits: the thresholds and the longest waits.
+        around: the readings to use.
+        last: a file whose modification time is the end of the last measurement; it outlives this process.
     """
 
     def __init__(self, limits: GateLimits, around: Surroundings, last: Path) -> None:
@@ -108,7 +109,7 @@ class Gates:
         """Wait until the device is cool and idle, or the limits are reached; return the gates that had to wait.
 
         Args:
-            on_wait: takes what is waited for.
+            on_wait: takes the awaited condition.
             left_s: what is left of the attempt's time; waiting takes half of it at most, so that the program has the rest.
         """
         limits, each_s = self._limits, left_s / 6
@@ -126,7 +127,7 @@ class Gates:
         around, pause_s = self._around, self._limits.cool_down_s
         if not self._last.exists() or await around.hottest_c() is None:
             return None
-        # A clock that was set back must not make the pause longer than it is.
+        # If the clock was set back, the pause must not become longer than configured.
         left_s = min(pause_s, self._last.stat().st_mtime + pause_s - around.wall_s())
         if left_s <= 0:
             return None
@@ -143,7 +144,7 @@ class Gates:
             seen.append((waited_s, hottest))
             while waited_s - seen[0][0] > COOLING_WINDOW_S:
                 seen.popleft()
-            # A window that is not full yet says nothing about whether waiting helps.
+            # An incomplete window does not show whether waiting helps.
             hopeless = waited_s >= COOLING_WINDOW_S and max(degrees for _, degrees in seen) - hottest < COOLING_C
             if hopeless or waited_s >= self._limits.cool_wait_s:
                 break
@@ -160,7 +161,7 @@ class Gates:
                 break
             on_wait("WAIT_FOR_IDLE", f"{busy:.2f} tasks per cpu run, to be below {most:g}")
             await around.sleep(min(_AGAIN_S, self._limits.idle_wait_s - waited_s))
-        # Reading the load takes time as well, which is no waiting.
+        # Reading the load also takes time, which does not count as waiting.
         return self._gate_wait("IDLE", began_s + (LOOKS - 1) * LOOK_S, busy, most)
 
     async def _busy(self) -> float | None:

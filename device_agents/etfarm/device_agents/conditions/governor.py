@@ -1,8 +1,8 @@
 """The cpus' clock governors during a measurement: set if the agent may, and restored in any case.
 
 The previous governors are written into the agent's data folder before they are changed, so that an agent that was killed restores
-them at its next start. Several agents on one machine change a governor one at a time, or the last one would restore what another
-one had set: an agent that changes a governor holds a lock on its file, which ends with the process in any case.
+them at its next start. Several agents on one machine change a governor one at a time, or the last one would restore another one's
+setting: an agent that changes a governor holds a lock on its file, which ends with the process in any case.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from etfarm.wire.errors import UserError
 log = logging.getLogger(__name__)
 
 KEPT_GOVERNORS: Final = "governors.json"
-"""In the agent's data folder."""
+"""Name of the file in the agent's data folder."""
 _AVAILABLE: Final = "scaling_available_governors"
 _POLICIES: Final = "sys/devices/system/cpu/cpufreq"
 _GOVERNOR_FILE: Final = re.compile(rf"/{_POLICIES}/policy\d+/scaling_governor\Z")
@@ -33,18 +33,18 @@ _NAME: Final = re.compile(r"[\w-]{1,32}\Z")
 
 
 class GovernorUnknown(UserError):
-    """The kernel has no governor of the name."""
+    """A governor that the kernel does not offer."""
 
     reason = "GOVERNOR_UNKNOWN"
 
 
 class Governors:
-    """Sets cpufreq governors. A machine without any has nothing to set, and nothing is told of it.
+    """The cpufreq governors of this machine. Without any there is nothing to set or to report.
 
     Args:
-        kept: the file that holds what was found while it is changed.
-        wanted: the governor for measurements; None leaves them all as they are.
-        root: where /sys is.
+        kept: the file that holds the previous governors while they are changed.
+        wanted: the governor for measurements; None leaves all governors unchanged.
+        root: the folder that contains /sys.
     """
 
     def __init__(self, kept: Path, wanted: str | None, root: Path = Path("/")) -> None:
@@ -53,14 +53,14 @@ class Governors:
         self._root = root
 
     def check(self, cpus: Collection[int] | None = None) -> None:
-        """Whether any of these cpus, all of them when None, can have the wanted governor, as far as the kernel says.
+        """Check that any of these cpus (all of them if None) can have the wanted governor, as far as the kernel reports it.
 
         Raises:
-            GovernorUnknown: the kernel lists others only.
+            GovernorUnknown: the kernel lists only others.
         """
         offered: set[str] = set()
         for policy in self._policies():
-            with suppress(OSError, ValueError):  # it does not say
+            with suppress(OSError, ValueError):  # the kernel does not list them
                 if cpus is None or not _related_cpus(policy).isdisjoint(cpus):
                     offered.update((policy / _AVAILABLE).read_text().split())
         if self._wanted is not None and offered and self._wanted not in offered:
@@ -71,14 +71,14 @@ class Governors:
             )
 
     def restore(self) -> None:
-        """Puts back what an earlier process left changed; nothing where there is nothing to put back."""
-        if kept := self._left():
+        """Restore what an earlier process left changed, if anything."""
+        if kept := self._read_unrestored():
             with ExitStack() as locks:
                 mine = {path: governor for path, governor in kept.items() if self._is_mine(self._root / path[1:], locks)}
                 self._put_back(mine, {path: governor for path, governor in kept.items() if path not in mine})
 
-    def _left(self) -> dict[str, str]:
-        """What an earlier process found and did not put back: governors by file."""
+    def _read_unrestored(self) -> dict[str, str]:
+        """Return the governors that an earlier process did not restore, by file."""
         try:
             kept = json.loads(self._kept.read_text())
         except FileNotFoundError:
@@ -86,36 +86,36 @@ class Governors:
         except (OSError, ValueError) as error:
             log.warning("%s cannot be read, governors stay as they are: %s", self._kept, error)
             return {}
-        left = {}
+        unrestored = {}
         for path, governor in kept.items() if isinstance(kept, dict) else ():
-            # The file is ours, yet what is written as root into /sys is looked at twice.
+            # The agent itself wrote the file, but its content is validated since it is written to /sys as root.
             if _GOVERNOR_FILE.match(path) and isinstance(governor, str) and _NAME.match(governor):
-                left[path] = governor
+                unrestored[path] = governor
             else:
                 log.warning("%s has %r, which is no governor of a cpu", self._kept, path)
-        if not left:
+        if not unrestored:
             self._kept.unlink(missing_ok=True)
-        return left
+        return unrestored
 
     @contextmanager
     def held(self, cpus: Collection[int] | None = None) -> Iterator[list[report_pb2.DeviceSetting]]:
-        """The wanted governor for these cpus, all of them when None. Gives what was to be changed, whether or not it was."""
+        """Set the wanted governor for these cpus, all of them if None; yield the intended changes, applied or not."""
         settings: list[report_pb2.DeviceSetting] = []
         if self._wanted is None:
             yield settings
             return
-        # What another agent had when this one last looked.
+        # Restore first, since another agent may have held these governors at the last restore.
         self.restore()
-        previous, left = dict[str, str](), self._left()
+        previous, unrestored = dict[str, str](), self._read_unrestored()
         with ExitStack() as locks:
             try:
                 for policy in self._policies():
-                    if (setting := self._set(policy, cpus, previous, left, locks)) is not None:
+                    if (setting := self._set(policy, cpus, previous, unrestored, locks)) is not None:
                         settings.append(setting)
                 yield settings
             finally:
                 if previous:
-                    self._put_back(previous, left)
+                    self._put_back(previous, unrestored)
 
     def _policies(self) -> list[Path]:
         try:
@@ -125,15 +125,18 @@ class Governors:
             return []
 
     def _set(
-        self, policy: Path, cpus: Collection[int] | None, previous: dict[str, str], left: dict[str, str], locks: ExitStack
+        self, policy: Path, cpus: Collection[int] | None, previous: dict[str, str], unrestored: dict[str, str], locks: ExitStack
     ) -> report_pb2.DeviceSetting | None:
-        """Sets one policy, and adds what it had to `found`; None where there is nothing to change.
+        """Set one policy and add its former governor to `previous`; return None if there is nothing to change.
 
         Args:
-            left: what is to be put back later anyway.
-            locks: until what was found is put back.
+            policy: the policy's folder.
+            cpus: cpus of the measurement; None for all.
+            previous: receives the former governor, by file.
+            unrestored: governors to be restored later in any case.
+            locks: locks to hold until the former governor is restored.
         """
-        assert self._wanted is not None  # `held` looked
+        assert self._wanted is not None  # `held` has checked this
         file = policy / "scaling_governor"
         try:
             of_cpus = _related_cpus(policy)
@@ -146,9 +149,9 @@ class Governors:
             name="governor", cpus=format_cpu_list(of_cpus), found=governor, wanted=self._wanted
         )  # fmt: skip
         is_writable = os.access(file, os.W_OK)
-        # Who may not change it must not hold it against others.
+        # An agent that may not change the governor must not lock it against others.
         if is_writable and not self._is_mine(file, locks):
-            # Also where it is the wanted one: it will be another as soon as that agent is done.
+            # Even if it is already the wanted one: it changes as soon as the other agent is done.
             setting.why = "another agent of this machine has set it for a measurement of its own"
             return setting
         if governor == self._wanted:
@@ -162,8 +165,8 @@ class Governors:
                 setting.why = "the agent may not write it"
                 return setting
             key = f"/{file.relative_to(self._root)}"
-            # First what was found, then the change: a process that is killed in between has lost nothing.
-            self._keep(left | previous | {key: governor})
+            # Save the former governor before the change, so that a killed process loses nothing.
+            self._keep(unrestored | previous | {key: governor})
             previous[key] = governor
             file.write_text(self._wanted)
             setting.applied = file.read_text().strip() == self._wanted
@@ -174,7 +177,7 @@ class Governors:
         return setting
 
     def _is_mine(self, file: Path, locks: ExitStack) -> bool:
-        """Whether no other agent has the governor of this file; then none gets it before `locks` are let go."""
+        """Return whether no other agent holds this file's governor, and lock it until `locks` are released."""
         try:
             opened = locks.enter_context(file.open())
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -187,16 +190,18 @@ class Governors:
     def _keep(self, governors: Mapping[str, str]) -> None:
         write_atomically(self._kept, json.dumps(dict(governors)).encode(), durable=True)
 
-    def _put_back(self, governors: Mapping[str, str], left: Mapping[str, str]) -> None:
-        """Writes them back, and keeps what is left for later. What fails is logged and not tried again: others may have set
-        something since."""
+    def _put_back(self, governors: Mapping[str, str], unrestored: Mapping[str, str]) -> None:
+        """Restore the governors, and keep those in `unrestored` for later.
+
+        Failures are logged and not retried: another program may have changed the setting since.
+        """
         for path, governor in governors.items():
             try:
                 (self._root / path[1:]).write_text(governor)
             except OSError as error:
                 log.warning("the governor %s cannot be put back in %s: %s", governor, path, error)
-        if left:
-            self._keep(left)
+        if unrestored:
+            self._keep(unrestored)
         else:
             self._kept.unlink(missing_ok=True)
 

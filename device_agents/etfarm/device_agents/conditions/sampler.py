@@ -1,10 +1,10 @@
-"""The sampler: what the device does during a timed pass, read from a thread of the agent.
+"""The sampler: records the device's state during a timed pass, from a thread of the agent.
 
-The runner is a process of its own, so the thread shares nothing with it but the machine. Where the runner is bound to some
-cpus and there are others, the thread keeps to the others. Cost, measured on a virtual machine with two cpus and without
-sensors: 0.07 ms of CPU time a point with warm caches and 0.4 ms when woken on a busy machine, thus at most 0.2 % of one cpu at
-five points a second; a file under /sys costs 10 to 20 us more, and a sensor behind a slow bus waits instead of computing.
-`Sampled.cpu_ns` is the cost of each pass.
+The runner is a separate process, so the thread shares only the machine with it. If the runner is bound to some cpus and there are
+others, the thread keeps to the others. Cost, measured on a virtual machine with two cpus and without sensors: 0.07 ms of CPU time
+per point with warm caches and 0.4 ms when woken on a busy machine, thus at most 0.2 % of one cpu at five points a second; a file
+under /sys costs 10 to 20 us more, and a sensor behind a slow bus waits instead of computing. `Sampled.cpu_ns` is the cost of each
+pass.
 """
 
 from __future__ import annotations
@@ -24,39 +24,40 @@ from etfarm.device_agents.device import readings
 from etfarm.v1 import report_pb2
 
 MAX_POINTS: Final = 120
-"""Enough for a curve. A pass that is longer has every second one dropped, as often as it takes, and the rest further apart."""
+"""Maximum number of points, enough for a curve. In a longer pass every second point is dropped, repeatedly if necessary, and
+the interval doubles."""
 FIRST_INTERVAL_S: Final = 0.2
-"""Five points in the shortest usual pass, a second."""
+"""The first interval: five points in the shortest usual pass, one second."""
 LONGEST_READING_S: Final = 5.0
-"""Sensors behind a slow bus answer within a tenth of a second; one that does not is given up, and everything with it."""
+"""Longest time for a reading. Sensors behind a slow bus answer within 0.1 s; if one does not, all samples are given up."""
 _CPUS_READ: Final = 4
-"""Cpus of a cluster whose clock a point has: all of them share it on phones and boards, and a PC may have a hundred."""
+"""Number of cpus per cluster whose clock is read: on phones and boards all of them share it, and a PC may have a hundred."""
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What was seen."""
+    """The samples of one pass."""
 
     before: report_pb2.SystemReading
     after: report_pb2.SystemReading
     series: list[report_pb2.TelemetryPoint]
     cpu_ns: int
-    """CPU time of the thread."""
+    """CPU time of the sampling thread."""
 
 
 class Watch(Protocol):
-    """Sees what the device does beside one pass."""
+    """An observer of the device during one pass."""
 
     def begin(self) -> None:
-        """The pass begins now. Returns at once."""
+        """Begin the pass; return at once."""
 
     async def seen(self) -> Sampled | None:
-        """The pass is over: everything about it; None where nothing was seen."""
+        """End the pass and return the samples; None if there are none."""
 
 
 @dataclass
 class _Points:
-    """The series, at most MAX_POINTS, and how far apart they are."""
+    """The time series, at most MAX_POINTS long, and its interval."""
 
     interval_s: float
     taken: list[report_pb2.TelemetryPoint] = field(default_factory=list)
@@ -64,19 +65,20 @@ class _Points:
     def add(self, point: report_pb2.TelemetryPoint) -> None:
         self.taken.append(point)
         if len(self.taken) >= MAX_POINTS:
-            # Shares are since the point before: what is dropped is not in those that stay, which are samples all the same.
+            # Shares refer to the preceding point; those of dropped points are lost, and the remaining ones are still valid
+            # samples.
             self.taken = self.taken[1::2]
             self.interval_s *= 2
 
 
 class Sampler:
-    """Watches one pass: `with Sampler(...) as sampler: sampler.begin(); ...; sampled = sampler.end()`.
+    """A sampler of one pass: `with Sampler(...) as sampler: sampler.begin(); ...; sampled = sampler.end()`.
 
     Args:
         clusters: logical cpus of each kind, in the order of the device's clusters.
-        busy: cpus that the runner is bound to; None where it may run on all.
-        interval_s: between two points, at first.
-        root: where /proc and /sys are.
+        busy: cpus that the runner is bound to; None if it may run on all.
+        interval_s: seconds between two points at first.
+        root: the folder that contains /proc and /sys.
     """
 
     def __init__(
@@ -107,15 +109,15 @@ class Sampler:
 
     @property
     def begun(self) -> bool:
-        """Whether it watches, or did."""
+        """Whether sampling has begun."""
         return self._thread.ident is not None
 
     def begin(self) -> None:
-        """The pass begins now. Returns at once."""
+        """Begin the pass; return at once."""
         self._thread.start()
 
     def end(self, wait_s: float = LONGEST_READING_S) -> Sampled | None:
-        """The pass is over: everything about it, after milliseconds; None where nothing was seen, or a sensor hangs."""
+        """End the pass; return the samples within milliseconds, or None if there are none or a sensor hangs."""
         if not self.begun:
             return None
         self._stop.set()
@@ -123,7 +125,7 @@ class Sampler:
         return self._sampled
 
     async def seen(self) -> Sampled | None:
-        """See `Watch.seen`."""
+        """End the pass; see `Watch.seen`."""
         return await asyncio.to_thread(self.end)
 
     def _watch(self) -> None:
@@ -146,7 +148,7 @@ class Sampler:
 
 @asynccontextmanager
 async def watched(make: Callable[[], Sampler]) -> AsyncIterator[Sampler]:
-    """A sampler as a `Watch`. Made in a thread, since it needs some milliseconds to find the machine's sensors."""
+    """Provide a sampler as a `Watch`. It is created in a thread, since finding the machine's sensors takes milliseconds."""
     with await asyncio.to_thread(make) as sampler:
         yield sampler
 
@@ -154,7 +156,7 @@ async def watched(make: Callable[[], Sampler]) -> AsyncIterator[Sampler]:
 def point(
     facts: readings.Facts, earlier: readings.Facts, at_ms: float, earlier_ms: float, clusters: Sequence[Sequence[int]]
 ) -> report_pb2.TelemetryPoint:
-    """A point of the series, of facts and those of the point before. No I/O."""
+    """Return a point of the series, from the facts of this point and of the preceding one. No I/O."""
     sample = report_pb2.TelemetryPoint(elapsed_ms=at_ms)
     fastest = [
         max((hz for cpu in cpus if (hz := readings.frequency_hz(facts, cpu)) is not None), default=None) for cpus in clusters
@@ -179,7 +181,7 @@ def point(
 
 
 def _keep_off(busy: frozenset[int]) -> None:
-    """Binds the calling thread to the other cpus, where there are some and the system lets it."""
+    """Bind the calling thread to the other cpus, if there are any and the system permits it."""
     try:
         if busy and (others := os.sched_getaffinity(0) - busy):
             os.sched_setaffinity(0, others)

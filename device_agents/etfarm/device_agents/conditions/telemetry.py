@@ -1,4 +1,4 @@
-"""Telemetry of this machine for heartbeats and results. What it does not have stays unset; 0 is a value that was read."""
+"""Telemetry of this machine for heartbeats and results. Missing values stay unset; 0 is a value that was read."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from etfarm.v1 import device_pb2, report_pb2
 
 
 class Telemetry:
-    """Reads this machine's state.
+    """A reader of this machine's state.
 
     Args:
-        folder: the agent's data folder, whose disk's free space is told.
+        folder: the agent's data folder, whose disk's free space is reported.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._process = psutil.Process()
-        # psutil answers the share since the call before; the first one has no before.
+        # psutil returns the share since the preceding call; the first call only sets the start.
         psutil.cpu_percent()
 
     def read(self, *, light: bool = False) -> device_pb2.DeviceTelemetry:
-        """The state now.
+        """Return the current state.
 
         Args:
-            light: only what costs a few small reads in /proc, for while a timed pass runs on the same cpus.
+            light: read only a few small files in /proc, because a timed pass runs on the same cpus.
         """
         state = device_pb2.DeviceTelemetry()
         state.at.GetCurrentTime()
@@ -52,7 +52,7 @@ class Telemetry:
 
 
 def run_telemetry(measured: Measured, sampled: Sampled | None = None) -> report_pb2.RunTelemetry:
-    """The counters of the timed pass and what was seen beside it; what the kernel does not tell stays unset."""
+    """Return the counters and samples of the timed pass; what the kernel does not report stays unset."""
     telemetry = report_pb2.RunTelemetry(
         cpu_time_ns=measured.cpu_ns,
         wall_time_ns=measured.wall_ns,
@@ -77,7 +77,7 @@ def _hottest_c() -> float | None:
         sensors = [sensor for chip in psutil.sensors_temperatures().values() for sensor in chip]
     except OSError:
         return None
-    # Some drivers give 0 for a sensor that is not connected.
+    # Some drivers report 0 for a sensor that is not connected.
     return max((sensor.current for sensor in sensors if sensor.current), default=None)
 
 
@@ -93,7 +93,7 @@ def _read_battery(state: device_pb2.DeviceTelemetry) -> None:
     try:
         battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     except OSError:
-        # psutil lists a folder that not every /sys has.
+        # psutil lists a folder that may be missing in /sys.
         return
     if battery is None:
         return

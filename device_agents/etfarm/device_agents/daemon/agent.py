@@ -58,7 +58,7 @@ class Agent:
         self._send = send
         self._targets: dict[str, Target] = {}
         self._problems: dict[str, device_pb2.Device] = {}
-        """Devices that cannot take runs, by id."""
+        """Devices that are present but cannot take runs, by id."""
         self._attempts: dict[str, Attempt | ServedSession] = {}
         """Running attempts, by device."""
         self._places: dict[str, str] = {}
@@ -135,7 +135,7 @@ class Agent:
             return
         log.info("attempt %s begins", attempt_id)
         folder = self._runs / hashlib.sha256(attempt_id.encode()).hexdigest()[:32]
-        # An attempt that was cancelled just now needs a moment to end; the server need not know.
+        # A cancelled attempt needs a moment to end, which the server need not know.
         ending = None if former is None else self._tasks.get(former.start.attempt_id)
         attempt = _attempt_class(start)(self._config, target, self._cache, folder, start, self._progress)
         self._attempts[start.device_id] = attempt
@@ -171,7 +171,7 @@ class Agent:
         attempt, gone = self._attempts.get(device_id), DeviceGone(target.device.name, reason)
         running = "" if attempt is None else attempt.start.attempt_id
         if attempt is not None and not attempt.needs_target:
-            # The server must place nothing there while the rest of it is sent.
+            # The server must not place a run there while the rest is being sent.
             leaving = device_pb2.Device(problem=to_proto(gone))
             leaving.MergeFrom(target.device)
             self._problems[device_id] = leaving
@@ -201,7 +201,7 @@ class Agent:
             if error is None or self._closing:
                 raise
             task = asyncio.current_task()
-            assert task is not None  # this is one
+            assert task is not None  # this method runs in a task
             task.uncancel()
             result = failed_result(start, error)
         except EtfarmError as raised:
@@ -216,7 +216,7 @@ class Agent:
             if self._attempts.get(start.device_id) is attempt:
                 del self._attempts[start.device_id]
         if _is_device_fault(result) and not await attempt.target.answers():
-            # First, or the farm would place the run on it again.
+            # Announce this first, or the farm would place the run on the device again.
             await self.detach(start.device_id, "it does not answer")
         await self._finish(result)
 

@@ -156,7 +156,7 @@ class ServerConnection:
             finally:
                 self._outgoing.close()
                 call.cancel()
-                # gRPC's task that takes the messages would wait for the next one forever.
+                # Otherwise gRPC's task that takes the messages would wait for the next one forever.
                 queue.put_nowait(None)
                 tasks = [reader, stopped, *connection.tasks]
                 for task in tasks:

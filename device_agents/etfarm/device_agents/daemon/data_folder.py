@@ -29,7 +29,7 @@ class DataFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             # Other users, runners above all, must not read results, the cache or the agent's identity.
-            with contextlib.suppress(PermissionError):  # another user's folder that this agent may write
+            with contextlib.suppress(PermissionError):  # the folder belongs to another user, but this agent may write to it
                 path.chmod(0o700)
             self._lock: IO[str] = (path / "lock").open("a+")
         except OSError as error:

@@ -29,7 +29,7 @@ TOKEN_FILE: Final = "token"
 
 
 async def enroll(access: Access, folder: Path, agent_id: str, pauses: Iterable[float]) -> Access:
-    """Return the access with the agent's own token: that of an earlier enrolment, or one exchanged for an enrolment token.
+    """Return the access with the agent's own token: kept from an earlier enrolment, or obtained for an enrolment token.
 
     A token that is not for enrolment is used as it is. Without a token, that of an earlier enrolment at the same server is used.
 

@@ -1,4 +1,4 @@
-"""What this machine runs programs with where the farm sends nothing: ExecuTorch's Python binding, asked once and remembered."""
+"""This machine's own runner, used if the farm sends none: ExecuTorch's Python binding, queried once and remembered."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from etfarm.wire.errors import EtfarmError
 log = logging.getLogger(__name__)
 
 REMEMBERED: Final = "own-runners.json"
-"""The file in the agent's data folder."""
+"""Name of the file in the agent's data folder."""
 WORKING_BACKENDS: Final = frozenset({"XnnpackBackend"})
-"""Those that are whole in ExecuTorch's wheel. It registers others as available (QnnBackend), whose libraries or hardware are
-missed only when a program is loaded."""
+"""Backends that ExecuTorch's wheel contains completely. It reports others as available (QnnBackend), but their missing
+libraries or hardware show only when a program is loaded."""
 
 _ANSWER_S: Final = 30.0
-"""How long the binding may take to answer. Importing torch takes a second on a PC, and several on a board."""
+"""Seconds within which the binding must answer. Importing torch takes a second on a PC, and several on a board."""
 
 
 async def own_runners(folder: Path) -> list[device_pb2.DeviceRunner]:
-    """The binding, if it is installed and works; what does not work is logged.
+    """Return the binding, if it is installed and works; failures are logged.
 
     Args:
-        folder: the agent's data folder. What was answered there before holds as long as the versions are the same.
+        folder: the agent's data folder. An earlier answer kept there is valid as long as the versions are the same.
     """
     versions = _versions()
     if versions is None or not PythonRunner.available():
@@ -66,7 +66,7 @@ async def own_runners(folder: Path) -> list[device_pb2.DeviceRunner]:
 
 
 def _remembered(path: Path, versions: Mapping[str, str]) -> list[device_pb2.DeviceRunner] | None:
-    """What `own_runners` wrote; None where there is nothing, or it is of other versions."""
+    """Return what `own_runners` kept; None if there is nothing, or it belongs to other versions."""
     try:
         kept: Any = json.loads(path.read_text())
         if kept["versions"] != versions:
@@ -80,7 +80,7 @@ def _remembered(path: Path, versions: Mapping[str, str]) -> list[device_pb2.Devi
 
 
 def _versions() -> dict[str, str] | None:
-    """What an answer depends on; None where the binding is not installed."""
+    """Return the versions that an answer depends on; None if the binding is not installed."""
     try:
         packages = {name: version(name) for name in ("torch", "executorch", "etfarm")}
     except PackageNotFoundError:

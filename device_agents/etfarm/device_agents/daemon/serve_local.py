@@ -1,7 +1,7 @@
-"""Sessions on this machine with no farm, served on a socket: `python -m etfarm.device_agents.daemon.serve_local FOLDER`.
+"""Sessions on this machine without a farm, served on a socket: `python -m etfarm.device_agents.daemon.serve_local FOLDER`.
 
-Started by the client's LocalSession, whose end of stdin it ends with. Tensors and programs come by ArtifactService, as
-they do on a farm; they are files of FOLDER, which is deleted at the end: a caller that was killed cannot.
+Started by the client's LocalSession, whose end of stdin also ends this process. Tensors and programs are transferred with
+ArtifactService, as on a farm; they are files in FOLDER, which this process deletes at the end, since a killed caller cannot.
 """
 
 from __future__ import annotations
@@ -47,59 +47,59 @@ from etfarm.wire.sessions import SessionNotFound
 from etfarm.wire.status import to_proto, to_status
 
 _GRACE_S: Final = 2.0
-"""For calls to end by themselves: the caller took them back before it let go of stdin. Calls that the server cuts at once make
-gRPC complain in the caller's own process, on its stderr."""
+"""Seconds for calls to end by themselves: the caller has cancelled them before it closes stdin. For calls that the server cuts
+at once, gRPC would complain on the caller's stderr."""
 _KEPT_BYTES: Final = 2 << 30
-"""Of tensors that have been on their way; the longest unused go."""
+"""Size limit of transferred tensors in bytes; above it the least recently used are deleted."""
 
 
 class ArtifactUnknown(UserError):
-    """Nothing was sent here under a digest."""
+    """A digest for which nothing was uploaded here."""
 
     reason = "ARTIFACT_MISSING"
     kind = Kind.FAILED_PRECONDITION
 
 
 class ArtifactDamaged(DeviceError):
-    """What was sent has another digest than was said."""
+    """An upload with another digest than announced."""
 
     reason = "DIGEST_MISMATCH"
     kind = Kind.DATA_LOSS
 
 
 class RunnerUnbuilt(FarmError):
-    """There is no runner for this machine, and none can be built."""
+    """A missing runner for this machine that cannot be built."""
 
     reason = "BUNDLE_BUILD_FAILED"
 
 
 class LocalArtifacts(artifact_pb2_grpc.ArtifactServiceServicer):
-    """What sessions of this process need of ArtifactService: whole files by digest, in one folder."""
+    """The part of ArtifactService that sessions of this process need: whole files by digest, in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir()
         self._sizes: dict[str, int] = {}
         self.held: set[str] = set()
-        """What programs are made of: never deleted."""
+        """Digests of the program's files, which are never deleted."""
 
     def path(self, artifact: common_pb2.Artifact) -> Path:
-        """The file of an artifact.
+        """Return the file of an artifact.
 
         Raises:
-            ArtifactUnknown: it was not sent.
+            ArtifactUnknown: it was not uploaded.
         """
         if artifact.digest not in self._sizes:
             raise ArtifactUnknown(f"Artifact {artifact.digest[:12]!r} was not sent.", "Upload it first.", digest=artifact.digest)
-        self._sizes[artifact.digest] = self._sizes.pop(artifact.digest)  # used now
+        self._sizes[artifact.digest] = self._sizes.pop(artifact.digest)  # mark as most recently used
         return self._folder / artifact.digest
 
     async def fetch(self, artifact: common_pb2.Artifact) -> bytes:
-        """An artifact's bytes."""
+        """Return an artifact's bytes."""
         return await asyncio.to_thread(self.path(artifact).read_bytes)
 
     async def keep(self, data: bytes) -> common_pb2.Artifact:
-        """`data` as an artifact."""
+        """Store `data` as an artifact and return it."""
         artifact = chunks.artifact_of(data)
         await asyncio.to_thread((self._folder / artifact.digest).write_bytes, data)
         self._took(artifact.digest, len(data))
@@ -152,7 +152,7 @@ class LocalArtifacts(artifact_pb2_grpc.ArtifactServiceServicer):
 
 
 class LocalSessions(session_pb2_grpc.SessionServiceServicer):
-    """See session.proto; the device is this machine, and nobody waits in line for it."""
+    """The service of session.proto on this machine, without a queue for the device."""
 
     def __init__(self, config: AgentConfig, artifacts: LocalArtifacts) -> None:
         self._config = config
@@ -180,11 +180,11 @@ class LocalSessions(session_pb2_grpc.SessionServiceServicer):
         if session is None or session.program is None:
             await _refuse(context, SessionNotFound(f"There is no session {request.session_id!r}.", "Open another."))
         working = asyncio.ensure_future(session.answer(request.task))
-        # A caller that goes away must not stop the runner in the middle of a command.
+        # A caller that disconnects must not stop the runner in the middle of a command.
         return session_pb2.CallResponse(call_id=request.call_id, answer=await asyncio.shield(working))
 
     async def _lead(self, session: _LocalSession, request: session_pb2.OpenSessionRequest, folder: Path) -> None:
-        """A session's way to its end; the last event says why it ended, unless the caller left."""
+        """Run a session to its end; the last event states why it ended, unless the caller left."""
         try:
             error = await self._serve(session, request, folder)
         except EtfarmError as raised:
@@ -237,7 +237,7 @@ class _LocalSession:
         self.events.put_nowait(event)
 
     async def answer(self, task: session_pb2.SessionTask) -> session_pb2.SessionAnswer:
-        """One call's answer, in its turn."""
+        """Return the answer to one call, in its turn."""
         assert self.program is not None
         async with self._turn:
             answer, end = await self.program.answer(task)
@@ -247,7 +247,7 @@ class _LocalSession:
 
 
 async def local_bundle() -> Bundle:
-    """The runner of this machine, built when there is none of these sources and this ExecuTorch.
+    """Return this machine's runner, which is built unless there is one of these sources and this ExecuTorch.
 
     Raises:
         RunnerUnbuilt: it cannot be built.
@@ -266,7 +266,7 @@ async def local_bundle() -> Bundle:
 
 
 async def _build(archive: Path) -> None:
-    """Builds in a process of its own, which ends with this one."""
+    """Build in a separate process, which ends with this one."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "etfarm.wire.command", "bundle", "build", "--exit-with-stdin", "-o", str(archive),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
@@ -286,7 +286,7 @@ def _device() -> device_pb2.Device:
 
 
 def _in_use(device: device_pb2.Device, kind: str, hello: Hello) -> device_pb2.Device:
-    """The device as a farm would tell of it while it serves this session."""
+    """Return the device as a farm would describe it while it serves this session."""
     description = device_pb2.Device(
         state=device_pb2.DEVICE_STATE_BUSY,
         runner=kind,
@@ -304,12 +304,12 @@ async def _refuse(context: Any, error: EtfarmError) -> NoReturn:
 
 
 async def serve(folder: Path) -> None:
-    """Serves until stdin ends, and deletes the folder."""
+    """Serve until stdin ends, then delete the folder."""
     stop = asyncio.Event()
     at_end_of_stdin(stop.set)
     address = f"unix:{folder / 's'}"
     config = AgentConfig(access=Access(address), name=socket.gethostname(), data=folder)
-    # What it does not have answers UNIMPLEMENTED: nobody here asks for it.
+    # Other methods answer UNIMPLEMENTED, and are never called here.
     artifacts = LocalArtifacts(folder / "artifacts")  # type: ignore[abstract]
     server = grpc.aio.server(options=SERVER_OPTIONS)
     artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(artifacts, server)
@@ -321,7 +321,7 @@ async def serve(folder: Path) -> None:
         await stop.wait()
         await server.stop(_GRACE_S)
     finally:
-        # The caller does that too, unless it was killed.
+        # The caller deletes it too, unless it was killed.
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""`etfarm agent ... --print-unit`: the systemd unit that runs the same command, so that a board is served from its start on."""
+"""The systemd unit of `etfarm agent ... --print-unit`, which runs the same command from the board's start on."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from etfarm.wire.names import DATA_VARIABLE, SERVER_VARIABLE, TLS_CA_VARIABLE, T
 
 UNIT_NAME: Final = "etfarm-agent"
 TOKEN_FILE: Final = "/etc/etfarm/agent.env"
-"""Only root may read it, and systemd does: the token is in no unit, no command line and no file of the agent's."""
+"""File with the token, which only root, and thus systemd, can read; the token is in no unit, command line or file of the agent.
+"""
 _STATE: Final = "etfarm"
-"""Below /var/lib, which stands for root's data folder: the agent's own default is then /var/lib/etfarm/agent."""
+"""Folder below /var/lib that serves as root's data folder: the agent's own default is then /var/lib/etfarm/agent."""
 _LEFT_OUT: Final = (("--print-unit", "--p"), ("--exit-with-stdin", "--ex"))
-"""Options that are not the service's, and the shortest that argparse takes for them."""
+"""Options that do not belong to the service, each with the shortest abbreviation that argparse accepts."""
 _VARIABLES: Final = (
     SERVER_VARIABLE, TLS_CA_VARIABLE, DATA_VARIABLE, "ADB_SERVER_SOCKET", "ANDROID_ADB_SERVER_ADDRESS", "ANDROID_ADB_SERVER_PORT",
 )  # fmt: skip
-"""What the command may have been told by its environment, but for the token."""
+"""Environment variables that the command reads, except for the token."""
 _OF_JAIL: Final = "CAP_SETUID CAP_SETGID CAP_SETPCAP CAP_CHOWN CAP_KILL"
-"""Capabilities with which the agent gives each program a user of its own with fewer rights, and ends it."""
+"""Capabilities with which the agent gives each program its own user with fewer rights, and ends it."""
 _PLAIN: Final = re.compile(r"[\w@+=:,./\[\]-]+", re.ASCII)
 _ESCAPES: Final = {"\\": r"\\", '"': r"\"", "\n": r"\n", "\t": r"\t", "%": "%%"}
 
@@ -85,24 +86,25 @@ def unit(
     phones: bool = False,
     folder: Path | None = None,
 ) -> str:
-    """The unit's text. No I/O.
+    """Return the unit's text. No I/O.
 
     Args:
-        arguments: of `etfarm agent`, as they were given.
-        program: the absolute path of the program that takes them, and what stands before them.
-        environment: the command's; what an agent reads of it is kept, but not the token, which comes from TOKEN_FILE.
+        arguments: the arguments of `etfarm agent` as the user typed them.
+        program: the absolute path of the program that takes them, and what precedes them.
+        environment: the command's environment; the variables that an agent reads are kept, except for the token, which comes from
+            TOKEN_FILE.
         own_data: whether the data folder is the user's choice, and not the default.
-        phones: whether it serves phones, for which an adb server that it starts keeps its keys in root's home.
-        folder: what relative paths among the arguments are relative to; None where there are none.
+        phones: whether the agent serves phones; an adb server that it starts keeps its keys in root's home.
+        folder: the base of relative paths among the arguments; None if there are none.
 
     Raises:
-        UserError: an argument is no text, which a unit cannot hold.
+        UserError: an argument is not valid text, which a unit cannot hold.
     """
     kept = [argument for argument in arguments if not _is_left_out(argument)]
     variables = {name: environment[name] for name in _VARIABLES if environment and environment.get(name)}
     settings = [f"Environment={_quoted(f'{name}={value}')}" for name, value in variables.items()]
     if folder is not None:
-        # Taken as it is, without quotes.
+        # Taken literally, without quotes.
         settings.append("WorkingDirectory=" + str(folder).replace("%", "%%"))
     if not own_data:
         settings += [f"StateDirectory={_STATE}", "StateDirectoryMode=0700", "Environment=XDG_DATA_HOME=%S"]
@@ -110,7 +112,7 @@ def unit(
         # adb's keys may be anywhere, and programs run elsewhere.
         protection = ["CapabilityBoundingSet=CAP_DAC_READ_SEARCH CAP_DAC_OVERRIDE", "ProtectSystem=full"]
     elif own_data:
-        # What is written may be anywhere, and anybody's.
+        # The written files may be anywhere and belong to any user.
         protection = [f"CapabilityBoundingSet=CAP_DAC_READ_SEARCH CAP_DAC_OVERRIDE {_OF_JAIL}", "ProtectSystem=full"]
     else:
         protection = [f"CapabilityBoundingSet=CAP_DAC_READ_SEARCH {_OF_JAIL}", "ProtectSystem=strict", "ProtectHome=read-only"]
@@ -126,11 +128,11 @@ def unit(
 
 
 def unit_of_this(arguments: Sequence[str], options: Mapping[str, object]) -> str:
-    """The unit that runs what was started here: this program, these arguments, this environment.
+    """Return the unit for the current command: this program, these arguments, this environment.
 
     Args:
-        arguments: of `etfarm agent`.
-        options: what they were read as; relative paths among them are of the working folder, and `data` is the data folder.
+        arguments: the arguments of `etfarm agent`.
+        options: the parsed arguments; relative paths among them refer to the working folder, and `data` is the data folder.
     """
     script = Path(sys.executable).with_name("etfarm")
     return unit(
@@ -148,7 +150,7 @@ def _is_left_out(argument: str) -> bool:
 
 
 def _quoted(text: str) -> str:
-    """One word of a setting. Dollar signs need nothing: ExecStart's colon makes them plain. Source: systemd.syntax(7)."""
+    """Return one word of a setting. Dollar signs need no escape: ExecStart's colon disables them. Source: systemd.syntax(7)."""
     try:
         text.encode()
     except UnicodeEncodeError:

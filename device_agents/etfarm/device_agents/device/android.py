@@ -1,6 +1,6 @@
-"""What a phone is asked for beside the kernel's files, and what its answers mean: properties, and dumps of its services.
+"""Facts of a phone beyond the kernel's files, and their parsers: properties, and dumps of its services.
 
-Each is a fact under the name of its command, as `shell_facts.split` returns it. Pure functions; no text breaks them.
+Each is a fact under the name of its command, as `shell_facts.split` returns it. Pure functions that accept any text.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ INVENTORY_COMMANDS: Final[Mapping[str, str]] = {
     "uname -m": "uname -m",
     "uname -r": "uname -r",
     "getconf PAGESIZE": "getconf PAGESIZE",
-    # Where there is no getconf, as in Android 9 and before.
+    # A fallback for phones without getconf, as in Android 9 and before.
     SMAPS: "grep -m 1 KernelPageSize /proc/self/smaps",
     GETPROP: f"getprop | grep -E '{_KEPT_PROPERTIES}'",
     BATTERY: "dumpsys battery | head -n 40",
     THERMAL: "dumpsys thermalservice | head -n 400",
 }
-"""By the names of their facts. Some makers append logs of a hundred kilobytes to a dump."""
+"""Commands by the names of their facts. Output is limited, since some makers append logs of a hundred kilobytes to a dump."""
 READING_COMMANDS: Final[Mapping[str, str]] = {
     BATTERY: INVENTORY_COMMANDS[BATTERY],
     THERMAL: INVENTORY_COMMANDS[THERMAL],
@@ -45,39 +45,41 @@ _PROPERTY: Final = re.compile(r"^\[([^\]\n]+)\]: \[([^\n]*)\][ \t\r]*$", re.MULT
 _ABIS: Final = {
     "arm64-v8a": "aarch64", "x86_64": "x86_64", "riscv64": "riscv64", "armeabi-v7a": "armv7l", "armeabi": "armv7l", "x86": "i686",
 }  # fmt: skip
-"""What a phone's programs may be built for, as its maker orders it: what is translated from another stands behind."""
+"""Architectures by ABI name. The maker lists a phone's ABIs in order of preference; translated ones come last."""
 _MAKERS: Final = {"QTI": "Qualcomm", "QCOM": "Qualcomm", "Mediatek": "MediaTek"}
 _UNNAMED: Final = re.compile(r"generic|dummy|unknown|default|placeholder", re.IGNORECASE)
 _TEMPERATURE: Final = re.compile(r"Temperature\{mValue=([-+.\dEe]{1,24}), mType=(-?\d{1,4}), mName=([^,}\n]{1,80})")
 _NO_TEMPERATURES: Final = (-1, 6, 7, 8)
-"""Types of the thermal HAL: of no known kind (differences of sensors, say); a battery's voltage, current and share."""
+"""Sensor types of the thermal HAL without a temperature: unknown (for example differences of sensors), and a battery's
+voltage, current and share."""
 _CHARGING, _DISCHARGING, _NOT_CHARGING, _FULL = "2", "3", "4", "5"
 
 
 def properties(facts: Facts) -> dict[str, str]:
-    """System properties: of the listing, and those that were asked for alone (`getprop KEY`). Empty ones are left out."""
+    """Return the system properties, from the listing and from single queries (`getprop KEY`); empty ones are left out."""
     values = dict(_PROPERTY.findall(facts.get(GETPROP, "")))
     values |= {name.removeprefix("getprop "): text for name, text in facts.items() if name.startswith("getprop ")}
     return {name: text.strip() for name, text in values.items() if text.strip()}
 
 
 def arch(properties: Mapping[str, str]) -> str:
-    """What programs have to be built for, as `uname -m` would say it; empty where nothing tells.
+    """Return the architecture of the phone's programs in the terms of `uname -m`; empty if unknown.
 
-    A 64-bit kernel may have programs of 32 bits only.
+    A 64-bit kernel may run only 32-bit programs.
     """
     abis = properties.get("ro.product.cpu.abilist") or properties.get("ro.product.cpu.abi", "")
     return next((_ABIS[abi] for abi in map(str.strip, abis.split(",")) if abi in _ABIS), "")
 
 
 def soc(properties: Mapping[str, str], hardware: str) -> str:
-    """The system on a chip: "Google Tensor G3"; empty where nothing tells.
+    """Return the system on a chip, such as "Google Tensor G3"; empty if unknown.
 
     Args:
-        hardware: of /proc/cpuinfo, which phones name their chip in until kernel 5.
+        properties: the system properties.
+        hardware: `Hardware` of /proc/cpuinfo, which names a phone's chip up to kernel 5.
     """
     maker, model = (_named(properties.get(f"ro.soc.{key}", "")) for key in ("manufacturer", "model"))
-    if model:  # told since Android 12
+    if model:  # reported since Android 12
         maker = _MAKERS.get(maker, maker)
         return model if model.lower().startswith(maker.lower()) else f"{maker} {model}"
     hardware = re.sub(r"^Qualcomm Technologies,? Inc\.?", "Qualcomm", hardware).removesuffix("(Flattened Device Tree)")
@@ -88,7 +90,7 @@ def soc(properties: Mapping[str, str], hardware: str) -> str:
 
 
 def model(properties: Mapping[str, str]) -> str:
-    """The phone as its maker sells it: "Google Pixel 8"; empty where nothing tells."""
+    """Return the phone's retail name, such as "Google Pixel 8"; empty if unknown."""
     maker, name = properties.get("ro.product.manufacturer", ""), properties.get("ro.product.model", "")
     if not name or name.lower().startswith(maker.lower()):
         return name
@@ -96,7 +98,7 @@ def model(properties: Mapping[str, str]) -> str:
 
 
 def os(properties: Mapping[str, str]) -> str:
-    """ "Android 14 (API 34)"; empty where it is none."""
+    """Return the system, such as "Android 14 (API 34)"; empty if it is not Android."""
     release, sdk = properties.get("ro.build.version.release", ""), properties.get("ro.build.version.sdk", "")
     if not release:
         return ""
@@ -104,20 +106,20 @@ def os(properties: Mapping[str, str]) -> str:
 
 
 def is_emulated(properties: Mapping[str, str]) -> bool:
-    """Whether it is Android's own emulator."""
+    """Return whether the phone is Android's own emulator."""
     if "1" in (properties.get("ro.kernel.qemu"), properties.get("ro.boot.qemu")):
         return True
     return properties.get("ro.hardware") in ("goldfish", "ranchu")
 
 
 def has_battery(facts: Facts) -> bool | None:
-    """Whether there is one; None where nothing tells."""
+    """Return whether the phone has a battery; None if unknown."""
     present = _battery(facts).get("present")
     return None if present is None else present == "true"
 
 
 def battery_share(facts: Facts) -> float | None:
-    """How full the battery is, 0 to 1."""
+    """Return the battery's charge, 0 to 1."""
     battery = _battery(facts)
     level, scale = battery.get("level", ""), battery.get("scale", "100")
     if battery.get("present") == "false" or not (_is_small(level) and _is_small(scale)) or not 0 <= int(level) <= int(scale) > 0:
@@ -126,7 +128,7 @@ def battery_share(facts: Facts) -> float | None:
 
 
 def charging(facts: Facts) -> bool | None:
-    """Whether a charger carries the phone. One at a port that gives too little loses charge all the same, and is not charging."""
+    """Return whether a charger powers the phone. A phone at a port with too little power discharges, and is not charging."""
     battery = _battery(facts)
     status = battery.get("status")
     if status in (_CHARGING, _FULL):
@@ -142,15 +144,15 @@ def charging(facts: Facts) -> bool | None:
 
 
 def thermal_status(facts: Facts) -> int | None:
-    """How severely the system slows down against heat: 0 none to 6 shutdown."""
+    """Return the system's throttling status, from 0 (none) to 6 (shutdown)."""
     match = re.search(r"^[ \t]{0,16}Thermal Status: ([0-6])[ \t\r]*$", facts.get(THERMAL, ""), re.MULTILINE)
     return int(match.group(1)) if match else None
 
 
 def temperatures(facts: Facts) -> list[report_pb2.ThermalZone]:
-    """The thermal HAL's sensors: as they are now where they are told, else as they last changed; the battery's where it has none.
+    """Return the thermal HAL's sensors: current values, else the latest reported ones, else only the battery's.
 
-    A sensor that is not connected says 0, NaN or something beyond this world, which the caller leaves out.
+    A sensor that is not connected reports 0, NaN or an impossible value, which the caller filters out.
     """
     dump = facts.get(THERMAL, "")
     _, now, behind = dump.partition("Current temperatures from HAL:")
@@ -169,7 +171,7 @@ def temperatures(facts: Facts) -> list[report_pb2.ThermalZone]:
 
 
 def screen_on(facts: Facts) -> bool | None:
-    """Whether the screen is on; a clock that it shows while it dozes does not count. None where nothing tells."""
+    """Return whether the screen is on; a clock shown while the phone dozes does not count. None if unknown."""
     dump = facts.get(POWER, "")
     if (state := re.search(r"Display Power: state=(\w+)", dump)) is not None:
         return state.group(1) == "ON"
@@ -178,7 +180,7 @@ def screen_on(facts: Facts) -> bool | None:
 
 
 def disk_free_bytes(facts: Facts) -> int | None:
-    """What programs may still write to the phone's storage."""
+    """Return the free bytes of the phone's storage that programs may use."""
     head, _, rest = facts.get(DISK, "").strip().partition("\n")
     unit = 512 if "512-blocks" in head else 1024
     match = re.search(r"\s\d{1,15}\s+\d{1,15}\s+(\d{1,15})\s+\d+%", rest)
@@ -186,13 +188,13 @@ def disk_free_bytes(facts: Facts) -> int | None:
 
 
 def page_size_bytes(facts: Facts) -> int | None:
-    """By the kernel's account of a process, where `getconf` is not there."""
+    """Return the page size from the kernel's account of a process, for phones without `getconf`."""
     match = re.search(r"KernelPageSize:\s+(\d{1,9}) kB", facts.get(SMAPS, ""))
     return int(match.group(1)) * 1024 if match and int(match.group(1)) else None
 
 
 def _battery(facts: Facts) -> dict[str, str]:
-    """The service's state, the first of what it dumps."""
+    """Return the battery service's state, which is the first section of its dump."""
     state: dict[str, str] = {}
     for key, value in re.findall(
         r"^[ \t]{1,16}([A-Za-z][A-Za-z ]{0,39}): (\S{1,40})[ \t\r]*$", facts.get(BATTERY, ""), re.MULTILINE
@@ -202,7 +204,7 @@ def _battery(facts: Facts) -> dict[str, str]:
 
 
 def _named(text: str) -> str:
-    """What names something; empty for what makers leave as it was."""
+    """Return a name, or an empty text for placeholders that makers did not replace."""
     return "" if _UNNAMED.search(text) else text.strip()
 
 

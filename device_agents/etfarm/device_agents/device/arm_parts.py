@@ -1,4 +1,4 @@
-"""What Arm cores are called, by what their MIDR register says of them."""
+"""Names of Arm cores, by their MIDR register."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ _BY_IMPLEMENTER: Final[Mapping[int, Mapping[int, str]]] = {
     0x6D: {0xD49: "Azure-Cobalt-100"}, 0x70: _PHYTIUM, 0xC0: {0xAC3: "Ampere-1", 0xAC4: "Ampere-1A", 0xAC5: "Ampere-1B"},
 }  # fmt: skip
 _EXYNOS_M2: Final = (0x53, 0x001, 4)
-"""Of the cores with one part number the only ones that the variant tells apart. Source: pytorch/cpuinfo, src/arm/uarch.c."""
+"""The only core that its part number does not identify, so that the variant is needed. Source: pytorch/cpuinfo, src/arm/uarch.c.
+"""
 
 ARM_PARTS: Final[Mapping[tuple[int, int], str]] = {
     (implementer, part): name for implementer, parts in _BY_IMPLEMENTER.items() for part, name in parts.items()
@@ -65,11 +66,11 @@ LITTLE: Final = frozenset(
         "Kryo-4xx-Silver", *(name for name in _APPLE.values() if name.split("-")[0] in ("Icestorm", "Blizzard", "Sawtooth")),
     )
 )  # fmt: skip
-"""Cores that are made to save power: the slower ones beside any other, whatever their clock says."""
+"""Power-saving cores: the slower ones beside any others, whatever their clock."""
 
 
 def part_name(implementer: int, part: int, variant: int = 0) -> str:
-    """What a core is called; its numbers where that is not known."""
+    """Return a core's name, or its numbers if it is unknown."""
     if (implementer, part, variant) == _EXYNOS_M2:
         return "Exynos-M2"
     return ARM_PARTS.get((implementer, part), f"implementer {implementer:#x} part {part:#x}")

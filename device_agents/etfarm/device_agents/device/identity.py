@@ -13,9 +13,9 @@ _MACHINE_ID: Final = re.compile(r"[0-9a-f]{32}")
 def device_id(machine_id: str, agent_id: str, *, is_default_folder: bool) -> str:
     """Return the id of this machine as a device: 16 hex digits that depend on the machine, or the agent's id.
 
-    An agent with a data folder of its own is a device of its own, since a second agent on the machine would otherwise take the
-    first one's place; its id depends on the machine and the agent. Without a machine id the agent's id is the device's: what an
-    image contains before its first start ("uninitialized"), or a file after a power cut, is the same on other machines.
+    An agent with its own data folder is a separate device, since a second agent on the machine would otherwise take the
+    first one's place; its id depends on the machine and the agent. Without a machine id the agent's id is used: the placeholder
+    in an image before its first start ("uninitialized"), or a file damaged by a power cut, may be the same on other machines.
 
     Args:
         machine_id: the content of /etc/machine-id.
@@ -24,7 +24,7 @@ def device_id(machine_id: str, agent_id: str, *, is_default_folder: bool) -> str
     """
     if not _MACHINE_ID.fullmatch(machine_id):
         return agent_id
-    # As machine-id(5) asks for: the id itself stays here, a hash with our name goes out.
+    # As machine-id(5) requires: the id itself stays here, and only a keyed hash is sent.
     text = f"{machine_id} etfarm" if is_default_folder else f"{machine_id} etfarm {agent_id}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -1,7 +1,7 @@
-"""What a device is, told once in the agent's Hello: a pure parser of facts, and the collector of this machine's own.
+"""The description of a device, sent once in the agent's Hello: a pure parser of facts, and the collector for this machine.
 
-Facts are `{path: text}` of files, and of commands under their own name (`uname -m`, `uname -r`, `getconf PAGESIZE`; what phones
-are asked for besides is in `android`), so that the same parser serves files read here and a phone's answer, see `shell_facts`.
+Facts are `{path: text}` of files, and of commands under their own name (`uname -m`, `uname -r`, `getconf PAGESIZE`; a phone's
+other commands are in `android`), so that the same parser serves local files and a phone's output, see `shell_facts`.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ PHONE_FILES: Final = (
     *_POLICIES,
     *_EQUIPMENT,
 )
-"""Files and globs that a phone is asked for, beside `android.INVENTORY_COMMANDS`."""
+"""Files and globs that are read from a phone, beside `android.INVENTORY_COMMANDS`."""
 _NARROW: Final = {"aarch64": "armv7l", "x86_64": "i686"}
-"""What programs are built for where a kernel of 64 bits has a system of 32."""
+"""Architecture of programs on a 64-bit kernel with a 32-bit system."""
 
 
 def parse(facts: Mapping[str, str], cores: Collection[int] | None = None) -> device_pb2.Device:
-    """The device that the facts describe, without id, agent_id, name and labels. No I/O.
+    """Return the device that the facts describe, without id, agent_id, name and labels. No I/O.
 
-    Clusters come fastest first (by the scheduler's cpu_capacity, then the maximum frequency). What no fact tells is unset.
+    Clusters come fastest first (by the scheduler's cpu_capacity, then the maximum frequency). Unknown fields are unset.
 
     Args:
-        facts: text by path or command, as `collect` gives it. Any of them may be missing.
+        facts: text by path or command, as `collect` returns it. Any of them may be missing.
         cores: logical cpus that programs are restricted to, besides the affinity in the facts.
     """
     properties = android.properties(facts)
     stanzas = processors.parse_stanzas(facts.get("/proc/cpuinfo", ""))
     arch = android.arch(properties) or _arch(facts)
-    # qemu's user mode shows the /proc/cpuinfo of the machine below, whose features are not the program's.
+    # qemu's user mode shows the host's /proc/cpuinfo, whose features the program does not have.
     translated = arch == "aarch64" and any("vendor_id" in stanza for stanza in stanzas)
     if translated:
         stanzas = []
@@ -89,7 +89,7 @@ def parse(facts: Mapping[str, str], cores: Collection[int] | None = None) -> dev
 
 
 def collect() -> dict[str, str]:
-    """The facts of this machine. A file that is not there or may not be read is left out."""
+    """Return the facts of this machine; files that are missing or unreadable are left out."""
     machine = os.uname()
     facts = {
         "uname -m": machine.machine,
@@ -110,15 +110,15 @@ def collect() -> dict[str, str]:
 
 
 def choose_cpus(device: device_pb2.Device, wanted: str, restricted: bool) -> frozenset[int] | None:
-    """The logical cpus to bind a runner to; None where the system may choose among all.
+    """Return the logical cpus to bind a runner to; None if the system may choose among all.
 
     Args:
-        device: its clusters are fastest first.
+        device: the device, whose clusters are fastest first.
         wanted: Measurement.cores: `big`, `little`, a cpu list, or empty for the device's default.
-        restricted: whether the agent was told to use some cpus only (`--cores`), which are those of the device.
+        restricted: whether the agent may use only some cpus (`--cores`), which are those of the device.
 
     Raises:
-        CoresUnknown: it names none, or one that programs may not use here.
+        CoresUnknown: `wanted` names no cpu, or one that programs may not use here.
     """
     allowed = frozenset(cpu for cluster in device.clusters for cpu in cluster.cpus)
     if not wanted:
@@ -140,7 +140,7 @@ def choose_cpus(device: device_pb2.Device, wanted: str, restricted: bool) -> fro
 
 
 def choose_threads(device: device_pb2.Device, cpus: frozenset[int] | None) -> int:
-    """The default number of threads: the physical cores of the fastest cluster, as far as `cpus` reach."""
+    """Return the default number of threads: the physical cores of the fastest cluster that `cpus` includes."""
     for cluster in device.clusters:
         reached = len(cluster.cpus if cpus is None else cpus.intersection(cluster.cpus))
         if reached:
@@ -149,7 +149,7 @@ def choose_threads(device: device_pb2.Device, cpus: frozenset[int] | None) -> in
 
 
 def format_cpu_list(numbers: Collection[int]) -> str:
-    """The shortest cpu list of the numbers: "0-3,6". `parse_cpu_list` gives them back."""
+    """Return the shortest cpu list of the numbers: "0-3,6". `parse_cpu_list` is the inverse."""
     parts: list[list[int]] = []
     for number in sorted(set(numbers)):
         if parts and parts[-1][-1] == number - 1:
@@ -187,9 +187,9 @@ def _os(facts: Mapping[str, str], properties: Mapping[str, str]) -> str:
 
 
 def _is_emulated(facts: Mapping[str, str], stanzas: Sequence[processors.Stanza]) -> bool:
-    """Whether timings of this machine mean nothing: QEMU translates its instructions.
+    """Return whether QEMU translates this machine's instructions, so that its timings are meaningless.
 
-    A QEMU `virt` board under KVM has the same device tree and is counted as emulated too: rather no timing than a false one.
+    A QEMU `virt` board under KVM has the same device tree and counts as emulated too: no timing is better than a wrong one.
     """
     if "linux,dummy-virt" in facts.get(_COMPATIBLE, ""):
         return True

@@ -1,7 +1,7 @@
-"""The cpus that facts tell of, and the clusters that they form. Pure functions of `{path: text}`; no text breaks them.
+"""The cpus that facts describe, and their clusters. Pure functions of `{path: text}` that accept any text.
 
-Kernels and vendors differ in what they tell: /proc/cpuinfo describes each cpu, one for all, or only those that are switched on;
-frequencies are told per cpu or per policy, or to nobody. What none tells is unset, and never taken from a core of another kind.
+Kernels and vendors differ: /proc/cpuinfo describes each cpu, one for all, or only those that are online; frequencies are
+available per cpu, per policy, or not at all. Unknown values are unset, and never taken from a core of another kind.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "vnni": ("avx512_vnni", "avx_vnni"),
     "amx": ("amx_tile",),
 }
-"""Our names, each with the kernel's words that stand for it (Arm's `Features`, x86's `flags`); one of them is enough."""
+"""The names of features, each with its names in the kernel (Arm's `Features`, x86's `flags`), any of which suffices."""
 _POLICY_FILE: Final = re.compile(r"(/sys/devices/system/cpu/(?:cpufreq/policy\d+|cpu\d+/cpufreq)/)related_cpus\Z")
 _NO_BOARD: Final = re.compile(r"ARMv\d|AArch64|Generic DT based system|Dummy Virtual Machine", re.IGNORECASE)
 _PART_KEYS: Final = ("cpu implementer", "cpu part", "cpu variant")
@@ -54,31 +54,31 @@ _FASTEST_KHZ: Final = 20_000_000
 
 @dataclass(frozen=True)
 class Cpu:
-    """One logical cpu."""
+    """A logical cpu."""
 
     number: int
     part: str
     features: frozenset[str]
-    """The kernel's words."""
+    """Features by the kernel's names."""
     core: str
-    """Equal for the logical cpus of one physical core."""
+    """Identifier of the physical core, equal for its logical cpus."""
     max_frequency_hz: int | None
     governor: str
     capacity: int | None
-    """What the scheduler thinks of its speed, 1024 for the fastest."""
+    """The scheduler's estimate of the cpu's speed; 1024 is the fastest."""
 
 
 MOST_CPUS: Final = 1 << 13
 """Maximum number of cpus that Linux supports; larger numbers are invalid."""
 _MOST_LIST: Final = 1 << 16
-"""Maximum characters of a cpu list, and numbers in its ranges: far more than a list that names each of 8192 cpus once."""
+"""Maximum number of characters in a cpu list, and of numbers in its ranges: far more than a list of 8192 cpus needs."""
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """The numbers of a kernel cpu list such as "0-3,6", or "0 1 2".
+    """Return the numbers of a kernel cpu list such as "0-3,6", or "0 1 2".
 
     Raises:
-        ValueError: it is no such list, or an empty one.
+        ValueError: the text is not such a list, or is empty.
     """
     if len(text) > _MOST_LIST:
         raise ValueError(f"a list of {len(text)} characters")
@@ -96,15 +96,15 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def is_count(text: str) -> bool:
-    """Whether a fact is a number that a field of the contract can hold, also times 1000."""
+    """Return whether a fact is a number that fits a protobuf field, even times 1000."""
     return text.isdecimal() and len(text) <= 15
 
 
 def parse_stanzas(cpuinfo: str) -> Sequence[Stanza]:
-    """/proc/cpuinfo's blocks, keys in lower case: one for each `processor` with a number, and for what stands apart from those.
+    """Return /proc/cpuinfo's blocks, keys in lower case: one for each numbered `processor`, and one for all separate text.
 
-    Arm kernels append one about the whole board, and older ones one about all cpus. Before 3.16 several `processor` lines stand
-    in one block, with what they share behind the last.
+    Arm kernels append a block about the whole board, older ones one about all cpus. Before 3.16 several `processor` lines share a
+    block, with their common facts behind the last.
     """
     stanzas: list[dict[str, str]] = []
     current: dict[str, str] | None = None
@@ -115,7 +115,7 @@ def parse_stanzas(cpuinfo: str) -> Sequence[Stanza]:
             current = None
             continue
         if not colon or (name == "processor" and not is_count(text)):
-            continue  # `Processor : ARMv7 Processor rev 4 (v7l)` is the first line of some
+            continue  # some begin with `Processor : ARMv7 Processor rev 4 (v7l)`
         if current is None or (name == "processor" and "processor" in current):
             current = {}
             stanzas.append(current)
@@ -124,10 +124,10 @@ def parse_stanzas(cpuinfo: str) -> Sequence[Stanza]:
 
 
 def parse_cpus(facts: Facts, stanzas: Sequence[Stanza], cores: Collection[int] | None) -> list[Cpu]:
-    """The cpus that programs may use now: those that are switched on, by the affinity in the facts, and among `cores`."""
+    """Return the cpus that programs may use now: those online, within the affinity in the facts, and among `cores`."""
     policies = _policies(facts)
     shared = _shared(stanzas)
-    # Kernels for one cpu alone give it no number.
+    # Single-cpu kernels do not number the cpu.
     alone = frozenset({0} if shared else ())
     numbered = [(int(stanza["processor"]), stanza) for stanza in reversed(stanzas) if is_count(stanza.get("processor", ""))]
     own = {number: stanza for number, stanza in numbered if number < MOST_CPUS}
@@ -138,7 +138,7 @@ def parse_cpus(facts: Facts, stanzas: Sequence[Stanza], cores: Collection[int] |
 
 
 def parse_clusters(cpus: Iterable[Cpu]) -> list[device_pb2.Cluster]:
-    """Cores of one kind each, fastest first: by the scheduler's capacity, then what is made to save power last, then by clock."""
+    """Return clusters of equal cores, fastest first: by the scheduler's capacity, then power-saving cores last, then by clock."""
     kinds: dict[tuple[str, int | None, int | None], list[Cpu]] = {}
     for cpu in cpus:
         kinds.setdefault((cpu.part, cpu.max_frequency_hz, cpu.capacity), []).append(cpu)
@@ -159,17 +159,17 @@ def parse_clusters(cpus: Iterable[Cpu]) -> list[device_pb2.Cluster]:
 
 
 def common_features(cpus: Iterable[Cpu]) -> list[str]:
-    """Our names for what all the cpus have."""
+    """Return the names of the features that all the cpus have."""
     sets = [{name for name, words in FEATURES.items() if not cpu.features.isdisjoint(words)} for cpu in cpus]
     common = set.intersection(*sets) if sets else set()
     return [name for name in FEATURES if name in common]
 
 
 def board_of(stanzas: Sequence[Stanza]) -> str:
-    """What /proc/cpuinfo calls the board, or an x86 processor; empty where it calls it nothing."""
+    """Return /proc/cpuinfo's name of the board or x86 processor; empty if there is none."""
     for key in ("model", "hardware", "model name"):
         for stanza in stanzas:
-            # x86's `model` is a number, Arm's a board. Arm's `model name` is that of its instruction set.
+            # On x86 `model` is a number, on Arm a board. Arm's `model name` is that of its instruction set.
             name = stanza.get(key, "").removesuffix("(Flattened Device Tree)").strip()
             if name and not name.isdecimal() and not _NO_BOARD.match(name):
                 return name
@@ -177,7 +177,7 @@ def board_of(stanzas: Sequence[Stanza]) -> str:
 
 
 def part_of(stanza: Stanza) -> str:
-    """What the core is called: by its numbers on Arm, by its own words elsewhere; empty where neither is told."""
+    """Return the core's name: from its numbers on Arm, as reported elsewhere; empty if unknown."""
     try:
         implementer, part = (int(stanza[key], 0) for key in _PART_KEYS[:2])
     except (KeyError, ValueError):
@@ -190,10 +190,10 @@ def part_of(stanza: Stanza) -> str:
 
 
 def _shared(stanzas: Sequence[Stanza]) -> Stanza:
-    """What holds for cpus that are not described themselves: only what no two descriptions differ in."""
+    """Return what holds for cpus without a description: the entries in which all descriptions agree."""
     keys = (*_PART_KEYS, "features", "flags", "model name")
     distinct = {key: {stanza[key] for stanza in stanzas if key in stanza} for key in keys}
-    # Cores of several kinds are told apart by their part; those whose part is not told are of none of them.
+    # Kinds of cores are distinguished by part number; cores without one do not belong to any known kind.
     if len({part_of(stanza) for stanza in stanzas if part_of(stanza)}) > 1:
         return {}
     return {key: values.copy().pop() for key, values in distinct.items() if len(values) == 1}
@@ -202,7 +202,7 @@ def _shared(stanzas: Sequence[Stanza]) -> Stanza:
 def _allowed(facts: Facts, described: Collection[int], cores: Collection[int] | None) -> frozenset[int]:
     listed = re.search(r"^Cpus_allowed_list:\s*(\S+)", facts.get("/proc/self/status", ""), re.MULTILINE)
     allowed = _cpu_list(listed.group(1)) if listed else None
-    # The affinity names cpus as well that are switched off, or not even there.
+    # The affinity also includes cpus that are offline or do not exist.
     online = _cpu_list(facts.get(ONLINE, "")) or frozenset(described) or allowed or frozenset()
     usable = online if allowed is None else online & allowed
     return usable if cores is None else usable & frozenset(cores)
@@ -216,7 +216,7 @@ def _cpu_list(text: str) -> frozenset[int] | None:
 
 
 def _policies(facts: Facts) -> dict[int, str]:
-    """Folders of the frequency files that speak of a cpu."""
+    """Return the folder of frequency files for each cpu."""
     folders: dict[int, str] = {}
     # A policy has at least one cpu, so there are no more policies than cpus.
     policies = [(match, text) for path, text in facts.items() if (match := _POLICY_FILE.match(path)) is not None][:MOST_CPUS]
@@ -238,7 +238,7 @@ def _cpu(number: int, facts: Facts, stanza: Stanza, policies: Mapping[int, str])
     def frequency_fact(name: str) -> str:
         return fact(f"cpufreq/{name}") or facts.get(f"{policies.get(number, '')}{name}", "").strip()
 
-    # Sibling lists tell cores apart on every kernel; Arm's core_id repeats in each cluster.
+    # Sibling lists distinguish cores on every kernel; Arm's core_id repeats in each cluster.
     package, core_id = fact("topology/physical_package_id"), fact("topology/core_id")
     core = fact("topology/thread_siblings_list") or (f"{package}:{core_id}" if core_id else f"cpu{number}")
     frequency, capacity = frequency_fact("cpuinfo_max_freq"), fact("cpu_capacity")
@@ -255,7 +255,7 @@ def _cpu(number: int, facts: Facts, stanza: Stanza, policies: Mapping[int, str])
 
 
 def _part_by_midr(text: str) -> str:
-    """By the register's own value, which the kernel shows for each cpu even where /proc/cpuinfo describes one for all."""
+    """Return the core's name by its register value, shown per cpu even if /proc/cpuinfo describes one for all."""
     try:
         midr = int(text, 16)
     except ValueError:

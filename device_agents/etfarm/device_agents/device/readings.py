@@ -1,7 +1,7 @@
 """The state of the device at one moment, around and during a timed pass: a pure parser of facts, and the reader of local ones.
 
-Facts are `{path: text}` as in `inventory`, so that the same parser serves files of this machine and a phone's answer (see
-`shell_facts`). What a device does not have is absent; 0 is a value that was read.
+Facts are `{path: text}` as in `inventory`, so that the same parser serves local files and a phone's output (see `shell_facts`).
+Missing values are unset; 0 is a value that was read.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ PHONE_FILES: Final = (
     "/sys/devices/system/cpu/cpufreq/policy*/scaling_governor",
     *(f"/{pattern}" for pattern in _PATTERNS if "/thermal_zone" in pattern or "/cooling_device" in pattern),
 )
-"""Files and globs that a phone is asked for around a run, beside `android.READING_COMMANDS`."""
+"""Files and globs that are read from a phone around a run, beside `android.READING_COMMANDS`."""
 _CLOCKS: Final = ("scaling_cur_freq", "scaling_max_freq", "scaling_governor")
 _CHARGING: Final = {"Charging": True, "Full": True, "Not charging": True, "Discharging": False}
 _SUPPLY_FILE: Final = re.compile(r"/sys/class/power_supply/[^/]+/type\Z")
 _POLICY_FILE: Final = re.compile(r"(/sys/devices/system/cpu/cpufreq/policy\d+/)related_cpus\Z")
 _CPU_FILE: Final = re.compile(r"/sys/devices/system/cpu/cpu(\d{1,4})/(?:cpufreq|thermal_throttle)/(\w+)\Z")
 _NS_PER_TICK: Final = 10_000_000
-"""/proc/stat counts in USER_HZ, which is 100 a second on every Linux that ExecuTorch runs on."""
+"""Nanoseconds per tick of /proc/stat: USER_HZ is 100 on every Linux that ExecuTorch supports."""
 _NO_TEMPERATURE: Final = re.compile(r"soc|socd|vbat(_.*)?|ibat(-.*)?|.*-(ibat|vbat|bcl)-.*")
-"""Types of thermal zones of Qualcomm's that are a battery's share (`soc` is its state of charge), voltage or current."""
+"""Types of Qualcomm's thermal zones that hold a battery's share (`soc` is its state of charge), voltage or current."""
 _SLOWING: Final = re.compile(r"cpufreq|processor", re.IGNORECASE)
-"""Types of cooling devices that slow cpus down: thermal-cpufreq-0, cpufreq-cpu4, Processor. Fans and chargers do not."""
+"""Types of cooling devices that slow cpus down: thermal-cpufreq-0, cpufreq-cpu4, Processor; not fans or chargers."""
 _LARGEST: Final = 10**15
 _MOST_TICKS: Final = 9 * 10**11
-"""What a field of the contract holds in nanoseconds: 285 years of one cpu."""
+"""Maximum that a field in nanoseconds can hold: 285 years of one cpu."""
 _COLDEST_C: Final = -40
 _HOTTEST_C: Final = 150
 
 
 def find(root: Path = Path("/")) -> tuple[str, ...]:
-    """The paths of the facts that this machine has, for `collect`. A few milliseconds; they stay while it runs."""
+    """Return the paths of this machine's facts, for `collect`. Takes a few milliseconds; the paths stay valid until a reboot."""
     existing = [path for pattern in _PATTERNS for path in root.glob(pattern)]
     return (*_PROC, *(f"/{path.relative_to(root)}" for path in sorted(existing, key=_natural)))
 
 
 def collect(paths: Iterable[str], root: Path = Path("/")) -> dict[str, str]:
-    """Their texts; what is not there or may not be read is left out."""
+    """Return the files' texts; those that are missing or unreadable are left out."""
     facts = {}
     for path in paths:
         try:
-            # Some drivers give bytes that are no text, and many an error where a sensor sleeps.
+            # Some drivers return bytes that are not text, and sleeping sensors cause many kinds of errors.
             facts[path] = (root / path[1:]).read_bytes().decode(errors="replace")
         except OSError:
             continue
@@ -79,10 +79,11 @@ def collect(paths: Iterable[str], root: Path = Path("/")) -> dict[str, str]:
 
 
 def parse(facts: Facts, elapsed_ms: float = 0.0) -> report_pb2.SystemReading:
-    """What the facts say; any of them may be missing or nonsense. No I/O.
+    """Return the state that the facts describe; any of them may be missing or invalid. No I/O.
 
     Args:
-        elapsed_ms: when they were read.
+        facts: text by path or command.
+        elapsed_ms: time of the reading.
     """
     read = report_pb2.SystemReading(elapsed_ms=elapsed_ms, cpus=_cpus(facts), zones=zones(facts), cooling=_cooling(facts))
     counts = [_integer(text) for path, text in facts.items() if path.endswith("/core_throttle_count")]
@@ -108,7 +109,7 @@ def parse(facts: Facts, elapsed_ms: float = 0.0) -> report_pb2.SystemReading:
 
 
 def cpu_times_ns(stat: str) -> tuple[int, int] | None:
-    """Of /proc/stat: CPU time since the start that all cpus together worked, and that a hypervisor took from them.
+    """Return from /proc/stat the CPU time since boot that all cpus worked, and that a hypervisor took from them.
 
     Source: proc(5): user nice system idle iowait irq softirq steal guest guest_nice; guests are in user and nice already.
     """
@@ -124,21 +125,21 @@ def cpu_times_ns(stat: str) -> tuple[int, int] | None:
 
 
 def runnable(loadavg: str) -> int | None:
-    """Of /proc/loadavg: tasks that run or want to, the reader left out."""
+    """Return from /proc/loadavg the running and runnable tasks, except for the reader."""
     match = re.match(r"(?:\S+\s+){3}(\d{1,9})/\d+", loadavg)
     return max(0, int(match.group(1)) - 1) if match else None
 
 
 def waited_us(pressure: str) -> int | None:
-    """Of /proc/pressure/cpu: time since the start in which some task waited."""
+    """Return from /proc/pressure/cpu the time since boot in which some task waited."""
     total = _pressure(pressure, "total")
     return int(total) if total is not None and total < _LARGEST else None
 
 
 def zones(facts: Facts) -> list[report_pb2.ThermalZone]:
-    """The sensors that give a temperature of this world, in the kernel's order; where none may be read, Android's.
+    """Return the sensors with a plausible temperature, in the kernel's order; if none is readable, Android's.
 
-    The kernel's unit is a thousandth of a degree; drivers of some phones give degrees. An unconnected sensor gives 0.
+    The kernel's unit is a thousandth of a degree; drivers of some phones use degrees. An unconnected sensor reports 0.
     """
     zones_read = []
     for path, text in facts.items():
@@ -156,7 +157,7 @@ def zones(facts: Facts) -> list[report_pb2.ThermalZone]:
 
 
 def zone_names(facts: Facts) -> list[str]:
-    """What the sensors are called, each once, whatever they tell; where none of the kernel's may be read, Android's."""
+    """Return the sensors' names, each once, whatever their values; if none of the kernel's is readable, Android's."""
     folders = [path.removesuffix("type") for path in facts if re.match(r"/sys/class/thermal/thermal_zone\d+/type\Z", path)]
     names = [name for folder in folders if not _NO_TEMPERATURE.fullmatch(name := _zone_name(facts, folder))]
     return list(dict.fromkeys(names or [zone.name for zone in zones(facts)]))
@@ -167,18 +168,18 @@ def _zone_name(facts: Facts, folder: str) -> str:
 
 
 def hottest_c(facts: Facts) -> float | None:
-    """The temperature of the hottest zone."""
+    """Return the temperature of the hottest zone."""
     return max((zone.temperature_c for zone in zones(facts)), default=None)
 
 
 def frequency_hz(facts: Facts, cpu: int) -> int | None:
-    """The clock of a cpu now."""
+    """Return a cpu's current clock."""
     text = facts.get(f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_cur_freq", "").strip()
     return _hertz(text or _clocks(facts).get(cpu, {}).get("scaling_cur_freq", ""))
 
 
 def is_own_battery(facts: Facts, path: str) -> bool:
-    """Whether /sys/class/power_supply/NAME/type is of a battery that the device runs on, and not of its mouse."""
+    """Return whether /sys/class/power_supply/NAME/type belongs to a battery that powers the device, and not its mouse."""
     own = facts.get(f"{path.removesuffix('type')}scope", "").strip() != "Device"
     return own and facts.get(path, "").strip() == "Battery"
 
@@ -186,7 +187,7 @@ def is_own_battery(facts: Facts, path: str) -> bool:
 def _cpus(facts: Facts) -> list[report_pb2.CpuReading]:
     cpus = []
     for number, clocks in sorted(_clocks(facts).items()):
-        # A driver that cannot tell writes <unknown>.
+        # A driver without a value writes <unknown>.
         clock, limit = _hertz(clocks.get("scaling_cur_freq", "")), _hertz(clocks.get("scaling_max_freq", ""))
         governor = clocks.get("scaling_governor")
         if clock is not None or limit is not None or governor:
@@ -195,7 +196,7 @@ def _cpus(facts: Facts) -> list[report_pb2.CpuReading]:
 
 
 def _clocks(facts: Facts) -> dict[int, dict[str, str]]:
-    """By cpu, texts of its frequency files by their names; of those of its policy where it has none of its own."""
+    """Return the texts of each cpu's frequency files by name; those of its policy if it has none of its own."""
     clocks: dict[int, dict[str, str]] = {}
     named = 0
     for path, text in facts.items():
@@ -205,7 +206,7 @@ def _clocks(facts: Facts) -> dict[int, dict[str, str]]:
         elif (policy := _POLICY_FILE.match(path)) is not None:
             shared = {name: facts.get(f"{policy.group(1)}{name}", "").strip() for name in _CLOCKS}
             numbers = _cpu_list(text)
-            # Each cpu has one policy; ignore a device whose policies name the cpus over and over.
+            # Each cpu has one policy; ignore a device whose policies name cpus repeatedly.
             named += len(numbers)
             for number in numbers if named <= 2 * MOST_CPUS else ():
                 cpu = clocks.setdefault(number, {})
@@ -242,7 +243,7 @@ def _read_battery(facts: Facts, read: report_pb2.SystemReading) -> None:
         folder = path.removesuffix("type")
         capacity = _integer(facts.get(f"{folder}capacity", ""))
         share = capacity / 100 if capacity is not None and 0 <= capacity <= 100 else None
-        # Full and not charging mean that a charger is there.
+        # A battery that is full or not charging implies a connected charger.
         charging = _CHARGING.get(facts.get(f"{folder}status", "").strip())
     if share is not None:
         read.battery_share = share
@@ -263,7 +264,7 @@ def _first_float(text: str) -> float | None:
 
 
 def _integer(text: str) -> int | None:
-    """A number that the contract can hold, also as a sum of thousands."""
+    """Return a number that fits a protobuf field, even as a sum of thousands."""
     try:
         value = int(text.strip())
     except ValueError:
@@ -272,5 +273,5 @@ def _integer(text: str) -> int | None:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """Sorts cpu10 behind cpu9."""
+    """Return a sort key by which cpu10 follows cpu9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]

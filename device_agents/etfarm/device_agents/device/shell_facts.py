@@ -1,7 +1,7 @@
-"""Facts of a device that only a shell reaches: one command line that prints them all, and what its output says.
+"""Facts of a device that only a shell can read: one command line that prints them all, and the parser of its output.
 
-A call of `adb shell` costs a fifth of a second, a process on a phone some milliseconds, and facts are hundreds of small files.
-So one call asks for all, in the built-in commands of Android's shell as far as they go.
+A call of `adb shell` costs a fifth of a second, a process on a phone some milliseconds, and facts are hundreds of small files. So
+one call reads them all, with built-in commands of Android's shell where possible.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 MAX_BYTES: Final = 1 << 20
-"""Of output: a phone's facts are a tenth of it."""
+"""Output limit in bytes: a phone's facts take a tenth of it."""
 _MAX_LINES: Final = 20_000
 _GLOB: Final = re.compile(r"/[\w./:+@*?\[\]-]*", re.ASCII)
 _NAME: Final = re.compile(r"[^\r\n]+")
@@ -21,25 +21,27 @@ _START: Final = re.compile(rb"^etfarm-facts ([0-9a-f]{32})\r?$", re.MULTILINE)
 
 
 def script(paths: Iterable[str], commands: Mapping[str, str] | None = None, *, max_bytes: int = MAX_BYTES) -> str:
-    """One line for `sh -c`, whose output `split` takes. It runs in Android's mksh with toybox as well as in dash and busybox.
+    """Return one line for `sh -c`, whose output `split` parses. It runs in Android's mksh with toybox, dash and busybox.
 
-    What cannot be read, and the output of a command that fails, is left out. Every call frames with a word of its own, so that
-    no file can pass for another. The output ends after `max_bytes` (where `head` knows no -c, as in Android 8, after 20,000
-    lines); what was cut off is left out as a whole.
+    Unreadable files and the output of failing commands are left out. Every call uses a random delimiter, so that no file can
+    imitate another. The output ends after `max_bytes` (if `head` does not know -c, as in Android 8, after 20,000 lines); a
+    truncated fact is left out as a whole.
 
     Args:
         paths: absolute; with * ? [] they are expanded on the device.
-        commands: lines for the shell by the names of their facts. They get no input, and what they say on stderr is lost.
+        commands: shell lines by the names of their facts. They get no input, and their stderr is discarded.
+        max_bytes: limit of the output.
 
     Raises:
-        ValueError: a path has other characters than paths of facts have, or a name is no line.
+        ValueError: a path has unexpected characters, or a name is not a single line.
     """
     listed = list(paths)
     if (odd := next((path for path in listed if not _GLOB.fullmatch(path)), None)) is not None:
         raise ValueError(f"{odd!r} is no path of a fact")
     if (odd := next((name for name in commands or () if not _NAME.fullmatch(name)), None)) is not None:
         raise ValueError(f"{odd!r} is no name of a fact")
-    # `cat` and `echo` are built into mksh: no process for each file. The blank line behind a text ends its last line, if need be.
+    # `cat` and `echo` are built into mksh, which avoids a process per file. The blank line after a text ends its last line if
+    # necessary.
     parts = [f"t={secrets.token_hex(16)}", 'echo "etfarm-facts $t"']
     if listed:
         read = 'echo "$t + $f"; if cat "$f"; then r=0; else r=1; fi; echo; echo "$t - $r"'
@@ -51,9 +53,9 @@ def script(paths: Iterable[str], commands: Mapping[str, str] | None = None, *, m
 
 
 def split(output: bytes | str) -> dict[str, str]:
-    """The facts, by path or name, that `script` printed; empty where it did not run.
+    """Return the facts, by path or name, that `script` printed; empty if it did not run.
 
-    Bytes that are no UTF-8 become U+FFFD. Where a terminal made CR LF of the ends of lines, they are LF again.
+    Bytes that are not UTF-8 become U+FFFD. CR LF line ends, which a terminal produces, become LF.
     """
     if isinstance(output, str):
         output = output.encode(errors="surrogateescape")

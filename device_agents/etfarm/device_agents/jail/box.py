@@ -18,7 +18,7 @@ _READABLE_BY_ALL: Final = stat.S_IROTH
 
 
 class ForeignFile(FarmError):
-    """A runner left something other than a plain file where a result should be."""
+    """A file left by a runner that is not a plain file where a result should be."""
 
     reason = "RUNNER_LEFT_NO_FILE"
 
@@ -80,7 +80,7 @@ class Box:
                 os.link(source, target)
                 return
             except OSError:
-                pass  # another file system, or one without links
+                pass  # on another file system, or without hard links
         shutil.copyfile(source, target)
         target.chmod(0o555 if mode & stat.S_IXUSR else 0o444)
 

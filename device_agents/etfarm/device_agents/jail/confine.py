@@ -1,4 +1,4 @@
-"""Starting of confined runners: with their own user where the agent is root, Landlock, seccomp, and no new privileges."""
+"""The launch of confined runners: with their own user if the agent is root, Landlock, seccomp, and no new privileges."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _ENVIRONMENT: Final = {"LC_ALL": "C.UTF-8", "HOME": ".", "TMPDIR": "."}
 
 
 class JailIncomplete(DeviceError):
-    """The kernel lacks a measure that the agent requires for runners."""
+    """A measure that the agent requires for runners and the kernel lacks."""
 
     reason = "JAIL_INCOMPLETE"
 
@@ -94,7 +94,7 @@ class Jail:
         self._users: Iterator[int] = itertools.cycle([*options.users[offset:], *options.users[:offset]])
 
     async def measures(self) -> Measures:
-        """Return the measures that work here; found out once, with a process that confines itself.
+        """Return the measures that work here; determined once, with a process that confines itself.
 
         Raises:
             JailIncomplete: a measure that the options require is missing.

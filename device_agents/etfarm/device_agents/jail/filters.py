@@ -1,5 +1,4 @@
-"""The system calls that are refused to a runner besides those of `etfarm.wire.sandbox.seccomp`: above all, to start or signal
-processes.
+"""The system calls that are refused to a runner besides those of `etfarm.wire.sandbox.seccomp`, mainly process control.
 
 A runner computes: it reads its files, writes a few into its folder, and has threads. So it may neither fork, nor signal other
 processes, nor create links, folders or device files, nor change modes, owners or priorities. A filter adds no cost to a call that
@@ -55,7 +54,7 @@ def build(pid: int, machine: str) -> bytes:
 
     for name in _REFUSED:
         refuse(name)
-    # Only threads. clone3, whose flags a filter cannot read, is refused already.
+    # Allow threads only. clone3, whose flags a filter cannot read, is refused already.
     refuse("clone", instruction(LOAD, ARGUMENT_0), instruction(ANY_BIT, _CLONE_THREAD, otherwise=1), ALLOW)
     for name in ("kill", "tgkill", "rt_tgsigqueueinfo"):
         refuse(name, instruction(LOAD, ARGUMENT_0), instruction(EQUALS, pid, otherwise=1), ALLOW)
@@ -64,9 +63,9 @@ def build(pid: int, machine: str) -> bytes:
         instruction(LOAD, ARGUMENT_0),
         instruction(EQUALS, 0, then=1), instruction(EQUALS, pid, otherwise=1), ALLOW,
     )  # fmt: skip
-    # The runner must not cancel that it ends with the agent.
+    # The runner must not undo the setting that ends it with the agent.
     refuse("prctl", instruction(LOAD, ARGUMENT_0), instruction(EQUALS, _PR_SET_PDEATHSIG, then=1), ALLOW)
-    # These name a process that the kernel then signals.
+    # These calls set the process that the kernel then signals.
     refuse(
         "fcntl",
         instruction(LOAD, ARGUMENT_1),

@@ -1,1 +1,1 @@
-"""The C++ runner's sources, and `etfarm bundle build`, which makes a bundle of them."""
+"""The C++ runner's sources, and `etfarm bundle build`, which builds a bundle from them."""

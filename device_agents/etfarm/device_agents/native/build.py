@@ -1,7 +1,7 @@
-"""`etfarm bundle build`: compiles the C++ runner against ExecuTorch's wheel and packs it with everything it needs.
+"""The command `etfarm bundle build`, which compiles the C++ runner against ExecuTorch's wheel and packs all it needs.
 
-No CMake and no torch: g++, the libraries and headers inside the wheel, and the standard library of Python. Equal inputs
-give equal bytes.
+It needs no CMake and no torch, only g++, the libraries and headers in the wheel, and Python's standard library. Equal inputs
+produce equal bytes.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _FLAGS: Final = (
     "-std=c++17", "-O2", "-fPIE", "-Wall", "-Wextra",
     # The c10 headers in the wheel would include a file that only a build of PyTorch generates.
     "-DC10_USING_CUSTOM_GENERATED_MACROS",
-    # These change the layout and the inlines of classes that we share with the wheel's libraries.
+    # These change the layout and the inline functions of classes shared with the wheel's libraries.
     "-DET_EVENT_TRACER_ENABLED", "-DET_USE_THREADPOOL",
 )  # fmt: skip
 _LINK_FLAGS: Final = (
-    # Kernel and backend libraries only register themselves; nothing refers to them, and they must be loaded all the same.
+    # Nothing refers to the kernel and backend libraries, which only register themselves, yet they must be loaded.
     "-pie", "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", "-Wl,--build-id=none", "-s",
 )  # fmt: skip
 _OPTIONS: Final = (CONFINE,)
@@ -62,13 +62,13 @@ Say = Callable[[str], None]
 
 
 class RunnerUnusable(FarmError):
-    """The runner was built and does not start."""
+    """A built runner that does not start."""
 
     reason = "RUNNER_UNUSABLE"
 
 
 def source_digest() -> str:
-    """Digest over the runner's sources and how they are compiled: equal for equal behaviour."""
+    """Return the digest of the runner's sources and of how they are compiled: equal for equal behaviour."""
     sources = {path.name: digest.of_file(path) for path in _sources("*.cpp") + _sources("*.h")}
     return digest.of_value({"sources": sources, "flags": [*_FLAGS, *_LINK_FLAGS], "libraries": EXECUTORCH_LIBRARIES})
 
@@ -81,21 +81,21 @@ def build_bundle(
     say: Say = lambda line: None,
     jobs: int | None = None,
 ) -> BundleManifest:
-    """Writes the bundle for `arch` to `out`, whole or not at all. Blocks for some seconds.
+    """Write the bundle for `arch` to `out`, whole or not at all. Blocks for some seconds.
 
     Args:
         arch: `x86_64` or `aarch64`.
-        out: ends in `.tar.gz`, `.tgz` or `.tar.xz`, which chooses the compression (xz: smaller by half, slower). Its folder is
-            there.
-        executorch: an `executorch` package folder, a folder that has one, or its wheel. By default the installed one, and
-            where that is for another architecture the wheel of its version, which pip fetches once.
+        out: ends in `.tar.gz`, `.tgz` or `.tar.xz`, which selects the compression (xz: smaller by half, slower). Its folder must
+            exist.
+        executorch: an `executorch` package folder, a folder that contains one, or its wheel. By default the installed one, or, if
+            that is for another architecture, the wheel of its version, which pip fetches once.
         say: takes a line of progress.
-        jobs: compilers at a time; the number of CPUs by default.
+        jobs: number of concurrent compilers; the number of CPUs by default.
 
     Raises:
-        CompilerMissing, CompilerFailed, ExecutorchMissing: nothing to build with.
-        RunnerUnusable: the runner does not start on the architecture it was made for.
-        UserError: `out` cannot be written, or does not say how; there is no `executorch`.
+        CompilerMissing, CompilerFailed, ExecutorchMissing: the build's prerequisites are missing.
+        RunnerUnusable: the runner does not start on the architecture that it was built for.
+        UserError: `out` cannot be written, or has another ending; there is no `executorch`.
     """
     if arch not in LOADERS:
         raise UserError(f"There is no runner for {arch!r}.", f"Choose one of {', '.join(LOADERS)}.", arch=arch)
@@ -136,17 +136,17 @@ def _package(arch: str, given: Path | None, scratch: Path, say: Say) -> Executor
 
 
 def compile_runner(compiler: Compiler, package: ExecutorchPackage, folder: Path, *, jobs: int | None = None) -> Path:
-    """The runner's executable, made in `folder`.
+    """Compile the runner in `folder` and return its executable.
 
     Raises:
-        CompilerFailed: with the compiler's own words.
+        CompilerFailed: the message contains the compiler's output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     include = package.folder / "include"
     flags = [
         *_FLAGS,
         f'-DETFARM_EXECUTORCH_VERSION="{package.version}"',
-        # Paths of this machine must not get into the program: __FILE__ stands in log lines.
+        # Paths of this machine must not become part of the program, whose log lines contain __FILE__.
         f"-ffile-prefix-map={SOURCES}=.",
         f"-ffile-prefix-map={include}=include",
         "-isystem", str(include),
@@ -157,7 +157,7 @@ def compile_runner(compiler: Compiler, package: ExecutorchPackage, folder: Path,
         compiler.run([*flags, "-c", str(source), "-o", f"{source.stem}.o"], source.name, folder)
         return f"{source.stem}.o"
 
-    # The largest first: with few CPUs the last one to start decides when all are done.
+    # Start with the largest file: with few CPUs, the last one to start determines the total time.
     sources = sorted(_sources("*.cpp"), key=lambda path: -path.stat().st_size)
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         objects = sorted(pool.map(compile_one, sources))
@@ -167,7 +167,7 @@ def compile_runner(compiler: Compiler, package: ExecutorchPackage, folder: Path,
 
 
 def pack(folder: Path, manifest: BundleManifest) -> bytes:
-    """The uncompressed tar of a bundle's folder: names sorted, the manifest first, no times, no owners."""
+    """Return the uncompressed tar of a bundle's folder: sorted by name, the manifest first, without times and owners."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         text = json.dumps(manifest.to_json(), indent=1, sort_keys=True).encode() + b"\n"
@@ -179,10 +179,10 @@ def pack(folder: Path, manifest: BundleManifest) -> bytes:
 
 
 def main(argv: list[str]) -> int:
-    """The command; `argv` is what follows `bundle build`.
+    """Run the command; `argv` is what follows `bundle build`.
 
     Raises:
-        EtfarmError: as build_bundle; the message is for people.
+        EtfarmError: as `build_bundle`; the message is for people.
     """
     parser = argparse.ArgumentParser(prog="etfarm bundle build", description="Build a runner bundle for devices.")
     parser.add_argument("--arch", choices=sorted(LOADERS), default=platform.machine(), help="default: this machine's")
@@ -219,7 +219,7 @@ def main(argv: list[str]) -> int:
 
 
 def _end_with_stdin() -> None:
-    """Kills this process group when whoever holds the other end of stdin is gone."""
+    """Kill this process group once the other end of stdin is closed."""
     # Not sys.stdin: a thread that holds its lock breaks the interpreter's exit.
     while os.read(0, 4096):
         continue
@@ -228,7 +228,7 @@ def _end_with_stdin() -> None:
 
 
 def _probed(arch: str, version: str, folder: Path) -> BundleManifest:
-    """The manifest of `folder`, with what the runner there says of itself."""
+    """Return the manifest of `folder`, with the properties that its runner reports."""
     files = {path.name: BundledFile(digest.of_file(path), path.stat().st_size) for path in folder.iterdir()}
     manifest = BundleManifest(arch, version, source_digest(), (), (), files, LOADERS[arch], ENTRY, options=_OPTIONS)
     emulator: Sequence[str] = ()
@@ -287,7 +287,7 @@ def _scratch(out: Path) -> Iterator[Path]:
 
 
 def _write(out: Path, data: bytes) -> None:
-    """Beside `out` first: who watches for the file never sees half of it."""
+    """Write next to `out` and rename, so that a process watching for the file never sees a part of it."""
     try:
         partial = out.with_name(f".{out.name}.{os.getpid()}")
         try:

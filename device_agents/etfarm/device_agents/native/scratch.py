@@ -1,4 +1,4 @@
-"""Folders that builds work in: beside what they make, gone with the build, and swept by the next one where it was killed."""
+"""Working folders of builds, created beside their output, deleted with the build, or by the next build if it was killed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Final
 
 _PREFIX: Final = ".etfarm-bundle-"
 _TRIES: Final = 5
-"""Compilers that are still at work may put a file into a folder while it is emptied."""
+"""Number of tries to empty a folder, into which a compiler that still runs may put a file."""
 _OPEN: Final[set[Path]] = set()
-"""Of builds in this process."""
+"""Folders of builds in this process."""
 
 
 @contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
-    """An empty folder in `parent`, which is made when it is missing. Deletes what killed builds have left there.
+    """Provide an empty folder in `parent`, which is created if missing. Folders that killed builds left there are deleted.
 
-    A folder is locked as long as its build lives, whatever ends it; so one without a lock belongs to nobody.
+    A folder is locked until its build ends, however it ends, so an unlocked folder is abandoned.
 
     Raises:
         OSError: `parent` cannot be written.
@@ -30,7 +30,7 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
     parent.mkdir(parents=True, exist_ok=True)
     parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # So that nobody sweeps a folder between its making and its locking.
+        # Prevents other builds from deleting a folder between its creation and its locking.
         fcntl.flock(parent_fd, fcntl.LOCK_EX)
         _sweep(parent)
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
@@ -48,7 +48,7 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
 
 
 def delete_own() -> None:
-    """Deletes the folders of this process, which is about to be killed."""
+    """Delete the folders of this process, which is about to be killed."""
     for folder in list(_OPEN):
         for _ in range(_TRIES):
             shutil.rmtree(folder, ignore_errors=True)
@@ -58,7 +58,7 @@ def delete_own() -> None:
 
 def _sweep(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # somebody else's, or gone meanwhile
+        with suppress(OSError):  # it belongs to another user, or is gone meanwhile
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What a bundle is made of: the compiler for an architecture, and the ExecuTorch package whose libraries it links."""
+"""The inputs of a bundle: the compiler for an architecture, and the ExecuTorch package whose libraries it links."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from etfarm.wire import elf
 from etfarm.wire.errors import Kind, UserError
 
 LOADERS: Final = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
-"""The dynamic loader's file by architecture; its keys are the architectures that bundles exist for."""
+"""The dynamic loader's file by architecture; the keys are all architectures of bundles."""
 EXECUTORCH: Final = "1.5.1"
-"""The version that etfarm is made for."""
+"""The version of ExecuTorch that etfarm supports."""
 _PACKAGES: Final = {"x86_64": "g++", "aarch64": "g++-aarch64-linux-gnu"}
 SYSTEM_LIBRARIES: Final = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "libstdc++.so.6", "libgcc_s.so.1")
-"""Beside the loader, everything that the runner and ExecuTorch's libraries need of a system."""
+"""All system libraries that the runner and ExecuTorch's libraries need, beside the loader."""
 EXECUTORCH_LIBRARIES: Final = tuple(
     f"libexecutorch{part}.so"
     for part in ("", "_kernels_optimized", "_kernels_quantized", "_backend_xnnpack", "_etdump", "_threadpool")
 )
-"""Not among them: OpenVINO and QNN, which open runtimes that a bundle does not carry."""
+"""ExecuTorch's libraries in a bundle; without OpenVINO and QNN, which open runtimes that a bundle does not contain."""
 
 
 class CompilerMissing(UserError):
-    """No C++ compiler for the architecture."""
+    """A missing C++ compiler for the architecture."""
 
     reason = "COMPILER_MISSING"
     kind = Kind.FAILED_PRECONDITION
@@ -45,18 +45,18 @@ class CompilerMissing(UserError):
 
 
 class CompilerFailed(UserError):
-    """The compiler is there, and what it was asked for does not work."""
+    """A compiler that is installed but fails."""
 
     reason = "COMPILER_FAILED"
     kind = Kind.FAILED_PRECONDITION
 
     def __init__(self, what: str, output: str) -> None:
-        # The end of the output is where g++ and ld say why.
+        # g++ and ld state the reason at the end of their output.
         super().__init__(f"The compiler failed at {what}: {output.strip()[-2000:]}", what=what, output=output)
 
 
 class ExecutorchMissing(UserError):
-    """No ExecuTorch package with a native runtime for the architecture."""
+    """A missing ExecuTorch package with a native runtime for the architecture."""
 
     reason = "EXECUTORCH_MISSING"
     kind = Kind.FAILED_PRECONDITION
@@ -74,17 +74,17 @@ class ExecutorchMissing(UserError):
 
 @dataclass(frozen=True)
 class Compiler:
-    """A g++ that makes programs for `arch`."""
+    """A g++ that compiles programs for `arch`."""
 
     path: str
     arch: str
 
     @classmethod
     def find(cls, arch: str) -> Compiler:
-        """The cross compiler's full name first, then plain g++ where that is native.
+        """Find the compiler: the cross compiler's full name first, then plain g++ if it is native.
 
         Raises:
-            CompilerMissing: neither is there.
+            CompilerMissing: neither is installed.
         """
         for name in (f"{arch}-linux-gnu-g++", "g++", "c++"):
             path = shutil.which(name)
@@ -93,18 +93,18 @@ class Compiler:
         raise CompilerMissing(arch, f"{arch}-linux-gnu-g++")
 
     def version(self) -> str:
-        """Such as `12.2.0`; part of what a bundle is made from."""
+        """Return the version, such as `12.2.0`; it is an input of a bundle."""
         return _run([self.path, "-dumpfullversion"], "asking for its version").strip()
 
     def system_library(self, name: str) -> Path:
-        """A library of the compiler's own sysroot: the one that the runner is linked against.
+        """Return a library from the compiler's own sysroot, which the runner is linked against.
 
         Raises:
-            CompilerFailed: there is none.
+            CompilerFailed: the sysroot does not contain it.
         """
-        found = _run([self.path, f"-print-file-name={name}"], f"looking for {name}").strip()
-        candidates = [Path(found)] if "/" in found else []
-        # Debian keeps the loader of a native compiler outside of what -print-file-name searches.
+        output = _run([self.path, f"-print-file-name={name}"], f"looking for {name}").strip()
+        candidates = [Path(output)] if "/" in output else []
+        # Debian keeps a native compiler's loader outside the folders that -print-file-name searches.
         candidates += [Path(root) / name for root in ("/lib64", "/lib", f"/lib/{self.arch}-linux-gnu")]
         candidates += [Path(f"/usr/{self.arch}-linux-gnu/lib") / name]
         for candidate in candidates:
@@ -113,7 +113,7 @@ class Compiler:
         raise CompilerFailed(f"finding {name}", f"not in {', '.join(str(c) for c in candidates)}")
 
     def run(self, arguments: list[str], what: str, folder: Path) -> None:
-        """One call of the compiler in `folder`.
+        """Run the compiler in `folder`.
 
         Raises:
             CompilerFailed: it ended with an error; its output is in the message.
@@ -127,16 +127,16 @@ class ExecutorchPackage:
 
     folder: Path
     version: str
-    """Without its local part: `1.5.1` of `1.5.1+cpu`."""
+    """The version without its local part: `1.5.1` for `1.5.1+cpu`."""
 
     @classmethod
     def find(cls, arch: str, given: Path | None, scratch: Path) -> ExecutorchPackage:
-        """The package that `given` names (a folder or a wheel), else the installed one. Nothing of it is imported.
+        """Find the package at `given` (a folder or a wheel), else the installed one, without importing it.
 
-        A wheel is unpacked into `scratch`, as far as it is needed.
+        The required part of a wheel is unpacked into `scratch`.
 
         Raises:
-            ExecutorchMissing: there is none, or it is for another architecture.
+            ExecutorchMissing: there is no package, or it is for another architecture.
         """
         if given is None:
             spec = importlib.util.find_spec("executorch")
@@ -148,10 +148,10 @@ class ExecutorchPackage:
             folder = _unpacked(arch, given, scratch)
         else:
             folder = given if (given / "version.py").is_file() else given / "executorch"
-        return cls._checked(arch, folder)
+        return cls._validated(arch, folder)
 
     @classmethod
-    def _checked(cls, arch: str, folder: Path) -> ExecutorchPackage:
+    def _validated(cls, arch: str, folder: Path) -> ExecutorchPackage:
         for name in EXECUTORCH_LIBRARIES:
             if not (folder / "lib" / name).is_file():
                 raise ExecutorchMissing(arch, f"{folder} has no lib/{name}")
@@ -165,7 +165,7 @@ class ExecutorchPackage:
 
 
 def elf_arch(path: Path) -> str | None:
-    """The architecture of an ELF file, where it is one that we know."""
+    """Return the architecture of an ELF file; None if it is unknown."""
     with path.open("rb") as file:
         return elf.arch_of(file.read(elf.HEAD_BYTES))
 
@@ -178,7 +178,7 @@ def _unpacked(arch: str, wheel: Path, scratch: Path) -> Path:
                 for name in archive.namelist()
                 if name.startswith(("executorch/lib/libexecutorch", "executorch/include/")) or name == "executorch/version.py"
             ]
-            archive.extractall(scratch, wanted)  # refuses names that leave `scratch`
+            archive.extractall(scratch, wanted)  # refuses names that point outside `scratch`
     except (OSError, zipfile.BadZipFile) as error:
         raise ExecutorchMissing(arch, f"{wheel} cannot be read ({error})") from None
     if not (scratch / "executorch" / "version.py").is_file():
@@ -187,7 +187,7 @@ def _unpacked(arch: str, wheel: Path, scratch: Path) -> Path:
 
 
 def _run(command: list[str], what: str, folder: Path | None = None) -> str:
-    # What a compiler that is killed leaves of its own goes with the folder.
+    # Files that a killed compiler leaves behind are deleted with the folder.
     environment = os.environ | ({"TMPDIR": str(folder)} if folder else {})
     try:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", check=False)

@@ -1,4 +1,4 @@
-"""ExecuTorch's wheel for another architecture, fetched with pip once and kept."""
+"""ExecuTorch's wheel for another architecture, fetched once with pip and kept."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from etfarm.device_agents.native.toolchain import EXECUTORCH, ExecutorchMissing
 Say = Callable[[str], None]
 
 _TAGS: Final = ("--python-version", "3.11", "--implementation", "cp", "--abi", "cp311")
-"""The same wheel whatever Python this is: equal inputs make equal bundles. Nothing of Python is taken out of it."""
+"""Tags of the same wheel for any Python: equal inputs produce equal bundles, which contain nothing of Python."""
 
 
 def wheels_folder() -> Path:
-    """Where fetched wheels are kept: $XDG_CACHE_HOME/etfarm/wheels, else below ~/.cache. It may be deleted at any time."""
+    """Return the folder of fetched wheels: $XDG_CACHE_HOME/etfarm/wheels, else below ~/.cache. It may be deleted at any time."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "etfarm" / "wheels"
 
 
 def fetch_wheel(arch: str, folder: Path | None = None, say: Say = lambda line: None) -> Path:
-    """The wheel of the installed ExecuTorch's version for `arch`; of the one that etfarm is made for where none is installed.
+    """Return the wheel for `arch` of the installed ExecuTorch's version, or of the supported version if none is installed.
 
     Args:
-        arch: as `uname -m` says it.
-        folder: what was fetched before; `wheels_folder()` by default.
+        arch: architecture in the terms of `uname -m`.
+        folder: the folder of fetched wheels; `wheels_folder()` by default.
         say: takes a line of progress.
 
     Raises:
-        ExecutorchMissing: pip is not there, or cannot fetch it.
+        ExecutorchMissing: pip is missing, or cannot fetch the wheel.
     """
     wanted, folder = _wanted(), folder or wheels_folder()
     pattern = f"executorch-{wanted}-*{arch}.whl"
-    if found := sorted(folder.glob(pattern)):
-        return found[0]
+    if wheels := sorted(folder.glob(pattern)):
+        return wheels[0]
     say(f"fetching executorch {wanted} for {arch} with pip, about 20 MB, into {folder}")
     started = time.monotonic()
     try:
@@ -72,9 +72,9 @@ def _wanted() -> str:
 
 
 def _reason(output: str) -> str:
-    """pip's first word of why; what follows it repeats that."""
+    """Return pip's first statement of a reason; the following ones repeat it."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
-    # Where nothing could be asked the errors tell of no versions, and a warning says why.
+    # If no index could be reached, the errors list no versions, and a warning states the reason.
     broken = re.findall(r"connection broken by '(\w+).*'", output)
     return (broken or errors or lines[-1:] or ["no output"])[0].rstrip(".")

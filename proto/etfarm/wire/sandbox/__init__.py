@@ -1,5 +1,5 @@
-"""Linux sandbox primitives that the server's children and the agent's runners share. Standard library only.
+"""Primitives of the Linux sandbox that the server's children and the agent's runners share. Standard library only.
 
 `syscalls` wraps what Python's `os` lacks, `seccomp` builds and installs system call filters. They act on the calling process,
-which must have one thread, and know nothing of jobs: which measures apply in which order is the caller's decision.
+which must have one thread, and are independent of jobs: the caller decides which measures apply in which order.
 """

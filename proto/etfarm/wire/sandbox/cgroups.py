@@ -1,6 +1,6 @@
 """Control groups: limits on the memory and the number of processes of a whole tree, on version 2 and on version 1.
 
-A group is made below a place that this process may write: its own group where version 1 is mounted, a sibling or, where the
+A group is created below a place that this process may write: its own group where version 1 is mounted, a sibling or, where the
 group is delegated to it (systemd's Delegate=yes), a part of its own group on version 2.
 Source: cgroups(7), Documentation/admin-guide/cgroup-v1/{memory,pids}.rst, cgroup-v2.rst.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 _REMOVE_S: Final = 2.0
-"""How long a group may stay busy after its last process was waited for."""
+"""Seconds for which a group may stay busy after its last process was waited for."""
 
 _UNIFIED: Final = "cgroup2"
 _CONTROLLERS: Final = ("memory", "pids")
@@ -30,23 +30,23 @@ class Place:
 
     version: int
     memory: str | None
-    """Folder below which memory can be limited; None where it cannot."""
+    """Folder below which memory can be limited; None if that is impossible."""
     pids: str | None
-    """The same for the number of processes. On version 2 both are one folder."""
+    """Folder below which the number of processes can be limited; on version 2 it equals `memory`."""
     leaf: str | None = None
-    """The group that this process moved itself to, so that its former one may have parts with limits; version 2 only."""
+    """The group that this process moved itself to, so that its former group can have subgroups with limits; version 2 only."""
 
 
 def find_place(proc: Path = Path("/proc/self")) -> Place | None:
-    """Return where this process can make groups with limits; None where the host allows none.
+    """Return where this process can create groups with limits; None if the host does not allow it.
 
-    On version 2 it may move this process to a part of its own group; `leave` undoes that.
+    On version 2 it may move this process to a subgroup of its own group; `leave` undoes that.
     """
     groups = _own_groups((proc / "cgroup").read_text())
     mounts = list(_mounts((proc / "mountinfo").read_text()))
-    found = {name: _first_version(name, groups, mounts) for name in _CONTROLLERS}
-    if any(found.values()):
-        return Place(1, found["memory"], found["pids"])
+    paths = {name: _first_version(name, groups, mounts) for name in _CONTROLLERS}
+    if any(paths.values()):
+        return Place(1, paths["memory"], paths["pids"])
     return _second_version(groups, mounts)
 
 
@@ -65,12 +65,12 @@ class Group:
     """A control group for one tree of processes.
 
     Args:
-        family: name of the group that holds all of one owner's; made when missing, removed with its last member.
+        family: name of the group that holds all groups of one owner; created if missing, removed with its last member.
         name: name of this group; must be new.
         memory_bytes, processes: the tree's limits.
 
     Raises:
-        OSError: it cannot be made; what was made of it is removed.
+        OSError: it cannot be created; its parts are removed again.
     """
 
     def __init__(self, place: Place, family: str, name: str, *, memory_bytes: int, processes: int) -> None:
@@ -104,7 +104,7 @@ class Group:
     def join(self) -> None:
         """Move this process, and so its later descendants, into the group."""
         for folder in self.folders:
-            # 0 is the writer, whatever its id is in which process namespace.
+            # 0 denotes the writing process, whatever its id in its process namespace.
             (folder / "cgroup.procs").write_text("0")
 
     def oom_kills(self) -> int:
@@ -118,7 +118,7 @@ class Group:
         return sum(_read(folder / "pids.events").get("max", 0) for folder in self.folders)
 
     def remove(self) -> None:
-        """Remove the group, whose processes have ended, and its family where this was the last member."""
+        """Remove the group, whose processes have ended, and its family if this was the last member."""
         for folder in self.folders:
             _remove(folder)
             with contextlib.suppress(OSError):
@@ -126,7 +126,7 @@ class Group:
 
 
 def remove_family(place: Place, family: str) -> None:
-    """Kill what still runs in a family's groups and remove them; for groups that a killed owner left."""
+    """Kill the processes in a family's groups and remove the groups, which a killed owner left behind."""
     for root in dict.fromkeys(Path(root) for root in (place.memory, place.pids) if root is not None):
         for folder in [*(root / family).glob("*/"), root / family]:
             if folder.is_dir():
@@ -159,7 +159,7 @@ def _remove(folder: Path) -> None:
 
 
 def _make(folder: Path, *, controls: bool) -> None:
-    """Make a group below its family. The family's last member may remove it at any time, so try again then."""
+    """Create a group below its family. Retry if the family's last member removes the family meanwhile."""
     for _ in range(100):
         folder.parent.mkdir(exist_ok=True)
         try:
@@ -192,7 +192,7 @@ def _mounts(text: str) -> Iterator[tuple[str, set[str], str, Path]]:
 
 
 def _folder(path: str, root: str, point: Path) -> Path | None:
-    """Return where a group's folder is below a mount; None where the mount does not show it."""
+    """Return a group's folder below a mount; None if the mount does not show it."""
     if root == "/":
         return point / path.lstrip("/")
     if path == root or path.startswith(f"{root}/"):
@@ -214,7 +214,7 @@ def _second_version(groups: dict[str, str], mounts: list[tuple[str, set[str], st
         own = _folder(groups[""], root, point) if kind == _UNIFIED and "" in groups else None
         if own is None:
             continue
-        # A group beside our own needs nobody to move; only the parent must already share its controllers out.
+        # A group beside our own moves no process, but the parent must already delegate its controllers.
         for folder in (own, own.parent):
             if point in (folder, *folder.parents) and _is_writable(folder) and _shares(folder):
                 return Place(2, str(folder), str(folder))
@@ -231,7 +231,7 @@ def _shares(folder: Path) -> bool:
 
 
 def _delegate(own: Path) -> str | None:
-    """Move this process to a part of its own group, which then may limit other parts. Return the part; None if refused."""
+    """Move this process to a subgroup of its own group, which can then limit other subgroups; return it, or None if refused."""
     leaf = own / f"etfarm-daemon-{os.getpid()}"
     try:
         if not set(_CONTROLLERS) <= set((own / "cgroup.controllers").read_text().split()):

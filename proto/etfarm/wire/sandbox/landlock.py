@@ -1,4 +1,4 @@
-"""Landlock: a process restricts which files it may reach itself, without privileges. Needs Linux 5.13 with Landlock enabled.
+"""Landlock restrictions, which a process places on its own file access without privileges. Needs Linux 5.13 with Landlock.
 
 A `Ruleset` refuses everything that the kernel's Landlock handles and that no rule allows: files, TCP, and from Linux 6.12 on
 abstract unix sockets and signals to processes outside. What an older kernel's Landlock does not handle stays allowed.
@@ -32,9 +32,9 @@ WORK: Final = READ | WRITE_FILE | REMOVE_FILE | MAKE_REGULAR | TRUNCATE
 """Rights of a folder for plain files: no folders, links, sockets or devices can be made in it."""
 
 _FILE_RIGHTS: Final = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
-"""What a rule about a file, and not a folder, may grant."""
+"""Rights that a rule for a file, as opposed to a folder, may grant."""
 _RIGHTS_BY_ABI: Final = {1: 13, 2: 14, 3: 15, 5: 16}
-"""Number of rights that a kernel knows, by the first version of the interface that has them."""
+"""Number of rights that a kernel supports, by the first version of the interface that has them."""
 _NETWORK_ABI: Final = 4
 _ALL_TCP: Final = 0b11
 _SCOPE_ABI: Final = 6
@@ -48,7 +48,7 @@ _EOPNOTSUPP: Final = 95
 
 
 def abi() -> int:
-    """Return the version of the kernel's Landlock interface; 0 where it has none, or it is disabled."""
+    """Return the version of the kernel's Landlock interface; 0 if it is missing or disabled."""
     return max(0, _call(CREATE_RULESET, None, 0, _VERSION_QUERY))
 
 
@@ -73,7 +73,7 @@ class Ruleset:
         self._descriptor = _checked(_call(CREATE_RULESET, attributes, len(attributes), 0), "landlock_create_ruleset")
 
     def allow(self, descriptor: int, rights: int, *, is_folder: bool) -> None:
-        """Grant rights on what an open descriptor stands for, and on everything below a folder."""
+        """Grant rights on the file or folder of an open descriptor, and on everything below a folder."""
         rights &= self._known if is_folder else self._known & _FILE_RIGHTS
         rule = struct.pack("=Qi", rights, descriptor)
         _checked(_call(_ADD_RULE, self._descriptor, _PATH_BENEATH, rule, 0), "landlock_add_rule")

@@ -1,6 +1,6 @@
-"""Confines this process as the specification on stdin says, then executes the program: `python -I -S launch.py`.
+"""The launcher, which confines itself by the specification on stdin, then executes the program: `python -I -S launch.py`.
 
-The program keeps this process's id, parent and streams. What follows the specification on stdin is the program's input.
+The program keeps this process's id, parent and streams. The rest of stdin is the program's input.
 A measure that the kernel lacks is left out and named on stderr, unless it is required: then the process ends with `REFUSED`.
 """
 
@@ -10,7 +10,7 @@ import marshal
 import os
 import sys
 
-if __name__ == "__main__":  # without site-packages: this package alone
+if __name__ == "__main__":  # without site-packages, only this package is importable
     sys.path.insert(0, os.path.abspath(__file__ + "/../../../.."))  # noqa: PTH100 - pathlib takes milliseconds to load
 
 import ctypes
@@ -23,9 +23,9 @@ from typing import Any, Final, NoReturn
 from etfarm.wire.sandbox import landlock, syscalls
 
 REFUSED: Final = 126
-"""Exit code where a required measure failed."""
+"""Exit code if a required measure failed."""
 NOT_STARTED: Final = 127
-"""Exit code where the program could not be started."""
+"""Exit code if the program could not be started."""
 
 USER: Final = "user"
 LANDLOCK: Final = "landlock"
@@ -65,48 +65,48 @@ def encode(specification: dict[str, Any]) -> bytes:
 
 def main() -> NoReturn:
     """Read the specification, confine this process, and execute the program."""
-    given: dict[str, Any] = marshal.loads(_read(int.from_bytes(_read(_LENGTH_BYTES), "little")))
-    os.chdir(given["folder"])
-    for which, limit in given["limits"]:
+    specification: dict[str, Any] = marshal.loads(_read(int.from_bytes(_read(_LENGTH_BYTES), "little")))
+    os.chdir(specification["folder"])
+    for which, limit in specification["limits"]:
         resource.setrlimit(which, (limit, limit))
-    active, missing = _confine(given)
+    active, missing = _confine(specification)
     for name, why in missing.items():
-        if name in given["required"]:
+        if name in specification["required"]:
             _end(REFUSED, f"{name} is required and not available here: {why}")
-        if not given["probe"]:
+        if not specification["probe"]:
             _say(f"{name} is not available: {why}")
-    if given["probe"]:
+    if specification["probe"]:
         answer = marshal.dumps({"active": active, "missing": missing})
         os.write(1, len(answer).to_bytes(_LENGTH_BYTES, "little") + answer)
         os._exit(0)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)  # Python ignores them, which exec would hand on
+        signal.signal(number, signal.SIG_DFL)  # Python ignores these signals, and exec would keep that
     try:
-        os.execve(given["argv"][0], given["argv"], given["env"])
+        os.execve(specification["argv"][0], specification["argv"], specification["env"])
     except OSError as error:
         name = errno.errorcode.get(error.errno or 0, str(error.errno))
-        _end(NOT_STARTED, f"{given['argv'][0]} cannot be started: {error.strerror} ({name})")
+        _end(NOT_STARTED, f"{specification['argv'][0]} cannot be started: {error.strerror} ({name})")
 
 
-def _confine(given: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """Apply every measure that works. Return the names of those, and the reasons for which others do not work."""
+def _confine(specification: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
+    """Apply every measure that works; return their names, and the reasons why the others do not work."""
     active: list[str] = []
     missing: dict[str, str] = {}
     rules: landlock.Ruleset | None = None
-    if given["rules"] is not None:
+    if specification["rules"] is not None:
         try:
             rules = landlock.Ruleset()
-            for path, rights, stays_open in given["rules"]:
+            for path, rights, stays_open in specification["rules"]:
                 _allow(rules, path, rights, stays_open)
         except OSError as error:
             rules, missing[LANDLOCK] = None, str(error)
-    if given["user"] is not None:
+    if specification["user"] is not None:
         try:
-            _become(given["user"], reads_as_root=given["reads_as_root"] and rules is not None)
+            _become(specification["user"], reads_as_root=specification["reads_as_root"] and rules is not None)
             active.append(USER)
         except OSError as error:
             missing[USER] = str(error)
-    keeps_reading = USER in active and given["reads_as_root"] and rules is not None
+    keeps_reading = USER in active and specification["reads_as_root"] and rules is not None
     for name, step in (
         (CAPABILITIES, _keep_reading if keeps_reading else syscalls.drop_capabilities),
         (PRIVILEGES, syscalls.forbid_new_privileges),
@@ -123,11 +123,11 @@ def _confine(given: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
         except OSError as error:
             missing[LANDLOCK] = str(error)
     # After the change of user, which clears it, and before the filter, which refuses it.
-    syscalls.die_with_parent(given["parent"])
+    syscalls.die_with_parent(specification["parent"])
     try:
-        for program in given["filters"]:
+        for program in specification["filters"]:
             _filter(program)
-        if given["filters"]:
+        if specification["filters"]:
             active.append(SECCOMP)
     except OSError as error:
         missing[SECCOMP] = str(error)
@@ -147,7 +147,7 @@ def _allow(rules: landlock.Ruleset, path: str, rights: int, stays_open: bool) ->
 
 
 def _become(user: int, *, reads_as_root: bool) -> None:
-    """Take on the user; with `reads_as_root`, capabilities survive it until `_keep_reading`."""
+    """Switch to the user; with `reads_as_root`, capabilities survive it until `_keep_reading`."""
     with open("/proc/sys/kernel/cap_last_cap", encoding="ascii") as file:  # noqa: PTH123
         highest = int(file.read())
     try:
@@ -162,7 +162,7 @@ def _become(user: int, *, reads_as_root: bool) -> None:
 
 
 def _keep_reading() -> None:
-    """Keep the capability to read what only root may, and no other, beyond exec too."""
+    """Keep only the capability to read root's files, beyond exec too."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     kept = 1 << _DAC_READ_SEARCH
     data = (ctypes.c_uint32 * 6)(kept, kept, kept, 0, 0, 0)
@@ -190,7 +190,7 @@ def _read(count: int) -> bytes:
     while len(data) < count:
         part = os.read(0, count - len(data))
         if not part:
-            os._exit(0)  # a launcher that was not needed
+            os._exit(0)  # the caller did not need the launcher
         data += part
     return data
 

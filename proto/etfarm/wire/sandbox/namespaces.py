@@ -1,4 +1,4 @@
-"""Namespaces for a process that forks: a user namespace where the host gives no rights, a process namespace per fork.
+"""Namespaces for a process that forks: a user namespace if the host grants no rights, and a process namespace per fork.
 
 Source: user_namespaces(7), pid_namespaces(7), network_namespaces(7).
 """
@@ -73,8 +73,8 @@ def find_network(former: int) -> str:
 class PidNamespaceForks:
     """Forks whose child is the first process of a process namespace: its end ends everything in it.
 
-    The kernel binds a process that has made one namespace for its children to that one, until it returns to its own with
-    setns, which takes rights over its own namespace. A process without them (in a user namespace) forks twice instead.
+    Once a process has created a namespace for its children, it must return to its own with setns before it can create another
+    one; setns requires rights over its own namespace. A process without them (in a user namespace) forks twice instead.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class PidNamespaceForks:
             self._can_return = False
 
     def fork(self) -> int:
-        """Fork; return 0 in the child. The child is process 1 where the host allows that, else an ordinary fork.
+        """Fork; return 0 in the child. The child is process 1 if the host allows that, otherwise it is an ordinary fork.
 
         The result in the parent is the id of a process that may be short-lived: do not wait for the child by it.
         """

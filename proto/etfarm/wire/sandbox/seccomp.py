@@ -1,8 +1,8 @@
-"""System call filters: which calls a confined process may make, as classic BPF that the kernel runs. No library needed.
+"""System call filters, which restrict a confined process, as classic BPF that the kernel runs. No library needed.
 
-A policy is a deny list: compilers and runners link large libraries (torch, XNNPACK, OpenMP, subprocesses such as flatc), and
-an allow list would break them with each release. Refused calls fail with an errno that libraries handle (EPERM, ENOSYS);
-calls of a foreign architecture (i386 on x86_64, AArch32 on aarch64) kill the process, since their numbers differ.
+A policy is a deny list: compilers and runners link large libraries (torch, XNNPACK, OpenMP, subprocesses such as flatc), and an
+allow list would break them with each release. Refused calls fail with an errno that libraries handle (EPERM, ENOSYS); calls of a
+foreign architecture (i386 on x86_64, AArch32 on aarch64) kill the process, since their numbers differ.
 Calls that are newer than this table answer ENOSYS.
 Source: seccomp(2), Documentation/userspace-api/seccomp_filter.rst, arch/x86/entry/syscalls/syscall_64.tbl,
 include/uapi/asm-generic/unistd.h.
@@ -35,7 +35,7 @@ from etfarm.wire.sandbox.bpf import (
 )  # fmt: skip
 
 HIGHEST_KNOWN: Final = 466
-"""removexattrat, of Linux 6.13. Higher numbers, those of the x32 ABI included, answer ENOSYS."""
+"""The number of removexattrat, from Linux 6.13. Higher numbers, including those of the x32 ABI, answer ENOSYS."""
 
 NUMBERS: Final[Mapping[str, tuple[int | None, int | None]]] = {
     "socket": (41, 198),
@@ -175,7 +175,7 @@ NUMBERS: Final[Mapping[str, tuple[int | None, int | None]]] = {
     "prctl": (157, 167),
     "fcntl": (72, 25),
 }
-"""Numbers on x86_64 and aarch64; None if an architecture lacks the call. Confinements refuse some of them each."""
+"""Numbers on x86_64 and aarch64; None if an architecture lacks the call. Each confinement refuses some of them."""
 
 SOCKETS: Final = ("socket", "socketpair", "connect", "bind", "listen", "accept", "accept4")
 NAMESPACES: Final = ("unshare", "setns")
@@ -205,11 +205,11 @@ DENIED: Final[Mapping[str, int]] = {
     for group in (SOCKETS, NAMESPACES, MOUNTS, OTHER_PROCESSES, KERNEL, IDENTITY, SHARED_MEMORY)
     for name in group
 } | {"clone3": errno.ENOSYS}
-"""What every policy refuses unless it says otherwise. clone3 keeps its flags in memory, which a filter cannot read; with ENOSYS
-the C library falls back to clone, whose flags are checked."""
+"""Calls that every policy refuses by default. clone3 keeps its flags in memory, which a filter cannot read; with ENOSYS the C
+library falls back to clone, whose flags are checked."""
 
 _PERSONALITY_QUERY: Final = 0xFFFFFFFF
-_INJECTING_IOCTLS: Final = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: type into the terminal that started the farm
+_INJECTING_IOCTLS: Final = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: they insert input into the terminal that started the farm
 
 _MODE_FILTER: Final = 2
 
@@ -222,7 +222,7 @@ class Policy:
     """Names of `NUMBERS` and the errno that each call fails with."""
 
     allow_unix_socketpair: bool = False
-    """Whether socketpair(AF_UNIX) stays possible; it connects nothing but the process's own descendants."""
+    """Whether socketpair(AF_UNIX) stays possible; it only connects the process with its own descendants."""
 
     def with_denied(self, *names: str, error: int = errno.EPERM) -> Policy:
         """Return this policy with further calls refused."""
@@ -230,7 +230,7 @@ class Policy:
 
 
 class UnsupportedArchitecture(OSError):
-    """No table of system calls for this machine's architecture."""
+    """A machine architecture without a table of system calls."""
 
     def __init__(self, machine: str) -> None:
         super().__init__(errno.ENOSYS, f"No system call filter for {machine!r}; known: {', '.join(ARCHITECTURES)}")
@@ -251,7 +251,7 @@ def build(policy: Policy, machine: str) -> bytes:
         return NUMBERS[name][column]
 
     def checked(name: str, *body: bytes) -> None:
-        """Add a call whose argument decides; `body` ends in a return on every path."""
+        """Add a call that is decided by its argument; `body` ends in a return on every path."""
         call = number(name)
         if call is not None:
             program.extend([instruction(EQUALS, call, otherwise=len(body)), *body])

@@ -23,7 +23,7 @@ CLONE_NEWUSER: Final = 0x10000000
 CLONE_NEWPID: Final = 0x20000000
 CLONE_NEWNET: Final = 0x40000000
 CLONE_NEW_ANY: Final = CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
-"""Every flag of clone(2) that makes a namespace. CLONE_NEWTIME lies in clone's signal byte: only unshare and clone3 take it."""
+"""Every flag of clone(2) that creates a namespace. CLONE_NEWTIME lies in clone's signal byte: only unshare and clone3 take it."""
 
 CAP_SYS_ADMIN: Final = 21
 
@@ -75,7 +75,7 @@ def unshare(flags: int) -> None:
 
 
 def setns(descriptor: int, kind: int = 0) -> None:
-    """Move this process to the namespace that `descriptor` stands for."""
+    """Move this process to the namespace of `descriptor`."""
     _checked(libc().setns(descriptor, kind), "setns")
 
 
@@ -111,7 +111,7 @@ def change_root(folder: str | Path) -> None:
 
 
 def become(user: int, group: int) -> None:
-    """Take on a user and a group for good and leave all supplementary groups. Needs CAP_SETUID and CAP_SETGID."""
+    """Switch to a user and a group for good and leave all supplementary groups. Needs CAP_SETUID and CAP_SETGID."""
     os.setgroups([])
     os.setresgid(group, group, group)
     os.setresuid(user, user, user)

@@ -60,9 +60,9 @@ class Fleet:
         self._tasks: set[asyncio.Task[None]] = set()
         """All tasks, including those that are ending; only their successors wait for these."""
         self._turns: dict[str, asyncio.Lock] = {}
-        """Held by the one task that serves a serial, ..."""
+        """Locks that the one task serving a serial holds, by serial."""
         self._places: dict[str, asyncio.Lock] = {}
-        """... and by the one that serves a device, by its id."""
+        """Locks that the one task serving a device holds, by the device's id."""
         self._known: dict[str, device_pb2.Device] = {}
         """Descriptions of recognized phones, by serial."""
         self._announced: dict[str, str] = {}
@@ -115,7 +115,7 @@ class Fleet:
         changed = {serial for serial in {*self._listed, *listed} if self._listed.get(serial) != listed.get(serial)}
         for serial in listed.keys() - self._listed.keys():
             if serial in self._rescued:
-                # What did not help before is not tried more often for that.
+                # Reconnecting did not help before, so it is not tried more often now.
                 self._rescued.discard(serial)
             else:
                 self._failed_tries.pop(serial, None)
@@ -141,20 +141,20 @@ class Fleet:
                 try:
                     await self._serve_once(listed)
                 except PhoneListedTwice as error:
-                    if self._is_served_by_another(serial, error.device_id):  # and not just leaving
+                    if self._is_served_by_another(serial, error.device_id):  # and is not just leaving
                         await self._announce_problem(listed, error)
                     async with self._places[error.device_id]:
                         log.debug("the phone %s is left to %s", error.device_id, serial)
                 except EtfarmError as error:
                     await self._handle_failure(listed, error)
                 except Exception as error:
-                    # A bug must not leave the other phones alone.
+                    # A bug must not stop the service of the other phones.
                     failed = AgentFailed(f"The agent failed: {type(error).__name__}: {error}.")
                     if self._tries_of(serial).is_new(str(failed)):
                         log.exception("the phone %s cannot be served", serial)
                     await self._handle_failure(listed, failed)
         finally:
-            # One that is in another state now is still there, until more is known of it.
+            # A phone in another state is still present until more is known.
             if serial not in self._listed and (device_id := self._announced.pop(serial, None)) is not None:
                 await self._agent.detach(device_id, "adb does not list it any more")
 
@@ -168,7 +168,7 @@ class Fleet:
         if listed.state is not State.DEVICE:
             await asyncio.sleep(self._options.settle_s)
             await self._announce_problem(listed, PhoneNotReady(listed))
-            # Another state ends this.
+            # A change of its state ends this.
             await asyncio.Event().wait()
         if "shell_v2" not in await self._adb.features(serial):
             raise PhoneTooOld(serial)
@@ -199,7 +199,7 @@ class Fleet:
             phone.gone = True
             try:
                 if self._served.pop(serial, None) is not None:
-                    # Whatever adb says meanwhile: a run may have something left to send.
+                    # Even if adb reports a change meanwhile: a run may still have something to send.
                     await _whole(self._agent.detach(device.id, "adb does not reach it any more"))
             finally:
                 claim.release()
@@ -224,7 +224,7 @@ class Fleet:
                 try:
                     await phone.look()
                 except EtfarmError as error:
-                    # It answers; that its services are slow is no reason to leave it.
+                    # The phone answers; slow services are no reason to stop serving it.
                     log.info("%s", error)
 
     def _is_served_by_another(self, serial: str, device_id: str) -> bool:
@@ -233,7 +233,7 @@ class Fleet:
     async def _announce(self, serial: str, device_id: str) -> None:
         """Announce the phone as this device from now on, and not as another one."""
         for other in [known for known, announced in self._announced.items() if announced == device_id]:
-            # An entry of a port that the phone had before, for example, which adb still lists as offline.
+            # For example an entry for the phone's former port, which adb still lists as offline.
             del self._announced[other]
         former = self._announced.get(serial)
         self._announced[serial] = device_id
@@ -246,7 +246,7 @@ class Fleet:
         await self._announce_problem(listed, error)
         tries = self._tries_of(serial)
         pause_s = tries.add()
-        # Of one that is gone adb knows, and has it back as soon as it can be.
+        # adb knows that the phone is gone, and lists it again as soon as possible.
         if isinstance(error, PhoneSilent):
             if tries.count > 1:
                 # A new connection did not help before.
@@ -288,7 +288,7 @@ class Fleet:
 
 
 async def _whole(work: Coroutine[None, None, None]) -> None:
-    """Do the work to its end, and raise a cancellation only afterwards."""
+    """Run the work to its end, and raise a cancellation only afterwards."""
     task, cancelled = asyncio.create_task(work), None
     while not task.done():
         try:

@@ -25,30 +25,30 @@ from etfarm.wire.errors import FarmError, UserError
 log = logging.getLogger(__name__)
 
 _BUNDLE_S: Final = 600.0
-"""How long the download of the runner for a new phone may take."""
+"""Seconds within which a new phone's runner must be downloaded."""
 
 
 class Trial:
     """Self-tests of runners on phones.
 
     Args:
-        config: the agent's.
-        cache: of artifacts, for the runner that the farm has.
+        config: the agent's settings.
+        cache: the artifact cache, for the farm's runner.
     """
 
     def __init__(self, config: AgentConfig, cache: Cache) -> None:
-        assert config.phones is not None  # it serves phones
+        assert config.phones is not None  # the agent serves phones
         self._config = config
         self._options = config.phones
         self._cache = cache
 
     async def run(self, phone: Phone) -> None:
-        """Test the runner that the farm has for the phone, or that was put on it.
+        """Test the farm's runner for the phone, or the runner that was installed on it.
 
         Without a runner, or without the farm, the phone's first run does it.
 
         Raises:
-            OwnRunnerFailed, RunnerDoesNotWork: with the signal, or with what the system said.
+            OwnRunnerFailed, RunnerDoesNotWork: the runner failed; the error names the signal or the system's message.
             DeviceError: the phone is gone, or has no room.
         """
         if phone.has_own_runner:
@@ -71,10 +71,10 @@ class Trial:
             log.info("the phone %s tries its runner at the first job: %s", phone.serial, error)
 
     async def _own_runner(self, phone: Phone) -> device_pb2.DeviceRunner:
-        """Test the runner that was put on the phone, and return its description.
+        """Test the runner that was installed on the phone, and return its description.
 
         Raises:
-            OwnRunnerFailed: it does not start, or computes wrongly.
+            OwnRunnerFailed: it does not start, or computes wrong results.
             DeviceError: the phone is gone.
         """
         try:

@@ -1,4 +1,4 @@
-"""Failed tries to serve a phone: the pause before the next one, and which errors people have already read."""
+"""Failed tries to serve a phone: the pause before the next one, and the error messages already logged."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Final
 from etfarm.wire.retry_backoff import retry_backoff
 
 _REMEMBERED: Final = 20
-"""Messages. A phone that cannot be served fails with a few of them in turns."""
+"""Number of remembered messages; a phone that cannot be served alternates between a few of them."""
 
 
 class FailedTries:
     """The failed tries to serve one phone since it was last served or plugged in.
 
     Args:
-        first_s: the longest first pause, which doubles with each try ...
-        last_s: ... up to this.
+        first_s: limit in seconds of the first pause, which doubles with each try up to `last_s`.
+        last_s: limit in seconds of all pauses.
     """
 
     def __init__(self, first_s: float, last_s: float) -> None:
