@@ -15,7 +15,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Kernels and headers of boards may be older than these.
+// Kernel headers of boards may be older than these.
 #ifndef __NR_statx
 #define __NR_statx (-1)
 #endif
@@ -44,8 +44,8 @@ constexpr std::uint32_t kArchitecture = AUDIT_ARCH_X86_64;
 constexpr std::uint32_t kArchitecture = AUDIT_ARCH_AARCH64;
 #endif
 
-// What the runner, the C library, ExecuTorch and XNNPACK call once everything is loaded. The rest answers ENOSYS, for which
-// libraries have a second way where there is one.
+// The calls that the runner, the C library, ExecuTorch and XNNPACK make once everything is loaded. All others answer ENOSYS,
+// for which libraries have a fallback where possible.
 constexpr long kAllowed[] = {
     __NR_read, __NR_write, __NR_readv, __NR_writev, __NR_pread64, __NR_pwrite64, __NR_lseek, __NR_openat, __NR_close,
     __NR_close_range, __NR_fstat, __NR_newfstatat, __NR_statx, __NR_statfs, __NR_fstatfs, __NR_faccessat, __NR_faccessat2, __NR_readlinkat,
@@ -76,7 +76,7 @@ sock_filter equals(std::uint32_t value, std::uint8_t then, std::uint8_t otherwis
   return BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, value, then, otherwise);
 }
 
-// Allows a call where the word at `argument` is one of `values`.
+// Allows a call if the word at `argument` is one of `values`.
 void allow_with(Filter& filter, long number, std::uint32_t argument, const std::vector<std::uint32_t>& values) {
   const auto count = static_cast<std::uint8_t>(values.size());
   filter.push_back(equals(static_cast<std::uint32_t>(number), 0, static_cast<std::uint8_t>(count + 3)));
@@ -96,7 +96,7 @@ bool filter_calls() {
     filter.push_back(equals(static_cast<std::uint32_t>(number), 0, 1));
     filter.push_back(give(SECCOMP_RET_ALLOW));
   }
-  // Threads, and no processes. clone3 keeps its flags where no filter can read them; without it the C library takes clone.
+  // Allow threads, but no processes. Filters cannot read the flags of clone3; without it the C library falls back to clone.
   filter.push_back(equals(__NR_clone, 0, 4));
   filter.push_back(load(kArgument0));
   filter.push_back(BPF_JUMP(BPF_JMP | BPF_JSET | BPF_K, CLONE_THREAD, 1, 0));
@@ -110,14 +110,14 @@ bool filter_calls() {
   allow_with(filter, __NR_ioctl, kArgument1, {0x5401 /* TCGETS: is it a terminal? */, FIONREAD});
   filter.push_back(give(SECCOMP_RET_ERRNO | ENOSYS));
   sock_fprog program{static_cast<unsigned short>(filter.size()), filter.data()};
-  // Without SPEC_ALLOW, kernels before 5.16 would slow down what is measured.
+  // Without SPEC_ALLOW, kernels before 5.16 would slow down the measured program.
   for (const unsigned flags : {SECCOMP_FILTER_FLAG_TSYNC | SECCOMP_FILTER_FLAG_SPEC_ALLOW, SECCOMP_FILTER_FLAG_TSYNC}) {
     if (::syscall(__NR_seccomp, SECCOMP_SET_MODE_FILTER, flags, &program) == 0) return true;
   }
   return ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
 }
 
-// Landlock. Source: include/uapi/linux/landlock.h, which build machines may lack; its numbers are those of all architectures.
+// Landlock. Source: include/uapi/linux/landlock.h, which build machines may lack; its numbers are equal on all architectures.
 constexpr long kCreateRuleset = 444, kAddRule = 445, kRestrictSelf = 446;
 constexpr std::uint64_t kExecute = 1, kWrite = 2, kRead = 4, kReadFolder = 8, kRemove = 1 << 5, kMake = 1 << 8, kTruncate = 1 << 14;
 constexpr std::uint64_t kFileRights = kExecute | kWrite | kRead | kTruncate;
@@ -138,7 +138,7 @@ void allow_path(int ruleset, std::uint64_t known, const std::string& path, std::
   const bool is_folder = ::fstat(descriptor, &status) == 0 && S_ISDIR(status.st_mode);
   PathBeneath rule{rights & known & (is_folder ? ~std::uint64_t{0} : kFileRights), descriptor};
   ::syscall(kAddRule, ruleset, 1, &rule, 0);
-  // What is kept open of /proc keeps its inode, which the rule is about.
+  // An open entry of /proc keeps its inode, to which the rule applies.
   if (path.rfind("/proc/", 0) != 0) ::close(descriptor);
 }
 

@@ -43,7 +43,7 @@ std::vector<std::string> DataFiles::take_missing(const NamedDataMap* own) const 
 }
 
 Result<const TensorLayout> DataFiles::get_tensor_layout(std::string_view key) const {
-  // A Result of something constant cannot be moved, so a found one is looked up twice.
+  // A Result of a constant cannot be moved, so an existing entry is looked up twice.
   if (map() && map()->get_tensor_layout(key).error() != Error::NotFound) return map()->get_tensor_layout(key);
   missing_.emplace(key);
   return Error::NotFound;

@@ -1,4 +1,4 @@
-// The .ptd files of a program: weights that are not in the .pte, found by their key.
+// The .ptd files of a program: weights that are not in the .pte, looked up by their key.
 #pragma once
 
 #include <memory>
@@ -15,13 +15,13 @@
 
 namespace etfarm {
 
-// All files as one map, which remembers what it was asked for and does not have. It is given to ExecuTorch even where there
-// is no file: XNNPACK follows the null pointer of an absent map.
+// All files as one map, which records the keys that it was asked for and does not have. ExecuTorch gets it even without any
+// file, because XNNPACK dereferences the null pointer of an absent map.
 class DataFiles final : public executorch::runtime::NamedDataMap {
  public:
   explicit DataFiles(const std::vector<std::string>& paths);
 
-  // What was asked for in vain since the last call, without the keys that `own` has.
+  // Returns the missing keys requested since the last call, without those that `own` has.
   std::vector<std::string> take_missing(const executorch::runtime::NamedDataMap* own) const;
 
   executorch::runtime::Result<const executorch::runtime::TensorLayout> get_tensor_layout(std::string_view key) const override;
@@ -39,7 +39,7 @@ class DataFiles final : public executorch::runtime::NamedDataMap {
   mutable std::set<std::string> missing_;
 };
 
-// A file, mapped into memory.
+// A file that is mapped into memory.
 std::unique_ptr<executorch::extension::MmapDataLoader> map_file(const std::string& path);
 
 }  // namespace etfarm

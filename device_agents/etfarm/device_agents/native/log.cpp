@@ -15,7 +15,7 @@ namespace etfarm::log {
 namespace {
 
 constexpr std::size_t kKept = 40;
-// A kernel that logs in every iteration must not turn a measurement into a stream of text.
+// A kernel that logs in every iteration must not flood the output during a measurement.
 constexpr int kSentPerCommand = 200;
 
 std::mutex guard;

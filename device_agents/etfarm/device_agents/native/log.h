@@ -1,4 +1,4 @@
-// What the ExecuTorch runtime says while it works: its log lines are the only place where it gives the reason of a failure.
+// The log of the ExecuTorch runtime, which is the only place where it states the reason of a failure.
 #pragma once
 
 #include <string>
@@ -6,18 +6,18 @@
 
 namespace etfarm::log {
 
-// Takes over the runtime's log and std::terminate. Each line goes out as a `log` event at once, so that the caller has
-// it even when the very next instruction is abort().
+// Captures the runtime's log and std::terminate. Each line is sent as a `log` event at once, so that the caller receives it
+// even if the next instruction is abort().
 void capture();
 
-// A new command begins: recent() starts anew.
+// Marks the start of a command, after which recent() is empty.
 void begin_command();
 
 // The latest lines since begin_command(), oldest first, at most 40.
 std::vector<std::string> recent();
 
-// What the runtime says went wrong: the first line that it calls an error, which has the cause, and the one that names the
-// instruction. What follows those only lists arguments. Empty where there is none.
+// The runtime's explanation of a failure: the first line logged as an error, which has the cause, and the one that names the
+// instruction. The lines after those only list arguments. Empty if there is none.
 std::string reason();
 
 }  // namespace etfarm::log

@@ -37,11 +37,11 @@ namespace etfarm {
 namespace {
 
 constexpr int kProtocol = 1;
-// More than any tensor that a phone holds; a length beyond it is a damaged stream.
+// More than any tensor that fits into a phone's memory; a larger length means that the stream is damaged.
 constexpr std::int64_t kMaxPayloadBytes = std::int64_t{1} << 33;
 constexpr std::int64_t kMaxTimeNs = std::int64_t{1} << 60;
 
-// What this process took from itself at its start.
+// The restrictions that this process applied to itself at its start.
 std::vector<std::string> confined;
 
 Json result_of(const Command& command) { return Json().text("event", "result").text("command", command.name()); }
@@ -85,7 +85,7 @@ void threads(Session& session, Command& command) {
   if (thread_count() != static_cast<std::size_t>(count)) {
     throw Failure{"RUNTIME", "the thread pool has " + std::to_string(thread_count()) + " threads where " + std::to_string(count) + " were asked for", "", {}};
   }
-  // pthreadpool takes no notice of a thread that could not be made, mostly for want of memory for its stack.
+  // pthreadpool ignores a thread that could not be created, mostly for lack of memory for its stack.
   if (task_count().value_or(count) < count) {
     throw Failure{"OUT_OF_MEMORY", "there is no room for " + std::to_string(count) + " threads", "MemoryAllocationFailed", {}};
   }
@@ -100,7 +100,7 @@ void affinity(Session&, Command& command) {
   Channel::get().send(result_of(command).numbers("cores", cores));
 }
 
-// Puts what a Session method gave behind the event's head.
+// Appends the fields returned by a Session method to the event's header.
 void reply(const Command& command, const Json& body) {
   Channel::get().send(result_of(command).append(body));
 }
@@ -220,13 +220,13 @@ void send_error(const std::string& command, const Failure& failure) {
   Channel::get().send(event.texts("names", failure.names).texts("log", log::recent()));
 }
 
-// Answers one line; false where the session is over.
+// Answers one line; returns false once the session is over.
 bool serve(Session& session, const std::string& line) {
   log::begin_command();
   Command command;
   try {
     command = Command::parse(line);
-    // A payload is taken whatever the command is: what follows it must not be read as commands.
+    // Read the payload whatever the command is, so that it is not parsed as commands.
     if (const auto bytes = command.take("bytes")) {
       const auto size = static_cast<std::size_t>(parse_integer(*bytes, "bytes", 0, kMaxPayloadBytes));
       try {
@@ -284,7 +284,7 @@ int run_main(int argc, char** argv) {
       send_error("", failure);
     }
   }
-  // Destructors of backends have nothing left to do for us, and some wait for threads.
+  // Skip the destructors of backends: they have nothing left to do, and some of them wait for threads.
   std::fflush(nullptr);
   std::_Exit(0);
 }

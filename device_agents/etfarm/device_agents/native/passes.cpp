@@ -18,9 +18,9 @@ namespace {
 
 constexpr std::int64_t kProgressNs = 250'000'000;
 
-// A warm-up is steady once the medians of the latest windows lie within 2 %, or within the resolution of the counters of
-// phones (52 ns at 19.2 MHz) for programs of a few microseconds. All of them against each other: a drift of 2 % a window is
-// not steady. A window lasts long enough for a governor to have acted.
+// A warm-up is steady once the medians of the latest windows lie within 2 %, or, for programs of a few microseconds, within
+// the resolution of phones' counters (52 ns at 19.2 MHz). All windows are compared with each other: a drift of 2 % per window
+// is not steady. A window lasts long enough for a governor to react.
 constexpr std::size_t kWindows = 3;
 constexpr std::int64_t kWindowIterations = 5;
 constexpr std::int64_t kWindowNs = 50'000'000;
@@ -37,7 +37,7 @@ std::optional<std::int64_t> difference(const std::optional<std::int64_t>& after,
   return *after - *before;
 }
 
-// Samples go to the wire as int64 little-endian, which is what every target of ours stores.
+// Samples are sent as int64 little-endian, which is the native format of every supported target.
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
 
 std::size_t write_etdump(executorch::etdump::ETDumpGen& tracer, const std::string& path) {
@@ -52,8 +52,8 @@ std::size_t write_etdump(executorch::etdump::ETDumpGen& tracer, const std::strin
   return dump.size;
 }
 
-// Intermediate outputs in a file. What cannot be written is told at the end: ETDump aborts where a write fails, and
-// ExecuTorch's own file sink does not see what fails when it is closed.
+// Intermediate outputs in a file. Write errors are reported at the end, since ETDump aborts if a write fails, and ExecuTorch's
+// own file sink ignores errors on closing.
 class DumpFile final : public executorch::etdump::DataSinkBase {
  public:
   DumpFile(const std::string& path, std::size_t max_bytes)
@@ -96,18 +96,18 @@ class DumpFile final : public executorch::etdump::DataSinkBase {
 struct WarmUp {
   std::int64_t iterations;
   std::int64_t elapsed_ns;
-  std::int64_t samples;  // that one window wrote at most
-  std::optional<bool> steady;  // absent where nobody asked
+  std::int64_t samples;  // maximum number that one window recorded
+  std::optional<bool> steady;  // absent if it was not requested
 };
 
-// The untimed iterations before a measurement. `window` has room for kWindowSamples where `plan.steady` is set.
+// The untimed iterations before a measurement. `window` has room for kWindowSamples if `plan.steady` is set.
 WarmUp warm_up(LoadedMethod& method, const std::vector<std::optional<Input>>& inputs, const Plan& plan, std::int64_t* window) {
   WarmUp done{0, 0, 0, plan.steady ? std::optional<bool>(false) : std::nullopt};
   if (plan.warmup == 0 && !plan.steady) return done;
   report("WARMUP", 0, 0);
   const std::int64_t start = now_ns();
   std::int64_t told = 0;
-  // False once the time is up: what has taken that long is as warm as it will be.
+  // Returns false once the time is up: more iterations would not warm the program up further.
   const auto iterate = [&](std::int64_t* sample) {
     const Span span = method.execute(inputs);
     if (sample) *sample = span.ns();
@@ -124,7 +124,7 @@ WarmUp warm_up(LoadedMethod& method, const std::vector<std::optional<Input>>& in
   while (done.iterations < plan.warmup) {
     if (!iterate(nullptr)) return done;
   }
-  peak_rss_bytes();  // what first executions take is the program's, and no sample was written yet
+  peak_rss_bytes();  // memory of first executions belongs to the program, and no sample was written yet
   std::deque<std::int64_t> medians;
   while (plan.steady) {
     const std::int64_t begun = done.elapsed_ns;
@@ -152,7 +152,7 @@ void measure(Session& session, const Plan& plan, Json result) {
   LoadedMethod& method = session.ready();
   if (method.tracer()) throw Failure{"BAD_STATE", "the method is loaded with a tracer, which costs time; load it without", "", {}};
   const auto& inputs = session.inputs();
-  // Pages are touched by the samples that come. They are ours, so the peak RSS is told without them.
+  // Later samples touch these pages. They belong to the runner, so the peak RSS is reported without them.
   const std::int64_t capacity = std::max(plan.max_samples, plan.steady ? kWindowSamples : 0);
   const Pages buffer(static_cast<std::size_t>(capacity) * sizeof(std::int64_t), Pages::For::Us);
   auto* samples = reinterpret_cast<std::int64_t*>(buffer.data());
@@ -208,7 +208,7 @@ void trace(Session& session, std::int64_t warmup, std::int64_t iterations, const
   const auto& inputs = session.inputs();
   report("TRACED", 0, 0);
   for (std::int64_t i = 0; i < warmup; ++i) method.execute(inputs);
-  if (warmup > 0) method.tracer()->reset();  // cold iterations would spoil the means of the profile
+  if (warmup > 0) method.tracer()->reset();  // cold iterations would distort the means of the profile
 
   std::vector<std::int64_t> samples;
   samples.reserve(static_cast<std::size_t>(iterations));

@@ -19,13 +19,13 @@ struct Plan {
   std::int64_t max_samples;
 };
 
-// Untraced iterations, one pair of clock stamps each. Sends the `result` event itself, with the samples as its payload.
+// Runs untraced iterations with one pair of clock stamps each, and sends the `result` event with the samples as its payload.
 void measure(Session& session, const Plan& plan, Json result);
 
-// `iterations` traced ones after `warmup` that leave no trace, written to `path` as ETDump.
+// Runs `iterations` traced iterations after `warmup` unrecorded ones, and writes the ETDump to `path`.
 void trace(Session& session, std::int64_t warmup, std::int64_t iterations, const std::string& path, Json result);
 
-// One iteration with every intermediate output: ETDump to `path`, the tensors to `dump`, which gets no larger than `max_bytes`.
+// Runs one iteration with every intermediate output: ETDump to `path`, tensors to `dump`, which has at most `max_bytes`.
 Json debug(Session& session, const std::string& path, const std::string& dump, std::size_t max_bytes, Json result);
 
 }  // namespace etfarm

@@ -34,10 +34,10 @@ class Vector {
   TensorImpl impl_;
 };
 
-// Calls the kernel as a program would: the output is the last argument, and it comes a second time for the returned value.
+// Calls the kernel as a program would: the output is the last argument, and is repeated for the return value.
 void call(const char* name, std::vector<EValue> arguments) {
   const auto refuse = [&](const std::string& what) { throw Failure{"SELF_TEST", std::string(name) + " " + what, "", {name}}; };
-  // Kernels that are specialised for a dtype are registered under it, the others under nothing.
+  // Kernels specialised for a dtype are registered under it, the others without a key.
   std::vector<executorch::runtime::TensorMeta> metas;
   executorch::aten::DimOrderType order[1] = {0};
   for (const auto& argument : arguments) {
@@ -61,7 +61,7 @@ void check(const char* name, const Four<T>& actual, const Four<T>& expected) {
 }  // namespace
 
 std::vector<std::string> self_test() {
-  // Values that floats hold exactly, so that every right kernel gives these bits.
+  // Values that floats represent exactly, so that every correct kernel computes these bits.
   Four<float> left{1.5F, -2.0F, 0.25F, 8.0F};
   Four<float> right{0.5F, 4.0F, -0.25F, 2.0F};
   Four<float> result{};

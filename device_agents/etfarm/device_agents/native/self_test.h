@@ -1,4 +1,4 @@
-// Whether this runner computes rightly at all: kernels with known results, without any program.
+// The runner's self-test: kernels with known results, without any program.
 #pragma once
 
 #include <string>
@@ -6,7 +6,7 @@
 
 namespace etfarm {
 
-// What was tested, in order: kernels and backends. A Failure SELF_TEST names the first that does not do what it should.
+// Returns the tested kernels and backends, in order. A Failure SELF_TEST names the first that computes a wrong result.
 std::vector<std::string> self_test();
 
 }  // namespace etfarm

@@ -52,7 +52,7 @@ bool backend_usable(const char* name) {
   return backend && backend->is_available();
 }
 
-// The operators that the runtime complained about while it loaded the method.
+// The operators that the runtime reported as missing while it loaded the method.
 std::vector<std::string> missing_operators() {
   constexpr std::string_view mark = "Missing operator: [";
   std::vector<std::string> names;
@@ -131,7 +131,7 @@ LoadedMethod::LoadedMethod(const Program& program, const DataFiles& data, const 
   }
 
   const auto own = program.get_named_data_map();
-  data.take_missing(nullptr);  // of a method before
+  data.take_missing(nullptr);  // discard those of an earlier method
   const std::int64_t start = now_ns();
   auto method = program.load_method(name.c_str(), manager_.get(), tracer_.get(), &data);
   load_method_ns = now_ns() - start;
@@ -150,7 +150,7 @@ LoadedMethod::LoadedMethod(const Program& program, const DataFiles& data, const 
   provide_outputs();
 }
 
-// A program that was exported without planned outputs leaves their memory to the caller.
+// A program that was exported without planned outputs expects the caller to allocate them.
 void LoadedMethod::provide_outputs() {
   const MethodMeta meta = method_->method_meta();
   for (std::size_t i = 0; i < meta.num_outputs(); ++i) {
@@ -163,7 +163,7 @@ void LoadedMethod::provide_outputs() {
   }
 }
 
-// get_input() is deprecated for callers who would write through it; it is the only way to the dynamism of a shape.
+// get_input() is deprecated for callers that write through it, but is the only way to know whether a shape is dynamic.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 const EValue& LoadedMethod::input(std::size_t index) { return method_->get_input(index); }
@@ -175,7 +175,7 @@ bool LoadedMethod::is_dynamic(std::size_t index) {
 }
 
 Span LoadedMethod::execute(const std::vector<std::optional<Input>>& inputs) {
-  // The memory planner reuses an input's bytes once its last reader is done: the next run would read activations.
+  // The memory planner reuses an input's bytes after its last use: the next run would read activations.
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const EValue& value = inputs[i]->value();
     const Error error = method_->set_input(value, i);
@@ -191,13 +191,13 @@ Span LoadedMethod::execute(const std::vector<std::optional<Input>>& inputs) {
 
 Json Session::load(const std::string& path, const std::vector<std::string>& data) {
   if (program_) throw Failure{"BAD_STATE", "a program is loaded already; a runner process serves one", "", {}};
-  // The pool is fixed before XNNPACK sees it: resetting it later can hang.
+  // The pool's size is fixed before XNNPACK sees it: resetting it later can hang.
   const std::size_t threads = thread_count();
 
   const std::int64_t start = now_ns();
   data_ = std::make_unique<DataFiles>(data);
   loader_ = map_file(path);
-  // Minimal, the default, lets one in eight damaged files crash or hang the process; this check costs microseconds.
+  // With Minimal, the default, one in eight damaged files crashes or hangs the process; this check costs microseconds.
   program_.emplace(unwrap(Program::load(loader_.get(), Program::Verification::InternalConsistency), "cannot load the program"));
   const std::int64_t load_ns = now_ns() - start;
 
@@ -252,7 +252,7 @@ Json Session::load_method(const std::string& name, bool trace, bool debug, bool 
   const std::size_t count = meta(name).num_inputs();
   if (debug && !trace) throw Failure{"BAD_COMMAND", "debug=1 needs trace=1", "", {}};
   method_ = nullptr;
-  keep ? void(methods_.erase(name)) : methods_.clear();  // before the new one, so that both are never in memory at once
+  keep ? void(methods_.erase(name)) : methods_.clear();  // before loading, so that both are never in memory at once
   auto loaded = std::make_unique<LoadedMethod>(*program_, *data_, name, trace, debug);
   method_ = loaded.get();
   methods_[name] = std::move(loaded);
@@ -327,7 +327,7 @@ void Session::set_input(Command& command) {
     throw Failure{"INPUT_MISMATCH", "input " + std::to_string(index) + " is of a kind that etfarm does not carry", "", {}};
   }
   command.finish();
-  // The exporter bakes scalars in; another value would need another program.
+  // The exporter makes scalars constants; another value would require another program.
   if (!same) throw Failure{"INPUT_MISMATCH", "input " + std::to_string(index) + " must be the " + kind + " that the program was exported with", "", {}};
   inputs[index] = Input::scalar(std::move(value));
 }

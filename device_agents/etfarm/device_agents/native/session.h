@@ -1,4 +1,4 @@
-// The one program of this process and the methods of it that are loaded, one of which commands are for.
+// The one program of this process and its loaded methods, one of which is the current one.
 #pragma once
 
 #include <cstdint>
@@ -20,20 +20,20 @@ namespace etfarm {
 
 std::int64_t now_ns();  // steady_clock
 
-// The Failure for an ExecuTorch error: its name, and the line that the runtime logged about it.
+// Returns the Failure for an ExecuTorch error: its name, and the line that the runtime logged about it.
 Failure runtime_failure(const std::string& doing, executorch::runtime::Error error);
 
-// The value, or the Failure that tells what was being done.
+// Returns the value, or throws the Failure that names the operation.
 template <typename T>
 T unwrap(executorch::runtime::Result<T>&& result, const std::string& doing) {
   if (!result.ok()) throw runtime_failure(doing, result.error());
   return std::move(*result);
 }
 
-// Zeroed pages that are touched only when used, so that a large plan costs what the method really writes.
+// Zeroed pages that are touched only when used, so that a large plan costs only the memory that the method writes.
 class Pages {
  public:
-  // The program's memory is under its limit; what is ours must not be, or it would take from the program's budget.
+  // The program's memory is under its limit; the runner's own must not be, or it would reduce the program's budget.
   enum class For { Program, Us };
   explicit Pages(std::size_t size, For owner = For::Program);
   Pages(Pages&& other) noexcept : data_(other.data_), size_(other.size_) { other.data_ = nullptr; }
@@ -47,14 +47,14 @@ class Pages {
   std::size_t size_;
 };
 
-// From just before an execution to just after it, on now_ns().
+// The interval from just before an execution to just after it, by now_ns().
 struct Span {
   std::int64_t start;
   std::int64_t end;
   std::int64_t ns() const { return end - start; }
 };
 
-// A method with the memory it lives in. Destroying it resets its mutable buffers.
+// A method with its memory. Destroying it resets its mutable buffers.
 class LoadedMethod {
  public:
   LoadedMethod(const executorch::runtime::Program& program, const DataFiles& data, const std::string& name, bool trace, bool debug);
@@ -64,13 +64,13 @@ class LoadedMethod {
   executorch::etdump::ETDumpGen* tracer() { return tracer_.get(); }
   bool debugging() const { return debug_; }
   bool is_dynamic(std::size_t input);
-  // The value that the program was exported with, for inputs that are no tensors.
+  // The value that the program was exported with, for inputs other than tensors.
   const executorch::runtime::EValue& input(std::size_t index);
 
-  // One execution. Inputs are set again before, outside of the time.
+  // Executes once. Inputs are set again before, which is not part of the time.
   Span execute(const std::vector<std::optional<Input>>& inputs);
 
-  std::optional<std::int64_t> first_run_ns;  // of the first execution since loading
+  std::optional<std::int64_t> first_run_ns;  // duration of the first execution since loading
   std::int64_t load_method_ns = 0;
 
  private:
@@ -86,23 +86,23 @@ class LoadedMethod {
   std::unique_ptr<executorch::runtime::MemoryManager> manager_;
   std::unique_ptr<executorch::etdump::ETDumpGen> tracer_;
   std::vector<Pages> outputs_;
-  std::optional<executorch::runtime::Method> method_;  // last: it points into everything above
+  std::optional<executorch::runtime::Method> method_;  // last member: it points into everything above
 };
 
 class Session {
  public:
   Json load(const std::string& path, const std::vector<std::string>& data);
   Json describe(const std::string& method);
-  // The methods that were loaded before stay loaded with `keep`, each in its own memory.
+  // With `keep`, methods that were loaded before stay loaded, each in its own memory.
   Json load_method(const std::string& name, bool trace, bool debug, bool keep);
-  // Makes a loaded method the one that commands are for, as it was left.
+  // Makes a loaded method the current one, with its state unchanged.
   void select(const std::string& name);
   void set_input(Command& command);
   void default_inputs(std::uint64_t seed, std::vector<Json>& headers, Bytes& payload);
   void outputs(std::vector<Json>& headers, Bytes& payload);
 
   bool loaded() const { return program_.has_value(); }
-  // The loaded method, ready to execute; a Failure where there is none or an input is missing.
+  // Returns the current method, ready to execute; a Failure if there is none or an input is missing.
   LoadedMethod& ready();
   const std::vector<std::optional<Input>>& inputs() { return inputs_[loaded_method().name()]; }
 
@@ -115,7 +115,7 @@ class Session {
   std::unique_ptr<DataFiles> data_;
   std::optional<executorch::runtime::Program> program_;
   std::map<std::string, std::unique_ptr<LoadedMethod>> methods_;
-  LoadedMethod* method_ = nullptr;  // one of them
+  LoadedMethod* method_ = nullptr;  // the current one
   std::map<std::string, std::vector<std::optional<Input>>> inputs_;
 };
 

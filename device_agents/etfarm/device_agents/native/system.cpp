@@ -72,7 +72,7 @@ std::optional<std::string> bind_to_cores(const std::vector<std::int64_t>& cores)
   cpu_set_t set;
   CPU_ZERO(&set);
   for (const auto core : cores) CPU_SET(static_cast<std::size_t>(core), &set);
-  // Threads inherit the binding when they are made; those that exist already need it one by one.
+  // New threads inherit the affinity; existing threads need it set one by one.
   DIR* tasks = ::opendir("/proc/self/task");
   if (!tasks) return ::sched_setaffinity(0, sizeof(set), &set) == 0 ? std::nullopt : std::optional<std::string>(std::strerror(errno));
   std::optional<std::string> problem;

@@ -1,4 +1,4 @@
-// What Linux tells about this process. Every value is absent where the kernel does not give it, never 0 instead.
+// Linux' counters of this process. A value that the kernel does not provide is absent, never 0.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace etfarm {
 
-// Counters at one moment; the difference of two tells what happened between.
+// Counters at one moment; subtract two of them for what happened in between.
 struct Usage {
   std::int64_t wall_ns;
   std::optional<std::int64_t> cpu_ns;
@@ -16,7 +16,7 @@ struct Usage {
   std::optional<std::int64_t> involuntary_switches;
   std::optional<std::int64_t> minor_faults;
   std::optional<std::int64_t> major_faults;
-  std::optional<std::int64_t> pressure_us;  // PSI cpu, `some`: time in which somebody on the machine waited for a CPU
+  std::optional<std::int64_t> pressure_us;  // PSI cpu, `some`: time in which a task on the machine waited for a CPU
 
   static Usage now();
 };
@@ -24,17 +24,17 @@ struct Usage {
 // A `Key:  N kB` line of /proc/self/status, in bytes.
 std::optional<std::int64_t> status_bytes(const std::string& key);
 
-// The most memory that this process had resident (VmHWM), less what was the measurement's own when that rose.
+// Peak resident memory of this process (VmHWM), less the measurement's own share at that time.
 // `ours`: bytes of samples that are resident now, or were since the last call.
 std::optional<std::int64_t> peak_rss_bytes(std::int64_t ours = 0);
 
-// Binds every thread of the process to these CPUs. An errno text where that fails.
+// Binds every thread of the process to these CPUs. Returns an errno text if that fails.
 std::optional<std::string> bind_to_cores(const std::vector<std::int64_t>& cores);
 
-// Threads that the process has.
+// Number of threads of the process.
 std::optional<std::int64_t> task_count();
 
-// Ends this process when its parent ends, forbids core dumps, and limits its data segment where `data_bytes` is given.
+// Ends this process with its parent, forbids core dumps, and limits its data segment if `data_bytes` is set.
 void restrain(std::optional<std::int64_t> data_bytes);
 
 }  // namespace etfarm

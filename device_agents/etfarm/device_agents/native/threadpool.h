@@ -1,4 +1,4 @@
-// The shared thread pool of ExecuTorch. The wheel exports it without its header, so what we call is declared here.
+// The shared thread pool of ExecuTorch. The wheel exports it without its header, so the used functions are declared here.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ ThreadPool* get_threadpool();
 
 namespace etfarm {
 
-// Threads of the pool; 1 where the machine gives none.
+// Number of threads in the pool; 1 if there is no pool.
 inline std::size_t thread_count() {
   const auto* pool = executorch::extension::threadpool::get_threadpool();
   return pool ? pool->get_thread_count() : 1;

@@ -40,7 +40,7 @@ const Dtype* find(ScalarType type) {
   return nullptr;
 }
 
-// The order in which the dims lie in memory, without those of size 1, whose place changes nothing.
+// The dims in their memory order, without those of size 1, whose position has no effect.
 std::vector<std::int64_t> physical_order(const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& order) {
   std::vector<std::int64_t> kept;
   for (const auto dim : order) {
@@ -146,7 +146,7 @@ Input checked_tensor(const ExpectedTensor& expected, const std::string& dtype, c
     if (is_order) seen[static_cast<std::size_t>(dim)] = true;
   }
   if (!is_order) refuse("has the dim order " + shape_text(dim_order) + ", which is no order of its " + std::to_string(shape.size()) + " dims");
-  // ExecuTorch takes any dim order and reads the bytes in the program's own: silently wrong numbers, hence this check.
+  // ExecuTorch accepts any dim order but reads the bytes in the program's own, which gives wrong numbers without an error.
   const std::vector<std::int64_t> wanted_order(expected.dim_order.begin(), expected.dim_order.end());
   if (bytes > 0 && physical_order(shape, dim_order) != physical_order(shape, wanted_order)) {
     refuse("must lie in memory in the dim order " + shape_text(wanted_order) + ", not " + shape_text(dim_order));
@@ -160,7 +160,7 @@ Input checked_tensor(const ExpectedTensor& expected, const std::string& dtype, c
 Bytes default_data(ScalarType type, std::size_t elements, std::uint64_t seed, std::size_t index) {
   Bytes data(elements * item_bytes(type));
   std::uint64_t state = seed ^ (0xD1342543DE82EF95ULL * (index + 1));
-  // 24 bits make every float32 exact; the narrower types take the bits they can hold below 1.
+  // 24 bits make every float32 exact; narrower types take the bits that they represent exactly below 1.
   const auto uniform = [&state](int bits) {
     return static_cast<double>(splitmix64(state) >> (64 - bits)) / static_cast<double>(std::uint64_t{1} << bits);
   };
@@ -178,7 +178,7 @@ Bytes default_data(ScalarType type, std::size_t elements, std::uint64_t seed, st
       fill<executorch::aten::BFloat16>(data, [&] { return executorch::aten::BFloat16(static_cast<float>(uniform(8))); });
       break;
     default:
-      break;  // zero bytes are 0, false and 0.0 in every other dtype
+      break;  // in every other dtype, zero bytes are 0, false or 0.0
   }
   return data;
 }
@@ -206,7 +206,7 @@ void append_value(const EValue& value, const std::string& name, std::vector<Json
       break;
     }
     case Tag::Int:
-      // As text, because 64 bits do not survive every JSON reader; doubles as the bits that they are.
+      // As text, because some JSON readers lose bits of 64-bit numbers; doubles as their bits.
       header.text("kind", "int").text("value", std::to_string(value.toInt()));
       break;
     case Tag::Double: {

@@ -13,13 +13,13 @@
 
 namespace etfarm {
 
-// torch's name of a dtype; "unsupported" where the protocol carries none.
+// torch's name of a dtype; "unsupported" if the protocol does not carry it.
 const char* dtype_name(executorch::aten::ScalarType type);
-// Bytes of one element, 0 where unsupported.
+// Bytes of one element; 0 if unsupported.
 std::size_t item_bytes(executorch::aten::ScalarType type);
 std::string shape_text(const std::vector<std::int64_t>& shape);
 
-// One input as the caller gave it. It outlives reloads of its method, so it owns everything that an EValue points to.
+// One input from the caller. It outlives reloads of its method, so it owns everything that an EValue points to.
 class Input {
  public:
   static Input scalar(executorch::runtime::EValue value);
@@ -34,7 +34,7 @@ class Input {
   executorch::runtime::EValue value_;
 };
 
-// What a method says of one of its tensor inputs. `dynamic`: dims may be smaller than `shape`, which is then the bound.
+// A method's description of one of its tensor inputs. `dynamic`: dims may be smaller than `shape`, which is then the bound.
 struct ExpectedTensor {
   std::size_t index;
   std::string name;
@@ -44,11 +44,11 @@ struct ExpectedTensor {
   bool dynamic;
 };
 
-// The input for `expected`; a Failure INPUT_MISMATCH names what differs.
+// Returns the input for `expected`; a Failure INPUT_MISMATCH names the difference.
 Input checked_tensor(const ExpectedTensor& expected, const std::string& dtype, const std::vector<std::int64_t>& shape,
                      const std::vector<std::int64_t>& dim_order, Bytes data);
 
-// Floats uniform in [0, 1) of splitmix64 over seed and index, integers 0, bools false: equal on every machine.
+// Generates floats uniform in [0, 1) by splitmix64 over seed and index, integers 0, bools false: equal on every machine.
 Bytes default_data(executorch::aten::ScalarType type, std::size_t elements, std::uint64_t seed, std::size_t index);
 
 // Appends a value's header to `headers` and its bytes to `payload`; offsets count from the start of the payload.

@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kMaxLineBytes = 1 << 20;
 
-// Length of the valid UTF-8 sequence at `text`, 0 where there is none.
+// Length of the valid UTF-8 sequence at `text`; 0 if there is none.
 std::size_t utf8_length(std::string_view text) {
   const auto first = static_cast<unsigned char>(text[0]);
   const std::size_t length = first < 0x80 ? 1 : first >= 0xC2 && first <= 0xDF ? 2 : first >= 0xE0 && first <= 0xEF ? 3 : first >= 0xF0 && first <= 0xF4 ? 4 : 0;
@@ -25,7 +25,7 @@ std::size_t utf8_length(std::string_view text) {
   }
   if (length >= 3) {
     const auto second = static_cast<unsigned char>(text[1]);
-    // Overlong forms, surrogates and what lies above U+10FFFF are no UTF-8, and strict decoders refuse the whole line.
+    // Overlong forms, surrogates and values above U+10FFFF are invalid, and strict decoders reject the whole line.
     if ((first == 0xE0 && second < 0xA0) || (first == 0xED && second > 0x9F) || (first == 0xF0 && second < 0x90) ||
         (first == 0xF4 && second > 0x8F)) {
       return 0;
@@ -34,7 +34,7 @@ std::size_t utf8_length(std::string_view text) {
   return length;
 }
 
-// Names in a program are arbitrary bytes, so invalid UTF-8 becomes U+FFFD instead of a line that cannot be parsed.
+// Names in a program are arbitrary bytes, so invalid UTF-8 becomes U+FFFD to keep the line parsable.
 std::string quoted(std::string_view text) {
   std::string out = "\"";
   while (!text.empty()) {
@@ -89,7 +89,7 @@ void write_all(int fd, const char* data, std::size_t size) {
     const ssize_t written = ::write(fd, data, size);
     if (written < 0) {
       if (errno == EINTR) continue;
-      std::_Exit(3);  // whoever listened is gone
+      std::_Exit(3);  // the other end is closed
     }
     data += written;
     size -= static_cast<std::size_t>(written);
@@ -241,7 +241,7 @@ void Command::finish() const {
 }
 
 Channel& Channel::get() {
-  // Never destroyed: a log line may come from a thread that outlives main.
+  // Never destroyed: a thread that outlives main may still log.
   static Channel* channel = new Channel();
   return *channel;
 }

@@ -1,4 +1,4 @@
-// The two pipes of the runner: command lines and payloads in, JSON lines and payloads out. PROTOCOL.md tells the rules.
+// The two pipes of the runner: command lines and payloads in, JSON lines and payloads out, as specified in PROTOCOL.md.
 #pragma once
 
 #include <cstddef>
@@ -14,12 +14,12 @@ namespace etfarm {
 
 using Bytes = std::vector<std::uint8_t>;
 
-// Why a command is answered with an `error` event. `code` is one of those in PROTOCOL.md.
+// The reason why a command is answered with an `error` event. `code` is one of those in PROTOCOL.md.
 struct Failure {
   std::string code;
   std::string message;
-  std::string runtime_code;        // ExecuTorch's own error name, where it gave one
-  std::vector<std::string> names;  // the operators or backends that are missing
+  std::string runtime_code;        // ExecuTorch's own error name, if there is one
+  std::vector<std::string> names;  // the missing operators or backends
 };
 
 // One JSON object under construction; keys come in the order of the calls.
@@ -27,15 +27,15 @@ class Json {
  public:
   Json& text(std::string_view key, std::string_view value);
   Json& number(std::string_view key, std::int64_t value);
-  Json& number(std::string_view key, const std::optional<std::int64_t>& value);  // null where absent
-  Json& real(std::string_view key, double value);  // null where JSON has no such number
+  Json& number(std::string_view key, const std::optional<std::int64_t>& value);  // null if absent
+  Json& real(std::string_view key, double value);  // null if JSON cannot represent the number
   Json& boolean(std::string_view key, bool value);
   Json& null(std::string_view key);
   Json& raw(std::string_view key, std::string_view json);
   Json& texts(std::string_view key, const std::vector<std::string>& values);
   Json& numbers(std::string_view key, const std::vector<std::int64_t>& values);
   Json& objects(std::string_view key, const std::vector<Json>& values);
-  Json& append(const Json& other);  // the keys of `other` behind those of this one
+  Json& append(const Json& other);  // appends the keys of `other`
   std::string str() const { return "{" + body_ + "}"; }
 
  private:
@@ -55,7 +55,7 @@ class Command {
   std::int64_t integer(std::string_view key, std::int64_t low, std::int64_t high, std::optional<std::int64_t> otherwise = {});
   bool flag(std::string_view key, bool otherwise);
   std::vector<std::int64_t> integers(std::string_view key, std::int64_t low, std::int64_t high);
-  void finish() const;  // refuses keys that nobody took: a misspelt option must not be ignored
+  void finish() const;  // refuses keys that were not taken: a misspelt option must not be ignored
 
   Bytes payload;
 
@@ -69,17 +69,17 @@ std::int64_t parse_integer(std::string_view text, std::string_view what, std::in
 // Owns the private copies of stdin and stdout. Sending is safe from every thread.
 class Channel {
  public:
-  // Moves the protocol off fds 0 and 1, which then lead to /dev/null and stderr: a print of a library cannot corrupt it.
+  // Moves the protocol off fds 0 and 1, which then lead to /dev/null and stderr, so that a library's output cannot corrupt it.
   static Channel& get();
 
-  // The next line without its newline; nothing at the end of the stream. Over-long lines are a Failure, their rest skipped.
+  // Returns the next line without its newline; nothing at the end of the stream. Over-long lines are skipped with a Failure.
   std::optional<std::string> read_line();
-  // False when the stream ended first.
+  // Returns false if the stream ended first.
   bool read_payload(Bytes& into, std::size_t size);
   bool skip(std::size_t size);
 
   void send(const Json& event) { send(event, nullptr, 0); }
-  // `payload_bytes` in the event must say `size`.
+  // `payload_bytes` in the event must equal `size`.
   void send(const Json& event, const void* payload, std::size_t size);
 
  private:
