@@ -71,7 +71,7 @@ class AdbServer:
 
     async def version(self) -> int:
         """Return the server's protocol version, which is 41 in every adb since 2018."""
-        text = await self._text("host:version")
+        text = await self._request_text("host:version")
         try:
             return int(text, 16)
         except ValueError as error:
@@ -79,7 +79,7 @@ class AdbServer:
 
     async def phones(self) -> tuple[Phone, ...]:
         """Return the phones that the server knows now, in its order and in any state."""
-        return phones_of(await self._text("host:devices-l"))
+        return phones_of(await self._request_text("host:devices-l"))
 
     async def track(self, *, recheck_s: float = RECHECK_S) -> AsyncGenerator[tuple[Phone, ...], None]:
         """Yield the current phones, then the whole list again at each change, without end.
@@ -93,7 +93,7 @@ class AdbServer:
         Raises:
             AdbServerMissing: the server is not running, or was stopped meanwhile.
         """
-        link = await self._ask("host:track-devices-l")
+        link = await self._open_service("host:track-devices-l")
         reply = asyncio.create_task(link.text(), name="adb's list of phones")
         latest = None
         try:
@@ -121,7 +121,7 @@ class AdbServer:
         Raises:
             AdbRefused: nothing listens at the address, or the phone does not know this machine's key.
         """
-        text = await self._text(f"host:connect:{host_port}", serial=host_port, seconds=_CONNECT_S)
+        text = await self._request_text(f"host:connect:{host_port}", serial=host_port, seconds=_CONNECT_S)
         # Failures are reported with OKAY as well.
         if (match := re.match(r"(?:already )?connected to (\S+)", text)) is None:
             raise AdbRefused(host_port, text)
@@ -130,7 +130,7 @@ class AdbServer:
     async def disconnect(self, host_port: str) -> bool:
         """Disconnect the server from a phone on the network; return whether the server knew it."""
         try:
-            await self._text(f"host:disconnect:{host_port}")
+            await self._request_text(f"host:disconnect:{host_port}")
         except AdbRefused as error:
             if "no such device" in error.text:
                 return False
@@ -150,11 +150,11 @@ class AdbServer:
             await self.disconnect(serial)
             await self.connect(serial)
         else:
-            await self._text(f"host-serial:{serial}:reconnect", serial=serial)
+            await self._request_text(f"host-serial:{serial}:reconnect", serial=serial)
 
     async def features(self, serial: str) -> frozenset[str]:
         """Return the features of the phone's adbd, such as `shell_v2` and `stat_v2`."""
-        return frozenset((await self._text(f"host-serial:{serial}:features", serial=serial)).strip().split(","))
+        return frozenset((await self._request_text(f"host-serial:{serial}:features", serial=serial)).strip().split(","))
 
     async def shell(self, serial: str, command: str, *, limit: int = MAX_LINE_BYTES) -> ShellProcess:
         """Start a command line in the phone's shell, without a terminal. The phone needs the feature `shell_v2` (Android 7).
@@ -322,7 +322,7 @@ class AdbServer:
             raise AdbMissing(" ".join(output.decode(errors="replace").split()) or f"it ended with {process.returncode}")
         await self.version()
 
-    async def _text(self, service: str, *, serial: str = "", seconds: float | None = None) -> str:
+    async def _request_text(self, service: str, *, serial: str = "", seconds: float | None = None) -> str:
         """Return the text that the server answers at once."""
         seconds = self._answer_s if seconds is None else seconds
         try:
@@ -338,7 +338,7 @@ class AdbServer:
                 raise PhoneSilent(serial, f"adb's {service}", seconds) from error
             raise AdbServerMissing(self.address, f"it did not answer within {seconds:g} s") from error
 
-    async def _ask(self, service: str) -> Link:
+    async def _open_service(self, service: str) -> Link:
         """Return a connection on which the server has begun a service of its own."""
         try:
             async with asyncio.timeout(self._answer_s):

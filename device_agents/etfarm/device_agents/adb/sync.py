@@ -70,13 +70,13 @@ class Sync:
             PhoneGone, PhoneSilent: the connection failed.
         """
         during = f"asking for {remote}"
-        asked = b"STA2" if v2 else b"STAT"
-        await self._send(_request(asked, self._path(remote)), during)
+        request_id = b"STA2" if v2 else b"STAT"
+        await self._send(_request(request_id, self._path(remote)), during)
         answer = await self._receive(4, during)
         if answer == b"FAIL":
             (size,) = struct.unpack("<I", await self._receive(4, during))
             raise await self._refusal(remote, size, during)
-        if answer != asked:
+        if answer != request_id:
             raise self._unexpected_answer(remote, answer)
         if not v2:
             mode, size, mtime = _STAT.unpack(await self._receive(_STAT.size, during))

@@ -1,4 +1,4 @@
-"""One attempt, from the server's StartRun to a RunResult whose artifacts are uploaded: fetch, run and upload."""
+"""An attempt, from the server's StartRun to a RunResult whose artifacts are uploaded: fetch, run and upload."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Attempt:
 
     Args:
         config: the agent's settings.
-        target: what it runs on.
+        target: the device to run on.
         cache: the artifact cache.
-        folder: where the runners work; created, and deleted at the end.
-        start: what the server asks for, received now.
+        folder: the runners' working folder; created, and deleted at the end.
+        start: the server's request, received now.
         on_progress: takes progress for the server; never blocks.
     """
 
@@ -77,16 +77,16 @@ class Attempt:
 
     @property
     def needs_target(self) -> bool:
-        """Whether something is still to be done on the target; if not, all that is left is between this machine and the farm."""
+        """Whether the attempt still has work on the target; otherwise only transfers between this machine and the farm remain."""
         return bool(self._on_target)
 
     def left_target(self, cell_id: str) -> None:
-        """Note that nothing more is to be done on the target for a candidate."""
+        """Note that a candidate has no more work on the target."""
         self._on_target.discard(cell_id)
 
     @property
     def timing(self) -> bool:
-        """Whether a pass is under way that nothing should disturb."""
+        """Whether a pass is in progress that must not be disturbed."""
         return self.phase in _TIMING_PHASES
 
     async def run(self) -> agent_pb2.RunResult:
@@ -99,7 +99,7 @@ class Attempt:
                     results = await self._carry_out(transfers, lease)
                     if not self.target.measures_memory:
                         for result in results:
-                            # Mostly the emulator's own.
+                            # Most of it belongs to the emulator.
                             result.memory.ClearField("peak_rss_bytes")
         finally:
             self.phase = ""
@@ -153,13 +153,13 @@ class Execution(CandidateProgress):
         self._runner: RemoteRunner | None = None
 
     async def run(self) -> agent_pb2.CandidateResult:
-        """Run the candidate and return its result, or as much of it as there is, with its error."""
+        """Run the candidate and return its result, complete or partial, with its error."""
         if await self.guarded(self._run):
             await self.numerics()
         return self.result
 
     async def numerics(self) -> None:
-        """Run the numerics pass, if the job wants one. Its error is reported for this pass alone."""
+        """Run the numerics pass, if the job requests it. Its error is reported for this pass only."""
         if self._candidate.HasField("numerics_program"):
             self._runner = None
             error = await self._failure_of(self._run_numerics)
@@ -177,7 +177,7 @@ class Execution(CandidateProgress):
         return error is None
 
     def measured(self) -> None:
-        """Note that all passes are over, except for the numerics pass if there is one."""
+        """Note that all passes have ended, except for the numerics pass if there is one."""
         if not self._candidate.HasField("numerics_program"):
             self._attempt.left_target(self._candidate.cell_id)
 
@@ -219,8 +219,8 @@ class Execution(CandidateProgress):
             is_transfer, runner = attempt.phase in _TRANSFER_PHASES, self._runner
             stage = attempt.phase if is_transfer or runner is None else runner.stage
             if runner is not None and runner.moving:
-                what = f"{runner.moving}, between the agent and {attempt.target.device.name},"
-                raise TransferTimedOut(stage, deadline_s, what) from None
+                moving_files = f"{runner.moving}, between the agent and {attempt.target.device.name},"
+                raise TransferTimedOut(stage, deadline_s, moving_files) from None
             if is_transfer:
                 raise TransferTimedOut(stage, deadline_s) from None
             raise errors.ProgramHung(stage, deadline_s, list(self.recent)) from None
@@ -231,7 +231,7 @@ class Execution(CandidateProgress):
         cpus = choose_cpus(target.device, measurement.cores if measurement else "", target.restricted)
         await self.fetch()
         if measurement is not None and not target.device.emulated:
-            # Times of an emulated device mean nothing: there is nothing to wait for, nor to set.
+            # Times of an emulated device are meaningless: there is nothing to wait for or to set.
             result.telemetry.waits.extend(await self.wait())
             result.telemetry.affinity = format_cpu_list(cpus or target.usable_cpus())
             with target.settings(cpus) as settings:
@@ -242,7 +242,7 @@ class Execution(CandidateProgress):
         await self.upload(files)
 
     async def _run_numerics(self) -> None:
-        """Run FETCH, NUMERICS in a runner of its own, and UPLOAD."""
+        """Run FETCH, NUMERICS in a separate runner, and UPLOAD."""
         attempt, target, numerics_result = self._attempt, self._attempt.target, self.result.numerics
         cpus = choose_cpus(target.device, attempt.start.measurement.cores, target.restricted)
         candidate = agent_pb2.RunCandidate()
@@ -264,7 +264,7 @@ class Execution(CandidateProgress):
         await asyncio.to_thread(recorded.delete)
 
     async def _execute(self, measurement: job_pb2.Measurement | None, cpus: frozenset[int] | None) -> Files:
-        """Run everything from LOAD to the last pass, in a runner of its own."""
+        """Run everything from LOAD to the last pass in a separate runner."""
         attempt, target, result = self._attempt, self._attempt.target, self.result
         async with self.start_runner() as runner:
             method = await self.load(runner, cpus)
@@ -273,7 +273,7 @@ class Execution(CandidateProgress):
                     result.load.first_run_ns = (await runner.run()).run_ns
                     return Files(await runner.outputs())
             passes = Passes(runner, method, result, self)
-            # An emulated device has no pace to wait for.
+            # Times of an emulated device are meaningless, so a drifting pass is not continued.
             left_s = (lambda: 0.0) if target.device.emulated else attempt.remaining_s
             samples = await passes.measure(plan_of(measurement), target.watch(cpus), left_s)
             target.gates.measured()
@@ -283,7 +283,7 @@ class Execution(CandidateProgress):
         """Run FETCH: get everything from the cache or the server, verified, and the inputs if there are any.
 
         Raises:
-            BadTensorFile: the inputs are no tensor file.
+            BadTensorFile: the inputs are not a tensor file.
             As `fetch_program`.
         """
         with self.phase("FETCH"):
@@ -308,12 +308,12 @@ class Execution(CandidateProgress):
         Args:
             runner: a fresh runner.
             cpus: cpus to bind it to; None leaves it unbound.
-            again: whether the result has the load times of an earlier runner already.
+            again: whether the result already has the load times of an earlier runner.
             instead: another program than the candidate's.
             debug: whether to load the method for `Runner.debug`.
         """
         fetched, self._runner = instead or self._provisions, runner
-        assert fetched is not None  # it was fetched
+        assert fetched is not None  # the program was fetched
         result = agent_pb2.CandidateResult() if again else self.result
         phase = nullcontext if again else self.phase
         threads = self._candidate.threads
@@ -341,15 +341,15 @@ class Execution(CandidateProgress):
         return method
 
     async def trace(self, passes: Passes, samples: array[int]) -> Files:
-        """Run TRACED, if the job wants it, and return the first execution's outputs and all files."""
+        """Run TRACED, if the job requests it, and return the first execution's outputs and all files."""
         etdump = None if self._attempt.start.measurement.no_profile else self.folder / "trace.etdp"
         files = Files(await passes.first_outputs(etdump, traced_iterations(samples)), samples, etdump)
         await self._collect()
         return files
 
     async def _collect(self) -> None:
-        """Run UPLOAD from the target to here, if the runner's files are elsewhere; its time is not the pass's."""
-        assert self._runner is not None  # a pass is over
+        """Run UPLOAD from the target to this machine, if the runner's files are not here; its time is not part of the pass."""
+        assert self._runner is not None  # a pass has ended
         if self._runner.has_files:
             with self.phase("UPLOAD"):
                 await self._runner.collect(self.report)
@@ -366,12 +366,12 @@ class Execution(CandidateProgress):
                 self.result.etdump.CopyFrom(await self._transfers.upload(files.etdump))
 
     def start_runner(self) -> AbstractAsyncContextManager[RemoteRunner]:
-        """Start a fresh runner for the program, which was fetched."""
-        assert self._provisions is not None  # it was fetched
+        """Start a fresh runner for the fetched program."""
+        assert self._provisions is not None  # the program was fetched
         return self._attempt.target.start_runner(self._provisions.bundle, self.folder, self.take_log)
 
     async def wait(self) -> list[report_pb2.GateWait]:
-        """Run WAIT_FOR_COOL and WAIT_FOR_IDLE, if the device has to; they are phases of the result then."""
+        """Run WAIT_FOR_COOL and WAIT_FOR_IDLE if necessary; they are phases of the result then."""
         attempt, began_s, current = self._attempt, time.monotonic(), ""
 
         def report_wait(phase: str, message: str) -> None:

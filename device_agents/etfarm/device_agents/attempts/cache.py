@@ -1,4 +1,4 @@
-"""The artifact cache: the files that runs need, on this machine's disk, verified, and kept for the next run."""
+"""The artifact cache, which keeps the files that runs need on this machine's disk, verified."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class BundleUnusable(DeviceError):
-    """This device cannot unpack the runner bundle, or does not keep it whole."""
+    """A runner bundle that this device cannot unpack or keep intact."""
 
     reason = "DEVICE_BUNDLE_UNUSABLE"
 
@@ -36,9 +36,9 @@ class BundleUnusable(DeviceError):
 class Cache:
     """Artifacts by digest below one folder, and bundles unpacked beside them.
 
-    A file named by its digest is whole: it gets that name when its sha256 has been verified. A file of an earlier process is
-    verified again before its first use, since the disk may have changed meanwhile. Above the limit the least recently used
-    files are deleted, but none that a lease holds. The folder belongs to this process alone.
+    A file named by its digest is complete: it gets that name after its sha256 was verified. A file of an earlier process is
+    verified again before its first use, since the disk may have changed meanwhile. Above the limit the least recently used files
+    are deleted, except for those that a lease holds. The folder belongs to this process alone.
 
     Args:
         folder: created if it is missing.
@@ -55,7 +55,7 @@ class Cache:
         for path in (self._blobs, self._bundles):
             path.mkdir(parents=True, exist_ok=True)
         # Runners get links to the files of their own attempt and must not reach anything else here.
-        with suppress(PermissionError):  # another user's folder that this agent may write
+        with suppress(PermissionError):  # the folder belongs to another user, but this agent may write to it
             folder.chmod(0o700)
         # Folders that an earlier process was unpacking into.
         for staging in self._bundles.glob(".*"):
@@ -101,7 +101,7 @@ class Cache:
             log.info("deleted %s from the cache, %d bytes", path.name, size)
 
     async def fetch(self, transfers: Transfers, artifact: common_pb2.Artifact, on_progress: Progressed | None) -> Path:
-        """Fetch an artifact; see `Lease.fetch`."""
+        """Return an artifact's file; see `Lease.fetch`."""
         path = self._blobs / _checked(artifact.digest)
         async with self._alone(artifact.digest):
             if artifact.digest not in self._verified and path.exists():
@@ -132,7 +132,7 @@ class Cache:
                 # Its files are verified at every run: hashing 17 MB takes 10 ms, and all measurements depend on them.
                 bundle = await asyncio.to_thread(unpack, archive, folder)
             except BadBundle:
-                # The archive was verified at its first use only: verify it again, and fetch it if it is damaged.
+                # Only the archive's first use verified it: verify it again, and fetch it if it is damaged.
                 self._verified.discard(artifact.digest)
                 archive = await self.fetch(transfers, artifact, on_progress)
                 try:
@@ -152,7 +152,7 @@ class Cache:
 
 
 class Lease:
-    """The artifacts that one run uses; `Cache.lease` makes one."""
+    """The artifacts that one run uses, created by `Cache.lease`."""
 
     def __init__(self, cache: Cache, transfers: Transfers) -> None:
         self._cache = cache
@@ -183,7 +183,7 @@ class Lease:
 
 
 def _checked(name: str) -> str:
-    """Return the digest, which becomes a file name, if it is one."""
+    """Return the digest, which becomes a file name, if it is valid."""
     if not digest.is_digest(name):
         raise MalformedDigest(f"{name!r} is no sha256.", digest=name)
     return name

@@ -1,7 +1,7 @@
-"""Drift of a timed pass: a pass whose times drift continues, so that it has one median although the pace changed once.
+"""Drift of a timed pass: a drifting pass is continued, so that one change of pace does not split its median.
 
-A pass has a minimum number of iterations and a minimum time. In the shortest usual pass, one second, a neighbour that ends or a
-clock that steps leaves two halves without a common median. All samples are kept, and the verdict judges them as in any pass.
+A pass has a minimum number of iterations and a minimum time. In the shortest usual pass, one second, another process that ends or
+a clock step leaves two halves without a common median. All samples are kept, and the verdict judges them as in any pass.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from etfarm.device_agents.runners.protocol import Measured, MeasurePlan, OnProgr
 from etfarm.wire import timings
 
 CALM: Final = 0.05
-"""Drift up to which a pass has one median. Half of what the verdict allows by default: who measures until a limit is kept ends
-near it, so this one is well within."""
+"""Drift up to which a pass has one median. It is half of what the verdict allows by default: a pass measured until it meets a
+limit ends close to it, so this limit leaves a margin."""
 DOUBLINGS: Final = 3
-"""A pace that changes once, anywhere in the pass as it was asked for, is over within an eighth of one that was doubled three
-times. That is less than half of its first third, so neither third's median sees it: what still drifts then goes on changing. Few
-looks, so that a drift does not pass by luck."""
+"""Maximum number of doublings. A single change of pace in the original pass lies within the first eighth of a pass that was
+doubled three times. That is less than half of its first third, so neither third's median contains it: a drift that remains
+is a continuing one. Few checks, so that a drift does not pass by chance."""
 SETTLED: Final = "SETTLED"
 DRIFTING: Final = "DRIFTING"
 _REPEATED: Final = 4
-"""Times as long as what a pass took so far has to be left of the attempt's time: as long again for the pass, and both once more
-for executing them again where outputs differ."""
+"""Multiple of the pass's duration that must be left of the attempt's time: once for the pass, and twice for executing both
+again if outputs differ."""
 
 
 def drift(samples_ns: array[int]) -> float | None:
-    """Return how far the times of a pass moved, by the verdict's rule. See `etfarm.wire.timings.drift`."""
+    """Return the drift of a pass's times, by the verdict's rule. See `etfarm.wire.timings.drift`."""
     return timings.drift(samples_ns, statistics.median)
 
 
@@ -51,7 +51,7 @@ async def measure(
         left_s: returns what is left of the attempt's time.
     """
     measured = await runner.measure(plan, on_progress)
-    went_on = False
+    is_extended = False
     for _ in range(DOUBLINGS if plan.min_time_ns else 0):
         more = _as_long_again(plan, measured, left_s())
         # Sorting a million samples takes long, and a heartbeat must not wait for it.
@@ -63,8 +63,8 @@ async def measure(
             on_progress(replace(progress, done=done + progress.done))
 
         further = await runner.measure(more, on_more)
-        measured, went_on = replace(measured.joined(further), stop_reason=further.stop_reason), True
-    if not went_on:
+        measured, is_extended = replace(measured.joined(further), stop_reason=further.stop_reason), True
+    if not is_extended:
         return measured
     if await asyncio.to_thread(_is_calm, measured):
         return replace(measured, stop_reason=SETTLED)
@@ -78,9 +78,9 @@ def _is_calm(measured: Measured) -> bool:
 
 def _as_long_again(plan: MeasurePlan, measured: Measured, left_s: float) -> MeasurePlan | None:
     """Return the plan that doubles a pass; None if a limit forbids it."""
-    left_ns, left = plan.max_time_ns - measured.duration_ns, plan.max_samples - measured.iterations
-    if measured.stop_reason != "ENOUGH" or left_ns <= 0 or left <= 0 or left_s < _REPEATED * measured.duration_ns / 1e9:
+    left_ns, quota = plan.max_time_ns - measured.duration_ns, plan.max_samples - measured.iterations
+    if measured.stop_reason != "ENOUGH" or left_ns <= 0 or quota <= 0 or left_s < _REPEATED * measured.duration_ns / 1e9:
         return None
     return replace(
-        plan, warmup=0, steady=False, iterations=1, min_time_ns=measured.duration_ns, max_time_ns=left_ns, max_samples=left
+        plan, warmup=0, steady=False, iterations=1, min_time_ns=measured.duration_ns, max_time_ns=left_ns, max_samples=quota
     )  # fmt: skip

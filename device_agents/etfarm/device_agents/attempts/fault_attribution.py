@@ -1,4 +1,4 @@
-"""Fault attribution: a program that ended abnormally is to blame if the runner passes its self-test right after without it."""
+"""Fault attribution: the program is to blame for an abnormal end if the runner passes its self-test right after without it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etfarm.wire.errors import EtfarmError
 log = logging.getLogger(__name__)
 
 ABNORMAL_EXITS: Final = (errors.ProgramCrashed, errors.ProgramHung, errors.ProgramOutOfMemory)
-"""Errors that the program or the device may be to blame for."""
+"""Errors for which the program or the device may be to blame."""
 
 
 def self_test_limit_s(target: Target, provisions: Provisions) -> float:

@@ -1,4 +1,4 @@
-"""Everything that a run needs before it begins, fetched to its target: the program, its data files and a runner."""
+"""The preparation of a run on its target: the program, its data files and a runner are fetched."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def attempt_limit_s(start: agent_pb2.StartRun) -> float:
 async def fetch_program(
     candidate: agent_pb2.RunCandidate, target: Target, scratch: Path, lease: Lease, on_progress: Progressed
 ) -> Provisions:
-    """Fetch a candidate's files from the cache or the server, verify them, and carry them to the target.
+    """Fetch a candidate's files from the cache or the server, verify them, and transfer them to the target.
 
     A runner that is new to the target passes its self-test there first. Without a bundle the target's own runner is used.
 
@@ -33,10 +33,10 @@ async def fetch_program(
         target: where the program runs.
         scratch: a folder on this disk, for the self-test.
         lease: keeps the files in the cache.
-        on_progress: takes the bytes that are done, and all bytes.
+        on_progress: takes the transferred bytes and the total.
 
     Raises:
-        ProgramMismatch, NoRunner, BundleUnusable, RunnerDoesNotWork: the server sent what cannot be run.
+        ProgramMismatch, NoRunner, BundleUnusable, RunnerDoesNotWork: the server sent something that cannot be run.
         As `Lease.fetch` and `Target.install`.
     """
     program, arch = candidate.program, target.device.arch

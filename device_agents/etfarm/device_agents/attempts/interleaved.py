@@ -1,8 +1,8 @@
 """Interleaved candidates: alternating blocks in randomised order, over several starts of their processes.
 
 A round has one block of timed iterations of each candidate. All runners of a start live at once and one of them computes while
-the others wait at their pipes, so that whatever the device does meanwhile, it does to all of them alike. Where code and data
-happen to lie in memory makes a process faster or slower for all of its life, so all are started anew every few rounds.
+the others wait at their pipes, so that changes of the device affect all of them alike. The placement of code and data in memory
+makes a process faster or slower for its whole life, so all are restarted every few rounds.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.v1 import agent_pb2
 
 STARTS: Final = 8
-"""Of the processes. Simulated with processes that differ by 1 %, 8 starts find 3 % between two programs in 19 of 20 cases, and
-call equal ones different in at most 1 of 20; 5 starts find it in 17 of 20."""
+"""Number of starts of the processes. In simulations with processes that differ by 1 %, 8 starts detect 3 % between two
+programs in 19 of 20 cases, and report equal programs as different in at most 1 of 20; 5 starts detect it in 17 of 20."""
 ROUNDS: Final = 5
-"""Rounds of each start. With the usual second for each candidate a block takes 25 ms, so that a short disturbance affects few."""
+"""Rounds per start. With the usual second for each candidate a block takes 25 ms, so that a short disturbance affects few."""
 BLOCK_NS: Final = 20_000_000
-"""A block's minimum time: wake-up, and caches that the others filled, matter within the first millisecond of 20 only."""
+"""Minimum time of a block: wake-up, and caches filled by other candidates, matter only within the first of its 20 ms."""
 _PROBE_NS: Final = 5_000_000
 """Time at the end of a warm-up that shows how long an iteration takes."""
 
@@ -63,7 +63,7 @@ def layout(plan: MeasurePlan, medians_ns: Sequence[float]) -> Rounds:
     block_ns = max(BLOCK_NS, plan.min_time_ns / count)
     most = max(1, plan.max_samples // count)
     iterations = [max(math.ceil(block_ns / median), math.ceil(plan.iterations / count)) for median in medians_ns]
-    # A limit of time is kept by shorter blocks first, then by fewer rounds; a block has an iteration at least.
+    # Shorter blocks keep the time limit first, then fewer rounds; a block has at least one iteration.
     within = [max(1, int(plan.max_time_ns / count / median)) for median in medians_ns]
     chosen = tuple(min(wanted, most, limit) for wanted, limit in zip(iterations, within, strict=True))
     longest_ns = max(median * number for median, number in zip(medians_ns, chosen, strict=True))
@@ -71,14 +71,14 @@ def layout(plan: MeasurePlan, medians_ns: Sequence[float]) -> Rounds:
 
 
 class Turns:
-    """One candidate: its runner of the current start, and the blocks that are measured."""
+    """A candidate with its runner of the current start, and the blocks measured so far."""
 
     def __init__(self, execution: Execution, cpus: frozenset[int] | None, plan: MeasurePlan) -> None:
         self.execution = execution
         self.iterations = 0
-        """Of a block."""
+        """Number of iterations in a block."""
         self.median_ns = 0.0
-        """Median of an iteration, at the end of the first warm-up."""
+        """Median time of an iteration in ns, at the end of the first warm-up."""
         self.measured: Measured | None = None
         """All blocks as one pass."""
         self._cpus = cpus
@@ -96,7 +96,7 @@ class Turns:
 
     @property
     def time_ns(self) -> int:
-        """The time of all blocks."""
+        """The total time of all blocks in ns."""
         return self.measured.duration_ns if self.measured else 0
 
     async def start(self, *, again: bool) -> None:
@@ -123,7 +123,7 @@ class Turns:
 
     async def block(self, number: int, start: int, place: int) -> None:
         """Measure one block, of the round `number`."""
-        assert self._runner is not None  # it was started
+        assert self._runner is not None  # `start` has run
         left_ns = max(1, self._plan.max_time_ns - self.time_ns)
         plan = MeasurePlan(
             warmup=0, iterations=self.iterations, min_time_ns=0, max_time_ns=left_ns, max_samples=self.iterations
@@ -144,7 +144,7 @@ class Turns:
 
     @property
     def pids(self) -> list[int]:
-        """The process id of its runner, if there is one."""
+        """Process id of its runner, if there is one."""
         return [] if self._runner is None else [self._runner.pid]
 
     async def stop(self) -> None:
@@ -174,7 +174,7 @@ class _Begin:
 
     at_s: float
     cpu_ns: int | None
-    """The runners' CPU time, as `Target.runners_cpu_ns` returns it."""
+    """CPU time of the runners, as `Target.runners_cpu_ns` returns it."""
 
 
 class InterleavedAttempt(Attempt):
@@ -204,7 +204,7 @@ class InterleavedAttempt(Attempt):
                         execution.result.telemetry.settings.extend(settings)
                     files = await self._measure(turns, plan, cpus)
         finally:
-            # A second cancellation must not leave runners of those that come later: the stopping goes on without us.
+            # A second cancellation must not leave later candidates' runners behind: stopping them continues in the background.
             await asyncio.shield(asyncio.gather(*(each.stop() for each in turns)))
         for execution in executions:
             execution.measured()
@@ -261,7 +261,7 @@ class InterleavedAttempt(Attempt):
         return files
 
     async def _take_turns(self, turns: Sequence[Turns], plan: MeasurePlan, watching: Watch) -> _Begin:
-        """Run all rounds, and leave the runners of the last start; return the moment before the first block."""
+        """Run all rounds and keep the runners of the last start; return the moment before the first block."""
         order, begin, number = random.Random(self.start.attempt_id), _Begin(0.0, 0), 0
         rounds: Rounds | None = None
         for start in range(STARTS):
@@ -293,7 +293,7 @@ class InterleavedAttempt(Attempt):
         return begin
 
     def _wants_more(self, turns: Sequence[Turns], plan: MeasurePlan, of_start: int) -> bool:
-        """Return whether a candidate got too little time, since its iterations became shorter than they seemed."""
+        """Return whether a candidate got too little time, because its iterations became shorter than estimated."""
         short = [each for each in self._live(turns) if each.time_ns < plan.min_time_ns]
         return bool(short) and of_start < 4 * ROUNDS and all(_has_room(each, plan) for each in self._live(turns))
 
@@ -306,7 +306,7 @@ class InterleavedAttempt(Attempt):
             try:
                 await work()
             except BaseException:
-                # Before anybody looks into why: what hangs must not compute beside that.
+                # End it before the fault is attributed: a hanging runner must not compute at the same time.
                 await each.stop()
                 raise
 

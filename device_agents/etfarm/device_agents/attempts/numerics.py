@@ -1,4 +1,4 @@
-"""The numerics pass: one execution that records every operator's outputs."""
+"""The numerics pass, one execution that records every operator's outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Recorded:
     """The files and outputs of a numerics pass."""
 
     etdump: Path
-    """Its events, which say where each value lies in `debug`."""
+    """Its events, which locate each value in `debug`."""
     debug: Path
     outputs: list[Value]
 
@@ -27,16 +27,16 @@ class Recorded:
 
 
 async def record(runner: Runner, folder: Path) -> Recorded:
-    """Execute the method once and record it; the files are in `folder`, or arrive there by `RemoteRunner.collect`.
+    """Execute the method once and record it; the files are in `folder`, or arrive there with `RemoteRunner.collect`.
 
-    The values may fill half of the disk's free space, since others need some of it meanwhile.
+    The values may fill half of the disk's free space, since other work needs some of it meanwhile.
 
     Args:
         runner: has the method loaded with `debug`, and its inputs set.
         folder: where to write the files.
 
     Raises:
-        DeviceStorageFailed: the values take more than that, or the disk is full.
+        DeviceStorageFailed: the values exceed that limit, or the disk is full.
         As `Runner.debug`.
     """
     free = (await asyncio.to_thread(shutil.disk_usage, folder)).free

@@ -14,7 +14,8 @@ _CODES = {
     "bool": "B", "uint8": "B", "int8": "b", "int16": "h", "uint16": "H", "float16": "e", "int32": "i", "uint32": "I",
     "float32": "f", "int64": "q", "uint64": "Q", "float64": "d",
 }  # fmt: skip
-"""Format characters of `struct`, by dtype. bfloat16 is half of a float32; eight-bit floats are compared as bytes only."""
+"""Format characters of `struct`, by dtype. bfloat16 is the upper half of a float32; eight-bit floats are compared only as bytes.
+"""
 
 
 def equal(first: Sequence[Value], second: Sequence[Value]) -> bool:
@@ -29,7 +30,7 @@ def compare(
 
     Args:
         first: outputs of an execution.
-        second: outputs of another one, equally many.
+        second: the same number of outputs of another execution.
         names: names of the two executions.
     """
     differences = []
@@ -69,7 +70,7 @@ def _compare(difference: report_pb2.OutputDifference, first: Tensor, second: Ten
     if numbers[0] is None or numbers[1] is None:
         return
     gaps = ((abs(numbers[0][index] - numbers[1][index]), index) for index in places)
-    # NaN and infinity are no distance; if there is nothing else, report the first place.
+    # NaN and infinity have no distance; without any other difference, report the first position.
     largest = max(((gap, -index) for gap, index in gaps if math.isfinite(gap)), default=None)
     place = -largest[1] if largest is not None else places[0]
     if largest is not None:
@@ -83,7 +84,7 @@ def _set_largest(difference: report_pb2.OutputDifference, gap: float) -> None:
 
 
 def _numbers(dtype: str, data: bytes) -> Sequence[float] | None:
-    """Return the elements as Python numbers; None for a dtype whose numbers Python cannot read."""
+    """Return the elements as Python numbers; None for a dtype that Python cannot read."""
     if dtype == "bfloat16":
         halves = array("H", data)
         return struct.unpack(f"<{len(halves)}f", array("I", (half << 16 for half in halves)).tobytes())

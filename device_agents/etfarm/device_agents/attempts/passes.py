@@ -1,7 +1,7 @@
-"""The passes of a measurement over one loaded method: WARMUP and TIMED without tracing, then TRACED; and whether they agree.
+"""The passes of a measurement over one loaded method: WARMUP and TIMED without tracing, then TRACED; and their comparison.
 
-Passes are compared by their last outputs. Outputs are read after the timed pass only: reading them takes memory, which the peak
-of the timed pass must not contain.
+Passes are compared by their last outputs. Outputs are read only after the timed pass: reading them takes memory, which must not
+be part of the timed pass's peak.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from etfarm.wire.tensors import Value
 TRACED_ITERATIONS: Final = 10
 SHORT_TRACED_ITERATIONS: Final = 100
 SHORT_NS: Final = 200_000
-"""Median below which kernels are about as short as the resolution of the delegates' clocks, a microsecond: a small network
-has dozens of them. 100 iterations of it are traced in 20 ms."""
+"""Median time below which kernels are about as short as the resolution of the delegates' clocks, a microsecond: a small
+network has dozens of them. Tracing 100 of its iterations takes 20 ms."""
 MAX_WARMUP_NS: Final = 10_000_000_000
-"""Of a warm-up until the median is steady. Clocks and caches settle within a second; heat, which takes minutes, is what the
-drift over the timed pass tells."""
+"""Limit of a warm-up that ends when the median is steady. Clocks and caches settle within a second; heat takes minutes, and
+shows in the drift of the timed pass."""
 UNLIMITED_NS: Final = 7 * 86_400 * 1_000_000_000
-"""Longer than any attempt may take."""
+"""A limit that is longer than any attempt."""
 _AT_LEAST_NS: Final = 1_000_000_000
 
 
 def plan_of(measurement: job_pb2.Measurement) -> MeasurePlan:
-    """Return how long to measure, with the defaults for what is absent.
+    """Return how long to measure, with defaults for missing values.
 
-    Without a number of warm-up iterations the warm-up goes on until it is steady, for MAX_WARMUP_NS at most; a number is
-    exact, and only `max_warmup_s` ends it before.
+    Without a number of warm-up iterations the warm-up continues until it is steady, for MAX_WARMUP_NS at most; a number is exact,
+    and only `max_warmup_s` ends it earlier.
     """
     default = MeasurePlan()
     counted = measurement.HasField("warmup")
@@ -73,7 +73,7 @@ class PhaseListener(Protocol):
         """Make another phase the current one; `end_phase` reports it."""
 
     def end_phase(self, name: str, began_s: float, ended_s: float) -> None:
-        """Report a phase that is over, by the monotonic clock."""
+        """Report a phase that has ended, by the monotonic clock."""
 
     def report_steps(self, done: int, total: int) -> None:
         """Report how many of the current phase's steps are done."""
@@ -83,7 +83,7 @@ class Passes:
     """The passes over the method that is loaded, with its inputs set; they fill the result.
 
     Args:
-        runner: has never executed the method, or loaded it again since.
+        runner: a runner that has not executed the method since it was loaded.
         method: its name.
         result: gets everything but outputs and files.
         listener: receives phases and progress.
@@ -95,9 +95,9 @@ class Passes:
         self._result = result
         self._listener = listener
         self._timed = 0
-        """Executions from loading to the end of the timed pass."""
+        """Number of executions from loading to the end of the timed pass."""
         self._repeat_limit_ns = 0
-        """Limit of repeating these executions."""
+        """Time limit for repeating these executions, in ns."""
 
     async def measure(
         self, plan: MeasurePlan, watch: AbstractAsyncContextManager[Watch], left_s: Callable[[], float] = lambda: math.inf
@@ -153,7 +153,7 @@ class Passes:
                 await runner.load_method(self._method, trace=True)
                 await runner.run()
                 first = await runner.outputs()
-                # That run has warmed it up.
+                # The timed pass has warmed the method up.
                 traced = await runner.trace(
                     iterations, etdump, warmup=0, on_progress=lambda progress: listener.report_steps(progress.done, iterations)
                 )

@@ -1,4 +1,4 @@
-"""Progress of a candidate, as the server sees it: its phases, how far each one is, and what the runner prints."""
+"""Progress of a candidate as reported to the server: its phases, their progress, and the runner's output."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from etfarm.device_agents.runners.process import LogLine
 from etfarm.v1 import agent_pb2
 
 OnRunProgress = Callable[[agent_pb2.RunProgress], None]
-"""Takes an attempt's progress for the server; never blocks."""
+"""Callback that takes an attempt's progress for the server; never blocks."""
 
 KEPT_LOG_LINES: Final = 200
-"""The runner's last lines that are kept until the next message carries them."""
+"""Number of the runner's latest lines that are kept for the next message."""
 _RECENT_LINES: Final = 60
 
 
@@ -63,7 +63,7 @@ class CandidateProgress:
         self._sink.phase = name
 
     def end_phase(self, name: str, began_s: float, ended_s: float) -> None:
-        """Add a phase that is over to the result, and report it."""
+        """Add a phase that has ended to the result, and report it."""
         duration_ms = (ended_s - began_s) * 1e3
         start_ms = (began_s - self._sink.received_s) * 1e3
         self.result.phases.add(actor="DEVICE", phase=name, start_ms=start_ms, duration_ms=duration_ms)
@@ -75,7 +75,7 @@ class CandidateProgress:
         self.report(done, total, message=message)
 
     def take_log(self, line: LogLine) -> None:
-        """Keep a line that the runner printed for the next message."""
+        """Keep a line of the runner's output for the next message."""
         self._lines.append(str(line))
         self.recent.append(str(line))
 
@@ -109,7 +109,7 @@ class CandidateProgress:
             progress.duration_ms = duration_ms
         if done is not None:
             progress.done = done
-            # A pass that goes on for its least time exceeds the least number of iterations.
+            # A pass that continues to its minimum time exceeds the minimum number of iterations.
             if total is not None and done <= total:
                 progress.total = total
         self._sink.send_progress(progress)

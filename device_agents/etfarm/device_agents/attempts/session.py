@@ -1,6 +1,6 @@
-"""A session on this device, from the server's StartRun to the RunResult that says how it ended.
+"""A session on this device, from the server's StartRun to the RunResult that states how it ended.
 
-Its calls come and go on a stream of its own. The stream is the session: when it ends, the runner is killed.
+Its calls use a stream of their own. The session ends with the stream, and the runner is killed then.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from etfarm.wire.status import from_rpc_error, to_proto
 log = logging.getLogger(__name__)
 
 _LAST_WORDS_S: Final = 1.0
-"""How long sending the last answer may take before the stream is cut."""
+"""Seconds for sending the last answer before the stream is cut."""
 
 
 class ServedSession:
@@ -45,10 +45,10 @@ class ServedSession:
 
     Args:
         config: the agent's settings.
-        target: what it runs on.
+        target: the device to run on.
         cache: the artifact cache.
-        folder: where the runner works; created, and deleted at the end.
-        start: what the server asks for, received now.
+        folder: the runner's working folder; created, and deleted at the end.
+        start: the server's request, received now.
         on_progress: takes progress for the server until the program is loaded; never blocks.
     """
 
@@ -79,7 +79,7 @@ class ServedSession:
 
     @property
     def timing(self) -> bool:
-        """Whether a pass is under way that nothing should disturb."""
+        """Whether a pass is in progress that must not be disturbed."""
         return self.phase == "TIMED"
 
     async def run(self) -> agent_pb2.RunResult:
@@ -157,7 +157,7 @@ class ServedSession:
         try:
             await asyncio.wait({reading, working}, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
-                # Send the last answer first: it says what ended the program.
+                # Send the last answer first: it states what ended the program.
                 self._replies.put_nowait(None)
                 await asyncio.wait({reading}, timeout=_LAST_WORDS_S)
                 working.result()
@@ -166,7 +166,7 @@ class ServedSession:
             stream.cancel()
             for task in (reading, writing, working):
                 task.cancel()
-            # The reader has raised what broke the stream.
+            # The reader has raised the error that broke the stream.
             await asyncio.gather(reading, writing, working, return_exceptions=True)
 
     async def _work(self, calls: asyncio.Queue[agent_pb2.SessionCall], served: ServedProgram) -> None:
@@ -194,7 +194,7 @@ class ServedSession:
 
     def _exchange(self, transfers: Transfers) -> Exchange:
         async def fetch(artifact: common_pb2.Artifact) -> bytes:
-            # Not into the cache: inputs are used once, and a session may see more of them than a disk holds.
+            # Not into the cache: inputs are used once, and a session may receive more of them than fits on the disk.
             path = self.folder / "inputs"
             try:
                 await transfers.download(artifact, path)

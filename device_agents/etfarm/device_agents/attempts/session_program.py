@@ -1,4 +1,4 @@
-"""The device's end of a session: one runner with a program loaded, which answers tasks one after the other."""
+"""The device's side of a session: one runner with a loaded program, which answers tasks one after the other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_TIME_S: Final = 60.0
 
 
 class MethodMissing(UserError):
-    """A method that the program does not have."""
+    """A requested method that the program does not have."""
 
     reason = "METHOD_MISSING"
 
@@ -51,15 +51,15 @@ class ServedProgram:
         self._with_inputs: set[str] = set()
         """Methods whose inputs are set."""
         self.stage = ""
-        """What is under way."""
+        """The current stage."""
 
     async def load(
         self, program: Path, data: Sequence[Path], *, cpus: Collection[int] | None, threads: int, methods: Sequence[str]
     ) -> session_pb2.SessionReady:
-        """Load the program and some of its methods; return what there is to call.
+        """Load the program and some of its methods; return the callable methods.
 
         Raises:
-            MethodMissing: the program has not all of `methods`.
+            MethodMissing: the program lacks some of `methods`.
             EtfarmError: as `Runner.load` and `Runner.load_method`.
         """
         self.stage = "LOAD"
@@ -151,10 +151,10 @@ class ServedProgram:
             await self._runner.select(method)
             self._current = method
             return None
-        taken = await self._runner.load_method(method, keep=True)
+        loaded = await self._runner.load_method(method, keep=True)
         self._loaded.add(method)
         self._current = method
-        return taken.load_method_ns
+        return loaded.load_method_ns
 
     async def _is_over(self) -> bool:
         """Return whether the runner ended: it then answers everything with the error that ended it."""

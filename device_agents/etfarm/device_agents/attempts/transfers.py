@@ -32,13 +32,13 @@ _TRY_AGAIN: Final = frozenset(
     }
 )
 _FULL: Final = frozenset({"DISK_FULL", "QUOTA_EXCEEDED"})
-"""Reasons why the server has no room for a result now. The agent waits, so that no measurement is lost."""
+"""Reasons why the server has no room for a result at the moment. The agent waits, so that no measurement is lost."""
 _CORRUPTIONS: Final = 3
-"""Number of times that an artifact arrives damaged before the transfer fails."""
+"""Number of damaged arrivals of an artifact after which the transfer fails."""
 
 
 class Transfers:
-    """Downloads from and uploads to the server, retried without end while the link is cut or the server restarts.
+    """Downloads from and uploads to the server, retried without limit while the link is cut or the server restarts.
 
     The caller sets the deadline, or cancels.
 
@@ -56,9 +56,9 @@ class Transfers:
         await self._persist(lambda: chunks.download(self._stub, artifact, path, on_progress=on_progress))
 
     async def upload(self, source: bytes | Path, on_progress: Progressed | None = None) -> common_pb2.Artifact:
-        """Return the artifact that `source` is, once the server holds it whole."""
+        """Upload `source` and return its artifact, once the server holds it whole."""
         if isinstance(source, Path):
-            # A runner wrote it: a link in its place could name a file that only the agent may read.
+            # A runner wrote it: a link in its place could refer to a file that only the agent may read.
             require_plain_file(source)
             artifact = await chunks.artifact_of_file(source)
         else:
@@ -67,8 +67,8 @@ class Transfers:
         return artifact
 
     async def _upload(self, artifact: common_pb2.Artifact, source: bytes | Path, on_progress: Progressed | None) -> None:
-        asked = await self._stub.FindMissing(artifact_pb2.FindMissingRequest(digests=[artifact.digest]))
-        if asked.missing:
+        response = await self._stub.FindMissing(artifact_pb2.FindMissingRequest(digests=[artifact.digest]))
+        if response.missing:
             await chunks.upload(self._stub, artifact, source, on_progress=on_progress)
 
     async def _persist(self, transfer: Callable[[], Awaitable[T]]) -> T:

@@ -138,14 +138,14 @@ class Gates:
     async def _cool(self, on_wait: OnWait) -> report_pb2.GateWait | None:
         around, most = self._around, self._limits.cool_below_c
         began_s = around.now_s()
-        seen: deque[tuple[float, float]] = deque()
+        history: deque[tuple[float, float]] = deque()
         while (hottest := await around.hottest_c()) is not None and hottest >= most:
             waited_s = around.now_s() - began_s
-            seen.append((waited_s, hottest))
-            while waited_s - seen[0][0] > COOLING_WINDOW_S:
-                seen.popleft()
+            history.append((waited_s, hottest))
+            while waited_s - history[0][0] > COOLING_WINDOW_S:
+                history.popleft()
             # An incomplete window does not show whether waiting helps.
-            hopeless = waited_s >= COOLING_WINDOW_S and max(degrees for _, degrees in seen) - hottest < COOLING_C
+            hopeless = waited_s >= COOLING_WINDOW_S and max(degrees for _, degrees in history) - hottest < COOLING_C
             if hopeless or waited_s >= self._limits.cool_wait_s:
                 break
             on_wait("WAIT_FOR_COOL", f"{hottest:.1f} °C, to be below {most:g} °C")
@@ -165,14 +165,14 @@ class Gates:
         return self._gate_wait("IDLE", began_s + (LOOKS - 1) * LOOK_S, busy, most)
 
     async def _busy(self) -> float | None:
-        looks: list[int] = []
+        counts: list[int] = []
         for index in range(LOOKS):
             if index:
                 await self._around.sleep(LOOK_S)
-            if (seen := await self._around.runnable()) is None:
+            if (tasks := await self._around.runnable()) is None:
                 return None
-            looks.append(seen)
-        return statistics.fmean(looks) / self._around.cpus
+            counts.append(tasks)
+        return statistics.fmean(counts) / self._around.cpus
 
     def _gate_wait(self, gate: str, began_s: float, last: float | None, most: float) -> report_pb2.GateWait | None:
         waited_s = self._around.now_s() - began_s

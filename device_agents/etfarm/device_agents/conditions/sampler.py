@@ -161,9 +161,9 @@ def point(
     fastest = [
         max((hz for cpu in cpus if (hz := readings.frequency_hz(facts, cpu)) is not None), default=None) for cpus in clusters
     ]
-    known = [hz for hz in fastest if hz is not None]
-    if len(known) == len(fastest):
-        sample.frequency_hz.extend(known)
+    frequencies = [hz for hz in fastest if hz is not None]
+    if len(frequencies) == len(fastest):
+        sample.frequency_hz.extend(frequencies)
     if (temperature := readings.hottest_c(facts)) is not None:
         sample.temperature_c = temperature
     if (load := readings.parse({readings.LOAD: facts.get(readings.LOAD, "")})).HasField("load_1m"):

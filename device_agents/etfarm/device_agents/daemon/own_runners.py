@@ -39,9 +39,9 @@ async def own_runners(folder: Path) -> list[device_pb2.DeviceRunner]:
     if versions is None or not PythonRunner.available():
         return []
     path = folder / REMEMBERED
-    known = _remembered(path, versions)
-    if known is not None:
-        return known
+    remembered = _remembered(path, versions)
+    if remembered is not None:
+        return remembered
     scratch = folder / "own-runners"
     try:
         scratch.mkdir(exist_ok=True)
@@ -58,8 +58,8 @@ async def own_runners(folder: Path) -> list[device_pb2.DeviceRunner]:
         await asyncio.to_thread(write_atomically, path, text.encode(), durable=True)
         return [device_pb2.DeviceRunner(**description)]
     except (EtfarmError, TimeoutError, OSError) as error:
-        why = str(error) or f"it did not answer within {_ANSWER_S:g} s"
-        log.warning("ExecuTorch is installed here, and its Python binding cannot be used: %s", why)
+        reason = str(error) or f"it did not answer within {_ANSWER_S:g} s"
+        log.warning("ExecuTorch is installed here, and its Python binding cannot be used: %s", reason)
         return []
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

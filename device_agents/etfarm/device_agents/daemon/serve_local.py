@@ -49,7 +49,7 @@ from etfarm.wire.status import to_proto, to_status
 _GRACE_S: Final = 2.0
 """Seconds for calls to end by themselves: the caller has cancelled them before it closes stdin. For calls that the server cuts
 at once, gRPC would complain on the caller's stderr."""
-_KEPT_BYTES: Final = 2 << 30
+_MAX_TENSOR_BYTES: Final = 2 << 30
 """Size limit of transferred tensors in bytes; above it the least recently used are deleted."""
 
 
@@ -102,11 +102,11 @@ class LocalArtifacts(artifact_pb2_grpc.ArtifactServiceServicer):
         """Store `data` as an artifact and return it."""
         artifact = chunks.artifact_of(data)
         await asyncio.to_thread((self._folder / artifact.digest).write_bytes, data)
-        self._took(artifact.digest, len(data))
+        self._record(artifact.digest, len(data))
         return artifact
 
     async def FindMissing(self, request: artifact_pb2.FindMissingRequest, context: Any) -> artifact_pb2.FindMissingResponse:
-        return artifact_pb2.FindMissingResponse(missing=[wanted for wanted in request.digests if wanted not in self._sizes])
+        return artifact_pb2.FindMissingResponse(missing=[digest for digest in request.digests if digest not in self._sizes])
 
     async def GetUploadStatus(self, request: artifact_pb2.GetUploadStatusRequest, context: Any) -> artifact_pb2.UploadStatus:
         size = self._sizes.get(request.digest)
@@ -129,7 +129,7 @@ class LocalArtifacts(artifact_pb2_grpc.ArtifactServiceServicer):
             part.replace(self._folder / artifact.digest)
         finally:
             part.unlink(missing_ok=True)
-        self._took(artifact.digest, size)
+        self._record(artifact.digest, size)
         return artifact_pb2.UploadStatus(digest=artifact.digest, committed_bytes=size, complete=True)
 
     async def Download(self, request: artifact_pb2.DownloadRequest, context: Any) -> AsyncIterator[artifact_pb2.Chunk]:
@@ -140,12 +140,12 @@ class LocalArtifacts(artifact_pb2_grpc.ArtifactServiceServicer):
         for start, length in chunks.spans(request.offset, len(data)):
             yield artifact_pb2.Chunk(offset=start, data=data[start : start + length])
 
-    def _took(self, name: str, size: int) -> None:
+    def _record(self, name: str, size: int) -> None:
         self._sizes.pop(name, None)
         self._sizes[name] = size
         total = sum(self._sizes.values())
         for old in [old for old in self._sizes if old not in self.held and old != name]:
-            if total <= _KEPT_BYTES:
+            if total <= _MAX_TENSOR_BYTES:
                 return
             total -= self._sizes.pop(old)
             (self._folder / old).unlink(missing_ok=True)

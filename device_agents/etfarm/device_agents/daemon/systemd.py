@@ -18,13 +18,13 @@ TOKEN_FILE: Final = "/etc/etfarm/agent.env"
 """
 _STATE: Final = "etfarm"
 """Folder below /var/lib that serves as root's data folder: the agent's own default is then /var/lib/etfarm/agent."""
-_LEFT_OUT: Final = (("--print-unit", "--p"), ("--exit-with-stdin", "--ex"))
+_EXCLUDED_OPTIONS: Final = (("--print-unit", "--p"), ("--exit-with-stdin", "--ex"))
 """Options that do not belong to the service, each with the shortest abbreviation that argparse accepts."""
 _VARIABLES: Final = (
     SERVER_VARIABLE, TLS_CA_VARIABLE, DATA_VARIABLE, "ADB_SERVER_SOCKET", "ANDROID_ADB_SERVER_ADDRESS", "ANDROID_ADB_SERVER_PORT",
 )  # fmt: skip
 """Environment variables that the command reads, except for the token."""
-_OF_JAIL: Final = "CAP_SETUID CAP_SETGID CAP_SETPCAP CAP_CHOWN CAP_KILL"
+_JAIL_CAPABILITIES: Final = "CAP_SETUID CAP_SETGID CAP_SETPCAP CAP_CHOWN CAP_KILL"
 """Capabilities with which the agent gives each program its own user with fewer rights, and ends it."""
 _PLAIN: Final = re.compile(r"[\w@+=:,./\[\]-]+", re.ASCII)
 _ESCAPES: Final = {"\\": r"\\", '"': r"\"", "\n": r"\n", "\t": r"\t", "%": "%%"}
@@ -100,7 +100,7 @@ def unit(
     Raises:
         UserError: an argument is not valid text, which a unit cannot hold.
     """
-    kept = [argument for argument in arguments if not _is_left_out(argument)]
+    service_arguments = [argument for argument in arguments if not _is_excluded(argument)]
     variables = {name: environment[name] for name in _VARIABLES if environment and environment.get(name)}
     settings = [f"Environment={_quoted(f'{name}={value}')}" for name, value in variables.items()]
     if folder is not None:
@@ -113,15 +113,19 @@ def unit(
         protection = ["CapabilityBoundingSet=CAP_DAC_READ_SEARCH CAP_DAC_OVERRIDE", "ProtectSystem=full"]
     elif own_data:
         # The written files may be anywhere and belong to any user.
-        protection = [f"CapabilityBoundingSet=CAP_DAC_READ_SEARCH CAP_DAC_OVERRIDE {_OF_JAIL}", "ProtectSystem=full"]
+        protection = [f"CapabilityBoundingSet=CAP_DAC_READ_SEARCH CAP_DAC_OVERRIDE {_JAIL_CAPABILITIES}", "ProtectSystem=full"]
     else:
-        protection = [f"CapabilityBoundingSet=CAP_DAC_READ_SEARCH {_OF_JAIL}", "ProtectSystem=strict", "ProtectHome=read-only"]
+        protection = [
+            f"CapabilityBoundingSet=CAP_DAC_READ_SEARCH {_JAIL_CAPABILITIES}",
+            "ProtectSystem=strict",
+            "ProtectHome=read-only",
+        ]
     return _TEMPLATE.format(
         # A machine may have one of each.
         name=f"{UNIT_NAME}-phones" if phones else UNIT_NAME,
         token=TOKEN_VARIABLE,
         token_file=TOKEN_FILE,
-        command=" ".join(map(_quoted, [*program, *kept])),
+        command=" ".join(map(_quoted, [*program, *service_arguments])),
         settings="".join(f"{line}\n" for line in settings),
         protection="".join(f"{line}\n" for line in protection),
     )
@@ -145,8 +149,8 @@ def unit_of_this(arguments: Sequence[str], options: Mapping[str, object]) -> str
     )
 
 
-def _is_left_out(argument: str) -> bool:
-    return any(name.startswith(argument) and argument.startswith(shortest) for name, shortest in _LEFT_OUT)
+def _is_excluded(argument: str) -> bool:
+    return any(name.startswith(argument) and argument.startswith(shortest) for name, shortest in _EXCLUDED_OPTIONS)
 
 
 def _quoted(text: str) -> str:

@@ -38,8 +38,8 @@ class Box:
     def __init__(self, folder: Path, user: int | None) -> None:
         self.folder = folder.absolute()
         self.user = user
-        where = self.folder if user is not None else self.folder.parent
-        self.shared = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=where))
+        parent = self.folder if user is not None else self.folder.parent
+        self.shared = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         """The read-only folder, with hard links to files of the agent's cache, which itself is closed to the runner."""
         self._files: dict[Path, Path] = {}
         self.shared.chmod(0o755)

@@ -263,9 +263,9 @@ def python_programs() -> tuple[Path, ...]:
 
     The module folders of this process may differ: they may include the folder that it was started in.
     """
-    ask = [sys.executable, "-P", "-c", "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, *sys.path]))"]
-    done = subprocess.run(ask, env=_ENVIRONMENT, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    listed = json.loads(done.stdout) if done.returncode == 0 else [sys.prefix, sys.base_prefix]
+    command = [sys.executable, "-P", "-c", "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, *sys.path]))"]
+    process = subprocess.run(command, env=_ENVIRONMENT, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    listed = json.loads(process.stdout) if process.returncode == 0 else [sys.prefix, sys.base_prefix]
     folders = {Path(name) for name in listed if Path(name).is_absolute() and Path(name).exists()} - {Path("/")}
     return (Path(sys.executable).resolve(), *sorted(folders | {folder.resolve() for folder in folders}))
 
@@ -303,7 +303,7 @@ def _is_open_to_all(path: Path) -> bool:
     """Return whether every user may read a file or folder, and reach it."""
     try:
         mode = path.stat().st_mode
-        wanted = stat.S_IROTH | stat.S_IXOTH if stat.S_ISDIR(mode) else stat.S_IROTH
-        return mode & wanted == wanted and all(parent.stat().st_mode & stat.S_IXOTH for parent in path.resolve().parents)
+        required = stat.S_IROTH | stat.S_IXOTH if stat.S_ISDIR(mode) else stat.S_IROTH
+        return mode & required == required and all(parent.stat().st_mode & stat.S_IXOTH for parent in path.resolve().parents)
     except OSError:
         return False

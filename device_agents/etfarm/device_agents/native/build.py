@@ -126,11 +126,11 @@ def build_bundle(
     return manifest
 
 
-def _package(arch: str, given: Path | None, scratch: Path, say: Say) -> ExecutorchPackage:
+def _package(arch: str, executorch: Path | None, scratch: Path, say: Say) -> ExecutorchPackage:
     try:
-        return ExecutorchPackage.find(arch, given, scratch)
+        return ExecutorchPackage.find(arch, executorch, scratch)
     except ExecutorchMissing:
-        if given is not None:
+        if executorch is not None:
             raise
     return ExecutorchPackage.find(arch, fetch_wheel(arch, say=say), scratch)
 
@@ -186,9 +186,9 @@ def main(argv: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="etfarm bundle build", description="Build a runner bundle for devices.")
     parser.add_argument("--arch", choices=sorted(LOADERS), default=platform.machine(), help="default: this machine's")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("-o", "--output", type=Path, metavar="FILE", help=".tar.gz or .tar.xz")
-    what.add_argument("--source-digest", action="store_true", help="only print the digest of the runner's sources")
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("-o", "--output", type=Path, metavar="FILE", help=".tar.gz or .tar.xz")
+    mode.add_argument("--source-digest", action="store_true", help="only print the digest of the runner's sources")
     parser.add_argument(
         "--executorch",
         type=Path,
@@ -210,9 +210,9 @@ def main(argv: list[str]) -> int:
     manifest = build_bundle(options.arch, options.output, executorch=options.executorch, say=say)
     if manifest.note:
         say(manifest.note)
-    size, made = options.output.stat().st_size, digest.of_file(options.output)
+    size, bundle_digest = options.output.stat().st_size, digest.of_file(options.output)
     say(
-        f"{options.output}: {size / 1e6:.1f} MB, sha256 {made[:12]}, {len(manifest.operators)} operators, "
+        f"{options.output}: {size / 1e6:.1f} MB, sha256 {bundle_digest[:12]}, {len(manifest.operators)} operators, "
         f"backends {', '.join(manifest.backends) or 'unknown'}, {time.monotonic() - started:.1f} s"
     )
     return 0
@@ -241,15 +241,15 @@ def _probed(arch: str, version: str, folder: Path) -> BundleManifest:
             note = f"Backends and operators are not listed: this machine cannot run programs for {arch}."
             return dataclasses.replace(manifest, note=note)
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             Bundle(folder, manifest).command(emulator),
             input=b"hello\nself_test\n", capture_output=True, check=True, timeout=_PROBE_SECONDS, env={"LC_ALL": "C"},
         )  # fmt: skip
-        events = [json.loads(line) for line in done.stdout.splitlines()]
+        events = [json.loads(line) for line in process.stdout.splitlines()]
         if failed := [event["message"] for event in events if event["event"] == "error"]:
             raise RunnerUnusable(f"The runner for {arch} was built and fails its self-test: {failed[0]}.", arch=arch)
-        said = next(event for event in events if event["event"] == "result")
-        backends, operators = tuple(said["backends"]), tuple(said["operators"])
+        result = next(event for event in events if event["event"] == "result")
+        backends, operators = tuple(result["backends"]), tuple(result["operators"])
     except subprocess.CalledProcessError as error:
         why = error.stderr.decode(errors="replace").strip() or f"exit code {error.returncode}"
         raise RunnerUnusable(f"The runner for {arch} was built and does not start: {why}", arch=arch) from None

@@ -130,24 +130,24 @@ class ExecutorchPackage:
     """The version without its local part: `1.5.1` for `1.5.1+cpu`."""
 
     @classmethod
-    def find(cls, arch: str, given: Path | None, scratch: Path) -> ExecutorchPackage:
-        """Find the package at `given` (a folder or a wheel), else the installed one, without importing it.
+    def find(cls, arch: str, location: Path | None, scratch: Path) -> ExecutorchPackage:
+        """Find the package at `location` (a folder or a wheel), else the installed one, without importing it.
 
         The required part of a wheel is unpacked into `scratch`.
 
         Raises:
             ExecutorchMissing: there is no package, or it is for another architecture.
         """
-        if given is None:
+        if location is None:
             spec = importlib.util.find_spec("executorch")
             folders = list(spec.submodule_search_locations or []) if spec else []
             if not folders:
                 raise ExecutorchMissing(arch, "the package is not installed here")
             folder = Path(folders[0])
-        elif given.is_file():
-            folder = _unpacked(arch, given, scratch)
+        elif location.is_file():
+            folder = _unpacked(arch, location, scratch)
         else:
-            folder = given if (given / "version.py").is_file() else given / "executorch"
+            folder = location if (location / "version.py").is_file() else location / "executorch"
         return cls._validated(arch, folder)
 
     @classmethod
@@ -155,9 +155,9 @@ class ExecutorchPackage:
         for name in EXECUTORCH_LIBRARIES:
             if not (folder / "lib" / name).is_file():
                 raise ExecutorchMissing(arch, f"{folder} has no lib/{name}")
-        found = elf_arch(folder / "lib" / EXECUTORCH_LIBRARIES[0])
-        if found != arch:
-            raise ExecutorchMissing(arch, f"the one in {folder} is for {found or 'another architecture'}")
+        actual_arch = elf_arch(folder / "lib" / EXECUTORCH_LIBRARIES[0])
+        if actual_arch != arch:
+            raise ExecutorchMissing(arch, f"the one in {folder} is for {actual_arch or 'another architecture'}")
         match = re.search(r"""^__version__ = ['"]([^'"+]+)""", (folder / "version.py").read_text(), re.MULTILINE)
         if not match:
             raise ExecutorchMissing(arch, f"{folder}/version.py tells no version")
@@ -173,12 +173,12 @@ def elf_arch(path: Path) -> str | None:
 def _unpacked(arch: str, wheel: Path, scratch: Path) -> Path:
     try:
         with zipfile.ZipFile(wheel) as archive:
-            wanted = [
+            members = [
                 name
                 for name in archive.namelist()
                 if name.startswith(("executorch/lib/libexecutorch", "executorch/include/")) or name == "executorch/version.py"
             ]
-            archive.extractall(scratch, wanted)  # refuses names that point outside `scratch`
+            archive.extractall(scratch, members)  # refuses names that point outside `scratch`
     except (OSError, zipfile.BadZipFile) as error:
         raise ExecutorchMissing(arch, f"{wheel} cannot be read ({error})") from None
     if not (scratch / "executorch" / "version.py").is_file():
@@ -190,9 +190,11 @@ def _run(command: list[str], what: str, folder: Path | None = None) -> str:
     # Files that a killed compiler leaves behind are deleted with the folder.
     environment = os.environ | ({"TMPDIR": str(folder)} if folder else {})
     try:
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", check=False)
+        process = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", check=False
+        )
     except OSError as error:
         raise CompilerFailed(what, str(error)) from None
-    if done.returncode != 0:
-        raise CompilerFailed(what, done.stderr or done.stdout or f"exit code {done.returncode}")
-    return done.stdout
+    if process.returncode != 0:
+        raise CompilerFailed(what, process.stderr or process.stdout or f"exit code {process.returncode}")
+    return process.stdout

@@ -39,18 +39,18 @@ def fetch_wheel(arch: str, folder: Path | None = None, say: Say = lambda line: N
     Raises:
         ExecutorchMissing: pip is missing, or cannot fetch the wheel.
     """
-    wanted, folder = _wanted(), folder or wheels_folder()
-    pattern = f"executorch-{wanted}-*{arch}.whl"
+    requirement, folder = _required_version(), folder or wheels_folder()
+    pattern = f"executorch-{requirement}-*{arch}.whl"
     if wheels := sorted(folder.glob(pattern)):
         return wheels[0]
-    say(f"fetching executorch {wanted} for {arch} with pip, about 20 MB, into {folder}")
+    say(f"fetching executorch {requirement} for {arch} with pip, about 20 MB, into {folder}")
     started = time.monotonic()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as staging:
             command = [
                 sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check",
-                "--retries", "2", "--platform", f"manylinux_2_28_{arch}", *_TAGS, "--dest", staging, f"executorch=={wanted}",
+                "--retries", "2", "--platform", f"manylinux_2_28_{arch}", *_TAGS, "--dest", staging, f"executorch=={requirement}",
             ]  # fmt: skip
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
             wheels = sorted(Path(staging).glob(pattern))
@@ -64,7 +64,7 @@ def fetch_wheel(arch: str, folder: Path | None = None, say: Say = lambda line: N
     return path
 
 
-def _wanted() -> str:
+def _required_version() -> str:
     try:
         return version("executorch").partition("+")[0]
     except PackageNotFoundError:

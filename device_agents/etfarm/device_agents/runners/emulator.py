@@ -127,12 +127,12 @@ class Emulator:
 
     def version(self) -> str:
         """Return the version, such as `7.2.22`; empty if it is unknown."""
-        match = re.search(r"version (\S+)", self._ask("--version").stdout.decode(errors="replace"))
+        match = re.search(r"version (\S+)", self._run_emulator("--version").stdout.decode(errors="replace"))
         return match[1] if match else ""
 
     def models(self) -> list[str]:
         """Return the processors that the emulator supports; empty if they are unknown."""
-        lines = self._ask("-cpu", "help").stdout.decode(errors="replace").splitlines()
+        lines = self._run_emulator("-cpu", "help").stdout.decode(errors="replace").splitlines()
         return [line.strip() for line in lines if line.startswith(" ") and len(line.split()) == 1]
 
     def device(self, cores: frozenset[int] | None = None) -> device_pb2.Device:
@@ -142,10 +142,10 @@ class Emulator:
             CpuUnknown: the emulator does not support the processor.
             EmulatorFailed: the emulator does not work.
         """
-        here = inventory.collect()
+        local_facts = inventory.collect()
         # What it shows of this machine's processor, frequencies included, does not belong to the emulated one.
-        facts = {path: text for path, text in here.items() if path in ("uname -r", "/proc/meminfo", "/proc/self/status")}
-        facts |= {path: text for path, text in here.items() if "/topology/" in path}
+        facts = {path: text for path, text in local_facts.items() if path in ("uname -r", "/proc/meminfo", "/proc/self/status")}
+        facts |= {path: text for path, text in local_facts.items() if "/topology/" in path}
         device = inventory.parse(facts | self._facts(), cores)
         device.soc, device.emulated = f"qemu {self.cpu}", True
         if version := self.version():
@@ -175,16 +175,16 @@ class Emulator:
             program.write_bytes(_probe_program())
             program.chmod(0o755)
             # The stack beyond the vector must extend as far as the program writes.
-            done = self._ask("-cpu", self.cpu, str(program), environment={"PADDING": "x" * _PROBE_BYTES})
-        if done.returncode != 0:
-            lines = done.stderr.decode(errors="replace").strip().splitlines()
-            why = lines[-1].removeprefix(f"{Path(self.path).name}: ").rstrip(".") if lines else _ending(done.returncode)
+            process = self._run_emulator("-cpu", self.cpu, str(program), environment={"PADDING": "x" * _PROBE_BYTES})
+        if process.returncode != 0:
+            lines = process.stderr.decode(errors="replace").strip().splitlines()
+            why = lines[-1].removeprefix(f"{Path(self.path).name}: ").rstrip(".") if lines else _ending(process.returncode)
             known = self.models()
-            if lines and done.returncode == 1:
+            if lines and process.returncode == 1:
                 raise CpuUnknown(self.cpu, known, why)
             raise EmulatorFailed(f"{self.path} does not run a program: {why}.", path=self.path, why=why)
         try:
-            words = struct.unpack(f"<{_PROBE_BYTES // 8}Q", done.stdout)
+            words = struct.unpack(f"<{_PROBE_BYTES // 8}Q", process.stdout)
             at = 2 + 1 + words[2] + 1  # skip the id, the number of arguments, the arguments and a null
             at = words.index(0, at) + 1  # skip the environment
             auxiliary: dict[int, int] = {}
@@ -195,7 +195,7 @@ class Emulator:
         except (struct.error, ValueError, IndexError) as error:
             raise EmulatorFailed(f"{self.path} gives a program an unknown stack: {error}.", path=self.path) from None
 
-    def _ask(self, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
+    def _run_emulator(self, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
         try:
             return subprocess.run(
                 [self.path, *arguments], capture_output=True, check=False, timeout=_ANSWER_S, env=environment or {}

@@ -284,8 +284,8 @@ class RunnerProcess:
             return errors.ProgramOutOfMemory(self.stage, self.limits.data_bytes, fatal, lines)
         if code == -signal.SIGKILL and (ran_out := self._child.memory_ran_out) is not False:
             # If the kernel does not report it, lack of memory is the likeliest cause: nothing else sends SIGKILL unasked.
-            who = "the kernel killed it (SIGKILL)" if ran_out else "it was killed (SIGKILL), as systems do then"
-            killed = errors.ProgramOutOfMemory(self.stage, None, who, lines)
+            cause = "the kernel killed it (SIGKILL)" if ran_out else "it was killed (SIGKILL), as systems do then"
+            killed = errors.ProgramOutOfMemory(self.stage, None, cause, lines)
             killed.metadata["signal"] = _signal_name(signal.SIGKILL)
             return killed
         return errors.ProgramCrashed(

@@ -74,7 +74,7 @@ def main() -> NoReturn:
         if name in specification["required"]:
             _end(REFUSED, f"{name} is required and not available here: {why}")
         if not specification["probe"]:
-            _say(f"{name} is not available: {why}")
+            _print_error(f"{name} is not available: {why}")
     if specification["probe"]:
         answer = marshal.dumps({"active": active, "missing": missing})
         os.write(1, len(answer).to_bytes(_LENGTH_BYTES, "little") + answer)
@@ -164,8 +164,8 @@ def _become(user: int, *, reads_as_root: bool) -> None:
 def _keep_reading() -> None:
     """Keep only the capability to read root's files, beyond exec too."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    kept = 1 << _DAC_READ_SEARCH
-    data = (ctypes.c_uint32 * 6)(kept, kept, kept, 0, 0, 0)
+    mask = 1 << _DAC_READ_SEARCH
+    data = (ctypes.c_uint32 * 6)(mask, mask, mask, 0, 0, 0)
     if syscalls.libc().capset(header, data) != 0:
         raise OSError(ctypes.get_errno(), "capset")
     syscalls.prctl(syscalls.PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, _DAC_READ_SEARCH)
@@ -195,12 +195,12 @@ def _read(count: int) -> bytes:
     return data
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     os.write(2, f"etfarm: confining a runner: {text}\n".encode())
 
 
 def _end(code: int, text: str) -> NoReturn:
-    _say(text)
+    _print_error(text)
     os._exit(code)
 
 

@@ -51,11 +51,11 @@ def measure(loaded: LoadedMethod, inputs: list[Any], plan: Mapping[str, int], re
         before = counters.Usage.now()
         elapsed = reported_ns = 0
         reason = ""
-        begun = time.monotonic_ns()
+        start_ns = time.monotonic_ns()
         while not reason:
             start, end = execute(loaded, inputs)
             samples.append(end - start)
-            elapsed = end - begun
+            elapsed = end - start_ns
             if len(samples) >= plan["iterations"] and elapsed >= plan["min_time_ns"]:
                 reason = "ENOUGH"
             elif len(samples) >= plan["max_samples"]:
@@ -94,12 +94,12 @@ def trace(
         # The binding clears events only by writing them.
         _write_etdump(loaded, None)
     samples = array("q")
-    begun = reported_ns = time.monotonic_ns()
+    start_ns = reported_ns = time.monotonic_ns()
     for done in range(1, iterations + 1):
         start, end = execute(loaded, inputs)
         samples.append(end - start)
         if end - reported_ns >= _PROGRESS_NS:
-            report("TRACED", done, end - begun)
+            report("TRACED", done, end - start_ns)
             reported_ns = end
     size, _ = _write_etdump(loaded, path)
     return {"iterations": iterations, "etdump_bytes": size}, samples.tobytes()
@@ -137,10 +137,10 @@ def _warm_up(loaded: LoadedMethod, inputs: list[Any], plan: Mapping[str, int], r
     window = Window()
     if plan["warmup"] or plan["steady"]:
         report("WARMUP", 0, 0)
-    begun = time.monotonic_ns()
+    start_ns = time.monotonic_ns()
     while done < plan["warmup"] or (plan["steady"] and not steady):
         start, end = execute(loaded, inputs)
-        done, elapsed = done + 1, end - begun
+        done, elapsed = done + 1, end - start_ns
         if done > plan["warmup"]:
             steady = window.add(end - start, elapsed)
         if elapsed >= plan["max_warmup_ns"]:

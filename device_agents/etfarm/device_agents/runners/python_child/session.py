@@ -133,14 +133,14 @@ class Session:
             self._methods.pop(name, None)
         else:
             self._methods.clear()
-        self._refuse_what_is_missing(facts)
+        self._require_resources(facts)
         program = self._load_program(self._path, self._data, trace, 2 * facts.tensor_bytes + _DEBUG_BYTES if debug else 0)
         start = time.monotonic_ns()
         method = called(f"method '{name}' cannot be loaded", lambda: program.load_method(name))
-        took = time.monotonic_ns() - start
+        load_ns = time.monotonic_ns() - start
         self._selected = self._methods[name] = LoadedMethod(facts, program, method, trace, debug)
         self._inputs.setdefault(name, [_UNSET] * len(facts.inputs))
-        return {"load_method_ns": took}
+        return {"load_method_ns": load_ns}
 
     def select(self, name: str) -> None:
         """Make a loaded method the current one, with its state unchanged."""
@@ -160,7 +160,7 @@ class Session:
             ),
         )
 
-    def _refuse_what_is_missing(self, facts: FileMethod) -> None:
+    def _require_resources(self, facts: FileMethod) -> None:
         """Refuse a method whose needs are not met: ExecuTorch would report that on stderr only, or crash."""
         if backends := sorted(set(facts.backends) - set(self.backends())):
             raise Refusal("BACKEND_MISSING", f"this runner has no backend {', '.join(backends)}", names=backends)

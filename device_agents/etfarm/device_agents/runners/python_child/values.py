@@ -32,26 +32,26 @@ def checked_tensor(
     Raises:
         Mismatch: the message states the difference.
     """
-    who = f"input {index}" + (f" '{expected.name}'" if expected.name else "")
-    wanted = list(expected.shape)
+    subject = f"input {index}" + (f" '{expected.name}'" if expected.name else "")
+    bounds = list(expected.shape)
     if expected.dtype not in ITEM_BYTES:
-        raise Mismatch(f"{who} has a dtype that etfarm does not carry")
+        raise Mismatch(f"{subject} has a dtype that etfarm does not carry")
     if dtype != expected.dtype:
-        raise Mismatch(f"{who} must be {expected.dtype}, not {dtype}")
-    if len(shape) != len(wanted):
-        raise Mismatch(f"{who} must have {len(wanted)} dims {wanted}, not {len(shape)} {shape}")
-    fits = all(size <= bound for size, bound in zip(shape, wanted, strict=True)) if expected.dynamic else shape == wanted
+        raise Mismatch(f"{subject} must be {expected.dtype}, not {dtype}")
+    if len(shape) != len(bounds):
+        raise Mismatch(f"{subject} must have {len(bounds)} dims {bounds}, not {len(shape)} {shape}")
+    fits = all(size <= bound for size, bound in zip(shape, bounds, strict=True)) if expected.dynamic else shape == bounds
     if not fits:
-        raise Mismatch(f"{who} must have the shape {wanted}{' at most' if expected.dynamic else ''}, not {shape}")
+        raise Mismatch(f"{subject} must have the shape {bounds}{' at most' if expected.dynamic else ''}, not {shape}")
     if sorted(dim_order) != list(range(len(shape))):
-        raise Mismatch(f"{who} has the dim order {dim_order}, which is no order of its {len(shape)} dims")
+        raise Mismatch(f"{subject} has the dim order {dim_order}, which is no order of its {len(shape)} dims")
     size = prod(shape) * ITEM_BYTES[dtype]
     # ExecuTorch accepts any dim order but reads the bytes in the program's own, which gives wrong numbers without an error.
     order = list(expected.dim_order)
     if size and _physical(shape, dim_order) != _physical(shape, order):
-        raise Mismatch(f"{who} must lie in memory in the dim order {order}, not {dim_order}")
+        raise Mismatch(f"{subject} must lie in memory in the dim order {order}, not {dim_order}")
     if len(data) != size:
-        raise Mismatch(f"{who} has {len(data)} bytes where {dtype} {shape} needs {size}")
+        raise Mismatch(f"{subject} has {len(data)} bytes where {dtype} {shape} needs {size}")
     return tensor_of(data, dtype, shape, order)
 
 

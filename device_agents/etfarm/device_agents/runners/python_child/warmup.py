@@ -20,19 +20,19 @@ class Window:
 
     def __init__(self) -> None:
         self._samples: list[int] = []
-        self._begun_ns: int | None = None
+        self._start_ns: int | None = None
         self._medians: deque[int] = deque(maxlen=_WINDOWS)
 
     def add(self, sample_ns: int, elapsed_ns: int) -> bool:
         """Add an iteration and return whether the median is steady; `elapsed_ns` is its end, from the start of the warm-up."""
-        if self._begun_ns is None:
-            self._begun_ns = elapsed_ns - sample_ns
+        if self._start_ns is None:
+            self._start_ns = elapsed_ns - sample_ns
         self._samples.append(sample_ns)
         count = len(self._samples)
-        if count < _ITERATIONS or (elapsed_ns - self._begun_ns < _NS and count < _SAMPLES):
+        if count < _ITERATIONS or (elapsed_ns - self._start_ns < _NS and count < _SAMPLES):
             return False
         self._medians.append(sorted(self._samples)[count // 2])
         self._samples.clear()
-        self._begun_ns = elapsed_ns
+        self._start_ns = elapsed_ns
         low, high = min(self._medians), max(self._medians)
         return len(self._medians) == _WINDOWS and high - low <= max(low // _SHARE, _RESOLUTION_NS)

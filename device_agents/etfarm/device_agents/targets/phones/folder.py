@@ -37,7 +37,7 @@ _KIB: Final = 1024
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _RequiredFile:
     """A file that should be on the phone."""
 
     source: Path
@@ -108,16 +108,16 @@ class PhoneFolder:
             PhoneStorageDamaged: a file on the phone has another digest than the one that was sent.
             DeviceError: the phone is gone, or does not answer.
         """
-        wanted, keep = self._wanted(bundle, files), self._entries(bundle, files)
-        there = await self._sums(keep)
-        missing = [each for each in wanted if there.get(each.remote) != each.digest]
+        required, keep = self._required_files(bundle, files), self._entries(bundle, files)
+        digests = await self._sums(keep)
+        missing = [each for each in required if digests.get(each.remote) != each.digest]
         if not missing:
             return 0
         await self._evict(keep, self._limit_bytes - sum(each.source.stat().st_size for each in missing))
         with self._carrying():
             sent = await self._push(missing, keep, on_progress)
-        there = await self._sums(keep)
-        damaged = [each.remote for each in missing if there.get(each.remote) != each.digest]
+        digests = await self._sums(keep)
+        damaged = [each.remote for each in missing if digests.get(each.remote) != each.digest]
         if damaged:
             raise PhoneStorageDamaged(self._serial, ", ".join(damaged))
         return sent
@@ -148,21 +148,23 @@ class PhoneFolder:
             PhoneRefused: the command ended with another exit code than 0.
             DeviceError: the phone is gone, or does not answer.
         """
-        done = await self._adb.run(self._serial, command, deadline_s=deadline_s)
-        if done.exit_code != 0:
-            complaint = (done.stderr or done.stdout).decode(errors="replace").strip() or f"exit code {done.exit_code}"
+        completed = await self._adb.run(self._serial, command, deadline_s=deadline_s)
+        if completed.exit_code != 0:
+            complaint = (completed.stderr or completed.stdout).decode(
+                errors="replace"
+            ).strip() or f"exit code {completed.exit_code}"
             raise PhoneRefused(self._serial, what, complaint.splitlines()[-1])
-        return done
+        return completed
 
-    def _wanted(self, bundle: Bundle | None, files: Sequence[Path]) -> list[_Wanted]:
-        wanted = [_Wanted(path, self.file(path), path.name) for path in files]
+    def _required_files(self, bundle: Bundle | None, files: Sequence[Path]) -> list[_RequiredFile]:
+        required = [_RequiredFile(path, self.file(path), path.name) for path in files]
         if bundle is None:
-            return wanted
+            return required
         folder, programs = self.bundle(bundle).folder, {bundle.manifest.loader, bundle.manifest.entry}
         for name, file in sorted(bundle.manifest.files.items()):
             mode = 0o755 if name in programs else 0o644
-            wanted.append(_Wanted(bundle.folder / name, str(folder / name), file.digest, mode))
-        return wanted
+            required.append(_RequiredFile(bundle.folder / name, str(folder / name), file.digest, mode))
+        return required
 
     async def _sums(self, entries: Collection[str]) -> Mapping[str, str]:
         """Return the digests of those files in `entries` that exist, as the phone reads them now, and mark them as used."""
@@ -170,14 +172,14 @@ class PhoneFolder:
         files = " ".join(f"{name}/*" if name.startswith("bundles/") else name for name in names)
         # Missing files are reported on stderr and in the exit code; the existing ones count.
         command = f"cd {shlex.quote(self.root)} && touch -c {' '.join(names)}; sha256sum {files}"
-        done = await self._adb.run(self._serial, command, deadline_s=_SUM_S)
-        lines = done.stdout.decode(errors="replace").splitlines()
-        if done.exit_code == 127:
-            raise PhoneRefused(self._serial, "hash a file", done.stderr.decode(errors="replace"))
+        completed = await self._adb.run(self._serial, command, deadline_s=_SUM_S)
+        lines = completed.stdout.decode(errors="replace").splitlines()
+        if completed.exit_code == 127:
+            raise PhoneRefused(self._serial, "hash a file", completed.stderr.decode(errors="replace"))
         sums = [match for line in lines if (match := _SUM.fullmatch(line.strip())) is not None]
         return {posixpath.join(self.root, match[2]): match[1] for match in sums}
 
-    async def _push(self, missing: Sequence[_Wanted], keep: set[str], on_progress: OnProgress | None) -> int:
+    async def _push(self, missing: Sequence[_RequiredFile], keep: set[str], on_progress: OnProgress | None) -> int:
         total, done, sent = sum(each.source.stat().st_size for each in missing), 0, 0
         for each in missing:
 
@@ -209,17 +211,19 @@ class PhoneFolder:
             for line in done.stdout.decode(errors="replace").splitlines()
             if (match := _ENTRY.fullmatch(line.strip())) is not None
         ]
-        total, gone = sum(size for _, size, _ in entries), list[str]()
+        total, evicted = sum(size for _, size, _ in entries), list[str]()
         for _, size, name in sorted(entries):
             if total <= limit_bytes:
                 break
             if name not in keep:
-                gone.append(name)
+                evicted.append(name)
                 total -= size
-        if gone:
-            log.info("deleting from the phone %s: %s", self._serial, ", ".join(gone))
-            await self.shell(f"cd {shlex.quote(self.root)} && rm -rf {' '.join(map(shlex.quote, gone))}", "delete its old files")
-        return bool(gone)
+        if evicted:
+            log.info("deleting from the phone %s: %s", self._serial, ", ".join(evicted))
+            await self.shell(
+                f"cd {shlex.quote(self.root)} && rm -rf {' '.join(map(shlex.quote, evicted))}", "delete its old files"
+            )
+        return bool(evicted)
 
 
 def _bundle_digest(bundle: Bundle) -> str:

@@ -45,10 +45,10 @@ async def ask(adb: AdbServer, serial: str, files: Collection[str], commands: Map
         DeviceError: the phone is gone, or does not answer.
     """
     # Passed as input, since old phones accept only short command lines.
-    done = await adb.run(serial, "sh", input=shell_facts.script(files, commands).encode(), deadline_s=_FACTS_S)
-    facts = shell_facts.split(done.stdout)
+    completed = await adb.run(serial, "sh", input=shell_facts.script(files, commands).encode(), deadline_s=_FACTS_S)
+    facts = shell_facts.split(completed.stdout)
     if not facts:
-        raise PhoneRefused(serial, "say what it is", done.stderr.decode(errors="replace"))
+        raise PhoneRefused(serial, "say what it is", completed.stderr.decode(errors="replace"))
     return facts
 
 
@@ -94,9 +94,9 @@ class Phone:
         self.doubted = asyncio.Event()
         """Set when a run detects that the phone does not answer."""
         around = Surroundings(self._hottest_c, self._runnable, max(1, device.cores))
-        here = config.data / "phones" / re.sub(r"[^\w-]", "_", device.id)
-        here.mkdir(parents=True, exist_ok=True)
-        self.gates = Gates(config.gates, around, here / "measured")
+        folder = config.data / "phones" / re.sub(r"[^\w-]", "_", device.id)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.gates = Gates(config.gates, around, folder / "measured")
         self._adb = adb
         self._config = config
         self._own_runner = config.phones.runner
@@ -119,13 +119,13 @@ class Phone:
             command = shlex.split(self._own_runner)
         else:
             assert bundle is not None  # the phone has no runner of its own
-            there = self.folder.bundle(bundle)
-            command = there.command()
+            installed = self.folder.bundle(bundle)
+            command = installed.command()
             if CONFINE in bundle.manifest.options:
                 # On a phone the agent has the same rights as the program, so only the runner itself can drop them.
-                command += [CONFINE, "--readable", str(there.folder), "--readable", self.folder.files]
-        known = self._available_bytes
-        limits = Limits(None if known is None else int(known * self._config.memory_share), NO_DEADLINE_S)
+                command += [CONFINE, "--readable", str(installed.folder), "--readable", self.folder.files]
+        available_bytes = self._available_bytes
+        limits = Limits(None if available_bytes is None else int(available_bytes * self._config.memory_share), NO_DEADLINE_S)
         work = self.folder.run(uuid4().hex)
         kind = OwnPhoneRunner if self._own_runner else PhoneRunner
         started = kind.connect(command, Path(work), limits, on_log, partial(spawn, self._adb, self.serial, lambda: self.gone))
@@ -149,7 +149,7 @@ class Phone:
     @asynccontextmanager
     async def watch(self, cpus: Collection[int] | None) -> AsyncIterator[Watch]:
         """Yield a watch that reads the state only before the warm-up and after the pass: a reading starts a dozen processes."""
-        watch = _Looks(self, time.monotonic())
+        watch = _StateWatch(self, time.monotonic())
         watch.before = await self.glance() or report_pb2.SystemReading()
         yield watch
 
@@ -193,23 +193,23 @@ class Phone:
         """Return the state that `look` read last."""
         return self._telemetry
 
-    def _take(self, read: report_pb2.SystemReading) -> None:
+    def _take(self, reading: report_pb2.SystemReading) -> None:
         """Keep the state for heartbeats, and for the memory that a runner may use."""
         telemetry = device_pb2.DeviceTelemetry()
         telemetry.at.GetCurrentTime()
-        if read.HasField("load_1m"):
-            telemetry.load_1m = read.load_1m
-        if read.HasField("memory_available_bytes"):
-            telemetry.memory_available_bytes = self._available_bytes = read.memory_available_bytes
-        if read.zones:
-            telemetry.temperature_c = max(zone.temperature_c for zone in read.zones)
-        clocks = [cpu.frequency_hz for cpu in read.cpus if cpu.HasField("frequency_hz")]
+        if reading.HasField("load_1m"):
+            telemetry.load_1m = reading.load_1m
+        if reading.HasField("memory_available_bytes"):
+            telemetry.memory_available_bytes = self._available_bytes = reading.memory_available_bytes
+        if reading.zones:
+            telemetry.temperature_c = max(zone.temperature_c for zone in reading.zones)
+        clocks = [cpu.frequency_hz for cpu in reading.cpus if cpu.HasField("frequency_hz")]
         if clocks:
             telemetry.frequency_hz = round(sum(clocks) / len(clocks))
-        if read.HasField("battery_share"):
-            telemetry.battery_share = read.battery_share
-        if read.HasField("charging"):
-            telemetry.charging = read.charging
+        if reading.HasField("battery_share"):
+            telemetry.battery_share = reading.battery_share
+        if reading.HasField("charging"):
+            telemetry.charging = reading.charging
         self._telemetry = telemetry
 
     async def look(self, elapsed_ms: float = 0.0) -> report_pb2.SystemReading:
@@ -219,9 +219,9 @@ class Phone:
             As `ask`.
         """
         facts = await ask(self._adb, self.serial, readings.PHONE_FILES, android.READING_COMMANDS)
-        read = readings.parse(facts, elapsed_ms)
-        self._take(read)
-        return read
+        reading = readings.parse(facts, elapsed_ms)
+        self._take(reading)
+        return reading
 
     async def _hottest_c(self) -> float | None:
         return max((zone.temperature_c for zone in (await self.look()).zones), default=None)
@@ -230,15 +230,15 @@ class Phone:
         done = await self._adb.run(self.serial, f"cat {readings.LOAD}", deadline_s=_FACTS_S)
         return readings.runnable(done.stdout.decode(errors="replace"))
 
-    async def _delete(self, there: str) -> None:
+    async def _delete(self, remote: str) -> None:
         try:
-            await self._adb.run(self.serial, f"rm -rf {shlex.quote(there)}", deadline_s=_FACTS_S)
+            await self._adb.run(self.serial, f"rm -rf {shlex.quote(remote)}", deadline_s=_FACTS_S)
         except EtfarmError as error:
             # `PhoneFolder.open` deletes it when the phone is back.
-            log.info("%s stays on the phone: %s", there, error.message)
+            log.info("%s stays on the phone: %s", remote, error.message)
 
 
-class _Looks:
+class _StateWatch:
     """A `Watch` of two readings."""
 
     def __init__(self, phone: Phone, began_s: float) -> None:
@@ -258,9 +258,9 @@ class _Looks:
         after = await self._phone.glance((time.monotonic() - self._began_s) * 1e3)
         if after is None:
             return None
-        for look in (self.before, after):
+        for reading in (self.before, after):
             # The cpus' busy time between the readings includes the warm-up, which no counter of the pass does.
-            look.ClearField("cpu_busy_ns")
+            reading.ClearField("cpu_busy_ns")
         return Sampled(self.before, after, [], 0)
 
 

@@ -110,12 +110,12 @@ async def spawn(adb: AdbServer, serial: str, is_gone: Callable[[], bool], comman
         PhoneRefused: the phone's shell cannot create the folder.
         DeviceError: the phone is gone, or does not answer.
     """
-    where = shlex.quote(str(folder))
+    quoted = shlex.quote(str(folder))
     # The environment is empty, and the process id is printed first, because exec keeps it. If memory runs out, this process is
     # killed instead of adbd, whose children are otherwise as protected as adbd itself.
     line = (
-        f"mkdir -p {where} && cd {where} || exit 1; {{ echo 800 >/proc/$$/oom_score_adj; }} 2>/dev/null; echo $$; "
-        f"exec env -i LC_ALL=C HOME={where} TMPDIR={where} {' '.join(map(shlex.quote, command))}"
+        f"mkdir -p {quoted} && cd {quoted} || exit 1; {{ echo 800 >/proc/$$/oom_score_adj; }} 2>/dev/null; echo $$; "
+        f"exec env -i LC_ALL=C HOME={quoted} TMPDIR={quoted} {' '.join(map(shlex.quote, command))}"
     )
     process = await adb.shell(serial, line, limit=MAX_LINE_BYTES)
     try:
@@ -168,15 +168,15 @@ class PhoneRunner(NativeRunner):
 
     async def trace(self, iterations: int, etdump: Path, *, warmup: int = 1, on_progress: OnProgress | None = None) -> Traced:
         """Trace the method; see `Runner.trace`. `collect` then fetches the file."""
-        traced = await super().trace(iterations, self._there(etdump), warmup=warmup, on_progress=on_progress)
+        traced = await super().trace(iterations, self._remote_path(etdump), warmup=warmup, on_progress=on_progress)
         self._written[etdump] = traced.etdump_bytes
         return replace(traced, etdump=etdump)
 
     async def debug(self, etdump: Path, dump: Path, *, max_bytes: int | None = None) -> Debugged:
         """Record intermediate outputs; see `Runner.debug`. `collect` then fetches the files."""
-        done = await super().debug(self._there(etdump), self._there(dump), max_bytes=max_bytes)
-        self._written |= {etdump: done.etdump_bytes, dump: done.dump_bytes}
-        return replace(done, etdump=etdump, dump=dump)
+        debugged = await super().debug(self._remote_path(etdump), self._remote_path(dump), max_bytes=max_bytes)
+        self._written |= {etdump: debugged.etdump_bytes, dump: debugged.dump_bytes}
+        return replace(debugged, etdump=etdump, dump=dump)
 
     @property
     def moving(self) -> str:
@@ -203,12 +203,12 @@ class PhoneRunner(NativeRunner):
                 if on_progress is not None:
                     on_progress(done + part, total)  # noqa: B023 - called before the loop goes on
 
-            await self.files.pull(str(self._there(path)), path, report_part)
+            await self.files.pull(str(self._remote_path(path)), path, report_part)
             done += size
         self._written.clear()
         self._collecting = False
 
-    def _there(self, path: Path) -> Path:
+    def _remote_path(self, path: Path) -> Path:
         return Path(self.folder, path.name)
 
 
