@@ -82,7 +82,7 @@ class AdbRefused(DeviceError):
 
 
 class PhoneGone(DeviceError):
-    """A phone that is missing or vanished during an operation; a shell cannot tell this from a stopped adb server."""
+    """A phone that is missing or vanished during an operation; a shell cannot distinguish this from a stopped adb server."""
 
     reason = "PHONE_GONE"
 

@@ -339,7 +339,7 @@ class AdbServer:
             raise AdbServerMissing(self.address, f"it did not answer within {seconds:g} s") from error
 
     async def _open_service(self, service: str) -> Link:
-        """Return a connection on which the server has begun a service of its own."""
+        """Return a connection on which the server itself has begun a service."""
         try:
             async with asyncio.timeout(self._answer_s):
                 return await self._begin([(service, "")])

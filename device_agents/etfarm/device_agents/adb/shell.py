@@ -153,7 +153,7 @@ class ShellProcess:
         """Return the exit code once the readers have taken all output; None after `kill`.
 
         Raises:
-            PhoneGone: the connection ended without an exit code: the phone or the adb server is gone.
+            PhoneGone: the connection ended without an exit code: the phone or the adb server disappeared.
         """
         await asyncio.wait({self._pump})
         if not self._pump.cancelled():

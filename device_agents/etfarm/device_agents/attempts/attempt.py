@@ -118,7 +118,7 @@ class Attempt:
         return results
 
     def remaining_s(self) -> float:
-        """Return what is left of the attempt's time."""
+        """Return the attempt's remaining time in seconds."""
         return attempt_limit_s(self.start) - (time.monotonic() - self.received_s)
 
     def send_progress(self, progress: agent_pb2.RunProgress) -> None:

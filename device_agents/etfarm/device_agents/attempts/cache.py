@@ -161,12 +161,12 @@ class Lease:
         """Digests of entries that must not be deleted now."""
 
     async def fetch(self, artifact: common_pb2.Artifact, on_progress: Progressed | None = None) -> Path:
-        """Return the artifact's file, whole and verified. A download resumes where an earlier try ended.
+        """Return the artifact's file, whole and verified. A download continues an earlier partial one.
 
         Raises:
             CorruptDownload: the bytes that arrived have another digest; the next try starts at 0.
             DiskFull: this machine's disk has no room.
-            grpc.aio.AioRpcError: as ArtifactService.Download says.
+            grpc.aio.AioRpcError: see ArtifactService.Download.
         """
         self.digests.add(artifact.digest)
         return await self._cache.fetch(self._transfers, artifact, on_progress)

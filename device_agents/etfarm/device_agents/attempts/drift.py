@@ -48,7 +48,7 @@ async def measure(
         runner: has the method loaded and its inputs set.
         plan: how long to measure.
         on_progress: takes the progress of the whole pass.
-        left_s: returns what is left of the attempt's time.
+        left_s: returns the attempt's remaining time in seconds.
     """
     measured = await runner.measure(plan, on_progress)
     is_extended = False

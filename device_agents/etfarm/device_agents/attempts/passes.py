@@ -59,7 +59,7 @@ def plan_of(measurement: job_pb2.Measurement) -> MeasurePlan:
 
 
 def traced_iterations(samples_ns: Sequence[int]) -> int:
-    """Return how many iterations to trace, from the samples of the timed ones; there is at least one."""
+    """Return the number of iterations to trace, from the timed samples, of which there is at least one."""
     return SHORT_TRACED_ITERATIONS if sorted(samples_ns)[len(samples_ns) // 2] < SHORT_NS else TRACED_ITERATIONS
 
 
@@ -107,7 +107,7 @@ class Passes:
         Args:
             plan: how long to measure.
             watch: observes the device meanwhile.
-            left_s: returns what is left of the attempt's time.
+            left_s: returns the attempt's remaining time in seconds.
         """
         listener, began_s, timed_s = self._listener, time.monotonic(), 0.0
         async with watch as watching:

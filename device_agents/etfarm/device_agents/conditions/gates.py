@@ -110,7 +110,7 @@ class Gates:
 
         Args:
             on_wait: takes the awaited condition.
-            left_s: what is left of the attempt's time; waiting takes half of it at most, so that the program has the rest.
+            left_s: the attempt's remaining time in seconds; waiting takes half of it at most, so that the program has the rest.
         """
         limits, each_s = self._limits, left_s / 6
         limits = replace(

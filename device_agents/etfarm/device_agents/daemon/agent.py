@@ -1,4 +1,4 @@
-"""The agent: its devices, the attempts that run on them, and the results that wait for the server."""
+"""The agent, with its devices, the attempts that run on them, and the results that wait for the server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from etfarm.wire.status import to_proto
 log = logging.getLogger(__name__)
 
 Send = Callable[[agent_pb2.AgentMessage], None]
-"""Sends a message to the server; drops it while there is no connection."""
+"""Callback that sends a message to the server, or drops it while there is no connection."""
 
 
 def failed_result(start: agent_pb2.StartRun, error: EtfarmError) -> agent_pb2.RunResult:
@@ -76,17 +76,17 @@ class Agent:
         return [known[device_id] for device_id in sorted(known)]
 
     def attach(self, target: Target) -> None:
-        """Announce a device that came, can take runs again, or changed."""
+        """Announce a device that was attached, can take runs again, or changed."""
         device = target.device
         self._targets[device.id] = target
         self._problems.pop(device.id, None)
         self._send(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=device)))
 
     async def mark_unusable(self, device: device_pb2.Device) -> None:
-        """Announce a device that is present but cannot take runs, and end what runs on it; see `detach`.
+        """Announce a device that is present but cannot take runs, and end its run; see `detach`.
 
         Args:
-            device: has a `problem`, which says why.
+            device: the device, with its `problem` set to the reason.
         """
         await self._end_runs(device.id, device.problem.message)
         if self._problems.get(device.id) == device:
@@ -95,7 +95,7 @@ class Agent:
         self._send(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=device)))
 
     async def detach(self, device_id: str, reason: str) -> None:
-        """Announce that a device is gone, once what runs on it has ended; does nothing if the device is not known.
+        """Announce that a device was detached, once its run has ended; does nothing if the device is not known.
 
         A run on it fails with DeviceGone, unless all of its files have left the device: these are sent first.
         """
@@ -104,12 +104,12 @@ class Agent:
         try:
             await self._end_runs(device_id, reason)
         finally:
-            # Also if the caller is cancelled while runs end: the farm must learn of it.
+            # Even if the caller is cancelled while runs end: the farm must be notified.
             self._problems.pop(device_id, None)
             self._send(agent_pb2.AgentMessage(device_gone=agent_pb2.DeviceGone(device_id=device_id, reason=reason)))
 
     def telemetry(self) -> dict[str, device_pb2.DeviceTelemetry]:
-        """Return the devices' telemetry for a heartbeat, by device; only what is cheap to read while anything is timed here."""
+        """Return the devices' telemetry for a heartbeat, by device; only values that are cheap to read while a pass is timed."""
         light = any(attempt.timing for attempt in self._attempts.values())
         return {device_id: target.telemetry(light=light) for device_id, target in self._targets.items()}
 
@@ -119,7 +119,7 @@ class Agent:
         return list(self._tasks)
 
     def start(self, start: agent_pb2.StartRun) -> None:
-        """Begin an attempt, or answer why not. An attempt that is known already stays as it is."""
+        """Begin an attempt, or answer why that is impossible. A known attempt is left unchanged."""
         attempt_id = start.attempt_id
         if attempt_id in self._tasks or attempt_id in self.outbox or attempt_id in self._done:
             log.info("attempt %s is known already", attempt_id)
@@ -143,7 +143,7 @@ class Agent:
         self._spawn(attempt_id, self._run(attempt, ending))
 
     def cancel(self, attempt_id: str, reason: str) -> None:
-        """End an attempt and kill its runner at once; if its result is already waiting, forget that."""
+        """End an attempt and kill its runner at once; discard its result if that is already waiting."""
         if attempt_id in self.outbox:
             self.acknowledge(attempt_id)
         elif (task := self._tasks.get(attempt_id)) is not None and attempt_id not in self._cancelled:
@@ -151,12 +151,12 @@ class Agent:
             task.cancel()
 
     def acknowledge(self, attempt_id: str) -> None:
-        """Forget a result, since the server has it."""
+        """Discard a result that the server has."""
         self.outbox.drop(attempt_id)
         self._done.append(attempt_id)
 
     async def close(self) -> None:
-        """End everything that runs, runners included."""
+        """End all attempts, including their runners."""
         self._closing = True
         tasks = list(self._tasks.values())
         for task in tasks:
@@ -164,7 +164,7 @@ class Agent:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _end_runs(self, device_id: str, reason: str) -> None:
-        """Take no new attempt on the device and end the one that runs, unless its files have all left the device."""
+        """Accept no new attempt on the device and end the current one, unless all of its files have left the device."""
         target = self._targets.pop(device_id, None)
         if target is None:
             return
@@ -179,7 +179,7 @@ class Agent:
         elif (task := self._tasks.get(running)) is not None and running not in self._cancelled:
             self._cancelled[running] = gone
             task.cancel()
-        # Wait for results that are being written, too: the server takes none once the device is gone.
+        # Wait for results that are being written, too: the server accepts none once the device is detached.
         ending = {self._tasks[attempt_id] for attempt_id, place in self._places.items() if place == device_id}
         if ending := ending - {asyncio.current_task()}:
             await asyncio.wait(ending)
@@ -190,7 +190,7 @@ class Agent:
         task.add_done_callback(lambda _: (self._tasks.pop(attempt_id, None), self._places.pop(attempt_id, None)))
 
     async def _run(self, attempt: Attempt | ServedSession, ending: asyncio.Task[None] | None) -> None:
-        """Run an attempt to its result, after `ending`; whatever happens, the device is free afterwards."""
+        """Run an attempt to its result, after `ending`; the device is free afterwards in any case."""
         start = attempt.start
         try:
             if ending is not None:
@@ -221,7 +221,7 @@ class Agent:
         await self._finish(result)
 
     async def _finish(self, result: agent_pb2.RunResult) -> None:
-        """Keep a result, then send it; without a connection it is sent when there is one again."""
+        """Keep a result, then send it; without a connection it is sent after the next connect."""
         errors = [result.error.reason] if result.HasField("error") else [c.error.reason for c in result.candidates]
         log.info("attempt %s ended: %s", result.attempt_id, ", ".join(reason or "ok" for reason in errors) or "nothing to run")
         await self.outbox.put(result)
@@ -233,7 +233,7 @@ class Agent:
 
 
 def _is_device_fault(result: agent_pb2.RunResult) -> bool:
-    """Return whether the device is to blame for how the attempt ended."""
+    """Return whether the device is to blame for the end of the attempt."""
     errors = [result.error, *(candidate.error for candidate in result.candidates)]
     return any(error.fault == common_pb2.FAULT_DEVICE for error in errors)
 
@@ -246,7 +246,7 @@ def _attempt_class(start: agent_pb2.StartRun) -> type[Attempt | ServedSession]:
 
 
 def _give_memory_back() -> None:
-    """Return to the system what transfers left in malloc's arenas, about 4 MB, which glibc would otherwise keep."""
+    """Return unused memory in malloc's arenas to the system; after transfers glibc would keep about 4 MB."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""The Connect stream: Hello, heartbeats, runs and results, over as many connections as it takes."""
+"""The Connect stream to the server, with Hello, heartbeats, runs and results, over as many connections as necessary."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ log = logging.getLogger(__name__)
 PrintLine = Callable[[str], None]
 
 _FINAL_KINDS: Final = frozenset({Kind.UNAUTHENTICATED, Kind.PERMISSION_DENIED})
-"""Errors that stay the same however often the agent tries."""
+"""Kinds of errors that further tries cannot resolve."""
 _FINAL_AT_FIRST: Final = frozenset({Kind.ALREADY_EXISTS, Kind.UNIMPLEMENTED, Kind.INVALID_ARGUMENT})
-"""Errors that end an agent which was never welcome. Later, ALREADY_EXISTS only means that the server still believes the agent's
-own broken stream to be alive."""
+"""Kinds of errors that end an agent before its first Welcome. Later, ALREADY_EXISTS only means that the server still considers
+the agent's own broken stream alive."""
 _LEAST_HEARTBEAT_S: Final = 0.05
 _GOODBYE_S: Final = 0.5
-"""How long sending a Goodbye may take."""
+"""Seconds for sending a Goodbye."""
 _RACE: Final = "Internal error from Core"
 """grpc.aio's message if the server refused the stream before Hello was sent; the next try gets the server's own error."""
 _LOG_AGAIN_S: Final = 60.0
-"""Time after which the same reason for having no connection is logged again; a new reason is logged at once."""
+"""Seconds after which the same connection failure is logged again; a new one is logged at once."""
 
 
 class Outgoing:
@@ -48,7 +48,7 @@ class Outgoing:
 
     @property
     def is_behind(self) -> bool:
-        """Whether messages pile up because the link takes none."""
+        """Whether messages accumulate because the link is not accepting any."""
         return self._queue is not None and self._queue.qsize() > 100
 
     def open(self, queue: asyncio.Queue[agent_pb2.AgentMessage | None]) -> None:
@@ -61,14 +61,14 @@ class Outgoing:
 
 
 class ServerConnection:
-    """The agent's connection to the server, opened again whenever it ends.
+    """The agent's connection to the server, reopened whenever it ends.
 
     Args:
         config: the agent's settings.
         agent: receives the server's messages.
         agent_id: the agent's UUID.
         outgoing: receives the agent's messages.
-        print_line: prints a line for people when a connection is made.
+        print_line: prints a line for people when a connection is established.
         version: the agent's version.
         host: this machine's name.
         boot: the id of this machine's boot; empty for phones.
@@ -136,7 +136,7 @@ class ServerConnection:
     async def _connect(self, connection: _Connection, stop: asyncio.Event) -> EtfarmError | None:
         """Keep one connection from Hello to its end or, after `stop`, to Goodbye; return the error that ended it, if any.
 
-        Each connection has a channel of its own: an old channel would wait for its own back-off before it connects again.
+        Each connection has its own channel: an old channel would wait for its own back-off before it connects again.
         """
         async with open_channel(self._config.access) as channel:
             queue = connection.queue
@@ -178,8 +178,8 @@ class ServerConnection:
     async def _read(self, call: _Call, connection: _Connection) -> EtfarmError | None:
         """Handle the server's messages until the stream ends; return the error that ended it, if any.
 
-        The exception must not get any further: its traceback would hold the call in a cycle, and a call that is not
-        collected keeps its closed channel connecting and pinging.
+        The exception must not propagate: its traceback would keep the call in a reference cycle, and an uncollected call keeps
+        its closed channel connecting and pinging.
         """
         try:
             async for message in call:
@@ -213,7 +213,7 @@ class ServerConnection:
             f"etfarm agent: connected to {self._config.access.server} {f'as {names}' if names else 'without a device yet'}"
         )
         self._outgoing.open(connection.queue)
-        # Devices that came or went since Hello, which the server does not know yet.
+        # Devices attached or detached since Hello, which the server does not know yet.
         now = {device.id: device for device in self._agent.devices}
         for device_id in connection.announced.keys() - now.keys():
             self._outgoing(agent_pb2.AgentMessage(device_gone=agent_pb2.DeviceGone(device_id=device_id)))
@@ -228,13 +228,13 @@ class ServerConnection:
     async def _beat(self, interval_s: float) -> None:
         """Send a heartbeat every interval, the first one at once."""
         while True:
-            # Unsent messages prove that the agent lives, and old telemetry is useless.
+            # Unsent messages already prove that the agent is alive, and old telemetry is useless.
             if not self._outgoing.is_behind:
                 try:
                     heartbeat = agent_pb2.Heartbeat(telemetry=self._agent.telemetry())
                     self._outgoing(agent_pb2.AgentMessage(heartbeat=heartbeat))
                 except Exception:
-                    # A sensor that misbehaves must not make the farm take the agent for dead.
+                    # A faulty sensor must not make the farm consider the agent dead.
                     log.exception("telemetry cannot be read")
                     self._outgoing(agent_pb2.AgentMessage(heartbeat=agent_pb2.Heartbeat()))
             await asyncio.sleep(interval_s)
@@ -251,7 +251,7 @@ class _Connection:
         self.tasks: list[asyncio.Task[None]] = []
         self.welcomed = False
         self.announced: dict[str, device_pb2.Device] = {}
-        """The devices of its Hello."""
+        """The devices in the connection's Hello."""
 
 
 async def _messages(queue: asyncio.Queue[agent_pb2.AgentMessage | None]) -> AsyncIterator[agent_pb2.AgentMessage]:

@@ -1,4 +1,4 @@
-"""Enrolment: an agent exchanges its one-time token for a token of its own, and keeps that in its data folder."""
+"""Enrolment: an agent exchanges its one-time token for its own token, and keeps that in its data folder."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def _exchange(access: Access, agent_id: str, pauses: Iterable[float]) -> s
 
 
 def _kept_token(path: Path, access: Access) -> str | None:
-    """Return the token of an earlier enrolment at this server; None without one, or if a new enrolment token is given."""
+    """Return the token of an earlier enrolment at this server; None without one, or if there is a new enrolment token."""
     try:
         kept = json.loads(path.read_bytes())
         server, token, enrolment = str(kept["server"]), str(kept["token"]), str(kept["enrolment_sha256"])

@@ -44,7 +44,7 @@ class ResultOutbox:
         return self._waiting
 
     async def put(self, result: agent_pb2.RunResult) -> None:
-        """Keep a result. If the disk cannot take its file, that is logged and the result lives as long as this process."""
+        """Keep a result. If its file cannot be written, that is logged and the result lasts as long as this process."""
         self._waiting[result.attempt_id] = result
         try:
             message = result.SerializeToString()
@@ -54,7 +54,7 @@ class ResultOutbox:
             log.error("the result of attempt %s cannot be written: %s", result.attempt_id, error)
 
     def drop(self, attempt_id: str) -> None:
-        """Forget a result; does nothing if there is none for this attempt."""
+        """Discard an attempt's result, if there is one."""
         if self._waiting.pop(attempt_id, None) is not None:
             self._path(attempt_id).unlink(missing_ok=True)
 

@@ -196,7 +196,7 @@ def _cpus(facts: Facts) -> list[report_pb2.CpuReading]:
 
 
 def _clocks(facts: Facts) -> dict[int, dict[str, str]]:
-    """Return the texts of each cpu's frequency files by name; those of its policy if it has none of its own."""
+    """Return the texts of each cpu's frequency files by name; those of its policy if it has none."""
     clocks: dict[int, dict[str, str]] = {}
     named = 0
     for path, text in facts.items():

@@ -1,5 +1,5 @@
-"""The confinement of programs: away from the agent's memory and files, other attempts, other processes and the network.
+"""The confinement of programs, which isolates them from the agent, other attempts, other processes and the network.
 
-`confine.Jail` starts confined runners, `box.Box` is the folder that a runner works in, `filters` defines the system calls that
+`confine.Jail` starts confined runners, `box.Box` is a runner's working folder, `filters` defines the system calls that
 are refused to it, and `secrets` protects the agent's token. Measures that the kernel lacks are left out and logged.
 """

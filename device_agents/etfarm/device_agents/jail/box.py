@@ -1,4 +1,4 @@
-"""The folder that a runner works in, with the files of the agent that the runner may read: its bundle and its program."""
+"""A runner's working folder, with the files of the agent that the runner may read: its bundle and its program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _READABLE_BY_ALL: Final = stat.S_IROTH
 
 
 class ForeignFile(FarmError):
-    """A file left by a runner that is not a plain file where a result should be."""
+    """A runner's result that is not a plain file."""
 
     reason = "RUNNER_LEFT_NO_FILE"
 
@@ -86,7 +86,7 @@ class Box:
 
 
 def require_plain_file(path: Path) -> None:
-    """Check that what a runner wrote is a plain file. Call it before the agent, which may read more than the runner, opens it.
+    """Check that a runner's result is a plain file. Call it before the agent, which may read more than the runner, opens it.
 
     Raises:
         ForeignFile: the path is a symbolic link, has several names, or is not a regular file.

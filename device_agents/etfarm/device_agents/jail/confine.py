@@ -39,7 +39,7 @@ _MEASURED: Final = (
     "/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/loadavg", "/proc/uptime", "/proc/version",
     "/proc/filesystems", "/proc/pressure", "/proc/sys/vm", "/proc/sys/kernel/osrelease",
 )  # fmt: skip
-"""Files of the kernel that the runner, XNNPACK, the C library and qemu read; of processes, only the runner's own."""
+"""Kernel files that the runner, XNNPACK, the C library and qemu read; for processes, only the runner's own."""
 _HARDWARE: Final = (
     "/sys/devices/system",
     "/sys/devices/soc0",
@@ -94,7 +94,7 @@ class Jail:
         self._users: Iterator[int] = itertools.cycle([*options.users[offset:], *options.users[:offset]])
 
     async def measures(self) -> Measures:
-        """Return the measures that work here; determined once, with a process that confines itself.
+        """Return the measures that work on this machine; determined once, with a process that confines itself.
 
         Raises:
             JailIncomplete: a measure that the options require is missing.
@@ -139,7 +139,7 @@ class Jail:
                 child.kill()
                 await child.wait()
                 raise
-            # If the launcher has ended already, the end of its stdout shows that.
+            # If the launcher has already ended, the end of its stdout shows that.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 child.stdin.write(launch.encode(specification))
                 await child.stdin.drain()
@@ -225,7 +225,7 @@ class Jail:
         return specification
 
     def _refuse_as_root(self, programs: Sequence[Path]) -> None:
-        """Refuse, or warn of, a process that keeps the agent's user, which the agent's own files are open to.
+        """Refuse, or warn of, a process with the agent's user, which can access the agent's own files.
 
         Raises:
             JailIncomplete: runners must be confined.
@@ -240,7 +240,7 @@ class Jail:
         log.warning("%s", error.message)
 
     def _user_of(self, folder: Path) -> int:
-        """Return the user of the folder's earlier runner, whose files are there, or else the next user id without an account."""
+        """Return the user of the folder's earlier runner, whose files it holds, or else the next user id without an account."""
         owner: int = folder.stat().st_uid
         if owner in self._options.users:
             return owner
@@ -259,7 +259,7 @@ def launcher_command() -> list[str]:
 
 @functools.cache
 def python_programs() -> tuple[Path, ...]:
-    """Return what a Python child loads: this interpreter, and the folders of its modules. Blocks while it starts an interpreter.
+    """Return the files that a Python child loads: this interpreter, and its module folders. Blocks to start an interpreter.
 
     The module folders of this process may differ: they may include the folder that it was started in.
     """

@@ -48,7 +48,7 @@ def build(pid: int, machine: str) -> bytes:
     program = bpf.load_call(machine)
 
     def refuse(name: str, *body: bytes) -> None:
-        """Refuse a call. A `body` that returns decides itself; one that falls through refuses."""
+        """Refuse a call. A `body` that returns decides the result itself; if it does not return, the call is refused."""
         if (number := seccomp.NUMBERS[name][column]) is not None:
             program.extend([instruction(EQUALS, number, otherwise=len(body) + 1), *body, bpf.refuse()])
 

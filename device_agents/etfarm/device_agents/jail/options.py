@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 DEFAULT_USERS: Final = range(64000, 65000)
-"""User ids of runners, where the agent is root. They differ from those of the server's compile children."""
+"""User ids of runners, if the agent is root. They differ from those of the server's compile children."""
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class JailOptions:
     """Settings of the confinement of runners."""
 
     users: range = DEFAULT_USERS
-    """User ids, and equal group ids, of runners; used where the agent is root."""
+    """User ids, and equal group ids, of runners; used if the agent is root."""
     required: bool = False
     """Whether to refuse to start runners that cannot be confined."""
     enabled: bool = True

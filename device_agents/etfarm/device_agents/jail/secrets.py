@@ -13,7 +13,7 @@ from etfarm.wire.sandbox import syscalls
 def forget_variable(name: str = TOKEN_VARIABLE) -> None:
     """Remove a variable from the environment, and its value from the memory that /proc/PID/environ shows.
 
-    Call it before starting anything else: the value is overwritten where the kernel put it.
+    Call it before starting any thread or process: the value is overwritten in the memory where the kernel placed it.
     """
     if name not in os.environ:
         return
@@ -26,6 +26,6 @@ def forget_variable(name: str = TOKEN_VARIABLE) -> None:
 
 
 def hide_memory() -> None:
-    """Keep this process's memory and environment from processes of the same user, by ptrace and /proc."""
+    """Hide this process's memory and environment from processes of the same user, for ptrace and /proc."""
     with contextlib.suppress(OSError):  # an emulated kernel lacks it; the runners' own confinement remains
         syscalls.hide_memory()

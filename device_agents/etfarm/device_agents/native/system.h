@@ -8,7 +8,7 @@
 
 namespace etfarm {
 
-// Counters at one moment; subtract two of them for what happened in between.
+// Counters at one moment; the difference of two covers the time in between.
 struct Usage {
   std::int64_t wall_ns;
   std::optional<std::int64_t> cpu_ns;

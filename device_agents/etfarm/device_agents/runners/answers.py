@@ -46,7 +46,7 @@ def wholes(event: Event, key: str, most_items: int = 1 << 16) -> tuple[int, ...]
 
 
 def text(event: Event, key: str, default: str | None = None) -> str:
-    """Return a text that any message can carry: without lone surrogates, and cut after 65,536 characters.
+    """Return a text that is valid in any protobuf message: without lone surrogates, truncated after 65,536 characters.
 
     Raises:
         BadAnswer: the field is missing without a `default`, or is not a text.

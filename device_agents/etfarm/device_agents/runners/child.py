@@ -178,7 +178,7 @@ async def spawn_here(command: Sequence[str], folder: Path) -> LocalChild:
             cwd=folder,
             # The program must not see the agent's environment, above all its tokens; LD_* would change what is run.
             env={"LC_ALL": "C.UTF-8", "HOME": str(folder), "TMPDIR": str(folder)},
-            # A group of its own, so that one signal reaches all forked processes, and Ctrl-C does not reach them.
+            # A separate process group, so that one signal reaches all forked processes, and Ctrl-C does not reach them.
             start_new_session=True,
         )
     except OSError as error:

@@ -372,7 +372,7 @@ def room_for_payload() -> int:
 
 
 def _check_error(event: Event) -> None:
-    """Validate the fields of an `error` event, and make its texts such as any message can carry."""
+    """Validate the fields of an `error` event, and make its texts valid for any protobuf message."""
     event |= {key: answers.text(event, key) for key in ("code", "message")}
     event |= {key: list(answers.texts(event, key)) for key in ("log", "names") if key in event}
     if event.get("runtime_code") is not None:

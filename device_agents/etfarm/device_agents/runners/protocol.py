@@ -45,7 +45,7 @@ class TensorInfo:
 
     index: int
     kind: str
-    """`tensor`, `int`, `double`, `bool`, `none` or `unsupported`; only a tensor has what follows."""
+    """`tensor`, `int`, `double`, `bool`, `none` or `unsupported`; only a tensor has the fields below."""
     name: str = ""
     dtype: str = ""
     shape: tuple[int, ...] = ()

@@ -26,7 +26,7 @@ _CONTROLLERS: Final = ("memory", "pids")
 
 @dataclass(frozen=True)
 class Place:
-    """The folders of existing groups below which new groups can be made."""
+    """The folders of existing groups below which new groups can be created."""
 
     version: int
     memory: str | None

@@ -1,7 +1,7 @@
 """Landlock restrictions, which a process places on its own file access without privileges. Needs Linux 5.13 with Landlock.
 
 A `Ruleset` refuses everything that the kernel's Landlock handles and that no rule allows: files, TCP, and from Linux 6.12 on
-abstract unix sockets and signals to processes outside. What an older kernel's Landlock does not handle stays allowed.
+abstract unix sockets and signals to processes outside. Operations that an older kernel's Landlock does not handle stay allowed.
 Source: Documentation/userspace-api/landlock.rst, include/uapi/linux/landlock.h.
 """
 
@@ -29,7 +29,7 @@ RUN: Final = READ | EXECUTE
 USE: Final = READ_FILE | WRITE_FILE
 """Rights of a device such as /dev/null."""
 WORK: Final = READ | WRITE_FILE | REMOVE_FILE | MAKE_REGULAR | TRUNCATE
-"""Rights of a folder for plain files: no folders, links, sockets or devices can be made in it."""
+"""Rights of a folder for plain files: no folders, links, sockets or devices can be created in it."""
 
 _FILE_RIGHTS: Final = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
 """Rights that a rule for a file, as opposed to a folder, may grant."""

@@ -172,7 +172,7 @@ def _keep_reading() -> None:
 
 
 def _filter(program: bytes) -> None:
-    """Install a filter. Without SPEC_ALLOW, kernels before 5.16 would slow down what is measured."""
+    """Install a filter. Without SPEC_ALLOW, kernels before 5.16 would slow down the measured program."""
     code = ctypes.create_string_buffer(program, len(program))
 
     class Header(ctypes.Structure):

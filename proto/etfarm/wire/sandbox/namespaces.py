@@ -19,7 +19,7 @@ _IFF_UP: Final = 1
 
 
 def enter_user_namespace() -> None:
-    """Move this process to a user namespace of its own, in which it has every capability and keeps its user and group.
+    """Move this process to a new user namespace, in which it has every capability and keeps its user and group.
 
     Raises:
         OSError: the host allows no user namespaces, or the process has several threads.
@@ -37,9 +37,9 @@ def network_inode() -> int:
 
 
 def leave_network() -> None:
-    """Move this process to a network namespace of its own without any interface that is up.
+    """Move this process to a new network namespace without any active interface.
 
-    A process without the right to do so takes a user namespace of its own first.
+    A process without the right to do so enters a new user namespace first.
 
     Raises:
         OSError: the host allows neither.

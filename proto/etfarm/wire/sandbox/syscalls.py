@@ -91,7 +91,7 @@ def unmount(target: str | Path, flags: int = MNT_DETACH) -> None:
 
 
 def restrict_mount(target: str | Path, attributes: int, *, recursive: bool = False) -> None:
-    """Set MOUNT_ATTR_* flags of the mount at `target`, and of those below it where `recursive`. Needs Linux 5.12."""
+    """Set MOUNT_ATTR_* flags of the mount at `target`, and of those below it if `recursive`. Needs Linux 5.12."""
     sizes = struct.pack("QQQQ", attributes, 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
     result = libc().syscall(
@@ -102,7 +102,7 @@ def restrict_mount(target: str | Path, attributes: int, *, recursive: bool = Fal
 
 
 def change_root(folder: str | Path) -> None:
-    """Make `folder`, a mount point of this mount namespace, the root and detach what was the root before."""
+    """Make `folder`, a mount point of this mount namespace, the root and detach the previous root."""
     os.chdir(folder)
     _checked(libc().pivot_root(b".", b"."), f"pivot_root {folder}")
     # Both roots are mounted at "/" now, the old one on top.
@@ -126,7 +126,7 @@ def has_capability(capability: int) -> bool:
 
 
 def drop_bounding_set() -> None:
-    """Make it impossible to ever gain a capability by exec, as far as the process has CAP_SETPCAP. Call it before `become`."""
+    """Make it impossible to ever gain a capability by exec, if the process has CAP_SETPCAP. Call it before `become`."""
     highest = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
     for capability in range(highest + 1):
         try:
@@ -136,7 +136,7 @@ def drop_bounding_set() -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability in every set, the bounding set where the process may change it."""
+    """Give up every capability in every set, the bounding set if the process may change it."""
     drop_bounding_set()
     try:
         prctl(PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)

@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 _ARCHES: Final = ("aarch64", "x86_64")
 _REFRESH_S: Final = 30.0
-"""Interval at which the state of an idle phone is read."""
+"""Seconds between two readings of an idle phone's state."""
 _RESCUES: Final = 60
-"""Tries to reconnect to a phone whose link is dead: for minutes, since its network may be down as well."""
+"""Maximum number of tries to reconnect to a phone with a dead link: several minutes, since its network may be down as well."""
 
 
 class Fleet:
@@ -56,9 +56,9 @@ class Fleet:
         self._trial = Trial(config, cache)
         self._listed: dict[str, Listed] = {}
         self._serving: dict[str, asyncio.Task[None]] = {}
-        """Tasks of phones that are listed, by serial."""
+        """Tasks of listed phones, by serial."""
         self._tasks: set[asyncio.Task[None]] = set()
-        """All tasks, including those that are ending; only their successors wait for these."""
+        """All tasks, including those that are ending, which only their successors await."""
         self._turns: dict[str, asyncio.Lock] = {}
         """Locks that the one task serving a serial holds, by serial."""
         self._places: dict[str, asyncio.Lock] = {}
@@ -73,7 +73,7 @@ class Fleet:
         self._failed_tries: dict[str, FailedTries] = {}
         """Failed tries to serve phones, by serial."""
         self._rescued: set[str] = set()
-        """Serials whose next appearance is this agent's own reconnect, and not a cable."""
+        """Serials whose next appearance is caused by this agent's reconnect, and not by plugging in."""
 
     async def find_server(self) -> None:
         """Make sure that an adb server runs.
@@ -84,7 +84,7 @@ class Fleet:
         await self._adb.start_server()
 
     async def run(self) -> None:
-        """Follow the adb server's list until cancelled; start an adb server that is gone again."""
+        """Follow the adb server's list until cancelled; restart an adb server that has ended."""
         pauses, logged = self._config.pauses(), ""
         try:
             while True:
@@ -98,7 +98,7 @@ class Fleet:
                     if logged != (logged := str(error)):
                         log.warning("%s Trying again.", error)
                 except Exception:
-                    # Without this loop the agent would have no phones for good.
+                    # If this loop ended, the agent would lose its phones permanently.
                     log.exception("the phones cannot be followed")
                 self._take({})
                 await asyncio.sleep(next(pauses))
@@ -111,7 +111,7 @@ class Fleet:
                 await asyncio.wait(ending)
 
     def _take(self, listed: dict[str, Listed]) -> None:
-        """Start and stop serving phones as the list says. No phone waits for another one."""
+        """Start and stop serving phones according to the list. No phone waits for another one."""
         changed = {serial for serial in {*self._listed, *listed} if self._listed.get(serial) != listed.get(serial)}
         for serial in listed.keys() - self._listed.keys():
             if serial in self._rescued:
@@ -205,7 +205,7 @@ class Fleet:
                 claim.release()
 
     async def _enrol(self, phone: Phone) -> None:
-        """Make the phone a device of the farm, and then read its state now and then, without end.
+        """Make the phone a device of the farm, then read its state at intervals, without end.
 
         Raises:
             EtfarmError: the phone cannot be a device.
@@ -241,12 +241,12 @@ class Fleet:
             await self._agent.detach(former, "it is known by its own serial now")
 
     async def _handle_failure(self, listed: Listed, error: EtfarmError) -> None:
-        """Announce why a phone cannot be served, try what may help, and return when it is time for another try."""
+        """Announce why a phone cannot be served, try remedies, and return when another try is due."""
         serial = listed.serial
         await self._announce_problem(listed, error)
         tries = self._tries_of(serial)
         pause_s = tries.add()
-        # adb knows that the phone is gone, and lists it again as soon as possible.
+        # adb knows that the phone is missing, and lists it again as soon as possible.
         if isinstance(error, PhoneSilent):
             if tries.count > 1:
                 # A new connection did not help before.
@@ -274,7 +274,7 @@ class Fleet:
         return self._failed_tries.setdefault(serial, FailedTries(self._options.retry_s, self._options.retry_last_s))
 
     async def _rescue(self, serial: str) -> None:
-        """Reconnect a phone. It is off adb's list meanwhile, which ends its own task, so this is another one."""
+        """Reconnect a phone in a separate task: the phone disappears from adb's list meanwhile, which ends its own task."""
         pauses = self._config.pauses()
         for _ in range(_RESCUES):
             self._rescued.add(serial)

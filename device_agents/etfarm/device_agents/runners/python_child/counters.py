@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Usage:
-    """Counters at one moment; subtract two of them for what happened in between."""
+    """Counters at one moment; the difference of two covers the time in between."""
 
     wall_ns: int
     cpu_ns: int

@@ -44,12 +44,12 @@ class LivenessProbe:
         """Start the shell on the phone.
 
         Raises:
-            DeviceError: the phone is gone, or does not answer.
+            DeviceError: the phone is disconnected or does not answer.
         """
         return cls(await adb.shell(serial, "exec cat"), serial)
 
     async def ended(self) -> None:
-        """Wait until the shell has ended: the phone, or its link, is gone."""
+        """Wait until the shell has ended, because the phone or its link is lost."""
         with suppress(DeviceError):
             await self._process.wait()
 
@@ -75,12 +75,12 @@ class LivenessProbe:
             raise PhoneSilent(self.serial, "asking whether it lives", within_s) from error
 
     def release(self) -> None:
-        """End the shell, and with it the lock, as soon as the phone notices; does nothing if the shell is gone."""
+        """End the shell, and with it the lock, as soon as the phone notices; does nothing if the shell has ended."""
         self._process.kill()
 
 
 class Claim(LivenessProbe):
-    """An exclusive claim on a phone, until `release`; `take` makes one."""
+    """An exclusive claim on a phone, until `release`; created by `take`."""
 
     @classmethod
     async def take(cls, adb: AdbServer, serial: str, root: str, owner: str, *, again: bool = False) -> Self:
@@ -96,7 +96,7 @@ class Claim(LivenessProbe):
         Raises:
             PhoneTaken: another agent has claimed it.
             PhoneRefused: its folder cannot be created.
-            DeviceError: the phone is gone, or does not answer.
+            DeviceError: the phone is disconnected or does not answer.
         """
         process = await adb.shell(serial, _script(root, owner))
         try:

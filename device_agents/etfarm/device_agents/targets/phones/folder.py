@@ -90,7 +90,7 @@ class PhoneFolder:
 
         Raises:
             PhoneRefused: the folder cannot be created.
-            DeviceError: the phone is gone, or does not answer.
+            DeviceError: the phone is disconnected or does not answer.
         """
         root = shlex.quote(self.root)
         await self.shell(f"mkdir -p {root}/bundles {root}/files && rm -rf {root}/runs && mkdir {root}/runs", "make its folder")
@@ -106,7 +106,7 @@ class PhoneFolder:
         Raises:
             PhoneFull: the phone has no room, even without the files that this run does not need.
             PhoneStorageDamaged: a file on the phone has another digest than the one that was sent.
-            DeviceError: the phone is gone, or does not answer.
+            DeviceError: the phone is disconnected or does not answer.
         """
         required, keep = self._required_files(bundle, files), self._entries(bundle, files)
         digests = await self._sums(keep)
@@ -126,7 +126,7 @@ class PhoneFolder:
         """Fetch a file that a runner wrote, and delete it on the phone.
 
         Raises:
-            DeviceError: the file cannot be read, or the phone is gone, or does not answer.
+            DeviceError: the file cannot be read, or the phone is disconnected or does not answer.
             OSError: `path` cannot be written.
         """
         with self._carrying():
@@ -146,7 +146,7 @@ class PhoneFolder:
 
         Raises:
             PhoneRefused: the command ended with another exit code than 0.
-            DeviceError: the phone is gone, or does not answer.
+            DeviceError: the phone is disconnected or does not answer.
         """
         completed = await self._adb.run(self._serial, command, deadline_s=deadline_s)
         if completed.exit_code != 0:

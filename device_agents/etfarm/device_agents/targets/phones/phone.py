@@ -42,7 +42,7 @@ async def ask(adb: AdbServer, serial: str, files: Collection[str], commands: Map
 
     Raises:
         PhoneRefused: the phone has no usable shell.
-        DeviceError: the phone is gone, or does not answer.
+        DeviceError: the phone is disconnected or does not answer.
     """
     # Passed as input, since old phones accept only short command lines.
     completed = await adb.run(serial, "sh", input=shell_facts.script(files, commands).encode(), deadline_s=_FACTS_S)

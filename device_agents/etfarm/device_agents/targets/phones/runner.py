@@ -108,7 +108,7 @@ async def spawn(adb: AdbServer, serial: str, is_gone: Callable[[], bool], comman
 
     Raises:
         PhoneRefused: the phone's shell cannot create the folder.
-        DeviceError: the phone is gone, or does not answer.
+        DeviceError: the phone is disconnected or does not answer.
     """
     quoted = shlex.quote(str(folder))
     # The environment is empty, and the process id is printed first, because exec keeps it. If memory runs out, this process is
@@ -192,7 +192,7 @@ class PhoneRunner(NativeRunner):
         """Fetch the files and delete them on the phone; see `RemoteRunner.collect`.
 
         Raises:
-            DeviceError: they cannot be read, or the phone is gone, or does not answer.
+            DeviceError: they cannot be read, or the phone is disconnected or does not answer.
             OSError: they cannot be written here.
         """
         self._collecting = True
