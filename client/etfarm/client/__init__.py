@@ -1,4 +1,4 @@
-"""Steps 1 and 10: the client library. `Farm` and `AsyncFarm` submit models and give back reports.
+"""The client library: `Farm` and `AsyncFarm` submit models and return reports.
 
     from etfarm.client import Farm
 
@@ -65,7 +65,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """A public name, imported when it is first asked for."""
+    """Import a public name on its first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

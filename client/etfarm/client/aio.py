@@ -1,4 +1,4 @@
-"""Steps 1 and 10, client: `AsyncFarm`, a connection to a farm: to the one that is named, else to the embedded one."""
+"""`AsyncFarm`, a connection to the farm at an address or to the embedded farm."""
 
 from __future__ import annotations
 
@@ -46,14 +46,16 @@ from etfarm.wire import chunks, selectors
 from etfarm.wire.stages import check_stop_after
 
 GIVE_UP_S = 5.0
-"""How long a submission that is cancelled may take to cancel the job that it made."""
+"""Seconds that a cancelled submission may take to cancel the job that it created."""
 
 
 class AsyncFarm:
-    """A farm to submit jobs to. Use it with `async with`; its jobs go on when it is left.
+    """A farm to submit jobs to.
 
-    Without an address and without ETFARM_SERVER it is the embedded farm of this user: joined where one runs, started
-    where none does, gone when the last one that uses it has left.
+    Use it with `async with`. Its jobs continue after the block ends.
+
+    Without an address and without ETFARM_SERVER, this is the user's embedded farm. It starts for its first user, is
+    shared by later ones and stops with the last.
     """
 
     def __init__(
@@ -65,20 +67,22 @@ class AsyncFarm:
         project: str | None = None,
         on_status: Callable[[str], None] | None = None,
     ) -> None:
-        """Args:
-        address: HOST:PORT, [IPV6]:PORT or unix:PATH; ETFARM_SERVER when None.
-        token: the bearer token; ETFARM_TOKEN when None.
-        tls_ca: PEM file of the authority that signed the server's certificate; ETFARM_TLS_CA when None.
-        project: owner of what this client creates; ETFARM_PROJECT when None, else the caller's only project, else `default`.
-        on_status: told in one sentence what starting the embedded farm waits for.
+        """Prepare a connection; `async with` opens it.
+
+        Args:
+            address: HOST:PORT, [IPV6]:PORT or unix:PATH; ETFARM_SERVER when None.
+            token: the bearer token; ETFARM_TOKEN when None.
+            tls_ca: PEM file of the authority that signed the server's certificate; ETFARM_TLS_CA when None.
+            project: owner of what this client creates; ETFARM_PROJECT when None, else the caller's only project, else `default`.
+            on_status: called with one sentence about what the start of the embedded farm waits for.
 
         Raises:
-            BadAddress: there is no file `tls_ca`, or no server whose certificate it could be for.
+            BadAddress: the file `tls_ca` does not exist, or there is no server address to use it for.
         """
         self._connection = Connection(address, token, tls_ca, on_status, project)
 
     async def __aenter__(self) -> Self:
-        """Connects.
+        """Connect to the farm.
 
         Raises:
             EtfarmError: SERVER_UNREACHABLE, UNAUTHENTICATED; BAD_ADDRESS, BAD_TLS_FILE; EMBEDDED_FARM_FAILED.
@@ -90,7 +94,7 @@ class AsyncFarm:
         await self.close()
 
     async def close(self) -> None:
-        """Leaves the farm; an embedded one that nobody else uses is gone afterwards."""
+        """Disconnect from the farm; an embedded farm without other users stops."""
         await self._connection.close()
 
     @property
@@ -100,28 +104,31 @@ class AsyncFarm:
 
     @property
     def lease(self) -> Lease | None:
-        """The hold on the embedded farm; None at a server that was named."""
+        """The lease on the embedded farm; None for a server with an address."""
         return self._connection.lease
 
     @takes_keywords_of(BenchOptions)
     async def bench(self, model: Model | Sequence[Model], options: BenchOptions) -> AsyncJob:
-        """Submits a benchmark: each model with each recipe, on each device choice, with each method and thread count.
+        """Submit a benchmark.
+
+        One cell is created for each combination of model, recipe, device choice, method and thread count.
 
         Args:
-            model: one or several (a list) of what `etfarm.client.submit.preparation.Model` lists; exporting an eager one takes
-                seconds.
+            model: a model, or a list of models, of any kind in `etfarm.client.submit.preparation.Model`; exporting an
+                eager module takes seconds.
             recipes: names with arguments, several joined by +, or TOML files, as on the command line.
             devices: selectors; each is one cell on one matching device, or one per match with `all_devices`.
-            example_inputs: forward's arguments, for an nn.Module; by method for a dict of modules.
-            calibration: samples for static quantization in place of the models' own, an .npz, a folder of them, or what else
-                `etfarm.client.submit.calibration.Calibration` lists; with `batched`, axis 0 of every array is the samples'.
+            example_inputs: arguments of `forward` for an nn.Module; for a dict of modules, a dict by method.
+            calibration: samples for static quantization instead of the models' own: any type in
+                `etfarm.client.submit.calibration.Calibration`, such as an .npz or a folder of them; with `batched`, axis
+                0 of every array indexes the samples.
             data: named data files (.ptd) of a ready program.
-            inputs: what the programs are run with; the models' own example inputs when None.
-            numerics: compare the outputs of each operator too (`report.numeric_gap`): a program with a delegate for each is
-                compiled beside the one that is timed, and run once. Not of ready programs.
-            interleave: measure the candidates of each device choice, method and thread count in turns, on one device: two at
-                least. `report.interleaved` then compares each with the first, round by round.
-            options: all others, which `etfarm.client.submit.bench_options.BenchOptions` lists.
+            inputs: inputs of the programs; the models' own example inputs when None.
+            numerics: compare the outputs of each operator too (`report.numeric_gap`): in addition to the timed program,
+                one with a delegate per operator is compiled and run once. Not available for ready programs.
+            interleave: measure the candidates of each device choice, method and thread count in turns, on one device; at
+                least two. `report.interleaved` then compares each with the first, round by round.
+            options: all other options of `etfarm.client.submit.bench_options.BenchOptions`.
 
         Raises:
             EtfarmError: a model, recipe, selector or input is wrong, or the server refuses the job.
@@ -129,7 +136,7 @@ class AsyncFarm:
         return await self.submit_bench(model, options)
 
     async def submit_bench(self, model: Model | Sequence[Model], options: BenchOptions) -> AsyncJob:
-        """Submit a benchmark whose options are one object; otherwise as `bench`."""
+        """Submit a benchmark with one options object; otherwise the same as `bench`."""
         given = Given(
             model, options.recipes, options.example_inputs, options.calibration, options.batched, options.data, options.inputs
         )
@@ -149,11 +156,11 @@ class AsyncFarm:
         stop_after: str = "",
         on_upload: transfers.Moved | None = None,
     ) -> AsyncJob:
-        """Submits a compilation; `AsyncJob.save_program` fetches what came of it.
+        """Submit a compilation; `AsyncJob.save_program` downloads the result.
 
         Args:
-            stop_after: the last stage to run, such as "QUANTIZE"; `AsyncJob.save_stage_files` fetches what it gave. A program
-                when empty.
+            stop_after: the last stage to run, such as "QUANTIZE"; `AsyncJob.save_stage_files` downloads its output. The
+                job produces a program when empty.
             model, recipes, example_inputs, calibration, batched: as in `bench`.
 
         Raises:
@@ -184,7 +191,9 @@ class AsyncFarm:
         timeout_s: float | None = None,
         on_upload: transfers.Moved | None = None,
     ) -> AsyncJob:
-        """Submits one run without a measurement; `AsyncJob.outputs` fetches what the program gave. Arguments as in `bench`.
+        """Submit one run without a measurement; `AsyncJob.outputs` downloads the program's outputs.
+
+        The arguments are the same as for `bench`.
 
         Raises:
             EtfarmError: the model, selector or inputs are wrong, or the server refuses the job.
@@ -216,19 +225,22 @@ class AsyncFarm:
         on_log: Told | None = None,
         on_upload: transfers.Moved | None = None,
     ) -> AsyncSession:
-        """A device for this program alone, with `program` loaded on it, once it is entered with `async with`.
+        """Return a session: a device used by this program alone, with `program` loaded.
+
+        The session starts when it is entered with `async with`.
 
         Args:
-            program: a .pte, or what else `bench` takes as a model, which is compiled with `recipe` first.
-            device: a selector; who comes while it is busy waits in line with all others.
-            methods: those to load at once; others are loaded at their first call.
-            idle_timeout_s: the session ends after so long without a call; 600 when None.
-            on_wait: told what the session waits for, whenever that changes.
-            on_log: told what the runner prints.
+            program: a .pte, or any other model that `bench` takes, which is first compiled with `recipe`.
+            device: a selector; while all matching devices are busy, the session waits in the queue.
+            methods: methods to load at the start; others are loaded at their first call.
+            idle_timeout_s: seconds without a call after which the session ends; 600 when None.
+            on_wait: called with what the session waits for, whenever that changes.
+            on_log: called with each line that the runner prints.
             example_inputs, data, threads, cores, priority: as in `bench`.
 
         Raises:
-            UserError: `device` is no selector. All else when it is entered: as SessionService.Open says, or compiling.
+            UserError: `device` is not a selector. Entering the session raises the errors of SessionService.Open and of
+                compiling.
         """
         selectors.parse(device)
         request = session_pb2.OpenSessionRequest(
@@ -260,22 +272,26 @@ class AsyncFarm:
         on_result: Callable[[Result], None] | None = None,
         **options: Unpack[Options],
     ) -> AsyncGenerator[tuple[int, Outputs], None]:
-        """Index and outputs of every set of inputs, in their order, through one loaded program a device; a few are under way.
+        """Yield the index and outputs of every set of inputs, in order.
+
+        Each device keeps one program loaded and has a few samples in flight.
 
         Args:
             program: as in `session`.
-            inputs: each arrays by name, arrays in order, or one array; taken in a thread, as they are needed.
-            devices: over how many equal devices that match they are split; all when None. Busy ones join when they are free.
-            on_result: told of each sample, failed ones too, with the device that ran it.
-            options: as `etfarm.client.datasets.dataset.Options` lists.
+            inputs: sets of arrays by name, arrays in order, or single arrays; read in a thread as they are needed.
+            devices: number of equal matching devices to split the samples over; all when None. Busy devices join once
+                free.
+            on_result: called with each sample's result, including failures, and the device that ran it.
+            options: see `etfarm.client.datasets.dataset.Options`.
 
         Raises:
-            EtfarmError: no session can be had; a sample failed, which the error names, unless `keep_going` leaves it out.
+            EtfarmError: no session can be opened, or a sample failed; the error names it. `keep_going` skips failed
+                samples.
         """
         return dataset_devices.dataset(self, program, given(inputs), device, devices=devices, options=options).outputs(on_result)
 
     async def jobs(self, limit: int = 50) -> list[JobInfo]:
-        """The farm's jobs, newest first."""
+        """Return the farm's jobs, newest first."""
         jobs: list[JobInfo] = []
         request = job_pb2.ListJobsRequest(page_size=min(limit, 500))
         async for page in iterate_pages(self._open.jobs.List, request, server=self.address):
@@ -285,7 +301,7 @@ class AsyncFarm:
         return jobs[:limit]
 
     async def job(self, job_id: str) -> AsyncJob:
-        """A job by its id, a unique prefix of it of at least 4 characters, a tag, or `latest`.
+        """Return a job by its id, a unique prefix of at least 4 characters, a tag, or `latest`.
 
         Raises:
             EtfarmError: JOB_NOT_FOUND.
@@ -303,21 +319,23 @@ class AsyncFarm:
         threads: int | None = None,
         limit: int = 50,
     ) -> list[HistoryEntry]:
-        """Reports of a model, newest first; `etfarm.client.jobs.history.trends` makes series of them.
+        """Return the reports of a model, newest first; `etfarm.client.jobs.history.trends` groups them into series.
 
         Args:
-            model: its name as reports have it, or the first characters of its digest, 4 at least.
+            model: the model's name in reports, or at least the first 4 characters of its digest.
             device: a selector; all devices when empty.
-            recipe, method, threads: as the report has them; all when empty.
+            recipe, method, threads: exact values to filter by; all when empty.
 
         Raises:
-            UserError: `device` is no selector.
-            EtfarmError: NO_HISTORY, which names the models that there are reports of.
+            UserError: `device` is not a selector.
+            EtfarmError: NO_HISTORY, which lists the models that have reports.
         """
         return await history.fetch(self._open, model, device=device, recipe=recipe, method=method, threads=threads, limit=limit)
 
     async def tag(self, job_id: str, tag: str) -> str | None:
-        """Gives a job a name that stands for it wherever its id does; it moves from the job that had it, whose id is answered.
+        """Give a job a tag, which replaces its id wherever one is accepted.
+
+        Return the id of the job that had the tag before.
 
         Raises:
             EtfarmError: BAD_TAG; JOB_NOT_FOUND; NOT_YOURS.
@@ -325,7 +343,7 @@ class AsyncFarm:
         return await self._tag(report_pb2.TagRequest(job_id=job_id, tag=tag))
 
     async def untag(self, tag: str, job_id: str = "") -> str | None:
-        """Takes a tag away from the job that has it, whose id is answered; from no other one than `job_id` where that is given.
+        """Remove a tag and return the id of the job that had it; with `job_id`, only from that job.
 
         Raises:
             EtfarmError: TAG_NOT_FOUND; JOB_NOT_FOUND; NOT_YOURS.
@@ -337,7 +355,7 @@ class AsyncFarm:
         return answer.previous_job_id or None
 
     async def analyze(self, job_id: str) -> JobResult:
-        """A job's reports, worked out again by the server's version from the files that it stores, in place of the old ones.
+        """Recompute a job's reports with the server's version from the stored files, and replace the old reports.
 
         Raises:
             EtfarmError: JOB_LIVE; JOB_NOT_FOUND; NOT_YOURS.
@@ -355,13 +373,13 @@ class AsyncFarm:
         strict: bool = False,
         accept_invalid: bool = False,
     ) -> Comparison:
-        """How the candidate compares with the base: latency, operators, size, memory, accuracy, delegation, what changed.
+        """Compare a candidate with a base: latency, operators, size, memory, accuracy, delegation and provenance.
 
         Args:
             base, candidate: a job, a report file or a result; see `etfarm.client.jobs.comparison.Compared`.
-            gate: limits, `3%` (of latency) or `["latency=3%", "accuracy=1dB"]`; `Comparison.passed` is then its outcome.
-            strict: fail also where an interval leaves open whether a limit is kept.
-            accept_invalid: take latencies whose verdict is not VALID.
+            gate: limits, `3%` (of latency) or `["latency=3%", "accuracy=1dB"]`; sets `Comparison.passed`.
+            strict: also fail if an interval does not decide whether a limit is kept.
+            accept_invalid: accept latencies with a verdict other than VALID.
 
         Raises:
             EtfarmError: BAD_GATE, BAD_REPORT_DOCUMENT; JOB_NOT_FOUND, REPORT_NOT_FOUND; NOTHING_TO_COMPARE.
@@ -370,10 +388,10 @@ class AsyncFarm:
         return await compare(self._open, base, candidate, limits)
 
     async def devices(self, selector: str = "") -> list[Device]:
-        """The known devices that match, offline ones included.
+        """Return the known devices that match, including offline devices.
 
         Raises:
-            UserError: `selector` is none.
+            UserError: `selector` is not a valid selector.
         """
         selectors.parse(selector)
         request = device_pb2.ListDevicesRequest(selector=selector)
@@ -383,7 +401,7 @@ class AsyncFarm:
         return devices
 
     async def device(self, device_id: str) -> Device:
-        """A device by its id, a unique prefix of it, or its name.
+        """Return a device by its id, a unique prefix of its id, or its name.
 
         Raises:
             EtfarmError: DEVICE_NOT_FOUND.
@@ -430,19 +448,19 @@ class AsyncFarm:
         return AsyncProjects(self._open)
 
     async def recipes(self) -> list[RecipeInfo]:
-        """All recipes, and what the server lacks for those that it cannot run."""
+        """Return all recipes, with what the server lacks for those that it cannot run."""
         request = compile_pb2.ListRecipesRequest()
         answer = await repeat(lambda: self._open.compiler.ListRecipes(request), server=self.address)
         return [decode.recipe(recipe) for recipe in answer.recipes]
 
     async def bundles(self) -> list[Bundle]:
-        """The runner bundles that devices are sent, newest first."""
+        """Return the runner bundles that the farm sends to devices, newest first."""
         request = farm_pb2.ListBundlesRequest()
         answer = await repeat(lambda: self._open.farm.ListBundles(request), server=self.address)
         return [decode.bundle(bundle) for bundle in answer.bundles]
 
     async def add_bundle(self, path: Path, *, on_upload: transfers.Moved | None = None) -> Bundle:
-        """Uploads a runner bundle and offers it to the devices of its architecture.
+        """Upload a runner bundle and offer it to the devices of its architecture.
 
         Raises:
             EtfarmError: NOT_A_BUNDLE; PERMISSION_DENIED.
@@ -454,7 +472,7 @@ class AsyncFarm:
         return decode.bundle(await repeat(lambda: self._open.farm.AddBundle(request), server=self.address))
 
     async def info(self) -> ServerInfo:
-        """What the server is, and what it is still starting."""
+        """Return information about the server, including what it is still starting."""
         request = farm_pb2.GetServerInfoRequest()
         return decode.server_info(await repeat(lambda: self._open.farm.GetServerInfo(request), server=self.address))
 
@@ -463,11 +481,11 @@ class AsyncFarm:
         return self._connection.stubs
 
     async def _submit(self, spec: job_pb2.JobSpec, given: Given, on_upload: transfers.Moved | None) -> AsyncJob:
-        # What costs nothing to refuse is refused first.
+        # Cheap checks come before expensive ones.
         parsed = [read_recipe(recipe) for recipe in given.listed_recipes]
         for choice in spec.devices:
             selectors.parse(choice.selector)
-        # Samples and exports may be larger than memory: they are files from where they are made to where they are sent.
+        # Samples and exports may be larger than memory, so they stay in files until they are sent.
         with tempfile.TemporaryDirectory(prefix="etfarm-submission-", ignore_cleanup_errors=True) as folder:
             made = await asyncio.to_thread(lambda: given.gather(spec, parsed, Path(folder)))
             stubs = self._open
@@ -477,7 +495,7 @@ class AsyncFarm:
         try:
             return AsyncJob(stubs, await asyncio.shield(submitting))
         except asyncio.CancelledError:
-            # The server may have the job by now, and nobody would know its id: whoever gives up wants no job.
+            # The server may have created the job although the caller does not know its id: cancel it.
             async with asyncio.timeout(GIVE_UP_S):
                 await AsyncJob(stubs, await submitting).cancel()
             raise

@@ -1,4 +1,4 @@
-"""Steps 1 and 10, client: `Farm`, AsyncFarm for programs that do not know asyncio; its loop runs in a thread of its own."""
+"""`Farm`, the synchronous `AsyncFarm`; its event loop runs in its own thread."""
 
 from __future__ import annotations
 
@@ -38,10 +38,13 @@ from etfarm.wire.tensors import Value
 
 
 class Job:
-    """A job on the farm; AsyncJob without `await`. It goes on whether or not anybody watches."""
+    """A job on the farm; `AsyncJob` without `await`.
+
+    It continues whether or not a client watches it.
+    """
 
     def __init__(self, loop: Loop, job: AsyncJob) -> None:
-        """Made by Farm."""
+        """Wrap an `AsyncJob`; `Farm` creates instances."""
         self._loop = loop
         self._job = job
 
@@ -55,65 +58,67 @@ class Job:
 
     @property
     def state(self) -> JobState:
-        """The job's state as it was last heard of."""
+        """The job's state as last read from the server."""
         return self._job.state
 
     @property
     def info(self) -> JobInfo:
-        """The job as it was last heard of, with its cells."""
+        """The job and its cells as last read from the server."""
         return self._job.info
 
     def refresh(self) -> JobInfo:
-        """As AsyncJob.refresh."""
+        """See `AsyncJob.refresh`."""
         return self._loop.run(self._job.refresh())
 
     def watch(self, after: int = 0) -> Iterator[Event]:
-        """As AsyncJob.watch."""
+        """See `AsyncJob.watch`."""
         return self._loop.each(self._job.watch(after))
 
     def wait(self) -> JobState:
-        """As AsyncJob.wait."""
+        """See `AsyncJob.wait`."""
         return self._loop.run(self._job.wait())
 
     def result(self) -> JobResult:
-        """As AsyncJob.result."""
+        """See `AsyncJob.result`."""
         return self._loop.run(self._job.result())
 
     def cancel(self) -> JobState:
-        """As AsyncJob.cancel."""
+        """See `AsyncJob.cancel`."""
         return self._loop.run(self._job.cancel())
 
     def logs(self, *, cell: int | None = None, follow: bool = False) -> Iterator[LogLine]:
-        """As AsyncJob.logs."""
+        """See `AsyncJob.logs`."""
         return self._loop.each(self._job.logs(cell=cell, follow=follow))
 
     def outputs(self, cell: int = 0) -> list[Value]:
-        """As AsyncJob.outputs."""
+        """See `AsyncJob.outputs`."""
         return self._loop.run(self._job.outputs(cell))
 
     def save_program(self, path: Path, cell: int = 0) -> list[Path]:
-        """As AsyncJob.save_program."""
+        """See `AsyncJob.save_program`."""
         return self._loop.run(self._job.save_program(path, cell))
 
     def save_exported_programs(self, path: Path, cell: int = 0) -> list[Path]:
-        """As AsyncJob.save_exported_programs."""
+        """See `AsyncJob.save_exported_programs`."""
         return self._loop.run(self._job.save_exported_programs(path, cell))
 
     def save_stage_files(self, folder: Path, cell: int = 0) -> list[Path]:
-        """As AsyncJob.save_stage_files."""
+        """See `AsyncJob.save_stage_files`."""
         return self._loop.run(self._job.save_stage_files(folder, cell))
 
     def save_etrecord(self, path: Path, cell: int = 0) -> None:
-        """As AsyncJob.save_etrecord."""
+        """See `AsyncJob.save_etrecord`."""
         self._loop.run(self._job.save_etrecord(path, cell))
 
     def save_raw_files(self, folder: Path, cell: int = 0) -> list[Path]:
-        """As AsyncJob.save_raw_files."""
+        """See `AsyncJob.save_raw_files`."""
         return self._loop.run(self._job.save_raw_files(folder, cell))
 
 
 class Farm:
-    """A farm to submit jobs to; AsyncFarm without `await`. Use it with `with`.
+    """A farm to submit jobs to; `AsyncFarm` without `await`.
+
+    Use it with `with`.
 
         with Farm() as farm:
             job = farm.bench("demo:resnet8", recipes=["xnnpack_fp32"])
@@ -131,12 +136,12 @@ class Farm:
         project: str | None = None,
         on_status: Callable[[str], None] | None = None,
     ) -> None:
-        """As AsyncFarm."""
+        """See `AsyncFarm`."""
         self._farm = AsyncFarm(address, token=token, tls_ca=tls_ca, project=project, on_status=on_status)
         self._loop: Loop | None = None
 
     def __enter__(self) -> Self:
-        """Connects.
+        """Connect to the farm.
 
         Raises:
             EtfarmError: as AsyncFarm.
@@ -153,7 +158,7 @@ class Farm:
         self.close()
 
     def close(self) -> None:
-        """Leaves the farm; an embedded one that nobody else uses is gone afterwards."""
+        """Disconnect from the farm; an embedded farm without other users stops."""
         loop, self._loop = self._loop, None
         if loop is not None:
             try:
@@ -168,7 +173,7 @@ class Farm:
 
     @takes_keywords_of(BenchOptions)
     def bench(self, model: Model | Sequence[Model], options: BenchOptions) -> Job:
-        """As AsyncFarm.bench."""
+        """See `AsyncFarm.bench`."""
         return self._job(self._farm.submit_bench(model, options))
 
     def compile(
@@ -185,7 +190,7 @@ class Farm:
         stop_after: str = "",
         on_upload: transfers.Moved | None = None,
     ) -> Job:
-        """As AsyncFarm.compile."""
+        """See `AsyncFarm.compile`."""
         return self._job(
             self._farm.compile(
                 model,
@@ -218,7 +223,7 @@ class Farm:
         timeout_s: float | None = None,
         on_upload: transfers.Moved | None = None,
     ) -> Job:
-        """As AsyncFarm.run."""
+        """See `AsyncFarm.run`."""
         return self._job(
             self._farm.run(
                 model,
@@ -254,7 +259,7 @@ class Farm:
         on_log: Told | None = None,
         on_upload: transfers.Moved | None = None,
     ) -> Session:
-        """As AsyncFarm.session; use it with `with`."""
+        """See `AsyncFarm.session`; use it with `with`."""
         made = self._farm.session(
             program,
             device,
@@ -282,16 +287,16 @@ class Farm:
         on_result: Callable[[Result], None] | None = None,
         **options: Unpack[Options],
     ) -> Iterator[tuple[int, Outputs]]:
-        """As AsyncFarm.run_dataset; `on_result` is called in the client's thread."""
+        """See `AsyncFarm.run_dataset`; `on_result` is called in the client's thread."""
         made = self._farm.run_dataset(program, inputs, device, devices=devices, on_result=on_result, **options)
         return self._open.each(made)
 
     def jobs(self, limit: int = 50) -> list[JobInfo]:
-        """As AsyncFarm.jobs."""
+        """See `AsyncFarm.jobs`."""
         return self._open.run(self._farm.jobs(limit))
 
     def job(self, job_id: str) -> Job:
-        """As AsyncFarm.job."""
+        """See `AsyncFarm.job`."""
         return self._job(self._farm.job(job_id))
 
     def history(
@@ -304,21 +309,21 @@ class Farm:
         threads: int | None = None,
         limit: int = 50,
     ) -> list[HistoryEntry]:
-        """As AsyncFarm.history."""
+        """See `AsyncFarm.history`."""
         return self._open.run(
             self._farm.history(model, device=device, recipe=recipe, method=method, threads=threads, limit=limit)
         )
 
     def tag(self, job_id: str, tag: str) -> str | None:
-        """As AsyncFarm.tag."""
+        """See `AsyncFarm.tag`."""
         return self._open.run(self._farm.tag(job_id, tag))
 
     def untag(self, tag: str, job_id: str = "") -> str | None:
-        """As AsyncFarm.untag."""
+        """See `AsyncFarm.untag`."""
         return self._open.run(self._farm.untag(tag, job_id))
 
     def analyze(self, job_id: str) -> JobResult:
-        """As AsyncFarm.analyze."""
+        """See `AsyncFarm.analyze`."""
         return self._open.run(self._farm.analyze(job_id))
 
     def compare(
@@ -330,55 +335,55 @@ class Farm:
         strict: bool = False,
         accept_invalid: bool = False,
     ) -> Comparison:
-        """As AsyncFarm.compare."""
+        """See `AsyncFarm.compare`."""
         return self._open.run(self._farm.compare(base, candidate, gate, strict=strict, accept_invalid=accept_invalid))
 
     def devices(self, selector: str = "") -> list[Device]:
-        """As AsyncFarm.devices."""
+        """See `AsyncFarm.devices`."""
         return self._open.run(self._farm.devices(selector))
 
     def device(self, device_id: str) -> Device:
-        """As AsyncFarm.device."""
+        """See `AsyncFarm.device`."""
         return self._open.run(self._farm.device(device_id))
 
     def forget_device(self, device_id: str) -> None:
-        """As AsyncFarm.forget_device."""
+        """See `AsyncFarm.forget_device`."""
         self._open.run(self._farm.forget_device(device_id))
 
     def agents(self) -> list[Agent]:
-        """As AsyncFarm.agents."""
+        """See `AsyncFarm.agents`."""
         return self._open.run(self._farm.agents())
 
     def bind_agent(self, agent_id: str, principal: str) -> Agent:
-        """As AsyncFarm.bind_agent."""
+        """See `AsyncFarm.bind_agent`."""
         return self._open.run(self._farm.bind_agent(agent_id, principal))
 
     def restrict_device(self, device_id: str, projects: Sequence[str]) -> Device:
-        """As AsyncFarm.restrict_device."""
+        """See `AsyncFarm.restrict_device`."""
         return self._open.run(self._farm.restrict_device(device_id, projects))
 
     def projects(self) -> list[Project]:
-        """As AsyncProjects.list."""
+        """See `AsyncProjects.list`."""
         return self._open.run(self._farm.projects.list())
 
     def create_project(self, name: str, members: Sequence[str] = (), *, storage_limit_bytes: int | None = None) -> Project:
-        """As AsyncProjects.create."""
+        """See `AsyncProjects.create`."""
         return self._open.run(self._farm.projects.create(name, members, storage_limit_bytes=storage_limit_bytes))
 
     def recipes(self) -> list[RecipeInfo]:
-        """As AsyncFarm.recipes."""
+        """See `AsyncFarm.recipes`."""
         return self._open.run(self._farm.recipes())
 
     def bundles(self) -> list[Bundle]:
-        """As AsyncFarm.bundles."""
+        """See `AsyncFarm.bundles`."""
         return self._open.run(self._farm.bundles())
 
     def add_bundle(self, path: Path) -> Bundle:
-        """As AsyncFarm.add_bundle."""
+        """See `AsyncFarm.add_bundle`."""
         return self._open.run(self._farm.add_bundle(path))
 
     def info(self) -> ServerInfo:
-        """As AsyncFarm.info."""
+        """See `AsyncFarm.info`."""
         return self._open.run(self._farm.info())
 
     @property
@@ -391,6 +396,6 @@ class Farm:
         try:
             loop = self._open
         except NotConnected:
-            submitting.close()  # it was never started, and Python would say so
+            submitting.close()  # a coroutine that never starts would cause a warning
             raise
         return Job(loop, loop.run(submitting))

@@ -1,4 +1,4 @@
-"""Steps 1 and 10, client: the errors that the library raises, and the exit code that each is for the command line."""
+"""The errors that the library raises, and their exit codes on the command line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 DONE, FAILED, USAGE, GATE, UNREACHABLE = 0, 1, 2, 3, 4
-"""Exit codes: done; the job or a cell failed; wrong usage; a gate was not passed; no server answers."""
+"""Exit codes: done; the job or a cell failed; wrong usage; a gate did not pass; no server answers."""
 
 _MODEL_REASONS = frozenset(
     {
@@ -50,11 +50,11 @@ _MODEL_REASONS = frozenset(
         "NOTHING_TO_COMPARE",
     }
 )
-"""The user's errors without a stage that are no errors of the command: it was right, the model is not."""
+"""User errors without a stage that concern the model rather than the command."""
 
 
 class JobFailed(EtfarmError):
-    """A job of several cells has failed ones; each has its error in its report."""
+    """Error of a job with several cells, some of which failed; each report has its cell's error."""
 
     reason = "JOB_FAILED"
     kind = Kind.FAILED_PRECONDITION
@@ -70,7 +70,7 @@ class JobFailed(EtfarmError):
 
 
 class SeveralReports(UserError):
-    """`.report` was asked of a job that has none or several."""
+    """Error of `.report` on a job with no report or several."""
 
     reason = "SEVERAL_REPORTS"
 
@@ -79,20 +79,20 @@ class SeveralReports(UserError):
 
 
 class EmbeddedFarmFailed(FarmError):
-    """The farm that a command starts for itself did not start, or went away."""
+    """Error of an embedded farm that did not start or that ended unexpectedly."""
 
     reason = "EMBEDDED_FARM_FAILED"
     kind = Kind.UNAVAILABLE
 
 
 class OutputUnwritable(UserError):
-    """A file that the command should write cannot be written."""
+    """Error of a file that a command cannot write."""
 
     reason = "OUTPUT_FILE_UNWRITABLE"
 
 
 class NotAvailable(UserError):
-    """An option that this version knows and cannot do."""
+    """Error of an option that this version recognizes but does not support."""
 
     reason = "NOT_AVAILABLE"
     kind = Kind.UNIMPLEMENTED
@@ -102,7 +102,7 @@ class NotAvailable(UserError):
 
 
 class Interrupted(UserError):
-    """The user ended the command before its job was done."""
+    """Error of a command that the user interrupted before its job was done."""
 
     reason = "INTERRUPTED"
     kind = Kind.CANCELLED
@@ -110,7 +110,9 @@ class Interrupted(UserError):
 
 
 def exit_code(error: EtfarmError) -> int:
-    """What a command that ends with `error` answers.
+    """Return the exit code of a command that ends with `error`.
+
+    A user error with a stage concerns the model; without a stage it concerns the command.
 
     A user's error with a stage is one of the model; without a stage it is one of the command.
     """
@@ -122,7 +124,7 @@ def exit_code(error: EtfarmError) -> int:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, *, server: str) -> EtfarmError:
-    """The error that a failed call stands for: the client's one door from gRPC statuses to exceptions."""
+    """Convert the error of a failed call; every gRPC status becomes an exception here."""
     from etfarm.wire import status
 
     return status.from_rpc_error(error, server=server)

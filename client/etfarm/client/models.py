@@ -1,4 +1,4 @@
-"""Step 10, client: what the library gives its users, plain values; no gRPC type is among them."""
+"""The values that the library returns to its users; no gRPC type is among them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from etfarm.wire.errors import EtfarmError, Fault, error_of
 
 
 class JobState(StrEnum):
-    """A job's state, derived from its cells'."""
+    """A job's state, derived from the states of its cells."""
 
     QUEUED = "QUEUED"
     RUNNING = "RUNNING"
@@ -24,12 +24,12 @@ class JobState(StrEnum):
 
     @property
     def is_terminal(self) -> bool:
-        """Whether nothing will change it any more."""
+        """Whether the state is final."""
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 
 class CellState(StrEnum):
-    """A cell's state."""
+    """The state of a cell."""
 
     QUEUED = "QUEUED"
     COMPILING = "COMPILING"
@@ -42,24 +42,24 @@ class CellState(StrEnum):
 
     @property
     def is_terminal(self) -> bool:
-        """Whether nothing will change it any more."""
+        """Whether the state is final."""
         return self in (CellState.SUCCEEDED, CellState.FAILED, CellState.CANCELLED)
 
 
 class DeviceState(StrEnum):
-    """What a device is doing."""
+    """The current activity of a device."""
 
     IDLE = "IDLE"
     BUSY = "BUSY"
     OFFLINE = "OFFLINE"
     DRAINING = "DRAINING"
     UNUSABLE = "UNUSABLE"
-    """Connected, and can be given no runs now: `Device.problem` says why."""
+    """Connected, but no run can be placed on it now; `Device.problem` has the reason."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One candidate on one device choice with one method and one thread count."""
+    """One candidate on one device choice, with one method and one thread count."""
 
     id: str
     index: int
@@ -68,34 +68,34 @@ class Cell:
     """None for a ready program."""
     method: str
     threads: int | None
-    """None: the device's default."""
+    """Thread count; the device's default when None."""
     device: str | None
-    """The id of the device that it was last placed on; None before it was."""
+    """Id of the device that the cell was last placed on; None before its first placement."""
     attempts: int
-    """How often it was placed; more than once after device faults."""
+    """Number of placements; more than one after device faults."""
     state: CellState
     waiting_for: str
-    """Why it waits, where that is worth saying."""
+    """Reason for waiting; empty if there is no notable one."""
     error: EtfarmError | None
     on_device: bool = True
-    """Whether a device runs its method; a cell that is only compiled is about all methods, whichever it names."""
+    """Whether a device runs the cell's method. A compile-only cell covers all methods, whatever its method name."""
 
     @property
     def traits(self) -> tuple[str, str, str, str]:
-        """What tells cells apart: model, recipe, method and threads; empty where there is nothing to say."""
+        """Model, recipe, method and threads, which distinguish cells; each is empty if it does not apply."""
         threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}" if self.threads else ""
         method = self.method if self.on_device and self.method != "forward" else ""
         return self.model, self.recipe or "", method, threads
 
     @property
     def label(self) -> str:
-        """How people tell cells apart: `resnet8 · xnnpack_fp32 · encode · 4 threads`."""
+        """Label that distinguishes a job's cells: `resnet8 · xnnpack_fp32 · encode · 4 threads`."""
         return " · ".join(filter(None, self.traits))
 
 
 @dataclass(frozen=True)
 class JobInfo:
-    """A job as it was when it was asked for."""
+    """A job as it was when the server was asked."""
 
     id: str
     name: str
@@ -106,19 +106,19 @@ class JobInfo:
     finished_at: datetime | None
     cells: tuple[Cell, ...] = field(default=(), repr=False)
     tags: tuple[str, ...] = ()
-    """Names that stand for it, as baselines."""
+    """Tags that refer to the job, such as baselines."""
     project: str = ""
-    """The project that it belongs to."""
+    """The project that owns the job."""
 
 
 @dataclass(frozen=True)
 class JobChanged:
-    """The job was submitted or became terminal."""
+    """Event of a job that was submitted or reached a final state."""
 
     sequence: int | None
     at: datetime
     job: JobInfo
-    """Without cells."""
+    """The job, without its cells."""
     job_state: JobState
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ class JobChanged:
 
 @dataclass(frozen=True)
 class CellChanged:
-    """A cell is in another state, or knows more."""
+    """Event of a cell with a new state or new information."""
 
     sequence: int | None
     at: datetime
@@ -142,16 +142,19 @@ class CellChanged:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a live cell is doing now. The latest wins; it has no sequence."""
+    """The current activity of a running cell.
+
+    Only the latest matters; it has no sequence number.
+    """
 
     at: datetime
     cell_id: str
     actor: str
-    """SERVER or a device's name."""
+    """SERVER, or a device's name."""
     phase: str
-    """A compile stage, or LOAD, WARMUP, TIMED, TRACED, ..."""
+    """A compile stage, or LOAD, WARMUP, TIMED, TRACED and so on."""
     duration_ms: float | None
-    """Set when the phase just ended."""
+    """Duration of the phase in ms; set when the phase just ended."""
     done: int | None
     total: int | None
     message: str
@@ -170,7 +173,7 @@ class LogLine:
 
     at: datetime
     number: int
-    """From 1 within the job."""
+    """Line number within the job, from 1."""
     cell_id: str
     source: str
     """COMPILE, RUNNER, ANALYSIS or FARM."""
@@ -186,7 +189,7 @@ Event = JobChanged | CellChanged | Progress | LogLine
 
 @dataclass(frozen=True)
 class Cluster:
-    """Cores of one kind."""
+    """A set of cores of one kind."""
 
     part: str
     cpus: tuple[int, ...]
@@ -198,7 +201,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Device:
-    """A device that the farm knows."""
+    """A device known to the farm."""
 
     id: str
     agent_id: str
@@ -216,25 +219,25 @@ class Device:
     state: DeviceState
     last_seen_at: datetime | None
     attempt_id: str
-    """The attempt that it runs; empty when idle."""
+    """Id of the attempt that it runs; empty when idle."""
     operator_count: int | None
     runner: str = ""
-    """What runs would be given now: `native`, the farm's bundle, else one of its own; empty before there is one."""
+    """The runner that runs would use now: `native` (the farm's bundle), else an installed one; empty if there is none."""
     own_runners: tuple[str, ...] = ()
-    """Kinds of the runners that are installed on it, such as `python`; used where the farm has no bundle for it."""
+    """Kinds of the runners that are installed on it, such as `python`; used if the farm has no bundle for it."""
     telemetry: Mapping[str, float | bool] = field(default_factory=dict)
-    """What the last heartbeat told; keys with their unit, as `temperature_c`. Only what the device has."""
+    """Values of the last heartbeat that the device has; keys end with their unit, as in `temperature_c`."""
     model: str = ""
-    """The product, where `soc` does not say it: `Google Pixel 8`."""
+    """Product name, if `soc` does not contain it: `Google Pixel 8`."""
     page_size_bytes: int | None = None
     thermal_zones: tuple[str, ...] = ()
     """Names of its temperature sensors."""
     has_battery: bool | None = None
-    """None where nothing tells."""
+    """Whether it has a battery; None if unknown."""
     problem: EtfarmError | None = None
-    """Why it can be given no runs now, with the remedy; None where it can."""
+    """Why no run can be placed on it now, with the remedy; None if it is usable."""
     projects: tuple[str, ...] = ()
-    """The caller's projects among those that the device is restricted to; empty where the device runs any project's jobs."""
+    """The caller's projects among those that the device is restricted to; empty for an unrestricted device."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +248,7 @@ class Project:
     created_by: str
     members: tuple[str, ...]
     storage_limit_bytes: int | None
-    """None for the server's default."""
+    """Storage limit in bytes; the server's default when None."""
     storage_bytes: int
     live_jobs: int
 
@@ -283,16 +286,16 @@ class Agent:
 
     agent_id: str
     principal: str
-    """Empty where the identity is not bound."""
+    """The principal; empty if the identity is not bound."""
     connected: bool
     device_ids: tuple[str, ...]
     refused_principal: str
-    """The principal that last tried to connect as an identity that is not bound; empty if there was none."""
+    """The principal that last tried to connect as this unbound identity; empty if there was none."""
 
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What the server is."""
+    """Information about the server."""
 
     version: str
     principal: str
@@ -302,13 +305,15 @@ class ServerInfo:
     devices_known: int
     live_jobs: int
     starting: str
-    """What it is doing before it can do everything; empty when ready."""
+    """What the server is still starting; empty when ready."""
     bundle_error: EtfarmError | None
-    """Why there is no runner bundle for the server's own architecture, when building one failed."""
+    """Why there is no runner bundle for the server's own architecture; None unless building one failed."""
 
 
 class Record(Mapping[str, Any]):
-    """A JSON object whose keys are attributes too: `report.latency.p50_ns` is `report["latency"]["p50_ns"]`.
+    """A JSON object with its keys as attributes: `report.latency.p50_ns` is `report["latency"]["p50_ns"]`.
+
+    Nested objects are Records, arrays are lists, null is None.
 
     Objects inside of it are Records, lists are lists, null is None.
     """
@@ -321,7 +326,7 @@ class Record(Mapping[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
-            raise AttributeError(name)  # copy and pickle ask for such before there are values
+            raise AttributeError(name)  # copy and pickle look these up before values exist
         try:
             return _wrapped(self._values[name])
         except KeyError:
@@ -340,28 +345,30 @@ class Record(Mapping[str, Any]):
         return f"{type(self).__name__}({dict(self._values)!r})"
 
     def json(self) -> dict[str, Any]:
-        """The plain JSON object."""
+        """Return the plain JSON object."""
         return dict(self._values)
 
 
 class Report(Record):
-    """One cell's REPORT, as the schema etfarm.report/1 has it: `report.latency.p50_ns`, `report.operators[0].source.line`."""
+    """One cell's REPORT in the schema etfarm.report/1: `report.latency.p50_ns`, `report.operators[0].source.line`."""
 
     def __repr__(self) -> str:
         return f"Report({self.id!r}, {self.model.name!r}, {self.state})"
 
     @property
     def failure(self) -> EtfarmError | None:
-        """The error of a cell that failed, as the exception that it stands for."""
+        """The exception for the error of a failed cell; None if it has no error."""
         return error_from_json(self._values["error"])
 
 
 class JobResult:
-    """What came of a job: all its reports, those of failed cells too."""
+    """The result of a job: all its reports, including those of failed cells."""
 
     def __init__(self, document: dict[str, Any]) -> None:
-        """Args:
-        document: {schema, job, reports, error} of etfarm.report/1.
+        """Wrap a document.
+
+        Args:
+            document: {schema, job, reports, error} of etfarm.report/1.
         """
         self._document = document
         self.job = Record(document["job"])
@@ -377,12 +384,12 @@ class JobResult:
 
     @property
     def report(self) -> Report:
-        """The report of a job that has exactly one.
+        """The report of a job with exactly one.
 
         Raises:
-            EtfarmError: the cell failed: its own error.
+            EtfarmError: the cell failed; this is the cell's error.
             JobFailed: the job has several cells, and one failed.
-            SeveralReports: it has several, or none.
+            SeveralReports: the job has several reports, or no report.
         """
         if len(self.reports) == 1:
             (report,) = self.reports
@@ -397,11 +404,13 @@ class JobResult:
         raise SeveralReports(self.job.id, len(self.reports))
 
     def json(self) -> dict[str, Any]:
-        """The document etfarm.report/1: {schema, job, reports, error}."""
+        """Return the document etfarm.report/1: {schema, job, reports, error}."""
         return self._document
 
     def save_html(self, path: str | Path) -> None:
-        """Writes all reports to one HTML file, which needs no network; `etfarm.client.formats` has the other formats.
+        """Write all reports to one HTML file that needs no network.
+
+        `etfarm.client.formats` has the other formats.
 
         Raises:
             OutputUnwritable: the file cannot be written.
@@ -415,7 +424,7 @@ class JobResult:
 
 
 def error_from_json(error: Mapping[str, Any] | None) -> EtfarmError | None:
-    """The exception that an ERROR of etfarm.report/1 stands for; None for null."""
+    """Return the exception for an ERROR of etfarm.report/1; None for null."""
     if error is None:
         return None
     fault = Fault(error["fault"]) if error["fault"] in Fault.__members__ else Fault.FARM

@@ -1,10 +1,10 @@
-"""Step 1, client: `Dataset`, many samples through one loaded program on one or several devices, results in order.
+"""`Dataset`: many samples through one loaded program on one or several devices, with results in order.
 
-Each device has one session. Samples are dealt out one by one as devices get free; two are under way on a device, so that
-it has the next one when it is done. What a device that is lost had under way is run again by another.
+Each device has one session. Samples are dispatched one by one as devices become free; two are in flight on a device, so
+that the next one is there when the first is done. Samples in flight on a lost device run again on another device.
 
-A program that keeps state sees, on each device, the samples that it got in the order of their indices; on one device that
-is all of them. After a crash the state begins anew, and with `reset` at each sample.
+A program that keeps state sees, on each device, its samples in the order of their indices; on a single device these are
+all samples. The state starts anew after a crash and, with `reset`, at each sample.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ if TYPE_CHECKING:
     from etfarm.client.transport import transfers
 
 LANES: Final = 2
-"""Samples under way on one device: one that runs, one on its way there."""
+"""Samples in flight on one device: one that runs, and one on its way."""
 
 WINDOW: Final = 8
-"""How many samples a device may be ahead of the next result."""
+"""Maximum number of samples that a device may be ahead of the next result."""
 
 MOST_TRIES: Final = 3
-"""On how many devices that are lost meanwhile a sample is tried."""
+"""Maximum number of lost devices that a sample is tried on."""
 
 LAST_WORD_S: Final = 3.0
-"""How long a session may take to end after the call that ended it: the device tests itself before it says whose fault it was."""
+"""Seconds that a session may take to end after the call that ended it: the device tests itself to find the cause."""
 
 
 class Options(TypedDict, total=False):
-    """What `run_dataset` takes beside the program, the inputs and the devices."""
+    """The options of `run_dataset` beside the program, the inputs and the devices."""
 
     method: str
-    """The program's only one, or forward, when left out."""
+    """The method; the program's only method, or forward, when left out."""
     recipe: str
     example_inputs: ExampleInputs | None
     data: Sequence[str | Path]
     threads: int | None
     cores: str
     timeout_s: float | None
-    """For one sample on the device; 600 when None."""
+    """Limit for one sample on the device in seconds; 600 when None."""
     priority: int
     mixed: bool
-    """Devices may be of several archs and socs."""
+    """Whether devices may differ in arch and soc."""
     keep_going: bool
-    """A sample that failed does not end it."""
+    """Whether to continue after a failed sample."""
     reset: bool
-    """The program is loaded anew for each sample, so that it keeps no state from one to the next. That takes its time."""
+    """Whether to reload the program for each sample, so that no state remains from the sample before; this takes time."""
     on_wait: Told | None
     on_log: Told | None
     on_upload: transfers.Moved | None
@@ -74,85 +74,85 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one sample: outputs or an error."""
+    """The result of one sample: outputs or an error."""
 
     index: int
     name: str
     device: Device | None
-    """Which ran it; None where none did."""
+    """The device that ran it; None if it did not run."""
     inputs: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Arrays and numbers by the inputs' names."""
+    """Arrays and numbers by input name."""
     labels: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """What came with them and is no input."""
+    """Values of the sample that are not inputs."""
     outputs: Outputs | None = field(default=None, repr=False)
     error: EtfarmError | None = None
-    """It names the sample."""
+    """The error of a failed sample, which names the sample."""
 
     @property
     def failed(self) -> bool:
-        """Whether there are no outputs."""
+        """Whether the sample has no outputs."""
         return self.error is not None
 
 
 @dataclass
 class Work:
-    """What one device did."""
+    """The work of one device."""
 
     device: Device
     samples: int = 0
-    """That it ran to their end."""
+    """Number of samples that it completed."""
     busy_ns: int = 0
-    """By the runner's clock, in the program."""
+    """Time in the program in nanoseconds, by the runner's clock."""
     lost: EtfarmError | None = None
-    """Why it does not run samples any more."""
+    """Why the device runs no more samples; None while it does."""
 
 
 @dataclass
 class Tally:
-    """What has been done so far."""
+    """Counts and times so far."""
 
     devices: dict[str, Work] = field(default_factory=dict)
-    """By id."""
+    """Work by device id."""
     run_ns: array[int] = field(default_factory=lambda: array("q"), repr=False)
-    """One a sample that was run and whose device told it, in no order."""
+    """Time of each executed sample in nanoseconds, as far as devices report it, in no particular order."""
     began_s: float | None = None
     ended_s: float = 0.0
 
     @property
     def wall_s(self) -> float:
-        """From the first sample's start on a device to the last one's end, by the caller's clock."""
+        """Seconds from the start of the first sample on a device to the end of the last, by the caller's clock."""
         return self.ended_s - self.began_s if self.began_s is not None else 0.0
 
     @property
     def samples(self) -> int:
-        """That were run to their end."""
+        """Number of completed samples."""
         return sum(work.samples for work in self.devices.values())
 
     @property
     def samples_per_s(self) -> float | None:
-        """Over the wall time; None before there is one."""
+        """Completed samples per second of wall time; None before the first result."""
         return self.samples / self.wall_s if self.wall_s > 0 and self.samples else None
 
     @property
     def run_p50_ns(self) -> float | None:
-        """The median time of a sample on its device."""
+        """The median time of a sample on its device, in nanoseconds."""
         return statistics.median(self.run_ns) if self.run_ns else None
 
     @property
     def busy_share(self) -> float | None:
-        """How much of the devices' wall time their programs ran: 0 to 1; None where a sample's time was not told."""
+        """Part of the devices' wall time that their programs ran, 0 to 1; None if a sample's time is missing."""
         there = self.wall_s * len(self.devices)
         if there <= 0 or len(self.run_ns) < self.samples:
             return None
         return sum(work.busy_ns for work in self.devices.values()) / 1e9 / there
 
     def begin(self) -> None:
-        """A sample is sent."""
+        """Record that a sample is sent."""
         if self.began_s is None:
             self.began_s = self.ended_s = time.perf_counter()
 
     def ran(self, device: Device, run_ns: int | None) -> None:
-        """A sample came back, with its time in the program where the device tells it."""
+        """Record a completed sample, with its time in the program if the device reports it."""
         self.ended_s = time.perf_counter()
         work = self.devices[device.id]
         work.samples += 1
@@ -162,11 +162,14 @@ class Tally:
 
 
 Open = Callable[[str, Told], AsyncSession]
-"""A session on a device that a selector matches, and who is told what it waits for."""
+"""Callback that opens a session for a selector; its second argument receives what the session waits for."""
 
 
 class Dataset:
-    """Many samples through one program. Used once, by one `async for` over `results` or `outputs`."""
+    """Many samples through one program.
+
+    An instance is used once, by one `async for` over `results` or `outputs`.
+    """
 
     def __init__(
         self,
@@ -182,13 +185,13 @@ class Dataset:
         labels: bool = False,
         on_wait: Told | None = None,
     ) -> None:
-        """Made by `fleet.dataset`.
+        """Prepare a data set; `devices.dataset` creates instances.
 
         Args:
-            samples: their indices count from 0; iterated in a thread, a few ahead.
-            choose: gives a name and a selector for each session.
+            samples: samples with indices from 0; iterated in a thread, a few ahead.
+            choose: returns a name and a selector for each session.
             close: called at the end.
-            labels: what is no input is kept as a label, and else refused.
+            labels: keep values that are not inputs as labels instead of refusing them.
         """
         self._samples = samples
         self._choose = choose
@@ -205,10 +208,10 @@ class Dataset:
         self.tally = Tally()
 
     async def results(self) -> AsyncGenerator[Result, None]:
-        """What came of each sample, in order; a failed one is the last unless it keeps going.
+        """Yield the result of each sample in order; a failed sample is the last one unless `keep_going` is set.
 
         Raises:
-            EtfarmError: no session can be opened, the last device is lost, or the source cannot be read on.
+            EtfarmError: no session can be opened, the last device is lost, or the source cannot be read.
         """
         tasks: list[asyncio.Task[None]] = []
         deal: Deal[Result] | None = None
@@ -234,13 +237,13 @@ class Dataset:
             await self._close()
 
     async def outputs(self, on_result: Callable[[Result], None] | None = None) -> AsyncGenerator[tuple[int, Outputs], None]:
-        """Index and outputs of each sample, in order; those that failed are left out where it keeps going.
+        """Yield the index and outputs of each sample in order; `keep_going` skips failed samples.
 
         Args:
-            on_result: told of each sample, failed ones too.
+            on_result: called with each sample's result, including failures.
 
         Raises:
-            EtfarmError: a sample failed, which the error names; or as `results`.
+            EtfarmError: a sample failed, and the error names it; or as `results`.
         """
         async with aclosing(self.results()) as results:
             async for result in results:
@@ -252,10 +255,10 @@ class Dataset:
                     raise result.error
 
     async def _work(self, deal: Deal[Result], place: int, name: str, selector: str, left: set[int]) -> None:
-        """One device's part; whatever ends it before the data set's end is told to the deal once nobody else is left.
+        """Run samples on one device; the error of the last remaining device ends the data set.
 
         Args:
-            left: the places of all that still work.
+            left: indices of the devices that still work.
         """
         try:
             while not deal.is_over:
@@ -268,7 +271,7 @@ class Dataset:
                     raise ended
         except EtfarmError as error:
             left.discard(place)
-            # The program's fault is everywhere the same.
+            # A fault of the program is the same on every device.
             if not left or error.fault is Fault.USER:
                 await deal.abort(error)
             elif self._on_wait is not None:
@@ -281,7 +284,7 @@ class Dataset:
             self._on_wait(f"Waiting: {why}.")
 
     async def _serve(self, deal: Deal[Result], session: AsyncSession) -> EtfarmError | None:
-        """Runs samples until none is left for this session, or it has ended: why."""
+        """Run samples until none is left for this session, or until it has ended; return why it ended."""
         methods = session.methods
         method = self._method or (methods[0] if len(methods) == 1 else "forward")
         names = session.input_names(method)
@@ -292,7 +295,7 @@ class Dataset:
             if not broken:
                 return None
             ended = await session.ended(LAST_WORD_S)
-            # Calls are served in their order: of several that a session's end left without an answer, the first was running.
+            # Calls are served in order: of several unanswered calls at a session's end, the first one was running.
             for rank, (_, sample, error) in enumerate(sorted(broken, key=lambda item: item[0])):
                 own = error.fault is Fault.USER and not error.reason.startswith("SESSION_") and (ended is None or rank == 0)
                 if own or (rank == 0 and self._is_given_up(sample, error)):
@@ -303,7 +306,7 @@ class Dataset:
                 return ended
 
     def _is_given_up(self, sample: Sample, error: EtfarmError) -> bool:
-        """Whether a sample, under which something else failed, has been tried often enough."""
+        """Return whether a sample that was running during other failures has used up its attempts."""
         if error.fault is Fault.USER:
             return False
         self._tries[sample.index] = self._tries.get(sample.index, 0) + 1
@@ -317,7 +320,7 @@ class Dataset:
         names: Sequence[str],
         broken: list[tuple[int, Sample, EtfarmError]],
     ) -> None:
-        """One sample after the other, until none is left or a call is left without an answer of its own."""
+        """Run one sample after the other until none is left, or until a call has no answer of its own."""
         device = session.device
         while (sample := await deal.take(lambda: bool(broken))) is not None:
             try:
@@ -344,7 +347,7 @@ class Dataset:
                 return
 
     def _fitted(self, sample: Sample, method: str, names: Sequence[str]) -> tuple[dict[str, Value], dict[str, Any]]:
-        """A sample's inputs in the method's order and by its names, and its labels."""
+        """Return a sample's inputs in the method's order and with its names, and its labels."""
         if sample.error is not None:
             raise sample.error
         if not isinstance(sample.values, Mapping):
@@ -379,7 +382,7 @@ def _by_name(values: Sequence[Value], names: Sequence[str]) -> dict[str, Value]:
 
 
 def _plain(value: Any) -> Any:
-    """A value of the wire as an array or a number; anything else as it is."""
+    """Convert a wire value to an array or a number; return anything else unchanged."""
     if isinstance(value, Tensor):
         return to_array(value)
     return value.value if isinstance(value, Scalar) else value
@@ -390,7 +393,7 @@ def _failed(sample: Sample, device: Device | None, error: EtfarmError) -> Result
 
 
 def named(error: EtfarmError, index: int, name: str) -> EtfarmError:
-    """The same error with the sample's name before it."""
+    """Return the same error with the sample's name in front."""
     own = error_of(
         error.fault, error.reason, f"{name}: {error.message}", error.remedy, kind=error.kind, stage=error.stage,
         metadata={**error.metadata, "sample": str(index), "name": name},

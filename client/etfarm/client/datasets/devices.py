@@ -1,4 +1,4 @@
-"""Step 1, client: the devices that a data set is split over. Equal ones, unless somebody says that they need not be."""
+"""Selection of the devices that a data set is split over: equal ones, unless the caller allows others."""
 
 from __future__ import annotations
 
@@ -21,31 +21,33 @@ _HERE = (DeviceState.IDLE, DeviceState.BUSY)
 
 
 class TooFewDevices(UserError):
-    """Fewer devices match than are wanted."""
+    """Fewer devices match than the caller requires."""
 
     reason = "TOO_FEW_DEVICES"
     kind = Kind.FAILED_PRECONDITION
 
 
 class DevicesDiffer(UserError):
-    """Results of devices that differ are not comparable."""
+    """Error of devices that differ, so that their results are not comparable."""
 
     reason = "DEVICES_DIFFER"
     kind = Kind.FAILED_PRECONDITION
 
 
 def choose(devices: Sequence[Device], count: int | None, selector: str = "", *, mixed: bool = False) -> list[Device]:
-    """`count` of the devices that match, all of one arch and soc; idle ones first, emulated ones last. A pure function.
+    """Choose `count` matching devices of one arch and soc; idle ones first, emulated ones last.
+
+    This is a pure function.
 
     Args:
-        devices: that match.
-        count: all that are connected when None.
-        selector: what they match, for the sentence.
-        mixed: they may differ.
+        devices: the matching devices.
+        count: number of devices; all connected ones when None.
+        selector: their selector, for the error.
+        mixed: devices may differ.
 
     Raises:
-        TooFewDevices: fewer are connected.
-        DevicesDiffer: no `count` of them, or not all, are equal.
+        TooFewDevices: fewer devices are connected.
+        DevicesDiffer: there are not `count` equal devices, or not all are equal.
     """
     here = sorted(
         (device for device in devices if device.state in _HERE),
@@ -78,14 +80,14 @@ def choose(devices: Sequence[Device], count: int | None, selector: str = "", *, 
 
 
 class Lender(Protocol):
-    """What is asked of a farm here; AsyncFarm is one."""
+    """The part of a farm that data sets use, such as an `AsyncFarm`."""
 
     async def devices(self, selector: str = "") -> list[Device]:
-        """The known devices that match."""
+        """Return the known devices that match."""
 
     @property
     def session(self) -> Callable[..., AsyncSession]:
-        """As AsyncFarm.session."""
+        """The same as `AsyncFarm.session`."""
 
 
 def dataset(
@@ -98,14 +100,15 @@ def dataset(
     labels: bool = False,
     options: Options,
 ) -> Dataset:
-    """A data set on a farm's devices, where nothing has begun yet.
+    """Create a data set on a farm's devices, without starting anything.
 
     Args:
-        devices: how many of those that `device` selects; all that are connected when None.
-        labels: what is no input is kept for a metric.
+        devices: number of devices that `device` selects; all connected ones when None.
+        labels: keep values that are not inputs for a metric.
 
     Raises:
-        UserError: `device` is no selector, or `devices` no number of them. All else where its results are asked for.
+        UserError: `device` is not a selector, or `devices` is not a valid number. Other errors are raised by
+            iterating the results.
     """
     selectors.parse(device)
     if devices is not None and devices < 1:
@@ -119,7 +122,7 @@ def dataset(
 
     async def chosen() -> list[tuple[str, str]]:
         if devices == 1:
-            # Whichever is free first.
+            # Take the device that is free first.
             return [("", device)]
         found = choose(await farm.devices(device), devices, device, mixed=options.get("mixed", False))
         return [(one.name, f"id={one.id}") for one in found]

@@ -1,7 +1,7 @@
-"""Step 1, client: who runs which sample next, and what comes out in the order of what went in, with a few under way.
+"""Dispatch of samples to devices, with a few in flight and results in the order of the source.
 
-Every sample that was taken from the source is settled once, or given back to be taken again. No sample is taken that is
-further ahead of the next result than the window: one slow device holds up the others, and never fills the memory.
+Every sample that is taken from the source is settled once, or returned to be taken again. No sample is taken that is
+further ahead of the next result than the window: one slow device blocks the others, but never fills the memory.
 """
 
 from __future__ import annotations
@@ -15,29 +15,34 @@ from etfarm.client.datasets.samples import Sample
 
 
 class Settled(Protocol):
-    """What came of a sample."""
+    """The result of a sample."""
 
     @property
     def index(self) -> int:
-        """The sample's place in the source."""
+        """The sample's index in the source."""
 
     @property
     def failed(self) -> bool:
-        """Whether there are no outputs."""
+        """Whether the sample has no outputs."""
 
 
 Result = TypeVar("Result", bound=Settled)
 
 
 class Deal(Generic[Result]):
-    """One pass over a source. Used in one event loop; only the source itself is read in a thread."""
+    """Dispatcher of the samples of one source.
+
+    It is used in one event loop; only the source is read in a thread.
+    """
 
     def __init__(self, source: Iterable[Sample], *, ready: int, window: int, keep_going: bool) -> None:
-        """Args:
-        source: of samples whose indices count from 0.
-        ready: how many samples may wait to be taken.
-        window: how far ahead of the next result a sample may be.
-        keep_going: a sample that failed does not keep those behind it from being run.
+        """Prepare to read the source.
+
+        Args:
+            source: samples with indices from 0.
+            ready: maximum number of samples that wait to be taken.
+            window: maximum distance of a sample from the next result.
+            keep_going: run the samples behind a failed one.
         """
         self._source = iter(source)
         self._ready_limit = ready
@@ -57,24 +62,24 @@ class Deal(Generic[Result]):
         self._feeding: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Starts reading the source."""
+        """Start reading the source."""
         self._feeding = asyncio.create_task(self._feed(), name="data set's samples")
 
     def close(self) -> None:
-        """Stops reading the source."""
+        """Stop reading the source."""
         if self._feeding is not None:
             self._feeding.cancel()
 
     @property
     def is_over(self) -> bool:
-        """Whether no sample will have to be run any more."""
+        """Whether no sample has to run any more."""
         return self._broken is not None or (self._end is not None and self._told + len(self._done) >= self._end)
 
     async def take(self, leave: Callable[[], bool] = lambda: False) -> Sample | None:
-        """The sample of the lowest index that nobody has; None when all are settled, or `leave` says so.
+        """Return the free sample with the lowest index; None when all are settled, or when `leave` returns True.
 
         Args:
-            leave: asked whenever something has changed.
+            leave: called after every change.
         """
         async with self._changed:
             while not (self.is_over or leave()):
@@ -86,7 +91,7 @@ class Deal(Generic[Result]):
             return None
 
     async def give_back(self, *samples: Sample) -> None:
-        """What was taken is to be run by somebody else, or later."""
+        """Return samples that were taken, so that they run elsewhere or later."""
         async with self._changed:
             for sample in samples:
                 if self._end is None or sample.index < self._end:
@@ -94,7 +99,7 @@ class Deal(Generic[Result]):
             self._changed.notify_all()
 
     async def settle(self, result: Result) -> None:
-        """What came of a sample that was taken."""
+        """Record the result of a sample that was taken."""
         async with self._changed:
             if self._end is None or result.index < self._end:
                 self._done[result.index] = result
@@ -103,21 +108,21 @@ class Deal(Generic[Result]):
             self._changed.notify_all()
 
     async def wake(self) -> None:
-        """Lets those who wait in `take` ask whether to leave."""
+        """Wake the callers of `take`, so that they call `leave`."""
         async with self._changed:
             self._changed.notify_all()
 
     async def abort(self, error: BaseException) -> None:
-        """Nobody is left to run samples: `results` raises it after what is done."""
+        """Stop because no device is left to run samples: `results` raises the error after the finished samples."""
         async with self._changed:
             self._broken = self._broken or error
             self._changed.notify_all()
 
     async def results(self) -> AsyncGenerator[Result, None]:
-        """What came of the samples, in their order; a failed one is the last unless the deal keeps going.
+        """Yield the results of the samples in order; a failed sample is the last one unless `keep_going` is set.
 
         Raises:
-            BaseException: what the source raised, or `abort` was told; after the results before it.
+            BaseException: the error of the source or of `abort`, after the results before it.
         """
         while True:
             async with self._changed:
@@ -134,7 +139,7 @@ class Deal(Generic[Result]):
             raise self._source_error
 
     def _stop_after(self, index: int) -> None:
-        """No result behind `index` is wanted."""
+        """Skip the samples after `index`."""
         self._end = min(self._end, index + 1) if self._end is not None else index + 1
         self._ready = [(place, sample) for place, sample in self._ready if place < self._end]
         heapq.heapify(self._ready)

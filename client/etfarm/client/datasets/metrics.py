@@ -1,11 +1,12 @@
-"""Step 1, client: a user's metric over a data set: a function of one sample's inputs, outputs and labels.
+"""A user's metric over a data set: a function of one sample's inputs, outputs and labels.
 
     def distance(inputs, outputs, index, labels):
         return float(abs(outputs["0"] - labels["wanted"]).mean())
 
-`inputs`, `outputs` and `labels` are dicts of arrays by name (by place, as text, where the program names nothing); labels are
-what the sample's file holds beside the inputs. It gives a number, or a dict of numbers by name.
-A metric is named `file.py:function`, `package.module:function`, or by the name of an entry point in the group `etfarm.metrics`.
+`inputs`, `outputs` and `labels` are dicts of arrays by name (by position as text if the program has no names);
+labels are the other arrays in the sample's file. A metric returns a number, or a dict of numbers by name.
+A metric is named `file.py:function`, `package.module:function`, or by the name of an entry point in the group
+`etfarm.metrics`.
 """
 
 from __future__ import annotations
@@ -29,37 +30,37 @@ if TYPE_CHECKING:
 GROUP: Final = "etfarm.metrics"
 
 Function = Callable[..., Any]
-"""Of (inputs, outputs, index, labels), by these names."""
+"""Function of (inputs, outputs, index, labels), with these parameter names."""
 
 
 class MetricNotFound(UserError):
-    """There is no metric of the name."""
+    """No metric has the name."""
 
     reason = "METRIC_NOT_FOUND"
     kind = Kind.NOT_FOUND
 
 
 class MetricFailed(UserError):
-    """A metric raised, or gave something that is no number."""
+    """A metric raised, or returned something other than numbers."""
 
     reason = "METRIC_FAILED"
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric, found and loaded."""
+    """A loaded metric."""
 
     name: str
-    """What its number is called where it gives one without a name."""
+    """Name of its number if it returns one without a name."""
     function: Function = field(repr=False)
 
     def __call__(
         self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], index: int, labels: Mapping[str, Any]
     ) -> dict[str, float]:
-        """Its numbers for one sample.
+        """Return the metric's numbers for one sample.
 
         Raises:
-            MetricFailed: it raised, or gave something else.
+            MetricFailed: it raised, or returned something else.
         """
         try:
             given = self.function(inputs=inputs, outputs=outputs, index=index, labels=labels)
@@ -77,7 +78,7 @@ class Metric:
 
     def _number(self, name: object, value: Any) -> float:
         try:
-            # Also what numpy and torch have in no dims.
+            # This includes numpy and torch values without dims.
             return float(value)
         except (TypeError, ValueError):
             raise MetricFailed(
@@ -89,27 +90,27 @@ class Metric:
 
 @dataclass
 class Mean:
-    """Of a metric's numbers."""
+    """The running mean of a metric's numbers."""
 
     count: int = 0
     total: float = 0.0
 
     def add(self, value: float) -> None:
-        """One more number."""
+        """Add a number."""
         self.count += 1
         self.total += value
 
     @property
     def value(self) -> float:
-        """The mean; nan of none."""
+        """The mean; nan without numbers."""
         return self.total / self.count if self.count else math.nan
 
 
 def top1(inputs: Mapping[str, Any], outputs: Mapping[str, Any], index: int, labels: Mapping[str, Any]) -> float:
-    """The share of a sample's classifications that are right: argmax over the first output's last axis, and `label`.
+    """Return the fraction of a sample's classifications that are right: argmax over the first output's last axis, and `label`.
 
     Raises:
-        MetricFailed: there is no `label`, or it has another number of entries.
+        MetricFailed: `label` is missing, or has another number of entries.
     """
     import numpy as np
 
@@ -132,10 +133,12 @@ BUILT_IN: Final[Mapping[str, Function]] = {"top1": top1}
 
 
 def find(text: str) -> Metric:
-    """The metric that `text` names; a user's own is imported, with its folder or the working folder on sys.path.
+    """Return the metric that `text` names.
+
+    A user's own metric is imported, with its folder or the working folder on sys.path.
 
     Raises:
-        MetricNotFound: there is no such file, module, function or entry point.
+        MetricNotFound: the file, module, function or entry point does not exist.
         MetricFailed: importing it raised.
     """
     where, colon, name = text.rpartition(":")
@@ -173,7 +176,7 @@ def _callable(text: str, found: Any) -> Function:
 
 @contextmanager
 def _users_code(where: str) -> Iterator[None]:
-    """Turns what a user's import raises into one sentence."""
+    """Convert any exception of a user's import to one sentence."""
     try:
         yield
     except EtfarmError:

@@ -1,4 +1,4 @@
-"""Step 1, client: a data set's outputs on disk: a folder with an .npz a sample, or all stacked along axis 0 of one .npz."""
+"""A data set's outputs on disk: a folder with an .npz per sample, or all stacked along axis 0 of one .npz."""
 
 from __future__ import annotations
 
@@ -22,41 +22,43 @@ if TYPE_CHECKING:
     from etfarm.client.sessions.calls import Outputs
 
 INDEX: Final = "etfarm.index"
-"""The key that tells which sample each row is of; there only where samples failed, and rows are not the inputs'."""
+"""Key with the sample index of each row; present only if samples failed, so that rows and inputs differ."""
 
 _COPY_BYTES: Final = 1 << 20
 
 
 class OutputsDiffer(UserError):
-    """Outputs of several samples have several shapes, and do not stack."""
+    """Error of samples whose outputs differ in shape, so that they cannot be stacked."""
 
     reason = "OUTPUTS_DIFFER"
 
 
 class Sink(Protocol):
-    """Takes the outputs of samples, in order."""
+    """Destination of the outputs of samples, which are added in order."""
 
     def add(self, index: int, name: str, outputs: Outputs) -> None:
-        """One sample's.
+        """Add one sample's outputs.
 
         Args:
-            name: of the sample's own file, or what else it is called.
+            name: name of the sample's file, or its other name.
 
         Raises:
-            OutputsDiffer: they do not stack on those before.
+            OutputsDiffer: their shape differs from the outputs before.
             OutputFileUnwritable: the disk is full, or the file may not be written.
         """
 
     def close(self) -> int:
-        """Writes what was added, where that is not done; how many samples there are."""
+        """Write the remaining outputs and return the number of samples."""
 
 
 class Folder:
-    """A file a sample, called as the sample's own; those of a batch `000000.npz`, `000001.npz`, ..."""
+    """A folder with a file per sample, named like the sample's own; `000000.npz`, `000001.npz`, ... for a batch."""
 
     def __init__(self, folder: Path) -> None:
-        """Args:
-        folder: made where it is not there.
+        """Use a folder.
+
+        Args:
+            folder: created if it does not exist.
         """
         self._folder = folder
         self._count = 0
@@ -78,11 +80,16 @@ class Folder:
 
 
 class Stack:
-    """One .npz. Rows are collected in files without a name beside it, so that nothing holds them all."""
+    """One .npz file.
+
+    Rows are collected in unnamed files beside it, so that they are never all in memory.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Args:
-        path: replaced at `close`, as a whole; untouched where nothing was added.
+        """Prepare to write a file.
+
+        Args:
+            path: replaced as a whole at `close`; unchanged if nothing was added.
         """
         self._path = path
         self._files = ExitStack()
@@ -94,7 +101,7 @@ class Stack:
         """See Sink."""
         values = [value_of(key, value) for key, value in zip(outputs.names, outputs, strict=True)]
         arrays = dict(npz.entries({"": values}, {"": outputs.names}))
-        # A Python number is an entry of the stack, and not one that all samples share.
+        # A Python number is an entry of the stack, not a scalar that all samples share.
         told = {key: base for key in arrays if (base := npz.told_of(key, arrays)) is not None}
         scalars = {base for key, base in told.items() if str(arrays[key]) == "scalar"}
         single = {key: arrays[key] for key, base in told.items() if base not in scalars}
@@ -142,7 +149,7 @@ class Stack:
         self._single = single
         for key, array in rows.items():
             try:
-                # Closed with the stack of files, at the end.
+                # The stack of files closes it at the end.
                 file = self._files.enter_context(tempfile.TemporaryFile(dir=self._path.parent))  # noqa: SIM115
             except OSError as error:
                 raise _unwritable(self._path, error) from None
@@ -161,7 +168,7 @@ class Stack:
 
 
 class _Rows:
-    """One output's entries."""
+    """The rows of one output."""
 
     def __init__(self, shape: Sequence[int], dtype: np.dtype[Any], file: IO[bytes]) -> None:
         self.shape = tuple(shape)
@@ -169,7 +176,7 @@ class _Rows:
         self.file = file
 
     def header(self, count: int) -> dict[str, Any]:
-        """Of an .npy with so many entries."""
+        """Return the .npy header for `count` rows."""
         import numpy as np
 
         return {
@@ -178,7 +185,7 @@ class _Rows:
 
 
 def open_sink(path: Path) -> Sink:
-    """`X.npz` is a stack, anything else a folder."""
+    """Return a stack for `X.npz`, and a folder for any other path."""
     return Stack(path) if path.suffix.lower() == ".npz" and not path.is_dir() else Folder(path)
 
 

@@ -1,6 +1,6 @@
-"""Step 1, client: a data set's samples, one at a time: a folder of .npz, a batch in one .npz, or what a program gives.
+"""A data set's samples, one at a time: a folder of .npz files, a batch in one .npz, or an iterable.
 
-Nothing here holds more than one sample: a batch is read row by row from the archive, whatever its size.
+Only one sample is in memory: a batch is read row by row from the archive, whatever its size.
 """
 
 from __future__ import annotations
@@ -26,45 +26,47 @@ _DAMAGE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.err
 
 
 class NoSamples(UserError):
-    """A data set is empty."""
+    """The data set is empty."""
 
     reason = "NO_SAMPLES"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One set of inputs, and what came with them."""
+    """One set of inputs with its labels."""
 
     index: int
     name: str
-    """What errors call it: its file, its place in a batch, or `sample 7`."""
+    """The sample's name in errors: its file, its index in a batch, or `sample 7`."""
     values: Mapping[str, Any] | Sequence[Any] = field(default=(), repr=False)
-    """Arrays, numbers or values of the wire by key, or in flattened order."""
+    """Arrays, numbers or wire values by key, or in flattened order."""
     error: EtfarmError | None = None
-    """Why it could not be read."""
+    """Why the sample could not be read; None if it could."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that is there, and has not been read."""
+    """A data set that exists and has not been read."""
 
     samples: Iterable[Sample]
-    """To be iterated once."""
+    """The samples, to be iterated once."""
     count: int
 
 
 def given(inputs: Iterable[Any]) -> Iterator[Sample]:
-    """The samples of an iterable, each a mapping of arrays by name, a sequence of arrays in order, or one array alone."""
+    """Yield the samples of an iterable, each a mapping of arrays by name, a sequence of arrays in order, or one array."""
     for index, values in enumerate(inputs):
         whole = isinstance(values, Mapping | list | tuple)
         yield Sample(index, f"sample {index}", values if whole else (values,))
 
 
 def of_folder(folder: Path) -> Source:
-    """Each .npz of a folder, by file name. One that cannot be read is a sample with an error.
+    """Return each .npz of a folder as a sample, sorted by file name.
+
+    An unreadable file is a sample with an error.
 
     Raises:
-        InputFileUnreadable: there is none.
+        InputFileUnreadable: the folder has no .npz file.
     """
     files = sorted(folder.glob("*.npz"))
     if not files:
@@ -81,11 +83,14 @@ def _of_file(index: int, file: Path) -> Sample:
 
 
 def of_batch(path: Path) -> Source:
-    """Each index of axis 0 of all arrays of an .npz. A Python number (`KEY.dtype` is scalar) is every sample's.
+    """Return each index of axis 0 of all arrays of an .npz as a sample.
+
+    A Python number (`KEY.dtype` is scalar) is repeated for every sample.
 
     Raises:
-        InputFileUnreadable: it is missing, cut off, no .npz, or holds Python objects or arrays in Fortran order.
-        UnsupportedInputArray: an array without an axis 0, or several lengths.
+        InputFileUnreadable: it is missing, truncated, not an .npz, or contains Python objects or arrays in Fortran
+            order.
+        UnsupportedInputArray: an array has no axis 0, or the lengths differ.
         NoSamples: axis 0 is empty.
     """
     try:
@@ -116,7 +121,7 @@ class _Column:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     shared: bool
-    """Every sample has all of it."""
+    """Whether every sample uses the whole array."""
 
 
 def _columns(path: Path, archive: zipfile.ZipFile) -> list[_Column]:
@@ -169,7 +174,7 @@ def _rows(path: Path, columns: Sequence[_Column], count: int) -> Iterator[Sample
 
 
 def _row(stream: IO[bytes], column: _Column) -> NDArray[Any]:
-    """The next index of axis 0."""
+    """Read the next index of axis 0."""
     import numpy as np
 
     shape = column.shape[1:]
@@ -181,7 +186,10 @@ def _row(stream: IO[bytes], column: _Column) -> NDArray[Any]:
 
 
 def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, Fortran order and dtype of the .npy that begins here; the stream is at its first element afterwards."""
+    """Read the shape, Fortran order and dtype of the .npy at the stream's position.
+
+    The stream is then at the first element.
+    """
     import numpy as np
 
     version = np.lib.format.read_magic(stream)
@@ -193,7 +201,10 @@ def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def _values(path: Path, arrays: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, Any]]:
-    """Keys with values of the wire; what no program takes, such as text, stays an array: it may be a label."""
+    """Yield keys with wire values.
+
+    Values that no program takes, such as text, stay arrays: they may be labels.
+    """
     for key, array in arrays.items():
         if npz.told_of(key, arrays) is not None:
             continue
@@ -201,7 +212,7 @@ def _values(path: Path, arrays: Mapping[str, NDArray[Any]]) -> Iterator[tuple[st
         if said is None and array.dtype.name not in ITEM_BYTES:
             yield key, array
             continue
-        # How it lies in memory is the program's to say, whatever `.dim_order` tells.
+        # The program determines the memory layout, whatever `.dim_order` says.
         yield key, npz.value_of_entry(path, key, key, array, said)
 
 

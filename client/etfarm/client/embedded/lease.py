@@ -1,12 +1,12 @@
-"""Steps 1 and 10, client: the embedded farm, a server and an agent of this user that live while commands use them.
+"""The embedded farm: a server and an agent of this user that run while commands use them.
 
-A supervisor process owns both. Each command holds a connection to the supervisor's unix socket for its life, whatever way
-that life ends; when the last connection closes, the supervisor stops both, removes the socket and leaves. Everything that
-dies closes something that somebody reads: a command its connection, the supervisor its children's stdin.
+A supervisor process owns both. Each command holds a connection to the supervisor's unix socket for its lifetime, however
+it ends. When the last connection closes, the supervisor stops both children, removes the socket and exits. Every process
+that dies closes a stream that another process reads: a command its connection, the supervisor its children's stdin.
 
-Two locks: `lock` is held for the moment of joining, and by the supervisor for the moment in which it stops answering, so
-that nobody joins a farm that is leaving. `running` is held by the supervisor and, inherited, by its children: a new farm
-starts only when all of the one before are gone.
+There are two locks. `lock` is held while a command joins, and by the supervisor while it stops answering, so that no
+command joins a farm that is about to exit. `running` is held by the supervisor and, inherited, by its children: a new
+farm starts only after all processes of the previous one are gone.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from etfarm.wire import names
 from etfarm.wire.channel import token_file_of
 
 LONGEST_SOCKET_PATH = 100
-"""Bytes of a unix socket's path; Linux takes 107, macOS 103."""
+"""Maximum length in bytes of a unix socket's path; Linux allows 107, macOS 103."""
 
 LEAVE_TIMEOUT_S = 8.0
-"""How long the last command waits for the farm to be gone; its children are killed after 5 s."""
+"""Seconds that the last command waits for the farm to exit; its children are killed after 5 s."""
 
 REAP_TIMEOUT_S = 1.0
-"""Between a supervisor's last word and its end there are milliseconds."""
+"""Seconds to wait for a supervisor that has closed its connection; it exits within milliseconds."""
 
 _TRIES = 5
 
@@ -45,21 +45,21 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Place:
-    """Where an embedded farm keeps its things: one per data folder."""
+    """The files of an embedded farm; each data folder has one farm."""
 
     data: Path
-    """Private (mode 0700)."""
+    """The data folder; private (mode 0700)."""
 
     @classmethod
     def of_user(cls) -> Place:
-        """The farm of this user's data folder."""
+        """Return the place in this user's data folder."""
         return cls(names.data_folder() / "farm")
 
     def make(self) -> None:
-        """Makes its folders, private ones.
+        """Create the private folders.
 
         Raises:
-            EmbeddedFarmFailed: a folder cannot be made, or is somebody else's.
+            EmbeddedFarmFailed: a folder cannot be created, or another user owns it.
         """
         for folder in (self.data, self.sockets, self.held_jobs):
             try:
@@ -84,34 +84,36 @@ class Place:
 
     @property
     def supervisor_socket(self) -> Path:
-        """Where commands join."""
+        """Path of the socket that commands join through."""
         return self.sockets / "supervisor.sock"
 
     @property
     def server_socket(self) -> Path:
-        """Where the server listens."""
+        """Path of the socket that the server listens on."""
         return self.sockets / "server.sock"
 
     @property
     def token_file(self) -> Path:
-        """The file with the secret that the server asks every caller for; reaching the socket is not enough."""
+        """File with the secret that the server requires of every caller; access to the socket does not suffice."""
         return token_file_of(self.server_socket)
 
     @property
     def held_jobs(self) -> Path:
-        """A folder with an empty file for each job that goes with its command."""
+        """Folder with an empty file for each job that ends with its command."""
         return self.data / "held"
 
     @property
     def address_file(self) -> Path:
-        """Holds the server's address while it runs."""
+        """File with the server's address while it runs."""
         return self.data / "address"
 
     def lock(self, name: str, *, wait: bool = True) -> int:
-        """Waits for the lock file `name`. Closing the descriptor, and all that inherited it, gives it back.
+        """Acquire the lock file `name` and return its descriptor.
+
+        Closing the descriptor and all inherited copies releases the lock.
 
         Raises:
-            BlockingIOError: it is held by another, and not to be waited for.
+            BlockingIOError: another process holds it, and `wait` is False.
         """
         fd = os.open(self.data / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -123,12 +125,15 @@ class Place:
 
 
 class Lease:
-    """A hold on the embedded farm. While one is held, the farm stays."""
+    """A lease on the embedded farm.
+
+    The farm runs while a lease is held.
+    """
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str, lasting: bool, data: Path
     ) -> None:
-        """Made by `join`."""
+        """Wrap a connection to the supervisor; `join` creates instances."""
         self.address = address
         self.lasting = lasting
         """Whether `etfarm up` keeps the farm, so that jobs may go on without this command."""
@@ -139,21 +144,24 @@ class Lease:
         self._ended = asyncio.create_task(self._read_on(), name="hold on the embedded farm")
 
     async def lost(self) -> None:
-        """Waits for as long as the farm runs.
+        """Wait until the farm ends.
 
         Raises:
-            EmbeddedFarmFailed: it ended although this lease is held.
+            EmbeddedFarmFailed: the farm ended although this lease is held.
         """
         why = await asyncio.shield(self._ended)
         if not self._leaving:
             raise EmbeddedFarmFailed(why or "The embedded farm ended.", f"Its logs are in {self.data}.", folder=self.data)
 
     def hold_job(self, job_id: str) -> None:
-        """Says that a job is this command's: if it dies, the job is cancelled, at the latest when a farm starts again."""
+        """Tie a job to this command.
+
+        If the command dies, the job is cancelled, at the latest when a farm starts again.
+        """
         self._say(job=job_id)
 
     def release_job(self, job_id: str) -> None:
-        """Says that a job is done with."""
+        """Release a job that is finished."""
         self._say(done=job_id)
 
     def _say(self, **said: str) -> None:
@@ -161,7 +169,7 @@ class Lease:
             self._writer.write(json.dumps(said).encode() + b"\n")
 
     async def leave(self) -> None:
-        """Gives the lease back; the last one's waits until the farm is gone."""
+        """Release the lease; the last one waits until the farm is gone."""
         self._leaving = True
         try:
             if not self._ended.done() and self._writer.can_write_eof():
@@ -181,20 +189,22 @@ class Lease:
                 if error := said.get("error"):
                     return str(error)
         except (OSError, ValueError):
-            return ""  # cut off in the middle: the farm is gone, which is what we wait to hear
+            return ""  # cut off in the middle: the farm is gone, which ends the wait
         return ""
 
 
 async def join(*, place: Place | None = None, kind: str = "command", on_status: Say | None = None) -> Lease:
-    """A hold on the embedded farm, which is started if it does not run; its server and agent answer then.
+    """Take a lease on the embedded farm and start it if it does not run.
+
+    Its server and agent answer when this returns.
 
     Args:
-        place: where the farm is; the user's when None.
-        kind: `command`, or `up` for one that stays.
-        on_status: told in one sentence what starting waits for.
+        place: the farm's files; those of the user when None.
+        kind: `command`, or `up` for one that keeps the farm running.
+        on_status: called with one sentence about what the start waits for.
 
     Raises:
-        EmbeddedFarmFailed: it did not start.
+        EmbeddedFarmFailed: the farm did not start.
     """
     place = place or Place.of_user()
     place.make()
@@ -207,7 +217,7 @@ async def join(*, place: Place | None = None, kind: str = "command", on_status: 
 
 
 async def is_lasting(place: Place | None = None) -> bool:
-    """Whether an embedded farm runs that `etfarm up` keeps."""
+    """Return whether `etfarm up` keeps an embedded farm running."""
     place = place or Place.of_user()
     connection = socket.socket(socket.AF_UNIX)
     try:
@@ -223,7 +233,7 @@ async def is_lasting(place: Place | None = None) -> bool:
 
 
 async def _hold(connection: socket.socket, place: Place, kind: str, on_status: Say | None) -> Lease | None:
-    """A lease over a connection once the farm answers; None when the farm left before."""
+    """Return a lease on a connection once the farm answers; None if the farm exited before."""
     reader, writer = await asyncio.open_connection(sock=connection)
     try:
         writer.write(json.dumps({"kind": kind, "pid": os.getpid()}).encode() + b"\n")
@@ -246,19 +256,19 @@ async def _hold(connection: socket.socket, place: Place, kind: str, on_status: S
 
 
 def _connect(place: Place) -> socket.socket:
-    """A connection to the supervisor, which is started if nobody answers.
+    """Connect to the supervisor, starting it if it does not answer.
 
-    Its listening socket is made here, under the lock: whoever comes next finds it, and nobody waits for it to appear.
+    Its listening socket is created here, under the lock, so that the next command can connect to it at once.
     """
     path = place.supervisor_socket
     lock = place.lock("lock")
     try:
-        place.make()  # the farm that left may have taken the sockets' folder along
+        place.make()  # the farm that exited may have removed the sockets' folder
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(str(path))
             return connection
-        except OSError:  # nobody listens; what lies there was left by one that was killed
+        except OSError:  # no listener: the socket was left by a killed process
             path.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
@@ -272,7 +282,7 @@ def _connect(place: Place) -> socket.socket:
 
 
 _spawned: list[subprocess.Popen[bytes]] = []
-"""Supervisors that this process started; kept so that they are waited for when they have ended."""
+"""Supervisors that this process started; kept so that their exit codes can be collected."""
 
 
 def _spawn(place: Place, listener: int) -> None:
@@ -283,7 +293,7 @@ def _spawn(place: Place, listener: int) -> None:
     }
     with (place.data / "supervisor.log").open("ab") as log:
         process = subprocess.Popen(
-            # -P: the user's working folder must not shadow modules.
+            # -P: modules in the user's working folder must not shadow others.
             [sys.executable, "-P", "-m", "etfarm.client.embedded.supervisor", str(place.data.resolve()), str(listener)],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -297,7 +307,7 @@ def _spawn(place: Place, listener: int) -> None:
 
 
 def _reap() -> None:
-    """Waits for the supervisors that this process started and that are ending, so that no zombie is left."""
+    """Collect the exit codes of supervisors that this process started, so that no zombie is left."""
     for process in list(_spawned):
         try:
             process.wait(REAP_TIMEOUT_S)

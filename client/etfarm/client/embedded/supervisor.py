@@ -1,4 +1,4 @@
-"""Steps 1 and 10, client: the process that owns an embedded farm; see etfarm.client.embedded.lease for its rules.
+"""The process that owns an embedded farm; see etfarm.client.embedded.lease for its rules.
 
 Run as `python -m etfarm.client.embedded.supervisor DATA LISTENER`, the descriptor of a listening unix socket. To each
 connection it writes JSON lines: {"status": ...} while it starts, then {"address": ..., "lasting": ...}, or {"error": ...}.
@@ -24,26 +24,29 @@ from etfarm.client.embedded.lease import Place
 from etfarm.wire.names import TOKEN_PREFIX
 
 FIRST_CONNECTION_S = 10.0
-"""The command that started this process connects at once; if it was killed before, this process leaves."""
+"""Seconds to wait for the command that started this process, which connects at once unless it was killed."""
 
 START_TIMEOUT_S = 60.0
-"""How long the server or the agent may take to say that it is there."""
+"""Seconds that the server or the agent may take to report that it is ready."""
 
 LEAVING_TIMEOUT_S = 20.0
-"""How long the farm before this one may take to be gone."""
+"""Seconds that the previous farm may take to exit."""
 
 STDIN_GRACE_S, TERMINATE_GRACE_S = 2.0, 3.0
-"""A child may end by itself so long after its stdin closed, and after SIGTERM; then it is killed."""
+"""Seconds that a child may take to exit after its stdin closes, and after SIGTERM; then it is killed."""
 
 _STRUCTURED = "timestamp="
-"""How a line of the server's own log begins: it says what went on, not why it ended."""
+"""Prefix of the lines of the server's log, which do not explain why it ended."""
 
 _OWN = re.compile(r"etfarm( \w+)?: ")
-"""How a sentence for people begins."""
+"""Prefix of the sentences that are written for users."""
 
 
 def last_words(log: str) -> str:
-    """What a program said of its end, one sentence: the last line that begins with `etfarm:`, else the last that is no log's."""
+    """Return the reason that a program printed for its end.
+
+    That is the last line that begins with `etfarm:`, else the last line that does not come from a log.
+    """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     own = [line for line in lines if _OWN.match(line)]
     others = [line for line in lines if not line.startswith(_STRUCTURED)]
@@ -56,16 +59,16 @@ class _Failed(Exception):
 
 
 class _Child:
-    """The server or the agent."""
+    """The server process or the agent process."""
 
     def __init__(self, what: str, log: Path, process: asyncio.subprocess.Process) -> None:
         self.what, self.log, self.process = what, log, process
 
     async def must_say(self, start: str) -> str:
-        """Reads its stdout up to the line that begins with `start`; the rest of that line.
+        """Read its stdout up to the line that begins with `start`, and return the rest of that line.
 
         Raises:
-            _Failed: it ended or was silent for too long.
+            _Failed: it ended, or did not print the line in time.
         """
         assert self.process.stdout is not None
         try:
@@ -79,21 +82,21 @@ class _Child:
             raise _Failed(f"The embedded farm's {self.what} did not start within {START_TIMEOUT_S:.0f} s.") from None
 
     async def ended(self) -> str:
-        """Waits for its end; a sentence about it."""
+        """Wait for its end and return a sentence about it."""
         code = await self.process.wait()
-        if code < 0:  # whatever it logged before says nothing of why
+        if code < 0:  # its earlier log lines do not explain the signal
             return f"The embedded farm's {self.what} was killed by {signal.Signals(-code).name}. Its log is {self.log}."
         said = last_words(self.log.read_text(errors="replace"))
         return f"The embedded farm's {self.what} ended with exit code {code}{f': {said}' if said else '.'} Its log is {self.log}."
 
     async def drain(self) -> None:
-        """Reads its stdout away, so that it never blocks on it."""
+        """Discard its stdout, so that it never blocks on it."""
         assert self.process.stdout is not None
         while await self.process.stdout.read(65536):
             pass
 
     async def stop(self) -> None:
-        """Ends it: by closing its stdin, then SIGTERM, then SIGKILL."""
+        """End it: close its stdin, then send SIGTERM, then SIGKILL."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         for wait_s, number in ((STDIN_GRACE_S, signal.SIGTERM), (TERMINATE_GRACE_S, signal.SIGKILL)):
@@ -110,8 +113,10 @@ class Supervisor:
     """One embedded farm from its first connection to its last."""
 
     def __init__(self, place: Place, listener: socket.socket) -> None:
-        """Args:
-        listener: bound to `place.supervisor_socket`; this object closes it.
+        """Prepare to run a farm.
+
+        Args:
+            listener: bound to `place.supervisor_socket`; this object closes it.
         """
         self._place = place
         self._listener = listener
@@ -129,7 +134,7 @@ class Supervisor:
         self._failure = ""
 
     async def run(self) -> None:
-        """Runs the farm until nobody uses it any more or it fails."""
+        """Run the farm until its last user leaves or it fails."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._listener.fileno(), self._accept)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -146,7 +151,7 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
 
     def _accept(self) -> None:
-        # Counted in the very callback that takes it off the backlog, so that `_stop_answering` misses none.
+        # Count in the callback that accepts the connection, so that `_stop_answering` misses none.
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
@@ -185,7 +190,7 @@ class Supervisor:
             self._parting.append(writer)
 
     def _hear(self, said: dict[str, str], held: set[str]) -> None:
-        """Keeps count of the jobs that go with a command, on disk too: this process may be killed like any other."""
+        """Record the jobs that end with a command, also on disk: this process may be killed like any other."""
         job = said.get("job") or said.get("done") or ""
         if not (job.isascii() and job.isalnum()):
             raise ValueError(f"no job id: {job!r}")
@@ -197,7 +202,7 @@ class Supervisor:
             (self._place.held_jobs / job).unlink(missing_ok=True)
 
     async def _cancel(self, job: str) -> None:
-        """Cancels the job of a command that died."""
+        """Cancel the job of a command that died."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "etfarm.wire.command", "jobs", "cancel", job),
             *("--server", f"unix:{self._place.server_socket}"),
@@ -207,7 +212,7 @@ class Supervisor:
             (self._place.held_jobs / job).unlink(missing_ok=True)
 
     def _let_go(self, writer: asyncio.StreamWriter) -> None:
-        """Tells one that left that the farm stays for others."""
+        """Tell a leaving command that the farm stays for others."""
         self._tell(writer, {"stays": True})
         writer.close()
 
@@ -230,7 +235,7 @@ class Supervisor:
             self._changed.set()
 
     async def _unused(self) -> None:
-        """Waits until there is no reason to go on, and has stopped answering then."""
+        """Wait until the farm is unused and has stopped answering."""
         try:
             async with asyncio.timeout(FIRST_CONNECTION_S):
                 while not self._accepted:
@@ -250,7 +255,7 @@ class Supervisor:
         self._changed.clear()
 
     async def _stop_answering(self) -> bool:
-        """Closes the door, unless somebody came through it just now."""
+        """Stop accepting connections, unless a new one just arrived."""
         lock = await asyncio.to_thread(self._place.lock, "lock")
         try:
             if not self._failure and (self._connections or select.select([self._listener], [], [], 0)[0]):
@@ -263,7 +268,7 @@ class Supervisor:
             os.close(lock)
 
     async def _serve(self) -> None:
-        """Starts the server, then the agent, and watches both."""
+        """Start the server, then the agent, and watch both."""
         place = self._place
         unix = f"unix:{place.server_socket}"
         try:
@@ -293,10 +298,10 @@ class Supervisor:
             self._fail(f"The embedded farm cannot start: {error}.")
 
     async def _alone(self) -> int:
-        """Waits until every process of the farm before this one is gone; the descriptor of the lock that tells it.
+        """Wait until every process of the previous farm is gone, and return the descriptor of the lock that shows it.
 
         Raises:
-            _Failed: they do not go.
+            _Failed: they do not exit in time.
         """
         try:
             return self._place.lock("running", wait=False)
@@ -324,7 +329,7 @@ class Supervisor:
         return child
 
     async def _stop(self) -> None:
-        """Ends both children, whatever they do, and removes what told where they were."""
+        """End both children in any case, and remove the files with their addresses."""
         starting = [task for task in self._tasks if task.get_name() == "server and agent"]
         for task in starting:
             task.cancel()
@@ -333,7 +338,7 @@ class Supervisor:
         for path in (self._place.server_socket, self._place.address_file, self._place.token_file):
             path.unlink(missing_ok=True)
         if self._place.sockets != self._place.data:
-            # Another farm of this folder may be starting already; then it holds its socket there.
+            # Another farm of this folder may already be starting, with its socket there.
             try:
                 self._place.sockets.rmdir()
             except OSError as error:
@@ -356,7 +361,7 @@ def _uid_of_peer(connection: socket.socket) -> int | None:
 
 
 def main(argv: list[str]) -> int:
-    """Runs a supervisor; see the module."""
+    """Run a supervisor; see the module."""
     os.umask(0o077)
     folder, descriptor = argv
     os.set_inheritable(int(descriptor), False)

@@ -1,4 +1,7 @@
-"""Step 10, client: two sides against each other: jobs of a farm, report files, results at hand. Files need no farm."""
+"""Comparisons of two sides: jobs of a farm, report files or results.
+
+Files need no farm.
+"""
 
 from __future__ import annotations
 
@@ -18,45 +21,50 @@ if TYPE_CHECKING:
 
 Compared = str | Path | JobResult
 """A job (id, unique prefix, tag or `latest`), a report file (x.json, or a path with a folder), or a result. A text may end in
-`#` and a cell's number from 0, a recipe or a model: `latest#1`, `base.json#xnnpack_fp32`."""
+`#` and a cell's number from 0, a recipe or a model: `latest#1`, `base.json#xnnpack_fp32`.
+"""
 
 
 class Comparison(Record):
-    """The document etfarm.comparison/1, which `etfarm.wire.comparison` describes: `comparison.pairs[0].latency.ratio`."""
+    """The document etfarm.comparison/1, which `etfarm.wire.comparison` describes.
+
+    Example: `comparison.pairs[0].latency.ratio`.
+    """
 
     def __repr__(self) -> str:
         return f"Comparison({len(self.pairs)} pairs, passed={self.passed})"
 
     @property
     def passed(self) -> bool:
-        """Whether the gate was passed; True where none was set."""
+        """Whether the gate passed; True if no gate was set."""
         return self.gate is None or bool(self.gate.passed)
 
 
 def needs_farm(*sides: Compared) -> bool:
-    """Whether one of them is a job that a farm must be asked for."""
+    """Return whether a side is a job, which requires a farm."""
     return any(isinstance(side, str) and not report_file.is_named(comparison.split_choice(side)[0]) for side in sides)
 
 
 def gate_of(texts: str | Sequence[str], *, strict: bool = False, accept_invalid: bool = False) -> Gate | None:
-    """The gate that `3%` or `["latency=3%", "size=1%"]` says; None for none.
+    """Return the gate of `3%` or `["latency=3%", "size=1%"]`; None for an empty sequence.
 
     Raises:
-        BadGate: one cannot be read.
+        BadGate: a limit cannot be parsed.
     """
     listed = [texts] if isinstance(texts, str) and texts else list(texts)
     return Gate.parse(listed, strict=strict, accept_invalid=accept_invalid)
 
 
 async def compare(stubs: Stubs | None, base: Compared, candidate: Compared, gate: Gate | None = None) -> Comparison:
-    """How the candidate compares with the base.
+    """Compare the candidate with the base.
 
     Args:
-        stubs: the farm that jobs are of; may be None where `needs_farm` says so.
+        stubs: the farm of the jobs; may be None if `needs_farm` is False.
 
     Raises:
-        BadDocument: a file is not there, or holds something else.
-        NoSuchReport, NothingToCompare: what was chosen is not there; no report of one has a counterpart in the other.
+        BadDocument: a file does not exist, or has other content.
+        NoSuchReport, NothingToCompare: no report matches the selection; no report has a counterpart on the other
+            side.
         EtfarmError: JOB_NOT_FOUND; SERVER_UNREACHABLE.
     """
     if stubs is not None and isinstance(base, str) and isinstance(candidate, str) and needs_farm(base) and needs_farm(candidate):
@@ -66,7 +74,7 @@ async def compare(stubs: Stubs | None, base: Compared, candidate: Compared, gate
 
 
 async def _on_farm(stubs: Stubs, base: str, candidate: str, gate: Gate | None) -> dict[str, object]:
-    """Two jobs are compared where they are: reports hold all samples, and a comparison a few numbers."""
+    """Compare two jobs on the server: reports contain all samples, a comparison only a few numbers."""
     from etfarm.client.transport.retry import repeat
     from etfarm.v1 import report_pb2
 

@@ -1,4 +1,7 @@
-"""Step 10, client: a model's reports over time, and what became of its latency from each to the next. Trends are pure."""
+"""A model's past reports, and the change of its latency from each to the next.
+
+`trends` is a pure function.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,16 @@ _PAGE = 500
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """One report of the past."""
+    """A past report of a model."""
 
     job: str
     """The job's id."""
     tags: tuple[str, ...]
-    """The job's tags, as they are now."""
+    """The job's current tags."""
     at: datetime
-    """When the report was made."""
+    """Time at which the report was created."""
     report: Report
-    """Without samples, operators, numeric gap and series of telemetry, which the job's own report has."""
+    """The report without samples, operators, numeric gap and telemetry series, which the job's own report has."""
 
 
 @dataclass(frozen=True)
@@ -42,54 +45,57 @@ class Point:
 
     entry: HistoryEntry
     is_comparable: bool
-    """Whether its latency is evidence: measured, and VALID."""
+    """Whether its latency is evidence: measured and VALID."""
     ratio: float | None
-    """Its median over that of the comparable point before it: 1.1 is 10 % slower. None where one of the two is none."""
+    """Its median over that of the previous comparable point: 1.1 is 10 % slower. None if either has no comparable median."""
     overlaps: bool | None
-    """Whether the intervals of the two medians overlap, so that they may be the same; None where that cannot be told."""
+    """Whether the intervals of the two medians overlap, so that they may be equal; None if unknown."""
     changes: tuple[Change, ...]
-    """What is another than at the comparable point before it; where none is, than at the last one that was measured, or that has
-    a program at least: one that failed before would hide what changed."""
+    """What differs from the previous comparable point; without one, from the last point that was measured, or that at least
+    has a program: a failed point would hide the changes.
+    """
 
     @property
     def p50_ns(self) -> float | None:
-        """The median."""
+        """The median latency in nanoseconds."""
         latency = self.entry.report["latency"]
         return None if latency is None else latency["p50_ns"]
 
     @property
     def verdict(self) -> str:
-        """VALID, INVALID or NOT_BENCHMARKABLE; the cell's state where it gave no numbers."""
+        """VALID, INVALID or NOT_BENCHMARKABLE; the cell's state if there are no numbers."""
         verdict = self.entry.report["verdict"]
         return str(verdict["status"] if verdict else self.entry.report["state"])
 
     @property
     def sqnr_db(self) -> float | None:
-        """The signal to noise ratio of the worst output against the program before quantization; 300 is exact. None where that
-        reference is missing, whatever the report has of another."""
+        """The signal-to-noise ratio in dB of the worst output against the program before quantization.
+
+        300 means equal. None without that reference, whatever other references the report has.
+        """
         known = (row["sqnr_db"] for row in self.entry.report["accuracy"] or () if row["reference"] == REFERENCES["EAGER"])
         return min((value for value in known if value is not None), default=None)
 
     @property
     def size_bytes(self) -> int | None:
-        """The program's size with its data."""
+        """The size of the program and its data, in bytes."""
         compiled = self.entry.report["compile"]
         return compiled["program"]["size_bytes"] if compiled and compiled["program"] else None
 
 
 @dataclass(frozen=True)
 class Series:
-    """Reports that can be compared over time: of one model, recipe, device, method and thread count."""
+    """Reports that are comparable over time: of one model, recipe, device, method and thread count."""
 
     model: str
     recipe: str | None
     device: str | None
-    """The device's id; None of what was only compiled, or was never placed."""
+    """The device's id; None if the cell was only compiled or never placed."""
     device_name: str | None
     method: str | None
     threads: int | None
     points: tuple[Point, ...]
-    """Oldest first."""
+    """The points, oldest first."""
 
 
 async def fetch(
@@ -102,7 +108,7 @@ async def fetch(
     threads: int | None = None,
     limit: int = 50,
 ) -> list[HistoryEntry]:
-    """As AsyncFarm.history."""
+    """See `AsyncFarm.history`."""
     selectors.parse(device)
     entries: list[HistoryEntry] = []
     if limit <= 0:
@@ -119,8 +125,11 @@ async def fetch(
 
 
 def trends(entries: Sequence[HistoryEntry]) -> tuple[Series, ...]:
-    """The series that reports make, that with the newest report first; entries come newest first, as `AsyncFarm.history` gives
-    them. A point that is not comparable, an INVALID one for example, is not compared, and the next is not with it."""
+    """Group reports into series; the series with the newest report comes first.
+
+    Entries come newest first, as `AsyncFarm.history` returns them. Points that are not comparable, such as INVALID
+    ones, are compared neither with their predecessor nor with their successor.
+    """
     of_series: dict[tuple[object, ...], list[HistoryEntry]] = {}
     for entry in entries:
         report = entry.report
@@ -131,8 +140,10 @@ def trends(entries: Sequence[HistoryEntry]) -> tuple[Series, ...]:
 
 
 def document(model: str, entries: Sequence[HistoryEntry], error: EtfarmError | None) -> dict[str, Any]:
-    """What `etfarm history --json` holds, schema etfarm.history/1: {schema, model, series, error}; null where something is not
-    known, as in etfarm.report/1."""
+    """Return the document etfarm.history/1 of `etfarm history --json`: {schema, model, series, error}.
+
+    Unknown values are null, as in etfarm.report/1.
+    """
     return {
         "schema": SCHEMA,
         "model": model,
@@ -164,12 +175,12 @@ def _series(entries: Sequence[HistoryEntry]) -> Series:
 
 
 def _base(before: Sequence[Point]) -> Point | None:
-    """What the next point is compared with: the latest of those that tell most."""
+    """Return the point that the next point is compared with: the latest of those with the most data."""
     return max(reversed(before), key=_tells, default=None)
 
 
 def _tells(point: Point) -> int:
-    """How much of a point can be compared: of one that failed to compile, no program; of one that failed to run, no numbers."""
+    """Return a rank of a point's comparable data: no program after a failed compile, no numbers after a failed run."""
     if point.is_comparable:
         return 3
     if point.p50_ns is not None:

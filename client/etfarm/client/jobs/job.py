@@ -1,4 +1,4 @@
-"""Step 10, client: a submitted job: watched over broken streams, cancelled, and turned into its result."""
+"""A submitted job: watching it across broken streams, cancelling it, and reading its result."""
 
 from __future__ import annotations
 
@@ -24,24 +24,27 @@ if TYPE_CHECKING:
 
 
 class CellNotFound(UserError):
-    """The job has no cell of that index."""
+    """The job has no cell with that index."""
 
     reason = "CELL_NOT_FOUND"
     kind = Kind.NOT_FOUND
 
 
 class NothingThere(FarmError):
-    """A cell that succeeded, or has not yet, lacks what was asked for."""
+    """A cell lacks the requested result although it succeeded, or has not finished yet."""
 
     reason = "NOT_PRODUCED"
     kind = Kind.NOT_FOUND
 
 
 class AsyncJob:
-    """A job on the farm. It goes on whether or not anybody watches."""
+    """A job on the farm.
+
+    It continues whether or not a client watches it.
+    """
 
     def __init__(self, stubs: Stubs, job: job_pb2.Job) -> None:
-        """Made by AsyncFarm."""
+        """Wrap a job message; `AsyncFarm` creates instances."""
         self._stubs = stubs
         self._job = job
 
@@ -55,16 +58,16 @@ class AsyncJob:
 
     @property
     def state(self) -> JobState:
-        """The job's state as it was last heard of."""
+        """The job's state as last read from the server."""
         return decode.job_state(self._job.state)
 
     @property
     def info(self) -> JobInfo:
-        """The job as it was last heard of, with its cells."""
+        """The job and its cells as last read from the server."""
         return decode.job(self._job)
 
     async def refresh(self) -> JobInfo:
-        """Asks the server how the job is now.
+        """Read the job's current state from the server.
 
         Raises:
             EtfarmError: JOB_NOT_FOUND; SERVER_UNREACHABLE.
@@ -74,12 +77,14 @@ class AsyncJob:
         return self.info
 
     async def watch(self, after: int = 0) -> AsyncIterator[Event]:
-        """What happened after the sequence `after`, then what happens, until the job is terminal.
+        """Yield the events after the sequence number `after`, then new events until the job's state is final.
+
+        A broken stream is resumed after the last sequence number: each journaled event is yielded exactly once.
 
         A stream that breaks is taken up again after the last sequence: no journaled event is lost or comes twice.
 
         Raises:
-            EtfarmError: SEQUENCE_UNKNOWN; SERVER_UNREACHABLE when the server stayed away.
+            EtfarmError: SEQUENCE_UNKNOWN; SERVER_UNREACHABLE if the server does not come back.
         """
         backoff = Backoff()
         while True:
@@ -100,7 +105,7 @@ class AsyncJob:
                     raise from_rpc_error(error, server=self._stubs.server) from None
 
     async def wait(self) -> JobState:
-        """Waits until the job is terminal; its state then.
+        """Wait until the job's state is final and return it.
 
         Raises:
             EtfarmError: as `watch`.
@@ -112,7 +117,7 @@ class AsyncJob:
         return self.state
 
     async def result(self) -> JobResult:
-        """Waits until the job is terminal, then its reports, those of failed cells too.
+        """Wait until the job's state is final and return its reports, including those of failed cells.
 
         Raises:
             EtfarmError: as `watch`. A failed cell raises only on `JobResult.report`.
@@ -121,19 +126,19 @@ class AsyncJob:
         return JobResult(await self.document())
 
     async def document(self, error: EtfarmError | None = None) -> dict[str, Any]:
-        """The document etfarm.report/1 as it is now: without the reports of cells that are still live.
+        """Return the current document etfarm.report/1, without the reports of unfinished cells.
 
         Args:
-            error: what kept the caller from finishing.
+            error: the error that ended the caller.
         """
         return report.document(self._job, await self._reports(), error)
 
     def document_without_reports(self, error: EtfarmError | None) -> dict[str, Any]:
-        """The document etfarm.report/1 where the server cannot be asked any more."""
+        """Return the document etfarm.report/1 when the server cannot be reached any more."""
         return report.document(self._job, (), error)
 
     async def cancel(self) -> JobState:
-        """Ends what is live; the job's state once all cells are terminal.
+        """Cancel the unfinished cells and return the job's state once all cells are final.
 
         Raises:
             EtfarmError: NOT_YOURS; SERVER_UNREACHABLE.
@@ -143,13 +148,15 @@ class AsyncJob:
         return self.state
 
     async def logs(self, *, cell: int | None = None, follow: bool = False) -> AsyncIterator[LogLine]:
-        """What compilers and runners printed, in order of arrival; with `follow` until the job is terminal.
+        """Yield the lines that compilers and runners printed, in order of arrival.
+
+        With `follow`, continue until the job's state is final.
 
         Args:
-            cell: the index of one cell, whose lines alone are given.
+            cell: index of the only cell to return lines of.
 
         Raises:
-            CellNotFound: there is no such cell.
+            CellNotFound: the cell does not exist.
             EtfarmError: SERVER_UNREACHABLE.
         """
         cell_id = self._cell(cell).id if cell is not None else ""
@@ -168,23 +175,25 @@ class AsyncJob:
                     raise from_rpc_error(error, server=self._stubs.server) from None
 
     async def outputs(self, cell: int = 0) -> list[tensors.Value]:
-        """What a cell's program gave, in flattened order. `etfarm.wire.tensors.to_array` makes arrays of tensors.
+        """Return the outputs of a cell's program in flattened order.
+
+        `etfarm.wire.tensors.to_array` converts tensors to arrays.
 
         Raises:
-            EtfarmError: the cell failed: its own error.
-            CellNotFound, NothingThere: there is no such cell, or it gave nothing.
+            EtfarmError: the cell failed; this is the cell's error.
+            CellNotFound, NothingThere: the cell does not exist, or has no outputs.
         """
         artifact = self._produced(cell, "outputs")
         return tensors.decode(await transfers.download_bytes(self._stubs.artifacts, artifact, server=self._stubs.server))
 
     async def save_program(self, path: Path, cell: int = 0, *, on_progress: transfers.Moved | None = None) -> list[Path]:
-        """Writes a cell's .pte to `path`, and its named data files beside it under the names that the program knows.
+        """Write a cell's .pte to `path`, and its named data files beside it under the names that the program refers to.
 
-        Gives the files that were written, `path` first.
+        Return the written files, `path` first.
 
         Raises:
-            EtfarmError: the cell failed: its own error.
-            CellNotFound, NothingThere, OutputUnwritable: there is no such cell or program, or a file cannot be written.
+            EtfarmError: the cell failed; this is the cell's error.
+            CellNotFound, NothingThere, OutputUnwritable: the cell or program does not exist, or a file cannot be written.
         """
         program = self._produced(cell, "program")
         await transfers.download_file(
@@ -198,36 +207,38 @@ class AsyncJob:
         return written
 
     async def save_exported_programs(self, path: Path, cell: int = 0) -> list[Path]:
-        """Writes each method's exported program as it was lowered: to `path`, or of several methods to `x.METHOD.pt2`.
+        """Write each method's exported program as it was lowered.
 
-        Gives the files that were written, by method.
+        The file is `path`; with several methods, `x.METHOD.pt2` for each.
+
+        Return the written files, by method.
 
         Raises:
-            EtfarmError: the cell failed: its own error.
-            CellNotFound, NothingThere, OutputUnwritable: there is no such cell or program, or a file cannot be written.
+            EtfarmError: the cell failed; this is the cell's error.
+            CellNotFound, NothingThere, OutputUnwritable: the cell or program does not exist, or a file cannot be written.
         """
         programs = await self._files(cell, "exported_programs")
         files = {name: path if len(programs) == 1 else method_file(path, name) for name in programs}
         return await self._download(programs, files)
 
     async def stage_files(self, cell: int = 0) -> list[str]:
-        """The names of the files of the stage that the job stopped after: METHOD.pt2, METHOD.txt, delegation.csv.
+        """Return the file names of the stage that the job stopped after: METHOD.pt2, METHOD.txt, delegation.csv.
 
         Raises:
-            EtfarmError: the cell failed: its own error.
-            CellNotFound, NothingThere: there is no such cell, or the job was for a program.
+            EtfarmError: the cell failed; this is the cell's error.
+            CellNotFound, NothingThere: the cell does not exist, or the job produced a program.
         """
         return list(await self._files(cell, "stage_files"))
 
     async def save_stage_files(self, folder: Path, cell: int = 0, *, to: Mapping[str, Path] | None = None) -> list[Path]:
-        """Writes the files of the stage that the job stopped after into `folder`, which is made.
+        """Write the files of the stage that the job stopped after to `folder`, which is created.
 
         Args:
-            to: only these, each by its name (`stage_files`) to a path of its own, instead.
+            to: paths by file name (see `stage_files`); only these files are written, to these paths.
 
         Raises:
-            EtfarmError: the cell failed: its own error.
-            CellNotFound, NothingThere, OutputUnwritable: there is no such cell or file, or one cannot be written.
+            EtfarmError: the cell failed; this is the cell's error.
+            CellNotFound, NothingThere, OutputUnwritable: the cell or a file does not exist, or a file cannot be written.
         """
         there = await self._files(cell, "stage_files")
         if to is None:
@@ -244,24 +255,27 @@ class AsyncJob:
         return await self._download({name: there[name] for name in to}, to)
 
     async def save_etrecord(self, path: Path, cell: int = 0) -> None:
-        """Writes a cell's ETRecord to `path`.
+        """Write a cell's ETRecord to `path`.
 
         Raises:
-            EtfarmError: the cell failed: its own error.
-            CellNotFound, NothingThere, OutputUnwritable: there is no such cell or ETRecord, or `path` cannot be written.
+            EtfarmError: the cell failed; this is the cell's error.
+            CellNotFound, NothingThere, OutputUnwritable: the cell or ETRecord does not exist, or `path` cannot be
+                written.
         """
         artifact: common_pb2.Artifact = self._produced(cell, "etrecord")
         await transfers.download_file(self._stubs.artifacts, artifact, path, server=self._stubs.server)
 
     async def save_raw_files(self, folder: Path, cell: int = 0) -> list[Path]:
-        """Writes what a cell's report was made of into `folder`, which is made: program, ETRecord, ETDump, inputs, outputs and
-        values of the numerics pass, as far as the cell has them, with a script that opens them in ExecuTorch's Inspector.
+        """Write the raw data of a cell's report to `folder`, which is created.
 
-        Gives the files that were written, README.txt first.
+        That is its program, ETRecord, ETDump, inputs, outputs and values of the numerics pass, as far as the cell has
+        them, with a script that opens them in ExecuTorch's Inspector.
+
+        Return the written files, README.txt first.
 
         Raises:
-            CellNotFound, NothingThere, OutputUnwritable: there is no such cell or report, or a file cannot be written.
-            EtfarmError: a file is not in the store any more; SERVER_UNREACHABLE.
+            CellNotFound, NothingThere, OutputUnwritable: the cell or report does not exist, or a file cannot be written.
+            EtfarmError: a file was removed from the store; SERVER_UNREACHABLE.
         """
         found = self._cell(cell)
         for one in await self._reports(found.id):
@@ -271,7 +285,7 @@ class AsyncJob:
         )
 
     async def _files(self, cell: int, what: str) -> dict[str, common_pb2.Artifact]:
-        """The artifacts of a map of the cell's report, by their key."""
+        """Return the artifacts of a map in the cell's report, by key."""
         found = self._cell(cell)
         if (error := decode.cell(found).error) is not None:
             raise error
@@ -283,7 +297,7 @@ class AsyncJob:
         raise NothingThere(f"Cell {cell} of job {self.id} has no {what.replace('_', ' ')}.", job=self.id, cell=cell)
 
     async def _reports(self, cell_id: str = "") -> list[report_pb2.Report]:
-        """All of the job's reports that there are, or a cell's."""
+        """Return all existing reports of the job, or those of one cell."""
         request = report_pb2.GetReportsRequest(job_id=self.id, cell=cell_id)
         reports: list[report_pb2.Report] = []
         async for page in iterate_pages(self._stubs.reports.Get, request, server=self._stubs.server):
@@ -296,7 +310,7 @@ class AsyncJob:
         return [files[name] for name in artifacts]
 
     def _note(self, message: job_pb2.JobEvent) -> None:
-        """Keeps `info` as new as the events that went by."""
+        """Update `info` from an event."""
         if not message.HasField("sequence"):
             return
         self._job.state = message.job_state

@@ -1,4 +1,4 @@
-"""Step 10, client: the raw material of a report, from the farm's store to a folder: ExecuTorch's own files."""
+"""Download of a report's raw data, ExecuTorch's own files, from the farm's store to a folder."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 
 
 async def save(stubs: Stubs, job: job_pb2.Job, cell: job_pb2.Cell, found: report_pb2.Report, folder: Path) -> list[Path]:
-    """Puts what a report was made of into `folder`, which is made: program, ETRecord, ETDump, inputs, outputs, numerics.
+    """Write the raw data of a report to `folder`, which is created.
 
-    What the report does not have is left out, as the ETRecord of a ready program; README.txt says what is there, and a script
-    loads it into ExecuTorch's Inspector. Gives the files, README.txt first.
+    That is its program, ETRecord, ETDump, inputs, outputs and numerics.
+
+    Missing files, such as the ETRecord of a ready program, are skipped; README.txt lists the files, and a script
+    loads them into ExecuTorch's Inspector. Return the files, README.txt first.
 
     Raises:
         OutputUnwritable: a file cannot be written.
-        EtfarmError: as ArtifactService.Download says: something was collected; SERVER_UNREACHABLE.
+        EtfarmError: as ArtifactService.Download, such as a removed artifact; SERVER_UNREACHABLE.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +94,7 @@ async def _of_numerics(stubs: Stubs, cell: job_pb2.Cell, found: report_pb2.Repor
 
 
 def _inputs(job: job_pb2.Job, cell: job_pb2.Cell, compiled: compile_pb2.Compilation | None) -> common_pb2.Artifact | None:
-    """The tensor file that the method ran with; None for a ready program's, which the runner made up."""
+    """Return the tensor file of the method's inputs; None for a ready program, for which the runner generated inputs."""
     inputs: list[Mapping[str, common_pb2.Artifact]] = [job.spec.inputs, compiled.example_inputs if compiled is not None else {}]
     return next((one[cell.method] for one in inputs if cell.method in one), None)
 

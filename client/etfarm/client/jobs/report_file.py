@@ -1,4 +1,4 @@
-"""Step 10, client: report files, which `--json` wrote and which need no farm."""
+"""Report files that `--json` wrote, which need no farm."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Any
 
 
 def is_named(name: str) -> bool:
-    """Whether a name is a file's path, and no job's: it ends in .json or has a folder. Ids and tags do not."""
+    """Return whether a name is the path of a file, not a job: it ends in .json or contains a folder.
+
+    Ids and tags do neither.
+    """
     return name.lower().endswith(".json") or os.sep in name
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The document etfarm.report/1 in a file, with every key that this version knows.
+    """Read the document etfarm.report/1 in a file, with every key that this version knows.
 
     Raises:
-        BadDocument: there is no such file, it cannot be read, or it holds something else.
+        BadDocument: the file does not exist, cannot be read, or has other content.
     """
     from etfarm.wire import report
 

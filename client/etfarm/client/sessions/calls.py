@@ -1,4 +1,4 @@
-"""What goes into a session's calls and what comes out: arrays in a method's own order, arrays by place and name, samples."""
+"""Inputs and outputs of a session's calls: arrays in a method's own order, arrays by position and name, samples."""
 
 from __future__ import annotations
 
@@ -26,19 +26,22 @@ class NoSuchOutput(UserError):
 
 
 class SeveralOutputs(UserError):
-    """A method's outputs are used as one array, and there are several or none."""
+    """Error of using a method's outputs as one array when it does not have exactly one output."""
 
     reason = "SEVERAL_OUTPUTS"
 
 
 class Outputs(list[Any]):
-    """A method's outputs in flattened order: arrays, and Python numbers where the program gives those.
+    """A method's outputs in flattened order: arrays, or Python numbers for scalar outputs.
+
+    Index them by position, `y[0]`, or by name where the program has output names, `y["logits"]`. numpy converts a
+    single output to its array.
 
     `y[0]` and, where the program names its outputs, `y["logits"]`; a single output's array is what numpy takes it for.
     """
 
     def __init__(self, values: Sequence[Value], run_ns: int | None = None) -> None:
-        """Made by a session."""
+        """Wrap the values of a call; a session creates instances."""
         super().__init__(_plain(value) for value in values)
         self.names = tuple(value.name for value in values)
         """Beside the outputs; the place, as text, where the program gives no name."""
@@ -50,10 +53,10 @@ class Outputs(list[Any]):
     @overload
     def __getitem__(self, key: slice, /) -> list[Any]: ...
     def __getitem__(self, key: SupportsIndex | slice | str, /) -> Any:
-        """An output by its place or its name.
+        """Return an output by its position or name.
 
         Raises:
-            NoSuchOutput: none has the name, or several have.
+            NoSuchOutput: no output, or more than one, has the name.
         """
         if not isinstance(key, str):
             return super().__getitem__(key)
@@ -62,15 +65,15 @@ class Outputs(list[Any]):
         return super().__getitem__(self.names.index(key))
 
     def as_dict(self) -> dict[str, Any]:
-        """The outputs by name; by place, as text, where others have the same name."""
+        """Return the outputs by name, or by position as text where several outputs have the same name."""
         unique = (name if self.names.count(name) == 1 else str(place) for place, name in enumerate(self.names))
         return dict(zip(unique, self, strict=True))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """The only output.
+        """Return the only output as an array.
 
         Raises:
-            SeveralOutputs: it is not the only one.
+            SeveralOutputs: there is not exactly one output.
         """
         import numpy as np
 
@@ -81,37 +84,40 @@ class Outputs(list[Any]):
 
 @dataclass(frozen=True)
 class Loop:
-    """A timed pass on the device. Times are the runner's own monotonic clock's."""
+    """The result of a timed pass on the device.
+
+    Times are from the runner's monotonic clock.
+    """
 
     method: str
     samples_ns: NDArray[np.int64] = field(repr=False)
-    """One a timed iteration, in the order measured."""
+    """Latency of each timed iteration, in the order measured: int64, nanoseconds."""
     warmup: int
     iterations: int
     duration_ns: int
-    """Wall time of the timed pass."""
+    """Wall time of the timed pass, in nanoseconds."""
     stop_reason: str
     """`ENOUGH`, `MAX_TIME` or `MAX_SAMPLES`."""
     first_run_ns: int
-    """Of the first execution since the method was loaded."""
+    """Duration of the first execution after the method was loaded, in nanoseconds."""
     outputs: Outputs = field(repr=False)
-    """What the last iteration gave."""
+    """The outputs of the last iteration."""
 
     @property
     def min_ns(self) -> int:
-        """The fastest iteration."""
+        """The latency of the fastest iteration, in nanoseconds."""
         return int(self.samples_ns.min())
 
     @property
     def p50_ns(self) -> float:
-        """The median; percentiles are interpolated linearly, as numpy's and the reports'."""
+        """The median in nanoseconds; percentiles are interpolated linearly, as in numpy and in reports."""
         import numpy as np
 
         return float(np.percentile(self.samples_ns, 50))
 
     @property
     def p90_ns(self) -> float | None:
-        """The 90th percentile; None below 10 samples, of which none is expected beyond it."""
+        """The 90th percentile; None below 10 samples, since no sample is then expected beyond it."""
         return self._percentile(90)
 
     @property
@@ -121,12 +127,12 @@ class Loop:
 
     @property
     def mean_ns(self) -> float:
-        """The mean."""
+        """The mean, in nanoseconds."""
         return float(self.samples_ns.mean())
 
     @property
     def stddev_ns(self) -> float | None:
-        """Of the sample (n - 1 in the denominator); None for a single one."""
+        """The sample standard deviation (n - 1 in the denominator); None for a single sample."""
         return float(self.samples_ns.std(ddof=1)) if self.samples_ns.size > 1 else None
 
     def _percentile(self, percent: int) -> float | None:
@@ -137,7 +143,7 @@ class Loop:
 
 
 def loop_of(method: str, measured: session_pb2.SessionMeasured, samples: bytes, outputs: Outputs) -> Loop:
-    """A SessionMeasured with its samples, int64 little-endian."""
+    """Return the Loop of a SessionMeasured and its samples, which are int64 little-endian."""
     import numpy as np
 
     return Loop(
@@ -159,17 +165,17 @@ def flattened(
     given: Sequence[Any],
     named: Mapping[str, Any],
 ) -> list[Value]:
-    """A call's inputs in flattened order, laid in memory as the program was exported for.
+    """Return a call's inputs in flattened order, with the memory layout that the program was exported for.
 
     Args:
-        described: the method as the program says; None where it has none.
-        names: of its inputs, as the model that it was compiled from says; empty where that is not known.
+        described: the program's description of the method; None if it has none.
+        names: input names from the model that it was compiled from; empty if unknown.
         given: the first inputs, in order.
         named: the others.
 
     Raises:
-        UnknownInput, InputMissing, DuplicateInput: `named` does not fit; whether values do, the device says.
-        UserError: a value is none that etfarm carries.
+        UnknownInput, InputMissing, DuplicateInput: `named` does not match the inputs. The device checks the values.
+        UserError: etfarm does not support a value's type.
     """
     specs = list(described.inputs) if described is not None else []
     own = [spec.name for spec in specs]
@@ -194,7 +200,7 @@ def _checked(given: Sequence[Any]) -> Sequence[Any]:
 
 
 def _laid_out(value: Value, spec: session_pb2.SessionValue | None) -> Value:
-    """The same elements in the dim order that the program takes; a Python number as a tensor where it takes one."""
+    """Return the same elements in the program's dim order, and a Python number as a tensor if the program takes a tensor."""
     import numpy as np
 
     if spec is None or spec.kind != "tensor" or spec.dtype not in tensors.ITEM_BYTES:
@@ -212,5 +218,5 @@ def _laid_out(value: Value, spec: session_pb2.SessionValue | None) -> Value:
 def _plain(value: Value) -> Any:
     import numpy as np
 
-    # A copy: the tensor's own bytes cannot be written to.
+    # Copy: the tensor's own bytes are read-only.
     return np.array(tensors.to_array(value)) if isinstance(value, Tensor) else value.value

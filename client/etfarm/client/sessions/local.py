@@ -1,4 +1,4 @@
-"""`LocalSession`: the session of a farm on this machine's own runner, with no farm.
+"""`LocalSession`: a session on this machine's own runner, without a farm.
 
 with LocalSession("x.pte") as s:
     y = s.run("forward", x)
@@ -22,27 +22,30 @@ from etfarm.v1 import artifact_pb2_grpc, session_pb2, session_pb2_grpc
 from etfarm.wire.channel import Access, open_channel
 
 START_S = 60.0
-"""How long the runner's server may take to start, on a busy machine."""
+"""Seconds that the runner's server may take to start, on a busy machine."""
 
 _END_S = 5.0
 _SOCKET_BYTES = 90
-"""A unix socket's path may have 107; the folder's must leave room."""
+"""Maximum length of the folder's path: a unix socket's path may have 107 bytes, and the socket's name needs some."""
 
 
 class LocalNeedsProgram(UserError):
-    """A model that is not compiled yet, and no farm to compile it."""
+    """Error of a model that is not compiled, for which there is no farm to compile it."""
 
     reason = "LOCAL_NEEDS_PROGRAM"
 
 
 class LocalRunnerFailed(FarmError):
-    """The process that serves local sessions did not start."""
+    """Error of the process that serves local sessions, which did not start."""
 
     reason = "LOCAL_RUNNER_FAILED"
 
 
 class AsyncLocalSession(AsyncSession):
-    """AsyncSession on this machine's own runner. Use it with `async with`."""
+    """An `AsyncSession` on this machine's own runner.
+
+    Use it with `async with`.
+    """
 
     def __init__(
         self,
@@ -55,13 +58,15 @@ class AsyncLocalSession(AsyncSession):
         on_wait: Told | None = None,
         on_log: Told | None = None,
     ) -> None:
-        """Args:
-        program: a .pte.
-        data, methods, threads, cores, on_wait, on_log: as in AsyncFarm.session.
+        """Prepare a local session; `async with` opens it.
+
+        Args:
+            program: a .pte.
+            data, methods, threads, cores, on_wait, on_log: as in AsyncFarm.session.
 
         Raises, when it is entered:
             LocalNeedsProgram: `program` is a model that is not compiled.
-            EtfarmError: it cannot be loaded; there is no runner for this machine and none can be built.
+            EtfarmError: the program cannot be loaded, or there is no runner for this machine and none can be built.
         """
         served = ServedModel(program, data=data)
         request = session_pb2.OpenSessionRequest(methods=methods, threads=threads, cores=cores)
@@ -86,7 +91,10 @@ class AsyncLocalSession(AsyncSession):
 
 
 class LocalSession(Session):
-    """AsyncLocalSession without `await`. Use it with `with`."""
+    """`AsyncLocalSession` without `await`.
+
+    Use it with `with`.
+    """
 
     def __init__(
         self,
@@ -99,7 +107,7 @@ class LocalSession(Session):
         on_wait: Told | None = None,
         on_log: Told | None = None,
     ) -> None:
-        """As AsyncLocalSession."""
+        """See `AsyncLocalSession`."""
         session = AsyncLocalSession(
             program, data=data, methods=methods, threads=threads, cores=cores, on_wait=on_wait, on_log=on_log
         )
@@ -107,7 +115,7 @@ class LocalSession(Session):
         self._own: Loop | None = None
 
     def __enter__(self) -> Self:
-        """As AsyncLocalSession.__aenter__."""
+        """See `AsyncLocalSession.__aenter__`."""
         self._own = Loop()
         try:
             return super().__enter__()
@@ -116,7 +124,7 @@ class LocalSession(Session):
             raise
 
     def close(self) -> None:
-        """As AsyncLocalSession.close."""
+        """See `AsyncLocalSession.close`."""
         if self._own is not None:
             try:
                 super().close()
@@ -136,7 +144,7 @@ def _folder() -> _Folder:
 
 
 class _Folder:
-    """A folder of this session's own, for its socket and files."""
+    """A temporary folder for one session's socket and files."""
 
     def __init__(self, parent: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="etfarm-local-", dir=parent, ignore_cleanup_errors=True)
@@ -149,13 +157,16 @@ class _Folder:
 
 
 async def _start(stack: AsyncExitStack, folder: Path) -> str:
-    """The address of a process that serves sessions, and ends with the stack or with this process."""
+    """Start a process that serves sessions, and return its address.
+
+    The process ends with the stack or with this process.
+    """
     log = folder / "log"
     with log.open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "etfarm.device_agents.daemon.serve_local", str(folder),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors,
-            # Ctrl-C is for the caller, which ends it in order.
+            # Ctrl-C is left to the caller, which stops this process in order.
             start_new_session=True,
         )  # fmt: skip
 

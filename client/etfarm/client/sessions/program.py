@@ -1,4 +1,4 @@
-"""What a session runs: a ready program whose files the server has, or a model that is compiled first."""
+"""The program of a session: a ready program in the server's store, or a model that is compiled first."""
 
 from __future__ import annotations
 
@@ -25,17 +25,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A session's program, as its caller gave it."""
+    """A session's program in the form that the caller passed."""
 
     model: Model
     recipe: str = DEFAULT_RECIPE
-    """What a model is compiled with; a ready program is not."""
+    """Recipe that a model is compiled with; unused for a ready program."""
     example_inputs: ExampleInputs | None = None
     data: Sequence[str | Path] = field(default=())
     """Named data files (.ptd) of a ready program."""
 
     def prepared(self, folder: Path) -> PreparedModel:
-        """It as bytes and files, those that are made in `folder`. Blocks for as long as an export takes."""
+        """Return the program as bytes and files, creating files in `folder`.
+
+        This blocks while a model is exported.
+        """
         return prepare(
             self.model,
             recipes=[read_recipe(self.recipe)],
@@ -51,10 +54,10 @@ class ServedModel:
         *,
         on_upload: transfers.Moved | None,
     ) -> tuple[compile_pb2.Program, dict[str, Sequence[str]]]:
-        """The program, which the farm's store holds then, and what its inputs are called by method, as far as known.
+        """Put the program into the farm's store; return it with its input names by method, as far as known.
 
         Raises:
-            EtfarmError: it is no model, or cannot be compiled; the compilation's own error.
+            EtfarmError: it is not a model, or its compilation fails; this is the compilation's error.
         """
         with tempfile.TemporaryDirectory(prefix="etfarm-session-", ignore_cleanup_errors=True) as folder:
             model = await asyncio.to_thread(self.prepared, Path(folder))
@@ -64,7 +67,7 @@ class ServedModel:
         try:
             await job.wait()
         except asyncio.CancelledError:
-            # Whoever gives up the session wants no program of it.
+            # A cancelled session does not need the program: cancel its compilation.
             await job.cancel()
             raise
         request = job_pb2.GetJobRequest(job_id=job.id)
@@ -75,7 +78,7 @@ class ServedModel:
 
 
 class SharedModel:
-    """A model that several sessions of one farm run: it is sent, or compiled, once."""
+    """A model for several sessions of one farm, which is uploaded or compiled once."""
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
@@ -88,14 +91,17 @@ class SharedModel:
         *,
         on_upload: transfers.Moved | None,
     ) -> tuple[compile_pb2.Program, dict[str, Sequence[str]]]:
-        """As ServedModel.on_farm; who gives up waiting leaves it to the others."""
+        """See `ServedModel.on_farm`.
+
+        A caller that is cancelled while it waits does not affect the others.
+        """
         if self._making is None:
             making = self._served.on_farm(stubs, compile_model, on_upload=on_upload)
             self._making = asyncio.create_task(making, name="program for several sessions")
         return await asyncio.shield(self._making)
 
     async def close(self) -> None:
-        """Nobody wants it any more."""
+        """Cancel the work; no session needs the program any more."""
         making, self._making = self._making, None
         if making is not None:
             making.cancel()
@@ -105,7 +111,7 @@ class SharedModel:
 async def send_program(
     artifacts: ArtifactServiceAsyncStub, model: PreparedModel, *, server: str, on_upload: transfers.Moved | None = None
 ) -> compile_pb2.Program:
-    """A ready program, once the store holds its files."""
+    """Upload the files of a ready program that the store lacks, and return the program."""
     assert model.program is not None
     pte = await chunks.artifact_of_file(model.program)
     data = {name: await chunks.artifact_of_file(path) for name, path in model.data.items()}

@@ -1,4 +1,4 @@
-"""`AsyncSession` and `Session`: a device leased to this program, a program loaded on it, many calls.
+"""`AsyncSession` and `Session`: a leased device with a loaded program, for many calls.
 
 with Farm() as farm, farm.session(device="arch=aarch64", program="x.pte") as s:
     y = s.run("forward", x)
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
     from etfarm.v1.session_pb2_grpc import SessionServiceAsyncStub
 
 LAST_WORD_S = 1.0
-"""How long the reason of a session's end may come after a call that failed of it."""
+"""Seconds to wait for the reason of a session's end after a call failed because of it."""
 
 Answer = TypeVar("Answer")
 
 Told = Callable[[str], None]
-"""Told one line or sentence."""
+"""Callback that takes one line or sentence."""
 
 
 class SessionClosed(UserError):
-    """A session is used outside of its `with` block."""
+    """Error of a session that is used outside of its `with` block."""
 
     reason = "SESSION_CLOSED"
     kind = Kind.FAILED_PRECONDITION
 
 
 class NoSuchMethod(UserError):
-    """The program has no method of the name."""
+    """The program has no method with that name."""
 
     reason = "METHOD_MISSING"
     kind = Kind.NOT_FOUND
 
 
 class SessionCut(FarmError):
-    """The session's stream ended without a word."""
+    """Error of a session stream that ended without a reason."""
 
     reason = "SESSION_LOST"
     kind = Kind.UNAVAILABLE
@@ -59,33 +59,35 @@ class SessionCut(FarmError):
 
 @dataclass(frozen=True)
 class Line:
-    """Whom a session speaks to, and what it asks for."""
+    """The stubs of a session's server, and its open request."""
 
     server: str
     sessions: SessionServiceAsyncStub
     artifacts: ArtifactServiceAsyncStub
     request: session_pb2.OpenSessionRequest
     input_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """By method, in flattened order; where nothing is said, the program's own names."""
+    """Input names by method, in flattened order; the program's own names for a method without an entry."""
 
 
 Connect = Callable[[AsyncExitStack], Awaitable[Line]]
-"""Gives the line; what has to be undone at the session's end goes on the stack."""
+"""Callback that returns the line; it pushes its clean-up onto the stack, which is closed at the session's end."""
 
 
 class AsyncSession:
-    """A program on a device that nobody else uses meanwhile. Use it with `async with`.
+    """A program on a device that is reserved for it.
 
-    What the program's methods keep in their buffers stays from call to call, each method's for itself, and is gone with the
-    session. Calls are served in the order in which they are made; one that fails because of its inputs changes nothing.
+    Use it with `async with`.
+
+    Each method's buffers keep their state from call to call, separately for each method, until the session ends.
+    Calls are served in the order in which they are made. A call that fails because of its inputs changes nothing.
     """
 
     def __init__(self, connect: Connect, *, on_wait: Told | None = None, on_log: Told | None = None) -> None:
-        """Made by AsyncFarm.session or LocalSession.
+        """Prepare a session; AsyncFarm.session and LocalSession create instances.
 
         Args:
-            on_wait: told what the session waits for, whenever that changes.
-            on_log: told what the runner prints.
+            on_wait: called with what the session waits for, whenever that changes.
+            on_log: called with each line that the runner prints.
         """
         self._connect = connect
         self._on_wait = on_wait
@@ -103,10 +105,10 @@ class AsyncSession:
         self._under_way: set[asyncio.Future[session_pb2.CallResponse]] = set()
 
     async def __aenter__(self) -> Self:
-        """Waits for a device and loads the program there.
+        """Wait for a device and load the program on it.
 
         Raises:
-            EtfarmError: as SessionService.Open says.
+            EtfarmError: as SessionService.Open.
         """
         self._ended = None
         try:
@@ -126,7 +128,7 @@ class AsyncSession:
         await self.close()
 
     async def close(self) -> None:
-        """Gives the device back."""
+        """Release the device."""
         self._line = None
         for call in self._under_way:
             call.cancel()
@@ -138,25 +140,27 @@ class AsyncSession:
 
     @property
     def device(self) -> Device:
-        """Where the program is."""
+        """The device that runs the program."""
         self._must_be_open()
         return decode.device(self._ready.device)
 
     @property
     def threads(self) -> int:
-        """The size of its thread pool."""
+        """The size of the program's thread pool."""
         self._must_be_open()
         return self._ready.threads
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """What there is to call."""
+        """The names of the program's methods."""
         self._must_be_open()
         return tuple(method.name for method in self._ready.methods)
 
     def input_names(self, method: str) -> tuple[str, ...]:
-        """What a method's inputs are called, in flattened order: by the model that it was compiled from, or by the program
-        itself, or else by their places, as text.
+        """Return the names of a method's inputs in flattened order.
+
+        They come from the model that it was compiled from, else from the program; without either, they are positions as
+        text.
 
         Raises:
             NoSuchMethod: the program has no such method.
@@ -170,22 +174,26 @@ class AsyncSession:
         return tuple(known or (own if all(own) else map(str, range(len(own)))))
 
     async def ended(self, within_s: float) -> EtfarmError | None:
-        """Why the session has ended, where it has or does so in time: its end comes after the call that brought it about."""
+        """Return why the session has ended, or None if it does not end within `within_s` seconds.
+
+        The end of a session arrives after the call that caused it.
+        """
         if self._following is not None and self._ended is None:
             await asyncio.wait([self._following], timeout=within_s)
         return self._ended
 
     async def run(self, method: str, /, *inputs: Any, timeout_s: float | None = None, **named: Any) -> Outputs:
-        """One execution of `method`.
+        """Run one execution of `method` and return its outputs.
 
         Args:
-            inputs: arrays, torch tensors, or Python numbers where the program takes those, in flattened order ...
-            named: ... or by the inputs' names, after those that came in order.
-            timeout_s: on the device, 600 when None; a program that takes longer is killed, and the session ends.
+            inputs: arrays, torch tensors, or Python numbers for scalar inputs, in flattened order.
+            named: the remaining inputs by name.
+            timeout_s: limit on the device in seconds, 600 when None; a program that takes longer is killed, and the
+                session ends.
 
         Raises:
-            UserError: an input does not fit; the session stays usable. PROGRAM_CRASHED and its like end the session.
-            EtfarmError: the session has ended: why.
+            UserError: an input does not fit; the session stays usable. Errors such as PROGRAM_CRASHED end the session.
+            EtfarmError: the session has ended; this is the reason.
         """
         described = self._method(method)
         names = self._must_be_open().input_names.get(method, ())
@@ -205,13 +213,14 @@ class AsyncSession:
         max_time_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Loop:
-        """Measures `iterations` executions or more on the device, with no call between them.
+        """Measure at least `iterations` executions on the device, without a call between them.
 
         Args:
-            method: the program's only one, or forward, when empty.
-            inputs: in flattened order or by name; those of the method's last call when None, or ones that the runner makes.
-            warmup: iterations before, which are not counted; 10 when None.
-            min_time_s, max_time_s: 0 and 60 when None.
+            method: the method; the program's only method, or forward, when empty.
+            inputs: in flattened order or by name; those of the method's last call when None, else inputs that the runner
+                generates.
+            warmup: number of iterations before, which are not counted; 10 when None.
+            min_time_s, max_time_s: limits of the duration in seconds; 0 and 60 when None.
 
         Raises:
             EtfarmError: as `run`.
@@ -259,7 +268,7 @@ class AsyncSession:
         except grpc.aio.AioRpcError as error:
             refusal = from_rpc_error(error, server=line.server)
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.NOT_FOUND) and self._following is not None:
-                # The session's end says more than the call that met it.
+                # The reason of the session's end says more than the failed call.
                 await asyncio.wait([self._following], timeout=LAST_WORD_S)
             raise (self._ended or refusal) from None
         finally:
@@ -283,7 +292,10 @@ class AsyncSession:
         return await transfers.download_bytes(line.artifacts, artifact, server=line.server)
 
     def _method(self, name: str) -> session_pb2.SessionMethod | None:
-        """What the program says of a method; None where it has none of the name, which the device is to say."""
+        """Return the program's description of a method; None without one.
+
+        The device reports unknown names.
+        """
         return next((method for method in self._ready.methods if method.name == name), None)
 
     def _must_be_open(self) -> Line:
@@ -297,7 +309,7 @@ class AsyncSession:
         events: grpc.aio.UnaryStreamCall[session_pb2.OpenSessionRequest, session_pb2.SessionEvent],
         ready: asyncio.Future[None],
     ) -> None:
-        """Takes the session's events to its end."""
+        """Process the session's events until the stream ends."""
         error: EtfarmError = SessionCut(f"The server at {line.server} ended the session without a word.", "Open another session.")
         try:
             async for event in events:
@@ -318,7 +330,7 @@ class AsyncSession:
         except asyncio.CancelledError:
             return
         except Exception as raised:
-            # By whoever is told: the session is not open without it, and never would be.
+            # Raised by a callback: the session cannot be opened without it.
             if ready.done():
                 raise
             ready.set_exception(raised)
@@ -337,22 +349,25 @@ async def _awaited(call: Awaitable[Answer]) -> Answer:
 
 
 class Runs(Protocol):
-    """What runs coroutines for a program that knows no asyncio."""
+    """An object that runs coroutines for synchronous callers."""
 
     def run(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
-        """The coroutine's answer."""
+        """Run the coroutine and return its result."""
 
 
 class Session:
-    """AsyncSession without `await`. Use it with `with`."""
+    """`AsyncSession` without `await`.
+
+    Use it with `with`.
+    """
 
     def __init__(self, loop: Callable[[], Runs], session: AsyncSession) -> None:
-        """Made by Farm.session."""
+        """Wrap a session; `Farm.session` creates instances."""
         self._loop = loop
         self._session = session
 
     def __enter__(self) -> Self:
-        """As AsyncSession.__aenter__."""
+        """See `AsyncSession.__aenter__`."""
         self._loop().run(self._session.__aenter__())
         return self
 
@@ -360,26 +375,26 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """As AsyncSession.close."""
+        """See `AsyncSession.close`."""
         self._loop().run(self._session.close())
 
     @property
     def device(self) -> Device:
-        """As AsyncSession.device."""
+        """The same as `AsyncSession.device`."""
         return self._session.device
 
     @property
     def threads(self) -> int:
-        """As AsyncSession.threads."""
+        """The same as `AsyncSession.threads`."""
         return self._session.threads
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """As AsyncSession.methods."""
+        """The same as `AsyncSession.methods`."""
         return self._session.methods
 
     def run(self, method: str, /, *inputs: Any, timeout_s: float | None = None, **named: Any) -> Outputs:
-        """As AsyncSession.run."""
+        """See `AsyncSession.run`."""
         return self._loop().run(self._session.run(method, *inputs, timeout_s=timeout_s, **named))
 
     def loop(
@@ -393,7 +408,7 @@ class Session:
         max_time_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Loop:
-        """As AsyncSession.loop."""
+        """See `AsyncSession.loop`."""
         return self._loop().run(
             self._session.loop(
                 iterations, method, inputs, warmup=warmup, min_time_s=min_time_s, max_time_s=max_time_s, timeout_s=timeout_s

@@ -32,7 +32,7 @@ class BenchOptions:
     calibration: Calibration | None = None
     """Samples for static quantization in place of the models' own."""
     batched: bool = False
-    """Whether axis 0 of every array of `calibration` is the samples'."""
+    """Whether axis 0 of every array of `calibration` indexes the samples."""
     data: Sequence[str | Path] = ()
     """Named data files (.ptd) of a ready program."""
     inputs: Inputs | None = None

@@ -1,4 +1,4 @@
-"""Step 1, client: calibration sets: many samples a method, each read, checked and put away before the next one."""
+"""Calibration sets: samples for each method, each read, checked and stored before the next one."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ if TYPE_CHECKING:
     from etfarm.client.submit.prepared import PreparedExport
 
 Calibration: TypeAlias = "str | Path | Iterable[Arrays] | Callable[[], Iterable[Arrays]]"
-"""What the library takes as a calibration set: an .npz (one sample, or with `batched` one for each index of axis 0), a folder
-of .npz files, samples one after the other, or a function that gives an iterator of them. A sample is arrays by name
-(`METHOD/` selects the method), or arrays in flattened order."""
+"""Types that the library takes as a calibration set: an .npz (one sample, or with `batched` one for each index of axis 0), a
+folder of .npz files, an iterable of samples, or a function that returns one. A sample is arrays by name (`METHOD/` selects
+the method), or arrays in flattened order.
+"""
 
 
 def calibrated(
     export: PreparedExport, calibration: Calibration, model: str, *, batched: bool = False, folder: Path | None = None
 ) -> PreparedExport:
-    """`export` with the samples of `calibration` in place of those that it had.
+    """Return `export` with the samples of `calibration` instead of its own.
 
     Args:
         model: the model's name, for errors.
-        batched: axis 0 of every array is the samples'.
-        folder: where samples are kept as files instead of in memory; the caller's, who removes it.
+        batched: axis 0 of every array indexes the samples.
+        folder: folder for samples as files instead of in memory; the caller removes it.
 
     Raises:
-        NoCalibrationSamples: it has none at all.
-        CalibrationMismatch: a sample's dtype or shape is not what the method takes.
+        NoCalibrationSamples: the set is empty.
+        CalibrationMismatch: a sample's dtype or shape does not fit the method.
         UnknownInput, InputMissing, DuplicateInput: a sample's keys do not fit.
         InputFileUnreadable, UnsupportedInputArray: see `npz.read_named`.
     """
@@ -54,7 +55,7 @@ def calibrated(
 
 
 def _samples(calibration: Calibration, batched: bool) -> Iterator[tuple[str, Mapping[str, input_names.Named]]]:
-    """Each sample with what errors call it."""
+    """Yield each sample with its name for errors."""
     if isinstance(calibration, str | Path):
         yield from npz.labelled_samples(Path(calibration), batched=batched)
         return
@@ -69,7 +70,10 @@ def _samples(calibration: Calibration, batched: bool) -> Iterator[tuple[str, Map
 def _in_order(
     label: str, named: Mapping[str, input_names.Named], export: PreparedExport, model: str
 ) -> Iterator[tuple[str, list[tensors.Value]]]:
-    """A sample's values by method, in its inputs' order; what does not fit is told with the sample's name."""
+    """Yield a sample's values by method, in the order of the method's inputs.
+
+    Errors name the sample.
+    """
     try:
         for method, values in input_names.by_method(named, list(export.methods)).items():
             yield method, in_order(values, export.methods[method].input_names, model, method)
@@ -79,7 +83,7 @@ def _in_order(
 
 
 def _must_match(method: str, label: str, values: list[tensors.Value], types: tuple[InputType | None, ...]) -> None:
-    for value, wanted in zip(values, types, strict=False):  # no types are known of an archive that cannot be read
+    for value, wanted in zip(values, types, strict=False):  # the types of an unreadable archive are unknown
         if wanted is None:
             continue
         if not isinstance(value, tensors.Tensor):

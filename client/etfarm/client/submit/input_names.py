@@ -1,6 +1,6 @@
 """Names of inputs: the keys of a file or mapping, matched to the methods and inputs of a program.
 
-A key is an input's name, or its place `0`, `1`, ... in flattened order (`arr_0`, as np.savez calls them, works too).
+A key is an input's name, or its position `0`, `1`, ... in flattened order (`arr_0`, as np.savez calls them, works too).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _PLACE = re.compile(r"(?:arr_)?(\d+)\Z")
 
 
 Named = dict[str, Value]
-"""Values by the key that the file has, without `METHOD/`, in the file's order."""
+"""Values by their key in the file without `METHOD/`, in the file's order."""
 
 
 class UnknownInput(UserError):
-    """An inputs file has a key that is no input."""
+    """A key of an inputs file matches no input."""
 
     reason = "UNKNOWN_INPUT"
     kind = Kind.NOT_FOUND
 
 
 class DuplicateInput(UserError):
-    """Two keys of an inputs file are one input."""
+    """Two keys of an inputs file match the same input."""
 
     reason = "DUPLICATE_INPUT"
 
@@ -41,12 +41,12 @@ class InputMissing(UserError):
 
 
 def by_method(named: Mapping[str, Named], methods: Sequence[str] | Mapping[str, object]) -> dict[str, Named]:
-    """`named` with keys of no method given to the only one, or to forward where there are several.
+    """Assign keys without a method to the only method, or to forward if there are several.
 
     Raises:
-        UnknownInput: a key's method is not in `methods`, or nobody can say which method is meant.
-        InputMissing: nor where there is no key.
-        DuplicateInput: one key is there with and without its method.
+        UnknownInput: a key's method is not in `methods`, or the method of a key is ambiguous.
+        InputMissing: the method is ambiguous, and there is no key.
+        DuplicateInput: a key is present both with and without its method.
     """
     known = list(methods)
     default = known[0] if len(known) == 1 else "forward"
@@ -64,7 +64,7 @@ def by_method(named: Mapping[str, Named], methods: Sequence[str] | Mapping[str, 
                 key=key,
                 methods=",".join(known),
             )
-        # One without values too: that it was given none is not the same as that nobody spoke of it.
+        # Keep a method without values too: an empty set of inputs is not the same as no inputs for a method.
         own = result.setdefault(method, {})
         for name, value in values.items():
             if name in own:
@@ -76,7 +76,7 @@ def by_method(named: Mapping[str, Named], methods: Sequence[str] | Mapping[str, 
 
 
 def place_of(key: str, names: Sequence[str]) -> int | None:
-    """The place of the input that a key means: by its name, or by its place where no input is called so; None where none."""
+    """Return the position of a key's input: by name, or by position if no input has that name; None without a match."""
     if key in names:
         return list(names).index(key)
     digits = _PLACE.match(key)
@@ -84,13 +84,13 @@ def place_of(key: str, names: Sequence[str]) -> int | None:
 
 
 def order(named: Mapping[str, Value], names: Sequence[str], method: str = "") -> list[Value]:
-    """The values in the order of `names`, the inputs in flattened order, and called by them.
+    """Return the values in the order of `names`, the inputs in flattened order, with these names.
 
-    A key is a name, or a place where no input is called so.
+    A key is a name, or a position if no input has that name.
 
     Raises:
-        UnknownInput: a key is neither.
-        DuplicateInput: two keys are one input.
+        UnknownInput: a key matches no input.
+        DuplicateInput: two keys match the same input.
         InputMissing: an input has no key.
     """
     prefix = f"{method}: " if method else ""

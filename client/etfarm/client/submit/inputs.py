@@ -1,4 +1,4 @@
-"""Step 1, client: inputs as the library takes them, as values of the wire in a method's own order."""
+"""Conversion of the library's input types to wire values in a method's own order."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Arrays: TypeAlias = "Mapping[str, NDArray[np.generic]] | Sequence[NDArray[np.gen
 """Arrays by name (`METHOD/` selects the method), or in flattened order."""
 
 Inputs: TypeAlias = "Path | str | Arrays"
-"""What the library takes as inputs: an .npz, or `Arrays`."""
+"""Types that the library takes as inputs: an .npz, or `Arrays`."""
 
 
 class InputsDiffer(UserError):
-    """One inputs file cannot serve models whose inputs have other names or another order."""
+    """Error of one inputs file for models with different input names or input orders."""
 
     reason = "INPUTS_DIFFER"
 
 
 def named_arrays(given: Arrays) -> dict[str, input_names.Named]:
-    """Arrays by method and name, as `npz.read_named` gives those of a file."""
+    """Return arrays by method and name, as `npz.read_named` returns those of a file."""
     pairs = given.items() if isinstance(given, Mapping) else ((str(i), array) for i, array in enumerate(given))
     named: dict[str, input_names.Named] = {}
     for key, array in pairs:
@@ -41,9 +41,9 @@ def named_arrays(given: Arrays) -> dict[str, input_names.Named]:
 
 
 def values_of(inputs: Inputs, model: PreparedModel, methods: Sequence[str]) -> dict[str, list[tensors.Value]]:
-    """The values of each method that `inputs` has some for, in flattened order where the names are known.
+    """Return the values of each method in `inputs`, in flattened order if the names are known.
 
-    Without any value they are for what runs: a method that takes some is not run on others than were given.
+    Empty inputs apply to the methods that run: a method that takes inputs does not fall back to other inputs.
     """
     named = npz.read_named(Path(inputs)) if isinstance(inputs, str | Path) else named_arrays(inputs)
     known: Sequence[str] = list(model.methods) or list(methods) or [m for m in named if m] or ["forward"]
@@ -58,11 +58,12 @@ def values_of(inputs: Inputs, model: PreparedModel, methods: Sequence[str]) -> d
 
 
 def in_order(values: Mapping[str, tensors.Value], names: Sequence[str], model: str, method: str) -> list[tensors.Value]:
-    """The values in the order of `names`, the method's inputs; by their places where the names are not known.
+    """Return the values in the order of `names`, the method's inputs; by position if the names are unknown.
 
     Raises:
-        UnknownInput: a key is no input; or a name where only places are known: the order of a file's entries says nothing.
-        InputMissing, DuplicateInput: an input is left out, or there twice.
+        UnknownInput: a key matches no input, or it is a name although only positions are known; the order of a file's
+            entries is not significant.
+        InputMissing, DuplicateInput: an input is missing, or present twice.
     """
     if names:
         return input_names.order(values, names, method)
@@ -82,10 +83,10 @@ def in_order(values: Mapping[str, tensors.Value], names: Sequence[str], model: s
 
 
 def value_of(name: str, value: Any) -> tensors.Value:
-    """An array, a torch tensor or a Python number as a value of the wire; one that is a value already, as it is.
+    """Convert an array, a torch tensor or a Python number to a wire value; return a wire value unchanged.
 
     Raises:
-        UserError: it is of a dtype that etfarm does not carry.
+        UserError: etfarm does not support its dtype.
     """
     import numpy as np
 

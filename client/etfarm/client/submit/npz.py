@@ -1,14 +1,14 @@
-"""Steps 1 and 10, client: `--inputs` and `-o`, tensors of the wire in numpy's .npz files.
+"""Wire tensors in numpy's .npz files, for `--inputs` and `-o`.
 
-A key is an argument's or output's name, or its place `0`, `1`, ... in flattened order (`arr_0`, as np.savez calls them,
-works too); `METHOD/` before it selects the method. What npz has no type for has a sibling key `KEY.dtype`, a string:
+A key is an argument's or output's name, or its position `0`, `1`, ... in flattened order (`arr_0`, as np.savez calls them,
+works too); `METHOD/` before it selects the method. A value whose type npz lacks has a sibling key `KEY.dtype`, a string:
 
     bfloat16, float8_e4m3fn, float8_e5m2   KEY holds the elements' bits as uint16 or uint8
     scalar                                 KEY holds a Python bool, int or float in no dims, or nothing: None
 
-An array comes and goes contiguous: npz knows C and Fortran order and no channels_last. A program that was exported for
-another dim order has a sibling key `KEY.dim_order`, the dims from the outermost in memory to the innermost: channels_last
-is 0, 2, 3, 1. The array itself keeps its logical shape.
+Arrays are read and written contiguous: npz supports C and Fortran order, but not channels_last. An input with another dim
+order has a sibling key `KEY.dim_order`, the dims from the outermost in memory to the innermost: channels_last is 0, 2, 3, 1.
+The array itself keeps its logical shape.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 _FOREIGN = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 _SCALAR = "scalar"
 DTYPE = ".dtype"
-"""After a key: its sibling that tells what the array is, where npz has no type for it."""
+"""Suffix of the sibling key with the type of an array that npz has no type for."""
 
 _DIM_ORDER = ".dim_order"
 
 
 class InputFileUnreadable(UserError):
-    """An inputs file is missing, cut off or no .npz."""
+    """An inputs file is missing, truncated or not an .npz."""
 
     reason = "INPUT_FILE_UNREADABLE"
 
 
 class UnsupportedInputArray(UserError):
-    """An array of an inputs file has a dtype that no program takes, or a wrong `.dtype` beside it."""
+    """An array of an inputs file has an unsupported dtype, or a wrong `.dtype` beside it."""
 
     reason = "UNSUPPORTED_INPUT"
 
@@ -58,13 +58,16 @@ class OutputFileUnwritable(UserError):
 
 
 def read_named(path: Path) -> dict[str, Named]:
-    """The values of an .npz by method and key, the method `UNSAID` where the key names none, or where there is no key at all.
+    """Return the values of an .npz by method and key.
 
-    Whether the keys fit a program is `order`'s question: before the server has compiled, nobody knows the names.
+    The method of a key without one, and of an empty file, is `UNSAID`. `order` checks whether the keys fit a
+    program: the names are unknown until the server has compiled it.
+
+
 
     Raises:
-        InputFileUnreadable: it is missing, cut off, no .npz, or holds Python objects.
-        UnsupportedInputArray: a dtype that no program takes, or a `.dtype` that does not fit.
+        InputFileUnreadable: it is missing, truncated, not an .npz, or contains Python objects.
+        UnsupportedInputArray: an unsupported dtype, or a `.dtype` that does not match.
     """
     arrays = load(path)
     named: dict[str, Named] = {}
@@ -84,19 +87,21 @@ def read_named(path: Path) -> dict[str, Named]:
 
 
 def read_samples(path: Path, *, batched: bool = False) -> Iterator[dict[str, Named]]:
-    """Several samples, one by one: each .npz of a folder, by file name, or with `batched` each index of axis 0 of a file.
+    """Yield several samples one by one.
 
-    A batched tensor loses axis 0; a scalar is every sample's. A file that is not batched is one sample.
+    They are each .npz of a folder, by file name, or with `batched` each index of axis 0 of a file.
+
+    A batched tensor loses axis 0; a scalar is repeated for every sample. A file that is not batched is one sample.
 
     Raises:
-        InputFileUnreadable: a folder without .npz files, or see `read_named`.
-        UnsupportedInputArray: batched arrays of several lengths, or see `read_named`.
+        InputFileUnreadable: the folder has no .npz files, or as `read_named`.
+        UnsupportedInputArray: batched arrays differ in length, or as `read_named`.
     """
     return (sample for _, sample in labelled_samples(path, batched=batched))
 
 
 def labelled_samples(path: Path, *, batched: bool = False) -> Iterator[tuple[str, dict[str, Named]]]:
-    """`read_samples`, each with what errors call it: the file's name, and its place in a batch."""
+    """Yield each sample of `read_samples` with its name for errors: the file's name, and its index in a batch."""
     if path.is_dir():
         files = sorted(path.glob("*.npz"))
         if not files:
@@ -112,7 +117,7 @@ def labelled_samples(path: Path, *, batched: bool = False) -> Iterator[tuple[str
 
 
 def read_inputs(path: Path, methods: Mapping[str, Sequence[str]]) -> dict[str, list[Value]]:
-    """The inputs of each method that the file has keys for, in the order of `methods`' names.
+    """Return the inputs of each method that the file has keys for, in the order of the names in `methods`.
 
     Raises:
         UnknownInput, InputMissing, DuplicateInput: the keys do not fit.
@@ -129,24 +134,24 @@ def write_outputs(
     *,
     with_dim_orders: bool = False,
 ) -> None:
-    """Writes values as `read_named` reads them, under exactly `path`.
+    """Write values to exactly `path`, in the form that `read_named` reads.
 
-    Keys have `METHOD/` where there are several methods. `names` are the outputs' per method; an output without a name,
-    or with one that another has too, is called by its place.
+    Keys start with `METHOD/` if there are several methods. `names` are the output names by method; an output without
+    a unique name uses its position.
 
     Args:
-        with_dim_orders: write `KEY.dim_order` for what is not contiguous, as inputs need it and outputs do not.
+        with_dim_orders: write `KEY.dim_order` for values that are not contiguous; inputs need it, outputs do not.
 
     Raises:
-        OutputFileUnwritable: the file cannot be written; what was there before is gone only if it could.
+        OutputFileUnwritable: the file cannot be written; an earlier file is replaced only on success.
     """
     import numpy as np
 
     buffer = io.BytesIO()
-    # np.savez takes arrays as keyword arguments, so it cannot name one "file": the archive is written here.
+    # Write the archive here: np.savez takes arrays as keyword arguments, so no array can be named "file".
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for key, array in entries(outputs, names or {}, with_dim_orders=with_dim_orders):
-            # The date that ZipInfo defaults to: equal values give equal bytes.
+            # Use the default date of ZipInfo, so that equal values give equal bytes.
             with archive.open(zipfile.ZipInfo(f"{key}.npy"), "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
     try:
@@ -158,7 +163,7 @@ def write_outputs(
 
 
 def told_of(key: str, keys: Collection[str]) -> str | None:
-    """The key of `keys` that a sibling tells of; None where `key` is none."""
+    """Return the key of `keys` that the sibling key `key` describes; None if `key` is not a sibling."""
     base = key.removesuffix(DTYPE).removesuffix(_DIM_ORDER)
     return base if base != key and base in keys else None
 
@@ -175,10 +180,10 @@ _UNREADABLE: Final = (
 
 
 def load(path: Path) -> dict[str, NDArray[Any]]:
-    """All arrays of an .npz by key.
+    """Return all arrays of an .npz by key.
 
     Raises:
-        InputFileUnreadable: it is missing, cut off, no .npz, or holds Python objects.
+        InputFileUnreadable: it is missing, truncated, not an .npz, or contains Python objects.
     """
     import numpy as np
 
@@ -234,7 +239,7 @@ def _check_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo, archive_bytes:
 
 
 def _laid_out(path: Path, key: str, value: Value, said: NDArray[Any]) -> Tensor:
-    """The same elements with their bytes in the order that the sibling key says."""
+    """Return the same elements with their bytes in the order of the sibling key."""
     order = tuple(int(dim) for dim in said.reshape(-1)) if said.dtype.kind in "iu" else ()
     if not isinstance(value, Tensor) or sorted(order) != list(range(len(value.shape))):
         raise UnsupportedInputArray(
@@ -247,10 +252,10 @@ def _laid_out(path: Path, key: str, value: Value, said: NDArray[Any]) -> Tensor:
 
 
 def value_of_entry(path: Path, key: str, name: str, array: NDArray[Any], said: NDArray[Any] | None) -> Value:
-    """The array of a key as the value `name`; `said` is its sibling `KEY.dtype`.
+    """Return the array of a key as the value `name`; `dtype` is its sibling `KEY.dtype`.
 
     Raises:
-        UnsupportedInputArray: a dtype that no program takes, or a `.dtype` that does not fit.
+        UnsupportedInputArray: an unsupported dtype, or a `.dtype` that does not match.
     """
     import numpy as np
 
@@ -284,13 +289,15 @@ def value_of_entry(path: Path, key: str, name: str, array: NDArray[Any], said: N
 
 
 def split(path: str, named: Mapping[str, Named]) -> Iterator[dict[str, Named]]:
-    """The samples of a batch: each index of axis 0 of every tensor; a scalar is every sample's.
+    """Yield the samples of a batch: each index of axis 0 of every tensor.
+
+    A scalar is repeated for every sample.
 
     Args:
-        path: what errors call the batch.
+        path: the batch's name for errors.
 
     Raises:
-        UnsupportedInputArray: a tensor without an axis 0, or several lengths within a method.
+        UnsupportedInputArray: a tensor has no axis 0, or the lengths within a method differ.
     """
     counts: dict[str, int] = {}
     for method, values in named.items():
@@ -325,7 +332,7 @@ def _at(value: Value, index: int) -> Value:
 def entries(
     outputs: Mapping[str, Sequence[Value]], names: Mapping[str, Sequence[str]], *, with_dim_orders: bool = False
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """What `write_outputs` writes: keys, siblings among them, and arrays."""
+    """Yield the keys that `write_outputs` writes, including sibling keys, with their arrays."""
     import numpy as np
 
     for method, values in outputs.items():

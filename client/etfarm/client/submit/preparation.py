@@ -1,4 +1,4 @@
-"""Step 1, client: whatever a user gives as a model becomes a PreparedModel, exported as often as its recipes want."""
+"""Conversion of any model that a user passes to a PreparedModel, with as many exports as its recipes need."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ if TYPE_CHECKING:
     from etfarm.client.export import ExportedModel
 
 Say: TypeAlias = Callable[[str], None]
-"""Told in one sentence what is being done."""
+"""Callback that takes one sentence about the current work."""
 
 _Method: TypeAlias = "nn.Module | ExportedProgram | str | Path"
 Model: TypeAlias = "_Method | Mapping[str, _Method] | ModelSource | ModelSpec | PreparedModel"
-"""What the library takes as a model: a MODEL argument of the command line, a path of a .pt2 or .pte, an eager module (with
-`example_inputs`; a GraphModule that convert_pt2e made is one, and is not quantized again), an exported program, a dict of
-one of these kinds by method, a ModelSource, or one that `prepare` made."""
+"""Types that the library takes as a model: a MODEL argument of the command line, a path of a .pt2 or .pte, an eager module
+(with `example_inputs`; a GraphModule from convert_pt2e counts as one and is not quantized again), an exported program, a
+dict of one of these kinds by method, a ModelSource, or a result of `prepare`.
+"""
 
 ExampleInputs: TypeAlias = "tuple[Any, ...] | Mapping[str, tuple[Any, ...]]"
-"""forward's arguments of an nn.Module; by method for a dict of them."""
+"""Arguments of `forward` for an nn.Module; a dict by method for a dict of them."""
 
 
 class BadModel(UserError):
-    """The library was given something as a model that is none."""
+    """Error of a model argument of an unsupported type."""
 
     reason = "BAD_MODEL_ARGUMENT"
 
 
 class BadData(UserError):
-    """A named data file is none, or belongs to no program."""
+    """Error of a file that is not a named data file, or that belongs to no program."""
 
     reason = "BAD_DATA_FILE"
 
@@ -60,21 +61,23 @@ def prepare(
     folder: Path | None = None,
     say: Say | None = None,
 ) -> PreparedModel:
-    """`model`, a `Model`, ready to be sent. Imports torch for eager models only, and then blocks for seconds.
+    """Prepare `model` for submission.
+
+    Torch is imported for eager models only; their export blocks for seconds.
 
     Args:
-        recipes: what it will be compiled with: an eager model is exported once for all that take it as it is, and once more
-            for each that rewrites modules or wants a strict export.
-        calibration: samples in place of the model's own; `batched` where axis 0 of every array is the samples'.
+        recipes: recipes to compile with: an eager model is exported once for all recipes that take it unchanged, and
+            once more for each that rewrites modules or needs a strict export.
+        calibration: samples instead of the model's own; with `batched`, axis 0 of every array indexes the samples.
         data: named data files (.ptd) of a ready program.
-        folder: where exports and samples are kept as files instead of in memory; the caller's, who removes it when they
-            are sent.
-        say: told what takes long.
+        folder: folder for exports and samples as files instead of in memory; the caller removes it after they are
+            sent.
+        say: called with a sentence about slow work.
 
     Raises:
-        UserError: it is no model, or it cannot be exported; as etfarm.client.export says.
-        RecipeNeedsEagerModule: a recipe rewrites modules, and the model is exported already.
-        CalibrationMismatch: a sample is not like the example inputs.
+        UserError: it is not a model, or it cannot be exported; see etfarm.client.export.
+        RecipeNeedsEagerModule: a recipe rewrites modules, and the model was exported before.
+        CalibrationMismatch: a sample does not match the example inputs.
     """
     wanted = [read_recipe(recipe) if isinstance(recipe, str) else recipe for recipe in recipes]
     if example_inputs is not None and isinstance(model, str | Path | PreparedModel | ModelSource | Pt2File | PteFile | EagerSpec):
@@ -120,13 +123,13 @@ def _prepared(
 
 
 def _exports(source: ModelSource, name: str, recipes: Sequence[Recipe], folder: Path | None, say: Say | None) -> PreparedModel:
-    """The model, exported once for each distinct wish of the recipes."""
+    """Export the model, once for each distinct requirement of the recipes."""
     from etfarm.client.export import export_source
 
     wishes: dict[str, list[Recipe | None]] = {}
     for recipe in recipes or (None,):
         wishes.setdefault(export_key(recipe), []).append(recipe)
-    # Accuracy is told against the modules as they were: four bits against four bits would always look well.
+    # Accuracy is relative to the unmodified modules: 4-bit weights against 4-bit weights would always look accurate.
     references = {reference_key(recipe): recipe for recipe in recipes if torchao_parts(recipe)}
     exports = {}
     for key in references.keys() - wishes.keys():
@@ -171,7 +174,7 @@ def _calibrated(
     folder: Path | None,
     say: Say | None,
 ) -> PreparedModel:
-    """The model with the samples in each export that some recipe calibrates."""
+    """Replace the samples of each export that a recipe calibrates."""
     if say is not None:
         say(f"Reading calibration samples for {model.name}.")
     exports = dict(model.exports)
@@ -182,9 +185,9 @@ def _calibrated(
 
 
 def _in_memory(model: Any, example_inputs: Any) -> tuple[str, ModelSource | dict[str, PreparedMethod]]:
-    """A label, and what a module or exported program of this process is."""
+    """Return a label, and the source or methods of a module or exported program of this process."""
     label = type(model).__name__
-    if "torch" not in sys.modules:  # then it can be neither a module nor an exported program
+    if "torch" not in sys.modules:  # without torch it is neither a module nor an exported program
         raise _no_model(model)
     import torch
 
@@ -200,7 +203,7 @@ def _in_memory(model: Any, example_inputs: Any) -> tuple[str, ModelSource | dict
 
 
 def _of_methods(methods: Mapping[Any, Any], example_inputs: Any) -> tuple[str, ModelSource | dict[str, PreparedMethod]]:
-    """A label, and what a dict of models by method is."""
+    """Return a label, and the source or methods of a dict of models by method."""
     if not methods or not all(isinstance(name, str) and name.isidentifier() for name in methods):
         raise BadModel("A dict of models needs method names as keys.", 'Write {"encode": encoder, "decode": decoder}.')
     kinds = {_kind(model) for model in methods.values()}
@@ -258,7 +261,7 @@ def _of_program(program: Any) -> PreparedMethod:
 
 
 def _data(model: PreparedModel, files: Sequence[str | Path]) -> dict[str, Path]:
-    """Named data files by the name that the program knows them under: the file's, without .ptd.
+    """Return named data files by the name that the program refers to: the file name without .ptd.
 
     Source: the header of executorch/extension/flat_tensor: at byte 8, "FH01".
     """

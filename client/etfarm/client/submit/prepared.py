@@ -1,4 +1,4 @@
-"""Step 1, client: models as bytes and files: what is left to do with them needs no torch."""
+"""Models as bytes and files; processing them further needs no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class NotPrepared(UserError):
-    """A model was prepared for other recipes than it is submitted with."""
+    """Error of a model that was prepared for other recipes than it is submitted with."""
 
     reason = "NOT_PREPARED_FOR_RECIPE"
 
@@ -32,21 +32,21 @@ class PreparedMethod:
     calibration: tuple[bytes | Path, ...] = field(default=(), repr=False)
     """Tensor files; the archive's own example inputs when empty."""
     input_names: tuple[str, ...] = ()
-    """In flattened order; empty where they are not known."""
+    """Input names in flattened order; empty if unknown."""
     export_ms: float | None = None
-    """How long exporting took here; None where it was done before."""
+    """Duration of the export in ms; None if it was exported before."""
     input_types: tuple[InputType | None, ...] = ()
-    """Beside `input_names`."""
+    """Types parallel to `input_names`."""
     transformed: bool = False
-    """Modules were rewritten before the export."""
+    """Whether modules were rewritten before the export."""
     transform_ms: float | None = None
-    """How long that took here; None where it was done before, or not at all."""
+    """Duration of the rewriting in ms; None if it was done before, or not at all."""
     quantized: bool = False
-    """PT2E's operators were in it when it came."""
+    """Whether it already contained PT2E's operators."""
 
     @classmethod
     def of_archive(cls, pt2: bytes | Path) -> PreparedMethod:
-        """A method that was exported before."""
+        """Return a method that was exported before."""
         facts = read_archive(pt2)
         return cls(
             pt2,
@@ -59,14 +59,14 @@ class PreparedMethod:
 
 @dataclass(frozen=True)
 class PreparedExport:
-    """A model's methods as they were exported together."""
+    """A model's methods from one export."""
 
     methods: Mapping[str, PreparedMethod]
     constants: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    """A tensor file by method that only returns a constant."""
+    """A tensor file for each method that only returns a constant."""
 
     def stages_done(self) -> list[compile_pb2.Stage]:
-        """What the client did, in order, with its times by method where it was done here."""
+        """Return the stages that the client ran, in order, with durations by method for those that ran here."""
         methods = self.methods
         stages = []
         if any(method.transformed for method in methods.values()):
@@ -86,31 +86,34 @@ class PreparedModel:
 
     name: str
     exports: Mapping[str, PreparedExport] = field(default_factory=dict)
-    """By `export_key` of the recipes; recipes share an export where they want the same of it."""
+    """Exports by `export_key` of their recipes; recipes with equal requirements share an export."""
     program: Path | None = None
     """A ready .pte instead of exports."""
     data: Mapping[str, Path] = field(default_factory=dict)
-    """Named data files (.ptd) of the ready program, by the name that it knows them under."""
+    """Named data files (.ptd) of the ready program, by the name that the program refers to."""
     eager: bool = False
-    """Exported here, of modules, so that another recipe could have had another export."""
+    """Whether it was exported here from modules, so that other recipes could get other exports."""
     file: Path | None = None
-    """What it was made of, where that is a file of the user's."""
+    """The user's file that it came from; None if there is no such file."""
 
     @classmethod
     def of(cls, name: str, methods: Mapping[str, PreparedMethod]) -> PreparedModel:
-        """A model whose methods were exported before."""
+        """Return a model whose methods were exported before."""
         return cls(name, {"": PreparedExport(methods)})
 
     @property
     def methods(self) -> Mapping[str, PreparedMethod]:
-        """Of any of its exports: their methods have the same names and inputs. Empty for a ready program."""
+        """Methods of any of its exports, which have the same names and inputs.
+
+        Empty for a ready program.
+        """
         return next(iter(self.exports.values())).methods if self.exports else {}
 
     def export_for(self, recipe: Recipe) -> PreparedExport:
-        """What is sent to be compiled with `recipe`.
+        """Return the export to compile with `recipe`.
 
         Raises:
-            RecipeNeedsEagerModule: the recipe rewrites modules, and these were exported before.
+            RecipeNeedsEagerModule: the recipe rewrites modules, and the model was exported before.
             NotPrepared: the modules were exported for other recipes.
         """
         if not self.eager:
@@ -130,13 +133,16 @@ class PreparedModel:
         return found
 
     def reference_for(self, recipe: Recipe) -> PreparedExport | None:
-        """The export before the recipe rewrote modules; None where it rewrites none, or where that is not known."""
+        """Return the export before the recipe rewrote modules; None if it rewrites none, or if that export is unknown."""
         return self.exports.get(reference_key(recipe)) if self.eager and torchao_parts(recipe) else None
 
 
 def distinct_names(models: Sequence[PreparedModel]) -> list[str]:
-    """What each model of a job is called: by its name; those of one name with the folders that tell their files apart, as in
-    `v1/net` and `v2/net`, or else with their places among them, as in `net #0` and `net #1`."""
+    """Return a distinct name for each model of a job.
+
+    Models with the same name get the folders that distinguish their files, as in `v1/net` and `v2/net`, else their
+    positions among them, as in `net #0` and `net #1`.
+    """
     names = [model.name for model in models]
     for name in {name for name in names if names.count(name) > 1}:
         places = [place for place, model in enumerate(models) if model.name == name]
@@ -156,12 +162,12 @@ def _told_apart(name: str, files: Sequence[Path | None]) -> list[str]:
 
 
 def reference_key(recipe: Recipe) -> str:
-    """The export of a recipe's modules as they are before the recipe rewrites them; what its outputs are compared with."""
+    """Return the key of the export before a recipe rewrites modules, which its outputs are compared with."""
     return _key([], recipe.strict)
 
 
 def export_key(recipe: Recipe | None) -> str:
-    """What an export of eager modules depends on beside the modules; empty where the recipe wants nothing special."""
+    """Return the requirements of a recipe for an export of eager modules; empty if it has no special ones."""
     if recipe is None:
         return ""
     return _key([part.canonical() for part in torchao_parts(recipe)], recipe.strict)
@@ -175,6 +181,6 @@ def _stage(name: str, times: Mapping[str, float | None]) -> compile_pb2.Stage:
     from etfarm.v1 import compile_pb2
 
     known = {method: time for method, time in times.items() if time is not None}
-    # Sums of times of 3 digits have more of them: 0.1 + 0.2.
+    # Round: sums of times with 3 digits have more digits, as in 0.1 + 0.2.
     total = round(sum(known.values()), 3) if known else None
     return compile_pb2.Stage(stage=name, where="CLIENT", duration_ms=total, methods=known)

@@ -1,4 +1,4 @@
-"""Step 1, client: a recipe as users write it: a name with arguments, several joined by +, or the path of a TOML file."""
+"""Recipes as users write them: a name with arguments, several joined by +, or the path of a TOML file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ DEFAULT_RECIPE = "xnnpack_fp32"
 
 
 def read_recipe(text: str) -> recipes.Recipe:
-    """The recipe that `text` is: `name`, `name:key=value,...`, several of them joined by `+`, or a TOML file's path.
+    """Parse a recipe: `name`, `name:key=value,...`, several of them joined by `+`, or a TOML file's path.
 
-    A name with a dot is a plug-in's of the server, which alone can tell whether there is one.
+    A name with a dot is a plug-in of the server; only the server can check whether it exists.
 
     Raises:
-        UserError: there is none of that name, an argument or field is wrong, or the file cannot be read.
+        UserError: the name is unknown, an argument or field is wrong, or the file cannot be read.
     """
     if not text.endswith(".toml"):
         return recipes.parse(text)
@@ -35,7 +35,7 @@ def read_recipe(text: str) -> recipes.Recipe:
 
 
 def reads_values(recipe: recipes.Recipe) -> bool:
-    """Whether what the recipe does depends on calibration samples; of a plug-in nobody here can tell, so it may."""
+    """Return whether the recipe uses calibration samples; True for a plug-in, since only the server knows it."""
     if recipe.quantization is recipes.Quantization.PT2E_DYNAMIC:
         return False
     return "QUANTIZE" in recipe.stages or bool(recipe.plugins)

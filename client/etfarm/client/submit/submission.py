@@ -1,4 +1,4 @@
-"""Step 1, client: from models, recipes and inputs to what Submit takes: a JobSpec and the artifacts that it names."""
+"""Conversion of models, recipes and inputs to a JobSpec and the artifacts that it names."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Submission:
-    """A job before it is sent. `blobs` holds every artifact that `spec` names, by digest."""
+    """A job before it is sent.
+
+    `blobs` holds every artifact that `spec` names, by digest.
+    """
 
     spec: job_pb2.JobSpec
     blobs: dict[str, tuple[common_pb2.Artifact, bytes | Path]] = field(default_factory=dict, repr=False)
     request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
-    """One id for all tries of this submission, so that a lost answer makes no second job."""
+    """Id shared by all attempts of this submission, so that a lost answer does not create a second job."""
 
     def add(self, source: bytes | Path) -> common_pb2.Artifact:
-        """The artifact that `source` is, which will be sent if the store lacks it."""
+        """Add an artifact for `source`, which is uploaded if the store lacks it, and return it."""
         from etfarm.v1 import common_pb2
         from etfarm.wire import chunks, digest
 
@@ -43,11 +46,12 @@ class Submission:
         return artifact
 
     def add_candidates(self, models: Sequence[PreparedModel], recipes: Sequence[Recipe]) -> None:
-        """One candidate for each model and recipe; a ready program is one by itself, whatever the recipes. Models of one name
-        are told apart, or whoever reads of them later could not.
+        """Add one candidate for each model and recipe; a ready program is one candidate, whatever the recipes.
+
+        Models with the same name get distinct names, so that reports can distinguish them.
 
         Raises:
-            RecipeNeedsEagerModule, NotPrepared: a model is not there in the form that a recipe takes.
+            RecipeNeedsEagerModule, NotPrepared: a model lacks the export that a recipe needs.
         """
         for name, model in zip(distinct_names(models), models, strict=True):
             if model.program is not None:
@@ -63,11 +67,11 @@ class Submission:
                 candidate.stages_done.extend(export.stages_done())
 
     def add_inputs(self, inputs: Inputs, models: Sequence[PreparedModel], methods: Sequence[str]) -> None:
-        """`inputs`, an `Inputs`, as tensor files by method.
+        """Add `inputs` as tensor files by method.
 
         Raises:
-            UserError: the file cannot be read, or its keys fit no input.
-            InputsDiffer: the models do not agree on the inputs' names.
+            UserError: the file cannot be read, or a key matches no input.
+            InputsDiffer: the models' input names differ.
         """
         files: dict[str, bytes] = {}
         for model in models:
@@ -94,7 +98,10 @@ class Submission:
         candidate.program.digest = digest.of_program(pte.digest, {name: artifact.digest for name, artifact in data.items()})
 
     def _model(self, name: str, export: PreparedExport, reference: PreparedExport | None, calibrate: bool) -> job_pb2.Model:
-        """An export as it is sent. Samples go along only where something reads them: there may be thousands."""
+        """Return the message for an export.
+
+        Samples are included only if they are used: there may be thousands.
+        """
         from etfarm.v1 import job_pb2
 
         model = job_pb2.Model(name=name)
@@ -111,7 +118,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class Given:
-    """What a job is made of, as its caller gave it."""
+    """The models, recipes and inputs of a job as the caller passed them."""
 
     model: Any
     recipes: str | Sequence[str]
@@ -123,11 +130,14 @@ class Given:
 
     @property
     def listed_recipes(self) -> list[str]:
-        """The recipes, of one or several."""
+        """The recipes as a list."""
         return several(self.recipes)
 
     def gather(self, spec: job_pb2.JobSpec, recipes: Sequence[Recipe], folder: Path) -> Submission:
-        """The submission, its files in `folder`. Blocks for as long as exports take."""
+        """Create the submission, with its files in `folder`.
+
+        This blocks while models are exported.
+        """
         models = [
             prepare(
                 one,
@@ -148,5 +158,5 @@ class Given:
 
 
 def several(one_or_more: Any) -> list[Any]:
-    """The items of a list or tuple; of anything else, it alone."""
+    """Return the items of a list or tuple, or a list with the only item."""
     return list(one_or_more) if isinstance(one_or_more, list | tuple) else [one_or_more]

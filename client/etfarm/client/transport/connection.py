@@ -1,4 +1,4 @@
-"""Step 1, client: the connection to a farm: to the one that is named, else to the embedded one, started where none runs."""
+"""The connection to a farm: to the server at an address, or to the embedded farm, which starts if it does not run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from etfarm.wire.channel import Access, BadAddress, open_channel, socket_token
 from etfarm.wire.status import Unreachable
 
 CONNECT_TIMEOUT_S = 10.0
-"""How long the first answer may take; a server on the other side of the world needs one second."""
+"""Seconds that the first answer may take; a server on the other side of the world needs one."""
 
 
 CHOSEN_PROJECT: Final[ContextVar[str | None]] = ContextVar("chosen_project", default=None)
@@ -28,14 +28,14 @@ CHOSEN_PROJECT: Final[ContextVar[str | None]] = ContextVar("chosen_project", def
 
 
 class NotConnected(UserError):
-    """The farm is used outside of its `with` block."""
+    """Error of a farm that is used outside of its `with` block."""
 
     reason = "NOT_CONNECTED"
     kind = Kind.FAILED_PRECONDITION
 
 
 class Connection:
-    """What `AsyncFarm` calls a farm through, once it is opened."""
+    """The channel and stubs that `AsyncFarm` calls a farm through."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class Connection:
         on_status: Callable[[str], None] | None,
         project: str | None = None,
     ) -> None:
-        """The arguments are AsyncFarm's.
+        """Take the arguments of `AsyncFarm`.
 
         Raises:
-            BadAddress: there is no file `tls_ca`, or no server whose certificate it could be for.
+            BadAddress: the file `tls_ca` does not exist, or there is no server address to use it for.
         """
         self._address = address or os.environ.get(names.SERVER_VARIABLE) or None
         if tls_ca is not None and self._address is None:
@@ -67,7 +67,7 @@ class Connection:
         self._stubs: Stubs | None = None
 
     async def open(self) -> None:
-        """Connects.
+        """Connect to the farm.
 
         Raises:
             EtfarmError: SERVER_UNREACHABLE, UNAUTHENTICATED, PROJECT_NOT_FOUND; BAD_ADDRESS, BAD_TLS_FILE, BAD_PROJECT;
@@ -92,7 +92,7 @@ class Connection:
             raise
 
     async def close(self) -> None:
-        """Leaves the farm; an embedded one that nobody else uses is gone afterwards."""
+        """Disconnect from the farm; an embedded farm without other users stops."""
         channel, lease = self._channel, self._lease
         self._channel = self._stubs = self._lease = None
         if channel is not None:
@@ -105,7 +105,7 @@ class Connection:
         """The farm's services.
 
         Raises:
-            NotConnected: it is not open.
+            NotConnected: the connection is not open.
         """
         if self._stubs is None:
             raise NotConnected("The farm is not connected.", "Use it inside of `with Farm(...) as farm:`.")
@@ -113,12 +113,12 @@ class Connection:
 
     @property
     def lease(self) -> Lease | None:
-        """The hold on the embedded farm; None at a server that was named."""
+        """The lease on the embedded farm; None for a server with an address."""
         return self._lease
 
 
 async def _must_answer(stubs: Stubs) -> None:
-    """One quick call, so that a wrong address is heard of now and not after the patience for a restart."""
+    """Make one quick call, so that a wrong address fails now and not after the retries for a server restart."""
     try:
         await stubs.farm.GetServerInfo(farm_pb2.GetServerInfoRequest(), timeout=CONNECT_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:

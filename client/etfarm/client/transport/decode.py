@@ -1,4 +1,4 @@
-"""Step 10, client: the contract's messages as the library's plain values; the one place where both are seen."""
+"""Conversion of the contract's messages to the library's values; the only place that uses both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from etfarm.wire import status
 
 
 def job(message: job_pb2.Job) -> JobInfo:
-    """A Job, with its cells where it has them."""
+    """Return a Job, with its cells if the message has them."""
     return JobInfo(
         id=message.id,
         name=message.name,
@@ -46,13 +46,13 @@ def job(message: job_pb2.Job) -> JobInfo:
 
 
 def job_state(value: job_pb2.JobState.ValueType) -> JobState:
-    """A JobState; QUEUED where the server did not say."""
+    """Return a JobState; QUEUED if it is unspecified."""
     name = job_pb2.JobState.Name(value).removeprefix("JOB_STATE_")
     return JobState(name) if name in JobState.__members__ else JobState.QUEUED
 
 
 def cell(message: job_pb2.Cell) -> Cell:
-    """A Cell."""
+    """Return a Cell."""
     return Cell(
         id=message.id,
         index=message.index,
@@ -70,7 +70,7 @@ def cell(message: job_pb2.Cell) -> Cell:
 
 
 def event(message: job_pb2.JobEvent) -> Event | None:
-    """A JobEvent; None for a kind that this version does not know."""
+    """Return a JobEvent; None for a kind that this version does not know."""
     sequence = message.sequence if message.HasField("sequence") else None
     at = _instant(message.at)
     match message.WhichOneof("event"):
@@ -96,12 +96,12 @@ def event(message: job_pb2.JobEvent) -> Event | None:
 
 
 def log_line(message: job_pb2.LogLine) -> LogLine:
-    """A LogLine."""
+    """Return a LogLine."""
     return LogLine(_instant(message.at), message.number, message.cell_id, message.source, message.text)
 
 
 def device(message: device_pb2.Device) -> Device:
-    """A Device."""
+    """Return a Device."""
     state = device_pb2.DeviceState.Name(message.state).removeprefix("DEVICE_STATE_")
     clusters = tuple(
         Cluster(
@@ -157,7 +157,7 @@ def project(message: project_pb2.Project) -> Project:
 
 
 def recipe(message: compile_pb2.RecipeInfo) -> RecipeInfo:
-    """A RecipeInfo."""
+    """Return a RecipeInfo."""
     return RecipeInfo(
         name=message.name,
         summary=message.summary,
@@ -170,7 +170,7 @@ def recipe(message: compile_pb2.RecipeInfo) -> RecipeInfo:
 
 
 def bundle(message: agent_pb2.RunnerBundle) -> Bundle:
-    """A RunnerBundle."""
+    """Return a RunnerBundle."""
     return Bundle(
         digest=message.artifact.digest,
         size_bytes=message.artifact.size_bytes,
@@ -194,7 +194,7 @@ def agent(message: agent_pb2.Agent) -> Agent:
 
 
 def server_info(message: farm_pb2.ServerInfo) -> ServerInfo:
-    """A ServerInfo."""
+    """Return a ServerInfo."""
     return ServerInfo(
         version=message.version,
         principal=message.principal.name,

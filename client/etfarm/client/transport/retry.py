@@ -1,7 +1,7 @@
-"""Steps 1 and 10, client: calls that may be repeated are, while the server is away for a moment.
+"""Repetition of calls while the server is away for a moment.
 
-Every rpc of the client but Upload is safe to repeat: the reading ones, Submit by its request_id, Cancel and AddBundle by
-what they do.
+Every rpc of the client except Upload is safe to repeat: reads have no effect, Submit has a request_id, and Cancel and
+AddBundle are idempotent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from etfarm.client.errors import from_rpc_error
 from etfarm.wire.retry_backoff import retry_backoff
 
 PATIENCE_S = 30.0
-"""How long a server that has answered before may be away: a restart takes seconds."""
+"""Seconds that a server that answered before may be away: a restart takes seconds."""
 
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 2.0
@@ -33,11 +33,11 @@ class Backoff:
         self._until_s: float | None = None
 
     def reset(self) -> None:
-        """It worked: the next failure is a first one."""
+        """Record a success: the next failure counts as the first one."""
         self._pauses, self._until_s = retry_backoff(FIRST_DELAY_S, LONGEST_DELAY_S), None
 
     async def wait(self) -> bool:
-        """Pauses, longer each time; False, at once, when the time is up."""
+        """Pause, longer each time, and return True; return False at once when the time is up."""
         now = asyncio.get_running_loop().time()
         if self._until_s is None:
             self._until_s = now + self._patience_s
@@ -48,10 +48,10 @@ class Backoff:
 
 
 async def repeat(call: Callable[[], Awaitable[Answer]], *, server: str, patience_s: float = PATIENCE_S) -> Answer:
-    """The answer of a call that may be made several times.
+    """Make a call that is safe to repeat until it succeeds, and return its answer.
 
     Raises:
-        EtfarmError: what the server answered, or SERVER_UNREACHABLE after `patience_s` without one.
+        EtfarmError: the server's error, or SERVER_UNREACHABLE after `patience_s` seconds without an answer.
     """
     backoff = Backoff(patience_s)
     while True:

@@ -1,4 +1,4 @@
-"""The typed stubs of one server's services, made once a channel."""
+"""The typed stubs of one server's services, created once per channel."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Stubs:
 
     @classmethod
     def of(cls, channel: grpc.aio.Channel, server: str) -> Stubs:
-        """The stubs over one channel."""
+        """Create the stubs of a channel."""
         return cls(
             server,
             agent_pb2_grpc.AgentServiceStub(channel),

@@ -1,4 +1,4 @@
-"""Steps 1 and 10, client: an event loop in a thread of its own, for programs that do not know asyncio."""
+"""An event loop in its own thread, for synchronous programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 Answer = TypeVar("Answer")
 
 CLEAN_UP_S = 2.0
-"""How long Ctrl-C waits for what it cancelled."""
+"""Seconds that Ctrl-C waits for the calls that it cancelled."""
 
 
 class Loop:
@@ -22,7 +22,10 @@ class Loop:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
-        """The coroutine's answer. Ctrl-C here cancels it there, and gives it a moment to clean up."""
+        """Run the coroutine and return its result.
+
+        Ctrl-C cancels the coroutine and gives it a moment to clean up.
+        """
         ended = threading.Event()
 
         async def noted() -> Answer:
@@ -40,7 +43,7 @@ class Loop:
             raise
 
     def each(self, items: AsyncIterator[Answer]) -> Iterator[Answer]:
-        """The items of an async generator, as they come."""
+        """Yield the items of an async generator as they arrive."""
 
         async def following() -> tuple[bool, Answer | None]:
             try:
@@ -59,7 +62,7 @@ class Loop:
                 self.run(close())
 
     def stop(self) -> None:
-        """Ends the loop and its thread."""
+        """Stop the loop and its thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -1,4 +1,4 @@
-"""Steps 1 and 10, client: artifacts to and from the store, several at once, each going on where its stream broke."""
+"""Concurrent transfers of artifacts to and from the store, each resumed where its stream broke."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
 
 PARALLEL = 4
-"""Uploads of large artifacts at one time: one stream has most of a link."""
+"""Number of concurrent uploads of large artifacts: one stream already uses most of a link."""
 
 PARALLEL_SMALL = 16
-"""Uploads of small ones: a calibration set's thousands wait for round trips, not for the link."""
+"""Number of concurrent uploads of small artifacts: the thousands of a calibration set wait for round trips, not for the link."""
 
 SMALL_BYTES = 256 << 10
 
 _ASK = 5_000
-"""Digests in one FindMissing, which takes 10,000."""
+"""Number of digests in one FindMissing call, which takes 10,000."""
 
 _GO_ON = (
     grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.OUT_OF_RANGE,  # the committed size is another than ours: ask and go on there
-    grpc.StatusCode.ABORTED,  # another stream is writing these bytes
+    grpc.StatusCode.OUT_OF_RANGE,  # the committed size differs: ask for it and continue there
+    grpc.StatusCode.ABORTED,  # another stream is uploading these bytes
 )
 
 Source = bytes | Path
-"""What is sent: bytes, or the file that holds them."""
+"""The source of an upload: bytes, or the file that contains them."""
 
 Moved = Callable[[int, int], None]
-"""Told (bytes done, bytes in all) of all transfers together."""
+"""Callback with the bytes done and the bytes in total, over all transfers."""
 
 
 async def upload_missing(
@@ -48,10 +48,10 @@ async def upload_missing(
     server: str,
     on_progress: Moved | None = None,
 ) -> int:
-    """Sends those of `blobs` (by digest) that the store lacks; the bytes that these have together.
+    """Upload those of `blobs` (by digest) that the store lacks, and return their total size in bytes.
 
     Raises:
-        EtfarmError: as ArtifactService.Upload says; SERVER_UNREACHABLE when the server stayed away.
+        EtfarmError: as ArtifactService.Upload; SERVER_UNREACHABLE if the server does not come back.
     """
     digests = list(blobs)
     missing: list[str] = []
@@ -121,13 +121,13 @@ async def download_file(
     server: str,
     on_progress: Moved | None = None,
 ) -> None:
-    """Puts an artifact at `path`, whole and verified or not at all.
+    """Download an artifact to `path`; the file is complete and verified, or not written at all.
 
     Raises:
         OutputUnwritable: the file cannot be written.
-        EtfarmError: as ArtifactService.Download says; SERVER_UNREACHABLE when the server stayed away.
+        EtfarmError: as ArtifactService.Download; SERVER_UNREACHABLE if the server does not come back.
     """
-    # What an earlier command left beside `path` may be of another artifact.
+    # A partial file that an earlier command left beside `path` may be of another artifact.
     part = path.with_name(path.name + ".part")
     part.unlink(missing_ok=True)
     try:
@@ -139,9 +139,9 @@ async def download_file(
 
 
 async def download_bytes(stub: ArtifactServiceAsyncStub, artifact: common_pb2.Artifact, *, server: str) -> bytes:
-    """A small artifact's bytes, verified.
+    """Download a small artifact and return its verified bytes.
 
     Raises:
-        EtfarmError: as ArtifactService.Download says; SERVER_UNREACHABLE when the server stayed away.
+        EtfarmError: as ArtifactService.Download; SERVER_UNREACHABLE if the server does not come back.
     """
     return await repeat(lambda: chunks.download_bytes(stub, artifact), server=server)
