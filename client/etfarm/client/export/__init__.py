@@ -1,8 +1,8 @@
-"""Step 1, client: from a MODEL argument to what the server can compile.
+"""Resolution and export of a MODEL argument to a form that the server can compile.
 
-`resolve` says what kind of model an argument names, `load_source` makes a `ModelSource` of an eager one, and
-`export_source` exports that to .pt2 archives. Importing this package imports no torch: with .pt2 and .pte files alone
-a client never needs it.
+`resolve` determines the kind of model of an argument, `load_source` creates a `ModelSource` of an eager model,
+and `export_source` exports that to .pt2 archives. Importing this package does not import torch: a client with
+.pt2 and .pte files only never needs it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> object:
-    """The names that are needed for eager models only, imported when they are first asked for."""
+    """Import a name that only eager models need on its first use."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -1,6 +1,6 @@
-"""Step 1, client: what a .pt2 archive says of itself, read without torch: its inputs, and what was done before.
+"""Inputs and properties of a .pt2 archive, read without torch.
 
-Nothing here judges an archive: what cannot be told is left out, and the server, which loads it with torch, refuses it.
+Nothing here validates an archive: unknown facts are left out, and the server, which loads it with torch, refuses bad archives.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ _DTYPES: Final = {
     1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float16", 7: "float32", 8: "float64", 12: "bool",
     13: "bfloat16", 28: "uint16", 29: "float8_e4m3fn", 30: "float8_e5m2",
 }  # fmt: skip
-"""ScalarType of torch/_export/serde/schema.py by etfarm.wire.tensors' names."""
+"""ScalarType values of torch/_export/serde/schema.py by the names in etfarm.wire.tensors."""
 
 _QUANTIZED = "torch.ops.quantized_decomposed."
 _TORCHAO = ("torch.ops.torchao.", "torch.ops.quant.")
-"""Of linear weights, and of codebooks."""
+"""Prefixes of the operators of linear weights, and of codebooks."""
 
 
 @dataclass(frozen=True)
 class InputType:
-    """What one tensor input takes."""
+    """The type of one tensor input."""
 
     dtype: str
     sizes: tuple[int | None, ...]
-    """A size per dim, None where it is dynamic."""
+    """The size of each dim, None for a dynamic dim."""
 
     def __str__(self) -> str:
         return f"{self.dtype} [{', '.join('?' if size is None else str(size) for size in self.sizes)}]"
@@ -38,20 +38,20 @@ class InputType:
 
 @dataclass(frozen=True)
 class ArchiveFacts:
-    """One exported program, as its archive tells of it."""
+    """The facts that an archive contains about one exported program."""
 
     input_names: tuple[str, ...] = ()
-    """In flattened order; empty where they cannot be told."""
+    """Input names in flattened order; empty if unknown."""
     input_types: tuple[InputType | None, ...] = ()
-    """Beside `input_names`; None for what is no tensor, or of a dtype that does not travel."""
+    """Types parallel to `input_names`; None for an input that is not a tensor, or has an unsupported dtype."""
     quantized: bool = False
-    """PT2E's quantize and dequantize are in its graph."""
+    """Whether PT2E's quantize and dequantize are in the graph."""
     transformed: bool = False
-    """torchao's quantized weights are in its graph."""
+    """Whether torchao's quantized weights are in the graph."""
 
 
 def read_archive(source: bytes | Path) -> ArchiveFacts:
-    """The facts of an archive of torch.export.save, given as its bytes or its path; none where it is no such archive.
+    """Return the facts of a torch.export.save archive, as bytes or path; empty facts for any other file.
 
     Source: GraphModule, InputSpec and TensorMeta of torch/_export/serde/schema.py.
     """

@@ -1,7 +1,7 @@
-"""Step 1, client: `demo:NAME`, models that run anywhere at once and whose numbers mean something.
+"""`demo:NAME`: models that run on any machine, with meaningful numbers.
 
-With the weights that they are initialised with, all inputs give nearly one output, and no accuracy of an int8 program
-can be judged. So each is trained for a moment on synthetic classes: a smooth template per class, with noise.
+With their initial weights, all inputs give nearly the same output, so that the accuracy of an int8 program cannot be
+judged. Each demo is therefore trained briefly on synthetic classes: a smooth template per class, with noise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SAMPLES: Final = 8
-"""How many calibration inputs a demo has. One gave 4 to 14 dB on other inputs, eight were enough."""
+"""Number of calibration inputs of a demo. One input gave 4 to 14 dB on other inputs; eight were enough."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,20 @@ class _Recipe:
     weight_decay: float = 0.0
     seed: int = 0
     opposed: bool = False
-    """Of two classes, the second's template is the first's negative. A network this deep and narrow has little room
-    beside int8's noise: with these four values and seed 1 it keeps 22 dB on new samples, with others 8 to 20."""
+    """Whether the second of two classes has the negative template of the first. A network this deep and narrow leaves little
+    room for int8's noise: with these four values and seed 1 it keeps 22 dB on new samples, with others 8 to 20 dB.
+    """
 
 
 def make_demo(name: str) -> ModelSource:
-    """The demo `name`, in eval mode, with eight calibration inputs of which the first is the example input.
+    """Create the demo `name`, in eval mode, with eight calibration inputs; the first is the example input.
 
-    Takes a second or two. The weights are the same in every process of one machine: all draws are seeded, and the
-    training runs on one thread, since sums over several are not in one order. The caller's random state and thread
-    count are left as they were.
+    This takes a second or two. The weights are equal in every process on one machine: all draws are seeded, and the
+    training runs on one thread, since several threads add in varying order. The caller's random state and thread
+    count are restored.
 
     Raises:
-        UnknownDemo: there is none of that name.
+        UnknownDemo: no demo has the name.
     """
     import torch
 
@@ -88,7 +89,7 @@ def _recipe(name: str) -> _Recipe:
 
 
 def _templates(recipe: _Recipe) -> Tensor:
-    """A smooth random image per class, (classes, C, H, W), of zero mean and unit deviation."""
+    """Return a smooth random image per class, (classes, C, H, W), with zero mean and unit deviation."""
     import torch
 
     _, channels, height, width = recipe.shape

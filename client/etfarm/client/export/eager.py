@@ -1,7 +1,7 @@
-"""Step 1, client: an eager model becomes .pt2 archives and calibration samples that any server can lower.
+"""Export of an eager model to .pt2 archives and calibration samples that any server can lower.
 
-The bytes are the cache's key, so equal models must give equal bytes in every process: one archive name, paths of source
-files relative to the working folder, nothing of the client's disk.
+The bytes are the cache's key, so that equal models must give equal bytes in every process: one archive name, paths of
+source files relative to the working folder, and nothing of the client's disk.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _LINE_LIMIT = 400
 _INTS = 1 << 63
-"""ExecuTorch's ints have 64 bits."""
+"""ExecuTorch's ints have 64 bits, with this limit."""
 
 
 @dataclass(frozen=True)
@@ -51,32 +51,33 @@ class ExportedMethod:
     """One method of an exported model."""
 
     pt2: bytes | Path = field(repr=False)
-    """The archive of torch.export.save, ATen dialect. It carries the example inputs."""
+    """The archive of torch.export.save in the ATen dialect, with the example inputs."""
     calibration: tuple[bytes | Path, ...] = field(repr=False)
-    """Tensor files (etfarm.wire.tensors), one per sample, values in flattened order; those of the source beside its
-    example inputs, which the archive has."""
+    """Tensor files (etfarm.wire.tensors), one per sample, with values in flattened order. The example inputs are not among
+    them: the archive contains those.
+    """
     input_names: tuple[str, ...]
     """The inputs' names in flattened order: `x`, `state_0`, `options_mask`."""
     output_names: tuple[str, ...]
-    """The names of the nodes that make the outputs, in flattened order. Two outputs may have one name."""
+    """Names of the nodes that produce the outputs, in flattened order. Two outputs may have the same name."""
     duration_ms: int
-    """What exporting and saving took, on the monotonic clock."""
+    """Duration of exporting and saving in ms, on the monotonic clock."""
     input_types: tuple[InputType | None, ...] = ()
-    """Beside `input_names`."""
+    """Types parallel to `input_names`."""
     transform_ms: float | None = None
-    """What SOURCE_TRANSFORM took; None where there was none."""
+    """Duration of SOURCE_TRANSFORM in ms; None if there was none."""
     quantized: bool = False
-    """The module came quantized, as a GraphModule of convert_pt2e is."""
+    """Whether the module was quantized before, like a GraphModule of convert_pt2e."""
 
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """An eager model, exported: what travels to the server."""
+    """An exported eager model, in the form that is sent to the server."""
 
     name: str
     methods: Mapping[str, ExportedMethod]
     constant_methods: Mapping[str, bytes] = field(default_factory=dict)
-    """A tensor file per constant method, its leaves in flattened order."""
+    """A tensor file per constant method, with its leaves in flattened order."""
 
 
 def export_source(
@@ -89,23 +90,23 @@ def export_source(
     calibrate: bool = True,
     folder: Path | None = None,
 ) -> ExportedModel:
-    """`source` exported, every method by itself.
+    """Export each method of `source` separately.
 
     Args:
-        source: its modules are not changed.
+        source: the model; its modules are not changed.
         name: the model's name in reports.
-        folder_base: source files under it are named relative to it; the working folder when None.
-        strict: torch.export's own switch. Without it the module is run as plain Python, which takes more models.
-        recipe: whose source transform is applied first, if it has one.
-        calibrate: whether to take the calibration samples along.
-        folder: where archives and samples are kept as files instead of in memory; the caller's, who removes it.
+        folder_base: folder that names of source files are relative to; the working folder when None.
+        strict: passed to torch.export. If False, the module runs as plain Python, which supports more models.
+        recipe: its source transform, if any, is applied first.
+        calibrate: whether to include the calibration samples.
+        folder: folder for archives and samples as files instead of in memory; the caller removes it.
 
     Raises:
         ModelInTrainMode: `.eval()` was not called.
         ModelNotOnCpu: a weight or input is elsewhere.
         UnsupportedInput: an input's dtype or type cannot be sent.
-        CalibrationMismatch: a calibration sample is not like the example inputs.
-        DynamicShapesForm, DimWithoutMaximum: dynamic shapes that would fail on the device only.
+        CalibrationMismatch: a calibration sample does not match the example inputs.
+        DynamicShapesForm, DimWithoutMaximum: dynamic shapes that would fail only on the device.
         NothingToTransform, SourceTransformFailed, ToolsMissing: see etfarm.client.export.transform.
         DataDependentBranch: forward branches on a tensor's value.
         DimSpecialized: a dynamic dim can only have one size, or other sizes.
@@ -119,7 +120,10 @@ def export_source(
 
 @dataclass(frozen=True)
 class _Export:
-    """One export of a source, method by method; the arguments are those of `export_source`."""
+    """One export of a source, method by method.
+
+    The arguments are those of `export_source`.
+    """
 
     source: ModelSource
     base: Path
@@ -129,7 +133,10 @@ class _Export:
     folder: Path | None
 
     def method(self, method: str) -> ExportedMethod:
-        """One method, exported. Copies of modules that were transformed are gone before the next one's turn."""
+        """Export one method.
+
+        Copies of transformed modules are released before the next method.
+        """
         import torch
 
         module = self.source.methods[method]
@@ -172,11 +179,11 @@ class _Export:
     def _samples(
         self, method: str, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], early_names: list[str]
     ) -> Iterator[bytes | Path]:
-        """The calibration samples as tensor files, one after the other, without those that are the example inputs."""
+        """Yield the calibration samples as tensor files, without those that equal the example inputs."""
         given = self.source.calibration_inputs.get(method, ())
         if not self.calibrate or not given:
             return
-        # The archive carries the example inputs, which the server calibrates with too.
+        # The archive contains the example inputs, which the server also calibrates with.
         example = encode(flat_values(method, names, args, kwargs))
         for index, sample in enumerate(_called(method, given, self.base)):
             must_be_tuple(method, sample)
@@ -186,7 +193,7 @@ class _Export:
                 yield self._kept(file)
 
     def _kept(self, data: bytes) -> bytes | Path:
-        """The bytes, or the file in the folder that they are in."""
+        """Return the bytes, or the file in the folder that they were written to."""
         if self.folder is None:
             return data
         path = self.folder / digest.of_bytes(data)
@@ -195,7 +202,7 @@ class _Export:
 
 
 def _called(method: str, given: Any, base: Path) -> Iterator[tuple[Any, ...]]:
-    """The samples one by one; what the user's own generator raises is told with its line."""
+    """Yield the samples one by one; an exception of the user's own generator is reported with its line."""
     with _users_samples(method, base):
         samples = iter(given() if callable(given) else given)
     while True:
@@ -224,10 +231,10 @@ def _users_samples(method: str, base: Path) -> Iterator[None]:
 
 
 def archive_of(program: ExportedProgram) -> bytes:
-    """The bytes of torch.export.save; the program is as before afterwards.
+    """Return the bytes of torch.export.save, leaving the program unchanged.
 
-    Example inputs go without attributes of their own: torch.export leaves one on a tensor with a Dim.DYNAMIC, mark_dynamic
-    too, and an archive of such tensors is a pickle of objects that no server loads.
+    Example inputs are saved without extra attributes: torch.export and mark_dynamic set one on a tensor with a
+    Dim.DYNAMIC, and an archive of such tensors is a pickle of objects that servers refuse to load.
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -235,7 +242,7 @@ def archive_of(program: ExportedProgram) -> bytes:
     def bare(leaf: Any) -> Any:
         return leaf.detach() if isinstance(leaf, torch.Tensor) and vars(leaf) else leaf
 
-    # A buffer has no file stem, so every archive has the same prefix; a path's stem would be part of the bytes.
+    # A buffer has no file stem, so every archive has the same prefix; the stem of a path would be part of the bytes.
     buffer = io.BytesIO()
     given = program.example_inputs
     program.example_inputs = pytree.tree_map(bare, given)
@@ -250,7 +257,7 @@ def _must_be_eval(method: str, module: nn.Module) -> None:
     import torch
 
     for name, part in module.named_modules():
-        # A captured graph has its mode baked in, and its own flag says True whatever that is.
+        # A captured graph has a fixed mode; its `training` flag is True in any case.
         captured = isinstance(part, torch.fx.GraphModule) or type(part).__module__.startswith("torch.export")
         if part.training and not captured and type(part) is not torch.nn.Module:
             raise ModelInTrainMode(method, name)
@@ -294,7 +301,7 @@ def _must_be_constant(method: str, leaf: Any) -> None:
 
 @contextmanager
 def _refusals(method: str, base: Path) -> Iterator[None]:
-    """Turns what torch.export raises into our errors, with the user's own line."""
+    """Convert exceptions of torch.export to etfarm's errors, with the user's own line."""
     try:
         yield
     except EtfarmError:
@@ -312,7 +319,7 @@ def _refusals(method: str, base: Path) -> Iterator[None]:
 
 
 def _first_line(text: str) -> str:
-    """The first line of torch's message that is not empty."""
+    """Return the first line of torch's message that is not empty."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "no message.")
     line = re.sub(r" For more information.*", "", line)
     return line if len(line) <= _LINE_LIMIT else line[:_LINE_LIMIT] + "..."

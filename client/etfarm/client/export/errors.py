@@ -1,6 +1,6 @@
-"""Step 1, client: what can be wrong with a MODEL argument, a factory or an eager module. Stdlib only.
+"""Errors of a MODEL argument, a factory or an eager module. Stdlib only.
 
-Every class is the user's to act on, and every value of a message is in its metadata as well.
+The user can act on every one of them, and every value of a message is in its metadata as well.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from etfarm.wire.errors import Kind, UserError
 
 STAGE = "TORCH_EXPORT"
-"""The stage that errors of exporting name."""
+"""Stage in errors of exporting."""
 
 TRANSFORM_STAGE = "SOURCE_TRANSFORM"
-"""The stage that errors of source transforms name."""
+"""Stage in errors of source transforms."""
 
 FORMS = "x.pt2, x.pte, file.py:factory, package.module:factory or demo:NAME"
 """The five forms of a MODEL argument, in words."""
 
 
 def with_article(noun: str) -> str:
-    """The noun with its article, for sentences that name a class of Python's or the user's: `an int`, `a Tensor`."""
+    """Return the noun with its article, for a class of Python's or of the user's: `an int`, `a Tensor`."""
     return f"{'an' if noun[:1].lower() in tuple('aeio') else 'a'} {noun}"
 
 
@@ -34,7 +34,7 @@ class BadModelArgument(UserError):
 
 
 class ModelNotFound(UserError):
-    """The file or the module of a MODEL argument is not there."""
+    """The file or the module of a MODEL argument does not exist."""
 
     reason = "MODEL_NOT_FOUND"
     kind = Kind.NOT_FOUND
@@ -54,19 +54,19 @@ class UnknownDemo(UserError):
 
 
 class NotAPt2(UserError):
-    """A .pt2 file is no archive of torch.export.save, or one that is cut off."""
+    """A .pt2 file is not an archive of torch.export.save, or is truncated."""
 
     reason = "NOT_A_PT2"
 
 
 class NotAPte(UserError):
-    """A .pte file is no ExecuTorch program."""
+    """A .pte file is not an ExecuTorch program."""
 
     reason = "NOT_A_PTE"
 
 
 class TruncatedProgram(UserError):
-    """A .pte file ends before its own header says it does."""
+    """A .pte file ends before the end that its header gives."""
 
     reason = "TRUNCATED_PROGRAM"
     kind = Kind.DATA_LOSS
@@ -82,7 +82,7 @@ class TruncatedProgram(UserError):
 
 
 class ExtraMissing(UserError):
-    """Eager models and demos need torch on the client, which is not installed here."""
+    """torch, which eager models and demos need on the client, is not installed."""
 
     reason = "EXTRA_MISSING"
     kind = Kind.FAILED_PRECONDITION
@@ -114,7 +114,10 @@ class FactoryNotFound(UserError):
 
 
 class FactoryFailed(UserError):
-    """The user's own code raised, on import or when it was called. The exception is the `__cause__`."""
+    """The user's own code raised, on import or when it was called.
+
+    The exception is the `__cause__`.
+    """
 
     reason = "FACTORY_FAILED"
 
@@ -132,7 +135,7 @@ class FactoryFailed(UserError):
 
 
 class FactoryReturnedSomethingElse(UserError):
-    """A factory gave neither (module, example_inputs) nor a ModelSource."""
+    """A factory returned neither (module, example_inputs) nor a ModelSource."""
 
     reason = "FACTORY_RETURNED_SOMETHING_ELSE"
 
@@ -167,7 +170,10 @@ class ExampleInputsNotATuple(UserError):
 
 
 class DynamicShapesForm(UserError):
-    """dynamic_shapes is not {method: shapes of its arguments}; torch would take some of these as static, silently."""
+    """dynamic_shapes does not have the form {method: shapes of its arguments}.
+
+    torch would silently treat some other forms as static.
+    """
 
     reason = "DYNAMIC_SHAPES_FORM"
 
@@ -190,7 +196,7 @@ class DimWithoutMaximum(UserError):
 
 
 class ModelInTrainMode(UserError):
-    """The module, or a part of it, is in train mode, which no program can hold."""
+    """The module, or a part of it, is in train mode, which no program supports."""
 
     reason = "MODEL_IN_TRAIN_MODE"
 
@@ -206,7 +212,7 @@ class ModelInTrainMode(UserError):
 
 
 class ModelNotOnCpu(UserError):
-    """A weight or an input lies on another device than the CPU, or nowhere (meta)."""
+    """A weight or an input is on a device other than the CPU, or on none (meta)."""
 
     reason = "MODEL_NOT_ON_CPU"
 
@@ -222,7 +228,7 @@ class ModelNotOnCpu(UserError):
 
 
 class UnsupportedInput(UserError):
-    """An input is of a dtype or type that no device can be given."""
+    """An input has a dtype or type that no device supports."""
 
     reason = "UNSUPPORTED_INPUT"
 
@@ -236,7 +242,7 @@ class CalibrationMismatch(UserError):
     """A calibration sample has another structure, dtype or rank than the example inputs.
 
     Args:
-        stage: empty where the samples were given beside the model, which is then not at fault.
+        stage: empty if the samples were passed beside the model, which is then not at fault.
     """
 
     reason = "CALIBRATION_MISMATCH"
@@ -252,7 +258,10 @@ class CalibrationMismatch(UserError):
 
 
 class NoCalibrationSamples(UserError):
-    """A calibration set was given, and nothing is in it: the model's own samples would be used without a word."""
+    """A calibration set is empty.
+
+    Without this error, the model's own samples would be used silently.
+    """
 
     reason = "NO_CALIBRATION_SAMPLES"
 
@@ -265,7 +274,7 @@ class NoCalibrationSamples(UserError):
 
 
 class DataDependentBranch(UserError):
-    """A Python branch hangs on a tensor's value, which a program cannot hold."""
+    """A Python branch depends on a tensor's value, which a program cannot express."""
 
     reason = "DATA_DEPENDENT_BRANCH"
 
@@ -283,11 +292,11 @@ class DataDependentBranch(UserError):
 
 
 class DimSpecialized(UserError):
-    """A dim that was to be dynamic can only have one size, or other sizes than it was given.
+    """A dynamic dim can only have one size, or other sizes than requested.
 
     Args:
-        dim: as a sentence names it: `Dim n`, `dim 0 of 'x'`.
-        why: the rest of the sentence that begins with the dim.
+        dim: its name in a sentence: `Dim n`, `dim 0 of 'x'`.
+        why: the rest of the sentence that starts with the dim.
     """
 
     reason = "DIM_SPECIALIZED"
@@ -305,7 +314,10 @@ class DimSpecialized(UserError):
 
 
 class ExportFailed(UserError):
-    """torch.export refused the module. torch's exception is the `__cause__`."""
+    """torch.export refused the module.
+
+    torch's exception is the `__cause__`.
+    """
 
     reason = "EXPORT_FAILED"
 
@@ -322,7 +334,10 @@ class ExportFailed(UserError):
 
 
 class RecipeNeedsEagerModule(UserError):
-    """The recipe replaces modules before the export, and an exported program has none: it would stay fp32, silently."""
+    """The recipe replaces modules before the export, and an exported program has no modules.
+
+    Without this error, the program would silently stay fp32.
+    """
 
     reason = "RECIPE_NEEDS_EAGER_MODULE"
 
@@ -337,7 +352,7 @@ class RecipeNeedsEagerModule(UserError):
 
 
 class NothingToTransform(UserError):
-    """The recipe's source transform finds nothing in the module, which would come out as fp32."""
+    """The recipe's source transform matches nothing in the module, so that it would stay fp32."""
 
     reason = "NOTHING_TO_TRANSFORM"
 
@@ -352,7 +367,10 @@ class NothingToTransform(UserError):
 
 
 class SourceTransformFailed(UserError):
-    """A source transform raised, or gave no module. What it raised is the `__cause__`."""
+    """A source transform raised, or did not return a module.
+
+    Its exception is the `__cause__`.
+    """
 
     reason = "SOURCE_TRANSFORM_FAILED"
 

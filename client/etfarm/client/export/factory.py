@@ -1,4 +1,4 @@
-"""Step 1, client: from `file.py:factory`, `package.module:factory` or `demo:NAME` to a ModelSource."""
+"""Loading of a ModelSource from `file.py:factory`, `package.module:factory` or `demo:NAME`."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from etfarm.client.export.traces import place_of
 from etfarm.wire.errors import EtfarmError
 
 SEED = 0
-"""What the random generators of Python, numpy and torch are seeded with before a factory runs."""
+"""Seed of the random generators of Python, numpy and torch before a factory runs."""
 
 
 def load_source(spec: EagerSpec, *, say: Callable[[str], None] | None = None) -> ModelSource:
-    """The model that `spec` names, made by calling its factory in this process.
+    """Load the model of `spec` by calling its factory in this process.
 
     torch, random and numpy are seeded with `SEED` before the file is imported and again before the factory is called,
-    so that weights drawn at random are the same every time and the server's cache answers. `say` is told so, in one
-    sentence. During the call sys.path starts with the file's folder, or with the working folder for a module.
+    so that random weights are equal every time and the server's cache has a hit. `say` is called with a sentence
+    about it. During the call sys.path starts with the file's folder, or with the working folder for a module.
 
     Raises:
         ExtraMissing: torch is not installed.
-        ModelNotFound: the module of a ModuleFactory cannot be found.
-        FactoryNotFound: there is no such function in it.
+        ModelNotFound: the module of a ModuleFactory does not exist.
+        FactoryNotFound: the function does not exist.
         FactoryFailed: the user's code raised.
-        FactoryReturnedSomethingElse: it returned no model.
-        ExampleInputsNotATuple: it returned (module, x) with an x that is no tuple.
+        FactoryReturnedSomethingElse: it did not return a model.
+        ExampleInputsNotATuple: it returned (module, x) with an x that is not a tuple.
     """
     if isinstance(spec, Demo):
         _require_torch(f"demo:{spec.name}")
@@ -68,7 +68,7 @@ def load_source(spec: EagerSpec, *, say: Callable[[str], None] | None = None) ->
 
 
 def seed(value: int) -> None:
-    """Seeds the generators of random, numpy and torch."""
+    """Seed the generators of random, numpy and torch."""
     import numpy as np
     import torch
 
@@ -107,7 +107,7 @@ def _named_module(name: str) -> ModuleType:
 
 @contextmanager
 def _users_code(where: str) -> Iterator[None]:
-    """Turns whatever the user's code raises, sys.exit included, into a FactoryFailed; our own errors pass."""
+    """Convert any exception of the user's code, including SystemExit, to a FactoryFailed; etfarm's own errors pass."""
     try:
         yield
     except EtfarmError:
@@ -135,7 +135,7 @@ def _must_take_nothing(factory: Callable[..., object], where: str) -> None:
         inspect.signature(factory).bind()
     except TypeError as error:
         raise FactoryFailed(where, error, "", "A factory is called without arguments: give them defaults.") from error
-    except ValueError:  # a builtin without a signature; calling it will tell
+    except ValueError:  # a builtin without a signature; the call will show
         return
 
 

@@ -1,4 +1,4 @@
-"""Step 1, client: what torch and torchao print while they are at work is kept off the user's terminal."""
+"""Suppression of what torch and torchao print while they work."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _NOISY = (
     "torch.export",
     "torch.fx.experimental.symbolic_shapes",
     "torch._dynamo",
-    "torch.utils._pytree",  # torchao registers an enum in a way that torch calls deprecated
-    "torchao",  # says which of its CUDA libraries it did not load
+    "torch.utils._pytree",  # torchao registers an enum in a way that torch reports as deprecated
+    "torchao",  # reports which of its CUDA libraries it did not load
 )
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps graph dumps, warnings and failed look-ups of optional libraries away; TORCH_LOGS brings them back."""
+    """Suppress graph dumps, warnings and failed look-ups of optional libraries; TORCH_LOGS enables them again."""
     if os.environ.get("TORCH_LOGS"):
         yield
         return

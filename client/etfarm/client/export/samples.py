@@ -1,4 +1,4 @@
-"""Step 1, client: example and calibration inputs as flat values of the wire, and what is wrong with them."""
+"""Example and calibration inputs as flat wire values, and their validation."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value
 
 
 def flat_values(method: str, names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[Value]:
-    """The inputs in the wire's order, `tree_leaves((args, kwargs))`, named by `names`.
+    """Return the inputs in the wire's order, `tree_leaves((args, kwargs))`, with the names in `names`.
 
     A tensor keeps its memory format as dim order (channels_last is (0, 2, 3, 1)); one whose elements are not dense in
     any order, such as a slice or an expanded one, is made contiguous.
 
     Raises:
-        UnsupportedInput: a leaf is no dense CPU tensor of a dtype of the wire, and no bool, int, float or None.
+        UnsupportedInput: a leaf is neither a dense CPU tensor of a supported dtype nor a bool, int, float or None.
     """
     leaves = input_leaves(args, kwargs)
     _must_be_plain(method, names, args, kwargs)
@@ -24,14 +24,17 @@ def flat_values(method: str, names: Sequence[str], args: tuple[Any, ...], kwargs
 
 
 def input_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
-    """The leaves of all inputs in the wire's order. None is a leaf."""
+    """Return the leaves of all inputs in the wire's order.
+
+    None is a leaf.
+    """
     from torch.utils import _pytree as pytree
 
     return list(pytree.tree_leaves((args, dict(kwargs or {}))))
 
 
 def leaf_names(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[str]:
-    """How errors call the leaves before a program has named them: `0`, `1[0]`, `mask`."""
+    """Return the names of leaves in errors before a program has named them: `0`, `1[0]`, `mask`."""
     from torch.utils import _pytree as pytree
 
     names = []
@@ -42,7 +45,7 @@ def leaf_names(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -
 
 
 def wire_value(method: str, name: str, leaf: Any) -> Value:
-    """One leaf as a value of the wire.
+    """Convert one leaf to a wire value.
 
     Raises:
         UnsupportedInput: see `flat_values`.
@@ -51,7 +54,7 @@ def wire_value(method: str, name: str, leaf: Any) -> Value:
 
     if leaf is None or isinstance(leaf, bool | int | float):
         return Scalar(name, leaf)
-    if type(leaf) not in (torch.Tensor, torch.nn.Parameter):  # a subclass may keep its elements elsewhere
+    if type(leaf) not in (torch.Tensor, torch.nn.Parameter):  # a subclass may store its elements elsewhere
         raise UnsupportedInput(
             method,
             name,
@@ -77,7 +80,10 @@ def wire_value(method: str, name: str, leaf: Any) -> Value:
 
 
 def _must_be_plain(method: str, names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
-    """Containers are Python's own: an archive keeps its inputs as a pickle, and a server loads no class of others'."""
+    """Check that containers are Python's own.
+
+    An archive keeps its inputs as a pickle, and a server loads no other classes.
+    """
     from torch.utils import _pytree as pytree
 
     def first_foreign(spec: Any, leaves_before: int) -> tuple[int, str] | None:
@@ -104,10 +110,12 @@ def _must_be_plain(method: str, names: Sequence[str], args: tuple[Any, ...], kwa
 
 
 def must_match(method: str, sample: int, example: tuple[Any, ...], given: tuple[Any, ...], names: Sequence[str]) -> None:
-    """Whether a calibration sample can stand where the example inputs do; sizes of dims may differ, for dynamic shapes.
+    """Check that a calibration sample fits the example inputs.
+
+    Sizes of dims may differ, for dynamic shapes.
 
     Raises:
-        CalibrationMismatch: another structure, dtype, rank or constant.
+        CalibrationMismatch: the structure, dtype, rank or a constant differs.
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -115,7 +123,7 @@ def must_match(method: str, sample: int, example: tuple[Any, ...], given: tuple[
     (wanted, wanted_spec), (got, got_spec) = pytree.tree_flatten(example), pytree.tree_flatten(given)
     if wanted_spec != got_spec:
         raise CalibrationMismatch(method, sample, f"{len(got)} values in another structure than {len(wanted)}")
-    for name, a, b in zip(names, wanted, got, strict=False):  # names go on with the keyword arguments
+    for name, a, b in zip(names, wanted, got, strict=False):  # names continue with the keyword arguments
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
             if type(a) is not type(b) or a != b:
                 raise CalibrationMismatch(method, sample, f"{name!r} is {_shown(b)} and not {_shown(a)}")
@@ -124,10 +132,10 @@ def must_match(method: str, sample: int, example: tuple[Any, ...], given: tuple[
 
 
 def unshared(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same inputs, where no tensor stands for two arguments.
+    """Return the same inputs, with a separate tensor for each argument.
 
-    torch.export(strict=False) finds inputs by identity: of `(x, x)` it uses the last for both, and the program ignores
-    the first without a word.
+    torch.export(strict=False) identifies inputs by identity: for `(x, x)` it uses the last for both, and the program
+    silently ignores the first.
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -146,7 +154,10 @@ def unshared(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[An
 
 
 def _dim_order(tensor: Any) -> tuple[int, ...]:
-    """Outermost dim first, by stride; the order of the dims where the elements are not dense or leave a choice."""
+    """Return the dims, outermost first, by stride.
+
+    If the elements are not dense or the order is ambiguous, the dims keep their order.
+    """
     natural = tuple(range(tensor.dim()))
     if tensor.is_contiguous():
         return natural

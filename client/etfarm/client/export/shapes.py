@@ -1,4 +1,4 @@
-"""Step 1, client: dynamic shapes are checked before and after torch.export, which takes too much of them silently."""
+"""Validation of dynamic shapes before and after torch.export, which silently accepts too many."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ _FIXED: Final = re.compile(r"You marked (.+?) as dynamic but your code specializ
 _FIXED_HINT: Final = re.compile(r"(?:due to hint of|inferred a static shape of) (\d+) for dimension (.+?)\.?$", re.MULTILINE)
 _CONFLICT: Final = re.compile(r"range of (\[.+?\]), conflicting with the (.+?), for (.+?)\.?$", re.MULTILINE)
 _SIZE: Final = re.compile(r"(?:L|inputs)\['(\w+)'\](?:\.size\(\)|\.shape)\[(\d+)\]")
-"""Of the dims that torch.export 2.13 refuses: symbolic_shapes.py and _export/non_strict_utils.py word them."""
+"""The dims that torch.export 2.13 refuses, as symbolic_shapes.py and _export/non_strict_utils.py word them."""
 
 
 def normal_shapes(method: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Any) -> Any:
-    """One method's dynamic shapes as torch.export takes them: arguments that a dictionary leaves out are static.
+    """Return one method's dynamic shapes in the form for torch.export.
+
+    Arguments that a dictionary leaves out are static.
 
     Raises:
-        DynamicShapesForm: it names an argument that forward has not, or is a tuple of another length.
+        DynamicShapesForm: it names an argument that forward lacks, or is a tuple of another length.
         DimWithoutMaximum: a Dim in it has no finite maximum.
     """
     if shapes is None:
@@ -35,7 +37,7 @@ def normal_shapes(method: str, module: nn.Module, args: tuple[Any, ...], kwargs:
     try:
         arguments = list(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):
-        return shapes  # forward does not take these inputs: torch.export says it better
+        return shapes  # forward does not take these inputs: torch.export has a better message
     if isinstance(shapes, Mapping):
         unknown = [str(key) for key in shapes if key not in arguments]
         if unknown:
@@ -64,10 +66,10 @@ def normal_shapes(method: str, module: nn.Module, args: tuple[Any, ...], kwargs:
 
 
 def must_be_bounded(method: str, program: ExportedProgram) -> None:
-    """Whether every dynamic dim of the program's inputs is bounded, those of Dim.AUTO and Dim.DYNAMIC too.
+    """Check that every dynamic dim of the program's inputs is bounded, including Dim.AUTO and Dim.DYNAMIC.
 
     Raises:
-        DimWithoutMaximum: one is not.
+        DimWithoutMaximum: a dim is not bounded.
     """
     ranges = program.range_constraints
     inputs = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"}
@@ -83,14 +85,14 @@ def must_be_bounded(method: str, program: ExportedProgram) -> None:
 
 
 def specialized(method: str, text: str, place: str) -> DimSpecialized | None:
-    """What torch.export says of a dim that cannot be as it was asked for, in one sentence with what to do.
+    """Convert torch.export's message about a dim that cannot be dynamic to one sentence with a remedy.
 
     Args:
-        text: the message of what torch.export raised.
-        place: the line of the user's that it comes from; empty where that is not known.
+        text: the message of torch.export's exception.
+        place: the user's line that it comes from; empty if unknown.
 
     Returns:
-        None where the message is about something else.
+        The error; None if the message is about something else.
     """
     violated = _VIOLATED.match(text)
     if violated is None and not text.startswith(_CONFLICTS):
@@ -114,7 +116,7 @@ def specialized(method: str, text: str, place: str) -> DimSpecialized | None:
 
 
 def _fixed(method: str, name: str, size: int, place: str) -> DimSpecialized:
-    """A dim that came out with one size; an example size of 0 or 1 is always taken for the only one."""
+    """Return the error of a dim with one fixed size; an example size of 0 or 1 is always treated as fixed."""
     dim = _dim_named(name)
     if size < 2:
         why = f"its size in the example inputs is {size}, which torch.export takes as fixed"
@@ -128,7 +130,7 @@ def _fixed(method: str, name: str, size: int, place: str) -> DimSpecialized:
 
 
 def _dim_named(name: str) -> str:
-    """`dim 0 of 'x'` of torch's `L['x'].size()[0]`, `Dim n` of a name, and `Dims k, n` of several."""
+    """Return `dim 0 of 'x'` for torch's `L['x'].size()[0]`, `Dim n` for a name, and `Dims k, n` for several."""
     size = _SIZE.fullmatch(name)
     if size:
         return f"dim {size[2]} of {size[1]!r}"
@@ -143,14 +145,14 @@ def _must_have_maxima(method: str, shapes: Mapping[str, Any]) -> None:
 
 
 def _dims(spec: Any) -> Iterator[Any]:
-    """Every named Dim in a spec, however it is nested; of `2 * n` the Dim n."""
+    """Yield every named Dim in a nested spec; for `2 * n`, the Dim n."""
     from torch.export import Dim
 
     root = getattr(spec, "root", None)
     if root is not None:
         yield from _dims(root)
     elif isinstance(spec, Dim) and hasattr(spec, "max"):
-        if not hasattr(spec, "value"):  # Dim of one number, static
+        if not hasattr(spec, "value"):  # a Dim of one number is static
             yield spec
     elif isinstance(spec, Mapping):
         for item in spec.values():

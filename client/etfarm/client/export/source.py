@@ -1,4 +1,7 @@
-"""Step 1, client: what a factory hands over, an eager model with all that exporting it needs. Imports no torch."""
+"""The return value of a factory: an eager model with everything that its export needs.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     """Takes a method's name and a copy of its module, and gives the module to export: the copy, changed, or another."""
 
 Samples: TypeAlias = "Sequence[tuple[Any, ...]] | Callable[[], Iterable[tuple[Any, ...]]]"
-"""Calibration samples of a method, or a function that gives them one by one: a generator of them need not hold them."""
+"""Calibration samples of a method, or a function that returns an iterable of them, which need not keep them in memory."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class ModelSource:
         )
 
     Raises:
-        BadModelSource: a part names a method that `methods` has not, or a method has no example inputs.
+        BadModelSource: a part names a method that `methods` lacks, or a method has no example inputs.
         DynamicShapesForm: `dynamic_shapes` is not keyed by method.
         ExampleInputsNotATuple: example or calibration inputs are not tuples.
     """
@@ -39,22 +42,27 @@ class ModelSource:
     methods: Mapping[str, nn.Module]
     """A module per method name, in eval mode and on the CPU; the method is the module's `forward`."""
     example_inputs: Mapping[str, tuple[Any, ...]]
-    """forward's positional arguments per method. Their shapes and dtypes are the program's. Tensors, numbers, None, and
-    tuples, lists and dicts of these; a number is baked in, and the program must be given the same one."""
+    """Positional arguments of `forward` per method; they determine the program's shapes and dtypes. Allowed are tensors,
+    numbers, None, and tuples, lists and dicts of these; a number is baked in, and the program must be called with the same
+    number.
+    """
     example_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """forward's keyword arguments per method. They follow the positional ones in the flattened order of inputs."""
+    """Keyword arguments of `forward` per method. They follow the positional ones in the flattened order of inputs."""
     calibration_inputs: Mapping[str, Samples] = field(default_factory=dict)
-    """Samples that static quantization takes its ranges from: tuples like `example_inputs`, with `example_kwargs` added
-    to each. Eight were enough where one was not. Where a method has none, its example inputs are the only sample.
-    A function that gives an iterator is called for each export that needs them, and no two samples are held at once."""
+    """Samples from which static quantization takes its ranges: tuples like `example_inputs`, with `example_kwargs` added to
+    each. Eight were enough where one was not. The example inputs are the only sample of a method without any. A function
+    that returns an iterator is called for each export that needs the samples, and only one sample is in memory at a time.
+    """
     dynamic_shapes: Mapping[str, Any] = field(default_factory=dict)
-    """Per method, what torch.export takes: `{argument: {dim index: Dim(name, max=...)}}` or a tuple in the order of the
-    arguments. An argument that is left out of the dictionary is static. Every Dim needs a finite maximum."""
+    """Dynamic shapes per method in torch.export's form: `{argument: {dim index: Dim(name, max=...)}}` or a tuple in the order
+    of the arguments. An argument that is left out of the dictionary is static. Every Dim needs a finite maximum.
+    """
     constant_methods: Mapping[str, Any] = field(default_factory=dict)
     """Extra methods that only return a constant: a bool, int, float or tensor, or a list or tuple of these."""
     source_transforms: Sequence[SourceTransform] = ()
-    """Functions `(method, module) -> module` that rewrite a copy of each method's module before it is exported, one after
-    the other; told in reports as the stage SOURCE_TRANSFORM."""
+    """Functions `(method, module) -> module` that rewrite a copy of each method's module before it is exported, one after the
+    other; reports show them as the stage SOURCE_TRANSFORM.
+    """
 
     def __post_init__(self) -> None:
         if not isinstance(self.methods, Mapping) or not self.methods:
@@ -119,7 +127,9 @@ class ModelSource:
         constant_methods: Mapping[str, Any] | None = None,
         source_transforms: Sequence[SourceTransform] = (),
     ) -> ModelSource:
-        """A model of one method. All arguments are that method's own: `dynamic_shapes={"x": {0: Dim("n", max=64)}}`.
+        """Return a model of one method.
+
+        The arguments are those of that method: `dynamic_shapes={"x": {0: Dim("n", max=64)}}`.
 
         Raises:
             ExampleInputsNotATuple: `example_inputs` or a calibration sample is not a tuple.
@@ -136,7 +146,7 @@ class ModelSource:
 
 
 def must_be_tuple(method: str, inputs: object) -> None:
-    """Whether example inputs, or a calibration sample, are positional arguments.
+    """Check that example inputs, or a calibration sample, are positional arguments.
 
     Raises:
         ExampleInputsNotATuple: they are not.

@@ -1,7 +1,7 @@
-"""Step 1, client: what kind of model a MODEL argument names, and whether its file can be one at all. Stdlib only.
+"""The kind of model that a MODEL argument names, with checks of its file. Stdlib only.
 
-The checks of .pt2 and .pte are early, cheap and never enough: the server screens an archive and the device loads a
-program. They exist so that a user hears of a wrong or cut-off file before anything is sent.
+The checks of .pt2 and .pte are early and cheap, but not sufficient: the server screens an archive and the device loads a
+program. With them, a user learns of a wrong or truncated file before anything is sent.
 """
 
 from __future__ import annotations
@@ -32,25 +32,31 @@ _HEAD_BYTES = 64
 
 @dataclass(frozen=True)
 class Pt2File:
-    """An archive of torch.export.save. `path` exists and looks like one."""
+    """An archive of torch.export.save.
+
+    `path` exists and looks like one.
+    """
 
     path: Path
 
     @property
     def label(self) -> str:
-        """The model's name where the user gives none: the file's stem."""
+        """Default name of the model: the file's stem."""
         return self.path.stem
 
 
 @dataclass(frozen=True)
 class PteFile:
-    """An ExecuTorch program. `path` exists and its header is sound."""
+    """An ExecuTorch program.
+
+    `path` exists and its header is valid.
+    """
 
     path: Path
 
     @property
     def label(self) -> str:
-        """The model's name where the user gives none: the file's stem."""
+        """Default name of the model: the file's stem."""
         return self.path.stem
 
 
@@ -63,20 +69,20 @@ class FileFactory:
 
     @property
     def label(self) -> str:
-        """The model's name where the user gives none: `file:function`."""
+        """Default name of the model: `file:function`."""
         return f"{self.path.stem}:{self.name}"
 
 
 @dataclass(frozen=True)
 class ModuleFactory:
-    """The function `name` of the importable module `module`, which has not been looked for yet."""
+    """The function `name` of the importable module `module`, which has not been searched yet."""
 
     module: str
     name: str
 
     @property
     def label(self) -> str:
-        """The model's name where the user gives none: `module:function`."""
+        """Default name of the model: `module:function`."""
         return f"{self.module}:{self.name}"
 
 
@@ -88,23 +94,25 @@ class Demo:
 
     @property
     def label(self) -> str:
-        """The model's name where the user gives none: the demo's."""
+        """Default name of the model: the demo's name."""
         return self.name
 
 
 ModelSpec = Pt2File | PteFile | FileFactory | ModuleFactory | Demo
 EagerSpec = FileFactory | ModuleFactory | Demo
-"""The ones that need torch on the client."""
+"""The kinds that need torch on the client."""
 
 
 def resolve(text: str) -> ModelSpec:
-    """What `text`, a MODEL argument, names. Relative paths are the working folder's.
+    """Return the kind of model that `text`, a MODEL argument, names.
+
+    Relative paths are relative to the working folder.
 
     Raises:
         BadModelArgument: it has none of the five forms.
-        ModelNotFound: its file is not there.
-        UnknownDemo: there is no demo of that name.
-        NotAPt2, NotAPte, TruncatedProgram: its file is not what its name says.
+        ModelNotFound: its file does not exist.
+        UnknownDemo: no demo has the name.
+        NotAPt2, NotAPte, TruncatedProgram: the file does not have the format of its suffix.
     """
     if text.startswith("demo:"):
         return Demo(_known_demo(text.removeprefix("demo:")))
@@ -129,10 +137,10 @@ def resolve(text: str) -> ModelSpec:
 
 
 def check_pt2(path: Path) -> None:
-    """Whether `path` can be an archive of torch.export.save: a zip whose directory lists an exported program.
+    """Check that `path` can be an archive of torch.export.save: a zip whose directory lists an exported program.
 
     Raises:
-        NotAPt2: it is not, and the message says what it seems to be.
+        NotAPt2: it is not; the message says what it seems to be.
     """
     again = "Save it with torch.export.save(torch.export.export(module, example_inputs), path)."
     shown = str(path)
@@ -145,7 +153,7 @@ def check_pt2(path: Path) -> None:
             if file.read(4) == b"PK\x03\x04":
                 raise damaged from None
         raise NotAPt2(f"{shown} is no .pt2 archive: {str(error)[:1].lower()}{str(error)[1:]}.", again, path=shown) from None
-    # The example inputs are a zip in the zip: of an archive that is cut off after them, zipfile lists those.
+    # The example inputs are a zip within the zip: zipfile lists that one if the archive is truncated after it.
     if entries and min(entry.header_offset for entry in entries) > 0:
         raise damaged
     whole = {entry.filename for entry in entries}
@@ -166,10 +174,10 @@ def check_pt2(path: Path) -> None:
 
 
 def check_pte(path: Path) -> None:
-    """Whether `path` has the head of an ExecuTorch program and is as long as that head says.
+    """Check that `path` has the header of an ExecuTorch program and the length in the header.
 
-    A program without segments (no delegates, few weights) has no extended header and tells no length: cut off, it is
-    found out when the server or a device loads it.
+    A program without segments (no delegates, few weights) has no extended header and no length: its truncation is
+    detected when the server or a device loads it.
 
     Raises:
         NotAPte: the flatbuffer's identifier is not ET12, or its root lies outside.

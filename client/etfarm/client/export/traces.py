@@ -1,6 +1,7 @@
-"""Step 1, client: source paths in stack traces, made the same for everyone and telling nothing of the client's disk.
+"""Source paths in stack traces, made equal for all users and free of the client's folders.
 
-torch.export keeps `File "/home/ada/nets/models/net.py", line 31, in forward` with every node, and the report names the
+torch.export stores `File "/home/ada/nets/models/net.py", line 31, in forward` with every node, and the report
+names the
 user's lines from that. A path becomes, by the first rule that fits:
 
 1. `<...>`, such as `<string>`: as it is, without the number that torch counts its generated code with.
@@ -45,7 +46,10 @@ class Place(NamedTuple):
 
 
 def relative(path: str, base: Path) -> str:
-    """`path` of a source file as it may leave the client; `base` is the working folder. POSIX separators."""
+    """Return `path` of a source file in the form that may leave the client, with POSIX separators.
+
+    `base` is the working folder.
+    """
     if path.startswith("<"):
         # <eval_with_key>.7 is the seventh of this process: the next export of the same model would have other bytes.
         return _GENERATED.sub(r"\1", path)
@@ -67,12 +71,12 @@ def relative(path: str, base: Path) -> str:
 
 
 def relative_trace(trace: str, base: Path) -> str:
-    """A stack trace's text with the path of every frame made `relative`; lines of code stay."""
+    """Return a stack trace's text with the path of every frame made `relative`; lines of code stay."""
     return _FRAME.sub(lambda frame: f"{frame[1]}{relative(frame[2], base)}{frame[3]}", trace)
 
 
 def make_relative(program: ExportedProgram, base: Path) -> None:
-    """Rewrites `stack_trace` of every node in place, those of submodules (torch.cond's branches) too."""
+    """Rewrite `stack_trace` of every node in place, including those of submodules (torch.cond's branches)."""
     import torch
 
     for module in program.graph_module.modules():
@@ -84,7 +88,7 @@ def make_relative(program: ExportedProgram, base: Path) -> None:
 
 
 def place_of(error: BaseException, base: Path) -> Place | None:
-    """The innermost line of the user's own code that `error` went through, of its causes' where it has none itself."""
+    """Return the innermost line of the user's own code in the traceback of `error`, else in those of its causes."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -99,7 +103,7 @@ def place_of(error: BaseException, base: Path) -> Place | None:
 
 
 def place_in(text: str, base: Path) -> Place | None:
-    """The innermost line of the user's own code in a stack trace that is part of a message."""
+    """Return the innermost line of the user's own code in a stack trace that is part of a message."""
     found = re.findall(r'^\s*File "([^"\n]+)", line (\d+), in [^\n]*\n(?:\s+(?!File ")([^\n]*))?', text, re.MULTILINE)
     frames = [traceback.FrameSummary(file, int(line), "", line=code.strip()) for file, line, code in found]
     return _innermost(frames, base)

@@ -1,7 +1,7 @@
-"""Step 1, client: SOURCE_TRANSFORM: modules are rewritten before the export, where they live. The user's own stay as they were.
+"""SOURCE_TRANSFORM: rewriting of copies of modules on the client, before their export.
 
-torchao's 4-bit recipes replace the weights of nn.Linear; an exported program has no nn.Linear left, so that a server could
-not do it any more. Which weights, and how, the recipe's own configuration says, as ExecuTorch's provider makes it.
+torchao's 4-bit recipes replace the weights of nn.Linear. An exported program has no nn.Linear left, so that a server could
+not do it. The recipe's configuration, created by ExecuTorch's provider, determines which weights change, and how.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from etfarm.wire.recipes import Part, Plain
 
 _PROVIDERS = {"xnnpack": "executorch.backends.xnnpack.recipes", "coreml": "executorch.backends.apple.coreml.recipes"}
-"""The modules that register a backend's recipes when they are imported."""
+"""Modules that register a backend's recipes on import."""
 
 
 _XNNPACK_GROUP = 32
 
 
 class ToolsMissing(UserError):
-    """What a recipe's source transform needs is not installed on the client."""
+    """A package that a recipe's source transform needs is not installed on the client."""
 
     reason = "CLIENT_TOOLS_MISSING"
     kind = Kind.FAILED_PRECONDITION
 
 
 def torchao_parts(recipe: Recipe) -> tuple[Part, ...]:
-    """The parts of a recipe that rewrite eager modules, so that an exported program comes too late for them."""
+    """Return the parts of a recipe that rewrite eager modules, and thus cannot apply to an exported program."""
     if "SOURCE_TRANSFORM" not in recipe.stages:
         return ()
     return tuple(part for part in recipe.parts if part.specification.quantization is Quantization.TORCHAO_SOURCE)
@@ -50,13 +50,13 @@ def torchao_parts(recipe: Recipe) -> tuple[Part, ...]:
 
 @dataclass(frozen=True)
 class Transform:
-    """What is done to each method's module before it is exported."""
+    """The changes to each method's module before its export."""
 
     source: ModelSource
     recipe: Recipe | None
-    """Whose torchao configuration is applied, after the source's own transforms; None for no recipe's."""
+    """Recipe with the torchao configuration that is applied after the source's own transforms; None for no recipe."""
     base: Path
-    """Source files under it are named relative to it in errors."""
+    """Folder that names of source files in errors are relative to."""
     _configs: list[Any] = field(default_factory=list, repr=False)
 
     @property
@@ -65,10 +65,10 @@ class Transform:
         return not self.source.source_transforms and (self.recipe is None or not torchao_parts(self.recipe))
 
     def must_find_something(self, name: str) -> None:
-        """Whether the recipe will find weights to quantize in at least one method.
+        """Check that the recipe matches weights to quantize in at least one method.
 
         Raises:
-            NothingToTransform: it will not.
+            NothingToTransform: it matches no weights.
             ToolsMissing: its provider or torchao is not installed.
         """
         if self.recipe is None or not torchao_parts(self.recipe):
@@ -82,16 +82,16 @@ class Transform:
                 if any(True for _ in part.parameters(recurse=False)):
                     there[type(part).__name__] = there.get(type(part).__name__, 0) + 1
         if self.source.source_transforms:
-            return  # they may bring some
+            return  # they may add some
         shown = ", ".join(f"{count} {kind}" for kind, count in sorted(there.items(), key=lambda item: -item[1])[:4])
         kinds = "nn.Linear or nn.Embedding" if config.filter_fn is not None else "nn.Linear"
         raise NothingToTransform(name, self.recipe.text, kinds, shown)
 
     def apply(self, method: str) -> tuple[nn.Module, float | None]:
-        """The method's module to export, and how long that took in ms; None and the user's own module if nothing was done.
+        """Return the method's module to export and the duration in ms; the user's own module and None if nothing changed.
 
         Raises:
-            SourceTransformFailed: a transform raised or gave no module, or the weights do not fit the recipe.
+            SourceTransformFailed: a transform raised or did not return a module, or the weights do not fit the recipe.
             ToolsMissing: the recipe's provider or torchao is not installed.
         """
         module = self.source.methods[method]
@@ -143,10 +143,12 @@ class Transform:
             raise self._does_not_fit(method, module, at[0] if at else "", error) from error
         for part in module.modules():
             if parametrize.is_parametrized(part):
-                part.parametrizations.eval()  # new modules, born in train mode
+                part.parametrizations.eval()  # new modules start in train mode
 
     def _must_fit_xnnpack(self, method: str, module: nn.Module, config: Any) -> None:
-        """XNNPACK refuses 4-bit weights whose rows are no multiple of 32; groups of other sizes are no value of a recipe.
+        """Refuse 4-bit weights that XNNPACK refuses: rows whose length is not a multiple of 32.
+
+        Groups of other sizes are not among a recipe's values.
 
         Source: `get_quant_params` of executorch/backends/xnnpack/operators/node_visitor.py 1.5.1.
         """
@@ -166,7 +168,7 @@ class Transform:
                 )
 
     def _does_not_fit(self, method: str, module: nn.Module, path: str, error: Exception) -> SourceTransformFailed:
-        """torchao's refusal of one weight, with the layer's name and, of a group size, those that would fit."""
+        """Return the error for torchao's refusal of a weight, with the layer's name and, for a group size, the sizes that fit."""
         assert self.recipe is not None
         (part,) = torchao_parts(self.recipe)
         weight = getattr(module.get_submodule(path), "weight", None)
@@ -219,11 +221,11 @@ class Transform:
 
 
 def _torchao_config(recipe: Recipe) -> Any:
-    """The AOQuantizationConfig of ExecuTorch's own recipe.
+    """Return the AOQuantizationConfig of ExecuTorch's own recipe.
 
     Raises:
         ToolsMissing: a package of its provider is not installed here.
-        SourceTransformFailed: several parts want to rewrite the modules.
+        SourceTransformFailed: several parts rewrite the modules.
     """
     parts = torchao_parts(recipe)
     if len(parts) > 1:
@@ -252,12 +254,12 @@ def _torchao_config(recipe: Recipe) -> Any:
 def _members(kind: Any) -> Sequence[Any]:
     try:
         return list(kind)
-    except TypeError:  # the base of all recipe types has no members
+    except TypeError:  # the base class of all recipe types has no members
         return ()
 
 
 def _arguments(backend: str, arguments: Mapping[str, Plain]) -> dict[str, object]:
-    """A part's arguments as its provider takes them."""
+    """Return a part's arguments in the form that its provider takes."""
     if backend != "coreml":
         return dict(arguments)
     ct = importlib.import_module("coremltools")
@@ -273,7 +275,7 @@ def _arguments(backend: str, arguments: Mapping[str, Plain]) -> dict[str, object
 
 
 def _wanted(config: Any, part: Any, path: str) -> bool:
-    """Whether torchao would quantize this module, which it has not yet."""
+    """Return whether torchao would quantize this module and has not done so yet."""
     from torchao.quantization.quant_api import _is_linear
 
     if _is_quantized(part):
@@ -282,7 +284,7 @@ def _wanted(config: Any, part: Any, path: str) -> bool:
 
 
 def _is_quantized(part: nn.Module) -> bool:
-    """Whether torchao has quantized its own weight already."""
+    """Return whether torchao has already quantized the module's own weight."""
     from torch.nn.utils import parametrize
     from torchao.utils import TorchAOBaseTensor
 

@@ -1,4 +1,4 @@
-"""Step 1, client: a user's own Python files, which factories and metrics are in."""
+"""Loading of a user's own Python files, which contain factories and metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import ModuleType
 
 @contextmanager
 def on_path(folder: Path) -> Iterator[None]:
-    """The folder in front of sys.path, where a file's own imports are looked for; what was imported stays."""
+    """Put the folder in front of sys.path, where the file's own imports are searched; imported modules stay."""
     entry = str(folder)
     sys.path.insert(0, entry)
     importlib.invalidate_caches()
@@ -25,14 +25,14 @@ def on_path(folder: Path) -> Iterator[None]:
 
 
 def import_file(path: Path, prefix: str) -> ModuleType:
-    """The module of a .py file, run now.
+    """Run a .py file and return its module.
 
-    Its name hangs on the file's stem and not on its folder, since it is a part of what is exported: `PREFIX_STEM`, numbered
-    where another file has that already.
+    Its name depends on the file's stem and not on its folder, since it is part of the export: `PREFIX_STEM`, with a
+    number if another file has that name.
 
     Raises:
-        ImportError: it cannot be imported as Python.
-        Whatever the file raises.
+        ImportError: the file cannot be imported as Python.
+        Any exception of the file.
     """
     absolute = path.resolve()
     name, copies = f"{prefix}_{absolute.stem}", 1

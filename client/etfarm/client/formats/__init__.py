@@ -1,8 +1,11 @@
-"""Step 10, client: reports in the formats of other programs and of people. Pure functions of the document etfarm.report/1.
+"""Reports in the formats of other programs and of people.
 
-A document is {schema, job, reports, error}, from `JobResult.json()`, a `--json` file (`etfarm.wire.report.loads`) or a farm.
-One module is one format; each has `write(document) -> bytes`. ExecuTorch's own files lie in a farm's store, so that they take
-a farm (`AsyncJob.save_raw_files`); `executorch` here says what is in their folder.
+These are pure functions of the document etfarm.report/1.
+
+A document is {schema, job, reports, error}, from `JobResult.json()`, a `--json` file (`etfarm.wire.report.loads`)
+or a farm.
+Each module is one format, with `write(document) -> bytes`. ExecuTorch's own files are in a farm's store and
+therefore need a farm (`AsyncJob.save_raw_files`); `executorch` here describes their folder.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ from etfarm.wire.errors import UserError
 Json = dict[str, Any]
 
 NAMES: Final = ("json", "csv", "parquet", "html", "markdown", "perfetto", "executorch")
-"""All formats."""
+"""The names of all formats."""
 
 
 class NoSuchReport(UserError):
-    """A document has no report that is called so."""
+    """No report of a document, or more than one, matches a name."""
 
     reason = "REPORT_NOT_FOUND"
 
@@ -39,7 +42,7 @@ class NeedsExtra(UserError):
 
 
 def label(report: Mapping[str, Any]) -> str:
-    """What was measured where: `resnet8 · xnnpack_fp32 · pi5-a, 4 threads`."""
+    """Return a label of the measurement: `resnet8 · xnnpack_fp32 · pi5-a, 4 threads`."""
     model = report["model"]["name"] if report["model"] else "?"
     device = report["device"]
     method = report["method"] if report["method"] not in (None, "forward") else None
@@ -51,10 +54,12 @@ def label(report: Mapping[str, Any]) -> str:
 
 
 def only(document: Json, wanted: Sequence[str]) -> Json:
-    """The document with those reports alone that `wanted` names: numbers from 0, or the beginnings of cells' or reports' ids.
+    """Return the document with the selected reports only.
+
+    `wanted` has their numbers from 0, or prefixes of their cells' or their own ids.
 
     Raises:
-        NoSuchReport: none is called so, or several are.
+        NoSuchReport: no report, or more than one, matches a name.
     """
     if not wanted:
         return document

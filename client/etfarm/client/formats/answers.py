@@ -1,6 +1,6 @@
-"""Step 10, client: a REPORT's answers to what people ask first, in a few words each: for the HTML file and for Markdown.
+"""Answers to the first questions about a REPORT, in a few words each, for the HTML file and for Markdown.
 
-How fast, can that be trusted, what is slow and in which line, is it delegated, is it right, how large, and did it get worse.
+They cover latency and its validity, the slowest source line, delegation, accuracy, size, and regressions.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from etfarm.wire import views
 Json = Mapping[str, Any]
 
 FINE_DB = 40.0
-"""From this signal to noise on, an output is as good as its reference: noise is below a hundredth of the signal."""
+"""Signal-to-noise ratio in dB from which an output is as good as its reference: noise is below a hundredth of the signal."""
 
 POOR_DB = 15.0
-"""Below this, noise is more than a sixth of the signal, and something is wrong rather than rounded."""
+"""Signal-to-noise ratio in dB below which noise is more than a sixth of the signal, which indicates an error rather than
+rounding.
+"""
 
 
 REFERENCES = {"EAGER": "program before quantization", "QUANTIZED": "quantized program"}
-"""What numeric gaps were compared with, in words."""
+"""The references of numeric gaps, in words."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,14 @@ class Answer:
     """One answer."""
 
     text: str
-    """A number or a word; empty where there is none."""
+    """A number or a word; empty if unknown."""
     detail: str = ""
     mood: str = ""
-    """good, fair, bad, or empty where that is not for us to say."""
+    """good, fair, bad, or empty without a judgement."""
 
 
 def latency(report: Json) -> Answer:
-    """The median with its interval."""
+    """Return the median with its interval."""
     found = report["latency"]
     if not found or found["p50_ns"] is None:
         return Answer("")
@@ -46,14 +48,14 @@ def latency(report: Json) -> Answer:
 
 
 def interval(report: Json) -> str:
-    """The 95 % interval of the median, `[1.82, 1.86]`; empty where it cannot be told."""
+    """Return the 95 % interval of the median, `[1.82, 1.86]`; empty if unknown."""
     found = report["latency"]
     ends = found["p50_ci95_ns"] if found else None
     return units.interval(ends[0], ends[1], found["p50_ns"]) if ends else ""
 
 
 def verdict(report: Json) -> Answer:
-    """Whether the latency can be trusted."""
+    """Return whether the latency can be trusted."""
     status = (report["verdict"] or {}).get("status")
     words = {
         "VALID": Answer("VALID", "the device was quiet and the samples agree", "good"),
@@ -64,7 +66,7 @@ def verdict(report: Json) -> Answer:
 
 
 def delegated(report: Json) -> Answer:
-    """The share of the traced time in delegates, and of the graph's nodes."""
+    """Return the part of the traced time in delegates, and of the graph's nodes."""
     shares = [row["share"] or 0.0 for row in report["operators"] or () if row["parent"] is None and row["delegated"]]
     nodes = delegated_nodes(report)
     if report["operators"]:
@@ -73,7 +75,7 @@ def delegated(report: Json) -> Answer:
 
 
 def delegated_nodes(report: Json) -> str:
-    """`36 of 36 nodes in 1 subgraph`, of the report's method; empty where it is not known."""
+    """Return `36 of 36 nodes in 1 subgraph` for the report's method; empty if unknown."""
     delegation = ((report["compile"] or {}).get("delegation") or {}).get(report["method"])
     if not delegation:
         return ""
@@ -87,7 +89,7 @@ def delegated_nodes(report: Json) -> str:
 
 
 def accuracy(report: Json) -> Answer:
-    """The worst output against the first reference, the program before quantization where that is known; then the others."""
+    """Return the worst output against the first reference, the program before quantization if known, and the other references."""
     by_reference: dict[str, list[Json]] = {}
     for one in report["accuracy"] or ():
         by_reference.setdefault(str(one["reference"] or "its reference"), []).append(one)
@@ -117,7 +119,7 @@ def _accuracy(reference: str, outputs: Sequence[Json]) -> Answer:
 
 
 def size(report: Json) -> Answer:
-    """The program's size with its data files."""
+    """Return the program's size with its data files."""
     compiled = report["compile"] or {}
     if not compiled.get("program"):
         return Answer("")
@@ -127,7 +129,7 @@ def size(report: Json) -> Answer:
 
 
 def memory(report: Json) -> Answer:
-    """Peak memory of the runner, and what ExecuTorch planned."""
+    """Return the peak memory of the runner, and ExecuTorch's planned memory."""
     used = report["memory"] or {}
     planned = f"planned {units.size(sum(used['planned_bytes']))}" if used.get("planned_bytes") else ""
     if used.get("peak_rss_bytes"):
@@ -136,7 +138,7 @@ def memory(report: Json) -> Answer:
 
 
 def slowest(report: Json) -> Answer:
-    """The line of the user's code that takes longest, else the operator."""
+    """Return the line of the user's code that takes longest, else the operator."""
     if not report["operators"]:
         return Answer("")
     groups = views.group(report["operators"], "line")
@@ -144,7 +146,7 @@ def slowest(report: Json) -> Answer:
     lines = [one for one in groups if one.own_share and one.key not in unknown]
     if lines and lines[0].own_share:
         return Answer(units.percent(lines[0].own_share), f"{lines[0].key}\n{lines[0].detail}".strip())
-    # Kernels below the clock's resolution leave their delegate as the last thing that can be told.
+    # Kernels below the clock's resolution leave only their delegate to report.
     tops = [row for row in report["operators"] if row["parent"] is None and row["kind"] != "REST" and row["share"]]
     if not tops:
         return Answer("")
@@ -154,13 +156,13 @@ def slowest(report: Json) -> Answer:
 
 
 def slowest_rows(report: Json, count: int) -> list[Json]:
-    """The leaves that took longest, the longest first."""
+    """Return the leaves that took longest, the longest first."""
     rows = [row for row in views.leaves(report["operators"] or ()) if row["kind"] != "REST"]
     return sorted(rows, key=lambda row: -(row["share"] or 0.0))[:count]
 
 
 def backend(row: Json) -> str:
-    """What people call a row's backend: XNNPACK, portable."""
+    """Return the common name of a row's backend: XNNPACK, portable."""
     if row["kind"] == "REST":
         return ""
     name = str(row["backend"] or "portable")
@@ -169,19 +171,19 @@ def backend(row: Json) -> str:
 
 
 def place(row: Json) -> str:
-    """Where a row comes from: `models/net.py:31`, else its module."""
+    """Return the source of a row: `models/net.py:31`, else its module."""
     return views.line_of(row) or (f"module {row['module']}" if row["module"] else "")
 
 
 def time_of(row: Json) -> str:
-    """A row's median; `< 1.00 µs` below the clock's resolution."""
+    """Return a row's median; `< 1.00 µs` below the clock's resolution."""
     if row["p50_ns"] is not None:
         return units.time(row["p50_ns"])
     return f"< {units.time(row['resolution_ns'])}" if row["resolution_ns"] else ""
 
 
 def undelegated(report: Json) -> list[tuple[str, str, int, Sequence[Json]]]:
-    """Operators outside of delegates: method, operator, how many nodes, and where they come from; the most first."""
+    """Return the operators outside of delegates, the most frequent first: method, operator, number of nodes, sources."""
     found = []
     for method, delegation in ((report["compile"] or {}).get("delegation") or {}).items():
         for one in delegation["operators"] or ():
@@ -191,7 +193,7 @@ def undelegated(report: Json) -> list[tuple[str, str, int, Sequence[Json]]]:
 
 
 def against(report: Json, reports: Sequence[Json]) -> str:
-    """Which program the interleaved ratio is against: what tells it from this one."""
+    """Return the label of the program that the interleaved ratio is relative to, by what distinguishes it from this one."""
     paired = report["interleaved"]
     base = next((one for one in reports if paired and one["cell"] == paired["base_cell"]), None)
     if base is None:

@@ -1,4 +1,7 @@
-"""Step 10, client: a comparison in words and as Markdown, for a pull request. Pure functions of etfarm.comparison/1."""
+"""A comparison as text and as Markdown, for a pull request.
+
+These are pure functions of etfarm.comparison/1.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +17,29 @@ from etfarm.wire.delegation import GLUE
 Json = Mapping[str, Any]
 
 NOTEWORTHY: Final = 0.01
-"""Part of the traced time by which an operator must have changed to be named: less is any run's."""
+"""Part of the traced time by which an operator must change to be listed; smaller changes occur between any two runs."""
 
 TOP: Final = 5
-"""Operators that are named."""
+"""Number of operators to list."""
 
 _ONCE = ("first run", "load program", "load method")
-"""Times that were taken once, and differ from any run to the next."""
+"""Times that are measured once and differ between any two runs."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing of both sides."""
+    """One fact about both sides."""
 
     name: str
     base: str
     candidate: str
     change: str
-    """`+2.1 %`; empty where nothing changed or a side has none."""
+    """`+2.1 %`; empty if nothing changed or a side lacks the fact."""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """An operator, or a module, that takes another part of the time."""
+    """An operator or a module with a different part of the time."""
 
     change: str
     base: str
@@ -47,7 +50,7 @@ class Moved:
 
 
 def answer(pair: Json) -> str:
-    """`0.912x [0.905, 0.919]  9 % faster`; what is there instead where no latency was measured on both sides."""
+    """Return `0.912x [0.905, 0.919]  9 % faster`, or why latency was not measured on both sides."""
     found = pair["latency"]
     failed = [pair[side] for side in ("base", "candidate") if pair[side]["state"] != "SUCCEEDED"]
     if failed:
@@ -63,20 +66,20 @@ def answer(pair: Json) -> str:
 
 
 def said(latency: Json) -> str:
-    """`9 % faster`, `no difference found`, `too few samples to tell`."""
+    """Return `9 % faster`, `no difference found` or `too few samples to tell`."""
     if latency["outcome"] == "too_few":
         return f"too few {'rounds' if latency['method'] == 'paired' else 'samples'} to tell"
     return sentences.ratio(latency["ratio"], latency["ratio_ci95"])
 
 
 def status(pair: Json) -> str | None:
-    """VALID where both are, else what the first is that is not; None where there is no verdict."""
+    """Return VALID if both sides are, else the first other status; None without a verdict."""
     found = [str(pair[side]["verdict"]["status"]) for side in ("base", "candidate") if pair[side]["verdict"]]
     return next((one for one in found if one != "VALID"), "VALID" if found else None)
 
 
 def heading(pair: Json) -> str:
-    """What is compared; of what differs, both."""
+    """Return the label of the pair, with both values of each trait that differs."""
     if not pair["differs"]:
         return label(pair["candidate"])
     both = zip(traits(pair["base"]), traits(pair["candidate"]), strict=True)
@@ -86,7 +89,7 @@ def heading(pair: Json) -> str:
 
 
 def facts(pair: Json) -> Iterator[Fact]:
-    """All that is known of either side, times first."""
+    """Yield all known facts of either side, times first."""
     latency, size, memory = pair["latency"] or {}, pair["size"] or {}, pair["memory"] or {}
     for name, key in (("p50", "p50_ns"), ("p90", "p90_ns"), ("p99", "p99_ns"), ("first run", "first_run_ns")):
         yield from _number(name, latency.get(key), units.time)
@@ -105,7 +108,7 @@ def facts(pair: Json) -> Iterator[Fact]:
 
 
 def moved(pair: Json, top: int = TOP) -> list[Moved]:
-    """The operators that changed most and by at least NOTEWORTHY of the time; `top` 0 is all of them."""
+    """Return the operators that changed most and by at least NOTEWORTHY of the time; all of them if `top` is 0."""
     found = pair["operators"]
     if not found:
         return []
@@ -117,7 +120,7 @@ def moved(pair: Json, top: int = TOP) -> list[Moved]:
 
 
 def joined(pair: Json) -> Iterator[str]:
-    """Operators whose delegation changed, the first ones: `aten_mean_dim: 1 -> 0 delegated`."""
+    """Yield the first operators with a changed delegation: `aten_mean_dim: 1 -> 0 delegated`."""
     told = [one for one in _joined(pair) if not one.rpartition(": ")[0].endswith(GLUE)]
     yield from told[:TOP]
     if len(told) > TOP:
@@ -138,25 +141,28 @@ def _joined(pair: Json) -> Iterator[str]:
 
 
 def changed(pair: Json) -> list[str]:
-    """What else differs: `executorch 1.5.0 -> 1.5.1`."""
+    """Return the other differences: `executorch 1.5.0 -> 1.5.1`."""
     return [changes.sentence(change) for change in pair["changes"]]
 
 
 def limits(gate: Json) -> str:
-    """`latency 3 %, size 1 %`: all of a gate that is passed, else those not kept; a cell that failed or is missing keeps none."""
+    """Return `latency 3 %, size 1 %`: all limits of a passed gate, else those not kept.
+
+    A failed or missing cell keeps none.
+    """
     broken = {reason["metric"] for reason in gate["reasons"]}
     told = [one for one in gate["limits"] if not broken or None in broken or one["metric"] in broken]
     return ", ".join(f"{one['metric']} {one['limit']:g} {one['unit']}" for one in told)
 
 
 def why(gate: Json) -> str:
-    """Why a gate is not passed, in one line."""
+    """Return in one line why a gate did not pass."""
     first, *more = gate["reasons"]
     return f"{first['message']}{f'; and {len(more)} more' if more else ''}"
 
 
 def markdown(document: Json) -> str:
-    """The Markdown of a comparison: a row a pair, the gate's outcome, and what else changed, folded."""
+    """Return the Markdown of a comparison: a row per pair, the gate's outcome, and other changes, folded."""
     return "\n".join(_markdown(document)) + "\n"
 
 
@@ -249,7 +255,7 @@ def _cell(fact: Fact | None) -> str:
 
 
 def _ratio(value: float) -> str:
-    """Three decimals of a ratio, and more of one that they would make nothing of."""
+    """Return a ratio with three decimals, or more if three would show no difference."""
     return f"{value:.3f}" if value >= 0.1 else units.significant(value)
 
 
@@ -273,7 +279,7 @@ def _accuracy(output: Json, *, alone: bool) -> Fact:
 
 
 def _change_db(output: Json) -> float:
-    """By how much an SQNR changed; 0 where that is not known, or where both are rounding alone."""
+    """Return by how much an SQNR changed in dB; 0 if unknown, or if both sides differ by rounding only."""
     change_db: float | None = output["change_db"]
     if change_db is None or min(output[side]["sqnr_db"] for side in ("base", "candidate")) >= EXACT_DB:
         return 0.0
@@ -289,7 +295,7 @@ def _errors(errors: Json | None) -> str:
 
 
 def _least_exact(output: Json) -> tuple[float, float]:
-    """Orders outputs by what they lost, then by how exact they are."""
+    """Return a sort key: outputs with the largest loss first, then the least exact."""
     exact = [output[side]["sqnr_db"] for side in ("candidate", "base") if output[side] and output[side]["sqnr_db"] is not None]
     return _change_db(output), exact[0] if exact else 300.0
 
@@ -332,11 +338,11 @@ def _moved(row: Json) -> Moved:
 
 
 def _short(name: str) -> str:
-    """`conv2d` of `aten.conv2d.default`."""
+    """Return `conv2d` for `aten.conv2d.default`."""
     parts = name.split(".")
     return parts[1] if len(parts) == 3 else name
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[int]:
-    """How wide each column of texts is."""
+    """Return the width of each column of texts."""
     return [max(map(len, column)) for column in zip(*rows, strict=True)] if rows else []

@@ -1,7 +1,7 @@
-"""Step 10, client: operators or samples as CSV (RFC 4180, UTF-8, a head, dots as decimal points).
+"""Operators or samples as CSV (RFC 4180, UTF-8, a header, dots as decimal points).
 
-Null is empty, truths are true and false, lists are JSON; numbers are as exact as in the document. Text that a spreadsheet would
-evaluate gets an apostrophe in front, since other people choose names and code.
+Null is empty, booleans are true and false, lists are JSON; numbers are as exact as in the document. Text that a spreadsheet
+would evaluate gets an apostrophe in front, since other people choose names and code.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Json = Mapping[str, Any]
 
 
 def write(document: Json, what: str = "operators") -> bytes:
-    """One table of a document.
+    """Return one table of a document.
 
     Args:
-        what: one of `tables.WHAT`.
+        what: a name in `tables.WHAT`.
     """
     table = tables.table(document, what)
     text = io.StringIO()
@@ -33,7 +33,7 @@ def write(document: Json, what: str = "operators") -> bytes:
 
 
 def read(data: bytes, what: str = "operators") -> list[dict[str, Any]]:
-    """The rows that `write` wrote, with the document's values; an empty text comes back as null."""
+    """Return the rows that `write` wrote, with the document's values; an empty text becomes null."""
     columns = tables.table({"job": None, "reports": []}, what).columns
     rows = csv.DictReader(io.StringIO(data.decode(), newline=""))
     return [{name: _value(row[name], kind) for name, kind in columns.items()} for row in rows]

@@ -1,6 +1,6 @@
-"""Step 10, client: ExecuTorch's own files of a report, for people who want its Inspector: what is said beside them.
+"""Texts that accompany ExecuTorch's own files of a report, for users of its Inspector.
 
-`etfarm.client.jobs.raw_files` fetches the files themselves, which lie in a farm's store.
+`etfarm.client.jobs.raw_files` downloads the files themselves, which are in a farm's store.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from etfarm.wire.escapes import in_a_line
 Json = Mapping[str, Any]
 
 SCRIPT = "open_in_inspector.py"
-"""Not inspect.py: Python would take that for its own module `inspect` when it is run."""
+"""File name of the script. Not inspect.py: Python would import that as its own module `inspect` when the script runs."""
 
 ABOUT = {
     "program.pte": "the program that was timed",
@@ -29,14 +29,14 @@ ABOUT = {
     "numerics.debug": "the values that it refers to",
     SCRIPT: "loads all this into ExecuTorch's Inspector",
 }
-"""What each file is."""
+"""Description of each file."""
 
 
 def readme(report: Json, files: Sequence[str]) -> str:
-    """The text of README.txt, with how to go on.
+    """Return the text of README.txt, with the next steps.
 
     Args:
-        files: the names of those that are there.
+        files: the names of the existing files.
     """
     runner = report["runner"] or {}
     version = runner.get("executorch") or ((report["compile"] or {}).get("toolchain") or {}).get("executorch") or ""
@@ -58,7 +58,7 @@ def readme(report: Json, files: Sequence[str]) -> str:
 
 
 def script(report: Json, files: Sequence[str]) -> str:
-    """The text of `SCRIPT`: the traced pass in ExecuTorch's Inspector, and the numeric gap where there are values."""
+    """Return the text of `SCRIPT`: the traced pass in ExecuTorch's Inspector, and the numeric gap if there are values."""
     debugged = {"numerics.etdp", "numerics.debug"} <= set(files)
     record = "numerics.etrecord" if "numerics.etrecord" in files else "program.etrecord"
     return _SCRIPT.format(method=report["method"] or "forward", gap=_GAP.format(record=record) if debugged else "")

@@ -1,6 +1,6 @@
-"""Step 10, client: the rows of a numeric gap by the value that they are about.
+"""The rows of a numeric gap, grouped by their value.
 
-Takes the JSON of etfarm.report/1.
+They are taken from the JSON of etfarm.report/1.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import Any, Final
 Json = Mapping[str, Any]
 
 EXACT_DB: Final = 300.0
-"""The SNR of what is equal."""
+"""SNR in dB of equal values."""
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One value, and what it was compared with."""
+    """One value with its comparisons."""
 
     place: int
-    """Of its first row."""
+    """Index of its first row."""
     rows: Mapping[str, Json]
-    """By reference."""
+    """Rows by reference."""
 
     @property
     def judged(self) -> Json:
-        """The row that the first bad operator is sought by: that against the quantized program where there is one."""
+        """The row that the first bad operator is searched by: against the quantized program if there is one."""
         return self.rows.get("QUANTIZED") or next(iter(self.rows.values()))
 
     @property
     def level_db(self) -> float:
-        """For sorting: without an SNR it is exact, or as bad as can be."""
+        """Sort key in dB: a value without an SNR is exact, or as bad as possible."""
         row = self.judged
         if row["snr_db"] is not None:
             return float(row["snr_db"])
@@ -40,7 +40,10 @@ class Operator:
 
 
 def operators(rows: Sequence[Json]) -> Iterator[Operator]:
-    """The values of REPORT["numeric_gap"], in order; rows of one follow each other, that against the quantized program first."""
+    """Yield the values of REPORT["numeric_gap"] in order.
+
+    Rows of one value are adjacent, with the one against the quantized program first.
+    """
     place = 0
     while place < len(rows):
         found = {rows[place]["reference"]: rows[place]}
@@ -51,7 +54,7 @@ def operators(rows: Sequence[Json]) -> Iterator[Operator]:
 
 
 def judged(operators: Sequence[Operator], numerics: Json) -> int:
-    """Of how many values it is known whether their operator is bad; a report of before that was told takes it for all."""
+    """Return the number of values with a judged operator; all values for older reports, which lack the number."""
     told = numerics.get("judged")
     return len(operators) if told is None else int(told)
 

@@ -1,4 +1,4 @@
-"""Step 10, client: a job's reports as Markdown, for a pull request or an issue: a table first, details folded away."""
+"""A job's reports as Markdown, for a pull request or an issue: a table first, details folded."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from etfarm.client.formats import answers, escapes, gaps, label, sentences, unit
 Json = Mapping[str, Any]
 
 TOP = 8
-"""Operators of each report."""
+"""Number of operators per report."""
 
 _SAID = {"VALID": "✅ valid", "INVALID": "❌ **invalid**", "NOT_BENCHMARKABLE": "⚪ not benchmarkable"}
 
 
 def write(document: Json) -> bytes:
-    """The Markdown of a document."""
+    """Return the Markdown of a document."""
     return ("\n".join(_lines(document)) + "\n").encode()
 
 

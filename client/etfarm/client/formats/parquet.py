@@ -1,4 +1,7 @@
-"""Step 10, client: operators or samples as Parquet, for pandas, Polars and DuckDB. Needs etfarm[parquet]."""
+"""Operators or samples as Parquet, for pandas, Polars and DuckDB.
+
+It needs etfarm[parquet].
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ Json = Mapping[str, Any]
 
 
 def write(document: Json, what: str = "operators") -> bytes:
-    """One table of a document; each column has its type, lists are lists, null is null. The metadata names the schema.
+    """Return one table of a document.
+
+    Each column has its type, lists are lists, null is null. The metadata names the schema.
 
     Args:
-        what: one of `tables.WHAT`.
+        what: a name in `tables.WHAT`.
 
     Raises:
         NeedsExtra: pyarrow is not installed.
@@ -43,7 +48,7 @@ def write(document: Json, what: str = "operators") -> bytes:
 
 
 def must_be_there() -> None:
-    """Whether Parquet can be written here.
+    """Check that Parquet can be written here.
 
     Raises:
         NeedsExtra: pyarrow is not installed.

@@ -1,9 +1,9 @@
-"""Step 10, client: a job as a trace that ui.perfetto.dev opens: each method's operators in time, and the job's own phases.
+"""A job as a trace for ui.perfetto.dev: each method's operators over time, and the job's phases.
 
 Each report is a process with one traced execution of its method: method > operator or delegate > the delegate's kernels, from 0
-on, so that reports lie below each other. The job is a process with the phases of each actor, below them. An execution takes
-microseconds where phases take seconds, and a viewer begins with all of both: each process is named by how long it is, and an
-execution by where it is found. Slices whose beginning nobody recorded have `reconstructed: true` among their arguments and the
+on, so that reports are below each other. The job is a process with the phases of each actor, below them. An execution takes
+microseconds and phases take seconds, and a viewer initially shows all of both: each process is named after its duration, and
+an execution after its position. Slices without a recorded start have `reconstructed: true` among their arguments and the
 category `reconstructed`.
 
 Source: the Trace Event Format of Chrome; complete events ("X") nest by containment within a thread; times are microseconds.
@@ -21,16 +21,16 @@ from etfarm.wire.escapes import in_a_line
 Json = Mapping[str, Any]
 
 JOB_PROCESS = 1
-"""The process of the job's phases; reports follow."""
+"""Process id of the job's phases; reports follow."""
 
 
 def write(document: Json) -> bytes:
-    """The trace of a document, as JSON."""
+    """Return the trace of a document as JSON."""
     return (json.dumps(trace(document), allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
 def trace(document: Json) -> dict[str, Any]:
-    """The trace of a document: {traceEvents, displayTimeUnit, otherData}."""
+    """Return the trace of a document: {traceEvents, displayTimeUnit, otherData}."""
     job = document["job"] or {}
     events: list[Json] = []
     facts: dict[str, Any] = {"schema": document["schema"], "job": job.get("id"), "submitted_at": job.get("submitted_at")}
@@ -70,7 +70,10 @@ def _named(process: int, name: str, sort: int) -> list[Json]:
 
 
 def _execution(report: Json, process: int) -> Iterator[Json]:
-    """The method, and below it its rows as they ran. REST rows are no slices: they are what is left empty."""
+    """Yield the method, and below it its rows as executed.
+
+    REST rows are not slices: they are the gaps.
+    """
     profile, rows = report["profile"], [row for row in report["operators"] if row["kind"] != "REST"]
     tops = [row for row in rows if row["parent"] is None]
     times, shown = profile["times_ns"] or (), profile["shown"]
@@ -89,19 +92,19 @@ def _execution(report: Json, process: int) -> Iterator[Json]:
 
 
 def _placed(rows: Sequence[Json], start_ns: float, end_ns: float, whole_ns: float) -> Iterator[tuple[Json, float, float, bool]]:
-    """Each row with its beginning and end, and whether they are made up: within [start_ns, end_ns], none over another.
+    """Yield each row with its start and end within [start_ns, end_ns], without overlaps, and whether they are reconstructed.
 
-    Where the beginnings of all are known they stand; otherwise each follows the one before, as long as its share of a typical
-    execution of `whole_ns`, or as its median where it has no share.
+    Known starts of all rows are kept. Otherwise each row follows the previous one; it takes its share of a typical
+    execution of `whole_ns`, or its median without a share.
     """
     known = all(row["start_ns"] is not None for row in rows)
     ordered = sorted(rows, key=lambda row: row["start_ns"]) if known else rows
     at = start_ns
     for row in ordered:
         begin = row["start_ns"] if known else at
-        # A share adds up to the whole, which medians of single rows do not.
+        # Shares add up to the whole; medians of single rows do not.
         share, median = row["share"], row["p50_ns"] if row["p50_ns"] is not None else row["mean_ns"]
-        # A kernel below the clock's resolution began, and took no time that could be told.
+        # A kernel below the clock's resolution started, but its duration is unknown.
         length = row["duration_ns"] or 0.0 if known else (share * whole_ns if share is not None else median or 0.0)
         begin = min(max(begin, at), end_ns)
         end = min(max(begin + length, begin), end_ns)
@@ -138,7 +141,7 @@ def _slice(process: int, name: str, start_ns: float, end_ns: float, arguments: J
         "tid": 1,
         "name": in_a_line(name or ""),
         "cat": "reconstructed" if made_up else "recorded",
-        # Whole nanoseconds: by a rounding error alone siblings would lie within each other.
+        # Whole nanoseconds: a rounding error would otherwise nest siblings.
         "ts": round(start_ns) / 1e3,
         "dur": (round(end_ns) - round(start_ns)) / 1e3,
         "args": {**arguments, "reconstructed": True} if made_up else dict(arguments),
@@ -146,7 +149,7 @@ def _slice(process: int, name: str, start_ns: float, end_ns: float, arguments: J
 
 
 def _timeline(reports: Sequence[Json], job: str | None) -> list[Json]:
-    """The phases of all cells, a thread an actor, and more where cells overlap; the first phase is at 0."""
+    """Return the phases of all cells, with a thread per actor, and more if cells overlap; the first phase is at 0."""
     phases = [(phase, label(report)) for report in reports for phase in report["timeline"] or ()]
     if not phases:
         return []
@@ -158,7 +161,7 @@ def _timeline(reports: Sequence[Json], job: str | None) -> list[Json]:
     seen = set()
     for phase, of in sorted(phases, key=lambda one: (one[0]["start_ms"], -one[0]["duration_ms"])):
         key = (phase["actor"], phase["phase"], phase["start_ms"], phase["duration_ms"])
-        if key in seen:  # cells that share a compilation tell it each
+        if key in seen:  # cells that share a compilation each contain its phases
             continue
         seen.add(key)
         start_us, length_us = (phase["start_ms"] - first_ms) * 1e3, max(phase["duration_ms"], 0.0) * 1e3

@@ -1,6 +1,8 @@
-"""Step 10, client: what a REPORT says in words: can it be trusted, and if not, what to do. Pure functions.
+"""A REPORT's verdict and findings in words, with remedies.
 
-The command line, the HTML file and the Markdown of a pull request say the same.
+These are pure functions.
+
+The command line, the HTML file and Markdown share them.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ _ADVICE = {
     "TOO_FEW_SAMPLES": "Give a larger --iterations or --min-time.",
     "OUTPUTS_DIFFER": "Look for races, random numbers or uninitialised memory in the program's kernels.",
 }
-"""What to do about a verdict's reason, by code."""
+"""Remedy for a verdict's reason, by code."""
 
 _DISTURBED = {
     "CPU_STARVED", "INVOLUNTARY_SWITCHES", "CPU_PRESSURE", "BACKGROUND_LOAD", "CPU_STOLEN", "THERMAL_THROTTLED",
     "FREQUENCY_MOVED", "MORE_THREADS_THAN_CPUS",
 }  # fmt: skip
 _CONSEQUENCES = {"DRIFT", "NOT_STEADY", "TOO_FEW_SAMPLES"}
-"""What a disturbance brings about: behind one, the disturbance is what to do something about."""
+"""Consequences of a disturbance: next to one, the remedy belongs to the disturbance."""
 
 _EXECUTIONS = {
     "FIRST": "the first execution", "TIMED_LAST": "the last timed one", "TRACED_LAST": "the last traced one",
@@ -48,18 +50,18 @@ _EXECUTIONS = {
 
 @dataclass(frozen=True)
 class Reason:
-    """Why numbers cannot be trusted."""
+    """A reason why numbers cannot be trusted."""
 
     message: str
     remedy: str
-    """Empty where a reason below has the same, or a reason above brought this one about."""
+    """The remedy; empty if a later reason has the same one, or if an earlier reason caused this one."""
 
     def __str__(self) -> str:
         return f"{self.message} {self.remedy}".strip()
 
 
 def verdict(report: Json) -> list[Reason]:
-    """Why the numbers of a REPORT cannot be trusted, and what to do about it."""
+    """Return why the numbers of a REPORT cannot be trusted, with remedies."""
     warmup = (report["measurement"] or {}).get("warmup") or 0
     reasons = (report["verdict"] or {}).get("reasons", ())
     codes = [reason["code"] for reason in reasons]
@@ -68,7 +70,7 @@ def verdict(report: Json) -> list[Reason]:
         "" if code in _CONSEQUENCES and _DISTURBED.intersection(codes[:place]) else _advice(code, warmup, full=full)
         for place, code in enumerate(codes)
     ]
-    # Reasons that have one remedy say it once, at the last of them.
+    # Show a remedy that several reasons share once, at the last of them.
     return [
         Reason(reason["message"], advice[place] if advice[place] not in advice[place + 1 :] else "")
         for place, reason in enumerate(reasons)
@@ -82,7 +84,7 @@ def _advice(code: str, warmup: int, *, full: bool) -> str:
 
 
 def cut_short(measurement: Json) -> str:
-    """`450 ms, up to the limit of samples: 1,000,000`; empty where a pass had all that was asked for."""
+    """Return `450 ms, up to the limit of samples: 1,000,000`; empty if a pass reached all its minimums."""
     limit = {"MAX_SAMPLES": "samples", "MAX_TIME": "time"}.get(measurement["stop_reason"])
     if limit is None or not measurement["duration_ns"]:
         return ""
@@ -91,7 +93,7 @@ def cut_short(measurement: Json) -> str:
 
 
 def inputs(given: Json | None) -> str:
-    """`image float32[1, 3, 32, 32], mask bool[1, 77], and 3 more`; empty where nothing ran, or where nobody looked."""
+    """Return `image float32[1, 3, 32, 32], mask bool[1, 77], and 3 more`; empty if no inputs were recorded."""
     if given is None:
         return ""
     if given["digest"] is None:
@@ -106,7 +108,7 @@ def inputs(given: Json | None) -> str:
 
 
 def warmup(measurement: Json) -> str:
-    """`3,895 iterations in 251 ms, until steady`."""
+    """Return `3,895 iterations in 251 ms, until steady`."""
     count, warmup_ns = measurement["warmup"], measurement.get("warmup_ns")
     if not count:
         return "none"
@@ -117,7 +119,7 @@ def warmup(measurement: Json) -> str:
 
 
 def repeatability(found: Json) -> str:
-    """`Keeps state: output 'y' ...`: the output that differs most, and between which executions."""
+    """Return `Keeps state: output 'y' ...`: the output that differs most, and between which executions."""
     words = {
         "KEEPS_STATE": "The program keeps state: the same executions after loading it again give the same.",
         "NONDETERMINISTIC": "The program is nondeterministic: the same execution gives something else each time.",
@@ -134,7 +136,10 @@ def repeatability(found: Json) -> str:
 
 
 def waits(found: Iterable[Json]) -> str:
-    """`12.0 s until it was below 60 °C`; the pause between any two measurements is routine. Empty where there is none."""
+    """Return `12.0 s until it was below 60 °C`; empty without such a wait.
+
+    The pause between any two measurements is routine and left out.
+    """
     told = []
     for wait in found:
         limit = wait["threshold"]
@@ -156,7 +161,7 @@ def waits(found: Iterable[Json]) -> str:
 
 
 def settings(found: Iterable[Json]) -> str:
-    """Those that were wanted and not applied: `the governor of cpus 0-3 stayed powersave: the agent may not write it`."""
+    """Return settings that were not applied: `the governor of cpus 0-3 stayed powersave: the agent may not write it`."""
     told = [
         f"the {one['name']} of cpus {one['cpus']} stayed {one['found']} instead of {one['wanted']}"
         f"{f': {why}' if (why := one['why']) else ''}"
@@ -167,13 +172,13 @@ def settings(found: Iterable[Json]) -> str:
 
 
 def change(share: float) -> str:
-    """A change, 0.021 as `+2.1 %`; one that rounds to nothing has no sign."""
+    """Return a change, `+2.1 %` for 0.021; a change that rounds to zero has no sign."""
     text = f"{share * 100:+.1f} %"
     return "0.0 %" if text[1:] == "0.0 %" else text
 
 
 def ratio(value: float, interval: Sequence[float] | None) -> str:
-    """What a ratio of latencies says: `9 % faster`, `no difference found`, `too few rounds to tell`."""
+    """Return the meaning of a ratio of latencies: `9 % faster`, `no difference found`, `too few rounds to tell`."""
     if not interval:
         return "too few rounds to tell"
     if interval[0] <= 1 <= interval[1]:

@@ -1,6 +1,6 @@
-"""Step 10, client: a document's operators and samples as tables, for spreadsheets and data frames. Pure functions.
+"""A document's operators and samples as tables, for spreadsheets and data frames. These are pure functions.
 
-Each row says which report it is of, so that the tables of a whole job, or of several, can be put below each other.
+Each row identifies its report, so that the tables of a whole job, or of several jobs, can be concatenated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Json = Mapping[str, Any]
 
 
 class Kind(Enum):
-    """What a column's values are, where they are not null."""
+    """The type of a column's non-null values."""
 
     TEXT = "text"
     INTEGER = "integer"
@@ -26,7 +26,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Table:
-    """Columns in order, and one tuple a row."""
+    """Columns in order, and one tuple per row."""
 
     name: str
     columns: Mapping[str, Kind]
@@ -37,7 +37,7 @@ _OF: Final = {
     "job": Kind.TEXT, "report": Kind.TEXT, "cell": Kind.TEXT, "model": Kind.TEXT, "recipe": Kind.TEXT, "method": Kind.TEXT,
     "device": Kind.TEXT, "threads": Kind.INTEGER,
 }  # fmt: skip
-"""Which report a row is of."""
+"""Columns that identify a row's report."""
 
 _ROW: Final = {
     "index": Kind.INTEGER, "kind": Kind.TEXT, "parent": Kind.INTEGER, "name": Kind.TEXT, "op_types": Kind.TEXTS,
@@ -52,21 +52,21 @@ _LAST: Final = {
 }  # fmt: skip
 
 WHAT: Final = ("operators", "samples")
-"""The tables that there are."""
+"""The names of the tables."""
 
 
 def operators(document: Json) -> Table:
-    """A row an operator, as REPORT.operators has it; `source` is its file, line and code."""
+    """Return a row per operator, as in REPORT.operators; `source` is its file, line and code."""
     return Table("operators", {**_OF, **_ROW, **_SOURCE, **_LAST}, _operators(document))
 
 
 def samples(document: Json) -> Table:
-    """A row a timed iteration, from 0 in the order measured: its latency in nanoseconds."""
+    """Return a row per timed iteration, from 0 in the order measured, with its latency in nanoseconds."""
     return Table("samples", {**_OF, "iteration": Kind.INTEGER, "latency_ns": Kind.INTEGER}, _samples(document))
 
 
 def table(document: Json, what: str) -> Table:
-    """One of WHAT."""
+    """Return the table with a name in WHAT."""
     return {"operators": operators, "samples": samples}[what](document)
 
 

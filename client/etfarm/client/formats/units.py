@@ -1,4 +1,7 @@
-"""Step 10, client: numbers as people read them, with their unit. Pure functions."""
+"""Numbers as text with their unit.
+
+These are pure functions.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ _SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """`value` with so many digits that say something, and no exponent: 1.84, 18.4, 184, 1840."""
+    """Return `value` with `digits` significant digits and no exponent: 1.84, 18.4, 184, 1840."""
     if value == 0:
         return "0"
     before = len(str(int(abs(value)))) if abs(value) >= 1 else 0
@@ -18,12 +21,12 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def unit_of(value_ns: float) -> tuple[float, str]:
-    """The unit in which a time of so many nanoseconds is at least 1."""
+    """Return the unit in which a time in nanoseconds is at least 1."""
     return next((unit for unit in _TIMES if value_ns >= unit[0]), _TIMES[-1])
 
 
 def time(value_ns: float | None) -> str:
-    """A duration: `1.84 ms`; `-` for None."""
+    """Return a duration: `1.84 ms`; `-` for None."""
     if value_ns is None:
         return "-"
     scale, unit = unit_of(value_ns)
@@ -31,17 +34,19 @@ def time(value_ns: float | None) -> str:
 
 
 def interval(low_ns: float, high_ns: float, like_ns: float) -> str:
-    """Two durations in the unit that `like_ns` has: `[1.82, 1.86]`."""
+    """Return two durations in the unit of `like_ns`: `[1.82, 1.86]`."""
     scale, _ = unit_of(like_ns)
     low, high = low_ns / scale, high_ns / scale
-    # Two ends that look the same say less than they know.
+    # Add digits if both ends would look the same.
     digits = 3 if low == high or significant(low) != significant(high) else 5
     return f"[{significant(low, digits)}, {significant(high, digits)}]"
 
 
 def column(values_ns: list[float | None]) -> list[str]:
-    """Durations of one column, in one unit and with the same number of decimals, but for what would be 0 in it and is not:
-    that has its own, `34.0 ns`; empty for None."""
+    """Return durations of one column in one unit, with the same number of decimals; empty for None.
+
+    A value that would wrongly show as 0 keeps its own unit, `34.0 ns`.
+    """
     largest = max((value for value in values_ns if value is not None), default=0.0)
     scale, unit = (1e6, "ms") if largest >= 1e7 else (1e3, "µs") if largest >= 1e3 else (1.0, "ns")
     decimals = 2 if unit == "ms" else 0 if largest / scale >= 1e3 else 1
@@ -54,12 +59,12 @@ def column(values_ns: list[float | None]) -> list[str]:
 
 
 def milliseconds(value_ms: float | None) -> str:
-    """A duration that was measured in milliseconds."""
+    """Return a duration that was measured in milliseconds."""
     return "-" if value_ms is None else time(value_ms * 1e6)
 
 
 def size(value_bytes: int | None) -> str:
-    """A size: `3.2 MiB`; `-` for None."""
+    """Return a size: `3.2 MiB`; `-` for None."""
     if value_bytes is None:
         return "-"
     for scale, unit in _SIZES:
@@ -69,12 +74,12 @@ def size(value_bytes: int | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share of 0 to 1: `41.2 %`; empty for None."""
+    """Return a share of 0 to 1 as a percentage: `41.2 %`; empty for None."""
     return "" if share is None else f"{share * 100:.1f} %"
 
 
 def ago(then: datetime | None, now: datetime) -> str:
-    """How long ago an instant is: `now`, `12 s ago`, `3 h ago`, and from a week on the date."""
+    """Return the time since an instant: `now`, `12 s ago`, `3 h ago`, and after a week the date."""
     if then is None:
         return "-"
     seconds = (now - then).total_seconds()
@@ -87,27 +92,27 @@ def ago(then: datetime | None, now: datetime) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Time that runs: `3.2 s`, `1:07`."""
+    """Return a running time: `3.2 s`, `1:07`."""
     return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds // 60)}:{int(seconds % 60):02}"
 
 
 def count(number: int, noun: str) -> str:
-    """`1 cell`, `2 cells`."""
+    """Return a number with its noun: `1 cell`, `2 cells`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def without_end(text: str, width: int) -> str:
-    """`text` in at most `width` characters, cut at its end."""
+    """Return `text` in at most `width` characters, cut at its end."""
     return text if len(text) <= width else f"{text[: max(0, width - 1)]}…"
 
 
 def without_start(text: str, width: int) -> str:
-    """`text` in at most `width` characters, cut at its start: of a path the end says more."""
+    """Return `text` in at most `width` characters, cut at its start: the end of a path says more."""
     return text if len(text) <= width else f"…{text[len(text) - max(0, width - 1) :]}"
 
 
 def without_middle(text: str, width: int) -> str:
-    """`text` in at most `width` characters, its start and its last few kept: `Convolution (NHW… IGEMM #2`."""
+    """Return `text` in at most `width` characters, with its start and its last few: `Convolution (NHW… IGEMM #2`."""
     if len(text) <= width:
         return text
     tail = min(9, max(0, width - 1) // 2)

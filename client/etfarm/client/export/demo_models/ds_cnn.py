@@ -1,4 +1,4 @@
-"""Step 1, client: demo:ds_cnn, keyword spotting on 49 frames of 10 MFCC features in twelve classes.
+"""Demo:ds_cnn, keyword spotting on 49 frames of 10 MFCC features in twelve classes.
 
 Source: MLPerf Tiny v1.0, keyword spotting; Zhang et al., "Hello Edge: Keyword Spotting on Microcontrollers", 2017.
 """
@@ -23,7 +23,7 @@ class Separable(nn.Module):  # type: ignore[misc]
         self.norm2 = nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W) to the same shape."""
+        """Map (N, C, H, W) to the same shape."""
         y = self.depthwise(x)
         y = self.norm1(y)
         y = torch.relu(y)
@@ -47,7 +47,10 @@ class DsCnn(nn.Module):  # type: ignore[misc]
         self.classify = nn.Linear(64, CLASSES)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits, without the final softmax. The reference's dropouts do nothing in a program and are left out."""
+        """Return logits, without the final softmax.
+
+        The reference's dropouts do nothing in a program and are left out.
+        """
         y = self.conv(features)
         y = self.norm(y)
         y = torch.relu(y)

@@ -1,4 +1,4 @@
-"""Step 1, client: demo:mobilenet_v1_025, visual wake words: is there a person in a 96 x 96 RGB image.
+"""demo:mobilenet_v1_025, visual wake words: whether a 96 x 96 RGB image contains a person.
 
 Source: MLPerf Tiny v1.0, visual wake words; Howard et al., "MobileNets", 2017, table 1 at a width of 0.25.
 """
@@ -23,7 +23,7 @@ class Separable(nn.Module):  # type: ignore[misc]
         self.norm2 = nn.BatchNorm2d(channels_out)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C_in, H, W) to (N, C_out, H / stride, W / stride)."""
+        """Map (N, C_in, H, W) to (N, C_out, H / stride, W / stride)."""
         y = self.depthwise(x)
         y = self.norm1(y)
         y = torch.relu(y)
@@ -54,7 +54,7 @@ class MobileNetV1(nn.Module):  # type: ignore[misc]
         self.classify = nn.Linear(256, CLASSES)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Logits, without the final softmax."""
+        """Return logits, without the final softmax."""
         y = self.conv(image)
         y = self.norm(y)
         y = torch.relu(y)

@@ -1,4 +1,4 @@
-"""Step 1, client: demo:resnet8, image classification on 32 x 32 RGB images in ten classes.
+"""Demo:resnet8, image classification on 32 x 32 RGB images in ten classes.
 
 Source: MLPerf Tiny v1.0, image classification; He et al., "Deep Residual Learning", 2015, the CIFAR-10 variant.
 """
@@ -24,7 +24,7 @@ class Block(nn.Module):  # type: ignore[misc]
         self.shortcut = nn.Conv2d(channels_in, channels_out, 1, stride) if stride > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C_in, H, W) to (N, C_out, H / stride, W / stride)."""
+        """Map (N, C_in, H, W) to (N, C_out, H / stride, W / stride)."""
         y = self.conv1(x)
         y = self.norm1(y)
         y = torch.relu(y)
@@ -50,7 +50,7 @@ class ResNet8(nn.Module):  # type: ignore[misc]
         self.classify = nn.Linear(64, CLASSES)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Logits, without the final softmax."""
+        """Return logits, without the final softmax."""
         y = self.conv(image)
         y = self.norm(y)
         y = torch.relu(y)

@@ -1,4 +1,4 @@
-"""Step 10, client: all reports of a job as one HTML file that needs no network, no server and no other file.
+"""All reports of a job as one HTML file that needs no network, no server and no other file.
 
 The answers and facts are in the page itself, so that it can be read and printed without scripts; tables and charts are drawn
 from data that is embedded as JSON. A policy in the page's head lets no request out and runs the page's own scripts alone,
@@ -23,14 +23,14 @@ Json = Mapping[str, Any]
 
 _HERE = Path(__file__).parent
 _LEFT_OUT = {"times_ns", "debug_handles", "instruction_id", "aligned", "start_ns", "duration_ns", "reconstructed"}
-"""Of an operator's row: the page shows percentiles, and other formats have the rest."""
+"""Keys of an operator's row that are left out: the page shows percentiles, and other formats have the rest."""
 
 
 def write(document: Json, comparison: Json | None = None) -> bytes:
-    """The page of a document.
+    """Return the page of a document.
 
     Args:
-        comparison: etfarm.comparison/1 with these reports as its candidates: the page then says whether they got worse.
+        comparison: etfarm.comparison/1 with these reports as its candidates, so that the page shows regressions.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup, escape
@@ -43,9 +43,9 @@ def write(document: Json, comparison: Json | None = None) -> bytes:
         lstrip_blocks=True,
     )
     environment.globals.update(units=units)
-    # Sentences have commands in backticks.
+    # Sentences contain commands in backticks.
     environment.filters["coded"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
-    # Paths and modules' names may be broken after a slash or a dot, and not within a word.
+    # Paths and module names may break after a slash or a dot, but not within a word.
     environment.filters["breakable"] = lambda text: Markup("<wbr>").join(re.split(r"(?<=[^\s/.][/.])(?=[^\s/.\d])", str(text)))
     own = "\n".join((_HERE / "templates" / name).read_text() for name in ("charts.js", "flame.js", "tables.js", "page.js"))
     script = f'{_uplot()}\n(() => {{\n"use strict";\n{own}}})();\n'
@@ -70,21 +70,21 @@ def write(document: Json, comparison: Json | None = None) -> bytes:
 
 
 def _uplot() -> str:
-    """uPlot with its licence; the address in its first line goes, so that the page has none at all."""
+    """Return uPlot with its licence, without the address in its first line, so that the page contains none."""
     code = (_HERE / "vendor" / "uPlot.iife.min.js").read_text().partition("\n")[2]
     licence = (_HERE / "vendor" / "LICENSE").read_text().replace("*/", "* /")
     return f"/* uPlot\n{licence}*/\n{code}"
 
 
 def _title(document: Json) -> str:
-    """Models and recipes, each once."""
+    """Return models and recipes, each once."""
     models = dict.fromkeys(report["model"]["name"] for report in document["reports"] if report["model"])
     recipes = dict.fromkeys(report["recipe"] for report in document["reports"] if report["recipe"])
     return " · ".join(filter(None, (", ".join(models), ", ".join(recipes)))) or "No report"
 
 
 def _shown(report: Json, reports: list[Json], against: Json | None) -> dict[str, Any]:
-    """What the template writes of a report."""
+    """Return the values of a report for the template."""
     paired = report["interleaved"] if report["interleaved"] and report["interleaved"]["ratio"] is not None else None
     return {
         "json": report,
@@ -118,7 +118,7 @@ def _shown(report: Json, reports: list[Json], against: Json | None) -> dict[str,
 
 
 def _pairs(comparison: Json | None, reports: list[Json]) -> dict[str, dict[str, Any]]:
-    """What the template writes of the pairs whose candidates are among the reports, by their ids."""
+    """Return the template's values of the pairs with these reports as candidates, by report id."""
     shown = {report["id"] for report in reports}
     moods = {"faster": "good", "slower": "bad"}
     return {
@@ -138,13 +138,13 @@ def _pairs(comparison: Json | None, reports: list[Json]) -> dict[str, dict[str, 
 
 
 def _modules(report: Json) -> list[Json]:
-    """The modules that hold most bytes, of the report's method."""
+    """Return the modules of the report's method that hold most bytes."""
     found = [one for one in (report["compile"] or {}).get("modules") or () if one["method"] == report["method"]]
     return sorted(found, key=lambda one: -((one["constant_bytes"] or 0) + (one["planned_bytes"] or 0)))
 
 
 def _data(report: Json) -> dict[str, Any]:
-    """What scripts draw of a report."""
+    """Return the values of a report for the scripts."""
     operators = report["operators"] or []
     samples = report["latency"]["samples_ns"] if report["latency"] else []
     latency = {key: value for key, value in (report["latency"] or {}).items() if key != "samples_ns"}
@@ -163,7 +163,7 @@ def _data(report: Json) -> dict[str, Any]:
 
 
 def _value(value: gaps.Operator) -> dict[str, int | None]:
-    """Where in "gap" a value's rows are: the first, which it is judged by, and that of each reference."""
+    """Return the indices of a value's rows in "gap": the first, which it is judged by, and that of each reference."""
     places = {reference: value.place + number for number, reference in enumerate(value.rows)}
     return {"place": value.place, "QUANTIZED": places.get("QUANTIZED"), "EAGER": places.get("EAGER")}
 

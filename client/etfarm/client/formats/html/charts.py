@@ -1,4 +1,7 @@
-"""Step 10, client: what the page's charts are drawn from: as many points as a screen can show. Pure functions."""
+"""The data of the page's charts, with as many points as a screen can show.
+
+These are pure functions.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,28 @@ from etfarm.wire import views
 Json = Mapping[str, Any]
 
 POINTS = 4_000
-"""Samples that are drawn one by one."""
+"""Maximum number of samples that are drawn one by one."""
 
 STRETCHES = 1_000
-"""Of more samples, so many stretches are drawn: the lowest, the median and the highest of each."""
+"""Number of stretches that more samples are drawn as: the lowest, the median and the highest of each."""
 
 BINS = 64
-"""Bars of a histogram."""
+"""Number of bars of a histogram."""
 
 TAIL = 0.005
-"""Part of the samples that may lie beyond the histogram's upper end: a few slow ones would press all others into one bar."""
+"""Part of the samples that may lie above the histogram: a few slow ones would compress all others into one bar."""
 
 
 FENCE = 3
-"""A histogram ends so many widths of the middle half above it (Tukey's outer fence): the tail of a disturbed run is endless."""
+"""Number of widths of the middle half above which a histogram ends (Tukey's outer fence): a disturbed run has an endless tail."""
 
 
 def thinned(samples: Sequence[int], points: int = POINTS, stretches: int = STRETCHES) -> dict[str, Any]:
-    """Latencies by iteration: {x, y, stretch: 1}; of more samples than `points` {x, low, middle, high, stretch} instead.
+    """Return latencies by iteration: {x, y, stretch: 1}.
 
-    `stretch` is how many samples each point stands for, `x` where it begins: no outlier is lost.
+    More samples than `points` give {x, low, middle, high, stretch} instead.
+
+    `stretch` is the number of samples per point and `x` its first iteration; no outlier is lost.
     """
     if len(samples) <= points:
         return {"x": list(range(len(samples))), "y": list(samples), "stretch": 1}
@@ -47,12 +52,12 @@ def thinned(samples: Sequence[int], points: int = POINTS, stretches: int = STRET
 
 
 def histogram(samples: Sequence[int], bins: int = BINS) -> dict[str, Any]:
-    """{low, width, counts, beyond, max}: equal bars from `low` nanoseconds on, and how many samples lie beyond the last one."""
+    """Return {low, width, counts, beyond, max}: equal bars from `low` nanoseconds on, and the number beyond the last."""
     ordered = sorted(samples)
     low, high = ordered[0], ordered[min(len(ordered) - 1, math.ceil(len(ordered) * (1 - TAIL)))]
     lower, upper = (ordered[min(len(ordered) - 1, int(len(ordered) * part))] for part in (0.25, 0.75))
     high = min(high, upper + max(FENCE * (upper - lower), upper // 20))
-    # A bar is a whole number of nanoseconds: a clock's ticks would show as a comb.
+    # A bar is a whole number of nanoseconds: a clock's ticks would otherwise look like a comb.
     width = max(1, math.ceil((high - low + 1) / bins))
     counts = [0] * max(1, math.ceil((high - low + 1) / width))
     beyond = 0
@@ -66,10 +71,10 @@ def histogram(samples: Sequence[int], bins: int = BINS) -> dict[str, Any]:
 
 
 def flame(operators: Sequence[Json], method: str) -> list[dict[str, Any]]:
-    """Boxes of the modules' icicle, parents before children: {x, w, d, name, path, own, total, rows, row}.
+    """Return boxes of the modules' icicle chart, parents first: {x, w, d, name, path, own, total, rows, row}.
 
-    `x` and `w` are shares of the method's time, `d` the depth. Below a module are its own operators (`row` is their index)
-    and its submodules, as executed; what no operator explains is a box of its own.
+    `x` and `w` are shares of the method's time, `d` the depth. Below a module are its own operators (`row` is their
+    index) and its submodules, as executed; time without an operator gets a separate box.
     """
     groups = views.group(operators, "module", "order")
     rows = {row["index"]: row for row in operators}
@@ -79,7 +84,7 @@ def flame(operators: Sequence[Json], method: str) -> list[dict[str, Any]]:
     for group in groups:
         share = group.total_share or 0.0
         depth = group.depth + 1
-        # A group at a depth begins where the last one of its depth ended, or where its parent's own operators did.
+        # A group at a depth starts where the previous one of its depth ended, or where its parent's own operators did.
         del ends[depth:]
         start = ends[depth - 1]
         ends[depth - 1] = start + share

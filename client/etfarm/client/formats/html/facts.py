@@ -1,4 +1,7 @@
-"""Step 10, client: a REPORT's facts as the page lists them: names and values, with their units. Pure functions."""
+"""A REPORT's facts as the page lists them: names and values with units.
+
+These are pure functions.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ ACTORS = ("CLIENT", "SERVER", "DEVICE")
 
 
 def measurement(report: Json) -> Iterator[Fact]:
-    """How it was measured and how the samples spread."""
+    """Yield how the measurement was made and how the samples spread."""
     found, latency, load = report["measurement"], report["latency"], report["load"]
     if given := sentences.inputs(report["inputs"]):
         yield "inputs", given
@@ -46,7 +49,7 @@ def measurement(report: Json) -> Iterator[Fact]:
 
 
 def surroundings(report: Json) -> Iterator[Fact]:
-    """The device around the run."""
+    """Yield facts about the device around the run."""
     telemetry = report["telemetry"]
     if not telemetry:
         return
@@ -71,7 +74,7 @@ def surroundings(report: Json) -> Iterator[Fact]:
 
 
 def _readings(before: Json | None, after: Json | None) -> Iterator[Fact]:
-    """What the device read right before the timed pass and right after it, where it has it."""
+    """Yield the device's readings right before and after the timed pass, as far as it has them."""
 
     def pair(name: str, form: str) -> str:
         values = [format(one[name], form) for one in (before, after) if one and one[name] is not None]
@@ -101,7 +104,7 @@ def _readings(before: Json | None, after: Json | None) -> Iterator[Fact]:
 
 
 def machine(report: Json) -> Iterator[Fact]:
-    """Where it ran, and with what it was made."""
+    """Yield the device, the runner and the toolchain."""
     device, runner, compiled = report["device"], report["runner"], report["compile"] or {}
     if device:
         cores = units.count(device["cores"], "core") if device["cores"] else ""
@@ -133,7 +136,7 @@ def machine(report: Json) -> Iterator[Fact]:
 
 
 def compilation(report: Json) -> Iterator[Fact]:
-    """What the compiler made."""
+    """Yield facts about the compiled program."""
     compiled = report["compile"]
     if not compiled:
         return
@@ -184,12 +187,15 @@ def _check(check: Json) -> str:
 
 
 def warnings(report: Json) -> list[str]:
-    """What the compiler warned of."""
+    """Return the compiler's warnings."""
     return [str(one["message"]) for one in (report["compile"] or {}).get("warnings") or ()]
 
 
 def timeline(report: Json) -> list[dict[str, Any]]:
-    """Bars of the cell's way: {actor, phase, left, width, start, took}; left and width in percent of the whole."""
+    """Return bars of the cell's phases: {actor, phase, left, width, start, took}.
+
+    `left` and `width` are percentages of the whole.
+    """
     phases = report["timeline"] or ()
     if not phases:
         return []
