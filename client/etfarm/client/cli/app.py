@@ -1,4 +1,4 @@
-"""Steps 1 and 10, command line: how every command starts and ends: arguments, errors and exit codes."""
+"""The common start and end of every command: arguments, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def execute(
     about: str = "",
     later: Collection[str] = (),
 ) -> int:
-    """Runs a command, or one of a group's, and answers its exit code; errors are one sentence on stderr.
+    """Run a command, or a subcommand of a group, and return its exit code; an error is one sentence on stderr.
 
     Args:
         command: a typer function, or functions by subcommand.
-        name: what comes after `etfarm`.
+        name: the words after `etfarm`.
         about: the group's help; a function's is its docstring.
-        later: subcommands of a group that this version knows and does not have.
+        later: subcommands of a group that this version recognizes but lacks.
     """
     outcome = Outcome()
     code, error = 0, None
@@ -83,7 +83,7 @@ def _run(command: Command | Mapping[str, Command], argv: list[str], name: str, a
     else:
         app.command()(command)
     runnable = typer.main.get_command(app)
-    # A group that is called without a subcommand prints its help, and that is wrong usage.
+    # A group that is called without a subcommand prints its help, which counts as wrong usage.
     asked = argv if argv or not isinstance(command, Mapping) else ["--help"]
     code = runnable.main(args=asked, prog_name=f"etfarm {name}", standalone_mode=False, obj=outcome)
     return int(code or 0) if asked is argv else 2
@@ -94,7 +94,7 @@ def _group(project: options.Project = None) -> None:
 
 
 def _json_file(argv: list[str]) -> str | None:
-    """FILE of `--json` in arguments that could not be parsed."""
+    """Return FILE of `--json` in arguments that could not be parsed."""
     for index, argument in enumerate(argv):
         if argument.startswith("--json="):
             return argument.removeprefix("--json=")

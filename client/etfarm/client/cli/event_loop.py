@@ -19,13 +19,15 @@ Answer = TypeVar("Answer")
 
 
 def run_async(main: Callable[[], Coroutine[Any, Any, Answer]], outcome: Outcome | None = None) -> Answer:
-    """Runs `main` in an event loop. The first Ctrl-C (or SIGTERM) cancels it, so that it can clean up; the second leaves.
+    """Run `main` in an event loop.
+
+    The first Ctrl-C (or SIGTERM) cancels it, so that it can clean up; the second ends the process.
 
     Args:
-        outcome: its `--json` file is written at the first Ctrl-C already: after a second one nobody would.
+        outcome: its `--json` file is written at the first Ctrl-C, since the second one ends the process.
 
     Raises:
-        Interrupted: it was cancelled so and said nothing itself.
+        Interrupted: `main` was cancelled and raised no error of its own.
     """
     loop = asyncio.new_event_loop()
     task = loop.create_task(main(), name="command")
@@ -79,7 +81,7 @@ _THREAD_NAME = "etfarm work"
 
 
 async def in_thread(work: Callable[[], Answer]) -> Answer:
-    """The answer of blocking work in a thread that nobody has to wait for: Ctrl-C does not wait for torch."""
+    """Run blocking work in a thread that the process need not wait for: Ctrl-C does not wait for torch."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Answer] = loop.create_future()
 
@@ -105,7 +107,7 @@ async def in_thread(work: Callable[[], Answer]) -> Answer:
 
 
 def leave_busy_threads(code: int) -> None:
-    """Ends the process now if work was left behind in a thread: torch at work does not outlive Python's end well."""
+    """Exit now if a thread still runs blocking work: torch does not reliably survive the interpreter's shutdown."""
     if any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()

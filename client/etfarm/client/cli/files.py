@@ -1,4 +1,4 @@
-"""Files that a command writes at its end: checked before it starts, and written whole."""
+"""Files that a command writes at its end: checked before it starts, and written atomically."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from etfarm.wire.atomic_write import write_atomically
 
 
 def require_writable(path: Path) -> None:
-    """For an option that names a file which is written at the end.
+    """Check an option's path of a file that is written at the end.
 
     Raises:
-        Usage: the file's folder is not there, or the file is a folder.
+        Usage: the file's folder does not exist, or the file is a folder.
         OutputUnwritable: this user may not write there.
     """
     if not path.parent.is_dir():
@@ -27,7 +27,7 @@ def require_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Puts `data` at `path` at once: a reader finds all of it or what was there before.
+    """Write `data` to `path` atomically: a reader gets all of it or the earlier content.
 
     Raises:
         OutputUnwritable: it cannot be written.

@@ -1,4 +1,4 @@
-"""Step 1, command line: options that several commands have, one spelling and one help each."""
+"""Options that several commands share, each with one spelling and one help text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Project = Annotated[
         expose_value=False,
     ),
 ]
-"""The callback does all the work: a command that takes it does not read the argument."""
+"""The callback does all the work: commands do not read the argument."""
 
 JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write etfarm.report/1 there, on failure too; - is stdout.")
@@ -76,7 +76,7 @@ Verbose = Annotated[
 
 
 def finite(value: float | None) -> float | None:
-    """A callback for numbers: nan and inf pass every comparison with a bound that there is."""
+    """Check that a number is finite, as a callback: nan and inf may pass comparisons with a bound."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is no number of seconds")
     return value
@@ -88,10 +88,10 @@ Timeout = Annotated[
 
 
 def calibration_of(path: Path | None, batched: bool, recipes: Sequence[str]) -> Path | None:
-    """PATH of `--calibration`, which is there and is read by at least one recipe.
+    """Return PATH of `--calibration` after checking that it exists and that a recipe reads it.
 
     Raises:
-        Usage: it is not there, no recipe reads it, or `--batched` came without it.
+        Usage: it does not exist, no recipe reads it, or `--batched` is used without it.
     """
     from etfarm.client.submit.recipes import read_recipe, reads_values
 
@@ -110,10 +110,10 @@ def calibration_of(path: Path | None, batched: bool, recipes: Sequence[str]) -> 
 
 
 def threads_of(texts: Sequence[str]) -> list[int]:
-    """The thread counts of `--threads 1,2 --threads 4`.
+    """Return the thread counts of `--threads 1,2 --threads 4`.
 
     Raises:
-        Usage: one is no positive number.
+        Usage: a count is not a positive number.
     """
     counts: list[int] = []
     for part in (part.strip() for text in texts for part in text.split(",")):
@@ -124,11 +124,11 @@ def threads_of(texts: Sequence[str]) -> list[int]:
 
 
 def once(what: str, items: Sequence[Item], key: Callable[[Item], object] = lambda item: item) -> list[Item]:
-    """`items` without those that came before, in their order; what is dropped is said on stderr.
+    """Return `items` in order without duplicates, and report the dropped ones on stderr.
 
     Args:
-        what: what they are, for the sentence.
-        key: what makes two of them the same.
+        what: their kind, for the message.
+        key: returns equal values for duplicates.
     """
     kept: list[Item] = []
     keys: list[object] = []
@@ -145,10 +145,10 @@ def once(what: str, items: Sequence[Item], key: Callable[[Item], object] = lambd
 
 
 def cores_of(text: str) -> str:
-    """`--cores` as it was given; whether the device has such cpus is for the device to say.
+    """Return `--cores` unchanged; the device checks whether it has these CPUs.
 
     Raises:
-        Usage: it is neither big, little nor a list of cpus.
+        Usage: it is neither big, little nor a list of CPUs.
     """
     ranges = [_CPUS.fullmatch(part.strip()) for part in text.split(",")]
     if text and text not in ("big", "little") and not all(part and int(part[1]) <= int(part[2] or part[1]) for part in ranges):
@@ -157,10 +157,10 @@ def cores_of(text: str) -> str:
 
 
 def labels_of(texts: Sequence[str]) -> dict[str, str]:
-    """The labels of `--label K=V`.
+    """Return the labels of `--label K=V`.
 
     Raises:
-        Usage: one is not K=V, or a key has two values.
+        Usage: a label is not K=V, or a key has two values.
     """
     labels: dict[str, str] = {}
     for text in texts:

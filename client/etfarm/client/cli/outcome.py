@@ -20,27 +20,27 @@ STDOUT = "-"
 
 @dataclass
 class Outcome:
-    """What came of a command so far; `--json` is written from it, however the command ends."""
+    """The current outcome of a command; `--json` is written from it, however the command ends."""
 
     json_file: str | None = None
     """FILE of `--json`, or `-`."""
     html_file: str | None = None
     """FILE of `--html`."""
     document: Callable[[EtfarmError | None], dict[str, Any]] | None = None
-    """The document etfarm.report/1 as far as it is known, with the error that ended the command."""
+    """Callback that returns the document etfarm.report/1 as far as known, with the error that ended the command."""
     can_be_verbose: bool = False
     """Whether the command has `--verbose`."""
     verbose: bool = False
-    """Whether it was given: the original text behind an error is shown."""
+    """Whether `--verbose` is set: the original text of an error is shown."""
     failed_job: str = ""
-    """The job that was waited for, where it failed and printed something meanwhile."""
+    """The job that the command waited for, if it failed after printing something."""
 
     def takes_verbose(self, verbose: bool) -> None:
-        """Tells that the command has `--verbose`, and whether it was given."""
+        """Record that the command has `--verbose`, and its value."""
         self.can_be_verbose, self.verbose = True, verbose
 
     def tell(self, error: EtfarmError | None) -> None:
-        """Says on stderr where more is to be read: what lies behind an error, or the log of the job that failed."""
+        """Print on stderr where to read more: the original text of an error, or the log of the failed job."""
         cause = error.__cause__ if error is not None else None
         if cause is not None and self.verbose:
             sys.stderr.write(printable("".join(traceback.format_exception(cause))))
@@ -50,10 +50,10 @@ class Outcome:
             tell(f"What was printed meanwhile: `etfarm jobs logs {self.failed_job}`.", to_stderr=True)
 
     def goes_to(self, file: str | None) -> None:
-        """Takes FILE of `--json`, checked: a job of an hour is not run to be refused its file.
+        """Set FILE of `--json` after checking it, since a job of an hour should not end with an unwritable file.
 
         Raises:
-            Usage: there is no such folder, or the file is one.
+            Usage: the folder does not exist, or the file is a folder.
             OutputUnwritable: it cannot be written.
         """
         if file is not None and file != STDOUT:
@@ -61,7 +61,7 @@ class Outcome:
         self.json_file = file
 
     def goes_to_html(self, file: str | None) -> None:
-        """Takes FILE of `--html`, checked as `goes_to` does.
+        """Set FILE of `--html` after checking it like `goes_to`.
 
         Raises:
             Usage, OutputUnwritable: as `goes_to`.
@@ -73,7 +73,7 @@ class Outcome:
         self.html_file = file
 
     def write(self, error: EtfarmError | None) -> None:
-        """Writes `--json` and `--html`, where they were given.
+        """Write `--json` and `--html`, if they are set.
 
         Raises:
             OutputUnwritable: a file cannot be written.

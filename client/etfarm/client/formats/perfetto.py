@@ -2,8 +2,8 @@
 
 Each report is a process with one traced execution of its method: method > operator or delegate > the delegate's kernels, from 0
 on, so that reports are below each other. The job is a process with the phases of each actor, below them. An execution takes
-microseconds and phases take seconds, and a viewer initially shows all of both: each process is named after its duration, and
-an execution after its position. Slices without a recorded start have `reconstructed: true` among their arguments and the
+microseconds and phases take seconds, and a viewer initially shows all of both: a process name contains the duration and, for
+an execution, where to zoom in. Slices without a recorded start have `reconstructed: true` among their arguments and the
 category `reconstructed`.
 
 Source: the Trace Event Format of Chrome; complete events ("X") nest by containment within a thread; times are microseconds.

@@ -1,4 +1,4 @@
-"""`etfarm agents`: agent identities, and whose tokens may use them."""
+"""`etfarm agents`: agent identities and the principals that may use them."""
 
 from __future__ import annotations
 

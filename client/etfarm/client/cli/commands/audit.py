@@ -1,4 +1,4 @@
-"""`etfarm audit`: list who changed what, and who was refused."""
+"""`etfarm audit`: changes and refused calls, with their principals."""
 
 from __future__ import annotations
 

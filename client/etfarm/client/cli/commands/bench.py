@@ -1,4 +1,4 @@
-"""Steps 1 and 10, command line: `etfarm bench`, from models to a report for each cell."""
+"""`etfarm bench`: from models to a report for each cell."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `etfarm bench`."""
+    """Run `etfarm bench`."""
     return execute(bench, argv, "bench")
 
 
@@ -95,7 +95,7 @@ def bench(
     labels = options.labels_of(label or ())
     cores = options.cores_of(cores)
 
-    # What costs nothing to refuse is refused before anything starts.
+    # Cheap checks come before anything starts.
     from etfarm.client.export.spec import PteFile, resolve
     from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
     from etfarm.wire import selectors
@@ -103,7 +103,7 @@ def bench(
     recipes = options.once("--recipe", recipe or [], lambda text: read_recipe(text).digest)
     for text in device or ():
         selectors.parse(text)
-    # In turns with itself a program shows what differs by chance.
+    # A program that alternates with itself shows the difference that occurs by chance.
     specs = [resolve(model) for model in (models if interleave else options.once("MODEL", models, resolve))]
     if recipes and all(isinstance(spec, PteFile) for spec in specs):
         raise Usage("A .pte is compiled already, so that --recipe says nothing about it.", "Leave --recipe out.")
@@ -182,10 +182,10 @@ def bench(
 
 
 def require_several_candidates(specs: Sequence[ModelSpec], recipes: Sequence[str]) -> None:
-    """For `--interleave`: whether there is something to compare with.
+    """Check, for `--interleave`, that there are at least two candidates.
 
     Raises:
-        Usage: there is one candidate.
+        Usage: there is only one candidate.
     """
     from etfarm.client.export.spec import PteFile
 
@@ -194,10 +194,10 @@ def require_several_candidates(specs: Sequence[ModelSpec], recipes: Sequence[str
 
 
 def require_graphs(specs: Sequence[ModelSpec]) -> None:
-    """For `--numerics`: whether there is something to compare operators with.
+    """Check, for `--numerics`, that every model has a graph.
 
     Raises:
-        Usage: one is a compiled program.
+        Usage: a model is a compiled program.
     """
     from etfarm.client.export.spec import PteFile
 

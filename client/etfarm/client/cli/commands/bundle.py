@@ -1,4 +1,4 @@
-"""Step 6, command line: `etfarm bundle add` and `list`, the runners that devices are sent."""
+"""`etfarm bundle add` and `list`: the runners that the farm sends to devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add(argv: list[str]) -> int:
-    """Runs `etfarm bundle add`."""
+    """Run `etfarm bundle add`."""
     return execute(add_, argv, "bundle add")
 
 

@@ -1,4 +1,4 @@
-"""Step 10, command line: `etfarm compare`, two measurements against each other, and a gate for scripts."""
+"""`etfarm compare`: two measurements against each other, and a gate for scripts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STATUS_STYLES = {"VALID": "green", "INVALID": "bold red", "NOT_BENCHMARKABLE": 
 
 
 def main(argv: list[str]) -> int:
-    """Runs `etfarm compare`."""
+    """Run `etfarm compare`."""
     return execute(compare, argv, "compare")
 
 
@@ -138,10 +138,10 @@ def _show(document: Json, top: int, *, to_stderr: bool) -> None:
 
 
 def rendered(document: Json, *, top: int, width: int) -> list[RenderableType]:
-    """A comparison as people read it: of each pair the answer first, then all that is known; what is to be known; the gate.
+    """Return a comparison: per pair the result and then all details; then notes; then the gate.
 
     Args:
-        top: so many operators that changed; 0 is all.
+        top: number of changed operators; 0 is all.
         width: columns of the terminal.
     """
     from rich.text import Text
@@ -186,7 +186,7 @@ def _pair(pair: Json, top: int, width: int) -> Iterator[RenderableType]:
 
 
 def _headline(pair: Json, width: int) -> RenderableType:
-    """The answer: in one line with what was compared where there is room, else above it."""
+    """Return the result, on one line with the pair's label if there is room, else below it."""
     from rich.console import Group
     from rich.text import Text
 
@@ -257,6 +257,6 @@ def _gate(gate: Json) -> Iterator[Text]:
     yield text.append(f"  {compared.limits(gate)}", "not bold dim")
     for note in gate["notes"]:
         yield Text(f"  {note['message']}", style="yellow")
-    # stderr has the first one.
+    # The first error is on stderr.
     for reason in gate["reasons"] if len(gate["reasons"]) > 1 else ():
         yield Text(f"  {reason['message']}", style="red")

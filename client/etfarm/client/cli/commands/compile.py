@@ -1,4 +1,4 @@
-"""Steps 1 and 10, command line: `etfarm compile`, from a model to a .pte and its ETRecord, or to what a stage makes of it."""
+"""`etfarm compile`: from a model to a .pte and its ETRecord, or to the output of a stage."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from etfarm.wire.recipes import Recipe
 
 LAST = "TO_EXECUTORCH"
-"""The stage that gives a program."""
+"""The stage that produces a program."""
 
 _DELEGATING = ("TO_EDGE_TRANSFORM_AND_LOWER", "TO_BACKEND")
-"""The stages that give a delegation table."""
+"""The stages that produce a delegation table."""
 
 _EXPORTING = ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT")
 """The stages that end before the edge dialect."""
@@ -33,7 +33,7 @@ _OF_STAGES = (".pt2", ".txt", ".csv")
 
 
 def main(argv: list[str]) -> int:
-    """Runs `etfarm compile`."""
+    """Run `etfarm compile`."""
     return execute(compile_, argv, "compile")
 
 
@@ -134,10 +134,10 @@ def compile_(
 
 
 def _stage(text: str, recipe: Recipe) -> str:
-    """The stage to stop after; empty for a program.
+    """Return the stage to stop after; empty for a program.
 
     Raises:
-        BadStages: it is no stage, or none of the recipe's.
+        BadStages: the stage does not exist, or the recipe does not have it.
     """
     from etfarm.wire.stages import check_stop_after
 
@@ -148,11 +148,11 @@ def _stage(text: str, recipe: Recipe) -> str:
 
 
 def _must_fit(stage: str, output: Path | None, etrecord: Path | None) -> None:
-    """Whether the stage gives what the outputs' names say, and they can be written.
+    """Check that the stage produces the files that the outputs' names require, and that they can be written.
 
     Raises:
-        Usage: it does not.
-        OutputUnwritable: one cannot be.
+        Usage: the stage does not produce them.
+        OutputUnwritable: a file cannot be written.
     """
     kind = output.suffix.lower() if output is not None else ""
     if stage and etrecord is not None:
@@ -190,7 +190,7 @@ def _must_be_folder(path: Path) -> None:
 
 
 async def _save_stage(job: AsyncJob, output: Path) -> list[Path]:
-    """A stage's files: those of the output's kind, or all into a folder."""
+    """Save a stage's files: those of the output's kind, or all into a folder."""
     from etfarm.client.jobs.file_names import method_file
     from etfarm.client.jobs.job import NothingThere
 
@@ -207,14 +207,14 @@ async def _save_stage(job: AsyncJob, output: Path) -> list[Path]:
 
 
 async def _save_etrecord(job: AsyncJob, path: Path) -> list[Path]:
-    """The ETRecord; of several methods, each one's exported program beside it, since the ETRecord has none of them."""
+    """Save the ETRecord; with several methods, also each method's exported program, which the ETRecord then lacks."""
     await job.save_etrecord(path)
     methods = (await job.document())["reports"][0]["compile"]["exported_programs"] or {}
     return [path, *(await job.save_exported_programs(path.with_suffix(".pt2")) if len(methods) > 1 else [])]
 
 
 def _how_to_load(stage: str, recipe: Recipe, files: Sequence[Path]) -> str:
-    """What a stage's .pt2 needs beside torch.export.load; empty where that reads it as it is, or there is none."""
+    """Return how to load a stage's .pt2; empty if torch.export.load suffices, or if there is none."""
     from etfarm.wire.recipes import Quantization
 
     names = ", ".join(path.name for path in files if path.suffix == ".pt2")

@@ -1,4 +1,4 @@
-"""Step 5, command line: `etfarm devices`, what the farm can measure on."""
+"""`etfarm devices`: the devices that the farm can measure on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `etfarm devices`."""
+    """Run `etfarm devices`."""
     later = ("reserve", "release", "drain", "undrain", "label")
     commands: dict[str, Command] = {"list": list_, "show": show, "restrict": restrict, "forget": forget}
     return execute(commands, argv, "devices", "Lists, shows, restricts and forgets the devices of the farm.", later)
@@ -133,7 +133,7 @@ def restrict(
 
 
 def facts(one: Device, now: datetime) -> Iterator[tuple[str, RenderableType]]:
-    """All that is known of a device, as names and what is shown of them; what it does not have is left out."""
+    """Yield all known facts of a device as names and values, without missing ones."""
     from rich.text import Text
 
     from etfarm.client.formats import units
@@ -169,7 +169,7 @@ def facts(one: Device, now: datetime) -> Iterator[tuple[str, RenderableType]]:
         ("disk", telemetry.get("disk_free_bytes", "")),
         ("sensors", _sensors(one, telemetry.get("temperature_c", ""))),
         ("battery", _battery(one.has_battery, telemetry)),
-        # One that cannot be used has not told what it would need.
+        # An unusable device has not reported what it would need.
         ("runner", _runner(one.runner, one.own_runners) if one.runner or one.problem is None else ""),
         ("backends", ", ".join(one.backends)),
         ("operators", str(one.operator_count or "")),
@@ -184,7 +184,7 @@ def _all(said: Mapping[str, str], *keys: str) -> str:
 
 
 def _clusters(clusters: Sequence[Cluster]) -> Table:
-    """One line for each, fastest first."""
+    """Return a row per cluster, fastest first."""
     from rich.table import Table
 
     from etfarm.client.formats import units
@@ -205,7 +205,7 @@ def _clusters(clusters: Sequence[Cluster]) -> Table:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3, 6`."""
+    """Return ranges such as `0-3, 6`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][-1] == number - 1:
@@ -220,7 +220,7 @@ def _besides(cluster: Cluster, device: Device) -> str:
 
 
 def _sensors(device: Device, hottest: str) -> str:
-    """The hottest, and what they are called; phones have a hundred."""
+    """Return the hottest sensor, and the sensors' names; phones have a hundred."""
     names = ", ".join(device.thermal_zones[:_MOST_SENSORS])
     if (more := len(device.thermal_zones) - _MOST_SENSORS) > 0:
         names = f"{names} and {more} more"
@@ -234,7 +234,7 @@ def _battery(has_one: bool | None, telemetry: Mapping[str, str]) -> str:
 
 
 def _runner(used: str, own: Collection[str]) -> str:
-    """What programs run with on a device, and what else it has."""
+    """Return the runner of a device's programs, and its other runners."""
     if not used:
         return "none: `etfarm bundle build` makes one, `etfarm bundle add` offers it"
     if used in own:
@@ -259,9 +259,11 @@ _TELEMETRY: dict[str, Callable[[float], str]] = {
     "charging": lambda value: "charging" if value else "not charging",
     "agent_rss_bytes": lambda value: f"{_size(value)} of memory",
 }
-"""How a heartbeat's values are shown, by key."""
+"""Formatters of a heartbeat's values, by key."""
 
 _TOLD_WHERE_EMULATED = ("memory_available_bytes", "disk_free_bytes", "agent_rss_bytes")
-"""Of the machine below as well, and what a program there gets; its load, clock, heat and battery are none of the device's."""
+"""Values that an emulated device reports of its host because they also apply to its programs; the host's load, clock,
+temperature and battery do not.
+"""
 
 _MOST_SENSORS = 12

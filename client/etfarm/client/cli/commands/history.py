@@ -1,4 +1,4 @@
-"""Step 10, command line: `etfarm history`, how a model's numbers went over time, and what was another when they changed."""
+"""`etfarm history`: a model's numbers over time, and what changed along with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _NO_EVIDENCE = "·"
 _EXACT_DB = 300.0
 _ID_CHARACTERS = 8
-"""What is shown of a job's id, to leave room: it stands for the job as well."""
+"""Number of shown characters of a job's id, which leaves room and still identifies the job."""
 
 _HEADS = ("WHEN", "JOB", "P50", "CHANGE", "VERDICT", "SIZE", "SQNR")
 _RIGHT = ("SIZE", "SQNR")
@@ -29,7 +29,7 @@ _VERDICT_STYLES = {"VALID": "green", "INVALID": "red", "NOT_BENCHMARKABLE": "yel
 
 
 def main(argv: list[str]) -> int:
-    """Runs `etfarm history`."""
+    """Run `etfarm history`."""
     return execute(history, argv, "history")
 
 
@@ -107,7 +107,7 @@ def _show(series: Series, *, blank: bool, to_stderr: bool) -> None:
 
 
 def _lines(points: Sequence[Point]) -> list[Text]:
-    """A table with, below the row of each point that something is to be said of, what that is, as wide as it has to be."""
+    """Return table rows; below the row of a point with remarks, these remarks with the necessary width."""
     from rich.text import Text
 
     cells = [tuple(Text(head, style="dim") for head in _HEADS), *(_row(point) for point in points)]
@@ -128,7 +128,7 @@ def _lines(points: Sequence[Point]) -> list[Text]:
 
 
 def title(series: Series) -> str:
-    """What is compared over time: `resnet8 · xnnpack_fp32 · pi5-a · 4 threads`."""
+    """Return what a series compares: `resnet8 · xnnpack_fp32 · pi5-a · 4 threads`."""
     from etfarm.client.formats import units
 
     place = series.device_name or (series.device or "")[:12] or "no device"
@@ -138,8 +138,10 @@ def title(series: Series) -> str:
 
 
 def sparkline(points: Sequence[Point]) -> str:
-    """A bar for each point, the highest for the slowest median; `·` where there is no evidence. Equal medians are equal bars,
-    and differences within 1 % of the slowest are not blown up to the full height."""
+    """Return a bar for each point, the highest for the slowest median; `·` if it is no evidence.
+
+    Equal medians have equal bars, and differences within 1 % of the slowest are not stretched to the full height.
+    """
     medians = [point.p50_ns for point in points if point.is_comparable and point.p50_ns is not None]
     if not medians:
         return _NO_EVIDENCE * len(points)
@@ -154,7 +156,7 @@ def sparkline(points: Sequence[Point]) -> str:
 
 
 def change(point: Point) -> tuple[str, str]:
-    """How a point's median is to that before it, and the style for it: `12.3 % slower`, `≈ -0.4 %`."""
+    """Return a point's change from the previous one and its style: `12.3 % slower`, `≈ -0.4 %`."""
     if point.ratio is None:
         return "", ""
     percent = (point.ratio - 1) * 100
@@ -188,7 +190,7 @@ def _row(point: Point) -> tuple[Text, ...]:
 
 
 def _said(point: Point) -> Text:
-    """Why a point is no evidence, and what was another than before."""
+    """Return why a point is no evidence, and what changed since the previous one."""
     from rich.text import Text
 
     from etfarm.wire.changes import sentence

@@ -1,4 +1,4 @@
-"""Step 10, command line: `etfarm jobs`, what was submitted and how it goes."""
+"""`etfarm jobs`: submitted jobs and their progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `etfarm jobs`."""
+    """Run `etfarm jobs`."""
     commands: dict[str, Command] = {"list": list_, "show": show, "watch": watch, "cancel": cancel, "logs": logs}
     return execute(commands, argv, "jobs", "Lists, shows, watches and cancels jobs, and reads their logs.", later=("retry",))
 
@@ -188,7 +188,7 @@ def logs(
 
 
 def _what(job: JobInfo) -> str:
-    """Models and recipes of a job, each once: `resnet8, ds_cnn · xnnpack_fp32`."""
+    """Return models and recipes of a job, each once: `resnet8, ds_cnn · xnnpack_fp32`."""
     models = dict.fromkeys(cell.model for cell in job.cells)
     recipes = dict.fromkeys(cell.recipe for cell in job.cells if cell.recipe)
     return " · ".join(filter(None, (", ".join(models), ", ".join(recipes))))

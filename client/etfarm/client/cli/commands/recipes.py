@@ -1,4 +1,4 @@
-"""Step 4, command line: `etfarm recipes`, what a model can be compiled with and what is missing for the rest."""
+"""`etfarm recipes`: the recipes for compiling a model, and what the server lacks for some of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `etfarm recipes`."""
+    """Run `etfarm recipes`."""
     return execute({"list": list_, "show": show}, argv, "recipes", "Lists and shows recipes, and what is missing for some.")
 
 
@@ -62,7 +62,7 @@ def show(
     from etfarm.client.cli.terminal import output
     from etfarm.client.submit.recipes import read_recipe
 
-    # `recipes show` explains recipes with required arguments too, which do not parse by their name alone.
+    # `recipes show` also explains recipes with required arguments, whose names alone cannot be parsed.
     from etfarm.wire.recipes import RECIPES
 
     known = RECIPES.get(recipe)
@@ -76,7 +76,7 @@ def show(
 
 
 def _part(name: str, here: RecipeInfo | None) -> list[tuple[str, str]]:
-    """What is known of a named recipe; a plug-in's, which only the server knows, is what that tells."""
+    """Return the facts of a named recipe; those of a plug-in come from the server."""
     from etfarm.wire.recipes import RECIPES
 
     known = RECIPES.get(name)
@@ -95,7 +95,7 @@ def _part(name: str, here: RecipeInfo | None) -> list[tuple[str, str]]:
 
 
 def _whole(recipe: Recipe) -> list[tuple[str, str]]:
-    """What the recipe is with all that a file says."""
+    """Return the facts of a recipe, including everything that its file contains."""
     said = recipe.options
     pairs = [("name", said.name or recipe.label), ("per_op", "true" if said.per_op else "")]
     pairs += [("partitioners", _components(said.partitioners)), ("quantizers", _components(said.quantizers))]
@@ -113,7 +113,7 @@ def _whole(recipe: Recipe) -> list[tuple[str, str]]:
 
 
 def _components(components: Sequence[Component] | None) -> str:
-    """`xnnpack (per_op=false), coreml`; empty where nothing is said."""
+    """Return `xnnpack (per_op=false), coreml`; empty without components."""
     if components is None:
         return ""
     told = [f"{one.name} ({_values(one.arguments)})" if one.arguments else one.name for one in components]

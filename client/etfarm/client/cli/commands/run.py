@@ -1,4 +1,4 @@
-"""Steps 1 and 10, command line: `etfarm run`, a program's outputs on a device for your inputs."""
+"""`etfarm run`: a program's outputs on a device for the user's inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from etfarm.client.cli.usage import Usage
 
 
 def main(argv: list[str]) -> int:
-    """Runs `etfarm run`."""
+    """Run `etfarm run`."""
     return execute(run, argv, "run")
 
 
@@ -160,10 +160,10 @@ def run(
 
 
 def is_dataset(inputs: Path | None, batched: bool, options_of_one: Mapping[str, object]) -> bool:
-    """Whether `--inputs` is one; of a single run's, what is only for a data set is refused.
+    """Return whether `--inputs` is a data set; for a single run, refuse options that need a data set.
 
     Raises:
-        Usage: `--batched` without `--inputs`, or one of `options_of_one` for a single run.
+        Usage: `--batched` without `--inputs`, or an option of `options_of_one` in the wrong case.
     """
     if inputs is None and batched:
         raise Usage("--batched is about --inputs, which is not given.", "Give --inputs X.npz too.")
@@ -176,7 +176,7 @@ def is_dataset(inputs: Path | None, batched: bool, options_of_one: Mapping[str, 
 
 
 def print_outputs(values: object, *, to_stderr: bool) -> None:
-    """Prints what came out, a line a value: name, dtype and shape, and the first numbers."""
+    """Print the outputs, one per line: name, dtype and shape, and the first numbers."""
     from etfarm.client.cli.terminal import output
     from etfarm.wire.tensors import Scalar, Tensor, to_array
 

@@ -193,7 +193,7 @@ def _write(file: str, document: object) -> None:
     if file == STDOUT:
         put(text)
         return
-    before = os.umask(0o077)  # the secret is for this user alone
+    before = os.umask(0o077)  # only this user may read the secret
     try:
         write_whole(Path(file), text.encode())
     finally:

@@ -1,4 +1,4 @@
-"""Step 1, command line: `etfarm up`, which keeps the embedded farm running until Ctrl-C."""
+"""`etfarm up`: keeps the embedded farm running until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from etfarm.client.errors import Interrupted
 
 
 def main(argv: list[str]) -> int:
-    """Runs `etfarm up`."""
+    """Run `etfarm up`."""
     return execute(up, argv, "up")
 
 

@@ -1,4 +1,4 @@
-"""Step 10, command line: text of others on a terminal: names, code, logs and errors of a farm cannot steer it."""
+"""Output of untrusted text on a terminal: names, code, logs and errors of a farm cannot control it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ("MARK", "in_a_line", "printable", "put", "tell")
 
 
 def tell(text: str, *, to_stderr: bool = False, flush: bool = False) -> None:
-    """Prints one sentence or line."""
+    """Print one sentence or line."""
     print(printable(text), file=sys.stderr if to_stderr else sys.stdout, flush=flush)
 
 
 def put(text: str) -> None:
-    """Writes a document to stdout: exactly to a file or a pipe, and printable to a terminal."""
+    """Write a document to stdout: exactly to a file or a pipe, and printable to a terminal."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()

@@ -1,4 +1,7 @@
-"""Step 10, command line: what a waiting command shows: a live table on a terminal, plain lines elsewhere. On stderr."""
+"""Display of a waiting command: a live table on a terminal, plain lines elsewhere.
+
+It is written to stderr.
+"""
 
 from __future__ import annotations
 
@@ -19,46 +22,51 @@ if TYPE_CHECKING:
 _GATES = ("WAIT_FOR_COOL", "WAIT_FOR_IDLE")
 
 ROWS = 16
-"""Cells in the live table; the liveliest come first."""
+"""Maximum number of cells in the live table; the most active come first."""
 
 
 class Display(Protocol):
-    """Shows what goes on while a command waits."""
+    """Display of progress while a command waits."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
 
     def status(self, text: str) -> None:
-        """One sentence about what the command does before its job runs."""
+        """Show one sentence about what the command does before its job runs."""
 
     def moved(self, done: int, total: int) -> None:
-        """Bytes that were uploaded."""
+        """Show the number of uploaded bytes."""
 
     def cells(self, cells: Sequence[Cell]) -> None:
-        """The job's cells, once they are known."""
+        """Set the job's cells, once they are known."""
 
     def event(self, event: Event) -> None:
-        """Something happened in the job."""
+        """Show an event of the job."""
 
     def log(self, line: str, cell: str) -> None:
-        """A line that a compiler or runner printed; the cell's name where there are several."""
+        """Show a line that a compiler or runner printed; `cell` is the cell's name if there are several."""
 
     def stop(self) -> None:
-        """Leaves the terminal to others. Nothing is shown afterwards."""
+        """Release the terminal.
+
+        Nothing is shown afterwards.
+        """
 
 
 def open_display() -> Display:
-    """The display that fits stderr."""
+    """Return the display that fits stderr."""
     return LiveDisplay() if sys.stderr.isatty() else PlainDisplay(lambda line: tell(line, to_stderr=True, flush=True))
 
 
 class PlainDisplay(Lines):
-    """Lines, as things end."""
+    """A display that prints a line when something ends."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
-        """Args:
-        write: takes one line without its end.
+        """Print lines through a callback.
+
+        Args:
+            write: takes one line without its end.
         """
         super().__init__(write)
         self._labels: dict[str, str] = {}
@@ -66,18 +74,18 @@ class PlainDisplay(Lines):
         self._waits: dict[str, str] = {}
 
     def cells(self, cells: Sequence[Cell]) -> None:
-        """Learns their names."""
+        """Set the names of the cells."""
         self._labels = {cell.id: cell.label for cell in cells}
 
     def event(self, event: Event) -> None:
-        """Writes a line for a phase that ended, a state that is new, and a reason to wait, where it is a new one."""
+        """Write a line for a phase that ended, a new state, or a new reason to wait."""
         if isinstance(event, Progress) and event.duration_ms is not None:
             took = units.milliseconds(event.duration_ms)
             self._waits.pop(event.cell_id, None)
             said = f", {event.message}" if event.message else ""
             self._write(f"{self._labels.get(event.cell_id, event.cell_id)}: {event.phase} {took} ({event.actor}){said}")
         elif isinstance(event, Progress) and event.phase in _GATES and event.message:
-            # Its reading changes all the time: the first one is the reason.
+            # The reading in a reason changes all the time, so only the first reason is written.
             if self._waits.get(event.cell_id) != event.phase:
                 self._waits[event.cell_id] = event.phase
                 self._write(f"{self._labels.get(event.cell_id, event.cell_id)}: {event.phase}: {event.message} ({event.actor})")
@@ -88,12 +96,12 @@ class PlainDisplay(Lines):
                 self._write(said)
 
     def log(self, line: str, cell: str) -> None:
-        """Writes it."""
+        """Write the line."""
         self._write(f"{cell}: {line}" if cell else line)
 
 
 class LiveDisplay:
-    """A table of the cells that is redrawn in place and gone when the command is done."""
+    """A table of the cells that is redrawn in place, and removed when the command is done."""
 
     def __init__(self) -> None:
         self._live: Live | None = None
@@ -109,13 +117,14 @@ class LiveDisplay:
         from etfarm.client.cli.terminal.output import PlainConsole
 
         self._live = Live(
-            # This very file: exporting swaps sys.stderr for a while, and a table half drawn elsewhere leaves its rest here.
+            # Keep this file object: an export replaces sys.stderr for a while, and a table half drawn elsewhere leaves its rest
+            # here.
             console=PlainConsole(file=sys.stderr),
             get_renderable=lambda: self,
             refresh_per_second=8,
             transient=True,
             redirect_stdout=False,
-            redirect_stderr=True,  # what a user's factory prints goes above the table
+            redirect_stderr=True,  # output of a user's factory goes above the table
         )
         self._live.start()
         return self
@@ -124,7 +133,7 @@ class LiveDisplay:
         self.stop()
 
     def stop(self) -> None:
-        """Takes the table away, and says in its place why cells failed: stdout may be a file by then."""
+        """Remove the table and print why cells failed, since stdout may be a file."""
         if self._live is None:
             return
         self._live.stop()
@@ -133,22 +142,22 @@ class LiveDisplay:
             tell(line, to_stderr=True, flush=True)
 
     def status(self, text: str) -> None:
-        """Shows the sentence until the next one."""
+        """Show the sentence until the next one."""
         self._status = text
 
     def moved(self, done: int, total: int) -> None:
-        """Shows how much is there."""
+        """Show how much is uploaded."""
         self._status = f"Uploading {units.size(done)} of {units.size(total)}."
 
     def cells(self, cells: Sequence[Cell]) -> None:
-        """Shows a row for each."""
+        """Show a row for each cell."""
         self._status = ""
         for cell in cells:
             self._cells[cell.id] = cell
             self._since.setdefault(cell.id, time.monotonic())
 
     def event(self, event: Event) -> None:
-        """Shows a cell's newest state and phase."""
+        """Show a cell's newest state and phase."""
         if isinstance(event, CellChanged):
             known = self._cells.get(event.cell.id)
             if known is None or known.state is not event.cell.state:
@@ -159,7 +168,7 @@ class LiveDisplay:
             self._progress[event.cell_id] = event
 
     def log(self, line: str, cell: str) -> None:
-        """Prints it above the table, where it stays."""
+        """Print the line above the table, where it stays."""
         if self._live is not None:
             self._live.console.print(f"{cell}: {line}" if cell else line, style="dim", markup=False, highlight=False)
 
@@ -191,7 +200,7 @@ class LiveDisplay:
             for cell in sorted(liveliest[:ROWS], key=lambda cell: cell.index)
         ]
         label, state, doing, spent = (max(len(row[place]) for row in rows) for place in range(4))
-        # States and times are never shortened: what a cell does gives way to them down to a third, and its name to all.
+        # States and times are never shortened: the activity shrinks first, down to a third, and then the name.
         room = max(2, options.max_width - state - spent - 6)
         doing = min(doing, max(room // 3, room - label))
         label = max(1, min(label, room - doing))
@@ -214,7 +223,10 @@ _STYLES = {"SUCCEEDED": "green", "FAILED": "bold red", "CANCELLED": "yellow", "Q
 
 
 def _told_apart(cells: Sequence[Cell]) -> tuple[str, dict[str, str]]:
-    """What all cells share, for a heading, and by id what is left to tell them apart; no heading for a single cell."""
+    """Return the traits that all cells share, for a heading, and by id the rest.
+
+    A single cell has no heading.
+    """
     if len(cells) == 1:
         return "", {cells[0].id: cells[0].label}
     shared = [len(set(values)) == 1 for values in zip(*(cell.traits for cell in cells), strict=True)]

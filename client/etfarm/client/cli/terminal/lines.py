@@ -1,4 +1,4 @@
-"""Step 10, command line: what is written line by line where there is no terminal: pipes, logs and CI."""
+"""Line-by-line output without a terminal: for pipes, logs and CI."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from etfarm.client.formats import units
 
 
 class Lines:
-    """What every command says on its way. Lines that were written stay.
+    """Progress output that every command writes as lines, which stay.
 
     Args:
         write: takes one line without its end.
@@ -26,15 +26,15 @@ class Lines:
         self.stop()
 
     def stop(self) -> None:
-        """Nothing is left to take away."""
+        """Do nothing: lines stay."""
 
     def status(self, text: str) -> None:
-        """Writes the sentence, once."""
+        """Write the sentence, once."""
         if text not in self._said:
             self._said.add(text)
             self._write(text)
 
     def moved(self, done: int, total: int) -> None:
-        """Writes the size when all is there."""
+        """Write the size when everything is uploaded."""
         if done == total:
             self._write(f"Uploaded {units.size(total)}.")

@@ -1,4 +1,4 @@
-"""Step 10, command line: the console that results are printed on, as wide as there is room for."""
+"""The console for results, as wide as there is room."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from rich.text import Text
 from etfarm.client.cli.terminal.capabilities import in_a_line, printable
 
 PIPE_WIDTH = 160
-"""Columns where stdout is no terminal and COLUMNS does not say: room for the source lines."""
+"""Columns if stdout is not a terminal and COLUMNS is not set: room for source lines."""
 
 UNBOUNDED = 100_000
-"""Columns for sentences where stdout is no terminal: whoever reads a file or a pipe searches for them whole."""
+"""Columns of sentences if stdout is not a terminal, so that they can be searched as a whole in a file or a pipe."""
 
 WIDEST = 200
 
 LEAST_WIDTH = 8
-"""Columns are not shortened below this; the line is cut at its end then."""
+"""Minimum width of a column; below it, the line is cut at its end."""
 
 
 class PlainConsole(Console):
     """A console on which only rich itself controls the terminal.
 
-    It makes every text `printable`, however deeply nested, and reads none as markup: `[red]`, `[link=...]` and `:name:` are shown
+    It makes every text `printable`, however deeply nested, and parses no markup: `[red]`, `[link=...]` and `:name:`
+    are shown
     as they are.
     """
 
@@ -38,7 +39,7 @@ class PlainConsole(Console):
         super().__init__(**{"markup": False, "emoji": False, "highlight": False, **options})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As rich does, with marks in place of what steers."""
+        """Render as rich does, with visible marks instead of control characters."""
         for segment in super().render(renderable, options):
             if segment.control is None and (clean := printable(segment.text)) != segment.text:
                 yield Segment(clean, segment.style)
@@ -47,7 +48,10 @@ class PlainConsole(Console):
 
 
 def open_console(*, to_stderr: bool = False) -> Console:
-    """The console for results: stdout, or stderr where stdout is taken by `--json -`. NO_COLOR is respected by rich."""
+    """Return the console for results: stdout, or stderr if `--json -` uses stdout.
+
+    rich respects NO_COLOR.
+    """
     file = sys.stderr if to_stderr else sys.stdout
     width = PIPE_WIDTH if _is_pipe(file) else None
     console = PlainConsole(file=file, width=width)
@@ -61,12 +65,12 @@ def _is_pipe(file: IO[str]) -> bool:
 
 
 def show(renderable: RenderableType, *, to_stderr: bool = False) -> None:
-    """Prints one result."""
+    """Print one result."""
     say(open_console(to_stderr=to_stderr), renderable)
 
 
 def say(console: Console, *renderables: RenderableType) -> None:
-    """Prints below each other; without the blanks that rich fills lines with where that is not a terminal."""
+    """Print renderables below each other, without rich's trailing blanks if the output is not a terminal."""
     if console.is_terminal:
         for renderable in renderables:
             console.print(renderable)
@@ -88,7 +92,7 @@ def show_table(
     shrink: Sequence[str] = (),
     to_stderr: bool = False,
 ) -> None:
-    """Prints a plain table: dim heads, no lines, one row a line.
+    """Print a plain table: dim heads, no lines, one line per row.
 
     Args:
         right: heads of the columns that are aligned right.
@@ -98,7 +102,7 @@ def show_table(
     rows = [[_in_a_line(cell) for cell in row] for row in rows]
     room = UNBOUNDED if _is_pipe(console.file) else console.width
     widths = {head: max([cell_len(head), *(cell_len(str(row[place])) for row in rows)]) for place, head in enumerate(heads)}
-    # Rich shares a lack of room among all columns, and cuts ids and states before it cuts sentences.
+    # rich distributes a lack of room over all columns, and cuts ids and states before sentences.
     for _ in range(sum(widths.values()) + 2 * (len(heads) - 1) - room):
         widest = max(shrink, key=widths.__getitem__, default=None)
         if widest is None or widths[widest] <= LEAST_WIDTH:
@@ -117,17 +121,17 @@ def _in_a_line(cell: str | Text) -> str | Text:
     if isinstance(cell, str):
         return in_a_line(cell)
     clean = cell.copy()
-    clean.plain = in_a_line(cell.plain)  # as long as before: the styles stay where they are
+    clean.plain = in_a_line(cell.plain)  # the same length as before: the styles stay in place
     return clean
 
 
 def line(text: str, *, style: str = "") -> Text:
-    """One sentence, as it is."""
+    """Return one sentence as unchanged text."""
     return Text(text, style=style)
 
 
 def facts(pairs: Iterable[tuple[str, RenderableType]]) -> Table:
-    """Names and values below each other; values may take several lines."""
+    """Return names and values below each other; values may take several lines."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")

@@ -1,4 +1,7 @@
-"""Step 10, command line: how far a data set is: a bar on a terminal, a line now and then elsewhere. On stderr."""
+"""Progress of a data set: a bar on a terminal, an occasional line elsewhere.
+
+It is written to stderr.
+"""
 
 from __future__ import annotations
 
@@ -12,41 +15,41 @@ from etfarm.client.cli.terminal.lines import Lines
 from etfarm.client.formats import units
 
 LINES_S: Final = 10.0
-"""Between two lines where there is no terminal."""
+"""Minimum number of seconds between two lines without a terminal."""
 
 
 class Progress(Protocol):
-    """Shows how far a data set is."""
+    """Display of a data set's progress."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
 
     def status(self, text: str) -> None:
-        """One sentence about what is waited for."""
+        """Show one sentence about what the command waits for."""
 
     def moved(self, done: int, total: int) -> None:
-        """Bytes that were uploaded."""
+        """Show the number of uploaded bytes."""
 
     def line(self, text: str) -> None:
-        """What is to stay: a line of a runner, a sample that failed."""
+        """Print a line that stays: of a runner, or about a failed sample."""
 
     def advance(self, done: int, per_s: float | None) -> None:
-        """So many samples are done, at so many a second."""
+        """Show the number of finished samples and their rate."""
 
     def stop(self) -> None:
-        """Leaves the terminal to others."""
+        """Release the terminal."""
 
 
 def open_progress(total: int) -> Progress:
-    """The progress of so many samples that fits stderr."""
+    """Return the progress display for `total` samples that fits stderr."""
     if sys.stderr.isatty():
         return Bar(total)
     return SampleLines(total, lambda line: tell(line, to_stderr=True, flush=True))
 
 
 def left(done: int, total: int, per_s: float | None) -> str:
-    """`120 of 300 samples, 45.1/s, 4.0 s left`."""
+    """Return `120 of 300 samples, 45.1/s, 4.0 s left`."""
     parts = [f"{done:,} of {units.count(total, 'sample')}"]
     if per_s:
         parts += [f"{units.significant(per_s)}/s", f"{units.clock((total - done) / per_s)} left"]
@@ -54,12 +57,14 @@ def left(done: int, total: int, per_s: float | None) -> str:
 
 
 class SampleLines(Lines):
-    """A line now and then."""
+    """A progress display that prints an occasional line."""
 
     def __init__(self, total: int, write: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
-        """Args:
-        write: takes one line without its end.
-        now: seconds.
+        """Print lines through a callback.
+
+        Args:
+            write: takes one line without its end.
+            now: returns the time in seconds.
         """
         super().__init__(write)
         self._total = total
@@ -67,18 +72,18 @@ class SampleLines(Lines):
         self._last_s = now()
 
     def line(self, text: str) -> None:
-        """Writes it."""
+        """Write the line."""
         self._write(text)
 
     def advance(self, done: int, per_s: float | None) -> None:
-        """Writes a line where the last one was long ago."""
+        """Write a line if the last one is long ago."""
         if self._now() - self._last_s >= LINES_S and done < self._total:
             self._last_s = self._now()
             self._write(left(done, self._total, per_s))
 
 
 class Bar:
-    """A bar that is redrawn in place and gone when the command is done."""
+    """A bar that is redrawn in place, and removed when the command is done."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -107,26 +112,26 @@ class Bar:
         self.stop()
 
     def stop(self) -> None:
-        """Takes the bar away."""
+        """Remove the bar."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
     def status(self, text: str) -> None:
-        """Shows the sentence beside the bar until the next one."""
+        """Show the sentence beside the bar until the next one."""
         if self._progress is not None:
             self._progress.update(self._task, description=text)
 
     def moved(self, done: int, total: int) -> None:
-        """Shows how much is there; a device comes next."""
+        """Show how much is uploaded; the wait for a device follows."""
         self.status(f"Uploading {units.size(done)} of {units.size(total)}." if done < total else "Waiting for a device.")
 
     def line(self, text: str) -> None:
-        """Prints it above the bar, where it stays."""
+        """Print the line above the bar, where it stays."""
         if self._progress is not None:
             self._progress.console.print(text, markup=False, highlight=False)
 
     def advance(self, done: int, per_s: float | None) -> None:
-        """Redraws the bar."""
+        """Redraw the bar."""
         if self._progress is not None:
             self._progress.update(self._task, completed=done, description=left(done, self._total, per_s))

@@ -1,6 +1,6 @@
-"""Step 10, command line: a compilation as people read it: what came out, how much of it is delegated, what to look at.
+"""View of a compilation: its size and files, its delegation, and what needs attention.
 
-Takes `compile` of a REPORT, so that it looks the same now and when it is shown again.
+It takes `compile` of a REPORT, so that it looks the same now and when it is shown again.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from etfarm.client.formats import units
 from etfarm.wire import delegation as delegations
 
 TOP = 5
-"""Operators that are named of those that nothing delegates, and of those that stayed in fp32."""
+"""Maximum number of listed operators outside of delegates, and of those that stayed in fp32."""
 
 TOP_BRIEF = 3
-"""The same beside a measurement."""
+"""The same maximum beside a measurement."""
 
 LEAST_CODE = 12
-"""Fewer characters of a line of code say nothing."""
+"""Minimum number of characters of a shown line of code; fewer are not useful."""
 
 Json = Mapping[str, Any]
 Fact = tuple[str, RenderableType]
 
 
 def whole(compiled: Json, width: int, *, delegates: bool = True) -> Iterator[Fact]:
-    """All about a compilation that was what the user wanted.
+    """Yield all facts of a compilation that was the user's goal.
 
     Args:
         width: columns for a fact's value.
-        delegates: whether the recipe is to delegate anything: then what it did not delegate is named.
+        delegates: whether the recipe delegates at all; if so, operators outside of delegates are listed.
     """
     if compiled["stages"]:
         yield "stages", _stages(compiled, width)
@@ -59,11 +59,11 @@ def whole(compiled: Json, width: int, *, delegates: bool = True) -> Iterator[Fac
 
 
 def brief(compiled: Json, width: int, delegated_time: float | None, *, delegates: bool = True) -> Iterator[Fact]:
-    """What of a compilation matters beside a measurement.
+    """Yield the facts of a compilation that matter beside a measurement.
 
     Args:
         width, delegates: as in `whole`.
-        delegated_time: the share of the traced time that delegates took; None where it was not traced.
+        delegated_time: the delegates' part of the traced time; None without a trace.
     """
     if compiled["stages"]:
         text = Text()
@@ -86,7 +86,7 @@ def brief(compiled: Json, width: int, delegated_time: float | None, *, delegates
 
 
 def _stages(compiled: Json, width: int) -> Table:
-    """A row a stage: its time, where it ran, and how long each method took where they are several."""
+    """Return a row per stage: its time, where it ran, and the time of each method if there are several."""
     rows = []
     for stage in compiled["stages"]:
         where = (stage["where"] or "").lower()
@@ -114,7 +114,7 @@ def _size(compiled: Json) -> str:
         names = (("program", "program_bytes"), ("constants", "constant_bytes"), ("delegates", "delegate_bytes"))
         text += f": {' · '.join(f'{name} {units.size(sizes[key])}' for name, key in names if sizes[key])}"
         methods = {name: method["delegate_bytes"] for name, method in (sizes["methods"] or {}).items()}
-        methods = {name: value for name, value in methods.items() if value}  # constant methods have none
+        methods = {name: value for name, value in methods.items() if value}  # constant methods have no entry
         if len(methods) > 1:
             text += f" ({', '.join(f'{name} {units.size(value)}' for name, value in methods.items())})"
     files = [f"{name} {units.size(file['size_bytes'])}" for name, file in (compiled["data"] or {}).items()]
@@ -122,7 +122,7 @@ def _size(compiled: Json) -> str:
 
 
 def _modules(modules: Sequence[Json], width: int) -> Table:
-    """The modules that own most: what they take of the program, and the most that their own tensors take at one time."""
+    """Return the modules that own most: their part of the program, and the peak of their own tensors."""
     ordered = sorted(modules, key=lambda one: (-one["constant_bytes"], -one["planned_bytes"]))
     several = len({one["method"] for one in modules}) > 1
     table = Table.grid(padding=(0, 2, 0, 0))
@@ -162,7 +162,7 @@ def _of(method: str, compiled: Json, said: str) -> str:
 
 
 def _undelegated(compiled: Json, width: int, top: int) -> Iterator[Fact]:
-    """Operators outside of delegates."""
+    """Yield operators outside of delegates."""
     rows = []
     for method, delegation in (compiled["delegation"] or {}).items():
         for one in delegation["operators"] or ():
@@ -180,7 +180,7 @@ def _stayed(compiled: Json, width: int, top: int) -> Iterator[Fact]:
 
 
 def _operators(rows: Iterable[tuple[str, int, str, Sequence[Json] | None]], methods: bool, width: int, top: int) -> Table:
-    """The most frequent operators, a row each: how often, which, and the line of the user's code that has most of them."""
+    """Return the most frequent operators, a row each: count, name, and the most frequent line of the user's code."""
     ordered = sorted(rows, key=lambda row: -row[1])
     shown = ordered[:top]
     names = [f"{method}: {op}" if methods else op for op, _, method, _ in shown]
@@ -188,7 +188,7 @@ def _operators(rows: Iterable[tuple[str, int, str, Sequence[Json] | None]], meth
     codes = [_code(row[3] or ()) for row in shown]
     counts = [f"{row[1]} x" for row in shown]
     room = width - max(map(len, counts)) - 6
-    # The line of code takes what names and places leave, and is the first to go.
+    # The line of code gets the room that names and places leave, and is dropped first.
     place_width = min(max(map(len, places)), max(room * 9 // 20, 8))
     name_width = min(max(map(len, names)), max(room - place_width, 12))
     code_width = room - name_width - place_width
@@ -222,7 +222,7 @@ def _code(places: Sequence[Json]) -> str:
 
 
 def _check(check: Json) -> Text:
-    """One run on the server: which inputs, and the worst of its outputs."""
+    """Return one run on the server: its inputs, and the worst of its outputs."""
     shapes = f" [{', '.join(check['shapes'])}]" if check["shapes"] else ""
     which = f"{check['method']}, {str(check['inputs']).lower()} inputs{shapes}: "
     outputs = check["outputs"] or ()

@@ -1,6 +1,6 @@
-"""Step 10, command line: a report's operators from one side, `etfarm report show JOB --by module`.
+"""View of a report's operators in groups: `etfarm report show JOB --by module`.
 
-Takes a REPORT of etfarm.report/1. What is grouped how is told by `etfarm.wire.views`; this lays it out.
+It takes a REPORT of etfarm.report/1. `etfarm.wire.views` determines the groups; this module lays them out.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from etfarm.client.formats import units
 from etfarm.wire import views
 
 TOP: Final = 30
-"""Groups that are shown where nobody said how many."""
+"""Default number of shown groups."""
 
 LEAST_DETAIL: Final = 12
-"""Fewer characters of a detail say nothing."""
+"""Minimum number of characters of a shown detail; fewer are not useful."""
 
 LEAST_NAME: Final = 24
-"""A line's place is not made shorter than this for its code."""
+"""Minimum number of characters of a line's place beside its code."""
 
 BAR: Final = 12
-"""Columns of a bar that stands for the largest share."""
+"""Columns of a bar for the largest share."""
 
 _NARROW: Final = 100
 """Columns below which bars are half as long."""
 
 _PARTS: Final = " ▏▎▍▌▋▊▉█"
 _LEAST_SHARE: Final = 0.0005
-"""What rounds to 0.0 %."""
+"""Shares below this are rounded to 0.0 %."""
 
 _WORTH_TELLING: Final = 0.05
-"""The share of unexplained time from which on it is told what it is."""
+"""Part of unexplained time from which it is explained."""
 
 Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """What a module takes of the program and of planned memory."""
+    """The bytes of a module in the program and in planned memory."""
 
     constant_bytes: int
     planned_bytes: int
 
 
 def reports(documents: Sequence[Json], by: str, sort: str, *, width: int, top: int | None = None) -> RenderableType:
-    """All reports of a job, one below the other; the arguments are those of `report`."""
+    """Return all reports of a job below each other; the arguments are those of `report`."""
     parts: list[RenderableType] = []
     for document in documents:
         parts += [Text(), report(document, by, sort, width=width, top=top)]
@@ -60,12 +60,12 @@ def reports(documents: Sequence[Json], by: str, sort: str, *, width: int, top: i
 
 
 def report(document: Json, by: str, sort: str, *, width: int, top: int | None = None) -> RenderableType:
-    """One REPORT's headline and its groups.
+    """Return one REPORT's headline and its groups.
 
     Args:
-        by, sort: one of `views.BY` and `views.SORTS`.
+        by, sort: values of `views.BY` and `views.SORTS`.
         width: columns of the terminal.
-        top: so many groups, those that took longest and the modules that hold them; 0 is all, None TOP.
+        top: number of groups, those that took longest and their parent modules; 0 is all, None is TOP.
     """
     head = render.headline(document, width)
     weights = _weights(document) if by == "module" else {}
@@ -82,12 +82,12 @@ def report(document: Json, by: str, sort: str, *, width: int, top: int | None = 
 def _table(
     groups: Sequence[views.Group], operators: Sequence[Json], by: str, weights: Mapping[str, _Weight], width: int
 ) -> Table:
-    """A row a group: share, bar, time, own share in a tree, weights and planned memory where they are known, key, detail."""
+    """Return a row per group: share, bar, time, own share in a tree, weights and planned memory, key, detail."""
     columns = _columns(groups, operators, by, weights, width)
     room = width - sum(2 + column.width for column in columns)
     names = [_name(group, by) for group in groups]
     details = [_detail(group, by) for group in groups]
-    # A line's code says more than the folders of its path; of the others the name comes first.
+    # The code of a line says more than its path's folders; in other groups the name comes first.
     most = max(room * 11 // 20, LEAST_NAME) if by == "line" else room
     name_width = min(max(map(len, names)), most)
     detail_width = room - name_width - 2
@@ -114,7 +114,7 @@ class _Column:
     style: str = ""
     right: bool = True
     spare: int = 0
-    """Where there is no room, the columns with the largest number go first; those with 0 stay."""
+    """Without enough room, the columns with the largest number are dropped first; those with 0 stay."""
 
     @property
     def width(self) -> int:
@@ -163,7 +163,7 @@ def _name(group: views.Group, by: str) -> str:
 
 
 def short_type(name: str) -> str:
-    """`convolution` for `aten.convolution.default`; the overload is kept where it is another."""
+    """Return `convolution` for `aten.convolution.default`; other overloads are kept."""
     parts = name.split(".")
     return ".".join(parts[1:-1] if parts[-1] == "default" else parts[1:]) if len(parts) == 3 else name
 
@@ -179,7 +179,7 @@ def _style(group: views.Group) -> str:
 
 
 def _bar(share: float | None, largest: float, cells: int) -> str:
-    """A bar of at most so many characters, an eighth of one at least where there is a share at all."""
+    """Return a bar of at most `cells` characters, with at least an eighth of one for any positive share."""
     if not share or not largest:
         return ""
     eighths = max(1, round(share / largest * cells * 8))
@@ -187,7 +187,7 @@ def _bar(share: float | None, largest: float, cells: int) -> str:
 
 
 def _share(share: float | None, time_ns: float | None) -> str:
-    """A share; where there is some it is not 0, and where no time could be told it is left out."""
+    """Return a share; a positive one is never 0, and one with an unknown time is left out."""
     if share is None or time_ns is None:
         return ""
     return "<0.1 %" if 0 < share < _LEAST_SHARE else units.percent(share)
@@ -208,7 +208,7 @@ def _size(value_bytes: int) -> str:
 
 
 def _weights(document: Json) -> dict[str, _Weight]:
-    """By module; those of a method other than the report's are left out, where it names one."""
+    """Return bytes by module, without those of other methods than the report's, if it names one."""
     found: dict[str, _Weight] = {}
     for one in (document["compile"] or {}).get("modules") or ():
         if document["method"] in (None, one["method"]):
@@ -220,7 +220,7 @@ def _weights(document: Json) -> dict[str, _Weight]:
 
 
 def _below(weights: Mapping[str, _Weight]) -> dict[str, int]:
-    """Bytes of constants of each module with those that it contains."""
+    """Return the bytes of constants of each module and its submodules."""
     total: dict[str, int] = {}
     for path, weight in weights.items():
         names = path.split(".")
@@ -231,7 +231,10 @@ def _below(weights: Mapping[str, _Weight]) -> dict[str, int]:
 
 
 def _largest(groups: Sequence[views.Group], top: int) -> list[views.Group]:
-    """The `top` groups with the largest totals, in their order. A module's total is no smaller than that of any below it."""
+    """Return the `top` groups with the largest totals, in order.
+
+    A module's total is at least that of any submodule.
+    """
     if not top or len(groups) <= top:
         return list(groups)
     by_total = sorted(range(len(groups)), key=lambda place: (-(groups[place].total_share or 0.0), place))

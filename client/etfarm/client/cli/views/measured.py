@@ -1,6 +1,6 @@
-"""Step 10, command line: a measurement as people read it: can it be trusted, and if not, what to do; then how times spread.
+"""View of a measurement: whether it can be trusted, and if not, the remedy; then the spread of the times.
 
-Takes a REPORT of etfarm.report/1, so that it looks the same now and when it is shown again.
+It takes a REPORT of etfarm.report/1, so that it looks the same now and when it is shown again.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from rich.text import Text
 from etfarm.client.formats import sentences, units
 
 FAR_FEWER = 0.5
-"""Independent samples over samples, below which it is told: clocks and caches make neighbours resemble each other."""
+"""Ratio of independent samples to samples below which it is shown: clocks and caches make neighbours similar."""
 
 Json = Mapping[str, Any]
 Fact = tuple[str, RenderableType]
 
 
 def verdict(document: Json) -> Iterator[Fact]:
-    """Why the numbers cannot be trusted, and what to do about it."""
+    """Yield why the numbers cannot be trusted, with remedies."""
     for reason in sentences.verdict(document):
         yield "verdict", Text(str(reason))
 
@@ -30,7 +30,7 @@ _PYTHON = "python: ExecuTorch's binding, whose call takes about 2 µs more; `etf
 
 
 def circumstances(document: Json) -> Iterator[Fact]:
-    """What is to be known of the program and of the device around the run, as far as the verdict does not tell it."""
+    """Yield notable facts of the program and of the device during the run, apart from the verdict."""
     measurement, telemetry = document["measurement"] or {}, document["telemetry"] or {}
     told = {reason["code"] for reason in (document["verdict"] or {}).get("reasons", ())}
     if document["runner"] and document["runner"]["kind"] == "python":
@@ -48,7 +48,7 @@ def circumstances(document: Json) -> Iterator[Fact]:
 
 
 def times(document: Json) -> Iterator[Fact]:
-    """How the samples spread, and what was run before them."""
+    """Yield the spread of the samples, and the runs before them."""
     latency = document["latency"]
     if latency:
         shown = [(name, latency[f"{name}_ns"]) for name in ("p10", "p90", "p99")]
@@ -71,7 +71,7 @@ def times(document: Json) -> Iterator[Fact]:
 
 
 def memory(document: Json) -> Iterator[Fact]:
-    """What the run took of memory, and how long loading took."""
+    """Yield the run's memory, and the time of loading."""
     used, load = document["memory"], document["load"]
     if used:
         parts = [f"peak {units.size(used['peak_rss_bytes'])}"] if used["peak_rss_bytes"] else []

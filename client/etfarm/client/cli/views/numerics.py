@@ -1,6 +1,6 @@
-"""Step 10, command line: is it right: outputs against their references, and where along the graph numbers drift.
+"""View of numerics: outputs against their references, and where in the graph the numbers drift.
 
-Takes the JSON of etfarm.report/1.
+It takes the JSON of etfarm.report/1.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from etfarm.client.formats.gaps import EXACT_DB, Operator
 Json = Mapping[str, Any]
 
 WORST: Final = 5
-"""Operators that are shown, beside the first bad one, where nobody asked for all."""
+"""Default number of shown operators, beside the first bad one."""
 
 _QUANTIZATION: Final = ("quantize", "dequantize", "choose_qparams")
 _REFERENCES: Final = {"QUANTIZED": "quantized program", "EAGER": "program before quantization"}
 _LEAST_CODE: Final = 12
-"""Fewer characters of a line of code say nothing."""
+"""Minimum number of characters of a shown line of code; fewer are not useful."""
 
 _LEAST_ROOM: Final = 48
-"""Columns that operators and their places need; both sides' ranges go where they are not left."""
+"""Columns that operators and their places need; the ranges of both sides are dropped if they do not fit."""
 
 
 def accuracy(output: Json) -> str:
-    """One output against its reference, in one line."""
+    """Return one output against its reference, in one line."""
     name, nans = output["output"] or "output", output["nan_count"]
     told = f", {units.count(nans, 'NaN')} where it has {output['reference_nan_count'] or 'none'}" if nans else ""
     if output["equal"]:
@@ -48,11 +48,11 @@ def accuracy(output: Json) -> str:
 
 
 def gap(document: Json, *, width: int, top: int, job: str = "") -> RenderableType | None:
-    """The numeric gap along the graph; None where it was not asked for, or nothing came of it.
+    """Return the numeric gap along the graph; None if it was not requested or has no result.
 
     Args:
         top: 0 shows all operators, anything else the first bad one and the WORST.
-        job: the id to name where a command shows more.
+        job: the id in the command that shows more.
     """
     numerics, rows = document["numerics"], document["numeric_gap"]
     if not numerics or not rows:
@@ -111,7 +111,7 @@ def _table(operators: Sequence[Operator], width: int) -> Table:
     names = [_name(one.judged) for one in operators]
     places = [_place(one.judged) for one in operators]
     codes = [((one.judged["source"] or {}).get("code") or "").strip() for one in operators]
-    # What is left of the line goes to names, then to places; code takes what they leave, and is the first to go.
+    # Names get the remaining room first, then places, then code, which is dropped first.
     room = max(24, width - taken)
     name_width = min(max(map(len, names)), room * 11 // 20)
     place_width = min(max(map(len, places)), room - name_width - 2)
@@ -146,7 +146,7 @@ def _number(value: float | None) -> str:
 
 
 def _range(values: Json | None) -> str:
-    """`-0.57 … 0.69`, and how many are NaN or infinite."""
+    """Return `-0.57 … 0.69`, with the number of NaN or infinite values."""
     if not values:
         return ""
     odd = [f"{values[key]} {name}" for key, name in (("nan_count", "NaN"), ("infinite_count", "inf")) if values[key]]
@@ -155,7 +155,7 @@ def _range(values: Json | None) -> str:
 
 
 def _name(row: Json) -> str:
-    """`convolution + relu`: without what only quantizes, where there is more."""
+    """Return `convolution + relu`: the operators without those that only quantize, if there are others."""
     names = [op.rpartition(".")[0].rpartition(".")[2] or op for op in row["ops"]]
     own = [name for name in names if not name.startswith(_QUANTIZATION)] or names
     return " + ".join(own) if len(own) <= 3 else f"{own[0]} + {own[1]} + {len(own) - 2} more"

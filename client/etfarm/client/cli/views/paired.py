@@ -1,4 +1,4 @@
-"""Step 10, command line: programs that took turns on one device, in one line."""
+"""View of programs that alternated on one device, in one line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _STYLES = {"VALID": "green", "INVALID": "bold red", "NOT BENCHMARKABLE": "yellow
 
 
 def comparisons(documents: Iterable[Json]) -> dict[str, Text]:
-    """By cell, how its program compares with the first one of its attempt:
-    `B / A  0.912x [0.905, 0.919]  9 % faster  24 rounds, 8 process pairs  (VALID)`."""
+    """Return by cell how its program compares with the first one of its attempt.
+
+    Example: `B / A  0.912x [0.905, 0.919]  9 % faster  24 rounds, 8 process pairs  (VALID)`.
+    """
     by_cell = {document["cell"]: document for document in documents}
     found: dict[str, Text] = {}
     for cell, document in by_cell.items():
@@ -41,7 +43,7 @@ def comparisons(documents: Iterable[Json]) -> dict[str, Text]:
 
 
 def _told(ratio: float, ends: Sequence[float] | None) -> tuple[str, str]:
-    """What the ratio says, and how that is shown."""
+    """Return the meaning of a ratio, and its style."""
     said = sentences.ratio(ratio, ends)
     if not ends:
         return said, "not bold yellow"
@@ -51,7 +53,7 @@ def _told(ratio: float, ends: Sequence[float] | None) -> tuple[str, str]:
 
 
 def _names(document: Json, base: Json | None, cells: Sequence[str]) -> tuple[str, str]:
-    """What tells the two apart: their models, else their recipes, else their places in the job."""
+    """Return what distinguishes the two: their models, else their recipes, else their positions in the job."""
     if base is None:
         return _model(document), "the first candidate"
     if _model(document) != _model(base):
@@ -67,7 +69,7 @@ def _model(document: Json) -> str:
 
 
 def _status(documents: Sequence[Json]) -> str | None:
-    """VALID where all of them are, else what the first is that is not; None where there is no verdict."""
+    """Return VALID if all are, else the first other status; None without a verdict."""
     known = [str(each["verdict"]["status"]) for each in documents if each["verdict"] and each["verdict"]["status"]]
     worst = next((status for status in known if status != "VALID"), "VALID" if known else None)
     return None if worst is None else worst.replace("_", " ")

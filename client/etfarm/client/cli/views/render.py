@@ -1,6 +1,6 @@
-"""Step 10, command line: reports as people read them: the answer first, then the lines of their code, then the rest.
+"""View of reports: the latency first, then the lines of the user's code, then the rest.
 
-Takes the JSON of etfarm.report/1, so that a report looks the same now and when it is shown again.
+It takes the JSON of etfarm.report/1, so that a report looks the same now and when it is shown again.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from etfarm.client.cli.views import measured, numerics, paired
 from etfarm.client.formats import sentences, units
 
 TOP = 10
-"""Operators that are shown where nobody said how many."""
+"""Default number of shown operators."""
 
 FACT_NAME = 13
-"""Columns that the names of facts take."""
+"""Columns of the names of facts."""
 
 LEAST_CODE = 12
-"""Fewer characters of a line of code say nothing."""
+"""Minimum number of characters of a shown line of code; fewer are not useful."""
 
 _UNRESOLVED = "UNRESOLVED"
-"""The kind of the row that stands for kernels too short to be measured."""
+"""The kind of the row for kernels that are too short to measure."""
 
 Json = Mapping[str, Any]
 
 _STATE_STYLES = {"VALID": "green", "INVALID": "bold red", "NOT_BENCHMARKABLE": "yellow"}
 _BACKENDS = {"XnnpackBackend": "XNNPACK", "CoreMLBackend": "Core ML", "QnnBackend": "QNN", "EthosUBackend": "Ethos-U"}
-"""What people call backends, where that is not their class's name."""
+"""Common names of backends, where they differ from their classes' names."""
 
 
 def reports(documents: Iterable[Json], *, width: int, top: int = TOP, job: str = "") -> RenderableType:
-    """All reports of a job, one below the other.
+    """Return all reports of a job below each other.
 
     Args:
         width: columns of the terminal.
-        top: so many operators each; 0 is all.
-        job: the id to name where a command shows more.
+        top: number of operators per report; 0 is all.
+        job: the id in the command that shows more.
     """
     parts: list[RenderableType] = []
     documents = list(documents)
@@ -63,10 +63,10 @@ def report(
     job: str = "",
     against: Text | None = None,
 ) -> RenderableType:
-    """One REPORT; the arguments are those of `reports`.
+    """Return one REPORT; the arguments are those of `reports`.
 
     Args:
-        against: how it compares with another, where they took turns.
+        against: how it compares with an alternating program.
     """
     parts: list[RenderableType] = [headline(document, width)]
     if against is not None:
@@ -89,10 +89,10 @@ def report(
 
 
 def label(document: Json) -> str:
-    """What was measured where: `resnet8 · xnnpack_fp32 · pi5-a (Cortex-A76, 4 threads)`."""
+    """Return a label of the measurement: `resnet8 · xnnpack_fp32 · pi5-a (Cortex-A76, 4 threads)`."""
     model = document["model"]["name"] if document["model"] else "?"
     device = document["device"]
-    # A job without devices is about all methods, whichever its cell names.
+    # A job without devices covers all methods, whatever its cell's method name.
     method = document["method"] if document["method"] not in (None, "forward") and device else None
     place = None
     if device:
@@ -103,7 +103,7 @@ def label(document: Json) -> str:
 
 
 def headline(document: Json, width: int) -> RenderableType:
-    """The answer in one line, or in two where the terminal is narrow."""
+    """Return the result in one line, or in two if the terminal is narrow."""
     left = Text(label(document), style="bold", no_wrap=True, overflow="ellipsis")
     right = Text(no_wrap=True, overflow="ellipsis")
     latency, profile = document["latency"], document["profile"]
@@ -128,7 +128,7 @@ def headline(document: Json, width: int) -> RenderableType:
 
 
 def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> RenderableType:
-    """The operators that took longest, kernels under their delegate: share, time, name, backend, source and its code."""
+    """Return the operators that took longest, with kernels under their delegate: share, time, name, backend, source, code."""
     chosen = _chosen(rows, top)
     shares = [units.percent(row["share"]) for row in chosen]
     times = units.column([row["p50_ns"] for row in chosen])
@@ -142,7 +142,7 @@ def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> Renderable
     codes = [((row["source"] or {}).get("code") or "").strip() for row in chosen]
     numbers = ["" if row["kind"] in ("REST", _UNRESOLVED) else str(row["index"]) for row in chosen]
 
-    # What is left of the line goes to names, then to places; code takes what they leave, and is the first to go.
+    # Names get the remaining room first, then places, then code, which is dropped first.
     room = width - sum(2 + max(map(len, column)) for column in (numbers, shares, times, backends))
     place_width = min(max(map(len, places)), max(room * 9 // 20, 12))
     name_width = min(max(map(len, names)), room - place_width - 4)
@@ -166,12 +166,12 @@ def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> Renderable
 
 
 def backend_name(backend: str) -> str:
-    """What people call a backend: `XNNPACK`."""
+    """Return the common name of a backend: `XNNPACK`."""
     return _BACKENDS.get(backend, backend.removesuffix("Backend"))
 
 
 def error_text(error: Json) -> Text:
-    """An ERROR in one sentence with its remedy."""
+    """Return an ERROR as one sentence with its remedy."""
     text = Text()
     text.append(f"{error['reason']}", "red")
     text.append(f" {error['message']}")
@@ -181,7 +181,7 @@ def error_text(error: Json) -> Text:
 
 
 def _resolved(rows: Sequence[Json]) -> list[Json]:
-    """`rows` with one row in place of a delegate's kernels where none of them took long enough to be told from nothing."""
+    """Return `rows` with a single row for a delegate's kernels if all of them are too short to measure."""
     kept: list[Json] = []
     for row in rows:
         if row["kind"] != "KERNEL":
@@ -201,7 +201,7 @@ def _resolved(rows: Sequence[Json]) -> list[Json]:
 
 
 def _chosen(rows: Sequence[Json], top: int) -> list[Json]:
-    """The `top` leaves that took longest with their delegates, the longest first, children right below."""
+    """Return the `top` leaves that took longest and their delegates, the longest first, children right below."""
     leaves = [row for row in rows if row["kind"] != "DELEGATE" or not _children(rows, row)]
     leaves.sort(key=lambda row: -(row["share"] or 0.0))
     kept = {id(row) for row in (leaves[:top] if top else leaves)}
@@ -241,7 +241,7 @@ def _name(row: Json) -> str:
 
 def _backend(row: Json) -> str:
     if row["kind"] in ("REST", "KERNEL", _UNRESOLVED):
-        return ""  # its delegate's, right above
+        return ""  # the same as that of its delegate, right above
     return backend_name(str(row["backend"] or "portable"))
 
 
@@ -273,7 +273,7 @@ def _facts(document: Json, width: int) -> Iterator[tuple[str, RenderableType]]:
 
 
 def _grid(facts: Iterable[tuple[str, RenderableType]]) -> Table:
-    """A row a fact; a name that follows itself is shown once."""
+    """Return a row per fact; equal names in sequence are shown once."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""Step 10, command line: `etfarm run --inputs FOLDER`, or `--batched`: many samples, their outputs, throughput and a metric."""
+"""`etfarm run --inputs FOLDER` or `--batched`: many samples, their outputs, throughput and a metric."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from etfarm.client.submit.prepared import PreparedModel
 from etfarm.wire import report
 
 SHOWN_FAILURES = 20
-"""Failed samples in the terminal; `--json` has all."""
+"""Maximum number of failed samples that the terminal shows; `--json` has all."""
 
 
 class SamplesFailed(UserError):
-    """Some samples of a data set failed; each has its own error."""
+    """Some samples of a data set failed, each with its own error."""
 
     reason = "SAMPLES_FAILED"
     kind = Kind.FAILED_PRECONDITION
@@ -43,7 +43,7 @@ class SamplesFailed(UserError):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the command line asks for."""
+    """The arguments of the command."""
 
     spec: ModelSpec
     inputs: Path
@@ -51,7 +51,7 @@ class Wanted:
     recipe: str
     device: str
     devices: int | None
-    """All that match when None."""
+    """Number of devices; all that match when None."""
     options: Options
     output: Path | None
     metric: Metric | None
@@ -62,7 +62,7 @@ class Wanted:
 
 @dataclass
 class Taken:
-    """What came of the samples so far, beside the data set's own tally."""
+    """The results of the samples so far, beside the data set's own tally."""
 
     sink: Sink | None
     metric: Metric | None
@@ -72,7 +72,7 @@ class Taken:
     failed: list[Result] = field(default_factory=list)
 
     def take(self, result: Result) -> bool:
-        """Writes one sample's outputs and takes its metric; whether the next one is wanted."""
+        """Write one sample's outputs, update its metric, and return whether to continue."""
         failure = result
         try:
             if result.outputs is not None:
@@ -80,7 +80,7 @@ class Taken:
                     self.sink.add(result.index, result.name, result.outputs)
                 self.done += 1
                 if self.metric is not None:
-                    # What a user's metric prints must not get into what the command itself writes to stdout.
+                    # Output of a user's metric must not mix with what the command writes to stdout.
                     with redirect_stdout(sys.stderr):
                         numbers = self.metric(result.inputs, result.outputs.as_dict(), result.index, result.labels)
                     for name, value in numbers.items():
@@ -93,10 +93,10 @@ class Taken:
 
 
 def source_of(inputs: Path, batched: bool) -> Source:
-    """The samples of `--inputs`.
+    """Return the samples of `--inputs`.
 
     Raises:
-        Usage: it is not there, or `--batched` is about a folder.
+        Usage: it does not exist, or `--batched` is used with a folder.
         EtfarmError: as `of_folder` and `of_batch`.
     """
     if inputs.is_dir():
@@ -109,7 +109,7 @@ def source_of(inputs: Path, batched: bool) -> Source:
 
 
 def metric_of(text: str) -> Metric:
-    """The metric of `--metric`.
+    """Return the metric of `--metric`.
 
     Raises:
         EtfarmError: as `find`.
@@ -119,10 +119,10 @@ def metric_of(text: str) -> Metric:
 
 
 def sink_of(path: Path, inputs: Path) -> Sink:
-    """Where `-o` puts outputs.
+    """Return the destination of outputs for `-o`.
 
     Raises:
-        Usage: it cannot be there, or is where the inputs are.
+        Usage: it cannot be created, or is the folder of the inputs.
     """
     if path.exists() and path.resolve() == inputs.resolve():
         raise Usage(f"-o {path} would replace the inputs.", "Name another.", path=path)
@@ -135,11 +135,11 @@ def sink_of(path: Path, inputs: Path) -> Sink:
 
 
 async def carry_out(wanted: Wanted, outcome: Outcome) -> int:
-    """Runs the data set and shows what came of it; the exit code.
+    """Run the data set, show its results, and return the exit code.
 
     Raises:
-        EtfarmError: it cannot begin, or cannot go on; what was done is kept.
-        Interrupted: Ctrl-C; the same.
+        EtfarmError: it cannot start or continue; finished samples are kept.
+        Interrupted: Ctrl-C; finished samples are kept.
     """
     source = source_of(wanted.inputs, wanted.batched)
     sink = sink_of(wanted.output, wanted.inputs) if wanted.output is not None else None
@@ -177,7 +177,7 @@ async def carry_out(wanted: Wanted, outcome: Outcome) -> int:
 
 
 def _prepared(wanted: Wanted, progress: Progress) -> PreparedModel:
-    # What a user's factory prints must not get into what the command itself writes to stdout.
+    # Output of a user's factory must not mix with what the command writes to stdout.
     with redirect_stdout(sys.stderr):
         return prepare(
             wanted.spec,
@@ -190,8 +190,8 @@ def _prepared(wanted: Wanted, progress: Progress) -> PreparedModel:
 async def _follow(dataset: Dataset, taken: Taken, source: Source, progress: Progress) -> None:
     async with aclosing(dataset.results()) as results:
         async for result in results:
-            # The metric and the disk take their time, and the devices get their next samples meanwhile. A sample is taken
-            # as a whole: Ctrl-C waits for it.
+            # The metric and the disk take time, and the devices get their next samples meanwhile. A sample is processed as a
+            # whole: Ctrl-C waits for it.
             taking = asyncio.create_task(asyncio.to_thread(taken.take, result), name="take a sample")
             try:
                 goes_on = await asyncio.shield(taking)
@@ -207,7 +207,7 @@ async def _follow(dataset: Dataset, taken: Taken, source: Source, progress: Prog
 
 
 def _error(taken: Taken, source: Source) -> EtfarmError | None:
-    """Why the command fails."""
+    """Return the error of the command; None if it succeeded."""
     if not taken.failed:
         return None
     if not taken.keep_going:
@@ -218,7 +218,7 @@ def _error(taken: Taken, source: Source) -> EtfarmError | None:
 
 
 def _document(dataset: Dataset, taken: Taken, source: Source, error: EtfarmError | None) -> dict[str, Any]:
-    """etfarm.report/1 without a job, and what came of the data set."""
+    """Return etfarm.report/1 without a job, with the results of the data set."""
     tally = dataset.tally
     return {
         **report.document(None, (), error or _error(taken, source)),

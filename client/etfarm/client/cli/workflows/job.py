@@ -1,4 +1,4 @@
-"""Steps 1 and 10, command line: the way of a command with a job: prepare and connect at once, submit, wait, finish."""
+"""The workflow of a command with a job: prepare and connect concurrently, submit, wait, finish."""
 
 from __future__ import annotations
 
@@ -32,52 +32,52 @@ Answer = TypeVar("Answer")
 _FARM_LOST = "the farm is gone"
 
 CANCEL_TIMEOUT_S = 20.0
-"""How long Ctrl-C waits for the job to be cancelled; a second one leaves at once."""
+"""Seconds that Ctrl-C waits for the job to be cancelled; a second Ctrl-C exits at once."""
 
 
 LAST_LINES_S = 10.0
-"""How long the log's last lines may take after the job is done."""
+"""Seconds that the last lines of the log may take after the job is done."""
 
 
 class NeedsLastingFarm(UserError):
-    """A job cannot be left alone on a farm that goes with its last command."""
+    """Error of `--detach` on a farm that ends with its last command."""
 
     reason = "NEEDS_LASTING_FARM"
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one command wants of the farm."""
+    """The job of one command."""
 
     models: Sequence[ModelSpec]
     submit: Callable[[AsyncFarm, list[PreparedModel], Display], Awaitable[AsyncJob]]
     finish: Callable[[AsyncJob, JobResult, Display], Awaitable[None]] | None = None
-    """Fetches files and shows the result, while the farm is still there: leaving an embedded one takes a moment."""
+    """Callback that downloads files and shows the result before the farm is left: leaving an embedded one takes a moment."""
     server: str | None = None
     tls_ca: str | None = None
     detach: bool = False
     recipes: Sequence[str] = ()
-    """What the models will be compiled with: some want an export of their own."""
+    """Recipes of the models, some of which need an export of their own."""
     calibration: Path | None = None
     batched: bool = False
     data: Sequence[Path] = ()
     """Named data files of the ready program among the models."""
     verbose: bool = False
-    """Show what compilers and runners print, as it comes."""
+    """Whether to show the lines that compilers and runners print, as they arrive."""
 
 
 async def carry_out(task: Task, outcome: Outcome, display: Display) -> tuple[AsyncJob, JobResult | None]:
-    """The job and its result, None when it was detached.
+    """Submit and watch the job; return it with its result, which is None if it was detached.
 
     Raises:
-        EtfarmError: whatever keeps the job from being submitted or watched.
+        EtfarmError: the job cannot be submitted or watched.
         Interrupted: Ctrl-C; the job was cancelled.
     """
     farm = AsyncFarm(task.server, tls_ca=task.tls_ca, on_status=display.status)
-    # Samples and exports may be larger than memory: they are files from where they are made to where they are sent. A thread
-    # that is left behind by Ctrl-C may still write there while it is removed.
+    # Samples and exports may be larger than memory, so they stay in files until they are sent. A thread that Ctrl-C leaves behind
+    # may still write there while the folder is removed.
     kept = tempfile.TemporaryDirectory(prefix="etfarm-submission-", ignore_cleanup_errors=True)
-    # torch and the export take seconds, and so may a farm that starts: neither waits for the other.
+    # Importing torch and exporting take seconds, and so may starting a farm: they run concurrently.
     preparing = asyncio.create_task(in_thread(lambda: _prepare(task, Path(kept.name), display)), name="prepare models")
     connecting = asyncio.create_task(farm.__aenter__(), name="connect")
     connecting.add_done_callback(lambda _: _connected(task, preparing, display))
@@ -93,10 +93,10 @@ async def carry_out(task: Task, outcome: Outcome, display: Display) -> tuple[Asy
 
 
 async def require_persistent_farm(server: str | None) -> None:
-    """Check, for `--detach`, that the command's farm goes on after the command.
+    """Check, for `--detach`, that the command's farm continues after the command.
 
     Raises:
-        NeedsLastingFarm: no server is named, and no embedded farm is kept by `etfarm up`.
+        NeedsLastingFarm: no server is set, and `etfarm up` keeps no embedded farm.
     """
     if not (server or os.environ.get(names.SERVER_VARIABLE)) and not await is_lasting():
         raise _persistent_farm_needed()
@@ -111,14 +111,14 @@ def _persistent_farm_needed() -> NeedsLastingFarm:
 
 
 def _connected(task: Task, preparing: asyncio.Task[Any], display: Display) -> None:
-    """Says what is waited for once the farm is there: the last that was heard is of the farm's start."""
+    """Show what the command waits for once the farm answers: the last status is about the farm's start."""
     eager = [spec.label for spec in task.models if isinstance(spec, EagerSpec)]
     if eager and not preparing.done():
         display.status(f"Exporting {', '.join(eager)}.")
 
 
 def _prepare(task: Task, folder: Path, display: Display) -> list[PreparedModel]:
-    # What a user's factory prints must not get into what the command itself writes to stdout.
+    # Output of a user's factory must not mix with what the command writes to stdout.
     with redirect_stdout(sys.stderr):
         return [
             prepare(
@@ -135,7 +135,7 @@ def _prepare(task: Task, folder: Path, display: Display) -> list[PreparedModel]:
 
 
 async def _both(*tasks: asyncio.Task[Any]) -> None:
-    """Waits for all; when one fails the others are cancelled, and have ended, before it raises."""
+    """Wait for all tasks; if one fails, cancel the others and wait for their end before raising."""
     try:
         await asyncio.gather(*tasks)
     except BaseException:
@@ -146,12 +146,12 @@ async def _both(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def _while_there(working: asyncio.Task[Answer], lease: Lease | None) -> Answer:
-    """What the work gives, for as long as the farm is there.
+    """Return the work's result while the farm runs.
 
-    Cancelled, it waits until the work has cleaned up, and raises what that raises.
+    When cancelled, wait until the work has cleaned up, and raise its error.
 
     Raises:
-        EmbeddedFarmFailed: the embedded farm ended; the work was ended too.
+        EmbeddedFarmFailed: the embedded farm ended; the work was cancelled.
     """
     lost = asyncio.create_task(lease.lost(), name="embedded farm") if lease is not None else None
     try:
@@ -204,20 +204,20 @@ async def _with_farm(
 
 
 async def _printed(job: AsyncJob, result: JobResult) -> bool:
-    """Whether a job failed while something compiled or ran, and what compilers and runners printed may tell of it."""
+    """Return whether a job failed while something compiled or ran, so that printed lines may explain it."""
     if not any(one.error is not None and one.error.stage for one in result.reports):
         return False
     try:
         return await anext(job.logs(), None) is not None
     except EtfarmError:
-        return False  # the farm is not there any more, nor is the log
+        return False  # the farm is gone, and its log too
 
 
 async def follow(job: AsyncJob, display: Display, *, verbose: bool = False) -> JobResult:
-    """Shows the job's events until it is terminal; its result.
+    """Show the job's events until its state is final, and return its result.
 
     Args:
-        verbose: show what compilers and runners print as well.
+        verbose: also show the lines that compilers and runners print.
     """
     display.cells(job.info.cells)
     telling = asyncio.create_task(_tell_log(job, display), name="job's log") if verbose else None
@@ -234,7 +234,10 @@ async def follow(job: AsyncJob, display: Display, *, verbose: bool = False) -> J
 
 
 async def _hear_out(telling: asyncio.Task[None], job: AsyncJob, display: Display) -> None:
-    """Waits for the log's last lines. A log that breaks off is said, and takes no result along."""
+    """Wait for the log's last lines.
+
+    A log that breaks off is reported, but does not affect the result.
+    """
     more = f"`etfarm jobs logs {job.id}` has it whole"
     try:
         async with asyncio.timeout(LAST_LINES_S):
@@ -252,7 +255,7 @@ async def _tell_log(job: AsyncJob, display: Display) -> None:
 
 
 async def _cancel(job: AsyncJob, outcome: Outcome, display: Display) -> Interrupted:
-    """Cancels the job of a command that was interrupted; the error that says what became of it."""
+    """Cancel the job of an interrupted command, and return the error that describes its end."""
     if job.state.is_terminal:
         return Interrupted(f"Interrupted; job {job.id} was done: `etfarm report show {job.id}`.", job=job.id)
     display.status(f"Cancelling job {job.id}. Ctrl-C again leaves at once.")
@@ -270,5 +273,5 @@ async def _cancel(job: AsyncJob, outcome: Outcome, display: Display) -> Interrup
 
 
 def ended(result: JobResult) -> Callable[[EtfarmError | None], dict[str, Any]]:
-    """The document of a job that is terminal, for `Outcome`."""
+    """Return a document callback for `Outcome`, for a job with a final state."""
     return lambda error: {**result.json(), "error": report.error_json(error) if error is not None else None}

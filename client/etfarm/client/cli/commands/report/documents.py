@@ -1,4 +1,4 @@
-"""Step 10, command line: where reports come from: a job of a farm, or a file that `--json` wrote, which needs no farm."""
+"""Sources of reports: a job of a farm, or a file that `--json` wrote, which needs no farm."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Found:
     document: dict[str, Any]
     """{schema, job, reports, error} of etfarm.report/1, with every key that this version knows."""
     job: str
-    """The id of the job in the farm; empty where it came from a file, of whose job no farm may know."""
+    """The job's id in the farm; empty for a file, whose job may be unknown to the farm."""
 
 
 def find(name: str, outcome: Outcome, *, server: str | None, tls_ca: str | None) -> Found:
-    """The reports that JOB|FILE names: of a job those of the cells that are done.
+    """Return the reports that JOB|FILE names; for a job, those of the finished cells.
 
     Raises:
-        BadDocument: there is no such file, or it holds something else.
+        BadDocument: the file does not exist, or has other content.
         EtfarmError: JOB_NOT_FOUND; SERVER_UNREACHABLE.
     """
     from etfarm.client.aio import AsyncFarm

@@ -1,4 +1,4 @@
-"""Step 10, command line: `etfarm report export`, reports for other programs and other people."""
+"""`etfarm report export`: reports for other programs and other people."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _SUFFIXES = {
     "json": ".json", "csv": ".csv", "parquet": ".parquet", "html": ".html", "markdown": ".md", "perfetto": ".trace.json",
 }  # fmt: skip
 _TO_STDOUT = ("json", "csv", "markdown")
-"""Formats that go to stdout where no file is named: people pipe them."""
+"""Formats that are written to stdout without a file name, for pipes."""
 
 _BINARY = ("parquet",)
 
 _SLASHES = tuple(filter(None, (os.sep, os.altsep)))
-"""What a path ends with that names a folder, whether it is there or not."""
+"""Last characters of a path that names a folder, whether it exists or not."""
 
 
 def export(
@@ -107,10 +107,10 @@ def export(
 
 
 def comparison_of(base: str, candidate: str, outcome: Outcome, *, server: str | None, tls_ca: str | None) -> Mapping[str, Any]:
-    """The document etfarm.comparison/1.
+    """Return the document etfarm.comparison/1.
 
     Raises:
-        EtfarmError: as `etfarm.client.jobs.comparison.compare` says.
+        EtfarmError: as `etfarm.client.jobs.comparison.compare`.
     """
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.jobs import comparison as comparisons
@@ -125,10 +125,10 @@ def comparison_of(base: str, candidate: str, outcome: Outcome, *, server: str | 
 
 
 def must_be_format(name: str) -> None:
-    """Whether `--format` is one.
+    """Check that `--format` is a format.
 
     Raises:
-        Usage: it is not, or was not given.
+        Usage: it is not, or is missing.
     """
     if name not in formats.NAMES:
         said = f"--format {name!r} is no format." if name else "--format is missing."
@@ -136,7 +136,7 @@ def must_be_format(name: str) -> None:
 
 
 def written(document: dict[str, Any], format_: str, what: str | None, *, folder: bool) -> dict[str, bytes]:
-    """The files of a format by their names: one, or of tables that go to a folder both.
+    """Return the files of a format by name: one, or both tables if they go to a folder.
 
     Raises:
         NeedsExtra: the format needs a library that is not installed.
@@ -166,7 +166,7 @@ def _writer(format_: str) -> Callable[[dict[str, Any]], bytes]:
 
 
 def stem_of(document: dict[str, Any]) -> str:
-    """What files of a document are called: its model, where it has one, and its job."""
+    """Return the stem of a document's files: its model, if it has one, and its job."""
     models = {report["model"]["name"] for report in document["reports"] if report["model"]}
     job = (document["job"] or {}).get("id") or "report"
     name = f"{models.pop()}-{job}" if len(models) == 1 else f"etfarm-{job}"
@@ -174,18 +174,18 @@ def stem_of(document: dict[str, Any]) -> str:
 
 
 def plain_name(text: str) -> str:
-    """A file's name that needs no quotes in any shell."""
+    """Return a file name that needs no quotes in any shell."""
     return safe_name("".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text))
 
 
 def save_raw_files(
     job: str, output: str | None, reports: list[str], outcome: Outcome, *, server: str | None, tls_ca: str | None
 ) -> int:
-    """ExecuTorch's own files of a job's reports: of one into the folder, of several into a folder each below it.
+    """Save ExecuTorch's own files of a job's reports: one report into the folder, several into subfolders.
 
     Raises:
-        Usage: what was named is a file, or `output` no folder.
-        EtfarmError: there is no such job or report, or a file cannot be fetched.
+        Usage: `job` is a file, or `output` is not a folder.
+        EtfarmError: the job or report does not exist, or a file cannot be downloaded.
     """
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.jobs import report_file
@@ -223,10 +223,10 @@ def save_raw_files(
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder where it is not there; what it would lie in is.
+    """Create a folder if it does not exist; its parent must exist.
 
     Raises:
-        OutputUnwritable: it cannot be.
+        OutputUnwritable: it cannot be created.
     """
     try:
         folder.mkdir(exist_ok=True)
@@ -237,10 +237,10 @@ def make_folder(folder: Path) -> None:
 
 
 def must_be_folder(path: Path) -> None:
-    """For an option that names a folder which is made where it is not there.
+    """Check an option's path of a folder, which is created if it does not exist.
 
     Raises:
-        Usage: it is a file, or there is nothing to make it in.
+        Usage: it is a file, or its parent does not exist.
         OutputUnwritable: this user may not write there.
     """
     if path.exists() and not path.is_dir():

@@ -1,4 +1,4 @@
-"""Step 10, command line: `etfarm report`, a job's reports again."""
+"""`etfarm report`: a job's reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from etfarm.wire import views
 
 
 def main(argv: list[str]) -> int:
-    """Runs `etfarm report`."""
+    """Run `etfarm report`."""
     commands: dict[str, Command] = {"show": show, "export": export, "tag": tag, "analyze": analyze}
     return execute(commands, argv, "report", "Shows and exports a job's reports, names jobs, analyzes again.")
 

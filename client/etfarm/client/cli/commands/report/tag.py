@@ -1,4 +1,4 @@
-"""Step 10, command line: `etfarm report tag`, a name for a job, and `etfarm report analyze`, its reports by today's code."""
+"""`etfarm report tag`, a name for a job, and `etfarm report analyze`, which recomputes its reports with the current code."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def analyze(
 
 
 def worked_out(reports: Sequence[Mapping[str, Any]]) -> str:
-    """What became of reports: how many there is an analysis of and by which version, and why of the others there is none."""
+    """Return how many reports were analyzed, by which version, and why the others were not."""
     done = [report["analysis"] for report in reports if report["analysis"]]
     again = sum(not analysis["cached"] for analysis in done)
     others = [report["state"] for report in reports if not report["analysis"]]
