@@ -137,10 +137,10 @@ class AsyncFarm:
 
     async def submit_bench(self, model: Model | Sequence[Model], options: BenchOptions) -> AsyncJob:
         """Submit a benchmark with one options object; otherwise the same as `bench`."""
-        given = Given(
+        request = Given(
             model, options.recipes, options.example_inputs, options.calibration, options.batched, options.data, options.inputs
         )
-        return await self._submit(options.job_spec(), given, options.on_upload)
+        return await self._submit(options.job_spec(), request, options.on_upload)
 
     async def compile(
         self,
@@ -171,8 +171,8 @@ class AsyncFarm:
         if stop_after:
             for recipe in parsed:
                 check_stop_after(recipe, stop_after)
-        given = Given(model, recipes, example_inputs, calibration, batched)
-        return await self._submit(spec, given, on_upload)
+        request = Given(model, recipes, example_inputs, calibration, batched)
+        return await self._submit(spec, request, on_upload)
 
     async def run(
         self,
@@ -205,8 +205,8 @@ class AsyncFarm:
             threads=[threads] if threads else [],
             timeout_s=timeout_s,
         )
-        given = Given(model, recipes, example_inputs, calibration, batched, data, inputs)
-        return await self._submit(spec, given, on_upload)
+        request = Given(model, recipes, example_inputs, calibration, batched, data, inputs)
+        return await self._submit(spec, request, on_upload)
 
     def session(
         self,
@@ -256,8 +256,8 @@ class AsyncFarm:
 
         async def connect(_: AsyncExitStack) -> Line:
             stubs = self._open
-            made, names = await served.on_farm(stubs, self.compile, on_upload=on_upload)
-            request.program.CopyFrom(made)
+            program_message, names = await served.on_farm(stubs, self.compile, on_upload=on_upload)
+            request.program.CopyFrom(program_message)
             return Line(stubs.server, stubs.sessions, stubs.artifacts, request, names)
 
         return AsyncSession(connect, on_wait=on_wait, on_log=on_log)
@@ -480,17 +480,17 @@ class AsyncFarm:
     def _open(self) -> Stubs:
         return self._connection.stubs
 
-    async def _submit(self, spec: job_pb2.JobSpec, given: Given, on_upload: transfers.Moved | None) -> AsyncJob:
+    async def _submit(self, spec: job_pb2.JobSpec, parts: Given, on_upload: transfers.Moved | None) -> AsyncJob:
         # Cheap checks come before expensive ones.
-        parsed = [read_recipe(recipe) for recipe in given.listed_recipes]
+        parsed = [read_recipe(recipe) for recipe in parts.listed_recipes]
         for choice in spec.devices:
             selectors.parse(choice.selector)
         # Samples and exports may be larger than memory, so they stay in files until they are sent.
         with tempfile.TemporaryDirectory(prefix="etfarm-submission-", ignore_cleanup_errors=True) as folder:
-            made = await asyncio.to_thread(lambda: given.gather(spec, parsed, Path(folder)))
+            submission = await asyncio.to_thread(lambda: parts.gather(spec, parsed, Path(folder)))
             stubs = self._open
-            await transfers.upload_missing(stubs.artifacts, made.blobs, server=stubs.server, on_progress=on_upload)
-        request = job_pb2.SubmitRequest(request_id=made.request_id, spec=made.spec)
+            await transfers.upload_missing(stubs.artifacts, submission.blobs, server=stubs.server, on_progress=on_upload)
+        request = job_pb2.SubmitRequest(request_id=submission.request_id, spec=submission.spec)
         submitting = asyncio.create_task(repeat(lambda: stubs.jobs.Submit(request), server=stubs.server), name="submit")
         try:
             return AsyncJob(stubs, await asyncio.shield(submitting))

@@ -260,7 +260,7 @@ class Farm:
         on_upload: transfers.Moved | None = None,
     ) -> Session:
         """See `AsyncFarm.session`; use it with `with`."""
-        made = self._farm.session(
+        session = self._farm.session(
             program,
             device,
             recipe=recipe,
@@ -275,7 +275,7 @@ class Farm:
             on_log=on_log,
             on_upload=on_upload,
         )
-        return Session(lambda: self._open, made)
+        return Session(lambda: self._open, session)
 
     def run_dataset(
         self,
@@ -288,8 +288,8 @@ class Farm:
         **options: Unpack[Options],
     ) -> Iterator[tuple[int, Outputs]]:
         """See `AsyncFarm.run_dataset`; `on_result` is called in the client's thread."""
-        made = self._farm.run_dataset(program, inputs, device, devices=devices, on_result=on_result, **options)
-        return self._open.each(made)
+        results = self._farm.run_dataset(program, inputs, device, devices=devices, on_result=on_result, **options)
+        return self._open.each(results)
 
     def jobs(self, limit: int = 50) -> list[JobInfo]:
         """See `AsyncFarm.jobs`."""

@@ -163,8 +163,8 @@ class Progress:
     def __str__(self) -> str:
         took = f" {self.duration_ms:.0f} ms" if self.duration_ms is not None else ""
         far = f" {100 * self.done / self.total:.0f} %" if self.done is not None and self.total else ""
-        said = f": {self.message}" if self.message else ""
-        return f"cell {self.cell_id}: {self.phase}{took}{far}{f' ({self.actor})' if self.actor else ''}{said}"
+        detail = f": {self.message}" if self.message else ""
+        return f"cell {self.cell_id}: {self.phase}{took}{far}{f' ({self.actor})' if self.actor else ''}{detail}"
 
 
 @dataclass(frozen=True)

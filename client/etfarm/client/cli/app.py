@@ -48,8 +48,8 @@ def execute(
     except (KeyboardInterrupt, typer.Abort):
         error = Interrupted("Interrupted.")
     except _UsageError as raised:
-        said = str(getattr(raised, "format_message", raised.__str__)()).strip()
-        error, code = Usage(said if said[-1:] in ".?" else f"{said}.", f"See `etfarm {name} --help`."), 2
+        message = str(getattr(raised, "format_message", raised.__str__)()).strip()
+        error, code = Usage(message if message[-1:] in ".?" else f"{message}.", f"See `etfarm {name} --help`."), 2
         outcome.json_file = outcome.json_file or _json_file(argv)
     except Exception as bug:  # noqa: BLE001 - the top of a command: scripts get their JSON for our defects too
         sys.stderr.write(printable(traceback.format_exc()))
@@ -84,9 +84,9 @@ def _run(command: Command | Mapping[str, Command], argv: list[str], name: str, a
         app.command()(command)
     runnable = typer.main.get_command(app)
     # A group that is called without a subcommand prints its help, which counts as wrong usage.
-    asked = argv if argv or not isinstance(command, Mapping) else ["--help"]
-    code = runnable.main(args=asked, prog_name=f"etfarm {name}", standalone_mode=False, obj=outcome)
-    return int(code or 0) if asked is argv else 2
+    arguments = argv if argv or not isinstance(command, Mapping) else ["--help"]
+    code = runnable.main(args=arguments, prog_name=f"etfarm {name}", standalone_mode=False, obj=outcome)
+    return int(code or 0) if arguments is argv else 2
 
 
 def _group(project: options.Project = None) -> None:

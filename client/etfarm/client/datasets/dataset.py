@@ -262,7 +262,7 @@ class Dataset:
         """
         try:
             while not deal.is_over:
-                async with self._open_session(selector, self._tell_wait) as session:
+                async with self._open_session(selector, self._report_wait) as session:
                     device = session.device
                     work = self.tally.devices.setdefault(device.id, Work(device))
                     ended = await self._serve(deal, session)
@@ -279,7 +279,7 @@ class Dataset:
         except Exception as bug:  # noqa: BLE001 - raised again where results are asked for
             await deal.abort(bug)
 
-    def _tell_wait(self, why: str) -> None:
+    def _report_wait(self, why: str) -> None:
         if why and self._on_wait is not None:
             self._on_wait(f"Waiting: {why}.")
 
@@ -341,8 +341,8 @@ class Dataset:
                 await deal.settle(_failed(sample, device, error))
                 continue
             self.tally.ran(device, outputs.run_ns)
-            given = {name: _plain(value) for name, value in inputs.items()}
-            await deal.settle(Result(sample.index, sample.name, device, given, labels, outputs))
+            arrays = {name: _plain(value) for name, value in inputs.items()}
+            await deal.settle(Result(sample.index, sample.name, device, arrays, labels, outputs))
             if self._reset:
                 return
 
@@ -356,8 +356,8 @@ class Dataset:
         inputs: dict[str, Value] = {}
         labels: dict[str, Any] = {}
         for key, value in sample.values.items():
-            said, slash, rest = key.partition("/")
-            own = rest if slash and said == method else key
+            prefix, slash, rest = key.partition("/")
+            own = rest if slash and prefix == method else key
             if input_names.place_of(own, names) is None:
                 if not self._labels:
                     there = f"The inputs are {', '.join(names)}" if names else "There are no inputs"
@@ -366,8 +366,8 @@ class Dataset:
                     )
                 labels[key] = _plain(value)
             elif own in inputs:
-                said = f"{method}: the input {own!r} is given twice, with its method and without."
-                raise input_names.DuplicateInput(said, method=method, key=own)
+                message = f"{method}: the input {own!r} is given twice, with its method and without."
+                raise input_names.DuplicateInput(message, method=method, key=own)
             else:
                 inputs[own] = value_of(own, value)
         try:

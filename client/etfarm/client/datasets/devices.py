@@ -124,8 +124,8 @@ def dataset(
         if devices == 1:
             # Take the device that is free first.
             return [("", device)]
-        found = choose(await farm.devices(device), devices, device, mixed=options.get("mixed", False))
-        return [(one.name, f"id={one.id}") for one in found]
+        matching = choose(await farm.devices(device), devices, device, mixed=options.get("mixed", False))
+        return [(item.name, f"id={item.id}") for item in matching]
 
     def session(selector: str, on_wait: Told) -> AsyncSession:
         return farm.session(

@@ -51,9 +51,9 @@ class Deal(Generic[Result]):
         self._changed = asyncio.Condition()
         self._ready: list[tuple[int, Sample]] = []
         self._done: dict[int, Result] = {}
-        self._given = 0
+        self._read_count = 0
         """Samples that came from the source."""
-        self._told = 0
+        self._next_index = 0
         """Results that were given out: the next one's index."""
         self._end: int | None = None
         """How many results there will be, once that is known."""
@@ -73,7 +73,7 @@ class Deal(Generic[Result]):
     @property
     def is_over(self) -> bool:
         """Whether no sample has to run any more."""
-        return self._broken is not None or (self._end is not None and self._told + len(self._done) >= self._end)
+        return self._broken is not None or (self._end is not None and self._next_index + len(self._done) >= self._end)
 
     async def take(self, leave: Callable[[], bool] = lambda: False) -> Sample | None:
         """Return the free sample with the lowest index; None when all are settled, or when `leave` returns True.
@@ -126,16 +126,18 @@ class Deal(Generic[Result]):
         """
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._told in self._done or self._told == self._end or self._broken)
-                result = self._done.pop(self._told, None)
+                await self._changed.wait_for(
+                    lambda: self._next_index in self._done or self._next_index == self._end or self._broken
+                )
+                result = self._done.pop(self._next_index, None)
                 if result is None:
-                    if self._broken is not None and self._told != self._end:
+                    if self._broken is not None and self._next_index != self._end:
                         raise self._broken
                     break
-                self._told += 1
+                self._next_index += 1
                 self._changed.notify_all()
             yield result
-        if self._source_error is not None and self._told == self._given:
+        if self._source_error is not None and self._next_index == self._read_count:
             raise self._source_error
 
     def _stop_after(self, index: int) -> None:
@@ -146,7 +148,7 @@ class Deal(Generic[Result]):
         self._done = {place: result for place, result in self._done.items() if place < self._end}
 
     def _has_room(self) -> bool:
-        return len(self._ready) < self._ready_limit and self._given < self._told + self._window
+        return len(self._ready) < self._ready_limit and self._read_count < self._next_index + self._window
 
     async def _feed(self) -> None:
         try:
@@ -158,16 +160,16 @@ class Deal(Generic[Result]):
                 sample = await asyncio.to_thread(_next, self._source)
                 async with self._changed:
                     if sample is None:
-                        self._end = min(self._end, self._given) if self._end is not None else self._given
+                        self._end = min(self._end, self._read_count) if self._end is not None else self._read_count
                     else:
-                        self._given += 1
+                        self._read_count += 1
                         if self._end is None or sample.index < self._end:
                             heapq.heappush(self._ready, (sample.index, sample))
                     self._changed.notify_all()
         except Exception as error:  # noqa: BLE001 - the source is the caller's: what it raises is raised where results are asked
             async with self._changed:
                 self._source_error = error
-                self._end = self._given if self._end is None else self._end
+                self._end = self._read_count if self._end is None else self._end
                 self._changed.notify_all()
 
 

@@ -63,17 +63,17 @@ class Metric:
             MetricFailed: it raised, or returned something else.
         """
         try:
-            given = self.function(inputs=inputs, outputs=outputs, index=index, labels=labels)
+            returned = self.function(inputs=inputs, outputs=outputs, index=index, labels=labels)
         except EtfarmError:
             raise
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             raise MetricFailed(
-                f"The metric {self.name} failed with {said}",
+                f"The metric {self.name} failed with {reason}",
                 "Labels are what the .npz holds beside the inputs.",
                 metric=self.name,
             ) from error
-        named = given if isinstance(given, Mapping) else {self.name: given}
+        named = returned if isinstance(returned, Mapping) else {self.name: returned}
         return {str(name): self._number(name, value) for name, value in named.items()}
 
     def _number(self, name: object, value: Any) -> float:
@@ -119,14 +119,14 @@ def top1(inputs: Mapping[str, Any], outputs: Mapping[str, Any], index: int, labe
         raise MetricFailed("top1 needs a key label in the sample's .npz.", there, metric="top1")
     first: NDArray[np.generic] = np.asarray(next(iter(outputs.values())))
     wanted = np.asarray(labels["label"]).reshape(-1)
-    found = np.argmax(first, axis=-1).reshape(-1)
-    if found.shape != wanted.shape:
+    argmax = np.argmax(first, axis=-1).reshape(-1)
+    if argmax.shape != wanted.shape:
         raise MetricFailed(
-            f"top1 has {found.size} classifications, of an output of the shape {list(first.shape)}, and {wanted.size} labels.",
+            f"top1 has {argmax.size} classifications, of an output of the shape {list(first.shape)}, and {wanted.size} labels.",
             "Give one label for each.",
             metric="top1",
         )
-    return float((found == wanted).mean())
+    return float((argmax == wanted).mean())
 
 
 BUILT_IN: Final[Mapping[str, Function]] = {"top1": top1}
@@ -168,10 +168,10 @@ def _of_user(where: str, name: str) -> Function:
     return _callable(f"{where}:{name}", getattr(module, name))
 
 
-def _callable(text: str, found: Any) -> Function:
-    if not callable(found):
-        raise MetricNotFound(f"{text} is {type(found).__name__} and no function.", "Name a function.", metric=text)
-    return found  # type: ignore[no-any-return]
+def _callable(text: str, candidate: Any) -> Function:
+    if not callable(candidate):
+        raise MetricNotFound(f"{text} is {type(candidate).__name__} and no function.", "Name a function.", metric=text)
+    return candidate  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -102,10 +102,10 @@ class Stack:
         values = [value_of(key, value) for key, value in zip(outputs.names, outputs, strict=True)]
         arrays = dict(npz.entries({"": values}, {"": outputs.names}))
         # A Python number is an entry of the stack, not a scalar that all samples share.
-        told = {key: base for key in arrays if (base := npz.told_of(key, arrays)) is not None}
-        scalars = {base for key, base in told.items() if str(arrays[key]) == "scalar"}
-        single = {key: arrays[key] for key, base in told.items() if base not in scalars}
-        rows = {key: array for key, array in arrays.items() if key not in told}
+        siblings = {key: base for key in arrays if (base := npz.told_of(key, arrays)) is not None}
+        scalars = {base for key, base in siblings.items() if str(arrays[key]) == "scalar"}
+        single = {key: arrays[key] for key, base in siblings.items() if base not in scalars}
+        rows = {key: array for key, array in arrays.items() if key not in siblings}
         if not self._indices:
             self._begin(rows, single)
         self._must_stack(name, rows)

@@ -208,12 +208,12 @@ def _values(path: Path, arrays: Mapping[str, NDArray[Any]]) -> Iterator[tuple[st
     for key, array in arrays.items():
         if npz.told_of(key, arrays) is not None:
             continue
-        said = arrays.get(key + npz.DTYPE)
-        if said is None and array.dtype.name not in ITEM_BYTES:
+        dtype = arrays.get(key + npz.DTYPE)
+        if dtype is None and array.dtype.name not in ITEM_BYTES:
             yield key, array
             continue
         # The program determines the memory layout, whatever `.dim_order` says.
-        yield key, npz.value_of_entry(path, key, key, array, said)
+        yield key, npz.value_of_entry(path, key, key, array, dtype)
 
 
 def _unreadable(path: Path, error: Exception) -> npz.InputFileUnreadable:

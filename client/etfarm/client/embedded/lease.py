@@ -158,15 +158,15 @@ class Lease:
 
         If the command dies, the job is cancelled, at the latest when a farm starts again.
         """
-        self._say(job=job_id)
+        self._send(job=job_id)
 
     def release_job(self, job_id: str) -> None:
         """Release a job that is finished."""
-        self._say(done=job_id)
+        self._send(done=job_id)
 
-    def _say(self, **said: str) -> None:
+    def _send(self, **message: str) -> None:
         if not self._writer.is_closing():
-            self._writer.write(json.dumps(said).encode() + b"\n")
+            self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def leave(self) -> None:
         """Release the lease; the last one waits until the farm is gone."""
@@ -184,9 +184,9 @@ class Lease:
     async def _read_on(self) -> str:
         try:
             while line := await self._reader.readline():
-                said = json.loads(line)
-                self._stays = self._stays or "stays" in said
-                if error := said.get("error"):
+                message = json.loads(line)
+                self._stays = self._stays or "stays" in message
+                if error := message.get("error"):
                     return str(error)
         except (OSError, ValueError):
             return ""  # cut off in the middle: the farm is gone, which ends the wait
@@ -238,13 +238,13 @@ async def _hold(connection: socket.socket, place: Place, kind: str, on_status: S
     try:
         writer.write(json.dumps({"kind": kind, "pid": os.getpid()}).encode() + b"\n")
         while line := await reader.readline():
-            said: dict[str, Any] = json.loads(line)
-            if "error" in said:
-                raise EmbeddedFarmFailed(said["error"], f"Its logs are in {place.data}.", folder=place.data)
-            if "address" in said:
-                return Lease(reader, writer, said["address"], said["lasting"], place.data)
+            message: dict[str, Any] = json.loads(line)
+            if "error" in message:
+                raise EmbeddedFarmFailed(message["error"], f"Its logs are in {place.data}.", folder=place.data)
+            if "address" in message:
+                return Lease(reader, writer, message["address"], message["lasting"], place.data)
             if on_status is not None:
-                on_status(said["status"])
+                on_status(message["status"])
     except (ConnectionError, ValueError):
         writer.close()
         return None

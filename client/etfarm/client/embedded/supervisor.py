@@ -50,8 +50,8 @@ def last_words(log: str) -> str:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     own = [line for line in lines if _OWN.match(line)]
     others = [line for line in lines if not line.startswith(_STRUCTURED)]
-    said = _OWN.sub("", (own or others or [""])[-1], count=1)
-    return f"{said}." if said and said[-1] not in ".?!" else said
+    sentence = _OWN.sub("", (own or others or [""])[-1], count=1)
+    return f"{sentence}." if sentence and sentence[-1] not in ".?!" else sentence
 
 
 class _Failed(Exception):
@@ -64,7 +64,7 @@ class _Child:
     def __init__(self, what: str, log: Path, process: asyncio.subprocess.Process) -> None:
         self.what, self.log, self.process = what, log, process
 
-    async def must_say(self, start: str) -> str:
+    async def read_line_after(self, start: str) -> str:
         """Read its stdout up to the line that begins with `start`, and return the rest of that line.
 
         Raises:
@@ -86,8 +86,8 @@ class _Child:
         code = await self.process.wait()
         if code < 0:  # its earlier log lines do not explain the signal
             return f"The embedded farm's {self.what} was killed by {signal.Signals(-code).name}. Its log is {self.log}."
-        said = last_words(self.log.read_text(errors="replace"))
-        return f"The embedded farm's {self.what} ended with exit code {code}{f': {said}' if said else '.'} Its log is {self.log}."
+        why = last_words(self.log.read_text(errors="replace"))
+        return f"The embedded farm's {self.what} ended with exit code {code}{f': {why}' if why else '.'} Its log is {self.log}."
 
     async def drain(self) -> None:
         """Discard its stdout, so that it never blocks on it."""
@@ -121,7 +121,7 @@ class Supervisor:
         self._place = place
         self._listener = listener
         self._listener.setblocking(False)
-        self._said: dict[str, Any] = {"status": "Starting the embedded farm."}
+        self._last_message: dict[str, Any] = {"status": "Starting the embedded farm."}
         self._accepted = 0
         self._connections: dict[int, asyncio.StreamWriter | None] = {}
         """Those that hold the farm; a writer once the first line was read."""
@@ -141,7 +141,7 @@ class Supervisor:
             loop.add_signal_handler(number, self._fail, "The embedded farm was told to end.")
         self._start(self._serve(), "server and agent")
         try:
-            await self._unused()
+            await self._wait_until_unused()
         finally:
             await self._stop()
 
@@ -173,9 +173,9 @@ class Supervisor:
             if first := await reader.readline():
                 self._kinds[key] = str(json.loads(first).get("kind", ""))
                 self._connections[key] = writer
-                self._tell(writer, self._said)
+                self._send(writer, self._last_message)
                 while line := await reader.readline():
-                    self._hear(json.loads(line), held)
+                    self._track_jobs(json.loads(line), held)
         except (OSError, ValueError) as error:
             print(f"connection {key}: {error}", file=sys.stderr, flush=True)
         finally:
@@ -185,16 +185,16 @@ class Supervisor:
         if self._connections:
             for job in held:
                 self._start(self._cancel(job), f"cancel {job}")
-            self._let_go(writer)
+            self._send_stays(writer)
         else:
             self._parting.append(writer)
 
-    def _hear(self, said: dict[str, str], held: set[str]) -> None:
+    def _track_jobs(self, message: dict[str, str], held: set[str]) -> None:
         """Record the jobs that end with a command, also on disk: this process may be killed like any other."""
-        job = said.get("job") or said.get("done") or ""
+        job = message.get("job") or message.get("done") or ""
         if not (job.isascii() and job.isalnum()):
             raise ValueError(f"no job id: {job!r}")
-        if "job" in said:
+        if "job" in message:
             held.add(job)
             (self._place.held_jobs / job).touch()
         else:
@@ -211,30 +211,30 @@ class Supervisor:
         if await process.wait() in (0, 2):  # cancelled, or unknown to the server
             (self._place.held_jobs / job).unlink(missing_ok=True)
 
-    def _let_go(self, writer: asyncio.StreamWriter) -> None:
+    def _send_stays(self, writer: asyncio.StreamWriter) -> None:
         """Tell a leaving command that the farm stays for others."""
-        self._tell(writer, {"stays": True})
+        self._send(writer, {"stays": True})
         writer.close()
 
-    def _tell(self, writer: asyncio.StreamWriter, said: dict[str, Any]) -> None:
-        if "address" in said:
-            said = {**said, "lasting": "up" in self._kinds.values()}
+    def _send(self, writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+        if "address" in message:
+            message = {**message, "lasting": "up" in self._kinds.values()}
         if not writer.is_closing():
-            writer.write(json.dumps(said).encode() + b"\n")
+            writer.write(json.dumps(message).encode() + b"\n")
 
-    def _say(self, **said: Any) -> None:
-        self._said = said
+    def _broadcast(self, **message: Any) -> None:
+        self._last_message = message
         for writer in self._connections.values():
             if writer is not None:
-                self._tell(writer, said)
+                self._send(writer, message)
 
     def _fail(self, why: str) -> None:
         if not self._failure:
             self._failure = why
-            self._say(error=why)
+            self._broadcast(error=why)
             self._changed.set()
 
-    async def _unused(self) -> None:
+    async def _wait_until_unused(self) -> None:
         """Wait until the farm is unused and has stopped answering."""
         try:
             async with asyncio.timeout(FIRST_CONNECTION_S):
@@ -248,7 +248,7 @@ class Supervisor:
             if await self._stop_answering():
                 return
             while self._parting:
-                self._let_go(self._parting.pop())
+                self._send_stays(self._parting.pop())
 
     async def _change(self) -> None:
         await self._changed.wait()
@@ -272,23 +272,23 @@ class Supervisor:
         place = self._place
         unix = f"unix:{place.server_socket}"
         try:
-            running = await self._alone()
-            self._say(status="Starting the embedded farm's server.")
+            running = await self._wait_for_previous_farm()
+            self._broadcast(status="Starting the embedded farm's server.")
             place.server_socket.unlink(missing_ok=True)
             _write_token(place.token_file)
             here = ("--listen", unix, "--data", str(place.data / "server"), "--address-file", str(place.address_file))
             secret = ("--tokens", str(place.token_file))
             server = await self._launch("server", running, "serve", *here, *secret)
-            await server.must_say("etfarm serve: listening on")
+            await server.read_line_after("etfarm serve: listening on")
             self._start(server.drain(), "server's stdout")
             for orphan in sorted(place.held_jobs.iterdir()):
-                self._say(status=f"Cancelling job {orphan.name}, whose command was killed.")
+                self._broadcast(status=f"Cancelling job {orphan.name}, whose command was killed.")
                 await self._cancel(orphan.name)
-            self._say(status="Starting the embedded farm's agent.")
+            self._broadcast(status="Starting the embedded farm's agent.")
             agent = await self._launch("agent", running, "agent", "--server", unix, "--data", str(place.data / "agent"))
-            await agent.must_say("etfarm agent: connected to")
+            await agent.read_line_after("etfarm agent: connected to")
             self._start(agent.drain(), "agent's stdout")
-            self._say(address=unix)
+            self._broadcast(address=unix)
             ends = [asyncio.create_task(child.ended(), name=f"end of the {child.what}") for child in (server, agent)]
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             self._fail(done.pop().result())
@@ -297,7 +297,7 @@ class Supervisor:
         except OSError as error:
             self._fail(f"The embedded farm cannot start: {error}.")
 
-    async def _alone(self) -> int:
+    async def _wait_for_previous_farm(self) -> int:
         """Wait until every process of the previous farm is gone, and return the descriptor of the lock that shows it.
 
         Raises:
@@ -306,7 +306,7 @@ class Supervisor:
         try:
             return self._place.lock("running", wait=False)
         except BlockingIOError:
-            self._say(status="Waiting for the embedded farm before this one to leave.")
+            self._broadcast(status="Waiting for the embedded farm before this one to leave.")
         try:
             async with asyncio.timeout(LEAVING_TIMEOUT_S):
                 return await asyncio.to_thread(self._place.lock, "running")

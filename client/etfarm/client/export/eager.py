@@ -145,8 +145,8 @@ class _Export:
         _must_be_on_cpu(method, module, args, kwargs)
         early_names = leaf_names(args, kwargs)
         flat_values(method, early_names, args, kwargs)
-        given = self.source.calibration_inputs.get(method, ())
-        for index, sample in enumerate(() if callable(given) else given):
+        samples = self.source.calibration_inputs.get(method, ())
+        for index, sample in enumerate(() if callable(samples) else samples):
             must_match(method, index, args, sample, early_names)
         shapes = normal_shapes(method, module, args, kwargs, self.source.dynamic_shapes.get(method))
         args, kwargs = unshared(args, kwargs)
@@ -180,12 +180,12 @@ class _Export:
         self, method: str, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], early_names: list[str]
     ) -> Iterator[bytes | Path]:
         """Yield the calibration samples as tensor files, without those that equal the example inputs."""
-        given = self.source.calibration_inputs.get(method, ())
-        if not self.calibrate or not given:
+        samples = self.source.calibration_inputs.get(method, ())
+        if not self.calibrate or not samples:
             return
         # The archive contains the example inputs, which the server also calibrates with.
         example = encode(flat_values(method, names, args, kwargs))
-        for index, sample in enumerate(_called(method, given, self.base)):
+        for index, sample in enumerate(_called(method, samples, self.base)):
             must_be_tuple(method, sample)
             must_match(method, index, args, sample, early_names)
             file = encode(flat_values(method, names, sample, kwargs))
@@ -201,10 +201,10 @@ class _Export:
         return path
 
 
-def _called(method: str, given: Any, base: Path) -> Iterator[tuple[Any, ...]]:
+def _called(method: str, source: Any, base: Path) -> Iterator[tuple[Any, ...]]:
     """Yield the samples one by one; an exception of the user's own generator is reported with its line."""
     with _users_samples(method, base):
-        samples = iter(given() if callable(given) else given)
+        samples = iter(source() if callable(source) else source)
     while True:
         with _users_samples(method, base):
             try:
@@ -244,12 +244,12 @@ def archive_of(program: ExportedProgram) -> bytes:
 
     # A buffer has no file stem, so every archive has the same prefix; the stem of a path would be part of the bytes.
     buffer = io.BytesIO()
-    given = program.example_inputs
-    program.example_inputs = pytree.tree_map(bare, given)
+    examples = program.example_inputs
+    program.example_inputs = pytree.tree_map(bare, examples)
     try:
         torch.export.save(program, buffer)
     finally:
-        program.example_inputs = given
+        program.example_inputs = examples
     return buffer.getvalue()
 
 

@@ -92,15 +92,15 @@ def _must_be_plain(method: str, names: Sequence[str], args: tuple[Any, ...], kwa
         if spec.type not in (tuple, list, dict):
             return leaves_before, spec.type.__name__
         for child in spec.children():
-            found = first_foreign(child, leaves_before)
-            if found:
-                return found
+            foreign = first_foreign(child, leaves_before)
+            if foreign:
+                return foreign
             leaves_before += child.num_leaves
         return None
 
-    found = first_foreign(pytree.tree_structure((args, dict(kwargs or {}))), 0)
-    if found:
-        place, kind = found
+    foreign = first_foreign(pytree.tree_structure((args, dict(kwargs or {}))), 0)
+    if foreign:
+        place, kind = foreign
         raise UnsupportedInput(
             method,
             names[place] if place < len(names) else "inputs",
@@ -109,7 +109,7 @@ def _must_be_plain(method: str, names: Sequence[str], args: tuple[Any, ...], kwa
         )
 
 
-def must_match(method: str, sample: int, example: tuple[Any, ...], given: tuple[Any, ...], names: Sequence[str]) -> None:
+def must_match(method: str, sample: int, example: tuple[Any, ...], inputs: tuple[Any, ...], names: Sequence[str]) -> None:
     """Check that a calibration sample fits the example inputs.
 
     Sizes of dims may differ, for dynamic shapes.
@@ -120,7 +120,7 @@ def must_match(method: str, sample: int, example: tuple[Any, ...], given: tuple[
     import torch
     from torch.utils import _pytree as pytree
 
-    (wanted, wanted_spec), (got, got_spec) = pytree.tree_flatten(example), pytree.tree_flatten(given)
+    (wanted, wanted_spec), (got, got_spec) = pytree.tree_flatten(example), pytree.tree_flatten(inputs)
     if wanted_spec != got_spec:
         raise CalibrationMismatch(method, sample, f"{len(got)} values in another structure than {len(wanted)}")
     for name, a, b in zip(names, wanted, got, strict=False):  # names continue with the keyword arguments

@@ -97,18 +97,18 @@ def specialized(method: str, text: str, place: str) -> DimSpecialized | None:
     violated = _VIOLATED.match(text)
     if violated is None and not text.startswith(_CONFLICTS):
         return None
-    if found := _FIXED.search(text):
-        return _fixed(method, found[1], int(found[2]), place)
-    if found := _FIXED_HINT.search(text):
-        return _fixed(method, found[2], int(found[1]), place)
+    if match := _FIXED.search(text):
+        return _fixed(method, match[1], int(match[2]), place)
+    if match := _FIXED_HINT.search(text):
+        return _fixed(method, match[2], int(match[1]), place)
     if violated is None:
-        found = _CONFLICT.search(text)
+        match = _CONFLICT.search(text)
         dim, why = (
-            (_dim_named(found[3]), f"its range {found[1]} is not the {found[2]}") if found else ("a dim", "its range is another")
+            (_dim_named(match[3]), f"its range {match[1]} is not the {match[2]}") if match else ("a dim", "its range is another")
         )
         return DimSpecialized(method, dim, why, "Give it a range of sizes that the model takes.", place)
-    said = re.search(r"^\s*- (.+?)\.?$", text, re.MULTILINE)
-    why = _SIZE.sub(lambda size: _dim_named(size[0]), said[1]) if said else "its constraints are violated"
+    reason = re.search(r"^\s*- (.+?)\.?$", text, re.MULTILINE)
+    why = _SIZE.sub(lambda size: _dim_named(size[0]), reason[1]) if reason else "its constraints are violated"
     fixes = re.search(r"Suggested fixes:\n((?:  .+\n?)+)", text)
     fix = "; ".join(line.strip() for line in fixes[1].splitlines()) if fixes else ""
     remedy = f"Write {fix}, or take what limits the size out of the model." if fix else "Export the dim as static."

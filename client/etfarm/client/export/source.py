@@ -76,14 +76,14 @@ class ModelSource:
         else:
             raise _not_by_method(self.methods, f"it is {with_article(type(self.dynamic_shapes).__name__)}")
         for part in ("example_inputs", "example_kwargs", "calibration_inputs"):
-            given = getattr(self, part)
-            if not isinstance(given, Mapping):
+            value = getattr(self, part)
+            if not isinstance(value, Mapping):
                 raise BadModelSource(
-                    f"{part} is {with_article(type(given).__name__)}, not a dictionary by method.",
+                    f"{part} is {with_article(type(value).__name__)}, not a dictionary by method.",
                     f'Give {part}={{"{next(iter(self.methods))}": ...}}, or use ModelSource.of.',
                     part=part,
                 )
-            for name in given:
+            for name in value:
                 if name not in self.methods:
                     raise BadModelSource(
                         f"{part} names the method {name!r}, which is not in methods.",

@@ -104,8 +104,8 @@ def place_of(error: BaseException, base: Path) -> Place | None:
 
 def place_in(text: str, base: Path) -> Place | None:
     """Return the innermost line of the user's own code in a stack trace that is part of a message."""
-    found = re.findall(r'^\s*File "([^"\n]+)", line (\d+), in [^\n]*\n(?:\s+(?!File ")([^\n]*))?', text, re.MULTILINE)
-    frames = [traceback.FrameSummary(file, int(line), "", line=code.strip()) for file, line, code in found]
+    matches = re.findall(r'^\s*File "([^"\n]+)", line (\d+), in [^\n]*\n(?:\s+(?!File ")([^\n]*))?', text, re.MULTILINE)
+    frames = [traceback.FrameSummary(file, int(line), "", line=code.strip()) for file, line, code in matches]
     return _innermost(frames, base)
 
 

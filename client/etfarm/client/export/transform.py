@@ -77,7 +77,7 @@ class Transform:
         there: dict[str, int] = {}
         for module in self.source.methods.values():
             for path, part in module.named_modules():
-                if _wanted(config, part, path) or _is_quantized(part):
+                if _is_selected(config, part, path) or _is_quantized(part):
                     return
                 if any(True for _ in part.parameters(recurse=False)):
                     there[type(part).__name__] = there.get(type(part).__name__, 0) + 1
@@ -111,14 +111,14 @@ class Transform:
 
         name = getattr(transform, "__name__", type(transform).__name__)
         with self._refusals(method, f"the source transform {name}"):
-            given = transform(method, module)
-        if not isinstance(given, nn.Module):
+            returned = transform(method, module)
+        if not isinstance(returned, nn.Module):
             raise SourceTransformFailed(
                 method,
-                f"the source transform {name} returned {with_article(type(given).__name__)}, not a module.",
+                f"the source transform {name} returned {with_article(type(returned).__name__)}, not a module.",
                 "Return the module.",
             )
-        return given
+        return returned
 
     def _quantize(self, method: str, module: nn.Module, config: Any) -> None:
         from torch.nn.utils import parametrize
@@ -129,7 +129,7 @@ class Transform:
         at: list[str] = []
 
         def wanted(part: Any, path: str) -> bool:
-            if not _wanted(config, part, path):
+            if not _is_selected(config, part, path):
                 return False
             at[:] = [path]
             return True
@@ -157,7 +157,7 @@ class Transform:
         if part.specification.backend != "xnnpack" or self.recipe.options.partitioners is not None:
             return
         for path, layer in module.named_modules():
-            width = int(layer.weight.shape[-1]) if _wanted(config, layer, path) else 0
+            width = int(layer.weight.shape[-1]) if _is_selected(config, layer, path) else 0
             if width % _XNNPACK_GROUP:
                 raise SourceTransformFailed(
                     method,
@@ -190,10 +190,10 @@ class Transform:
                 layer=path,
                 group_size=group,
             )
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return SourceTransformFailed(
             method,
-            f"torchao cannot quantize {layer} for {self.recipe.text}: {said}",
+            f"torchao cannot quantize {layer} for {self.recipe.text}: {reason}",
             "Use another recipe for this model.",
             layer=path,
         )
@@ -239,8 +239,8 @@ def _torchao_config(recipe: Recipe) -> Any:
 
             types = vars(importlib.import_module(provider)).values()
             kinds = [kind for kind in types if isinstance(kind, type) and hasattr(kind, "get_backend_name")]
-            found = next(member for kind in kinds for member in _members(kind) if member.value == part.specification.name)
-            made = ExportRecipe.get_recipe(found, **_arguments(part.specification.backend, part.arguments))
+            member_type = next(member for kind in kinds for member in _members(kind) if member.value == part.specification.name)
+            export_recipe = ExportRecipe.get_recipe(member_type, **_arguments(part.specification.backend, part.arguments))
     except (ImportError, OSError, StopIteration, ValueError) as error:
         missing = getattr(error, "name", None) or (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ToolsMissing(
@@ -248,7 +248,7 @@ def _torchao_config(recipe: Recipe) -> Any:
             "Run pip install 'etfarm[export]'" + (" coremltools." if part.specification.backend == "coreml" else "."),
             recipe=part.specification.name,
         ) from error
-    return made.quantization_recipe.ao_quantization_configs[0]
+    return export_recipe.quantization_recipe.ao_quantization_configs[0]
 
 
 def _members(kind: Any) -> Sequence[Any]:
@@ -263,18 +263,18 @@ def _arguments(backend: str, arguments: Mapping[str, Plain]) -> dict[str, object
     if backend != "coreml":
         return dict(arguments)
     ct = importlib.import_module("coremltools")
-    made: dict[str, object] = {}
+    converted: dict[str, object] = {}
     for key, value in arguments.items():
         if key == "minimum_deployment_target":
-            made[key] = getattr(ct.target, str(value))
+            converted[key] = getattr(ct.target, str(value))
         elif key == "compute_unit":
-            made[key] = getattr(ct.ComputeUnit, str(value))
+            converted[key] = getattr(ct.ComputeUnit, str(value))
         else:
-            made[key] = list(value) if isinstance(value, tuple) else value
-    return made
+            converted[key] = list(value) if isinstance(value, tuple) else value
+    return converted
 
 
-def _wanted(config: Any, part: Any, path: str) -> bool:
+def _is_selected(config: Any, part: Any, path: str) -> bool:
     """Return whether torchao would quantize this module and has not done so yet."""
     from torchao.quantization.quant_api import _is_linear
 

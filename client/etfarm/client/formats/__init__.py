@@ -67,11 +67,11 @@ def only(document: Json, wanted: Sequence[str]) -> Json:
     there = ", ".join(f"{place} (cell {report['cell'][:8]}, {label(report)})" for place, report in enumerate(reports)) or "none"
     places = []
     for name in wanted:
-        found = [place for place, report in enumerate(reports) if _is_called(report, place, name)]
-        if len(found) != 1:
-            what = f"Several reports begin with {name!r}" if found else f"There is no report {name!r}"
+        matches = [place for place, report in enumerate(reports) if _is_called(report, place, name)]
+        if len(matches) != 1:
+            what = f"Several reports begin with {name!r}" if matches else f"There is no report {name!r}"
             raise NoSuchReport(f"{what}.", f"There are {there}.", report=name)
-        places += found
+        places += matches
     return {**document, "reports": [reports[place] for place in sorted(set(places))]}
 
 

@@ -41,17 +41,17 @@ class Answer:
 
 def latency(report: Json) -> Answer:
     """Return the median with its interval."""
-    found = report["latency"]
-    if not found or found["p50_ns"] is None:
+    measured = report["latency"]
+    if not measured or measured["p50_ns"] is None:
         return Answer("")
-    return Answer(units.time(found["p50_ns"]), interval(report))
+    return Answer(units.time(measured["p50_ns"]), interval(report))
 
 
 def interval(report: Json) -> str:
     """Return the 95 % interval of the median, `[1.82, 1.86]`; empty if unknown."""
-    found = report["latency"]
-    ends = found["p50_ci95_ns"] if found else None
-    return units.interval(ends[0], ends[1], found["p50_ns"]) if ends else ""
+    measured = report["latency"]
+    ends = measured["p50_ci95_ns"] if measured else None
+    return units.interval(ends[0], ends[1], measured["p50_ns"]) if ends else ""
 
 
 def verdict(report: Json) -> Answer:
@@ -91,27 +91,27 @@ def delegated_nodes(report: Json) -> str:
 def accuracy(report: Json) -> Answer:
     """Return the worst output against the first reference, the program before quantization if known, and the other references."""
     by_reference: dict[str, list[Json]] = {}
-    for one in report["accuracy"] or ():
-        by_reference.setdefault(str(one["reference"] or "its reference"), []).append(one)
-    found = [_accuracy(reference, outputs) for reference, outputs in by_reference.items()]
-    if not found:
+    for output in report["accuracy"] or ():
+        by_reference.setdefault(str(output["reference"] or "its reference"), []).append(output)
+    results = [_accuracy(reference, outputs) for reference, outputs in by_reference.items()]
+    if not results:
         return Answer("")
-    others = [f"{one.text} to the {reference}" for one, reference in zip(found[1:], list(by_reference)[1:], strict=True)]
-    return Answer(found[0].text, "; ".join([found[0].detail, *others]), found[0].mood)
+    others = [f"{result.text} to the {reference}" for result, reference in zip(results[1:], list(by_reference)[1:], strict=True)]
+    return Answer(results[0].text, "; ".join([results[0].detail, *others]), results[0].mood)
 
 
 def _accuracy(reference: str, outputs: Sequence[Json]) -> Answer:
     several = f"the worst of {len(outputs)} outputs " if len(outputs) > 1 else ""
     against = f"{several}to the {reference}"
-    if any(one["nan_count"] and not one["reference_nan_count"] for one in outputs):
+    if any(output["nan_count"] and not output["reference_nan_count"] for output in outputs):
         return Answer("NaN", f"where the {reference} has none", "bad")
-    if all(one["equal"] for one in outputs):
+    if all(output["equal"] for output in outputs):
         return Answer("equal", f"to the {reference}", "good")
-    known = [one for one in outputs if one["sqnr_db"] is not None]
+    known = [output for output in outputs if output["sqnr_db"] is not None]
     if not known:
         return Answer("not comparable", against, "fair")
-    worst = min(known, key=lambda one: one["sqnr_db"])
-    agreements = [one["top1_agreement"] for one in outputs if one["top1_agreement"] is not None]
+    worst = min(known, key=lambda output: output["sqnr_db"])
+    agreements = [output["top1_agreement"] for output in outputs if output["top1_agreement"] is not None]
     top1 = f", top-1 agrees {units.percent(min(agreements)).replace('.0 %', ' %')}" if agreements else ""
     decibels = worst["sqnr_db"]
     mood = "good" if decibels >= FINE_DB else "bad" if decibels < POOR_DB else "fair"
@@ -123,7 +123,7 @@ def size(report: Json) -> Answer:
     compiled = report["compile"] or {}
     if not compiled.get("program"):
         return Answer("")
-    data = sum(one["size_bytes"] for one in (compiled.get("data") or {}).values())
+    data = sum(file["size_bytes"] for file in (compiled.get("data") or {}).values())
     files = f"with {units.size(data)} of data files" if data else ".pte"
     return Answer(units.size(compiled["program"]["size_bytes"] + data), files)
 
@@ -143,14 +143,14 @@ def slowest(report: Json) -> Answer:
         return Answer("")
     groups = views.group(report["operators"], "line")
     unknown = (views.NOT_EXPLAINED, views.INSERTED, views.UNKNOWN)
-    lines = [one for one in groups if one.own_share and one.key not in unknown]
+    lines = [group for group in groups if group.own_share and group.key not in unknown]
     if lines and lines[0].own_share:
         return Answer(units.percent(lines[0].own_share), f"{lines[0].key}\n{lines[0].detail}".strip())
     # Kernels below the clock's resolution leave only their delegate to report.
     tops = [row for row in report["operators"] if row["parent"] is None and row["kind"] != "REST" and row["share"]]
     if not tops:
         return Answer("")
-    row = max(tops, key=lambda one: one["share"])
+    row = max(tops, key=lambda top: top["share"])
     code = str((row["source"] or {}).get("code") or "").strip()
     return Answer(units.percent(row["share"]), "\n".join(filter(None, (place(row), code))) or row["name"])
 
@@ -184,18 +184,18 @@ def time_of(row: Json) -> str:
 
 def undelegated(report: Json) -> list[tuple[str, str, int, Sequence[Json]]]:
     """Return the operators outside of delegates, the most frequent first: method, operator, number of nodes, sources."""
-    found = []
+    rows = []
     for method, delegation in ((report["compile"] or {}).get("delegation") or {}).items():
-        for one in delegation["operators"] or ():
-            if one["non_delegated"] and one["op"] not in delegations.GLUE:
-                found.append((method, one["op"], one["non_delegated"], one["places"] or ()))
-    return sorted(found, key=lambda one: -one[2])
+        for operator in delegation["operators"] or ():
+            if operator["non_delegated"] and operator["op"] not in delegations.GLUE:
+                rows.append((method, operator["op"], operator["non_delegated"], operator["places"] or ()))
+    return sorted(rows, key=lambda row: -row[2])
 
 
 def against(report: Json, reports: Sequence[Json]) -> str:
     """Return the label of the program that the interleaved ratio is relative to, by what distinguishes it from this one."""
     paired = report["interleaved"]
-    base = next((one for one in reports if paired and one["cell"] == paired["base_cell"]), None)
+    base = next((candidate for candidate in reports if paired and candidate["cell"] == paired["base_cell"]), None)
     if base is None:
         return "the first program"
     model, recipe = (base["model"] or {}).get("name"), base["recipe"]

@@ -51,18 +51,18 @@ class Moved:
 
 def answer(pair: Json) -> str:
     """Return `0.912x [0.905, 0.919]  9 % faster`, or why latency was not measured on both sides."""
-    found = pair["latency"]
+    latency = pair["latency"]
     failed = [pair[side] for side in ("base", "candidate") if pair[side]["state"] != "SUCCEEDED"]
     if failed:
         sides = [side for side in ("base", "candidate") if pair[side]["state"] != "SUCCEEDED"]
         return ", ".join(
             f"the {side} {(pair[side]['state'] or '?').lower()} ({pair[side]['error'] or 'no error'})" for side in sides
         )
-    if found is None or found["ratio"] is None:
+    if latency is None or latency["ratio"] is None:
         return "no latency on both sides"
-    ends = found["ratio_ci95"]
+    ends = latency["ratio_ci95"]
     interval = f" [{_ratio(ends[0])}, {_ratio(ends[1])}]" if ends else ""
-    return f"{_ratio(found['ratio'])}x{interval}  {said(found)}"
+    return f"{_ratio(latency['ratio'])}x{interval}  {said(latency)}"
 
 
 def said(latency: Json) -> str:
@@ -74,8 +74,8 @@ def said(latency: Json) -> str:
 
 def status(pair: Json) -> str | None:
     """Return VALID if both sides are, else the first other status; None without a verdict."""
-    found = [str(pair[side]["verdict"]["status"]) for side in ("base", "candidate") if pair[side]["verdict"]]
-    return next((one for one in found if one != "VALID"), "VALID" if found else None)
+    statuses = [str(pair[side]["verdict"]["status"]) for side in ("base", "candidate") if pair[side]["verdict"]]
+    return next((value for value in statuses if value != "VALID"), "VALID" if statuses else None)
 
 
 def heading(pair: Json) -> str:
@@ -84,7 +84,7 @@ def heading(pair: Json) -> str:
         return label(pair["candidate"])
     both = zip(traits(pair["base"]), traits(pair["candidate"]), strict=True)
     return " · ".join(
-        str(one) if one == other else f"{one or 'none'} -> {other or 'none'}" for one, other in both if one or other
+        str(first) if first == second else f"{first or 'none'} -> {second or 'none'}" for first, second in both if first or second
     )
 
 
@@ -103,41 +103,41 @@ def facts(pair: Json) -> Iterator[Fact]:
     yield from _number("planned", memory.get("planned_bytes"), units.size)
     for output in pair["accuracy"]:
         yield _accuracy(output, alone=len(pair["accuracy"]) == 1)
-    for method, found in (pair["delegation"] or {}).items():
-        yield from _delegation(method, found, alone=len(pair["delegation"]) == 1)
+    for method, delegation in (pair["delegation"] or {}).items():
+        yield from _delegation(method, delegation, alone=len(pair["delegation"]) == 1)
 
 
 def moved(pair: Json, top: int = TOP) -> list[Moved]:
     """Return the operators that changed most and by at least NOTEWORTHY of the time; all of them if `top` is 0."""
-    found = pair["operators"]
-    if not found:
+    operators = pair["operators"]
+    if not operators:
         return []
-    sums = [sum(row[side]["time_ns"] or 0.0 for row in found["rows"] if row[side]) for side in ("base", "candidate")]
+    sums = [sum(row[side]["time_ns"] or 0.0 for row in operators["rows"] if row[side]) for side in ("base", "candidate")]
     least_ns = NOTEWORTHY * max(sums)
-    rows = [row for row in found["rows"] if row["change_ns"] is not None and abs(row["change_ns"]) >= max(least_ns, 1e-9)]
+    rows = [row for row in operators["rows"] if row["change_ns"] is not None and abs(row["change_ns"]) >= max(least_ns, 1e-9)]
     rows = rows[:top] if top else rows
     return [_moved(row) for row in rows]
 
 
 def joined(pair: Json) -> Iterator[str]:
     """Yield the first operators with a changed delegation: `aten_mean_dim: 1 -> 0 delegated`."""
-    told = [one for one in _joined(pair) if not one.rpartition(": ")[0].endswith(GLUE)]
-    yield from told[:TOP]
-    if len(told) > TOP:
-        yield f"and {units.count(len(told) - TOP, 'more operator')}"
+    lines = [line for line in _joined(pair) if not line.rpartition(": ")[0].endswith(GLUE)]
+    yield from lines[:TOP]
+    if len(lines) > TOP:
+        yield f"and {units.count(len(lines) - TOP, 'more operator')}"
 
 
 def _joined(pair: Json) -> Iterator[str]:
-    for method, found in (pair["delegation"] or {}).items():
+    for method, delegation in (pair["delegation"] or {}).items():
         where = f"{method}: " if len(pair["delegation"]) > 1 else ""
-        for one in found["operators"]:
-            sides = [one[side] or {"delegated": 0, "non_delegated": 0} for side in ("base", "candidate")]
+        for operator in delegation["operators"]:
+            sides = [operator[side] or {"delegated": 0, "non_delegated": 0} for side in ("base", "candidate")]
             parts = [
                 f"{sides[0][key]} -> {sides[1][key]} {name}"
                 for key, name in (("delegated", "delegated"), ("non_delegated", "not delegated"))
                 if sides[0][key] != sides[1][key]
             ]
-            yield f"{where}{one['op']}: {', '.join(parts)}"
+            yield f"{where}{operator['op']}: {', '.join(parts)}"
 
 
 def changed(pair: Json) -> list[str]:
@@ -151,8 +151,8 @@ def limits(gate: Json) -> str:
     A failed or missing cell keeps none.
     """
     broken = {reason["metric"] for reason in gate["reasons"]}
-    told = [one for one in gate["limits"] if not broken or None in broken or one["metric"] in broken]
-    return ", ".join(f"{one['metric']} {one['limit']:g} {one['unit']}" for one in told)
+    shown = [limit for limit in gate["limits"] if not broken or None in broken or limit["metric"] in broken]
+    return ", ".join(f"{limit['metric']} {limit['limit']:g} {limit['unit']}" for limit in shown)
 
 
 def why(gate: Json) -> str:
@@ -181,8 +181,8 @@ def _markdown(document: Json) -> Iterator[str]:
     yield "| --- | ---: | ---: | --- | ---: | ---: | ---: |"
     for pair in document["pairs"]:
         yield _row(pair)
-    for one in document["unpaired"]:
-        yield f"| {escapes.text(label(one['report']))} | | only in the {one['side'].lower()} | | | | |"
+    for entry in document["unpaired"]:
+        yield f"| {escapes.text(label(entry['report']))} | | only in the {entry['side'].lower()} | | | | |"
     for pair in document["pairs"]:
         yield from _details(pair, several=len(document["pairs"]) > 1)
     yield ""
@@ -199,11 +199,11 @@ def _row(pair: Json) -> str:
     succeeded = all(pair[side]["state"] == "SUCCEEDED" for side in ("base", "candidate"))
     if succeeded and latency and latency["ratio"] is not None:
         ratio, _, outcome = answer(pair).partition("  ")
-        if (found := status(pair)) not in (None, "VALID"):
-            outcome += f" ({str(found).replace('_', ' ')})"
+        if (verdict := status(pair)) not in (None, "VALID"):
+            outcome += f" ({str(verdict).replace('_', ' ')})"
     else:
         outcome = answer(pair)
-    sqnr = next((_accuracy(one, alone=True) for one in sorted(pair["accuracy"], key=_least_exact)), None)
+    sqnr = next((_accuracy(output, alone=True) for output in sorted(pair["accuracy"], key=_least_exact)), None)
     cells = [
         f"**{escapes.text(heading(pair))}**",
         f"{p50.base} → {p50.candidate}" if p50 else "",
@@ -224,7 +224,7 @@ def _details(pair: Json, *, several: bool) -> Iterator[str]:
     yield f"<details><summary>What changed{f' in {escapes.html(heading(pair))}' if several else ''}</summary>"
     if others:
         yield ""
-        yield from (f"- {escapes.text(one)}" for one in others)
+        yield from (f"- {escapes.text(item)}" for item in others)
     if rows:
         yield ""
         yield "| | base | candidate | change |"
@@ -234,11 +234,11 @@ def _details(pair: Json, *, several: bool) -> Iterator[str]:
         yield ""
         yield f"| {'module' if pair['operators']['by'] == 'MODULE' else 'operator'} | | base | candidate | change |"
         yield "| --- | --- | ---: | ---: | ---: |"
-        for one in operators:
-            yield f"| {escapes.text(one.what)} | {escapes.text(one.place)} | {one.base} | {one.candidate} | {one.change} |"
+        for item in operators:
+            yield f"| {escapes.text(item.what)} | {escapes.text(item.place)} | {item.base} | {item.candidate} | {item.change} |"
     if joins:
         yield ""
-        yield from (f"- {escapes.text(one)}" for one in joins)
+        yield from (f"- {escapes.text(item)}" for item in joins)
     yield ""
     yield "</details>"
 
@@ -259,14 +259,14 @@ def _ratio(value: float) -> str:
     return f"{value:.3f}" if value >= 0.1 else units.significant(value)
 
 
-def _number(name: str, found: Json | None, shown: Callable[[Any], str]) -> Iterator[Fact]:
-    if found is None:
+def _number(name: str, values: Json | None, shown: Callable[[Any], str]) -> Iterator[Fact]:
+    if values is None:
         return
     change = ""
-    if found["change"] and found["ratio"] is not None:
-        change = sentences.change(found["ratio"] - 1)
+    if values["change"] and values["ratio"] is not None:
+        change = sentences.change(values["ratio"] - 1)
         change = "" if change == "0.0 %" else change
-    yield Fact(name, shown(found["base"]), shown(found["candidate"]), change)
+    yield Fact(name, shown(values["base"]), shown(values["candidate"]), change)
 
 
 def _accuracy(output: Json, *, alone: bool) -> Fact:
@@ -300,16 +300,18 @@ def _least_exact(output: Json) -> tuple[float, float]:
     return _change_db(output), exact[0] if exact else 300.0
 
 
-def _delegation(method: str, found: Json, *, alone: bool) -> Iterator[Fact]:
+def _delegation(method: str, delegation: Json, *, alone: bool) -> Iterator[Fact]:
     def nodes(side: str) -> str:
-        inside, outside, parts = ((found[key] or {}).get(side) for key in ("delegated_nodes", "non_delegated_nodes", "subgraphs"))
+        inside, outside, parts = (
+            (delegation[key] or {}).get(side) for key in ("delegated_nodes", "non_delegated_nodes", "subgraphs")
+        )
         if inside is None or outside is None or parts is None:
             return "-"
         within = f" in {units.count(parts, 'subgraph')}" if parts else ""
         return f"{inside} of {inside + outside}{within}"
 
     before, after = nodes("base"), nodes("candidate")
-    change = (found["delegated_nodes"] or {}).get("change")
+    change = (delegation["delegated_nodes"] or {}).get("change")
     yield Fact(
         "delegated" if alone else f"delegated {method}",
         before,

@@ -46,21 +46,21 @@ def operators(rows: Sequence[Json]) -> Iterator[Operator]:
     """
     place = 0
     while place < len(rows):
-        found = {rows[place]["reference"]: rows[place]}
+        by_reference = {rows[place]["reference"]: rows[place]}
         if place + 1 < len(rows) and _is_of_the_same(rows[place], rows[place + 1]):
-            found["EAGER"] = rows[place + 1]
-        yield Operator(place, found)
-        place += len(found)
+            by_reference["EAGER"] = rows[place + 1]
+        yield Operator(place, by_reference)
+        place += len(by_reference)
 
 
 def judged(operators: Sequence[Operator], numerics: Json) -> int:
     """Return the number of values with a judged operator; all values for older reports, which lack the number."""
-    told = numerics.get("judged")
-    return len(operators) if told is None else int(told)
+    count = numerics.get("judged")
+    return len(operators) if count is None else int(count)
 
 
 def _is_of_the_same(row: Json, following: Json) -> bool:
     references = (row["reference"], following["reference"])
     same = all(row[key] == following[key] for key in ("debug_handles", "backend"))
-    shape, following_shape = ((one["actual"] or {}).get("shape") for one in (row, following))
+    shape, following_shape = ((candidate["actual"] or {}).get("shape") for candidate in (row, following))
     return references == ("QUANTIZED", "EAGER") and same and shape == following_shape

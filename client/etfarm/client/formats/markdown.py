@@ -12,7 +12,7 @@ Json = Mapping[str, Any]
 TOP = 8
 """Number of operators per report."""
 
-_SAID = {"VALID": "✅ valid", "INVALID": "❌ **invalid**", "NOT_BENCHMARKABLE": "⚪ not benchmarkable"}
+_VERDICTS = {"VALID": "✅ valid", "INVALID": "❌ **invalid**", "NOT_BENCHMARKABLE": "⚪ not benchmarkable"}
 
 
 def write(document: Json) -> bytes:
@@ -50,7 +50,7 @@ def _overview(reports: Sequence[Json]) -> Iterator[str]:
             continue
         time, share = answers.latency(report), answers.delegated(report)
         cells.append(" ".join(filter(None, (time.text, escapes.text(time.detail)))))
-        cells.append(_SAID.get(str((report["verdict"] or {}).get("status")), ""))
+        cells.append(_VERDICTS.get(str((report["verdict"] or {}).get("status")), ""))
         cells += [share.text, escapes.text(answers.accuracy(report).text), answers.size(report).text, answers.memory(report).text]
         if compared:
             cells.append(escapes.text(_paired(report, reports)))
@@ -62,8 +62,8 @@ def _paired(report: Json, reports: Sequence[Json]) -> str:
     if not paired or paired["ratio"] is None:
         return ""
     ends = paired["ratio_ci95"]
-    said = f" [{ends[0]:.3f}, {ends[1]:.3f}]" if ends else ""
-    return f"{paired['ratio']:.3f}x{said} of {answers.against(report, reports)}: {sentences.ratio(paired['ratio'], ends)}"
+    interval = f" [{ends[0]:.3f}, {ends[1]:.3f}]" if ends else ""
+    return f"{paired['ratio']:.3f}x{interval} of {answers.against(report, reports)}: {sentences.ratio(paired['ratio'], ends)}"
 
 
 def _report(report: Json) -> Iterator[str]:
@@ -71,17 +71,17 @@ def _report(report: Json) -> Iterator[str]:
         yield f"**{escapes.text(label(report))}**: {_error(report['error'])}"
         return
     if reasons := sentences.verdict(report):
-        yield f"> {escapes.text(label(report))}: {_SAID.get(report['verdict']['status'], '')}"
+        yield f"> {escapes.text(label(report))}: {_VERDICTS.get(report['verdict']['status'], '')}"
         yield from (f"> - {escapes.text(str(reason))}" for reason in reasons)
         yield ""
     folded = [*_operators(report), *_accuracy(report), *_gap(report), *_compiled(report)]
     if folded:
         slow = answers.slowest(report)
-        said = f": {escapes.text(slow.text)} of the time in {escapes.code(slow.detail)}" if slow.text else ""
+        text = f": {escapes.text(slow.text)} of the time in {escapes.code(slow.detail)}" if slow.text else ""
         yield f"<details><summary>{escapes.html(label(report))}</summary>"
         yield ""
-        if said:
-            yield f"Slowest{said}"
+        if text:
+            yield f"Slowest{text}"
             yield ""
         yield from folded
         yield "</details>"
@@ -114,16 +114,18 @@ def _accuracy(report: Json) -> Iterator[str]:
         return
     yield _row(["output", "against", "SQNR", "max abs error", "mean abs error", "cosine", "top-1"])
     yield _row(["---", "---", "---:", "---:", "---:", "---:", "---:"])
-    for one in outputs:
-        told = [_number(one[key], form) for key, form in (("max_abs_error", ".3g"), ("mean_abs_error", ".3g"), ("cosine", ".6f"))]
-        decibels = "equal" if one["equal"] else f"{one['sqnr_db']:.1f} dB" if one["sqnr_db"] is not None else ""
+    for output in outputs:
+        numbers = [
+            _number(output[key], form) for key, form in (("max_abs_error", ".3g"), ("mean_abs_error", ".3g"), ("cosine", ".6f"))
+        ]
+        decibels = "equal" if output["equal"] else f"{output['sqnr_db']:.1f} dB" if output["sqnr_db"] is not None else ""
         yield _row(
             [
-                escapes.text(one["output"] or "output"),
-                escapes.text(one["reference"] or ""),
+                escapes.text(output["output"] or "output"),
+                escapes.text(output["reference"] or ""),
                 decibels,
-                *told,
-                units.percent(one["top1_agreement"]),
+                *numbers,
+                units.percent(output["top1_agreement"]),
             ]
         )
     yield ""
@@ -131,20 +133,20 @@ def _accuracy(report: Json) -> Iterator[str]:
 
 def _gap(report: Json) -> Iterator[str]:
     numerics, rows = report["numerics"], report["numeric_gap"] or ()
-    bad = [one for one in rows if one["first_bad"]]
+    bad = [row for row in rows if row["first_bad"]]
     if not numerics or not rows:
         return
     if not bad:
         values = list(gaps.operators(rows))
         judged = gaps.judged(values, numerics)
-        told = f", {judged} of them judged" if judged < len(values) else ""
+        note = f", {judged} of them judged" if judged < len(values) else ""
         answer = "none is bad" if judged else "so it is not known whether one is bad"
-        yield f"Numerics: {units.count(len(values), 'operator')} compared{told}, {answer}."
-    for one in bad:
-        decibels = f"{one['snr_db']:.1f} dB" if one["snr_db"] is not None else "no SNR"
-        where = answers.place(one)
-        what, at = escapes.text(", ".join(one["ops"])), f", {escapes.code(where)}" if where else ""
-        against = answers.REFERENCES.get(one["reference"], "reference")
+        yield f"Numerics: {units.count(len(values), 'operator')} compared{note}, {answer}."
+    for row in bad:
+        decibels = f"{row['snr_db']:.1f} dB" if row["snr_db"] is not None else "no SNR"
+        where = answers.place(row)
+        what, at = escapes.text(", ".join(row["ops"])), f", {escapes.code(where)}" if where else ""
+        against = answers.REFERENCES.get(row["reference"], "reference")
         yield f"Numerics: the first bad operator is {what} with {decibels} against the {against}{at}."
     yield ""
 

@@ -86,7 +86,7 @@ def _execution(report: Json, process: int) -> Iterator[Json]:
     )
     for row, start_ns, end_ns, made_up in _placed(tops, 0.0, length_ns, profile["p50_ns"]):
         yield _slice(process, row["name"], start_ns, end_ns, _arguments(row), made_up=made_up)
-        kernels = [one for one in rows if one["parent"] == row["index"]]
+        kernels = [candidate for candidate in rows if candidate["parent"] == row["index"]]
         for kernel, begin_ns, stop_ns, laid in _placed(kernels, start_ns, end_ns, profile["p50_ns"]):
             yield _slice(process, kernel["name"], begin_ns, stop_ns, _arguments(kernel), made_up=laid or made_up)
 
@@ -114,7 +114,7 @@ def _placed(rows: Sequence[Json], start_ns: float, end_ns: float, whole_ns: floa
 
 def _arguments(row: Json) -> dict[str, Any]:
     source = row["source"]
-    found = {
+    arguments = {
         "source": f"{source['file']}:{source['line']}" if source else None,
         "code": source["code"] if source else None,
         "module": row["module"],
@@ -131,7 +131,7 @@ def _arguments(row: Json) -> dict[str, Any]:
         "debug_handles": row["debug_handles"] or None,
         "unaligned_reason": row["unaligned_reason"],
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def _slice(process: int, name: str, start_ns: float, end_ns: float, arguments: Json, *, made_up: bool) -> Json:
@@ -159,7 +159,7 @@ def _timeline(reports: Sequence[Json], job: str | None) -> list[Json]:
     events = _named(JOB_PROCESS, f"{whose}, from 0 to {units.time(length_ns)}", sort=len(reports))
     lanes: dict[tuple[str, int], float] = {}
     seen = set()
-    for phase, of in sorted(phases, key=lambda one: (one[0]["start_ms"], -one[0]["duration_ms"])):
+    for phase, of in sorted(phases, key=lambda item: (item[0]["start_ms"], -item[0]["duration_ms"])):
         key = (phase["actor"], phase["phase"], phase["start_ms"], phase["duration_ms"])
         if key in seen:  # cells that share a compilation each contain its phases
             continue

@@ -92,15 +92,15 @@ def cut_short(measurement: Json) -> str:
     return f"{units.time(measurement['duration_ns'])}, up to the limit of {limit}: {samples}"
 
 
-def inputs(given: Json | None) -> str:
+def inputs(recorded: Json | None) -> str:
     """Return `image float32[1, 3, 32, 32], mask bool[1, 77], and 3 more`; empty if no inputs were recorded."""
-    if given is None:
+    if recorded is None:
         return ""
-    if given["digest"] is None:
+    if recorded["digest"] is None:
         return "made up by the runner, seed 0; --inputs FILE.npz gives others"
     shown = [
-        f"{one['name'] or place} {one['dtype'] or '?'}{one['shape'] if 'scalar' not in (one['dtype'] or '') else ''}"
-        for place, one in enumerate(given["tensors"] or ())
+        f"{tensor['name'] or place} {tensor['dtype'] or '?'}{tensor['shape'] if 'scalar' not in (tensor['dtype'] or '') else ''}"
+        for place, tensor in enumerate(recorded["tensors"] or ())
     ]
     return ", ".join(
         [*shown[:_SHOWN_INPUTS], *([f"and {len(shown) - _SHOWN_INPUTS} more"] if len(shown) > _SHOWN_INPUTS else [])]
@@ -118,30 +118,30 @@ def warmup(measurement: Json) -> str:
     return f"{units.count(count, 'iteration')}{took}{how}"
 
 
-def repeatability(found: Json) -> str:
+def repeatability(record: Json) -> str:
     """Return `Keeps state: output 'y' ...`: the output that differs most, and between which executions."""
     words = {
         "KEEPS_STATE": "The program keeps state: the same executions after loading it again give the same.",
         "NONDETERMINISTIC": "The program is nondeterministic: the same execution gives something else each time.",
     }
-    text = words.get(found["outcome"], "Executions on the same inputs gave different outputs.")
-    differences = found["differences"] or ()
+    text = words.get(record["outcome"], "Executions on the same inputs gave different outputs.")
+    differences = record["differences"] or ()
     if not differences:
         return text
-    worst = max(differences, key=lambda one: one["max_abs_difference"] or 0.0)
-    one, other = (_EXECUTIONS.get(worst[key], str(worst[key])) for key in ("one", "other"))
+    worst = max(differences, key=lambda entry: entry["max_abs_difference"] or 0.0)
+    first, second = (_EXECUTIONS.get(worst[key], str(worst[key])) for key in ("one", "other"))
     by = f" by up to {worst['max_abs_difference']:.3g}" if worst["max_abs_difference"] is not None else ""
     others = f", and {units.count(len(differences) - 1, 'more output')}" if len(differences) > 1 else ""
-    return f"{text} Output {worst['output']!r} differs{by} between {one} and {other}{others}."
+    return f"{text} Output {worst['output']!r} differs{by} between {first} and {second}{others}."
 
 
-def waits(found: Iterable[Json]) -> str:
+def waits(records: Iterable[Json]) -> str:
     """Return `12.0 s until it was below 60 °C`; empty without such a wait.
 
     The pause between any two measurements is routine and left out.
     """
-    told = []
-    for wait in found:
+    texts = []
+    for wait in records:
         limit = wait["threshold"]
         wanted = {
             "COOL": f"below {limit:g} °C" if limit is not None else "cool",
@@ -152,23 +152,23 @@ def waits(found: Iterable[Json]) -> str:
         took = units.milliseconds(wait["waited_ms"])
         last = wait["measured"]
         seen = "" if last is None else f"{last:.1f} °C" if wait["gate"] == "COOL" else f"{last:.2f} tasks per cpu"
-        told.append(
+        texts.append(
             f"{took} until the device was {wanted}"
             if wait["passed"]
             else f"{took} for the device to be {wanted}, in vain{f': {seen}' if seen else ''}"
         )
-    return "; ".join(told)
+    return "; ".join(texts)
 
 
-def settings(found: Iterable[Json]) -> str:
+def settings(records: Iterable[Json]) -> str:
     """Return settings that were not applied: `the governor of cpus 0-3 stayed powersave: the agent may not write it`."""
-    told = [
-        f"the {one['name']} of cpus {one['cpus']} stayed {one['found']} instead of {one['wanted']}"
-        f"{f': {why}' if (why := one['why']) else ''}"
-        for one in found
-        if not one["applied"]
+    texts = [
+        f"the {setting['name']} of cpus {setting['cpus']} stayed {setting['found']} instead of {setting['wanted']}"
+        f"{f': {why}' if (why := setting['why']) else ''}"
+        for setting in records
+        if not setting["applied"]
     ]
-    return "; ".join(told)
+    return "; ".join(texts)
 
 
 def change(share: float) -> str:

@@ -69,8 +69,8 @@ async def compare(stubs: Stubs | None, base: Compared, candidate: Compared, gate
     """
     if stubs is not None and isinstance(base, str) and isinstance(candidate, str) and needs_farm(base) and needs_farm(candidate):
         return Comparison(await _on_farm(stubs, base, candidate, gate))
-    one, other = await _side(stubs, base), await _side(stubs, candidate)
-    return Comparison(await asyncio.to_thread(comparison.compare, one, other, gate))
+    base_report, candidate_report = await _side(stubs, base), await _side(stubs, candidate)
+    return Comparison(await asyncio.to_thread(comparison.compare, base_report, candidate_report, gate))
 
 
 async def _on_farm(stubs: Stubs, base: str, candidate: str, gate: Gate | None) -> dict[str, object]:

@@ -176,10 +176,10 @@ def _series(entries: Sequence[HistoryEntry]) -> Series:
 
 def _base(before: Sequence[Point]) -> Point | None:
     """Return the point that the next point is compared with: the latest of those with the most data."""
-    return max(reversed(before), key=_tells, default=None)
+    return max(reversed(before), key=_evidence_rank, default=None)
 
 
-def _tells(point: Point) -> int:
+def _evidence_rank(point: Point) -> int:
     """Return a rank of a point's comparable data: no program after a failed compile, no numbers after a failed run."""
     if point.is_comparable:
         return 3

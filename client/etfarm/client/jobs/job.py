@@ -277,23 +277,23 @@ class AsyncJob:
             CellNotFound, NothingThere, OutputUnwritable: the cell or report does not exist, or a file cannot be written.
             EtfarmError: a file was removed from the store; SERVER_UNREACHABLE.
         """
-        found = self._cell(cell)
-        for one in await self._reports(found.id):
-            return await raw_files.save(self._stubs, self._job, found, one, folder)
+        message = self._cell(cell)
+        for entry in await self._reports(message.id):
+            return await raw_files.save(self._stubs, self._job, message, entry, folder)
         raise NothingThere(
-            f"Cell {cell} of job {self.id} has no report: it is {decode.cell(found).state}.", job=self.id, cell=cell
+            f"Cell {cell} of job {self.id} has no report: it is {decode.cell(message).state}.", job=self.id, cell=cell
         )
 
     async def _files(self, cell: int, what: str) -> dict[str, common_pb2.Artifact]:
         """Return the artifacts of a map in the cell's report, by key."""
-        found = self._cell(cell)
-        if (error := decode.cell(found).error) is not None:
+        message = self._cell(cell)
+        if (error := decode.cell(message).error) is not None:
             raise error
-        for one in await self._reports(found.id):
-            entries = getattr(one.compile, what).items()
-            made = {name: common_pb2.Artifact(digest=s.digest, size_bytes=s.size_bytes) for name, s in sorted(entries)}
-            if made:
-                return made
+        for entry in await self._reports(message.id):
+            entries = getattr(entry.compile, what).items()
+            artifacts = {name: common_pb2.Artifact(digest=s.digest, size_bytes=s.size_bytes) for name, s in sorted(entries)}
+            if artifacts:
+                return artifacts
         raise NothingThere(f"Cell {cell} of job {self.id} has no {what.replace('_', ' ')}.", job=self.id, cell=cell)
 
     async def _reports(self, cell_id: str = "") -> list[report_pb2.Report]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from etfarm.client.transport.stubs import Stubs
 
 
-async def save(stubs: Stubs, job: job_pb2.Job, cell: job_pb2.Cell, found: report_pb2.Report, folder: Path) -> list[Path]:
+async def save(stubs: Stubs, job: job_pb2.Job, cell: job_pb2.Cell, report: report_pb2.Report, folder: Path) -> list[Path]:
     """Write the raw data of a report to `folder`, which is created.
 
     That is its program, ETRecord, ETDump, inputs, outputs and numerics.
@@ -38,22 +38,22 @@ async def save(stubs: Stubs, job: job_pb2.Job, cell: job_pb2.Cell, found: report
         raise OutputUnwritable(f"{folder} cannot be made: {error.strerror}.", "Give another folder.", path=folder) from None
     compiled = await _compilation(stubs, cell.compilation_key)
     names = []
-    for name, artifact in {**_of_program(cell, compiled), **await _of_numerics(stubs, cell, found)}.items():
+    for name, artifact in {**_of_program(cell, compiled), **await _of_numerics(stubs, cell, report)}.items():
         await transfers.download_file(stubs.artifacts, artifact, folder / name, server=stubs.server)
         names.append(name)
-    values = {"inputs.npz": _inputs(job, cell, compiled), "outputs.npz": found.outputs if found.HasField("outputs") else None}
+    values = {"inputs.npz": _inputs(job, cell, compiled), "outputs.npz": report.outputs if report.HasField("outputs") else None}
     for name, tensor_file in values.items():
         if tensor_file is not None:
             await _save_values(stubs, tensor_file, cell.method, folder / name)
             names.append(name)
-    if found.HasField("etdump"):
-        await transfers.download_file(stubs.artifacts, found.etdump, folder / "traced.etdp", server=stubs.server)
+    if report.HasField("etdump"):
+        await transfers.download_file(stubs.artifacts, report.etdump, folder / "traced.etdp", server=stubs.server)
         names.append("traced.etdp")
-    said = projection.report_json(found)
-    texts = {"report.json": projection.dumps(projection.document(job, [found], None))}
+    report_json = projection.report_json(report)
+    texts = {"report.json": projection.dumps(projection.document(job, [report], None))}
     if {"traced.etdp", "program.etrecord"} <= set(names):
-        texts[executorch.SCRIPT] = executorch.script(said, names)
-    texts["README.txt"] = executorch.readme(said, sorted([*names, *texts]))
+        texts[executorch.SCRIPT] = executorch.script(report_json, names)
+    texts["README.txt"] = executorch.readme(report_json, sorted([*names, *texts]))
     for name, text in texts.items():
         _write(folder / name, text)
     return [folder / "README.txt", *(folder / name for name in sorted([*names, *texts]) if name != "README.txt")]
@@ -67,24 +67,24 @@ async def _compilation(stubs: Stubs, key: str) -> compile_pb2.Compilation | None
 
 
 def _of_program(cell: job_pb2.Cell, compiled: compile_pb2.Compilation | None) -> dict[str, common_pb2.Artifact]:
-    found = {}
+    files = {}
     if cell.HasField("program"):
-        found["program.pte"] = cell.program.pte
-        found.update({data_file_name(name): artifact for name, artifact in cell.program.data.items()})
+        files["program.pte"] = cell.program.pte
+        files.update({data_file_name(name): artifact for name, artifact in cell.program.data.items()})
     if cell.HasField("etrecord"):
-        found["program.etrecord"] = cell.etrecord
+        files["program.etrecord"] = cell.etrecord
     if compiled is not None:
         exported = {name: artifact for name, artifact in compiled.exported_programs.items() if name == cell.method}
-        found.update({safe_name(f"{name}.pt2"): artifact for name, artifact in exported.items()})
-    return found
+        files.update({safe_name(f"{name}.pt2"): artifact for name, artifact in exported.items()})
+    return files
 
 
-async def _of_numerics(stubs: Stubs, cell: job_pb2.Cell, found: report_pb2.Report) -> dict[str, common_pb2.Artifact]:
+async def _of_numerics(stubs: Stubs, cell: job_pb2.Cell, report: report_pb2.Report) -> dict[str, common_pb2.Artifact]:
     files = {}
-    if found.HasField("numerics_etdump"):
-        files["numerics.etdp"] = found.numerics_etdump
-    if found.HasField("numerics_debug"):
-        files["numerics.debug"] = found.numerics_debug
+    if report.HasField("numerics_etdump"):
+        files["numerics.etdp"] = report.numerics_etdump
+    if report.HasField("numerics_debug"):
+        files["numerics.debug"] = report.numerics_debug
     if files and (compiled := await _compilation(stubs, cell.numerics_compilation_key)) is not None:
         if compiled.HasField("program"):
             files["numerics.pte"] = compiled.program.pte
@@ -96,7 +96,7 @@ async def _of_numerics(stubs: Stubs, cell: job_pb2.Cell, found: report_pb2.Repor
 def _inputs(job: job_pb2.Job, cell: job_pb2.Cell, compiled: compile_pb2.Compilation | None) -> common_pb2.Artifact | None:
     """Return the tensor file of the method's inputs; None for a ready program, for which the runner generated inputs."""
     inputs: list[Mapping[str, common_pb2.Artifact]] = [job.spec.inputs, compiled.example_inputs if compiled is not None else {}]
-    return next((one[cell.method] for one in inputs if cell.method in one), None)
+    return next((by_method[cell.method] for by_method in inputs if cell.method in by_method), None)
 
 
 async def _save_values(stubs: Stubs, artifact: common_pb2.Artifact, method: str, path: Path) -> None:

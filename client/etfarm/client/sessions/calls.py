@@ -162,7 +162,7 @@ def flattened(
     method: str,
     described: session_pb2.SessionMethod | None,
     names: Sequence[str],
-    given: Sequence[Any],
+    positional: Sequence[Any],
     named: Mapping[str, Any],
 ) -> list[Value]:
     """Return a call's inputs in flattened order, with the memory layout that the program was exported for.
@@ -170,7 +170,7 @@ def flattened(
     Args:
         described: the program's description of the method; None if it has none.
         names: input names from the model that it was compiled from; empty if unknown.
-        given: the first inputs, in order.
+        positional: the first inputs, in order.
         named: the others.
 
     Raises:
@@ -181,22 +181,22 @@ def flattened(
     own = [spec.name for spec in specs]
     names = names or (own if all(own) else [])
     if not named:
-        values = [value_of(names[i] if i < len(names) else str(i), value) for i, value in enumerate(_checked(given))]
+        values = [value_of(names[i] if i < len(names) else str(i), value) for i, value in enumerate(_checked(positional))]
     else:
-        by_key = {str(i): value_of(str(i), value) for i, value in enumerate(_checked(given))}
+        by_key = {str(i): value_of(str(i), value) for i, value in enumerate(_checked(positional))}
         for name, value in named.items():
             by_key[name] = value_of(name, value)
         values = in_order(by_key, names, "The program", method)
     return [_laid_out(value, specs[i] if i < len(specs) else None) for i, value in enumerate(values)]
 
 
-def _checked(given: Sequence[Any]) -> Sequence[Any]:
-    for place, value in enumerate(given):
+def _checked(inputs: Sequence[Any]) -> Sequence[Any]:
+    for place, value in enumerate(inputs):
         if isinstance(value, str | bytes | Mapping):
             raise npz.UnsupportedInputArray(
                 f"The input {place} is a {type(value).__name__}.", "Give arrays, torch tensors or numbers.", place=place
             )
-    return given
+    return inputs
 
 
 def _laid_out(value: Value, spec: session_pb2.SessionValue | None) -> Value:

@@ -186,9 +186,9 @@ async def _start(stack: AsyncExitStack, folder: Path) -> str:
     with suppress(TimeoutError):
         line = await asyncio.wait_for(process.stdout.readline(), START_S)
     if not line:
-        said = log.read_text(errors="replace").strip().splitlines()
+        log_lines = log.read_text(errors="replace").strip().splitlines()
         raise LocalRunnerFailed(
-            f"The local runner's server did not start: {said[-1] if said else 'it says nothing'}.",
+            f"The local runner's server did not start: {log_lines[-1] if log_lines else 'it says nothing'}.",
             "Install etfarm[agent,export].",
         )
     return line.decode().strip().rpartition(" ")[2]

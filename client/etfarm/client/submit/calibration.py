@@ -39,16 +39,16 @@ def calibrated(
         UnknownInput, InputMissing, DuplicateInput: a sample's keys do not fit.
         InputFileUnreadable, UnsupportedInputArray: see `npz.read_named`.
     """
-    found: dict[str, list[bytes | Path]] = {}
+    samples: dict[str, list[bytes | Path]] = {}
     for label, named in _samples(calibration, batched):
         for method, ordered in _in_order(label, named, export, model):
             prepared = export.methods[method]
             _must_match(method, label, ordered, prepared.input_types)
-            found.setdefault(method, []).append(_kept(tensors.encode(ordered), folder))
-    if not found:
+            samples.setdefault(method, []).append(_kept(tensors.encode(ordered), folder))
+    if not samples:
         raise NoCalibrationSamples(model)
     methods = {
-        name: replace(method, calibration=tuple(found.get(name, ()))) if name in found else method
+        name: replace(method, calibration=tuple(samples.get(name, ()))) if name in samples else method
         for name, method in export.methods.items()
     }
     return replace(export, methods=methods)
@@ -62,7 +62,7 @@ def _samples(calibration: Calibration, batched: bool) -> Iterator[tuple[str, Map
     for index, sample in enumerate(calibration() if callable(calibration) else calibration):
         named = named_arrays(sample)
         if batched:
-            yield from ((f"{index}[{place}]", one) for place, one in enumerate(npz.split("the sample", named)))
+            yield from ((f"{index}[{place}]", row) for place, row in enumerate(npz.split("the sample", named)))
         else:
             yield str(index), named
 

@@ -51,13 +51,13 @@ def by_method(named: Mapping[str, Named], methods: Sequence[str] | Mapping[str, 
     known = list(methods)
     default = known[0] if len(known) == 1 else "forward"
     result: dict[str, Named] = {}
-    for said, values in named.items():
-        method = said or default
+    for prefix, values in named.items():
+        method = prefix or default
         if method not in known:
             if not values:
                 raise InputMissing("No input is given.", f"The methods are {', '.join(known)}.", methods=",".join(known))
             first = next(iter(values))
-            key = f"{said}/{first}" if said else first
+            key = f"{prefix}/{first}" if prefix else first
             raise UnknownInput(
                 f"The input {key!r} belongs to no method.",
                 f"The methods are {', '.join(known)}.",
@@ -95,18 +95,18 @@ def order(named: Mapping[str, Value], names: Sequence[str], method: str = "") ->
     """
     prefix = f"{method}: " if method else ""
     there = f"The inputs are {', '.join(names)}." if names else "There are no inputs."
-    found: dict[int, Value] = {}
+    by_place: dict[int, Value] = {}
     keys: dict[int, str] = {}
     for key, value in named.items():
         place = place_of(key, names)
         if place is None:
             raise UnknownInput(f"{prefix}there is no input {key!r}.", there, method=method, key=key, inputs=",".join(names))
-        if place in found:
+        if place in by_place:
             raise DuplicateInput(
                 f"{prefix}{keys[place]!r} and {key!r} are one input, {names[place]!r}.", "Give it once.", method=method, key=key
             )
-        found[place], keys[place] = _called(names[place], value), key
-    missing = [name for place, name in enumerate(names) if place not in found]
+        by_place[place], keys[place] = _called(names[place], value), key
+    missing = [name for place, name in enumerate(names) if place not in by_place]
     if missing:
         raise InputMissing(
             f"{prefix}the input {missing[0]!r} is missing.",
@@ -115,7 +115,7 @@ def order(named: Mapping[str, Value], names: Sequence[str], method: str = "") ->
             missing=",".join(missing),
             inputs=",".join(names),
         )
-    return [found[place] for place in range(len(names))]
+    return [by_place[place] for place in range(len(names))]
 
 
 def _called(name: str, value: Value) -> Value:

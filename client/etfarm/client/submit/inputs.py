@@ -29,9 +29,9 @@ class InputsDiffer(UserError):
     reason = "INPUTS_DIFFER"
 
 
-def named_arrays(given: Arrays) -> dict[str, input_names.Named]:
+def named_arrays(arrays: Arrays) -> dict[str, input_names.Named]:
     """Return arrays by method and name, as `npz.read_named` returns those of a file."""
-    pairs = given.items() if isinstance(given, Mapping) else ((str(i), array) for i, array in enumerate(given))
+    pairs = arrays.items() if isinstance(arrays, Mapping) else ((str(i), array) for i, array in enumerate(arrays))
     named: dict[str, input_names.Named] = {}
     for key, array in pairs:
         method, slash, rest = key.partition("/")
@@ -70,8 +70,8 @@ def in_order(values: Mapping[str, tensors.Value], names: Sequence[str], model: s
     for key in values:
         place = key.removeprefix("arr_")
         if not (place.isascii() and place.isdecimal()):
-            said = f"{model} has no input names: use 0, 1, ... as keys, not {key!r}."
-            raise input_names.UnknownInput(said, method=method, key=key)
+            message = f"{model} has no input names: use 0, 1, ... as keys, not {key!r}."
+            raise input_names.UnknownInput(message, method=method, key=key)
     last = max((int(key.removeprefix("arr_")) for key in values), default=-1)
     if last >= len(values):
         taken = {int(key.removeprefix("arr_")) for key in values}

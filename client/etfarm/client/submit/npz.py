@@ -238,9 +238,9 @@ def _check_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo, archive_bytes:
             raise ValueError(f"{info.filename} says {needed} bytes of {dtype.name} {list(shape)[:8]}, and has at most {most}")
 
 
-def _laid_out(path: Path, key: str, value: Value, said: NDArray[Any]) -> Tensor:
+def _laid_out(path: Path, key: str, value: Value, dim_order: NDArray[Any]) -> Tensor:
     """Return the same elements with their bytes in the order of the sibling key."""
-    order = tuple(int(dim) for dim in said.reshape(-1)) if said.dtype.kind in "iu" else ()
+    order = tuple(int(dim) for dim in dim_order.reshape(-1)) if dim_order.dtype.kind in "iu" else ()
     if not isinstance(value, Tensor) or sorted(order) != list(range(len(value.shape))):
         raise UnsupportedInputArray(
             f"{path}: {key + _DIM_ORDER!r} is no order of the dims of {key!r}.",
@@ -251,8 +251,8 @@ def _laid_out(path: Path, key: str, value: Value, said: NDArray[Any]) -> Tensor:
     return from_array(value.name, to_array(value), order)
 
 
-def value_of_entry(path: Path, key: str, name: str, array: NDArray[Any], said: NDArray[Any] | None) -> Value:
-    """Return the array of a key as the value `name`; `dtype` is its sibling `KEY.dtype`.
+def value_of_entry(path: Path, key: str, name: str, array: NDArray[Any], dtype_entry: NDArray[Any] | None) -> Value:
+    """Return the array of a key as the value `name`; `dtype_entry` is its sibling `KEY.dtype`.
 
     Raises:
         UnsupportedInputArray: an unsupported dtype, or a `.dtype` that does not match.
@@ -261,8 +261,8 @@ def value_of_entry(path: Path, key: str, name: str, array: NDArray[Any], said: N
 
     if not isinstance(array, np.ndarray):
         raise InputFileUnreadable(f"{path}: {key!r} is no array.", "Write it with numpy.savez.", path=path, key=key)
-    if said is not None:
-        dtype = str(said.reshape(-1)[0]) if isinstance(said, np.ndarray) and said.size == 1 else ""
+    if dtype_entry is not None:
+        dtype = str(dtype_entry.reshape(-1)[0]) if isinstance(dtype_entry, np.ndarray) and dtype_entry.size == 1 else ""
         if dtype == _SCALAR and (array.size == 0 or (array.ndim == 0 and array.dtype.kind in "biuf")):
             return Scalar(name, array.item() if array.size else None)
         if dtype in _FOREIGN and array.dtype.itemsize == ITEM_BYTES[dtype] and array.dtype.kind in "uiV":
@@ -337,10 +337,10 @@ def entries(
 
     for method, values in outputs.items():
         prefix = f"{method}/" if len(outputs) > 1 else ""
-        given = list(names.get(method, ()))
+        output_names = list(names.get(method, ()))
         for place, value in enumerate(values):
-            name = given[place] if place < len(given) else ""
-            key = prefix + (name if name and given.count(name) == 1 else str(place))
+            name = output_names[place] if place < len(output_names) else ""
+            key = prefix + (name if name and output_names.count(name) == 1 else str(place))
             if isinstance(value, Scalar):
                 yield key, np.asarray(value.value) if value.value is not None else np.empty(0)
                 yield key + DTYPE, np.asarray(_SCALAR)

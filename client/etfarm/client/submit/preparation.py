@@ -83,21 +83,21 @@ def prepare(
     if example_inputs is not None and isinstance(model, str | Path | PreparedModel | ModelSource | Pt2File | PteFile | EagerSpec):
         raise _own_inputs(repr(str(model)) if isinstance(model, str | Path) else f"A {type(model).__name__}")
     if isinstance(model, PreparedModel):
-        made = model
+        prepared = model
     else:
         if isinstance(model, str | Path):
             model = resolve(str(model))
-        made = _prepared(model, wanted, example_inputs, name, folder, say)
+        prepared = _prepared(model, wanted, example_inputs, name, folder, say)
         if isinstance(model, PteFile | Pt2File | FileFactory):
-            made = replace(made, file=model.path)
+            prepared = replace(prepared, file=model.path)
     if data:
-        made = replace(made, data=_data(made, data))
-    if made.program is None:
+        prepared = replace(prepared, data=_data(prepared, data))
+    if prepared.program is None:
         for recipe in wanted:
-            made.export_for(recipe)
+            prepared.export_for(recipe)
         if calibration is not None:
-            made = _calibrated(made, wanted, calibration, batched, folder, say)
-    return made
+            prepared = _calibrated(prepared, wanted, calibration, batched, folder, say)
+    return prepared
 
 
 def _prepared(
@@ -114,12 +114,12 @@ def _prepared(
     if isinstance(model, ModelSource):
         return _exports(model, name or type(next(iter(model.methods.values()))).__name__, recipes, folder, say)
     if isinstance(model, Mapping):
-        label, made = _of_methods(model, example_inputs)
+        label, content = _of_methods(model, example_inputs)
     else:
-        label, made = _in_memory(model, example_inputs)
-    if isinstance(made, ModelSource):
-        return _exports(made, name or label, recipes, folder, say)
-    return PreparedModel.of(name or label, made)
+        label, content = _in_memory(model, example_inputs)
+    if isinstance(content, ModelSource):
+        return _exports(content, name or label, recipes, folder, say)
+    return PreparedModel.of(name or label, content)
 
 
 def _exports(source: ModelSource, name: str, recipes: Sequence[Recipe], folder: Path | None, say: Say | None) -> PreparedModel:
@@ -208,9 +208,9 @@ def _of_methods(methods: Mapping[Any, Any], example_inputs: Any) -> tuple[str, M
         raise BadModel("A dict of models needs method names as keys.", 'Write {"encode": encoder, "decode": decoder}.')
     kinds = {_kind(model) for model in methods.values()}
     if len(kinds) > 1:
-        said = ", ".join(f"{name!r} is {_kind(model)}" for name, model in methods.items())
+        listing = ", ".join(f"{name!r} is {_kind(model)}" for name, model in methods.items())
         raise BadModel(
-            f"The methods of a model are of one kind, and {said}.",
+            f"The methods of a model are of one kind, and {listing}.",
             "Give only modules, only exported programs, or only paths of .pt2 files.",
         )
     (kind,) = kinds
@@ -291,11 +291,11 @@ def _own_inputs(what: str) -> BadModel:
     return BadModel(f"{what} brings its own example inputs.", "Leave example_inputs out: they are for an nn.Module.", model=what)
 
 
-def _no_model(given: object) -> BadModel:
-    shown = repr(given)
+def _no_model(value: object) -> BadModel:
+    shown = repr(value)
     return BadModel(
-        f"{shown if len(shown) <= 40 else f'{shown[:39]}…'} is no model: it is of the type {type(given).__name__}.",
+        f"{shown if len(shown) <= 40 else f'{shown[:39]}…'} is no model: it is of the type {type(value).__name__}.",
         "Give the path of a .pt2 or .pte, a text such as file.py:factory or demo:NAME, an nn.Module with example_inputs, "
         "an ExportedProgram, a dict of these by method, or a ModelSource.",
-        model=type(given).__name__,
+        model=type(value).__name__,
     )

@@ -122,15 +122,15 @@ class PreparedModel:
             if torchao_parts(recipe) and not transformed:
                 raise RecipeNeedsEagerModule(recipe.text, self.name)
             return export
-        found = self.exports.get(export_key(recipe))
-        if found is None:
+        match = self.exports.get(export_key(recipe))
+        if match is None:
             raise NotPrepared(
                 f"{self.name} was not prepared for {recipe.text}, which wants an export of its own.",
                 f"Give prepare(model, recipes=[{recipe.text!r}]).",
                 model=self.name,
                 recipe=recipe.text,
             )
-        return found
+        return match
 
     def reference_for(self, recipe: Recipe) -> PreparedExport | None:
         """Return the export before the recipe rewrote modules; None if it rewrites none, or if that export is unknown."""
@@ -146,18 +146,18 @@ def distinct_names(models: Sequence[PreparedModel]) -> list[str]:
     names = [model.name for model in models]
     for name in {name for name in names if names.count(name) > 1}:
         places = [place for place, model in enumerate(models) if model.name == name]
-        for place, told in zip(places, _told_apart(name, [models[place].file for place in places]), strict=True):
-            names[place] = told
+        for place, distinct in zip(places, _distinguish(name, [models[place].file for place in places]), strict=True):
+            names[place] = distinct
     return names
 
 
-def _told_apart(name: str, files: Sequence[Path | None]) -> list[str]:
+def _distinguish(name: str, files: Sequence[Path | None]) -> list[str]:
     folders = [file.resolve().parent.parts[1:] for file in files if file is not None]
     if len(set(folders)) == len(files):
         for depth in range(1, max(map(len, folders)) + 1):
-            told = ["/".join([*parts[-depth:], name]) for parts in folders]
-            if len(set(told)) == len(told):
-                return told
+            candidates = ["/".join([*parts[-depth:], name]) for parts in folders]
+            if len(set(candidates)) == len(candidates):
+                return candidates
     return [f"{name} #{place}" for place in range(len(files))]
 
 

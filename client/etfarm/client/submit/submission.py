@@ -140,7 +140,7 @@ class Given:
         """
         models = [
             prepare(
-                one,
+                model,
                 recipes=recipes,
                 example_inputs=self.example_inputs,
                 calibration=self.calibration,
@@ -148,13 +148,13 @@ class Given:
                 data=self.data,
                 folder=folder,
             )
-            for one in several(self.model)
+            for model in several(self.model)
         ]
-        made = Submission(spec)
-        made.add_candidates(models, recipes)
+        submission = Submission(spec)
+        submission.add_candidates(models, recipes)
         if self.inputs is not None:
-            made.add_inputs(self.inputs, models, list(spec.methods))
-        return made
+            submission.add_inputs(self.inputs, models, list(spec.methods))
+        return submission
 
 
 def several(one_or_more: Any) -> list[Any]:

@@ -86,7 +86,7 @@ class Connection:
                 access = replace(access, project=self._project)
             self._channel = open_channel(access)
             self._stubs = Stubs.of(self._channel, access.server)
-            await _must_answer(self._stubs)
+            await _probe(self._stubs)
         except BaseException:
             await self.close()
             raise
@@ -117,7 +117,7 @@ class Connection:
         return self._lease
 
 
-async def _must_answer(stubs: Stubs) -> None:
+async def _probe(stubs: Stubs) -> None:
     """Make one quick call, so that a wrong address fails now and not after the retries for a server restart."""
     try:
         await stubs.farm.GetServerInfo(farm_pb2.GetServerInfoRequest(), timeout=CONNECT_TIMEOUT_S)

@@ -79,16 +79,16 @@ def event(message: job_pb2.JobEvent) -> Event | None:
         case "cell":
             return CellChanged(sequence, at, cell(message.cell), job_state(message.job_state))
         case "progress":
-            said = message.progress
+            progress = message.progress
             return Progress(
                 at=at,
-                cell_id=said.cell_id,
-                actor=said.actor,
-                phase=said.phase,
-                duration_ms=said.duration_ms if said.HasField("duration_ms") else None,
-                done=said.done if said.HasField("done") else None,
-                total=said.total if said.HasField("total") else None,
-                message=said.message,
+                cell_id=progress.cell_id,
+                actor=progress.actor,
+                phase=progress.phase,
+                duration_ms=progress.duration_ms if progress.HasField("duration_ms") else None,
+                done=progress.done if progress.HasField("done") else None,
+                total=progress.total if progress.HasField("total") else None,
+                message=progress.message,
             )
         case "log":
             return log_line(message.log)

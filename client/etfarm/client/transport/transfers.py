@@ -25,7 +25,7 @@ PARALLEL_SMALL = 16
 
 SMALL_BYTES = 256 << 10
 
-_ASK = 5_000
+_DIGESTS_PER_CALL = 5_000
 """Number of digests in one FindMissing call, which takes 10,000."""
 
 _GO_ON = (
@@ -55,8 +55,8 @@ async def upload_missing(
     """
     digests = list(blobs)
     missing: list[str] = []
-    for start in range(0, len(digests), _ASK):
-        request = artifact_pb2.FindMissingRequest(digests=digests[start : start + _ASK])
+    for start in range(0, len(digests), _DIGESTS_PER_CALL):
+        request = artifact_pb2.FindMissingRequest(digests=digests[start : start + _DIGESTS_PER_CALL])
         missing += (await repeat(lambda request=request: stub.FindMissing(request), server=server)).missing  # type: ignore[misc]
     wanted = {digest: blobs[digest] for digest in missing if digest in blobs}
     total = sum(artifact.size_bytes for artifact, _ in wanted.values())

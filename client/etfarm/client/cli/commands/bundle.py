@@ -22,7 +22,7 @@ def add(argv: list[str]) -> int:
 
 
 def list_(argv: list[str]) -> int:
-    """Runs `etfarm bundle list`."""
+    """Run `etfarm bundle list`."""
     return execute(list_bundles, argv, "bundle list")
 
 
@@ -57,11 +57,11 @@ def list_bundles(server: options.Server = None, tls_ca: options.TlsCa = None, pr
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
             return await farm.bundles()
 
-    found = run_async(fetch)
-    if not found:
+    bundles = run_async(fetch)
+    if not bundles:
         print("There is no runner bundle so far: `etfarm serve` builds its own, `etfarm bundle add FILE` adds others.")
         return
-    _show(found)
+    _show(bundles)
 
 
 def _show(bundles: list[Bundle]) -> None:

@@ -102,18 +102,18 @@ def compare(
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
             return await farm.compare(base, candidate, gate or (), strict=strict, accept_invalid=accept_invalid)
 
-    found = run_async(ask, outcome).json()
-    outcome.document = lambda error: found
-    _show(found, top, to_stderr=STDOUT in (json, markdown))
+    document = run_async(ask, outcome).json()
+    outcome.document = lambda error: document
+    _show(document, top, to_stderr=STDOUT in (json, markdown))
     if markdown is not None:
         from etfarm.client.formats import compared
 
-        text = compared.markdown(found)
+        text = compared.markdown(document)
         if markdown == STDOUT:
             put(text)
         else:
             write_whole(Path(markdown), text.encode())
-    return _code(found)
+    return _code(document)
 
 
 def _code(document: Json) -> int:
@@ -126,8 +126,8 @@ def _code(document: Json) -> int:
         tell(f"etfarm: The gate is not passed: {compared.why(gate)}.", to_stderr=True)
         return GATE
     failed = [pair["candidate"] for pair in document["pairs"]]
-    failed += [one["report"] for one in document["unpaired"] if one["side"] == "CANDIDATE"]
-    return FAILED if any(one["state"] != "SUCCEEDED" for one in failed) else DONE
+    failed += [entry["report"] for entry in document["unpaired"] if entry["side"] == "CANDIDATE"]
+    return FAILED if any(entry["state"] != "SUCCEEDED" for entry in failed) else DONE
 
 
 def _show(document: Json, top: int, *, to_stderr: bool) -> None:
@@ -153,8 +153,8 @@ def rendered(document: Json, *, top: int, width: int) -> list[RenderableType]:
         if parts:
             parts.append(Text())
         parts += _pair(pair, top, width)
-    for one in document["unpaired"]:
-        parts.append(Text(f"only in the {one['side'].lower()}: {label(one['report'])}", style="yellow"))
+    for entry in document["unpaired"]:
+        parts.append(Text(f"only in the {entry['side'].lower()}: {label(entry['report'])}", style="yellow"))
     parts += [Text(note, style="dim") for note in document["notes"]]
     if document["gate"]:
         parts += _gate(document["gate"])
@@ -175,13 +175,13 @@ def _pair(pair: Json, top: int, width: int) -> Iterator[RenderableType]:
     moved = compared.moved(pair, top)
     if moved:
         yield Padding(_moved(moved, width - 2), (0, 0, 0, 2))
-    told: list[tuple[str, RenderableType]] = []
+    rows: list[tuple[str, RenderableType]] = []
     if pair["operators"] and not moved:
-        told.append(("operators", Text("none takes another part of the time by 1 % or more of all")))
-    told += [("delegation", Text(one)) for one in compared.joined(pair)]
-    told += [("changed", Text(one)) for one in compared.changed(pair)]
-    if told:
-        named = [(name if place == 0 or told[place - 1][0] != name else "", value) for place, (name, value) in enumerate(told)]
+        rows.append(("operators", Text("none takes another part of the time by 1 % or more of all")))
+    rows += [("delegation", Text(line)) for line in compared.joined(pair)]
+    rows += [("changed", Text(line)) for line in compared.changed(pair)]
+    if rows:
+        named = [(name if place == 0 or rows[place - 1][0] != name else "", value) for place, (name, value) in enumerate(rows)]
         yield Padding(output.facts(named), (0, 0, 0, 2))
 
 
@@ -194,10 +194,10 @@ def _headline(pair: Json, width: int) -> RenderableType:
 
     latency = pair["latency"]
     text = Text("candidate / base  ", style="bold")
-    answer, _, said = compared.answer(pair).partition("  ")
+    answer, _, meaning = compared.answer(pair).partition("  ")
     text.append(answer)
-    if said:
-        text.append("  ").append(said, _STYLES.get(latency["outcome"], "not bold"))
+    if meaning:
+        text.append("  ").append(meaning, _STYLES.get(latency["outcome"], "not bold"))
     if latency and latency["method"] == "paired":
         text.append(f"  {units.count(latency['rounds'], 'round')}", "not bold dim")
     if (status := compared.status(pair)) is not None:

@@ -45,29 +45,29 @@ def list_(
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
             return await farm.devices(device)
 
-    found = run_async(fetch)
-    if not found:
+    devices = run_async(fetch)
+    if not devices:
         tell(f"No device matches {device!r}." if device else "No device has connected so far: run `etfarm agent` on one.")
         return
     now = datetime.now(UTC)
     rows = [
         (
-            one.name,
-            one.id[:12],
-            f"{one.arch}{' (emulated)' if one.emulated else ''}",
-            one.soc or "-",
-            str(one.cores),
-            units.size(one.memory_bytes),
-            Text(one.state.value, style=_STYLES[one.state.value]),
-            units.ago(one.last_seen_at, now),
+            item.name,
+            item.id[:12],
+            f"{item.arch}{' (emulated)' if item.emulated else ''}",
+            item.soc or "-",
+            str(item.cores),
+            units.size(item.memory_bytes),
+            Text(item.state.value, style=_STYLES[item.state.value]),
+            units.ago(item.last_seen_at, now),
         )
-        for one in found
+        for item in devices
     ]
     heads = ("NAME", "ID", "ARCH", "SOC", "CORES", "MEMORY", "STATE", "LAST SEEN")
     output.show_table(heads, rows, right=("CORES", "MEMORY"), shrink=("NAME", "SOC"))
-    for one in found:
-        if one.problem is not None:
-            output.show(output.line(f"{one.name}: {one.problem}", style="red"))
+    for item in devices:
+        if item.problem is not None:
+            output.show(output.line(f"{item.name}: {item.problem}", style="red"))
 
 
 _STYLES = {"IDLE": "green", "BUSY": "bold", "OFFLINE": "dim", "DRAINING": "yellow", "UNUSABLE": "red"}
@@ -132,55 +132,55 @@ def restrict(
     tell(f"{changed.name} runs jobs of {', '.join(changed.projects) or 'every project'}.")
 
 
-def facts(one: Device, now: datetime) -> Iterator[tuple[str, RenderableType]]:
+def facts(device: Device, now: datetime) -> Iterator[tuple[str, RenderableType]]:
     """Yield all known facts of a device as names and values, without missing ones."""
     from rich.text import Text
 
     from etfarm.client.formats import units
 
-    told = _TOLD_WHERE_EMULATED if one.emulated else _TELEMETRY.keys()
-    telemetry = {key: _TELEMETRY[key](value) for key, value in one.telemetry.items() if key in told}
-    shared = [cluster for cluster in one.clusters if set(cluster.features) != set(one.features)]
+    reported = _HOST_TELEMETRY if device.emulated else _TELEMETRY.keys()
+    telemetry = {key: _TELEMETRY[key](value) for key, value in device.telemetry.items() if key in reported}
+    shared = [cluster for cluster in device.clusters if set(cluster.features) != set(device.features)]
     pairs: list[tuple[str, RenderableType]] = [
-        ("name", one.name),
-        ("id", one.id),
-        ("state", Text(f"{one.state.value}, last seen {units.ago(one.last_seen_at, now)}", _STYLES[one.state.value])),
-        ("problem", Text(str(one.problem), "red") if one.problem else ""),
-        ("attempt", one.attempt_id),
-        ("projects", ", ".join(one.projects)),
-        ("model", one.model),
-        ("soc", one.soc),
-        ("os", one.os),
-        ("arch", one.arch),
-        ("emulated", "its outputs are those of a real one, its times say nothing about it" if one.emulated else ""),
-        ("cores", _all({"": str(one.cores), **telemetry}, "", "cpu_share", "load_1m", "frequency_hz")),
-        *[("", _clusters(one.clusters))][: len(one.clusters)],
-        ("features", " ".join(one.features)),
-        *[("", f"{cluster.part} has {_besides(cluster, one)} as well") for cluster in shared],
+        ("name", device.name),
+        ("id", device.id),
+        ("state", Text(f"{device.state.value}, last seen {units.ago(device.last_seen_at, now)}", _STYLES[device.state.value])),
+        ("problem", Text(str(device.problem), "red") if device.problem else ""),
+        ("attempt", device.attempt_id),
+        ("projects", ", ".join(device.projects)),
+        ("model", device.model),
+        ("soc", device.soc),
+        ("os", device.os),
+        ("arch", device.arch),
+        ("emulated", "its outputs are those of a real one, its times say nothing about it" if device.emulated else ""),
+        ("cores", _all({"": str(device.cores), **telemetry}, "", "cpu_share", "load_1m", "frequency_hz")),
+        *[("", _clusters(device.clusters))][: len(device.clusters)],
+        ("features", " ".join(device.features)),
+        *[("", f"{cluster.part} has {_besides(cluster, device)} as well") for cluster in shared],
         (
             "memory",
             _all(
-                {"total": units.size(one.memory_bytes) if one.memory_bytes else "", **telemetry},
+                {"total": units.size(device.memory_bytes) if device.memory_bytes else "", **telemetry},
                 "total",
                 "memory_available_bytes",
             ),
         ),
-        ("pages", f"{one.page_size_bytes >> 10} KiB each" if one.page_size_bytes else ""),
+        ("pages", f"{device.page_size_bytes >> 10} KiB each" if device.page_size_bytes else ""),
         ("disk", telemetry.get("disk_free_bytes", "")),
-        ("sensors", _sensors(one, telemetry.get("temperature_c", ""))),
-        ("battery", _battery(one.has_battery, telemetry)),
+        ("sensors", _sensors(device, telemetry.get("temperature_c", ""))),
+        ("battery", _battery(device.has_battery, telemetry)),
         # An unusable device has not reported what it would need.
-        ("runner", _runner(one.runner, one.own_runners) if one.runner or one.problem is None else ""),
-        ("backends", ", ".join(one.backends)),
-        ("operators", str(one.operator_count or "")),
-        ("labels", ", ".join(f"{key}={value}" for key, value in one.labels.items())),
-        ("agent", f"{one.agent_id}{', ' if 'agent_rss_bytes' in telemetry else ''}{telemetry.get('agent_rss_bytes', '')}"),
+        ("runner", _runner(device.runner, device.own_runners) if device.runner or device.problem is None else ""),
+        ("backends", ", ".join(device.backends)),
+        ("operators", str(device.operator_count or "")),
+        ("labels", ", ".join(f"{key}={value}" for key, value in device.labels.items())),
+        ("agent", f"{device.agent_id}{', ' if 'agent_rss_bytes' in telemetry else ''}{telemetry.get('agent_rss_bytes', '')}"),
     ]
     return ((name, value) for name, value in pairs if value)
 
 
-def _all(said: Mapping[str, str], *keys: str) -> str:
-    return ", ".join(said[key] for key in keys if said.get(key))
+def _all(values: Mapping[str, str], *keys: str) -> str:
+    return ", ".join(values[key] for key in keys if values.get(key))
 
 
 def _clusters(clusters: Sequence[Cluster]) -> Table:
@@ -261,7 +261,7 @@ _TELEMETRY: dict[str, Callable[[float], str]] = {
 }
 """Formatters of a heartbeat's values, by key."""
 
-_TOLD_WHERE_EMULATED = ("memory_available_bytes", "disk_free_bytes", "agent_rss_bytes")
+_HOST_TELEMETRY = ("memory_available_bytes", "disk_free_bytes", "agent_rss_bytes")
 """Values that an emulated device reports of its host because they also apply to its programs; the host's load, clock,
 temperature and battery do not.
 """

@@ -72,15 +72,15 @@ def history(
     outcome.document = lambda error: past.document(model, entries, error)
     to_stderr = json == STDOUT
     series = past.trends(entries)
-    for place, one in enumerate(reversed(series)):
-        _show(one, blank=place > 0, to_stderr=to_stderr)
+    for place, item in enumerate(reversed(series)):
+        _show(item, blank=place > 0, to_stderr=to_stderr)
     if not series:
         from etfarm.client.cli.terminal import output
 
-        given = {"--device": device, "--recipe": recipe, "--method": method, "--threads": threads}
-        asked = " ".join(f"{name} {value}" for name, value in given.items() if value)
-        said = f"There are reports of {model}, and none of them fits {asked}. `etfarm history {model}` shows all."
-        output.show(output.line(said), to_stderr=to_stderr)
+        filters = {"--device": device, "--recipe": recipe, "--method": method, "--threads": threads}
+        selection = " ".join(f"{name} {value}" for name, value in filters.items() if value)
+        message = f"There are reports of {model}, and none of them fits {selection}. `etfarm history {model}` shows all."
+        output.show(output.line(message), to_stderr=to_stderr)
     elif len(entries) == limit:
         from etfarm.client.cli.terminal import output
 
@@ -114,7 +114,7 @@ def _lines(points: Sequence[Point]) -> list[Text]:
     used = [place for place in range(len(_HEADS)) if any(row[place].cell_len for row in cells[1:])]
     widths = {place: max(row[place].cell_len for row in cells) for place in used}
     lines = []
-    for row, said in zip(cells, [Text(), *map(_said, points)], strict=True):
+    for row, remarks in zip(cells, [Text(), *map(_remarks, points)], strict=True):
         line = Text()
         for place in used:
             padding = " " * (widths[place] - row[place].cell_len)
@@ -122,8 +122,8 @@ def _lines(points: Sequence[Point]) -> list[Text]:
             line.append("  ")
         line.rstrip()
         lines.append(line)
-        if said.cell_len:
-            lines.append(Text.assemble(" " * (widths[0] + 2), said))
+        if remarks.cell_len:
+            lines.append(Text.assemble(" " * (widths[0] + 2), remarks))
     return lines
 
 
@@ -189,7 +189,7 @@ def _row(point: Point) -> tuple[Text, ...]:
     )
 
 
-def _said(point: Point) -> Text:
+def _remarks(point: Point) -> Text:
     """Return why a point is no evidence, and what changed since the previous one."""
     from rich.text import Text
 
@@ -199,8 +199,8 @@ def _said(point: Point) -> Text:
     why = [report["error"]["reason"]] if report["error"] else []
     if point.verdict == "INVALID":
         why += [reason["code"] for reason in report["verdict"]["reasons"]]
-    said = Text(", ".join(why).lower().replace("_", " "), style="dim")
+    text = Text(", ".join(why).lower().replace("_", " "), style="dim")
     if point.changes:
-        said.append("; " if why else "")
-        said.append(f"changed: {'; '.join(sentence(one) for one in point.changes)}", style="not dim cyan")
-    return said
+        text.append("; " if why else "")
+        text.append(f"changed: {'; '.join(sentence(item) for item in point.changes)}", style="not dim cyan")
+    return text

@@ -38,12 +38,12 @@ def list_(
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
             return await farm.jobs(limit)
 
-    found = run_async(fetch)
-    if not found:
+    jobs = run_async(fetch)
+    if not jobs:
         print("There are no jobs.")
         return
-    tagged = any(job.tags for job in found)
-    several = len({job.project for job in found}) > 1
+    tagged = any(job.tags for job in jobs)
+    several = len({job.project for job in jobs}) > 1
     now = datetime.now(UTC)
     rows = [
         (
@@ -57,7 +57,7 @@ def list_(
             units.ago(job.submitted_at, now),
             _took(job),
         )
-        for job in found
+        for job in jobs
     ]
     heads = (
         "JOB",
@@ -83,22 +83,22 @@ def show(
 
     async def fetch() -> tuple[JobInfo, dict[str, str]]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            asked = await farm.job(job)
-            return asked.info, {device.id: device.name for device in await farm.devices()}
+            handle = await farm.job(job)
+            return handle.info, {device.id: device.name for device in await farm.devices()}
 
-    found, devices = run_async(fetch)
-    labels = ", ".join(f"{key}={value}" for key, value in found.labels.items())
+    info, devices = run_async(fetch)
+    labels = ", ".join(f"{key}={value}" for key, value in info.labels.items())
     now = datetime.now(UTC)
     pairs = [
-        ("job", found.id),
-        ("tags", ", ".join(found.tags)),
-        ("name", found.name),
+        ("job", info.id),
+        ("tags", ", ".join(info.tags)),
+        ("name", info.name),
         ("labels", labels),
-        ("project", found.project if found.project != "default" else ""),
-        ("owner", found.owner),
-        ("state", found.state.value),
-        ("submitted", units.ago(found.submitted_at, now)),
-        ("took", _took(found)),
+        ("project", info.project if info.project != "default" else ""),
+        ("owner", info.owner),
+        ("state", info.state.value),
+        ("submitted", units.ago(info.submitted_at, now)),
+        ("took", _took(info)),
     ]
     output.show(output.facts((name, value) for name, value in pairs if value))
     rows = [
@@ -109,7 +109,7 @@ def show(
             devices.get(cell.device or "") or (cell.device or "")[:12],
             str(cell.error or cell.waiting_for),
         )
-        for cell in found.cells
+        for cell in info.cells
     ]
     output.show_table(("CELL", "WHAT", "STATE", "DEVICE", "WHY"), rows, right=("CELL",), shrink=("WHAT", "WHY"))
 
@@ -137,9 +137,9 @@ def watch(
     async def follow() -> int:
         with open_display() as display:
             async with AsyncFarm(server, tls_ca=tls_ca, on_status=display.status) as farm:
-                found = await farm.job(job)
-                outcome.document = found.document_without_reports
-                result = await flow.follow(found, display, verbose=verbose)
+                handle = await farm.job(job)
+                outcome.document = handle.document_without_reports
+                result = await flow.follow(handle, display, verbose=verbose)
                 outcome.document = flow.ended(result)
                 display.stop()
                 print_result(result, to_stderr=json == STDOUT)
@@ -156,12 +156,12 @@ def cancel(
 
     async def end() -> str:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            found = await farm.job(job)
-            before = found.state
+            handle = await farm.job(job)
+            before = handle.state
             if before.is_terminal:
-                return f"Job {found.id} was done already: {before.value}."
-            after = await found.cancel()
-            return f"Job {found.id}: {after.value}."
+                return f"Job {handle.id} was done already: {before.value}."
+            after = await handle.cancel()
+            return f"Job {handle.id}: {after.value}."
 
     tell(run_async(end))
 
@@ -179,9 +179,9 @@ def logs(
 
     async def tail() -> None:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            found = await farm.job(job)
-            index = {known.id: str(known.index) for known in found.info.cells}
-            async for line in found.logs(cell=cell, follow=follow):
+            handle = await farm.job(job)
+            index = {known.id: str(known.index) for known in handle.info.cells}
+            async for line in handle.logs(cell=cell, follow=follow):
                 tell(f"{index.get(line.cell_id, '-'):>3} {line.source.lower():<8} {line.text}", flush=follow)
 
     run_async(tail)

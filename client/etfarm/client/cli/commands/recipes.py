@@ -33,7 +33,7 @@ def list_(
 
     from etfarm.client.cli.terminal import output
 
-    found = _fetch(server, tls_ca)
+    recipes = _fetch(server, tls_ca)
     rows = [
         (
             Text(recipe.name, style="bold" if recipe.available else "dim"),
@@ -41,7 +41,7 @@ def list_(
             Text("yes", style="green") if recipe.available else Text("no", style="yellow"),
             Text(recipe.summary) if recipe.available else Text(f"{recipe.summary}; {recipe.missing}", style="dim"),
         )
-        for recipe in sorted(found, key=lambda recipe: not recipe.available)
+        for recipe in sorted(recipes, key=lambda recipe: not recipe.available)
         if recipe.available or not available
     ]
     output.show_table(("RECIPE", "QUANTIZATION", "HERE", "WHAT"), rows, shrink=("WHAT",))
@@ -68,7 +68,7 @@ def show(
     known = RECIPES.get(recipe)
     needs_arguments = known is not None and any(argument.required for argument in known.arguments)
     parsed = None if needs_arguments else read_recipe(recipe)
-    here = {one.name: one for one in _fetch(server, tls_ca)}
+    here = {info.name: info for info in _fetch(server, tls_ca)}
     names = [recipe] if parsed is None else [part.name for part in parsed.parts]
     pairs = [pair for name in names for pair in _part(name, here.get(name))]
     pairs += [] if parsed is None else _whole(parsed)
@@ -81,12 +81,12 @@ def _part(name: str, here: RecipeInfo | None) -> list[tuple[str, str]]:
 
     known = RECIPES.get(name)
     if known is not None:
-        told = [("what", known.summary), ("backend", known.backend), ("quantization", known.quantization.value)]
+        facts = [("what", known.summary), ("backend", known.backend), ("quantization", known.quantization.value)]
     elif here is not None:
-        told = [("what", here.summary), ("backend", here.backend), ("quantization", here.quantization)]
+        facts = [("what", here.summary), ("backend", here.backend), ("quantization", here.quantization)]
     else:
         return [("recipe", name), ("here", "not available: this farm has no plug-in of that name")]
-    pairs = [("recipe", name), *told]
+    pairs = [("recipe", name), *facts]
     if here is not None:
         pairs.append(("here", "available" if here.available else f"not available: {here.missing}"))
     if known is not None:
@@ -96,16 +96,16 @@ def _part(name: str, here: RecipeInfo | None) -> list[tuple[str, str]]:
 
 def _whole(recipe: Recipe) -> list[tuple[str, str]]:
     """Return the facts of a recipe, including everything that its file contains."""
-    said = recipe.options
-    pairs = [("name", said.name or recipe.label), ("per_op", "true" if said.per_op else "")]
-    pairs += [("partitioners", _components(said.partitioners)), ("quantizers", _components(said.quantizers))]
-    for method, own in sorted(said.methods.items()):
+    options = recipe.options
+    pairs = [("name", options.name or recipe.label), ("per_op", "true" if options.per_op else "")]
+    pairs += [("partitioners", _components(options.partitioners)), ("quantizers", _components(options.quantizers))]
+    for method, own in sorted(options.methods.items()):
         parts = (("partitioners", own.partitioners), ("quantizers", own.quantizers))
-        told = "; ".join(f"{key} {_components(ones)}" for key, ones in parts if ones is not None)
-        pairs.append((f"method {method}", told))
-    for table, values in (("edge", said.edge), ("executorch", said.executorch), ("replace", said.replace)):
+        text = "; ".join(f"{key} {_components(ones)}" for key, ones in parts if ones is not None)
+        pairs.append((f"method {method}", text))
+    for table, values in (("edge", options.edge), ("executorch", options.executorch), ("replace", options.replace)):
         pairs.append((table, _values(values)))
-    if said != type(said)():
+    if options != type(options)():
         pairs += [("quantizes", recipe.quantization.value), ("strict", str(recipe.strict).lower())]
     stages = " ".join(recipe.stages)
     pairs.append(("stages", stages if recipe.resolved else f"{stages}, unless its plug-in quantizes"))
@@ -116,8 +116,11 @@ def _components(components: Sequence[Component] | None) -> str:
     """Return `xnnpack (per_op=false), coreml`; empty without components."""
     if components is None:
         return ""
-    told = [f"{one.name} ({_values(one.arguments)})" if one.arguments else one.name for one in components]
-    return ", ".join(told) or "none"
+    texts = [
+        f"{component.name} ({_values(component.arguments)})" if component.arguments else component.name
+        for component in components
+    ]
+    return ", ".join(texts) or "none"
 
 
 def _values(values: Mapping[str, object]) -> str:

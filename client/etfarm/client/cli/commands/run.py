@@ -102,9 +102,9 @@ def run(
             "method": method, "threads": threads, "timeout_s": timeout, "data": data or (), "mixed": mixed,
             "keep_going": keep_going, "reset": reset, "recipe": recipe or DEFAULT_RECIPE,
         }  # fmt: skip
-        found = dataset.metric_of(metric) if metric is not None else None
+        score = dataset.metric_of(metric) if metric is not None else None
         wanted = dataset.Wanted(
-            spec, inputs, batched, recipe or DEFAULT_RECIPE, device, None if all_devices else devices or 1, chosen, output, found,
+            spec, inputs, batched, recipe or DEFAULT_RECIPE, device, None if all_devices else devices or 1, chosen, output, score,
             server, tls_ca, verbose,
         )  # fmt: skip
         return run_async(lambda: dataset.carry_out(wanted, outcome), outcome)

@@ -82,18 +82,18 @@ class PlainDisplay(Lines):
         if isinstance(event, Progress) and event.duration_ms is not None:
             took = units.milliseconds(event.duration_ms)
             self._waits.pop(event.cell_id, None)
-            said = f", {event.message}" if event.message else ""
-            self._write(f"{self._labels.get(event.cell_id, event.cell_id)}: {event.phase} {took} ({event.actor}){said}")
+            text = f", {event.message}" if event.message else ""
+            self._write(f"{self._labels.get(event.cell_id, event.cell_id)}: {event.phase} {took} ({event.actor}){text}")
         elif isinstance(event, Progress) and event.phase in _GATES and event.message:
             # The reading in a reason changes all the time, so only the first reason is written.
             if self._waits.get(event.cell_id) != event.phase:
                 self._waits[event.cell_id] = event.phase
                 self._write(f"{self._labels.get(event.cell_id, event.cell_id)}: {event.phase}: {event.message} ({event.actor})")
         elif isinstance(event, CellChanged):
-            said = str(event)
-            if self._states.get(event.cell.id) != said:
-                self._states[event.cell.id] = said
-                self._write(said)
+            text = str(event)
+            if self._states.get(event.cell.id) != text:
+                self._states[event.cell.id] = text
+                self._write(text)
 
     def log(self, line: str, cell: str) -> None:
         """Write the line."""
@@ -185,7 +185,7 @@ class LiveDisplay:
         if not self._cells:
             yield Spinner("dots", Text(f"{self._status}  {elapsed}", no_wrap=True, overflow="ellipsis"))
             return
-        heading, labels = _told_apart(list(self._cells.values()))
+        heading, labels = _distinguish(list(self._cells.values()))
         if heading:
             yield Text(heading, style="bold", no_wrap=True, overflow="ellipsis")
         liveliest = sorted(self._cells.values(), key=lambda cell: (cell.state.is_terminal, _rank(cell), cell.index))
@@ -222,7 +222,7 @@ class LiveDisplay:
 _STYLES = {"SUCCEEDED": "green", "FAILED": "bold red", "CANCELLED": "yellow", "QUEUED": "dim", "WAITING_FOR_DEVICE": "yellow"}
 
 
-def _told_apart(cells: Sequence[Cell]) -> tuple[str, dict[str, str]]:
+def _distinguish(cells: Sequence[Cell]) -> tuple[str, dict[str, str]]:
     """Return the traits that all cells share, for a heading, and by id the rest.
 
     A single cell has no heading.
@@ -249,7 +249,7 @@ def _doing(cell: Cell, progress: Progress | None) -> str:
         return cell.waiting_for
     if cell.state is CellState.WAITING_FOR_DEVICE:
         return progress.message or cell.waiting_for
-    said = progress.message or cell.waiting_for
+    detail = progress.message or cell.waiting_for
     far = f" {100 * progress.done / progress.total:.0f} %" if progress.done is not None and progress.total else ""
     actor = f" ({progress.actor})" if progress.actor not in ("", "SERVER") else ""
-    return f"{progress.phase}{far}{actor}{f': {said}' if said else ''}"
+    return f"{progress.phase}{far}{actor}{f': {detail}' if detail else ''}"

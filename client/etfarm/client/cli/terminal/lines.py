@@ -17,7 +17,7 @@ class Lines:
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
-        self._said: set[str] = set()
+        self._written: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -30,8 +30,8 @@ class Lines:
 
     def status(self, text: str) -> None:
         """Write the sentence, once."""
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._written:
+            self._written.add(text)
             self._write(text)
 
     def moved(self, done: int, total: int) -> None:

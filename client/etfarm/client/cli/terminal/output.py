@@ -108,13 +108,13 @@ def show_table(
         if widest is None or widths[widest] <= LEAST_WIDTH:
             break
         widths[widest] -= 1
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for head in heads:
         justify: JustifyMethod = "right" if head in right else "left"
-        made.add_column(head, justify=justify, no_wrap=True, overflow="ellipsis", width=widths[head])
+        table.add_column(head, justify=justify, no_wrap=True, overflow="ellipsis", width=widths[head])
     for row in rows:
-        made.add_row(*row)
-    say(console, made)
+        table.add_row(*row)
+    say(console, table)
 
 
 def _in_a_line(cell: str | Text) -> str | Text:

@@ -48,8 +48,8 @@ def whole(compiled: Json, width: int, *, delegates: bool = True) -> Iterator[Fac
     if compiled["modules"]:
         yield "modules", _modules(compiled["modules"], width)
     for method, delegation in (compiled["delegation"] or {}).items():
-        if said := _share(delegation):
-            yield "delegated", Text(_of(method, compiled, said))
+        if share := _share(delegation):
+            yield "delegated", Text(_of(method, compiled, share))
     if delegates:
         yield from _undelegated(compiled, width, TOP)
     yield from _stayed(compiled, width, TOP)
@@ -74,8 +74,8 @@ def brief(compiled: Json, width: int, delegated_time: float | None, *, delegates
     if compiled["program"]:
         parts = [units.size(compiled["program"]["size_bytes"])]
         for method, delegation in (compiled["delegation"] or {}).items():
-            if said := _share(delegation):
-                parts.append(_of(method, compiled, said))
+            if share := _share(delegation):
+                parts.append(_of(method, compiled, share))
         if delegated_time is not None:
             parts.append(f"{units.percent(delegated_time)} of the time")
         yield "program", Text(", ".join(parts))
@@ -123,25 +123,27 @@ def _size(compiled: Json) -> str:
 
 def _modules(modules: Sequence[Json], width: int) -> Table:
     """Return the modules that own most: their part of the program, and the peak of their own tensors."""
-    ordered = sorted(modules, key=lambda one: (-one["constant_bytes"], -one["planned_bytes"]))
-    several = len({one["method"] for one in modules}) > 1
+    ordered = sorted(modules, key=lambda module: (-module["constant_bytes"], -module["planned_bytes"]))
+    several = len({module["method"] for module in modules}) > 1
     table = Table.grid(padding=(0, 2, 0, 0))
     for justify, style in (("right", ""), ("right", "dim"), ("left", "")):
         table.add_column(justify=justify, style=style, no_wrap=True)  # type: ignore[arg-type]
-    for one in ordered[:TOP]:
-        planned = f"planned {units.size(one['planned_bytes'])}" if one["planned_bytes"] else ""
-        name = one["module"] or "the model itself"
-        name = f"{one['method']}: {name}" if several else name
-        table.add_row(units.size(one["constant_bytes"]), planned, units.without_start(name, max(LEAST_CODE, width - 36)))
+    for module in ordered[:TOP]:
+        planned = f"planned {units.size(module['planned_bytes'])}" if module["planned_bytes"] else ""
+        name = module["module"] or "the model itself"
+        name = f"{module['method']}: {name}" if several else name
+        table.add_row(units.size(module["constant_bytes"]), planned, units.without_start(name, max(LEAST_CODE, width - 36)))
     if len(ordered) > TOP:
-        rest = units.size(sum(one["constant_bytes"] for one in ordered[TOP:]))
+        rest = units.size(sum(module["constant_bytes"] for module in ordered[TOP:]))
         table.add_row(rest, "", Text(f"in {len(ordered) - TOP} more: etfarm report show JOB --by module", style="dim"))
     return table
 
 
 def _planned(compiled: Json) -> str:
     methods = ((compiled["sizes"] or {}).get("methods") or {}).items()
-    sizes = {name: units.size(sum(one["planned_bytes"])) for name, one in methods if one["planned_bytes"]}
+    sizes = {
+        name: units.size(sum(method_sizes["planned_bytes"])) for name, method_sizes in methods if method_sizes["planned_bytes"]
+    }
     if len(sizes) > 1:
         return f"planned {', '.join(f'{name} {size}' for name, size in sizes.items())}"
     return f"planned {next(iter(sizes.values()))}" if sizes else ""
@@ -157,24 +159,28 @@ def _share(delegation: Json) -> str:
     return f"{delegated} of {units.count(nodes, 'node')} delegated in {units.count(delegation['subgraphs'], 'subgraph')}"
 
 
-def _of(method: str, compiled: Json, said: str) -> str:
-    return f"{method}: {said}" if len(compiled["delegation"]) > 1 else said
+def _of(method: str, compiled: Json, text: str) -> str:
+    return f"{method}: {text}" if len(compiled["delegation"]) > 1 else text
 
 
 def _undelegated(compiled: Json, width: int, top: int) -> Iterator[Fact]:
     """Yield operators outside of delegates."""
     rows = []
     for method, delegation in (compiled["delegation"] or {}).items():
-        for one in delegation["operators"] or ():
-            if one["non_delegated"] and one["op"] not in delegations.GLUE:
-                rows.append((one["op"], one["non_delegated"], method, one["places"]))
+        for operator in delegation["operators"] or ():
+            if operator["non_delegated"] and operator["op"] not in delegations.GLUE:
+                rows.append((operator["op"], operator["non_delegated"], method, operator["places"]))
     if rows:
         yield "undelegated", _operators(rows, len(compiled["delegation"]) > 1, width, top)
 
 
 def _stayed(compiled: Json, width: int, top: int) -> Iterator[Fact]:
     stayed = compiled["stayed_fp32"] or {}
-    rows = [(one["op"], one["count"], method, one["places"]) for method, ops in stayed.items() for one in ops["operators"] or ()]
+    rows = [
+        (operator["op"], operator["count"], method, operator["places"])
+        for method, ops in stayed.items()
+        for operator in ops["operators"] or ()
+    ]
     if rows:
         yield "stayed fp32", _operators(rows, len(stayed) > 1, width, top)
 

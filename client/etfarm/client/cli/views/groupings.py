@@ -37,7 +37,7 @@ _PARTS: Final = " ▏▎▍▌▋▊▉█"
 _LEAST_SHARE: Final = 0.0005
 """Shares below this are rounded to 0.0 %."""
 
-_WORTH_TELLING: Final = 0.05
+_LEAST_UNEXPLAINED: Final = 0.05
 """Part of unexplained time from which it is explained."""
 
 Json = Mapping[str, Any]
@@ -209,14 +209,14 @@ def _size(value_bytes: int) -> str:
 
 def _weights(document: Json) -> dict[str, _Weight]:
     """Return bytes by module, without those of other methods than the report's, if it names one."""
-    found: dict[str, _Weight] = {}
-    for one in (document["compile"] or {}).get("modules") or ():
-        if document["method"] in (None, one["method"]):
-            path = one["module"] or views.MODEL
-            before = found.get(path, _Weight(0, 0))
-            planned = max(before.planned_bytes, one["planned_bytes"])
-            found[path] = _Weight(before.constant_bytes + one["constant_bytes"], planned)
-    return found
+    weights: dict[str, _Weight] = {}
+    for module in (document["compile"] or {}).get("modules") or ():
+        if document["method"] in (None, module["method"]):
+            path = module["module"] or views.MODEL
+            before = weights.get(path, _Weight(0, 0))
+            planned = max(before.planned_bytes, module["planned_bytes"])
+            weights[path] = _Weight(before.constant_bytes + module["constant_bytes"], planned)
+    return weights
 
 
 def _below(weights: Mapping[str, _Weight]) -> dict[str, int]:
@@ -250,7 +250,7 @@ def _notes(
         share = sum(group.own_share or 0.0 for group in groups if group.key not in shown)
         notes.append(f"and {len(groups) - len(kept)} more, {units.percent(share)} together: --top 0 shows all")
     rest = sum(group.own_share or 0.0 for group in groups if group.key == views.NOT_EXPLAINED)
-    if rest >= _WORTH_TELLING:
+    if rest >= _LEAST_UNEXPLAINED:
         ticks = [row["resolution_ns"] for row in operators if row["kind"] == "KERNEL" and row["resolution_ns"]]
         scale, unit = units.unit_of(max(ticks, default=1.0))
         clock = f", and what a clock of {max(ticks) / scale:g} {unit} cuts off each kernel" if ticks else ""

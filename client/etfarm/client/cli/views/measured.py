@@ -32,19 +32,21 @@ _PYTHON = "python: ExecuTorch's binding, whose call takes about 2 µs more; `etf
 def circumstances(document: Json) -> Iterator[Fact]:
     """Yield notable facts of the program and of the device during the run, apart from the verdict."""
     measurement, telemetry = document["measurement"] or {}, document["telemetry"] or {}
-    told = {reason["code"] for reason in (document["verdict"] or {}).get("reasons", ())}
+    reasons = {reason["code"] for reason in (document["verdict"] or {}).get("reasons", ())}
     if document["runner"] and document["runner"]["kind"] == "python":
         yield "runner", Text(_PYTHON)
-    found = measurement.get("repeatability")
-    if found and found["outcome"] not in (None, "", "EQUAL") and "OUTPUTS_DIFFER" not in told:
-        yield "repeated", Text(sentences.repeatability(found))
+    repeatability = measurement.get("repeatability")
+    if repeatability and repeatability["outcome"] not in (None, "", "EQUAL") and "OUTPUTS_DIFFER" not in reasons:
+        yield "repeated", Text(sentences.repeatability(repeatability))
     waits = [
-        one for one in telemetry.get("waits") or () if one["passed"] or one["gate"] != "IDLE" or "BACKGROUND_LOAD" not in told
+        wait
+        for wait in telemetry.get("waits") or ()
+        if wait["passed"] or wait["gate"] != "IDLE" or "BACKGROUND_LOAD" not in reasons
     ]
-    if said := sentences.waits(waits):
-        yield "waited", Text(said)
-    if "FREQUENCY_MOVED" not in told and (said := sentences.settings(telemetry.get("settings") or ())):
-        yield "settings", Text(said)
+    if text := sentences.waits(waits):
+        yield "waited", Text(text)
+    if "FREQUENCY_MOVED" not in reasons and (text := sentences.settings(telemetry.get("settings") or ())):
+        yield "settings", Text(text)
 
 
 def times(document: Json) -> Iterator[Fact]:
@@ -64,8 +66,8 @@ def times(document: Json) -> Iterator[Fact]:
     if measurement and measurement["stop_reason"] == "SETTLED":
         took = units.time(measurement["duration_ns"])
         yield "timed", Text(f"for {took}, longer than asked for, until the times settled")
-    if measurement and (said := sentences.cut_short(measurement)):
-        yield "timed", Text(said)
+    if measurement and (text := sentences.cut_short(measurement)):
+        yield "timed", Text(text)
     if measurement and measurement["warmup"] is not None:
         yield "warm-up", Text(sentences.warmup(measurement))
 
@@ -79,7 +81,7 @@ def memory(document: Json) -> Iterator[Fact]:
         if parts:
             yield "memory", Text(", ".join(parts))
     if load:
-        said = [("program", "load_ns"), ("method", "load_method_ns"), ("first run", "first_run_ns")]
-        parts = [f"{name} {units.time(load[key])}" for name, key in said if load[key] is not None]
+        names = [("program", "load_ns"), ("method", "load_method_ns"), ("first run", "first_run_ns")]
+        parts = [f"{name} {units.time(load[key])}" for name, key in names if load[key] is not None]
         if parts:
             yield "load", Text(" · ".join(parts))

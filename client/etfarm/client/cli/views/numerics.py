@@ -32,9 +32,9 @@ _LEAST_ROOM: Final = 48
 def accuracy(output: Json) -> str:
     """Return one output against its reference, in one line."""
     name, nans = output["output"] or "output", output["nan_count"]
-    told = f", {units.count(nans, 'NaN')} where it has {output['reference_nan_count'] or 'none'}" if nans else ""
+    remark = f", {units.count(nans, 'NaN')} where it has {output['reference_nan_count'] or 'none'}" if nans else ""
     if output["equal"]:
-        return f"{name}: equal to the {output['reference']}{told}"
+        return f"{name}: equal to the {output['reference']}{remark}"
     parts = []
     if output["sqnr_db"] is not None:
         parts.append(f"SQNR {output['sqnr_db']:.1f} dB")
@@ -44,7 +44,7 @@ def accuracy(output: Json) -> str:
         parts.append(f"cosine {output['cosine']:.6f}")
     if output["top1_agreement"] is not None:
         parts.append(f"top-1 agrees {units.percent(output['top1_agreement']).replace('.0 %', ' %')}")
-    return f"{name}: {', '.join(parts) or 'not comparable'}, against the {output['reference']}{told}"
+    return f"{name}: {', '.join(parts) or 'not comparable'}, against the {output['reference']}{remark}"
 
 
 def gap(document: Json, *, width: int, top: int, job: str = "") -> RenderableType | None:
@@ -60,30 +60,30 @@ def gap(document: Json, *, width: int, top: int, job: str = "") -> RenderableTyp
     operators = list(gaps.operators(rows))
     shown = operators
     if top:
-        worst = sorted(operators, key=lambda one: one.level_db)[:WORST]
-        shown = [one for one in operators if one in worst or one.judged["first_bad"]]
+        worst = sorted(operators, key=lambda operator: operator.level_db)[:WORST]
+        shown = [operator for operator in operators if operator in worst or operator.judged["first_bad"]]
     parts: list[RenderableType] = [_answer(operators, numerics), _table(shown, width)]
     if len(shown) < len(operators):
         how = f": etfarm report show {job} --top 0" if job else ""
         parts.append(Text(f"and {len(operators) - len(shown)} more with a higher SNR{how}", style="dim"))
     if not numerics["is_timed_program"]:
-        told = "The values are of a program made for this, with a delegate for each operator, not of the timed one."
-        parts.append(Text(told, style="dim"))
+        note = "The values are of a program made for this, with a delegate for each operator, not of the timed one."
+        parts.append(Text(note, style="dim"))
     return Group(*parts)
 
 
 def _answer(operators: Sequence[Operator], numerics: Json) -> Text:
     text = Text("numerics  ", style="bold")
-    against = _REFERENCES["QUANTIZED" if any("QUANTIZED" in one.rows for one in operators) else "EAGER"]
+    against = _REFERENCES["QUANTIZED" if any("QUANTIZED" in operator.rows for operator in operators) else "EAGER"]
     threshold = f"{numerics['threshold_db']:g} dB" if numerics["threshold_db"] is not None else "the threshold"
-    bad = next((one for one in operators if one.judged["first_bad"]), None)
+    bad = next((operator for operator in operators if operator.judged["first_bad"]), None)
     if bad is None:
         judged = gaps.judged(operators, numerics)
         if not judged:
             return text.append(f"none of {len(operators)} values could be judged: the warnings say why", "not bold yellow")
-        told = f"no bad operator: none of {judged} is further off than rounding explains, against the {against}"
+        result = f"no bad operator: none of {judged} is further off than rounding explains, against the {against}"
         rest = f"; {judged} of {len(operators)} values judged" if judged < len(operators) else ""
-        return text.append(told, "not bold green").append(rest, "not bold")
+        return text.append(result, "not bold green").append(rest, "not bold")
     row = bad.judged
     decibels = f"{row['snr_db']:.1f} dB" if row["snr_db"] is not None else "no SNR"
     module = f" in {row['module']}" if row["module"] else ""
@@ -96,21 +96,21 @@ def _answer(operators: Sequence[Operator], numerics: Json) -> Text:
 
 
 def _table(operators: Sequence[Operator], width: int) -> Table:
-    quantized = any("QUANTIZED" in one.rows for one in operators)
-    columns = [("", [str(one.place) for one in operators])]
+    quantized = any("QUANTIZED" in operator.rows for operator in operators)
+    columns = [("", [str(operator.place) for operator in operators])]
     if quantized:
-        columns.append(("vs quantized", [_snr(one.rows.get("QUANTIZED")) for one in operators]))
-    columns.append(("vs eager", [_snr(one.rows.get("EAGER")) for one in operators]))
-    columns.append(("max error", [_number(one.judged["max_abs_error"]) for one in operators]))
-    columns.append(("host", [_range(one.judged["expected"]) for one in operators]))
-    columns.append(("device", [_range(one.judged["actual"]) for one in operators]))
+        columns.append(("vs quantized", [_snr(operator.rows.get("QUANTIZED")) for operator in operators]))
+    columns.append(("vs eager", [_snr(operator.rows.get("EAGER")) for operator in operators]))
+    columns.append(("max error", [_number(operator.judged["max_abs_error"]) for operator in operators]))
+    columns.append(("host", [_range(operator.judged["expected"]) for operator in operators]))
+    columns.append(("device", [_range(operator.judged["actual"]) for operator in operators]))
     taken = sum(2 + max(len(text) for text in (head, *texts)) for head, texts in columns)
     if width - taken < _LEAST_ROOM:
         columns = columns[:-2]
         taken = sum(2 + max(len(text) for text in (head, *texts)) for head, texts in columns)
-    names = [_name(one.judged) for one in operators]
-    places = [_place(one.judged) for one in operators]
-    codes = [((one.judged["source"] or {}).get("code") or "").strip() for one in operators]
+    names = [_name(operator.judged) for operator in operators]
+    places = [_place(operator.judged) for operator in operators]
+    codes = [((operator.judged["source"] or {}).get("code") or "").strip() for operator in operators]
     # Names get the remaining room first, then places, then code, which is dropped first.
     room = max(24, width - taken)
     name_width = min(max(map(len, names)), room * 11 // 20)
@@ -122,8 +122,8 @@ def _table(operators: Sequence[Operator], width: int) -> Table:
     table.add_column("operator", no_wrap=True)
     table.add_column("source", style="cyan", no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
-    for at, one in enumerate(operators):
-        style = "bold red" if one.judged["first_bad"] else ""
+    for at, operator in enumerate(operators):
+        style = "bold red" if operator.judged["first_bad"] else ""
         table.add_row(
             *(Text(texts[at], style=style or ("dim" if not head else "")) for head, texts in columns),
             Text(units.without_end(names[at], name_width), style=style),
@@ -150,8 +150,8 @@ def _range(values: Json | None) -> str:
     if not values:
         return ""
     odd = [f"{values[key]} {name}" for key, name in (("nan_count", "NaN"), ("infinite_count", "inf")) if values[key]]
-    told = [] if values["min"] is None or values["max"] is None else [f"{values['min']:.3g} … {values['max']:.3g}"]
-    return ", ".join([*told, *odd])
+    parts = [] if values["min"] is None or values["max"] is None else [f"{values['min']:.3g} … {values['max']:.3g}"]
+    return ", ".join([*parts, *odd])
 
 
 def _name(row: Json) -> str:

@@ -20,7 +20,7 @@ def comparisons(documents: Iterable[Json]) -> dict[str, Text]:
     Example: `B / A  0.912x [0.905, 0.919]  9 % faster  24 rounds, 8 process pairs  (VALID)`.
     """
     by_cell = {document["cell"]: document for document in documents}
-    found: dict[str, Text] = {}
+    texts: dict[str, Text] = {}
     for cell, document in by_cell.items():
         paired = document["interleaved"]
         if paired is None or paired["ratio"] is None:
@@ -32,24 +32,24 @@ def comparisons(documents: Iterable[Json]) -> dict[str, Text]:
         text.append(f"{paired['ratio']:.3f}x")
         if ends:
             text.append(f" [{ends[0]:.3f}, {ends[1]:.3f}]")
-        told, style = _told(paired["ratio"], ends)
-        text.append("  ").append(told, style)
+        meaning, style = _meaning(paired["ratio"], ends)
+        text.append("  ").append(meaning, style)
         rounds, pairs = units.count(paired["rounds"], "round"), units.count(paired["process_pairs"], "process pair")
         text.append(f"  {rounds}, {pairs}", "not bold dim")
         if (status := _status([document, *([base] if base else [])])) is not None:
             text.append("  (", "not bold").append(status, _STYLES.get(status, "")).append(")", "not bold")
-        found[cell] = text
-    return found
+        texts[cell] = text
+    return texts
 
 
-def _told(ratio: float, ends: Sequence[float] | None) -> tuple[str, str]:
+def _meaning(ratio: float, ends: Sequence[float] | None) -> tuple[str, str]:
     """Return the meaning of a ratio, and its style."""
-    said = sentences.ratio(ratio, ends)
+    meaning = sentences.ratio(ratio, ends)
     if not ends:
-        return said, "not bold yellow"
+        return meaning, "not bold yellow"
     if ends[0] <= 1 <= ends[1]:
-        return said, "not bold"
-    return said, "green" if ratio < 1 else "red"
+        return meaning, "not bold"
+    return meaning, "green" if ratio < 1 else "red"
 
 
 def _names(document: Json, base: Json | None, cells: Sequence[str]) -> tuple[str, str]:

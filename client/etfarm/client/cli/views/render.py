@@ -187,14 +187,14 @@ def _resolved(rows: Sequence[Json]) -> list[Json]:
         if row["kind"] != "KERNEL":
             kept.append(row)
             continue
-        kernels = [one for one in rows if one["kind"] == "KERNEL" and one["parent"] == row["parent"]]
-        resolution_ns = max((one["resolution_ns"] or 0.0 for one in kernels), default=0.0)
-        if any(one["p50_ns"] is not None for one in kernels) or len(kernels) < 2 or not resolution_ns:
+        kernels = [kernel for kernel in rows if kernel["kind"] == "KERNEL" and kernel["parent"] == row["parent"]]
+        resolution_ns = max((kernel["resolution_ns"] or 0.0 for kernel in kernels), default=0.0)
+        if any(kernel["p50_ns"] is not None for kernel in kernels) or len(kernels) < 2 or not resolution_ns:
             kept.append(row)
         elif row is kernels[0]:
             scale, unit = units.unit_of(resolution_ns)
             nothing = dict.fromkeys(("resolution_ns", "source", "module"))
-            share = sum(one["share"] or 0.0 for one in kernels) or None
+            share = sum(kernel["share"] or 0.0 for kernel in kernels) or None
             name = f"kernels below the {resolution_ns / scale:g} {unit} resolution"
             kept.append({**row, **nothing, "kind": _UNRESOLVED, "name": name, "share": share})
     return kept
@@ -253,8 +253,8 @@ def _place(row: Json) -> str:
 
 
 def _facts(document: Json, width: int) -> Iterator[tuple[str, RenderableType]]:
-    if given := sentences.inputs(document["inputs"]):
-        yield "inputs", Text(given)
+    if inputs := sentences.inputs(document["inputs"]):
+        yield "inputs", Text(inputs)
     for output in document["accuracy"] or ():
         yield "accuracy", Text(numerics.accuracy(output))
     yield from measured.circumstances(document)

@@ -205,7 +205,7 @@ async def _with_farm(
 
 async def _printed(job: AsyncJob, result: JobResult) -> bool:
     """Return whether a job failed while something compiled or ran, so that printed lines may explain it."""
-    if not any(one.error is not None and one.error.stage for one in result.reports):
+    if not any(report.error is not None and report.error.stage for report in result.reports):
         return False
     try:
         return await anext(job.logs(), None) is not None
@@ -220,20 +220,20 @@ async def follow(job: AsyncJob, display: Display, *, verbose: bool = False) -> J
         verbose: also show the lines that compilers and runners print.
     """
     display.cells(job.info.cells)
-    telling = asyncio.create_task(_tell_log(job, display), name="job's log") if verbose else None
+    log_task = asyncio.create_task(_show_log(job, display), name="job's log") if verbose else None
     try:
         async for event in job.watch():
             display.event(event)
         await job.refresh()
-        if telling is not None:
-            await _hear_out(telling, job, display)
+        if log_task is not None:
+            await _finish_log(log_task, job, display)
     finally:
-        if telling is not None:
-            telling.cancel()
+        if log_task is not None:
+            log_task.cancel()
     return JobResult(await job.document())
 
 
-async def _hear_out(telling: asyncio.Task[None], job: AsyncJob, display: Display) -> None:
+async def _finish_log(log_task: asyncio.Task[None], job: AsyncJob, display: Display) -> None:
     """Wait for the log's last lines.
 
     A log that breaks off is reported, but does not affect the result.
@@ -241,14 +241,14 @@ async def _hear_out(telling: asyncio.Task[None], job: AsyncJob, display: Display
     more = f"`etfarm jobs logs {job.id}` has it whole"
     try:
         async with asyncio.timeout(LAST_LINES_S):
-            await telling
+            await log_task
     except TimeoutError:
         display.log(f"The log's last lines did not come in time; {more}.", "")
     except EtfarmError as error:
         display.log(f"The log broke off: {error} {more}.", "")
 
 
-async def _tell_log(job: AsyncJob, display: Display) -> None:
+async def _show_log(job: AsyncJob, display: Display) -> None:
     labels = {cell.id: cell.label for cell in job.info.cells} if len(job.info.cells) > 1 else {}
     async for line in job.logs(follow=True):
         display.log(str(line), labels.get(line.cell_id, ""))

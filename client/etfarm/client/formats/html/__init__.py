@@ -102,8 +102,8 @@ def _shown(report: Json, reports: list[Json], against: Json | None) -> dict[str,
         "paired_said": sentences.ratio(paired["ratio"], paired["ratio_ci95"]) if paired else "",
         "paired_with": answers.against(report, reports),
         "facts": [
-            (title, [fact for fact in found if fact[1]])
-            for title, found in (
+            (title, [fact for fact in facts_of_group if fact[1]])
+            for title, facts_of_group in (
                 ("Measurement", facts.measurement(report)),
                 ("The device around the run", facts.surroundings(report)),
                 ("Compilation", facts.compilation(report)),
@@ -139,8 +139,8 @@ def _pairs(comparison: Json | None, reports: list[Json]) -> dict[str, dict[str, 
 
 def _modules(report: Json) -> list[Json]:
     """Return the modules of the report's method that hold most bytes."""
-    found = [one for one in (report["compile"] or {}).get("modules") or () if one["method"] == report["method"]]
-    return sorted(found, key=lambda one: -((one["constant_bytes"] or 0) + (one["planned_bytes"] or 0)))
+    modules = [module for module in (report["compile"] or {}).get("modules") or () if module["method"] == report["method"]]
+    return sorted(modules, key=lambda module: -((module["constant_bytes"] or 0) + (module["planned_bytes"] or 0)))
 
 
 def _data(report: Json) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _data(report: Json) -> dict[str, Any]:
         "samples": {**charts.thinned(samples), "total": len(samples)} if samples else None,
         "histogram": charts.histogram(samples) if samples else None,
         "gap": report["numeric_gap"] or [],
-        "values": [_value(one) for one in gaps.operators(report["numeric_gap"] or ())],
+        "values": [_value(value) for value in gaps.operators(report["numeric_gap"] or ())],
         "judged": gaps.judged(list(gaps.operators(report["numeric_gap"] or ())), report["numerics"] or {}),
         "series": (report["telemetry"] or {}).get("series") or [],
     }

@@ -44,9 +44,9 @@ def thinned(samples: Sequence[int], points: int = POINTS, stretches: int = STRET
     ordered = [sorted(samples[start : start + stretch]) for start in starts]
     return {
         "x": list(starts),
-        "low": [one[0] for one in ordered],
-        "middle": [one[len(one) // 2] for one in ordered],
-        "high": [one[-1] for one in ordered],
+        "low": [stretch_samples[0] for stretch_samples in ordered],
+        "middle": [stretch_samples[len(stretch_samples) // 2] for stretch_samples in ordered],
+        "high": [stretch_samples[-1] for stretch_samples in ordered],
         "stretch": stretch,
     }
 

@@ -18,28 +18,28 @@ ACTORS = ("CLIENT", "SERVER", "DEVICE")
 
 def measurement(report: Json) -> Iterator[Fact]:
     """Yield how the measurement was made and how the samples spread."""
-    found, latency, load = report["measurement"], report["latency"], report["load"]
-    if given := sentences.inputs(report["inputs"]):
-        yield "inputs", given
-    if found:
-        if found["iterations"] is not None:
-            took = f" in {units.time(found['duration_ns'])}" if found["duration_ns"] else ""
-            yield "timed", f"{units.count(found['iterations'], 'iteration')}{took}"
-        yield "warm-up", sentences.warmup(found)
-        if (repeated := found["repeatability"]) and repeated["outcome"]:
+    measured, latency, load = report["measurement"], report["latency"], report["load"]
+    if inputs := sentences.inputs(report["inputs"]):
+        yield "inputs", inputs
+    if measured:
+        if measured["iterations"] is not None:
+            took = f" in {units.time(measured['duration_ns'])}" if measured["duration_ns"] else ""
+            yield "timed", f"{units.count(measured['iterations'], 'iteration')}{took}"
+        yield "warm-up", sentences.warmup(measured)
+        if (repeated := measured["repeatability"]) and repeated["outcome"]:
             equal = repeated["outcome"] == "EQUAL"
             yield "repeated", "all passes gave the same outputs" if equal else sentences.repeatability(repeated)
     if latency:
         names = ("min", "p10", "p50", "p90", "p99", "mean", "stddev")
-        told = [f"{name} {units.time(latency[f'{name}_ns'])}" for name in names if latency[f"{name}_ns"] is not None]
-        yield "spread", " · ".join(told)
+        parts = [f"{name} {units.time(latency[f'{name}_ns'])}" for name in names if latency[f"{name}_ns"] is not None]
+        yield "spread", " · ".join(parts)
         if latency["drift"] is not None:
             yield "drift", f"{sentences.change(latency['drift'])} from the first third to the last"
         if latency["effective_samples"] is not None:
             yield "worth", f"{latency['effective_samples']:,.0f} independent samples"
     if load:
-        said = (("program", "load_ns"), ("method", "load_method_ns"), ("first run", "first_run_ns"))
-        yield "load", " · ".join(f"{name} {units.time(load[key])}" for name, key in said if load[key] is not None)
+        load_times = (("program", "load_ns"), ("method", "load_method_ns"), ("first run", "first_run_ns"))
+        yield "load", " · ".join(f"{name} {units.time(load[key])}" for name, key in load_times if load[key] is not None)
     if report["profile"]:
         traced = report["profile"]
         yield (
@@ -67,38 +67,39 @@ def surroundings(report: Json) -> Iterator[Fact]:
         yield "allowed cpus", str(telemetry["affinity"])
     before, after = telemetry["before"], telemetry["after"]
     yield from _readings(before, after)
-    if said := sentences.waits(telemetry["waits"] or ()):
-        yield "waited", said
-    if said := sentences.settings(telemetry["settings"] or ()):
-        yield "settings", said
+    if text := sentences.waits(telemetry["waits"] or ()):
+        yield "waited", text
+    if text := sentences.settings(telemetry["settings"] or ()):
+        yield "settings", text
 
 
 def _readings(before: Json | None, after: Json | None) -> Iterator[Fact]:
     """Yield the device's readings right before and after the timed pass, as far as it has them."""
 
     def pair(name: str, form: str) -> str:
-        values = [format(one[name], form) for one in (before, after) if one and one[name] is not None]
+        values = [format(reading[name], form) for reading in (before, after) if reading and reading[name] is not None]
         return " → ".join(dict.fromkeys(values) if len(set(values)) == 1 else values)
 
     if before or after:
-        if said := pair("load_1m", ".2f"):
-            yield "load average", said
-        if said := pair("runnable", "d"):
-            yield "runnable tasks", said
+        if text := pair("load_1m", ".2f"):
+            yield "load average", text
+        if text := pair("runnable", "d"):
+            yield "runnable tasks", text
         for number, cpu in enumerate((before or after or {})["cpus"] or ()):
             later = after["cpus"][number] if after and number < len(after["cpus"]) else None
-            clocks = [one["frequency_hz"] for one in (cpu, later) if one and one["frequency_hz"]]
+            clocks = [reading["frequency_hz"] for reading in (cpu, later) if reading and reading["frequency_hz"]]
             if clocks:
                 governor = f", {cpu['governor']}" if cpu["governor"] else ""
                 yield f"cpu {cpu['cpu']}", f"{' → '.join(f'{clock / 1e9:.2f}' for clock in clocks)} GHz{governor}"
         for zone in (before or after or {})["zones"] or ():
             later_c = next(
-                (one["temperature_c"] for one in (after or {}).get("zones") or () if one["name"] == zone["name"]), None
+                (reading["temperature_c"] for reading in (after or {}).get("zones") or () if reading["name"] == zone["name"]),
+                None,
             )
             end = f" → {later_c:.1f}" if later_c is not None else ""
             yield f"zone {zone['name']}", f"{zone['temperature_c']:.1f}{end} °C"
-        if said := pair("battery_share", ".0%"):
-            yield "battery", said
+        if text := pair("battery_share", ".0%"):
+            yield "battery", text
     if before and after and before["cpu_stolen_ns"] is not None and after["cpu_stolen_ns"] is not None:
         yield "stolen by the host", units.time(after["cpu_stolen_ns"] - before["cpu_stolen_ns"])
 
@@ -146,22 +147,22 @@ def compilation(report: Json) -> Iterator[Fact]:
     if sizes := compiled["sizes"]:
         names = (("program", "program_bytes"), ("constants", "constant_bytes"), ("delegates", "delegate_bytes"))
         yield "size", " · ".join(f"{name} {units.size(sizes[key])}" for name, key in names if sizes[key])
-        for method, one in (sizes["methods"] or {}).items():
-            planned = f"planned {units.size(sum(one['planned_bytes']))}" if one["planned_bytes"] else ""
-            inside = f"delegates {units.size(one['delegate_bytes'])}" if one["delegate_bytes"] else ""
+        for method, entry in (sizes["methods"] or {}).items():
+            planned = f"planned {units.size(sum(entry['planned_bytes']))}" if entry["planned_bytes"] else ""
+            inside = f"delegates {units.size(entry['delegate_bytes'])}" if entry["delegate_bytes"] else ""
             if planned or inside:
                 yield f"method {method}", " · ".join(filter(None, (planned, inside)))
     for name, file in (compiled["data"] or {}).items():
         yield f"data {name}", units.size(file["size_bytes"])
-    if said := answers.delegated_nodes(report):
-        yield "delegated", said
+    if text := answers.delegated_nodes(report):
+        yield "delegated", text
     for method, op, count, places in answers.undelegated(report)[:12]:
         of = f"{method}: " if len(compiled["delegation"] or {}) > 1 else ""
         yield "not delegated", f"{of}{count} x {op}{_places(places)}"
     for method, stayed in (compiled["stayed_fp32"] or {}).items():
         of = f"{method}: " if len(compiled["stayed_fp32"]) > 1 else ""
-        for one in (stayed["operators"] or ())[:12]:
-            yield "stayed fp32", f"{of}{one['count']} x {one['op']}{_places(one['places'] or ())}"
+        for entry in (stayed["operators"] or ())[:12]:
+            yield "stayed fp32", f"{of}{entry['count']} x {entry['op']}{_places(entry['places'] or ())}"
     for check in compiled["checks"] or ():
         yield "host check", _check(check)
 
@@ -188,7 +189,7 @@ def _check(check: Json) -> str:
 
 def warnings(report: Json) -> list[str]:
     """Return the compiler's warnings."""
-    return [str(one["message"]) for one in (report["compile"] or {}).get("warnings") or ()]
+    return [str(warning["message"]) for warning in (report["compile"] or {}).get("warnings") or ()]
 
 
 def timeline(report: Json) -> list[dict[str, Any]]:
@@ -210,5 +211,5 @@ def timeline(report: Json) -> list[dict[str, Any]]:
             "took": units.milliseconds(phase["duration_ms"]),
             "start": f"{phase['start_ms'] / 1e3:+.2f} s",
         }
-        for phase in sorted(phases, key=lambda one: one["start_ms"])
+        for phase in sorted(phases, key=lambda item: item["start_ms"])
     ]

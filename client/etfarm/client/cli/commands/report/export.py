@@ -81,8 +81,8 @@ def export(
         if format_ in _BINARY and sys.stdout.isatty():
             raise Usage(f"A terminal cannot show {format_}.", "Give -o FILE.")
         target = Path(STDOUT)
-    found = documents.find(job, outcome, server=server, tls_ca=tls_ca)
-    document = formats.only(found.document, report or [])
+    source = documents.find(job, outcome, server=server, tls_ca=tls_ca)
+    document = formats.only(source.document, report or [])
     if against is not None:
         from etfarm.client.formats import html
 
@@ -131,8 +131,8 @@ def must_be_format(name: str) -> None:
         Usage: it is not, or is missing.
     """
     if name not in formats.NAMES:
-        said = f"--format {name!r} is no format." if name else "--format is missing."
-        raise Usage(said, f"Give one of {', '.join(formats.NAMES)}.", format=name)
+        message = f"--format {name!r} is no format." if name else "--format is missing."
+        raise Usage(message, f"Give one of {', '.join(formats.NAMES)}.", format=name)
 
 
 def written(document: dict[str, Any], format_: str, what: str | None, *, folder: bool) -> dict[str, bytes]:
@@ -148,7 +148,7 @@ def written(document: dict[str, Any], format_: str, what: str | None, *, folder:
 
         write = csv.write if format_ == "csv" else parquet.write
         chosen = [what] if what else tables.WHAT if folder else tables.WHAT[:1]
-        return {f"{stem}.{one}{suffix}": write(document, one) for one in chosen}
+        return {f"{stem}.{table}{suffix}": write(document, table) for table in chosen}
     return {f"{stem}{suffix}": _writer(format_)(document)}
 
 
@@ -202,19 +202,19 @@ def save_raw_files(
 
     async def fetch() -> list[Path]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            found = await farm.job(job)
-            document = formats.only(await found.document(), reports)
+            handle = await farm.job(job)
+            document = formats.only(await handle.document(), reports)
             folder = Path(output) if output is not None else Path(f"{stem_of(document)}-executorch")
-            cells = {cell.id: cell.index for cell in found.info.cells}
-            chosen = [(cells[one["cell"]], one) for one in document["reports"]]
+            cells = {cell.id: cell.index for cell in handle.info.cells}
+            chosen = [(cells[entry["cell"]], entry) for entry in document["reports"]]
             if not chosen:
-                raise Usage(f"Job {found.id} has no report yet.", f"Wait for it: etfarm jobs watch {found.id}.")
+                raise Usage(f"Job {handle.id} has no report yet.", f"Wait for it: etfarm jobs watch {handle.id}.")
             folders = []
-            for index, one in chosen:
-                parts = (str(index), (one["model"] or {}).get("name"), one["recipe"], one["method"])
+            for index, entry in chosen:
+                parts = (str(index), (entry["model"] or {}).get("name"), entry["recipe"], entry["method"])
                 below = plain_name("-".join(part for part in parts if part))
                 folders.append(folder if len(chosen) == 1 else folder / below)
-                await found.save_raw_files(folders[-1], index)
+                await handle.save_raw_files(folders[-1], index)
             return folders
 
     for folder in run_async(fetch, outcome):

@@ -52,15 +52,15 @@ def show(
         raise Usage("--sort orders groups, and --by, which makes them, is not given.", f"Give --by {', '.join(views.BY)} too.")
     if by is not None:
         views.check(by, sort or "total")
-    found = documents.find(job, outcome, server=server, tls_ca=tls_ca)
-    outcome.document = lambda error: found.document
+    source = documents.find(job, outcome, server=server, tls_ca=tls_ca)
+    outcome.document = lambda error: source.document
     console = output.open_console(to_stderr=json == STDOUT)
-    reports = found.document["reports"]
+    reports = source.document["reports"]
     if by is not None:
         shown = grouped.reports(reports, by, sort or "total", width=console.width, top=top)
     else:
         top = render.TOP if top is None else top
         shown = render.reports(reports, width=console.width, top=top, job=job)
-    about = found.document["job"]
+    about = source.document["job"]
     output.say(console, shown, *([Text(f"job {about['id']}  {about['state']}", style="dim")] if about else ()))
     return 0

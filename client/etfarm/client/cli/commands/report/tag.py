@@ -85,7 +85,7 @@ def worked_out(reports: Sequence[Mapping[str, Any]]) -> str:
         (compiled, "only compiled, so nothing ran on a device"),
         (len(others) - compiled, "not measured to the end, so there is nothing to work out"),
     )
-    said = [f"{again} of {units.count(len(reports), 'report')} worked out again"]
-    said += [f"{count} {why}" for count, why in counts if count]
+    parts = [f"{again} of {units.count(len(reports), 'report')} worked out again"]
+    parts += [f"{count} {why}" for count, why in counts if count]
     versions = ", ".join(sorted({analysis["version"] for analysis in done}))
-    return f"{', '.join(said)}{f'  etfarm {versions}' if versions else ''}"
+    return f"{', '.join(parts)}{f'  etfarm {versions}' if versions else ''}"
