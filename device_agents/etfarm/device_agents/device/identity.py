@@ -24,7 +24,7 @@ def device_id(machine_id: str, agent_id: str, *, is_default_folder: bool) -> str
     """
     if not _MACHINE_ID.fullmatch(machine_id):
         return agent_id
-    # As machine-id(5) requires: the id itself stays here, and only a keyed hash is sent.
+    # As machine-id(5) requires: the id itself stays here, and only a hash of it with etfarm's name is sent.
     text = f"{machine_id} etfarm" if is_default_folder else f"{machine_id} etfarm {agent_id}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
