@@ -65,7 +65,7 @@ class Cell:
     index: int
     model: str
     recipe: str | None
-    """None for a ready program."""
+    """Recipe name; None for a ready program."""
     method: str
     threads: int | None
     """Thread count; the device's default when None."""

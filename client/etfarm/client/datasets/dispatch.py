@@ -52,11 +52,11 @@ class Deal(Generic[Result]):
         self._ready: list[tuple[int, Sample]] = []
         self._done: dict[int, Result] = {}
         self._read_count = 0
-        """Samples that came from the source."""
+        """Number of samples that were read from the source."""
         self._next_index = 0
-        """Results that were given out: the next one's index."""
+        """Number of results that were yielded, which is the index of the next one."""
         self._end: int | None = None
-        """How many results there will be, once that is known."""
+        """Total number of results; None while unknown."""
         self._broken: BaseException | None = None
         self._source_error: Exception | None = None
         self._feeding: asyncio.Task[None] | None = None

@@ -76,7 +76,7 @@ class Place:
 
     @property
     def sockets(self) -> Path:
-        """The folder of the unix sockets: the data folder, or a private temporary one where its path is too long."""
+        """The folder of the unix sockets: the data folder, or a private temporary one if its path is too long."""
         if len(os.fsencode(self.data / "supervisor.sock")) <= LONGEST_SOCKET_PATH:
             return self.data
         key = hashlib.sha256(os.fsencode(self.data.resolve())).hexdigest()[:16]
@@ -136,7 +136,7 @@ class Lease:
         """Wrap a connection to the supervisor; `join` creates instances."""
         self.address = address
         self.lasting = lasting
-        """Whether `etfarm up` keeps the farm, so that jobs may go on without this command."""
+        """Whether `etfarm up` keeps the farm, so that jobs may continue without this command."""
         self.data = data
         self._reader, self._writer = reader, writer
         self._leaving = False
@@ -189,7 +189,7 @@ class Lease:
                 if error := message.get("error"):
                     return str(error)
         except (OSError, ValueError):
-            return ""  # cut off in the middle: the farm is gone, which ends the wait
+            return ""  # truncated line: the farm is gone, which ends the wait
         return ""
 
 

@@ -124,10 +124,10 @@ class Supervisor:
         self._last_message: dict[str, Any] = {"status": "Starting the embedded farm."}
         self._accepted = 0
         self._connections: dict[int, asyncio.StreamWriter | None] = {}
-        """Those that hold the farm; a writer once the first line was read."""
+        """Connections that hold the farm; they have a writer after their first line."""
         self._kinds: dict[int, str] = {}
         self._parting: list[asyncio.StreamWriter] = []
-        """The ends of the last commands, which wait for this process to be gone."""
+        """Connections of the last commands, which wait for this process to exit."""
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._children: list[_Child] = []
@@ -346,14 +346,14 @@ class Supervisor:
 
 
 def _write_token(path: Path) -> None:
-    """Write the farm's secret in the form of a server's token file. Its holder is an admin of the farm."""
+    """Write the farm's secret in the format of a server's token file; its holder is an admin of the farm."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         file.write(f"local admin {TOKEN_PREFIX}{secrets.token_urlsafe(32)}\n")
 
 
 def _uid_of_peer(connection: socket.socket) -> int | None:
-    """Return the user id of the process at the other end; None where the system does not provide it."""
+    """Return the user id of the process at the other end; None if the system does not provide it."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))

@@ -1,4 +1,4 @@
-"""Escaping of untrusted names and code for Markdown and for HTML within Markdown. Pure functions."""
+"""Escaping of untrusted names and code for Markdown and for HTML within Markdown. These are pure functions."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ def data_file_name(name: str) -> str:
 
 
 def method_file(path: Path, method: str) -> Path:
-    """Return the path of one method's file where there are several methods: x.METHOD.pt2 for x.pt2."""
+    """Return the path of one method's file if there are several methods: x.METHOD.pt2 for x.pt2."""
     return path.with_name(safe_name(f"{path.stem}.{method}{path.suffix}"))
 
 

@@ -44,9 +44,9 @@ class Outputs(list[Any]):
         """Wrap the values of a call; a session creates instances."""
         super().__init__(_plain(value) for value in values)
         self.names = tuple(value.name for value in values)
-        """Beside the outputs; the place, as text, where the program gives no name."""
+        """Names parallel to the outputs; the position as text for an output without a name."""
         self.run_ns = run_ns
-        """What the execution took on the device, by the runner's clock; None of a loop's outputs."""
+        """Duration of the execution on the device, by the runner's clock; None for a loop's outputs."""
 
     @overload
     def __getitem__(self, key: SupportsIndex | str, /) -> Any: ...

@@ -100,8 +100,8 @@ class AsyncSession:
         self._ended: EtfarmError | None = None
         self._calls = 0
         self._turn = asyncio.Lock()
-        """Held until the server has a call: neither large inputs, which are sent before it, nor the network, to which every call
-        is a stream of its own, must let a later one overtake."""
+        """Lock held until the server has received a call, so that calls keep their order: large inputs are sent before a call,
+        and every call is a separate stream."""
         self._under_way: set[asyncio.Future[session_pb2.CallResponse]] = set()
 
     async def __aenter__(self) -> Self:

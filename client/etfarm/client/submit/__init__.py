@@ -1,1 +1,1 @@
-"""Everything that turns a user's model, inputs and recipes into a submission, before the farm is asked to do anything."""
+"""Conversion of a user's model, inputs and recipes to a submission, before any call to the farm."""

@@ -28,9 +28,9 @@ class BenchOptions:
     _: KW_ONLY
     all_devices: bool = False
     example_inputs: ExampleInputs | None = None
-    """forward's arguments, for an nn.Module; by method for a dict of modules."""
+    """Arguments of `forward` for an nn.Module; for a dict of modules, a dict by method."""
     calibration: Calibration | None = None
-    """Samples for static quantization in place of the models' own."""
+    """Samples for static quantization instead of the models' own."""
     batched: bool = False
     """Whether axis 0 of every array of `calibration` indexes the samples."""
     data: Sequence[str | Path] = ()
@@ -38,7 +38,7 @@ class BenchOptions:
     inputs: Inputs | None = None
     """Inputs of the programs; the models' own example inputs when None."""
     methods: Sequence[str] = ()
-    """Methods to measure; forward, or the only one, when empty."""
+    """Methods to measure; the program's only method, or forward, when empty."""
     threads: Sequence[int] = ()
     """Thread counts; the number of cores of the fastest cluster when empty."""
     cores: str = ""
@@ -50,7 +50,7 @@ class BenchOptions:
     min_time_s: float | None = None
     """Minimum duration of the timed iterations, in seconds."""
     profile: bool = True
-    """Whether a traced pass gives the operators."""
+    """Whether a traced pass measures the operators."""
     numerics: bool = False
     """Whether the outputs of each operator are compared too."""
     interleave: bool = False
@@ -93,7 +93,7 @@ class BenchOptions:
 
 
 def device_choices(devices: str | Iterable[str], *, all_devices: bool) -> list[job_pb2.DeviceChoice]:
-    """Return the device choices of one or several selectors; that of any device when there is no selector."""
+    """Return the device choices of one or several selectors; without a selector, the choice of any device."""
     selectors = [devices] if isinstance(devices, str) else list(devices)
     return [job_pb2.DeviceChoice(selector=selector, all=all_devices) for selector in selectors or [""]]
 

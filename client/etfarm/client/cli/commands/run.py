@@ -163,7 +163,7 @@ def is_dataset(inputs: Path | None, batched: bool, options_of_one: Mapping[str, 
     """Return whether `--inputs` is a data set; for a single run, refuse options that need a data set.
 
     Raises:
-        Usage: `--batched` without `--inputs`, or an option of `options_of_one` in the wrong case.
+        Usage: `--batched` without `--inputs`, or a set option of `options_of_one` without a data set.
     """
     if inputs is None and batched:
         raise Usage("--batched is about --inputs, which is not given.", "Give --inputs X.npz too.")

@@ -117,8 +117,8 @@ class LiveDisplay:
         from etfarm.client.cli.terminal.output import PlainConsole
 
         self._live = Live(
-            # Keep this file object: an export replaces sys.stderr for a while, and a table half drawn elsewhere leaves its rest
-            # here.
+            # Keep this file object: an export replaces sys.stderr for a while, and a table half drawn elsewhere would leave its
+            # rest here.
             console=PlainConsole(file=sys.stderr),
             get_renderable=lambda: self,
             refresh_per_second=8,

@@ -249,7 +249,7 @@ def _place(row: Json) -> str:
     if row["source"]:
         return f"{row['source']['file']}:{row['source']['line']}"
     module = str(row["module"] or "")
-    return f"module {module}" if module.replace(".", "").isdecimal() else module  # of an nn.Sequential
+    return f"module {module}" if module.replace(".", "").isdecimal() else module  # a position in an nn.Sequential
 
 
 def _facts(document: Json, width: int) -> Iterator[tuple[str, RenderableType]]:
@@ -262,7 +262,7 @@ def _facts(document: Json, width: int) -> Iterator[tuple[str, RenderableType]]:
     yield from measured.memory(document)
     compiled = document["compile"]
     if compiled:
-        # A job without devices was about this; beside a measurement little of it matters.
+        # A compilation is the result of a job without devices; a measurement needs only its main facts.
         room = width - FACT_NAME
         alone = document["device"] is None and document["error"] is None
         delegates = document["recipe"] != "portable"

@@ -80,7 +80,7 @@ def flame(operators: Sequence[Json], method: str) -> list[dict[str, Any]]:
     rows = {row["index"]: row for row in operators}
     boxes: list[dict[str, Any]] = [_box(0.0, 1.0, 0, method, "", None, 1.0)]
     ends = [0.0]
-    """Of each depth, where the next box begins."""
+    """Start of the next box, by depth."""
     for group in groups:
         share = group.total_share or 0.0
         depth = group.depth + 1
