@@ -113,8 +113,6 @@ def exit_code(error: EtfarmError) -> int:
     """Return the exit code of a command that ends with `error`.
 
     A user error with a stage concerns the model; without a stage it concerns the command.
-
-    A user's error with a stage is one of the model; without a stage it is one of the command.
     """
     if error.reason in ("SERVER_UNREACHABLE", "EMBEDDED_FARM_FAILED"):
         return UNREACHABLE

@@ -314,8 +314,6 @@ class Record(Mapping[str, Any]):
     """A JSON object with its keys as attributes: `report.latency.p50_ns` is `report["latency"]["p50_ns"]`.
 
     Nested objects are Records, arrays are lists, null is None.
-
-    Objects inside of it are Records, lists are lists, null is None.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:

@@ -306,7 +306,7 @@ class Dataset:
                 return ended
 
     def _is_given_up(self, sample: Sample, error: EtfarmError) -> bool:
-        """Return whether a sample that was running during other failures has used up its attempts."""
+        """Count an attempt of a sample that failed for another reason, and return whether it has no attempts left."""
         if error.fault is Fault.USER:
             return False
         self._tries[sample.index] = self._tries.get(sample.index, 0) + 1

@@ -81,8 +81,6 @@ class AsyncJob:
 
         A broken stream is resumed after the last sequence number: each journaled event is yielded exactly once.
 
-        A stream that breaks is taken up again after the last sequence: no journaled event is lost or comes twice.
-
         Raises:
             EtfarmError: SEQUENCE_UNKNOWN; SERVER_UNREACHABLE if the server does not come back.
         """

@@ -36,8 +36,6 @@ class Outputs(list[Any]):
 
     Index them by position, `y[0]`, or by name where the program has output names, `y["logits"]`. numpy converts a
     single output to its array.
-
-    `y[0]` and, where the program names its outputs, `y["logits"]`; a single output's array is what numpy takes it for.
     """
 
     def __init__(self, values: Sequence[Value], run_ns: int | None = None) -> None:
