@@ -1,1 +1,1 @@
-"""Access: who may see and change what. Principals, projects and scopes; the rpc edge asks, the other rooms take values."""
+"""Access control: principals, projects and scopes. The rpc edge asks; the other rooms take values."""

@@ -1,4 +1,4 @@
-"""The audit log: who did what, written in batches. Refusals are counted together, so that no attacker can fill the disk."""
+"""The audit log: changes and refusals by caller, written in batches. Refusals are aggregated, so they cannot fill the disk."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from etfarm.v1 import audit_pb2, common_pb2
 log = structlog.get_logger()
 
 WRITE_AFTER_S: Final = 0.2
-"""How long entries are gathered for one write."""
+"""Time for which entries are collected before they are written."""
 
 MAX_WAITING: Final = 20_000
-"""Maximum number of entries that wait for the disk; further ones are only counted."""
+"""Maximum number of entries that wait to be written; further ones are only counted."""
 
 REFUSALS_AN_HOUR: Final = 600
-"""Number of refusals that get entries of their own; those of the rest of the hour share one entry. A few MB a day at most."""
+"""Number of refusals per hour that get an entry each; the others share one entry. The log grows by a few MB a day at most."""
 
 SAME_S: Final = 60.0
-"""Equal entries within this time are written as one entry, followed by one with their number."""
+"""Time within which equal entries are merged: the first is written, followed by an entry with the number of repetitions."""
 
 _MAX_KINDS: Final = 2000
 _MAX_CHARACTERS: Final = 200
@@ -35,7 +35,7 @@ _MAX_CHARACTERS: Final = 200
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the log; see AuditEntry."""
+    """One entry of the log; see AuditEntry."""
 
     action: str
     outcome: str
@@ -50,8 +50,8 @@ class AuditLog:
     """The audit log of one server. `record` never waits; `flush` writes what was recorded.
 
     Args:
-        now: gives the instant, in UTC.
-        clock: gives seconds that never go back.
+        now: returns the current time in UTC.
+        clock: returns seconds on a monotonic clock.
     """
 
     def __init__(self, database: Database, now: Callable[[], datetime], clock: Callable[[], float]) -> None:
@@ -63,12 +63,12 @@ class AuditLog:
         self._some = asyncio.Event()
         self._writing = asyncio.Lock()
         self._recent: dict[Entry, tuple[float, int]] = {}
-        """When each entry of the last minute was recorded, and how often it came again."""
+        """Time at which each entry of the last minute was recorded, and its number of repetitions."""
         self._others = 0
         self._hour, self._left = clock(), REFUSALS_AN_HOUR
 
     def record(self, entry: Entry) -> None:
-        """Add an entry."""
+        """Record an entry."""
         if len(self._waiting) >= MAX_WAITING:
             self._lost += 1
             return
@@ -77,14 +77,14 @@ class AuditLog:
         self._some.set()
 
     def change(self, entry: Entry) -> None:
-        """Add a change, or count it with an equal one."""
+        """Record a change, or count it if an equal one was recorded recently."""
         if not self._is_repeated(entry):
             if len(self._recent) < _MAX_KINDS:
                 self._recent[entry] = self._clock(), 0
             self.record(entry)
 
     def refuse(self, entry: Entry) -> None:
-        """Add a refusal, or count it with equal ones."""
+        """Record a refusal, or count it if an equal one was recorded recently."""
         if self._is_repeated(entry):
             return
         if self._left > 0 and len(self._recent) < _MAX_KINDS:
@@ -102,10 +102,10 @@ class AuditLog:
         return True
 
     def summarize(self, *, everything: bool = False) -> None:
-        """Record how often entries were repeated, and how many refusals have no entry of their own.
+        """Record the numbers of repeated entries and of refusals without an entry.
 
         Args:
-            everything: include entries whose time is not over.
+            everything: include entries that may still be repeated.
         """
         now = self._clock()
         for entry, (since, count) in list(self._recent.items()):
@@ -120,7 +120,7 @@ class AuditLog:
                 self._others = 0
 
     async def write_on(self) -> None:
-        """Write entries for as long as the server runs; on a full disk they wait."""
+        """Write entries until the task is cancelled. While the disk is full, entries wait."""
         while True:
             try:
                 async with asyncio.timeout(SAME_S / 2):
@@ -154,7 +154,7 @@ class AuditLog:
             del self._waiting[: len(entries)]
 
     async def close(self) -> None:
-        """Write the remaining entries when the server ends; log an error if the disk does not take them."""
+        """Write the remaining entries at shutdown; log an error if that fails."""
         self.summarize(everything=True)
         try:
             await self.flush(durable=True)
@@ -162,7 +162,7 @@ class AuditLog:
             log.exception("the last entries of the audit log are lost", entries=len(self._waiting))
 
     async def list(self, size: int, before: int | None, principal: str, action: str) -> list[audit_pb2.AuditEntry]:
-        """Return entries with numbers below `before`, newest first; only those of `principal` and of `action` unless empty."""
+        """Return entries numbered below `before`, newest first. An empty `principal` or `action` does not filter."""
         table = schema.audit
         query = select(table).order_by(table.c.number.desc()).limit(size)
         if before is not None:

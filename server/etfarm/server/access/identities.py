@@ -1,4 +1,4 @@
-"""Agent identities: which principal's token may connect as which agent."""
+"""Agent identities: the principals whose tokens may connect as each agent."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from etfarm.v1.common_pb2 import Principal, Role
 from etfarm.wire.errors import Kind, UserError
 
 MAX_REFUSED: Final = 1000
-"""Refused identities that are remembered for an admin; the oldest are forgotten."""
+"""Number of refused identities that are kept for an admin to see; the oldest are dropped first."""
 
 MAX_IDENTITIES: Final = 1_000
-"""Of one principal: whoever has a token that is not bound to one agent may connect as any agent that is new."""
+"""Maximum number of identities of one principal. A token that is not bound to an agent may connect as any new agent."""
 
 
 class AgentNotYours(UserError):
-    """An agent identity is bound to another principal's token."""
+    """An agent identity that is bound to another principal's token."""
 
     reason = "AGENT_NOT_YOURS"
     kind = Kind.PERMISSION_DENIED
 
 
 class AgentUnbound(UserError):
-    """An agent identity is older than the binding of identities, so an admin has to bind it."""
+    """An agent identity that predates the binding of identities, so an admin has to bind it."""
 
     reason = "AGENT_UNBOUND"
     kind = Kind.PERMISSION_DENIED
 
 
 class TooManyAgents(UserError):
-    """A principal claims more identities than it may have."""
+    """A principal with more identities than the maximum."""
 
     reason = "TOO_MANY_AGENTS"
     kind = Kind.RESOURCE_EXHAUSTED
 
 
 class AgentNotFound(UserError):
-    """No agent with the id has ever connected or tried to."""
+    """An agent id that never connected or tried to."""
 
     reason = "AGENT_NOT_FOUND"
     kind = Kind.NOT_FOUND
@@ -57,17 +57,17 @@ class Identity:
 
     agent_id: str
     principal: str
-    """Empty where the identity is not bound."""
+    """The principal's name; empty if the identity is not bound."""
     refused: str = ""
-    """The principal that last tried to connect as an identity that is not bound."""
+    """The last principal that was refused this unbound identity."""
 
 
 class Identities:
-    """The bindings of agent identities to principals.
+    """Bindings of agent identities to principals.
 
     Args:
-        is_known: whether a stored device belongs to the agent identity.
-        now: gives the instant, in UTC.
+        is_known: returns whether a stored device belongs to an agent identity.
+        now: returns the current time in UTC.
     """
 
     def __init__(self, database: Database, is_known: Callable[[str], bool], now: Callable[[], datetime]) -> None:
@@ -78,24 +78,24 @@ class Identities:
         self._refused: OrderedDict[str, str] = OrderedDict()
 
     async def load(self) -> None:
-        """Read the bindings of earlier servers."""
+        """Load the bindings from the database."""
         table = schema.agents
         rows = await self._database.read(lambda connection: connection.execute(select(table.c.id, table.c.principal)).all())
         self._bound = {row.id: row.principal for row in rows}
 
     def principal_of(self, agent_id: str) -> str:
-        """Return the principal that the identity is bound to; empty where it is not bound."""
+        """Return the principal that the identity is bound to; empty if it is not bound."""
         return self._bound.get(agent_id, "")
 
     async def admit(self, agent_id: str, caller: Principal) -> None:
-        """Let a caller connect as an agent, and bind a new identity to the caller.
+        """Allow a caller to connect as an agent, and bind a new identity to the caller.
 
-        An admin, and so every caller of a server without tokens, may connect as any agent and binds no identity.
+        Admins, including every caller of a server without tokens, may connect as any agent and bind no identity.
 
         Raises:
             AgentNotYours: the identity is bound to another principal, or the caller's token to another identity.
             AgentUnbound: the identity has devices from before it was bound.
-            TooManyAgents: the caller has as many identities as a principal may have.
+            TooManyAgents: the caller has the maximum number of identities.
         """
         if caller.role == Role.ROLE_ADMIN:
             return
@@ -121,10 +121,10 @@ class Identities:
         await self._claim(agent_id, caller.name)
 
     async def bind(self, agent_id: str, principal: str, *, by: str) -> Identity:
-        """Bind an identity that is known, or was refused, to a principal, in place of the one that had it.
+        """Bind a known or refused identity to a principal, replacing an earlier binding.
 
         Raises:
-            AgentNotFound: no agent of the id ever connected or tried to.
+            AgentNotFound: no agent with this id ever connected or tried to.
         """
         if agent_id not in self._bound and agent_id not in self._refused and not self._is_known(agent_id):
             raise AgentNotFound(f"There is no agent {agent_id[:80]!r}.", "See `etfarm agents list`.", agent_id=agent_id[:80])
@@ -132,16 +132,16 @@ class Identities:
         return Identity(agent_id, principal)
 
     def list(self, known: Mapping[str, object]) -> list[Identity]:
-        """Return the identities, by id: those that are bound, those that were refused, and those of `known` devices' agents."""
+        """Return all identities sorted by id: bound ones, refused ones, and those of the agents in `known`."""
         ids = {*self._bound, *self._refused, *known}
         return [Identity(each, self.principal_of(each), self._refused.get(each, "")) for each in sorted(ids)]
 
     async def _claim(self, agent_id: str, principal: str) -> None:
-        """Bind an identity that is bound to nobody; one that enrolled or connected meanwhile keeps whom it has.
+        """Bind an unbound identity. An identity that was bound in the meantime keeps its principal.
 
         Raises:
-            AgentNotYours: it is bound to another principal.
-            TooManyAgents: the principal has as many identities as it may have.
+            AgentNotYours: the identity is bound to another principal.
+            TooManyAgents: the principal has the maximum number of identities.
         """
         table = schema.agents
 

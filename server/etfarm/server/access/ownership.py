@@ -1,4 +1,4 @@
-"""The rule who may change what a user made: that user, and admins."""
+"""The ownership rule: only the owner of a resource and admins may change it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from etfarm.wire.errors import Kind, UserError
 
 
 class NotYours(UserError):
-    """What the caller wants to change belongs to another user."""
+    """A resource that belongs to another user."""
 
     reason = "NOT_YOURS"
     kind = Kind.PERMISSION_DENIED
@@ -18,11 +18,11 @@ def require_owner(
     """Require that the caller is the owner or an admin.
 
     Args:
-        what: names what is owned, as the beginning of a sentence.
-        metadata: of the error, beside the owner.
+        what: names the resource, as the beginning of a sentence.
+        metadata: further metadata of the error, besides the owner.
 
     Raises:
-        NotYours: the caller is neither.
+        NotYours: the caller is neither the owner nor an admin.
     """
     if caller != owner and not is_admin:
         raise NotYours(f"{what} belongs to {owner}.", remedy, owner=owner, **metadata)

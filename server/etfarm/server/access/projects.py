@@ -1,4 +1,4 @@
-"""Projects and their members: which projects a caller sees, and which one owns what a call makes."""
+"""Projects and their members: the projects that a caller sees, and the project that owns what a call creates."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.names import PROJECT_VARIABLE, is_project_name
 
 MAX_STORAGE_BYTES: Final = 1 << 62
-"""Maximum storage limit of a project: fits an integer of the database, with room for additions."""
+"""Maximum storage limit of a project. It fits a 64-bit integer of the database, with headroom for sums."""
 
 MAX_PRINCIPAL: Final = 200
-"""Maximum length of a principal's name."""
+"""Maximum length of a principal's name, in characters."""
 
 _RESERVED: Final = frozenset({FARM_HOLDER})
-"""Names of artifact holders that are not projects."""
+"""Names of artifact holders that are not projects, and which no project may use."""
 
 
 class BadProject(UserError):
-    """A project's name or limit, or a member's name, is not allowed."""
+    """A project name, limit or member name that is not allowed."""
 
     reason = "BAD_PROJECT"
 
 
 class ProjectNotFound(UserError):
-    """There is no such project, or the caller is not a member of it."""
+    """A project that does not exist, or that the caller is not a member of."""
 
     reason = "PROJECT_NOT_FOUND"
     kind = Kind.NOT_FOUND
@@ -44,21 +44,21 @@ class ProjectNotFound(UserError):
 
 
 class ProjectExists(UserError):
-    """Another project has the name."""
+    """A project name that is already in use."""
 
     reason = "PROJECT_EXISTS"
     kind = Kind.ALREADY_EXISTS
 
 
 class MemberNotFound(UserError):
-    """The principal is not a member of the project."""
+    """A principal that is not a member of the project."""
 
     reason = "MEMBER_NOT_FOUND"
     kind = Kind.NOT_FOUND
 
 
 class ProjectAmbiguous(UserError):
-    """The caller is a member of several projects, `default` is not among them, and the call names none."""
+    """A call that names no project, from a member of several projects other than `default`."""
 
     reason = "PROJECT_AMBIGUOUS"
     kind = Kind.FAILED_PRECONDITION
@@ -73,20 +73,20 @@ class ProjectAmbiguous(UserError):
 
 @dataclass(frozen=True)
 class Project:
-    """A project with what it holds at the moment."""
+    """A project with its current members and usage."""
 
     name: str
     created_at: datetime
     created_by: str
     members: tuple[str, ...]
     storage_limit_bytes: int | None
-    """None for the server's default."""
+    """Storage limit; None for the server's default."""
     storage_bytes: int = 0
     live_jobs: int = 0
 
 
 class Projects:
-    """The projects of a farm. Names and members are cached in memory, where each call looks them up."""
+    """The projects of a farm. Names and members are cached in memory, since each call looks them up."""
 
     def __init__(self, database: Database, now: Callable[[], datetime]) -> None:
         self._database = database
@@ -95,7 +95,7 @@ class Projects:
         self._of_principal: dict[str, frozenset[str]] = {}
 
     async def load(self) -> None:
-        """Read names, limits and members. Call it once before the server serves."""
+        """Load names, limits and members. Call it once before the server starts serving."""
 
         def read(connection: Connection) -> tuple[dict[str, int | None], list[tuple[str, str]]]:
             limits = connection.execute(select(schema.projects.c.name, schema.projects.c.storage_limit_bytes)).all()
@@ -112,7 +112,7 @@ class Projects:
         return sorted(self._limits)
 
     def membership(self, principal: str) -> frozenset[str]:
-        """Return the projects of a principal; `default` for a principal without any project."""
+        """Return the projects of a principal; `default` for a principal without projects."""
         return self._of_principal.get(principal) or frozenset({DEFAULT_PROJECT})
 
     def storage_limit_bytes(self, project: str) -> int | None:
@@ -120,12 +120,12 @@ class Projects:
         return self._limits.get(project)
 
     def resolve(self, principal: Principal, requested: str = "") -> Principal:
-        """Return the principal with the projects that it sees and the one that owns what its call creates.
+        """Return the principal with the projects that it sees and the project that owns what the call creates.
 
-        `project` is empty if the caller must choose one (`require_active` then raises), and for an agent, which creates nothing.
+        `project` is empty if the caller must choose one (`require_active` then raises), and for agents, which create nothing.
 
         Args:
-            requested: the project that the call names; empty where it names none.
+            requested: the project that the call names; empty if it names none.
 
         Raises:
             ProjectNotFound: there is no such project, or the caller is not a member.
@@ -152,10 +152,10 @@ class Projects:
         return resolved
 
     def require(self, name: str) -> str:
-        """Return the name of a project that exists.
+        """Return `name` if a project of this name exists.
 
         Raises:
-            ProjectNotFound: there is none of this name.
+            ProjectNotFound: no project has this name.
         """
         if name not in self._limits:
             raise ProjectNotFound(name)
@@ -192,10 +192,10 @@ class Projects:
         return await self.get(name)
 
     async def update(self, name: str, storage_limit_bytes: int | None) -> Project:
-        """Set a project's storage limit; None for the server's default.
+        """Set a project's storage limit; None selects the server's default.
 
         Raises:
-            ProjectNotFound: there is none of this name.
+            ProjectNotFound: no project has this name.
             BadProject: the limit is not allowed.
         """
         _validate_limit(storage_limit_bytes)
@@ -206,11 +206,11 @@ class Projects:
         return await self.get(name)
 
     async def add_member(self, name: str, principal: str) -> Project:
-        """Add a member; does nothing if the principal is a member already.
+        """Add a member; do nothing if the principal is already a member.
 
         Raises:
-            ProjectNotFound: there is no project of this name.
-            BadProject: no principal can have this name.
+            ProjectNotFound: no project has this name.
+            BadProject: `principal` is not a valid name.
         """
         self.require(name)
         row = {"project": name, "principal": _validated(principal), "added_at": self._now()}
@@ -219,10 +219,10 @@ class Projects:
         return await self.get(name)
 
     async def remove_member(self, name: str, principal: str) -> Project:
-        """Remove a member, with effect from the principal's next call on.
+        """Remove a member, effective from the principal's next call.
 
         Raises:
-            ProjectNotFound: there is no project of this name.
+            ProjectNotFound: no project has this name.
             MemberNotFound: the principal is not a member.
         """
         self.require(name)
@@ -243,7 +243,7 @@ class Projects:
         """Return one project.
 
         Raises:
-            ProjectNotFound: there is none of this name.
+            ProjectNotFound: no project has this name.
         """
         projects = await self._database.read(lambda connection: _read(connection, [name]))
         if not projects:
@@ -251,13 +251,13 @@ class Projects:
         return projects[0]
 
     async def page(self, scope: Scope, after: str, size: int) -> tuple[Sequence[Project], str]:
-        """Return the scope's projects after the name `after`, sorted by name, and the last name if more follow."""
+        """Return a page of the scope's projects with names after `after`, sorted, and its last name if more follow."""
         names = [name for name in self.names() if scope.allows(name) and name > after]
         projects = await self._database.read(lambda connection: _read(connection, names[:size]))
         return projects, names[size - 1] if len(names) > size else ""
 
     async def _write(self, do: Callable[[Connection], object]) -> None:
-        """Change the database, then the cache, so that the change is in force when the caller is answered."""
+        """Change the database and then the cache, so that a change is in force before its caller gets an answer."""
         await self._database.write(do, durable=True)
         await self.load()
 
@@ -292,7 +292,7 @@ def require_active(principal: Principal) -> str:
     """Return the project that owns what a resolved caller creates.
 
     Raises:
-        ProjectAmbiguous: the caller has to choose one.
+        ProjectAmbiguous: the caller has to choose a project.
     """
     if not principal.project:
         raise ProjectAmbiguous(list(principal.projects))

@@ -8,14 +8,14 @@ from typing import Final
 from sqlalchemy import ColumnElement, true
 
 DEFAULT_PROJECT: Final = "default"
-"""The project of principals that are members of no other, and of everything that was stored before projects existed."""
+"""The project of principals without other memberships, and of everything stored before projects existed."""
 
 FARM_HOLDER: Final = "farm"
-"""The holder of the server's own artifacts, such as the runner bundles that it builds."""
+"""Holder of the server's own artifacts, such as the runner bundles that it builds."""
 
 
 def agent_holder(principal: str) -> str:
-    """Return the holder of the artifacts that an agent's principal uploads; no project's name contains a colon."""
+    """Return the holder of the artifacts that an agent's principal uploads. Project names cannot contain its colon."""
     return f"agent:{principal}"
 
 
@@ -24,18 +24,18 @@ class Scope:
     """The projects that a caller sees."""
 
     projects: frozenset[str] | None
-    """Names of projects; None for every project."""
+    """Names of projects; None for all projects."""
     active: str = field(default="", compare=False)
-    """The project in which `latest` and tags are looked up first; empty if the call has none."""
+    """The project that is searched first for `latest` and tags; empty if the call has none."""
 
     def allows(self, project: str) -> bool:
-        """Return whether the caller sees what belongs to `project`."""
+        """Return whether the caller sees resources of `project`."""
         return self.projects is None or project in self.projects
 
     def clause(self, column: ColumnElement[str]) -> ColumnElement[bool]:
-        """Return the SQL condition that `column`, a project's name, is in the scope."""
+        """Return the SQL condition that `column`, which has project names, is in the scope."""
         return true() if self.projects is None else column.in_(sorted(self.projects))
 
 
 EVERYTHING: Final = Scope(None)
-"""An admin's scope, and the server's own."""
+"""The scope of admins and of the server itself."""

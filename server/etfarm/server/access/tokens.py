@@ -1,4 +1,4 @@
-"""The database's tokens: 256 random bits each, stored as their sha256 and looked up by it in memory."""
+"""Tokens in the database: 256 random bits each, stored and looked up by their sha256."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from etfarm.wire.names import ENROLMENT_PREFIX, TOKEN_PREFIX
 ROLE_NAMES: Final = {Role.ROLE_ADMIN: "admin", Role.ROLE_USER: "user", Role.ROLE_AGENT: "agent", Role.ROLE_VIEWER: "viewer"}
 
 TOKENS_CHANGED: Final = "tokens.changed"
-"""Name of the file in the data folder that another process touches after it changed the tokens of a running server."""
+"""Name of the file in the data folder that another process touches after it has changed the tokens of a running server."""
 
 MAX_LIFETIME_S: Final = 10 * 366 * 86_400.0
 
@@ -38,34 +38,34 @@ _SECRET_BYTES: Final = 32
 
 
 class BadTokenRequest(UserError):
-    """A token with these properties cannot be created."""
+    """A request for a token with invalid properties."""
 
     reason = "BAD_TOKEN_REQUEST"
 
 
 class TokenNotFound(UserError):
-    """No token has the id, or it is not the caller's."""
+    """A token id that does not exist, or whose token is not the caller's."""
 
     reason = "TOKEN_NOT_FOUND"
     kind = Kind.NOT_FOUND
 
 
 class TokenReplaced(UserError):
-    """A token that another call rotated since the caller authenticated with it."""
+    """A token that another call has rotated since the caller authenticated with it."""
 
     reason = "UNAUTHENTICATED"
     kind = Kind.UNAUTHENTICATED
 
 
 class NotAnEnrolmentToken(UserError):
-    """The token of a call to Enroll is not an enrolment token, or was used."""
+    """A token in a call to Enroll that is not an enrolment token, or was already used."""
 
     reason = "NOT_AN_ENROLMENT_TOKEN"
     kind = Kind.FAILED_PRECONDITION
 
 
 class AgentBound(UserError):
-    """The agent identity belongs to another principal."""
+    """An agent identity that belongs to another principal."""
 
     reason = "AGENT_BOUND"
     kind = Kind.ALREADY_EXISTS
@@ -73,45 +73,45 @@ class AgentBound(UserError):
 
 @dataclass(frozen=True)
 class Credential:
-    """The principal that a token stands for, and its validity."""
+    """The principal that a token authenticates, and the token's validity."""
 
     key: bytes
     """The sha256 of the secret; empty for the local caller of a server without tokens."""
     token_id: str
     principal: Principal
     enrolment: bool = False
-    """Whether it may only call AgentService.Enroll."""
+    """Whether the token may only call AgentService.Enroll."""
     spent: bool = False
-    """Whether it is an enrolment token that was exchanged already."""
+    """Whether the token is an enrolment token that was already exchanged."""
     expires_at: datetime | None = None
 
 
 def key_of(secret: str) -> bytes:
-    """Return the key by which a secret is stored and looked up. Secrets are random, so guessing needs no slow hash."""
+    """Return the key under which a secret is stored and looked up. Random secrets need no slow hash."""
     return hashlib.sha256(secret.encode()).digest()
 
 
 def new_secret(*, enrolment: bool = False) -> str:
-    """Return a new secret, with the prefix that secret scanners recognize."""
+    """Return a new secret with the prefix that secret scanners recognize."""
     return (ENROLMENT_PREFIX if enrolment else TOKEN_PREFIX) + secrets.token_urlsafe(_SECRET_BYTES)
 
 
 def has_tokens(database: Path) -> bool:
-    """Return whether a database, which need not be open, has tokens, so that its server asks callers for one."""
+    """Return whether a database, which need not be open, has tokens, so that its server requires one from callers."""
     if not database.is_file():
         return False
     with contextlib.closing(sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True)) as connection:
         try:
             return connection.execute("SELECT 1 FROM tokens LIMIT 1").fetchone() is not None
-        except sqlite3.DatabaseError:  # older than tokens, or damaged, which opening it detects
+        except sqlite3.DatabaseError:  # the file predates tokens, or is damaged, which opening the database detects
             return False
 
 
 class TokenTable:
-    """The database's tokens. Changes are durable when a method returns, and effective for every call that follows.
+    """The tokens of the database. A change is durable when its method returns, and applies to all later calls.
 
     Args:
-        now: gives the instant, in UTC.
+        now: returns the current time in UTC.
         on_change: called after tokens were added, changed or revoked.
     """
 
@@ -124,7 +124,7 @@ class TokenTable:
         self._used: dict[str, datetime] = {}
 
     async def load(self) -> None:
-        """Read the tokens, including those that another process has written."""
+        """Load the tokens, including those that another process has written."""
         table = schema.tokens
         rows = await self._database.read(lambda connection: connection.execute(select(table)).all())
         self._valid = {row.secret_hash: _credential(row) for row in rows if row.revoked_at is None}
@@ -133,19 +133,19 @@ class TokenTable:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token was ever created. Revoked tokens count, so that revoking the last one does not open the server."""
+        """Whether no token was ever created. Revoked tokens count, so revoking the last one does not open the server."""
         return self._is_empty
 
     def find(self, key: bytes) -> Credential | None:
-        """Return the credential of a key, which may have expired; None if the token is unknown or revoked."""
+        """Return the credential of a key, possibly expired; None if the token is unknown or revoked."""
         return self._valid.get(key)
 
     def mark_used(self, credential: Credential) -> None:
-        """Note that a token is used now; `save_uses` writes it to the database."""
+        """Record that a token is used now; `save_uses` writes it to the database."""
         self._used[credential.token_id] = self._now().replace(second=0, microsecond=0)
 
     async def save_uses(self) -> None:
-        """Write to the database when tokens were last used."""
+        """Write the times of last use to the database."""
         used, self._used = self._used, {}
         table = schema.tokens
 
@@ -166,7 +166,7 @@ class TokenTable:
         enrolment: bool = False,
         projects: Sequence[str] = (),
     ) -> tuple[token_pb2.Token, str]:
-        """Create a token, and return it with its secret, which is not stored.
+        """Create a token; return it with its secret, which is not stored.
 
         Raises:
             BadTokenRequest: the name, role or lifetime is not allowed.
@@ -197,7 +197,7 @@ class TokenTable:
         return [_token(row) for row in await self._database.read(lambda connection: connection.execute(query).all())]
 
     async def revoke(self, token_id: str) -> token_pb2.Token:
-        """Revoke a token; does nothing if it is revoked already.
+        """Revoke a token; do nothing if it is already revoked.
 
         Raises:
             TokenNotFound: no token has the id.
@@ -214,15 +214,15 @@ class TokenTable:
         return _token(row)
 
     async def rotate(self, token_id: str, *, key: bytes | None = None) -> tuple[token_pb2.Token, str]:
-        """Replace a token's secret, and return the token with the new one.
+        """Replace a token's secret; return the token with its new secret.
 
         Args:
-            key: what the caller has authenticated with, where that is the token itself: it must still be the token's. Else a
-                thief whose calls wait in line would get the secret that was to end them.
+            key: key that the caller authenticated with, if the caller rotates its own token. It must still be current: otherwise
+                a stolen token with a queued call could obtain the new secret.
 
         Raises:
             TokenNotFound: no token has the id, or it is revoked or used up.
-            TokenReplaced: another call rotated the token since.
+            TokenReplaced: another call has rotated the token in the meantime.
         """
         table = schema.tokens
 
@@ -241,17 +241,17 @@ class TokenTable:
         return _token(row), secret
 
     async def enroll(self, enrolment: Credential, agent_id: str, *, is_known: bool) -> str:
-        """Exchange an enrolment token for the agent's own token, and return the secret of that.
+        """Exchange an enrolment token for the agent's own token; return the secret of the new token.
 
-        An agent that lost its token enrolls again with another enrolment token of the same principal; its lost token is revoked.
+        An agent that lost its token enrolls again with a new enrolment token of the same principal, which revokes the lost one.
 
         Args:
-            is_known: whether the farm has devices of the identity.
+            is_known: whether the farm has devices of this identity.
 
         Raises:
             NotAnEnrolmentToken: the caller's token is not an enrolment token, or was used.
             BadTokenRequest: the agent's id is not allowed.
-            AgentBound: the identity belongs to another principal, or is known and bound to none.
+            AgentBound: the identity belongs to another principal, or is known but not bound.
         """
         if not _NAME.match(agent_id):
             raise BadTokenRequest(f"agent_id must be a UUID, got {agent_id[:80]!r}.", "Send the id of Hello.")
