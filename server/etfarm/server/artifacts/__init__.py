@@ -1,1 +1,1 @@
-"""Blobs by digest: the store that models, programs, traces and outputs live in."""
+"""Artifacts: the store of models, programs, traces and outputs by digest."""

@@ -6,7 +6,7 @@ from etfarm.wire.errors import FarmError, Kind, UserError
 
 
 class ArtifactNotFound(UserError):
-    """The store does not hold the digest, or the caller's holders do not."""
+    """A digest that the store does not hold, or that none of the caller's holders holds."""
 
     reason = "ARTIFACT_NOT_FOUND"
     kind = Kind.NOT_FOUND
@@ -16,7 +16,7 @@ class ArtifactNotFound(UserError):
 
 
 class ArtifactMissing(UserError):
-    """A request names an artifact that is not stored."""
+    """An artifact that a request names and the store does not hold."""
 
     reason = "ARTIFACT_MISSING"
     kind = Kind.FAILED_PRECONDITION
@@ -26,7 +26,7 @@ class ArtifactMissing(UserError):
 
 
 class ArtifactDamaged(FarmError):
-    """A stored artifact's bytes changed on the server's disk."""
+    """A stored artifact whose bytes changed on the server's disk."""
 
     reason = "ARTIFACT_DAMAGED"
     kind = Kind.FAILED_PRECONDITION
@@ -40,34 +40,34 @@ class ArtifactDamaged(FarmError):
 
 
 class BadUpload(UserError):
-    """An upload stream breaks the contract's rules."""
+    """An upload stream that violates the contract."""
 
     reason = "BAD_UPLOAD"
 
 
 class ChunkOutOfPlace(UserError):
-    """A chunk does not start at the committed size of the upload."""
+    """A chunk that does not start at the committed size of the upload."""
 
     reason = "CHUNK_OUT_OF_PLACE"
     kind = Kind.OUT_OF_RANGE
 
 
 class DigestMismatch(UserError):
-    """The bytes of a complete upload have another sha256 than announced."""
+    """A complete upload whose sha256 differs from the announced digest."""
 
     reason = "DIGEST_MISMATCH"
     kind = Kind.DATA_LOSS
 
 
 class UploadInProgress(UserError):
-    """Another stream is writing the same upload."""
+    """An upload that another stream is already writing."""
 
     reason = "UPLOAD_IN_PROGRESS"
     kind = Kind.ABORTED
 
 
 class UploadIdle(UserError):
-    """An upload's stream sent nothing for too long."""
+    """An upload whose stream sent nothing for too long."""
 
     reason = "UPLOAD_IDLE"
     kind = Kind.ABORTED
@@ -80,7 +80,7 @@ class UploadIdle(UserError):
 
 
 class UploadTooLarge(UserError):
-    """An artifact is larger than the server takes."""
+    """An artifact larger than the server accepts."""
 
     reason = "LIMIT_EXCEEDED"
     kind = Kind.RESOURCE_EXHAUSTED
@@ -94,7 +94,7 @@ class UploadTooLarge(UserError):
 
 
 class TooManyUploads(UserError):
-    """A holder has more uploads under way than the server takes at a time."""
+    """A holder with the maximum number of concurrent uploads."""
 
     reason = "LIMIT_EXCEEDED"
     kind = Kind.RESOURCE_EXHAUSTED
@@ -104,7 +104,7 @@ class TooManyUploads(UserError):
 
 
 class QuotaExceeded(UserError):
-    """A project, or an agent, would hold more bytes than it may."""
+    """A project or agent that would exceed its storage limit."""
 
     reason = "QUOTA_EXCEEDED"
     kind = Kind.RESOURCE_EXHAUSTED
@@ -125,7 +125,7 @@ class QuotaExceeded(UserError):
 
 
 class DiskFull(FarmError):
-    """No room for the upload."""
+    """A disk without enough space for an upload."""
 
     reason = "DISK_FULL"
     kind = Kind.RESOURCE_EXHAUSTED

@@ -1,4 +1,4 @@
-"""Holdings: which project, agent or part of the server may read which artifact, and how much storage each uses."""
+"""Holdings: which project, agent or part of the server may read which artifact, and how much storage each holder uses."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 
 _BATCH = 500
-"""Number of digests per statement; SQLite bounds the number of parameters."""
+"""Number of digests per statement, since SQLite limits the number of parameters."""
 
 _READ_BATCH = 5_000
-"""Number of digests per read; as one parameter, since parameters cost more time than the rows."""
+"""Number of digests per read. They are passed as one parameter, since separate parameters take longer than the rows."""
 
 _AGENTS = agent_holder("")
 """Prefix of agents' holders."""
 
 _TAKEN = "taken:"
-"""Prefix of an agent's holder once a result was taken: the bytes no longer count, and need not be sent again."""
+"""Prefix of an agent's holder after a result was accepted: its bytes no longer count, and need not be uploaded again."""
 
 
 @dataclass(frozen=True)
 class Holding:
-    """A holder's artifact."""
+    """One artifact of one holder."""
 
     holder: str
     digest: str
@@ -40,12 +40,12 @@ class Holding:
 
 
 class Holdings:
-    """The `holdings` table. A digest is no secret; a holding is what lets its holder read the artifact."""
+    """The `holdings` table. Digests are not secret: a holding is what permits its holder to read the artifact."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._used: dict[str, int] = {}
-        """Cached bytes by holder: a sum over a large project takes too long for every upload."""
+        """Cached number of bytes by holder, since a sum over a large project takes too long for every upload."""
 
     async def held(self, digests: Iterable[str], holders: Collection[str]) -> set[str]:
         """Return those of `digests` that at least one of `holders` holds."""
@@ -57,27 +57,28 @@ class Holdings:
             batch = json.dumps(wanted[start : start + _READ_BATCH])
             in_batch = table.c.digest.in_(select(func.json_each(batch).table_valued("value").c.value))
             query = select(table.c.digest).where(in_batch, table.c.holder.in_(sorted(known)))
-            # One read for each batch, so that others' reads come in between.
+            # One read per batch, so that other reads can run in between.
             rows.update(await self._database.read(lambda connection, query=query: connection.execute(query).scalars().all()))  # type: ignore[misc]
         return rows
 
     async def add(self, holder: str, digests: Iterable[str], owner: str, sizes: dict[str, int] | None = None) -> None:
-        """Let `holder` hold the artifacts; those that it holds already stay as they are.
+        """Add holdings of the artifacts for `holder`; existing ones stay unchanged.
 
         Args:
-            sizes: sizes of artifacts that may have no row yet; they get one.
+            sizes: sizes, by digest, of artifacts that may not have a row yet; missing rows are inserted.
         """
         wanted = list(dict.fromkeys(digests))
         if not wanted:
             return
-        # An agent's holdings prove its results, so they must be durable. For others, the later write of a job syncs the disk.
+        # An agent's holdings prove its results, so they must be durable. For other holders, the later write of a job syncs the
+        # disk.
         durable = holder.startswith(_AGENTS)
         try:
             added = await self._database.write(
                 lambda connection: _insert(connection, holder, wanted, owner, sizes or {}), durable=durable
             )
         except BaseException:
-            # It is unknown whether the write happened, so the sum is computed again.
+            # It is unknown whether the write took effect, so the sum has to be computed again.
             self._used.pop(holder, None)
             raise
         if holder in self._used:
@@ -89,7 +90,7 @@ class Holdings:
             table, artifacts = schema.holdings, schema.artifacts
             joined = table.join(artifacts, artifacts.c.digest == table.c.digest)
             query = select(func.coalesce(func.sum(artifacts.c.size_bytes), 0)).select_from(joined).where(table.c.holder == holder)
-            # In the order of the writes, so that each is counted exactly once.
+            # Run as a write, in order with other writes, so that each is counted exactly once.
             self._used[holder] = await self._database.write(lambda connection: int(connection.execute(query).scalar_one()))
         return self._used[holder]
 
@@ -100,7 +101,7 @@ class Holdings:
         return await self._database.read(lambda connection: connection.execute(query).scalar())
 
     async def release_agents(self, digests: Iterable[str]) -> None:
-        """Stop counting artifacts against their agents, after a result was taken and its project holds them."""
+        """Stop counting artifacts against their agents, after a project has accepted a result and holds its artifacts."""
         wanted, table = list(digests), schema.holdings
 
         def write(connection: Connection) -> dict[str, int]:
@@ -116,7 +117,7 @@ class Holdings:
             await self._delete(write)
 
     async def expire_agents(self, before: datetime) -> list[str]:
-        """Delete agents' holdings that are older than `before`; return the artifacts without any holder left."""
+        """Delete agents' holdings that are older than `before`; return the artifacts that have no holder any more."""
         table = schema.holdings
         old = and_(_is_of_an_agent(), table.c.held_at < before)
         orphans: list[str] = []
@@ -147,7 +148,7 @@ class Holdings:
         """Return holdings, newest first.
 
         Args:
-            holders: whose holdings; None for those of all projects.
+            holders: holders to list; None for all projects.
             after: (held_at, digest, holder) of the last entry of the previous page.
         """
         table, artifacts = schema.holdings, schema.artifacts
@@ -178,7 +179,7 @@ def _is_of_an_agent() -> ColumnElement[bool]:
 
 
 def _delete(connection: Connection, digests: Sequence[str], which: ColumnElement[bool]) -> dict[str, int]:
-    """Delete the holdings of `digests` that match `which`; return their bytes by holder."""
+    """Delete the holdings of `digests` that match `which`; return the freed bytes by holder."""
     table, artifacts = schema.holdings, schema.artifacts
     freed: Counter[str] = Counter()
     for batch in _batches(digests):

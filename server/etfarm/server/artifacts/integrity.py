@@ -1,4 +1,4 @@
-"""Integrity of stored artifacts: each server process verifies them on their first read; damaged ones leave the store."""
+"""Integrity of stored artifacts: each server process verifies an artifact on its first read; damaged ones are quarantined."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ log = structlog.get_logger()
 _BATCH = 100
 
 _Stamp = tuple[int, int, int]
-"""Inode, modification time in ns, size: what changes when a file is replaced or rewritten."""
+"""Inode, modification time in ns, and size in bytes, which change when a file is replaced or rewritten."""
 
 
 class Integrity:
     """The stored files that this process has verified.
 
     Args:
-        quarantine: folder for damaged files, for an admin to inspect.
+        quarantine: folder to which damaged files are moved, for an admin to inspect.
         place: returns the path of an artifact.
-        pool: threads that compute hashes.
+        pool: thread pool that computes hashes.
     """
 
     def __init__(self, quarantine: Path, place: Callable[[str], Path], pool: ThreadPoolExecutor) -> None:
@@ -38,25 +38,25 @@ class Integrity:
         self._checks: dict[str, asyncio.Task[bool]] = {}
         self._damaged = {path.name.partition(".")[0] for path in quarantine.iterdir()} if quarantine.is_dir() else set()
         self.on_damaged: Callable[[str, int], None] = lambda digest, size_bytes: None
-        """Called with (digest, size in bytes) of each artifact that is found damaged."""
+        """Called with (digest, size in bytes) of each artifact that turns out to be damaged."""
 
     def is_damaged(self, digest: str) -> bool:
-        """Return whether the artifact was found damaged and has not been stored again."""
+        """Return whether the artifact turned out to be damaged and has not been stored again."""
         return digest in self._damaged
 
     def settled(self, digest: str) -> None:
-        """Note that verified bytes have just been moved into the store."""
+        """Record that verified bytes were just moved into the store."""
         self._damaged.discard(digest)
         if (stamp := _stamp(self._place(digest))) is not None:
             self._whole[digest] = stamp
 
     def is_known_whole(self, digest: str) -> bool:
-        """Return whether this process has verified the file in its present state."""
+        """Return whether this process has verified the file in its current state."""
         stamp = _stamp(self._place(digest))
         return stamp is not None and self._whole.get(digest) == stamp
 
     async def is_whole(self, digest: str) -> bool:
-        """Return whether the artifact is stored and undamaged; a damaged one leaves the store."""
+        """Return whether the artifact is stored and undamaged. A damaged artifact is moved to the quarantine."""
         if self.is_known_whole(digest):
             return True
         check = self._checks.get(digest)
@@ -67,10 +67,10 @@ class Integrity:
         return await asyncio.shield(check)
 
     async def find_damaged(self, wanted: Iterable[str]) -> list[str]:
-        """Return the artifacts of `wanted` that are not stored or damaged."""
+        """Return the artifacts in `wanted` that are missing or damaged."""
         names = list(dict.fromkeys(wanted))
         if len(names) > _BATCH:
-            # For many files, even stat takes long enough to block the event loop.
+            # With many files, even stat blocks the event loop for too long.
             loop = asyncio.get_running_loop()
             unknown = await loop.run_in_executor(self._pool, lambda: [name for name in names if not self.is_known_whole(name)])
         else:
@@ -83,17 +83,17 @@ class Integrity:
         return damaged
 
     async def require_whole(self, wanted: Iterable[str]) -> None:
-        """Refuse damaged artifacts. Missing ones pass: opening them fails.
+        """Raise an error if an artifact is damaged. Missing artifacts pass: opening them fails later.
 
         Raises:
-            ArtifactDamaged: an artifact is damaged; names the first one.
+            ArtifactDamaged: an artifact is damaged; the error names the first one.
         """
         for digest in await self.find_damaged(wanted):
             if self.is_damaged(digest):
                 raise ArtifactDamaged(digest)
 
     async def recheck(self, digest: str) -> bool:
-        """Read the bytes from the disk again, and return whether they are undamaged."""
+        """Read the bytes from disk again; return whether they are undamaged."""
         self._whole.pop(digest, None)
         return await self.is_whole(digest)
 
@@ -106,18 +106,18 @@ class Integrity:
         if stamp is None:
             return False
         try:
-            # Whatever else lies there, a pipe for example, could keep the thread for good.
+            # Reading anything but a regular file, such as a pipe, could block the thread forever.
             actual = digests.of_file(path) if path.is_file() else "not a file"
         except FileNotFoundError:
             return False
         except OSError as error:
-            # A sector that cannot be read is damage as well.
+            # An unreadable sector is damage, too.
             actual = f"unreadable: {error.strerror}"
         if actual == digest:
             self._whole[digest] = stamp
             return True
         if _stamp(path) != stamp:
-            # The file was replaced meanwhile, by verified bytes.
+            # The file was replaced in the meantime, by verified bytes.
             return self.is_known_whole(digest)
         self._move_away(path, digest, actual)
         return False

@@ -1,4 +1,4 @@
-"""Reservations of disk space, so that concurrent uploads and attempts do not count on the same free bytes."""
+"""Reservations of disk space, so that concurrent uploads and attempts do not rely on the same free bytes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from etfarm.server.artifacts.errors import DiskFull
 
 
 class Room:
-    """Reservations of a disk's free space.
+    """Reservations of free space on one disk.
 
     Args:
         folder: a folder on the disk.
-        reserve_bytes: space that stays free for the journal.
+        reserve_bytes: space to leave free for the journal.
     """
 
     def __init__(self, folder: Path, reserve_bytes: int) -> None:
@@ -24,7 +24,7 @@ class Room:
         self._results: dict[Hashable, int] = {}
 
     def reserve(self, key: Hashable, needed: int, *, is_result: bool = False) -> None:
-        """Reserve space for an upload. The upload of a result may use the space that attempts have reserved.
+        """Reserve space for an upload. The upload of a result may use space that attempts have reserved.
 
         Raises:
             DiskFull: there is not enough free space.
@@ -36,7 +36,7 @@ class Room:
         self._uploads[key] = needed
 
     def shrink(self, key: Hashable, left: int) -> None:
-        """Reduce an upload's reservation to the bytes that it has not written yet."""
+        """Reduce an upload's reservation to the bytes that are still to be written."""
         self._uploads[key] = left
 
     def release(self, key: Hashable) -> None:
@@ -54,7 +54,7 @@ class Room:
         self._results[key] = needed
 
     def release_results(self, key: Hashable) -> None:
-        """Release an attempt's reservation, if it has one."""
+        """Release an attempt's reservation, if any."""
         self._results.pop(key, None)
 
     def _require(self, needed: int, taken: int) -> None:

@@ -1,4 +1,4 @@
-"""Staging of uploads: each holder's bytes are collected in separate files, and only verified bytes enter the store."""
+"""Staging of uploads: bytes are collected in one file per holder and digest, and only verified bytes enter the store."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ MAX_CHUNK_BYTES = 1 << 20
 
 @dataclass
 class _Stream:
-    """An upload under way."""
+    """State of an upload stream: announced and received size in bytes."""
 
     size_bytes: int
     have: int = 0
 
 
 class Staging:
-    """Incomplete uploads: one file for each holder and digest, so that no holder's bytes enter another's upload.
+    """Incomplete uploads, in one file per holder and digest, so that no holder's bytes enter another holder's upload.
 
     Args:
-        folder: an existing folder; files in it other than parts, which an earlier version or a killed server left, are deleted.
-        pool: threads that write and compute hashes.
+        folder: an existing folder. Files other than parts, left over from an earlier version or a killed server, are deleted.
+        pool: thread pool that writes files and computes hashes.
     """
 
     def __init__(self, folder: Path, room: Room, limits: StoreLimits, pool: ThreadPoolExecutor) -> None:
@@ -65,19 +65,19 @@ class Staging:
         self.expire()
 
     def part(self, holder: str, digest: str) -> Path:
-        """Return the file that collects a holder's bytes of an unfinished upload."""
+        """Return the path of the file that collects a holder's bytes of an unfinished upload."""
         return self._folder / f"{_folded(holder)}-{digest}.part"
 
     def committed_bytes(self, holder: str, digest: str) -> int:
-        """Return the committed size of a holder's upload."""
+        """Return the committed size of a holder's upload, in bytes."""
         return _size(self.part(holder, digest))
 
     def is_streaming(self, digest: str) -> bool:
-        """Return whether any holder's stream is uploading the artifact."""
+        """Return whether any holder's stream is currently uploading the artifact."""
         return any(streamed == digest for _, streamed in self._streams)
 
     def staged_bytes(self, holder: str, *, without: str = "") -> int:
-        """Return the size of a holder's unfinished uploads, at the announced size while they stream, except for `without`."""
+        """Return the size of a holder's unfinished uploads except `without`. Active streams count at their announced size."""
         own = self._own_parts(holder)
         open_ones = {self.part(holder, digest): stream for (other, digest), stream in self._streams.items() if other == holder}
         skipped = self.part(holder, without) if without else None
@@ -85,10 +85,10 @@ class Staging:
         return waiting + sum(stream.size_bytes for path, stream in open_ones.items() if path != skipped)
 
     def require_free(self, artifact: common_pb2.Artifact, holder: str) -> None:
-        """Refuse a stream that cannot begin now.
+        """Raise an error if a stream cannot start now.
 
         Raises:
-            BadUpload, UploadTooLarge, UploadInProgress, TooManyUploads: as ArtifactService.Upload says.
+            BadUpload, UploadTooLarge, UploadInProgress, TooManyUploads: see ArtifactService.Upload.
         """
         if artifact.size_bytes < 0:
             raise BadUpload(f"`size_bytes` must be 0 or more, got {artifact.size_bytes}.")
@@ -109,15 +109,15 @@ class Staging:
         *,
         is_result: bool,
     ) -> bool:
-        """Receive one stream from the committed size on; return whether the upload is complete.
+        """Receive one stream, continuing at the committed size; return whether the upload is complete.
 
         Args:
-            settle: moves the verified file away; until it returns, no other stream of the upload can begin.
-            is_result: the uploader is an agent; see `Room.reserve`.
+            settle: moves the verified file into the store; no other stream of the upload can start until it returns.
+            is_result: whether the uploader is an agent; see `Room.reserve`.
 
         Raises:
             BadUpload, UploadTooLarge, UploadInProgress, TooManyUploads, UploadIdle, ChunkOutOfPlace, DigestMismatch, DiskFull:
-                as ArtifactService.Upload says.
+                see ArtifactService.Upload.
         """
         self.require_free(artifact, holder)
         key, part = (holder, artifact.digest), self.part(holder, artifact.digest)
@@ -125,7 +125,7 @@ class Staging:
         try:
             stream.have = _size(part)
             if stream.have > artifact.size_bytes:
-                # The part belongs to a header that announced another size.
+                # The part belongs to a header with another announced size.
                 part.unlink()
                 stream.have = 0
             self._room.reserve(key, artifact.size_bytes - stream.have, is_result=is_result)
@@ -180,14 +180,14 @@ class Staging:
             raise UploadIdle(digest, self._limits.upload_idle_s, have) from None
 
     def _evict(self, holder: str) -> None:
-        """Delete a holder's oldest parts beyond the limit, except those under way."""
+        """Delete a holder's oldest parts beyond the limit, except active ones."""
         streaming = {self.part(other, digest) for other, digest in self._streams}
         idle = [path for path in self._own_parts(holder) if path not in streaming]
         for path in sorted(idle, key=_mtime)[: max(0, len(idle) - self._limits.parts + 1)]:
             path.unlink(missing_ok=True)
 
     def expire(self) -> None:
-        """Delete the parts that were not continued for too long."""
+        """Delete parts that were not continued in time."""
         streaming = {self.part(holder, digest) for holder, digest in self._streams}
         before = time.time() - self._limits.part_age_s
         for path in self._folder.glob("*.part"):
@@ -221,7 +221,7 @@ def _too_many(message: str) -> BadUpload:
 
 
 def _folded(holder: str) -> str:
-    # A holder's name may contain characters that a file name cannot have.
+    # A holder's name may contain characters that are not allowed in a file name.
     return hashlib.sha256(holder.encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""The artifact store: plain files by digest, written beside and renamed, so that what has its name is whole and verified."""
+"""The artifact store: files named by digest. Files are renamed into place, so every named file is complete and verified."""
 
 from __future__ import annotations
 
@@ -48,21 +48,22 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 _TEND_S = 3600.0
-"""Interval at which expired artifacts are deleted."""
+"""Interval between deletions of expired artifacts."""
 
 _ROOM_S = 1.0
-"""Interval at which a full disk is polled for free space."""
+"""Interval at which a full disk is checked for free space."""
 
 _SLICE = 20
-"""Digests that the event loop looks at between two looks at the clock: a system call each."""
+"""Number of digests that are processed between two checks of the clock; each takes a system call."""
 
 
 class Store:
-    """The artifacts under `folder`: complete ones in `blobs/ab/abcdef...`, unfinished ones in `uploads/`, damaged ones in
-    `quarantine/`.
+    """The artifacts under a folder, with their holders.
 
-    The bytes are stored once; a holder (a project's name, `agent_holder(...)` or FARM_HOLDER) reads only what it holds. A holding
-    comes with an upload of all bytes, which proves that the uploader has them, or from the server itself.
+    Complete artifacts are in `blobs/ab/abcdef...`, unfinished uploads in `uploads/`, damaged artifacts in `quarantine/`. The
+    bytes of an artifact are stored once. A holder (a project's name, `agent_holder(...)` or FARM_HOLDER) can only read the
+    artifacts that it holds. A holding is created by an upload of all bytes, which proves that the uploader has them, or by the
+    server itself.
     """
 
     def __init__(self, folder: Path, database: Database, limits: StoreLimits | None = None) -> None:
@@ -72,7 +73,7 @@ class Store:
         self._uploads = folder / "uploads"
         for path in (self._blobs, self._uploads):
             path.mkdir(parents=True, exist_ok=True)
-        # Separate threads: neither screening nor an analysis that occupies asyncio's threads may delay an upload.
+        # Separate thread pools: neither screening nor an analysis that occupies asyncio's threads may delay an upload.
         self._pool = ThreadPoolExecutor(self.limits.threads, thread_name_prefix="artifact-bytes")
         self._verifiers = ThreadPoolExecutor(self.limits.verifiers, thread_name_prefix="artifact-verify")
         self.holdings = Holdings(database)
@@ -81,13 +82,13 @@ class Store:
         self.integrity = Integrity(folder / "quarantine", self.place, self._verifiers)
         self._adopting: set[str] = set()
         self._unshared: set[str] = set()
-        """New uploads that only their uploader knows of, so that nothing else can refer to them."""
+        """New uploads that only their uploader knows, so that nothing else can refer to them."""
 
     def path(self, digest: str) -> Path:
-        """The file of a stored artifact; read it, never write it.
+        """Return the path of a stored artifact's file. Read it, never write it.
 
         Raises:
-            ArtifactNotFound: the store does not hold it.
+            ArtifactNotFound: the store does not hold the artifact.
             ArtifactDamaged: the artifact is damaged and has not been stored again.
         """
         path = self.place(digest)
@@ -99,11 +100,11 @@ class Store:
         return ArtifactDamaged(digest) if self.integrity.is_damaged(digest) else ArtifactNotFound(digest)
 
     def has(self, digest: str) -> bool:
-        """Whether the artifact is stored whole. The caller may refer to it from now on, so that it stays."""
+        """Return whether the artifact is stored completely. The caller may refer to it from now on, so it stays."""
         return self.stored_bytes(digest) is not None
 
     def has_for_now(self, digest: str) -> bool:
-        """Whether the artifact is stored whole, for a caller that will not refer to it later."""
+        """Return whether the artifact is stored completely, for a caller that will not refer to it later."""
         require_digest(digest)
         return os.path.exists(self._file(digest))  # noqa: PTH110 - a fifth of a Path's time, for each of 100,000 digests
 
@@ -121,7 +122,7 @@ class Store:
         return f"{self._blobs_text}/{digest[:2]}/{digest}"
 
     async def absent(self, wanted: Iterable[str]) -> list[str]:
-        """Return the artifacts of `wanted` that are missing or damaged, whoever holds them. Never show the result to clients."""
+        """Return the artifacts in `wanted` that are missing or damaged, for any holder. Never reveal the result to clients."""
         digests = list(wanted)
         damaged = set(await self.integrity.find_damaged(digests))
         lacking = []
@@ -138,7 +139,7 @@ class Store:
         await self.integrity.require_whole(wanted)
 
     async def missing(self, wanted: Iterable[str], holder: str) -> list[str]:
-        """Return the artifacts of `wanted` that `holder` does not hold, or that are missing or damaged."""
+        """Return the artifacts in `wanted` that `holder` does not hold, or that are missing or damaged."""
         digests = list(wanted)
         async for batch in _slices(digests):
             for digest in batch:
@@ -151,11 +152,11 @@ class Store:
         return lacking
 
     async def require(self, wanted: Iterable[str], holder: str) -> None:
-        """Refuse a request of `holder` that names artifacts which it does not hold, as if they were not stored.
+        """Raise an error if `holder` does not hold an artifact, as if the artifact were not stored.
 
         Raises:
-            ArtifactMissing: one is not stored, or `holder` does not hold it.
-            ArtifactDamaged: one is damaged and has not been stored again.
+            ArtifactMissing: an artifact is not stored, or `holder` does not hold it.
+            ArtifactDamaged: an artifact is damaged and has not been stored again.
         """
         if missing := await self.missing(wanted, holder):
             digest = missing[0]
@@ -173,10 +174,10 @@ class Store:
         return bool(await self.holdings.held([digest], holders))
 
     async def hold(self, holder: str, digests: Iterable[str], owner: str, *, for_now: bool = False) -> None:
-        """Let `holder` hold stored artifacts by the server's own decision, for example a cache hit. Missing ones are left out.
+        """Add holdings of stored artifacts by the server's decision, e.g. after a cache hit. Missing artifacts are skipped.
 
         Args:
-            for_now: `discard` may still delete them.
+            for_now: whether `discard` may still delete the artifacts.
         """
         is_stored = self.has_for_now if for_now else self.has
         await self.holdings.add(holder, [digest for digest in digests if is_stored(digest)], owner)
@@ -190,7 +191,7 @@ class Store:
         return artifact_pb2.UploadStatus(digest=digest, committed_bytes=committed, complete=is_held)
 
     async def require_quota(self, holder: str, needed_bytes: int = 0, *, without: str = "") -> None:
-        """Refuse to store more for a project above its limit, or for an agent with too many uploads without results.
+        """Raise an error if a project exceeds its storage limit, or an agent has too many uploads without results.
 
         Args:
             without: digest of the upload to which `needed_bytes` belongs.
@@ -206,7 +207,7 @@ class Store:
             raise QuotaExceeded(holder, limit, used, needed_bytes)
 
     async def limit_bytes(self, project: str) -> int | None:
-        """Return the storage limit of a project's artifacts; None for no limit."""
+        """Return the storage limit of a project's artifacts, in bytes; None for no limit."""
         own = await self.holdings.limit_bytes(project)
         return self.limits.project_bytes if own is None else own
 
@@ -220,7 +221,7 @@ class Store:
             path.unlink(missing_ok=True)
 
     async def adopt(self, path: Path, owner: str, *, holder: str = DEFAULT_PROJECT) -> common_pb2.Artifact:
-        """Move a file of the server's own into the store for a holder. It replaces a damaged artifact of the same digest.
+        """Move one of the server's own files into the store for a holder. It replaces a damaged artifact with the same digest.
 
         Raises:
             DiskFull: the store cannot write.
@@ -247,14 +248,16 @@ class Store:
         *,
         is_result: bool = False,
     ) -> artifact_pb2.UploadStatus:
-        """Take one upload from its committed size on; the holder holds the artifact once its bytes are whole. Bytes that only
-        other holders have must come as well: knowing a digest does not prove possession of what it names.
+        """Receive one upload, continuing at its committed size.
+
+        The holder holds the artifact once its bytes are complete. Bytes that only other holders have must be uploaded, too:
+        knowing a digest does not prove possession of the content.
 
         Args:
-            is_result: it may use the disk that is set aside for results.
+            is_result: whether the upload may use disk space that is reserved for results.
 
         Raises:
-            EtfarmError: as ArtifactService.Upload says.
+            EtfarmError: see ArtifactService.Upload.
         """
         digest = artifact.digest
         if not await self.missing([digest], holder):
@@ -263,7 +266,8 @@ class Store:
         await self.require_quota(holder, artifact.size_bytes, without=digest)
 
         async def settle(part: Path) -> None:
-            # Before it has its name: from then on others may ask for it. What is stored already may be in use elsewhere.
+            # Decide before the file gets its name, since others may ask for it from then on. An artifact that is already stored
+            # may be in use.
             if self.has_for_now(digest):
                 self._unshared.discard(digest)
             else:
@@ -279,13 +283,15 @@ class Store:
         return self._status(digest, holder, is_held=is_whole)
 
     async def take_results(self, holder: str, digests: Collection[str], owner: str) -> None:
-        """Let a project hold the artifacts of a result, which no longer count against the agents that uploaded them."""
+        """Let a project hold the artifacts of an accepted result, which then no longer count against the agents."""
         await self.hold(holder, digests, owner)
         await self.holdings.release_agents(digests)
 
     async def discard(self, wanted: Iterable[str]) -> None:
-        """Delete those of `wanted`, with all holdings, that were uploaded since this server started and that nothing else refers
-        to; the others, which something may refer to, stay."""
+        """Delete the artifacts in `wanted` that were uploaded since the start of this server and that nothing else refers to.
+
+        Their holdings are deleted, too. Artifacts that something may refer to stay.
+        """
         gone = []
         for digest in self._unshared.intersection(wanted) - self._adopting:
             if self._staging.is_streaming(digest):
@@ -293,17 +299,17 @@ class Store:
             self._unshared.discard(digest)
             self.place(digest).unlink(missing_ok=True)
             gone.append(digest)
-        # One that came again meanwhile is recorded after this.
+        # Artifacts that were uploaded again in the meantime are recorded after this.
         if absent := [digest for digest in gone if not self.place(digest).exists()]:
             await self.holdings.forget(absent)
 
     async def chunks(self, digest: str, offset: int) -> AsyncIterator[artifact_pb2.Chunk]:
-        """The artifact's bytes from `offset` on. The last chunk goes out only after all bytes were verified by this process.
+        """Yield the artifact's bytes from `offset` on. The last chunk is sent only after this process has verified all bytes.
 
         Raises:
-            ArtifactNotFound: the store does not hold it.
+            ArtifactNotFound: the store does not hold the artifact.
             ArtifactDamaged: its bytes changed on the disk.
-            BadUpload: `offset` lies behind its end (reason OFFSET_PAST_END).
+            BadUpload: `offset` is beyond the end (reason OFFSET_PAST_END).
         """
         with self.path(digest).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -322,23 +328,23 @@ class Store:
                 verified.cancel()
 
     def place(self, digest: str) -> Path:
-        """Where the file of an artifact is, if it is stored; read it, never write it."""
+        """Return the path at which an artifact is stored, whether or not it exists. Read the file, never write it."""
         require_digest(digest)
         return self._blobs / digest[:2] / digest
 
     async def page(self, holders: Collection[str] | None, after: tuple[datetime, str, str] | None, size: int) -> list[Holding]:
-        """Return a page of the holders' artifacts, see `Holdings.page`."""
+        """Return a page of the holders' artifacts; see `Holdings.page`."""
         return await self.holdings.page(holders, after, size)
 
     async def verify(self) -> AsyncIterator[tuple[int, int, int, list[common_pb2.Artifact]]]:
-        """Verify every stored artifact. Yield (done, total, bytes done, newly found damaged ones) at intervals and at the end."""
+        """Verify every stored artifact. Yield (done, total, bytes done, newly detected damage) periodically and at the end."""
         paths = await asyncio.get_running_loop().run_in_executor(self._verifiers, lambda: sorted(self._blobs.glob("??/*")))
         done_bytes, damaged, clock = 0, list[common_pb2.Artifact](), asyncio.get_running_loop().time()
         for done, path in enumerate(paths, 1):
             try:
                 size_bytes = path.stat().st_size
             except FileNotFoundError:
-                continue  # discarded meanwhile
+                continue  # deleted in the meantime
             if not await self.integrity.recheck(path.name) and self.integrity.is_damaged(path.name):
                 damaged.append(common_pb2.Artifact(digest=path.name, size_bytes=size_bytes))
             done_bytes += size_bytes
@@ -358,7 +364,7 @@ class Store:
             await asyncio.sleep(_ROOM_S)
 
     async def tend(self) -> None:
-        """Delete what has expired, now and every hour, until it is cancelled."""
+        """Delete expired artifacts now and every hour, until the task is cancelled."""
         while True:
             try:
                 await self.expire()
@@ -377,7 +383,7 @@ class Store:
             await self.holdings.forget(orphans)
 
     def close(self) -> None:
-        """End the store's threads."""
+        """Shut down the store's threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._verifiers.shutdown(wait=False, cancel_futures=True)
 
@@ -385,7 +391,7 @@ class Store:
         place = self.place(digest)
         place.parent.mkdir(exist_ok=True)
         path.chmod(0o444)
-        # The bytes before the name: after a power cut what has its name is whole.
+        # Sync the bytes before the rename, so that after a power failure every named file is complete.
         _sync(path)
         path.replace(place)
         _sync(place.parent)
@@ -399,7 +405,7 @@ class Store:
 
 
 async def _slices(wanted: Sequence[str]) -> AsyncIterator[Sequence[str]]:
-    """Yield `wanted` in slices, between which the event loop serves others."""
+    """Yield `wanted` in slices; between slices the event loop can run other tasks."""
     pace = Pace()
     for start in range(0, len(wanted), _SLICE):
         yield wanted[start : start + _SLICE]
@@ -407,7 +413,7 @@ async def _slices(wanted: Sequence[str]) -> AsyncIterator[Sequence[str]]:
 
 
 def require_digest(digest: str) -> None:
-    """Refuse a text that is no digest.
+    """Raise an error if `digest` is not a digest.
 
     Raises:
         BadUpload: with the reason DIGEST_MALFORMED.
