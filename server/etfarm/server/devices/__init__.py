@@ -1,1 +1,1 @@
-"""Devices: which are known, which agents serve them, what runs on them, and which run goes where."""
+"""Devices: the known ones, the agents that serve them, their attempts, and the assignment of cells to them."""

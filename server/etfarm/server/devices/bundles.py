@@ -35,17 +35,17 @@ _MANIFEST = "bundle.json"
 _MANIFEST_BYTES = 4 << 20
 _MOST_BYTES = 2 << 30
 _MOST_FILES = 256
-"""Maximum size and number of files of a bundle, as agents accept them."""
+"""Maximum size in bytes and number of files of a bundle, as agents accept them."""
 
 
 class NotABundle(UserError):
-    """An artifact has no valid bundle.json."""
+    """An artifact without a valid bundle.json."""
 
     reason = "NOT_A_BUNDLE"
 
 
 class WrongArch(UserError):
-    """A bundle's programs are not for the architecture that its manifest names."""
+    """A bundle with programs for another architecture than the one that its manifest names."""
 
     reason = "BUNDLE_ARCH_MISMATCH"
 
@@ -58,40 +58,43 @@ class WrongArch(UserError):
 
 
 class BundleMissing(FarmError):
-    """The farm has no runner for a device's architecture."""
+    """An architecture for which the farm has no runner."""
 
     reason = "BUNDLE_MISSING"
 
 
 class Bundles:
-    """The farm's runner bundles. For an architecture the newest one is used whose ExecuTorch is the one that the server lowers
-    with, since a program and its runtime belong together; without such a bundle, the newest of another ExecuTorch."""
+    """The farm's runner bundles.
+
+    For each architecture, the newest bundle is used whose ExecuTorch version is the one that the server lowers with, since a
+    program and its runtime must match; without such a bundle, the newest of any other version.
+    """
 
     def __init__(self, store: Store, database: Database, folder: Path, readers: Readers | None = None) -> None:
         self._readers = readers or Readers()
         self._store = store
         self._database = database
         self._builds = folder / "bundle"
-        """The folder of builds. Only one server uses it, so what it holds at the start is left from one that was killed."""
+        """Folder for builds. Only one server uses it, so files that exist at startup are left over from a killed server."""
         self._by_arch: dict[str, agent_pb2.RunnerBundle] = {}
         self._own_error: EtfarmError | None = None
         self._own_arch = platform.machine()
         self._version = version("executorch").partition("+")[0]
         self.settled = asyncio.Event()
-        """Set once the bundle of the server's own architecture is built or has failed."""
+        """Set once the build of the bundle for the server's own architecture has finished or failed."""
 
     @property
     def own_error(self) -> EtfarmError | None:
-        """Why the server's own architecture has no bundle; None while it has one or is building it."""
+        """Error of the bundle build for the server's own architecture; None while the bundle exists or is being built."""
         return self._own_error
 
     @property
     def starting(self) -> str:
-        """A description of the build that is running; empty if there is none."""
+        """Description of the build in progress; empty if there is none."""
         return "" if self.settled.is_set() else f"building the runner bundle for {self._own_arch}"
 
     async def load(self) -> None:
-        """Load the bundles that were added before, and delete what a killed server's build left."""
+        """Load the stored bundles, and delete leftovers of a killed server's build."""
         await asyncio.to_thread(shutil.rmtree, self._builds, ignore_errors=True)
         query = select(schema.bundles.c.body).order_by(schema.bundles.c.added_at)
         for body in await self._database.read(lambda connection: connection.execute(query).scalars().all()):
@@ -103,7 +106,7 @@ class Bundles:
         former = self._by_arch.get(bundle.arch)
         if former is not None and former.executorch_version == self._version != bundle.executorch_version:
             return
-        self._by_arch.pop(bundle.arch, None)  # so that the dict is in the order of adding
+        self._by_arch.pop(bundle.arch, None)  # keeps the dict in insertion order, oldest first
         self._by_arch[bundle.arch] = bundle
 
     def list(self) -> Sequence[agent_pb2.RunnerBundle]:
@@ -115,15 +118,15 @@ class Bundles:
         return self._by_arch.get(arch)
 
     def is_coming(self, arch: str) -> bool:
-        """Return whether the first bundle for an architecture is being built."""
+        """Return whether the first bundle for an architecture is still being built."""
         return arch == self._own_arch and arch not in self._by_arch and not self.settled.is_set()
 
     async def demand(self, arch: str) -> agent_pb2.RunnerBundle:
-        """Return the bundle for an architecture; wait while the server's own is being built.
+        """Return the bundle for an architecture, waiting while the server's own is being built.
 
         Raises:
             BundleMissing: the farm has no such bundle.
-            EtfarmError: building the server's own failed, as the build says.
+            EtfarmError: building the server's own bundle failed.
         """
         if self.is_coming(arch):
             await self.settled.wait()
@@ -138,10 +141,10 @@ class Bundles:
         )
 
     async def add(self, digest: str) -> agent_pb2.RunnerBundle:
-        """Offer a stored bundle. Another may be preferred to it: see `Bundles`.
+        """Offer a stored bundle to devices. Another bundle may take precedence; see `Bundles`.
 
         Raises:
-            ArtifactMissing: it is not stored.
+            ArtifactMissing: the artifact is not stored.
             NotABundle: it has no valid bundle.json.
             WrongArch: its programs are for another architecture than its manifest names.
         """
@@ -158,7 +161,7 @@ class Bundles:
             connection.execute(insert(schema.bundles).values(row).on_conflict_do_update(index_elements=["digest"], set_=changed))
 
         await self._database.write(write)
-        # Every device may read it.
+        # Every device may read the bundle.
         await self._store.hold(FARM_HOLDER, [digest], "farm")
         self._use(bundle)
         return bundle
@@ -191,7 +194,7 @@ class Bundles:
 
 
 async def _bundle_command(scratch: Path, *arguments: str) -> str:
-    """Run `etfarm bundle build` in a process that ends with its caller, and return its output."""
+    """Run `etfarm bundle build` in a child process that ends when this process does; return its output."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "etfarm.wire.command", "bundle", "build", "--exit-with-stdin", *arguments,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -199,10 +202,10 @@ async def _bundle_command(scratch: Path, *arguments: str) -> str:
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     try:
-        # Its stdin stays open as long as this process lives.
+        # The child process ends when its stdin is closed, which stays open as long as this process lives.
         out, err, _ = await asyncio.gather(process.stdout.read(), process.stderr.read(), process.wait())
     except asyncio.CancelledError:
-        # The group: compilers are its children.
+        # Kill the process group, which includes the compilers.
         os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         raise
@@ -216,17 +219,17 @@ async def _bundle_command(scratch: Path, *arguments: str) -> str:
 
 
 def read_manifest(path: Path) -> agent_pb2.RunnerBundle:
-    """Return the bundle that an archive's manifest describes, without its artifact.
+    """Return the bundle that an archive's manifest describes; `artifact` is not set.
 
     Raises:
-        NotABundle: it is not a bundle, or too large.
+        NotABundle: the archive is not a bundle, or is too large.
         WrongArch: its programs are for another architecture than its manifest names.
     """
     try:
         manifest, heads = _read_archive(path)
         if manifest["schema"] != "etfarm.bundle/1":
             raise ValueError(f"its schema is {str(manifest['schema'])[:100]!r}")
-        # Protobuf takes null for an absent value.
+        # Protobuf treats null as an absent value.
         if absent := [key for key in ("arch", "executorch", "source_digest") if not manifest[key]]:
             raise ValueError(f"it does not say its {absent[0]}")
         wrong = _program_of_another_arch(heads, manifest)
@@ -243,10 +246,10 @@ def read_manifest(path: Path) -> agent_pb2.RunnerBundle:
 
 
 def _read_archive(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return an archive's manifest, and the first bytes of its other files.
+    """Return an archive's manifest, and the first bytes of its other files by name.
 
     Raises:
-        ValueError: it is not an archive, is too large, or has no manifest.
+        ValueError: the file is not an archive, is too large, or has no manifest.
     """
     manifest, heads = b"", dict[str, bytes]()
     with path.open("rb") as file:
@@ -266,7 +269,7 @@ def _read_archive(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def _program_of_another_arch(heads: Mapping[str, bytes], manifest: Mapping[str, Any]) -> str:
-    """Describe the program in the archive that is not for the manifest's architecture, as a clause; empty if all are."""
+    """Return a clause that describes the program for another architecture than the manifest's; empty if all programs match."""
     for name in dict.fromkeys(str(manifest.get(key)) for key in ("loader", "entry")):
         arch = elf.arch_of(heads.get(name, b""))
         if arch is not None and arch != manifest["arch"]:

@@ -6,21 +6,21 @@ from etfarm.wire.errors import DeviceError, Kind, UserError
 
 
 class DeviceNotFound(UserError):
-    """No device has the id, the prefix of an id or the name, or several have."""
+    """A device id, prefix or name that matches no device, or several."""
 
     reason = "DEVICE_NOT_FOUND"
     kind = Kind.NOT_FOUND
 
 
 class AgentConnected(UserError):
-    """A live agent has the same id."""
+    """An agent id that a live agent already uses."""
 
     reason = "AGENT_CONNECTED"
     kind = Kind.ALREADY_EXISTS
 
 
 class DeviceServed(AgentConnected):
-    """A live agent serves the same device."""
+    """A device that another live agent already serves."""
 
     reason = "DEVICE_SERVED"
 
@@ -33,7 +33,7 @@ class DeviceServed(AgentConnected):
 
 
 class DeviceNotYours(UserError):
-    """A device belongs to an agent with another principal's token."""
+    """A device that belongs to an agent with another principal's token."""
 
     reason = "DEVICE_NOT_YOURS"
     kind = Kind.PERMISSION_DENIED
@@ -46,26 +46,26 @@ class DeviceNotYours(UserError):
 
 
 class DeviceConnected(UserError):
-    """A device cannot be forgotten while its agent is connected."""
+    """A device that cannot be forgotten because its agent is connected."""
 
     reason = "DEVICE_CONNECTED"
     kind = Kind.FAILED_PRECONDITION
 
 
 class DeviceOffline(DeviceError):
-    """The device's agent is not connected."""
+    """A device whose agent is not connected."""
 
     reason = "DEVICE_OFFLINE"
 
 
 class DeviceTooLarge(UserError):
-    """The description of a device is larger than the farm keeps."""
+    """A device description larger than the maximum."""
 
     reason = "DEVICE_TOO_LARGE"
 
 
 class TooManyDevices(UserError):
-    """An agent announces more devices than it, or the farm, may have."""
+    """More devices than an agent or the farm may have."""
 
     reason = "TOO_MANY_DEVICES"
     kind = Kind.RESOURCE_EXHAUSTED

@@ -1,4 +1,4 @@
-"""The known devices and their restrictions to projects, in the database."""
+"""Database records of the known devices and of their restrictions to projects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DeviceRecords:
         self._database = database
 
     async def load(self) -> tuple[Sequence[Device], Mapping[str, frozenset[str]]]:
-        """Return the devices, and by device the projects that it is restricted to; any project's are missing."""
+        """Return the devices, and by device id the projects that it is restricted to. Unrestricted devices have no entry."""
         devices, projects = schema.devices, schema.device_projects
         rows = await self._database.read(lambda connection: connection.execute(select(devices)).all())
         known: list[Device] = []
@@ -34,7 +34,7 @@ class DeviceRecords:
         return known, restricted
 
     async def save(self, devices: Sequence[Device], projects: Collection[str] = ()) -> None:
-        """Write devices, and restrict them to projects in addition to those that they are restricted to."""
+        """Write devices, and add `projects` to their restrictions."""
         rows = [
             {"id": device.id, "body": device.SerializeToString(), "last_seen_at": device.last_seen_at.ToDatetime(UTC)}
             for device in devices
@@ -51,7 +51,7 @@ class DeviceRecords:
         await self._database.write(write)
 
     async def restrict(self, device_id: str, projects: Collection[str]) -> None:
-        """Restrict a device to exactly these projects; to none in particular if they are empty."""
+        """Restrict a device to exactly these projects; an empty collection removes all restrictions."""
         table = schema.device_projects
         rows = [{"device_id": device_id, "project": project} for project in sorted(set(projects))]
 

@@ -1,4 +1,4 @@
-"""The registry of the farm's devices: the known ones, the connections that serve them, and their states."""
+"""The registry of the farm's devices: the known devices, the connections that serve them, and their states."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from etfarm.wire.names import boot_id
 from etfarm.wire.selectors import Selector
 
 MAX_DEVICES_OF_AGENT: Final = 1_000
-"""Maximum number of devices of an agent, including offline ones."""
+"""Maximum number of devices of one agent, including offline ones."""
 
 MAX_DEVICES_OF_PRINCIPAL: Final = 5_000
-"""Maximum number of devices of all agents with tokens of one name, so that they leave room for others."""
+"""Maximum number of devices of all agents with tokens of one principal, which leaves capacity for others."""
 
 MAX_DEVICES: Final = 10_000
 """Maximum number of devices of the farm, including offline ones."""
 
 MAX_DEVICE_BYTES: Final = 128 << 10
-"""Maximum size of the description of a device."""
+"""Maximum size of a device's serialized description."""
 
 _SLICE: Final = 100
 _NAMED: Final = 20
-"""Number of devices that an error names."""
+"""Maximum number of devices that an error lists."""
 
 
 class Registry:
-    """The farm's devices. `on_change` is called whenever a device came, went, or became free.
+    """The farm's devices. Listeners are called whenever a device appears, disappears or becomes free.
 
     Args:
-        principal_of: gives the principal that an agent identity is bound to; empty where it is bound to none.
+        principal_of: returns the principal that an agent identity is bound to; empty if it is not bound.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class Registry:
         self._now = now
         self._known: dict[str, Device] = {}
         self._projects: dict[str, frozenset[str]] = {}
-        """By device, the projects that it is restricted to; a device that is missing runs any project's."""
+        """Projects that a device is restricted to, by device id. A device without an entry is available to all projects."""
         self._telemetry: dict[str, device_pb2.DeviceTelemetry] = {}
         self._sessions: dict[str, AgentSession] = {}
         self._serving: dict[str, AgentSession] = {}
         self._listeners: list[Callable[[], None]] = []
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` at each change."""
+        """Register a function to call at each change."""
         self._listeners.append(listener)
 
     def changed(self) -> None:
@@ -85,7 +85,7 @@ class Registry:
             listener()
 
     async def load(self) -> None:
-        """Load the devices that the database knows; all are offline until their agents connect."""
+        """Load the devices from the database; all are offline until their agents connect."""
         devices, projects = await self._records.load()
         self._projects.update(projects)
         for device in devices:
@@ -93,19 +93,19 @@ class Registry:
             self._known[device.id] = device
 
     def count(self, scope: Scope = EVERYTHING) -> tuple[int, int]:
-        """Return how many devices a scope knows, and how many of them have a connected agent."""
+        """Return the number of devices that a scope sees, and the number of those with a connected agent."""
         known = self._visible(scope)
         return len(known), sum(device_id in known for device_id in self._serving)
 
     async def page(
         self, selector: Selector, start: int, size: int, most_bytes: int, scope: Scope = EVERYTHING
     ) -> tuple[Sequence[Device], int | None]:
-        """Return a page of the known devices that a selector matches, by name, and where the next page begins.
+        """Return a page of the known devices that match a selector, sorted by name, and the start of the next page.
 
         Args:
-            start: the number of known devices that come before the page.
-            size: how many devices at most.
-            most_bytes: of all of them together, which one alone may exceed.
+            start: number of known devices before the page.
+            size: maximum number of devices.
+            most_bytes: maximum total size; a single device may exceed it.
             scope: as in `devices`.
         """
         listed: list[Device] = []
@@ -123,22 +123,23 @@ class Registry:
         return listed, None
 
     def devices(self, scope: Scope = EVERYTHING) -> Sequence[Device]:
-        """Return the known devices by name, with their current states.
+        """Return the known devices with their current states, sorted by name.
 
         Args:
-            scope: of the caller, who sees neither devices that are restricted to other projects, nor what others run on a device.
+            scope: the caller's scope. Devices that are restricted to other projects, and the attempts of other projects, are
+                hidden.
         """
         known, busy = self._visible(scope).values(), self._runs.busy()
         return sorted((self._seen(device, scope, busy) for device in known), key=_place_of)
 
     def get(self, key: str, scope: Scope = EVERYTHING) -> Device:
-        """Return the device of an id, a unique prefix of an id, or a name.
+        """Return the device with an id, a unique prefix of an id, or a name.
 
         Args:
             scope: as in `devices`.
 
         Raises:
-            DeviceNotFound: no device matches, or several do.
+            DeviceNotFound: no device matches, or several match.
         """
         known = self._visible(scope)
         if key in known:
@@ -153,8 +154,9 @@ class Registry:
         return self._seen(matching[0], scope)
 
     async def restrict(self, key: str, projects: Collection[str]) -> Device:
-        """Let a device run only the jobs and sessions of some projects, which exist; any project's where none is named. What runs
-        on it now goes on.
+        """Restrict a device to jobs and sessions of some existing projects; without projects, remove the restriction.
+
+        Current attempts and sessions on the device continue.
 
         Raises:
             DeviceNotFound: as `get`.
@@ -169,7 +171,7 @@ class Registry:
         return self.get(device_id)
 
     def _visible(self, scope: Scope) -> dict[str, Device]:
-        """Return the known devices that at least one project of the scope may use, by id."""
+        """Return the known devices, by id, that at least one project of the scope may use."""
         if scope.projects is None:
             return self._known
         return {
@@ -185,7 +187,7 @@ class Registry:
         seen.attempt_id = attempt or ""
         if device.id not in self._serving:
             seen.state = DeviceState.DEVICE_STATE_OFFLINE
-            # The last report of its agent may be outdated.
+            # The agent's last report may be outdated.
             seen.ClearField("problem")
         else:
             seen.state = _state(seen)
@@ -193,7 +195,7 @@ class Registry:
                 seen.telemetry.CopyFrom(telemetry)
         if attempt is not None and not scope.allows(self._runs.project_of(attempt)):
             seen.attempt_id = ""
-        # Never as the agent reports them.
+        # Restrictions come from the registry, never from the agent's report.
         seen.projects[:] = sorted(filter(scope.allows, self._projects.get(device.id, ())))
         if (runner := known_runner(self._bundles, device)) is not None:
             seen.backends[:] = runner.backends
@@ -205,7 +207,7 @@ class Registry:
         """Return the connection that serves a device.
 
         Raises:
-            DeviceOffline: no connection does.
+            DeviceOffline: no connection serves it.
         """
         session = self._serving.get(device_id)
         if session is None:
@@ -222,15 +224,15 @@ class Registry:
         return self._serving.get(device_id) is session
 
     async def connect(self, session: AgentSession, hello: agent_pb2.Hello) -> None:
-        """Add a new connection of an agent.
+        """Register a new connection of an agent.
 
-        A connection from a machine that was booted since the former connection waits for a sign of life of that one: a machine
-        that lost its power could not close its connection, while two copies of a data folder are both alive.
+        If the agent's machine was rebooted since its former connection, wait for a message on the former one: a machine that lost
+        power could not close its connection, whereas two copies of one data folder are both alive.
 
         Raises:
             AgentConnected: another connection of the same agent is alive, or one of another agent with the same device.
-            DeviceNotYours: all of its devices belong to agents with another principal's token.
-            TooManyDevices: there is no room for its new devices.
+            DeviceNotYours: all devices belong to agents with another principal's token.
+            TooManyDevices: the new devices would exceed a limit.
         """
         while (former := self._sessions.get(hello.agent_id)) is not None and former.is_alive():
             if "" != former.boot_id != session.boot_id != "" and not await former.is_alive_again():
@@ -251,7 +253,7 @@ class Registry:
         if former is not None:
             former.end()
             await self.disconnect(former)
-        # Before the devices can be given anything: what begins from now on, this Hello cannot know.
+        # Reconcile before the devices can be assigned: this Hello cannot contain attempts that start from now on.
         self._runs.reconcile({device.id for device in mine}, {*hello.active_attempts, *hello.unacknowledged_attempts})
         projects = self._projects_of_new(session)
         for device in mine:
@@ -259,7 +261,7 @@ class Registry:
         self.changed()
 
     def agents(self) -> dict[str, list[str]]:
-        """Return the ids of the known devices by the identity of the agent that announced them last."""
+        """Return the ids of the known devices, by the id of the agent that announced them last."""
         devices: dict[str, list[str]] = {}
         for device in self._known.values():
             devices.setdefault(device.agent_id, []).append(device.id)
@@ -270,12 +272,12 @@ class Registry:
         return any(device.agent_id == agent_id for device in self._known.values())
 
     def is_agent_connected(self, agent_id: str) -> bool:
-        """Return whether an agent of this identity is connected and alive."""
+        """Return whether an agent with this identity is connected and alive."""
         session = self._sessions.get(agent_id)
         return session is not None and session.is_alive()
 
     def end_foreign_session(self, agent_id: str, principal: str) -> None:
-        """End the connection of an agent whose token is not this principal's, once its identity is bound to it."""
+        """End the connection of an agent whose token is not this principal's, after its identity was bound to the principal."""
         session = self._sessions.get(agent_id)
         if session is not None and not session.is_admin and session.principal != principal:
             session.end()
@@ -286,7 +288,7 @@ class Registry:
         return session is not None and session.principal == principal
 
     async def forget(self, key: str) -> Device:
-        """Remove an offline device from the known ones; its reports stay.
+        """Remove an offline device from the registry; its reports stay.
 
         Raises:
             DeviceNotFound: as `get`.
@@ -303,16 +305,17 @@ class Registry:
         return device
 
     def _may_serve(self, session: AgentSession, device_id: str) -> bool:
-        """Return whether the device is new, the agent's own, or of another agent with a token of the same principal."""
+        """Return whether the agent may serve the device: a new one, its own, or one of another agent of the same principal."""
         known = self._known.get(device_id)
         if session.is_admin or known is None or known.agent_id == session.agent_id:
             return True
         return self._principal_of(known.agent_id) == session.principal
 
     def _is_anothers(self, device: Device, agent_id: str) -> bool:
-        """Return whether another live agent serves the device: cloned disks share the machine id that ids are made of.
+        """Return whether another live agent serves the device.
 
-        Of two agents that know a phone, the one that can serve it describes it: a phone may allow only one of them.
+        Cloned disks share the machine id from which device ids are derived. If two agents see the same phone, the one that can
+        serve it takes precedence, since a phone may only authorize one of them.
         """
         serving = self._serving.get(device.id)
         if serving is None or serving.agent_id == agent_id or not serving.is_alive():
@@ -320,12 +323,12 @@ class Registry:
         return device.HasField("problem") or not self._known[device.id].HasField("problem")
 
     async def update(self, session: AgentSession, device: Device) -> None:
-        """Add a device of a connected agent, or change it.
+        """Add or update a device of a connected agent.
 
         Raises:
-            DeviceNotYours: it belongs to an agent with another principal's token.
-            AgentConnected: another live agent serves it, and goes on to.
-            TooManyDevices: there is no room for one more.
+            DeviceNotYours: the device belongs to an agent with another principal's token.
+            AgentConnected: another live agent serves the device and continues to.
+            TooManyDevices: a further device would exceed a limit.
         """
         if not self._may_serve(session, device.id):
             raise DeviceNotYours(device.id)
@@ -339,10 +342,10 @@ class Registry:
         self.changed()
 
     def _projects_of_new(self, session: AgentSession) -> frozenset[str]:
-        """Return the projects that a device is restricted to which an agent announces first; any project's where it is empty.
+        """Return the projects that new devices of an agent are restricted to; empty for no restriction.
 
-        Those of the devices that the agent's principal has, where all of them are restricted: under a new id the agent would
-        get other projects' programs otherwise. An admin's agent is trusted.
+        If all existing devices of the agent's principal are restricted, new devices get the union of their projects. Otherwise
+        the agent could use a new device id to receive other projects' programs. An admin's agent is trusted.
         """
         projects: set[str] = set()
         if session.is_admin or not self._projects:
@@ -354,7 +357,7 @@ class Registry:
         return frozenset(projects)
 
     def _devices_of(self, session: AgentSession) -> Iterator[Device]:
-        """Yield the known devices of the agent, and of other agents of the same principal."""
+        """Yield the known devices of the agent, and those of other agents of the same principal."""
         for device in self._known.values():
             if device.agent_id == session.agent_id or (
                 session.principal and self._principal_of(device.agent_id) == session.principal
@@ -362,10 +365,10 @@ class Registry:
                 yield device
 
     def _require_room(self, session: AgentSession, devices: Sequence[Device]) -> None:
-        """Refuse devices that the farm does not know yet and has no room for.
+        """Raise an error if new devices would exceed a limit.
 
         Raises:
-            DeviceTooLarge: the description of one is too large.
+            DeviceTooLarge: the description of a device is too large.
             TooManyDevices: the agent or the farm would have too many.
         """
         for device in devices:
@@ -391,19 +394,19 @@ class Registry:
                 )  # fmt: skip
 
     def gone(self, session: AgentSession, device_id: str, reason: str = "") -> None:
-        """Remove a device that left its agent; what ran on it is lost."""
+        """Remove a device that left its agent; attempts on it are lost."""
         if self._serving.get(device_id) is session:
             del self._serving[device_id]
             self._runs.reconcile({device_id}, set(), f"left its agent{f' ({reason})' if reason else ''}")
             self.changed()
 
     def farewell(self, session: AgentSession) -> None:
-        """End the connection of an agent that stops on purpose; what runs on its devices is lost."""
+        """End the connection of an agent that stops on purpose; attempts on its devices are lost."""
         for device_id in [device_id for device_id, serving in self._serving.items() if serving is session]:
             self.gone(session, device_id)
 
     async def heartbeat(self, session: AgentSession, heartbeat: agent_pb2.Heartbeat) -> None:
-        """Store telemetry, and the time as the devices' last sign of life."""
+        """Store the telemetry, and the current time as the devices' last sign of life."""
         for device_id, telemetry in heartbeat.telemetry.items():
             if self._serving.get(device_id) is session:
                 telemetry.at.FromDatetime(self._now())
@@ -411,7 +414,7 @@ class Registry:
                 self._known[device_id].last_seen_at.FromDatetime(self._now())
 
     async def disconnect(self, session: AgentSession) -> None:
-        """Remove a connection that ended; its devices go offline, and what runs there waits for their agent to come back."""
+        """Remove a connection that ended. Its devices go offline, and their attempts wait for the agent to reconnect."""
         if self._sessions.get(session.agent_id) is session:
             del self._sessions[session.agent_id]
         gone = [device_id for device_id, serving in self._serving.items() if serving is session]
@@ -423,10 +426,10 @@ class Registry:
             await self._remember(gone)
 
     async def _serve(self, session: AgentSession, device: Device, projects: frozenset[str]) -> None:
-        """Serve a device by a connection.
+        """Assign a device to the connection that serves it.
 
         Args:
-            projects: what the device is restricted to if it is new.
+            projects: projects that the device is restricted to if it is new.
         """
         known = Device()
         known.CopyFrom(device)
@@ -440,7 +443,7 @@ class Registry:
         await self._remember([device.id], projects if is_confined else frozenset())
 
     async def _remember(self, device_ids: Sequence[str], projects: frozenset[str] = frozenset()) -> None:
-        """Write down devices, and the projects that they are restricted to from now on."""
+        """Write devices to the database, and add restrictions to projects."""
         known = [device for device_id in device_ids if (device := self._known.get(device_id)) is not None]
         await self._records.save(known, projects)
 
@@ -450,7 +453,7 @@ def _place_of(device: Device) -> tuple[str, str]:
 
 
 def _state(device: Device) -> DeviceState.ValueType:
-    """Return the state of a connected device. A run on it continues until its own end, whatever the agent reports meanwhile."""
+    """Return the state of a connected device. It is BUSY until its attempt ends, whatever the agent reports in the meantime."""
     if device.attempt_id:
         return DeviceState.DEVICE_STATE_BUSY
     return DeviceState.DEVICE_STATE_UNUSABLE if device.HasField("problem") else DeviceState.DEVICE_STATE_IDLE

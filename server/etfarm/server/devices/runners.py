@@ -1,4 +1,4 @@
-"""The choice of a device's runner: its own, the farm's bundle for its architecture, or ExecuTorch's Python binding."""
+"""Selection of a device's runner: its own, the farm's bundle for its architecture, or ExecuTorch's Python binding."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Runner:
     """A runner for a device."""
 
     kind: str
-    """`own`, `native` or `python`."""
+    """One of `own`, `native` and `python`."""
     backends: Sequence[str] = field(repr=False)
     operators: Sequence[str] = field(repr=False)
-    """Kernels; empty if they are not known."""
+    """Kernels; empty if unknown."""
     scope: str
-    """The devices that have the same runner: an architecture, or a device's `own_scope`."""
+    """Scope of devices that share the runner: an architecture, or a device's `own_scope`."""
     bundle: agent_pb2.RunnerBundle | None = None
-    """None for a runner that the device has."""
+    """The bundle to send; None for a runner that is already on the device."""
 
 
 def known_runner(bundles: Bundles, device: Device) -> Runner | None:
-    """Return the runner that the device would use now; None while that is not decided, or if there is none."""
+    """Return the runner that the device would use now; None while that is undecided, or if there is none."""
     if (own := _of_kind(device, "own")) is not None:
         return own
     if (bundle := bundles.get(device.arch)) is not None:
@@ -37,11 +37,11 @@ def known_runner(bundles: Bundles, device: Device) -> Runner | None:
 
 
 async def demand_runner(bundles: Bundles, device: Device) -> Runner:
-    """Return the runner that the device uses. Wait while a bundle for it is being built, which is better than the binding.
+    """Return the runner that the device uses, waiting for a bundle that is being built rather than using the Python binding.
 
     Raises:
         BundleMissing: there is no runner.
-        EtfarmError: building the bundle failed, as the build says.
+        EtfarmError: building the bundle failed.
     """
     if (own := _of_kind(device, "own")) is not None:
         return own
@@ -58,6 +58,6 @@ def _of_bundle(bundle: agent_pb2.RunnerBundle) -> Runner:
 
 
 def _of_kind(device: Device, kind: str) -> Runner | None:
-    """Return a runner that the device has: `own`, which is preferred to any bundle, or `python`, which is the last choice."""
+    """Return a runner on the device: `own`, which takes precedence over any bundle, or `python`, the last resort."""
     own = next((runner for runner in device.own_runners if runner.kind == kind), None)
     return None if own is None else Runner(own.kind, own.backends, own.operators, own_scope(device.id))

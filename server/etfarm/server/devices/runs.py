@@ -1,4 +1,4 @@
-"""Live attempts on devices: the futures of their results, and when they count as lost."""
+"""Live attempts on devices: the futures of their results, and the rules by which they count as lost."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from etfarm.wire.errors import DeviceError
 Progressed = Callable[[agent_pb2.RunProgress], None]
 
 PERMIT_TIMEOUT_S: Final = 30.0
-"""How long an agent's download waits until the attempt of an earlier server is taken up."""
+"""Maximum time for which an agent's download waits until an earlier server's attempt is resumed."""
 
 
 class AttemptLost(DeviceError):
-    """The device no longer runs the attempt, or did not come back in time."""
+    """An attempt that the device no longer runs, or whose agent did not reconnect in time."""
 
     reason = "ATTEMPT_LOST"
 
@@ -31,25 +31,28 @@ class _Run:
     result: asyncio.Future[agent_pb2.RunResult]
     on_progress: Progressed
     sent: bool
-    """Whether the attempt was sent to the agent, which does not know it before."""
+    """Whether the attempt was sent to the agent, which cannot know it before."""
     project: str
-    """The project of the attempt."""
+    """Project of the attempt."""
     giving_up: asyncio.TimerHandle | None = field(default=None)
     sent_s: float | None = None
-    """When the attempt was sent, by the event loop's clock; None if an earlier server sent it."""
+    """Time at which the attempt was sent, by the event loop's clock; None if an earlier server sent it."""
     elapsed_s: float | None = None
-    """Time from sending the attempt to its result."""
+    """Seconds from sending the attempt to its result."""
     holder: str = ""
-    """The holder of what the agent uploaded; empty for an admin's agent, whose uploads a project holds."""
+    """Holder of the agent's uploads; empty for an admin's agent, whose uploads belong to a project."""
     artifacts: set[str] = field(default_factory=set)
-    """The digests that its agent may read."""
+    """Digests that the agent may read."""
     permitted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once `artifacts` is complete."""
 
 
 class Runs:
-    """The live attempts, by id. An attempt outlives its connection: it counts as lost only when its agent comes back without
-    it, or does not come back for `patience_s` seconds."""
+    """The live attempts, by id.
+
+    An attempt outlives its connection: it is lost only if its agent reconnects without it, or does not reconnect within
+    `patience_s` seconds.
+    """
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -60,12 +63,12 @@ class Runs:
         return next((run.attempt_id for run in self._runs.values() if run.device_id == device_id), None)
 
     def project_of(self, attempt_id: str) -> str:
-        """Return the project of an attempt; empty if it is not live."""
+        """Return the project of an attempt; empty if the attempt is not live."""
         run = self._runs.get(attempt_id)
         return run.project if run is not None else ""
 
     def busy(self) -> dict[str, str]:
-        """Return the attempts by their devices."""
+        """Return the ids of live attempts by device id."""
         return {run.device_id: run.attempt_id for run in self._runs.values()}
 
     def begin(
@@ -74,33 +77,33 @@ class Runs:
         """Occupy a device with a new attempt.
 
         Args:
-            sent: an earlier server sent the attempt to the agent already.
-            project: of the attempt.
+            sent: whether an earlier server already sent the attempt to the agent.
+            project: project of the attempt.
         """
         assert attempt_id not in self._runs, attempt_id
         future: asyncio.Future[agent_pb2.RunResult] = asyncio.get_running_loop().create_future()
         self._runs[attempt_id] = _Run(attempt_id, device_id, future, on_progress, sent, project)
 
     def mark_sent(self, attempt_id: str) -> None:
-        """Record that the attempt is sent now: from here on the agent has to know it."""
+        """Record that the attempt is sent now: from now on the agent must know it."""
         run = self._runs[attempt_id]
         run.sent, run.sent_s = True, asyncio.get_running_loop().time()
 
     def elapsed_s(self, attempt_id: str) -> float | None:
-        """Return the seconds from sending an attempt to its result; None before, and where an earlier server sent it."""
+        """Return the seconds from sending an attempt to its result; None before the result, or if an earlier server sent it."""
         run = self._runs.get(attempt_id)
         return None if run is None else run.elapsed_s
 
     def permit(self, attempt_id: str, digests: Iterable[str]) -> None:
-        """Let the attempt's agent read these artifacts, beside those that it was permitted before."""
+        """Allow the attempt's agent to read these artifacts in addition to earlier ones."""
         if (run := self._runs.get(attempt_id)) is not None:
             run.artifacts.update(digests)
             run.permitted.set()
 
     async def is_permitted(self, digest: str, serves: Callable[[str], bool]) -> bool:
-        """Return whether an attempt on one of the devices that `serves` is true of needs the artifact.
+        """Return whether an attempt on a device for which `serves` returns true needs the artifact.
 
-        Waits for attempts of an earlier server, whose artifacts are known once their cells are taken up.
+        Waits for attempts of an earlier server, whose artifacts are only known once their cells are resumed.
         """
         runs = [run for run in self._runs.values() if run.sent and serves(run.device_id)]
         if any(digest in run.artifacts for run in runs):
@@ -120,7 +123,7 @@ class Runs:
         """Wait for an attempt's result.
 
         Raises:
-            AttemptLost: it counts as lost.
+            AttemptLost: the attempt is lost.
         """
         return await self._runs[attempt_id].result
 
@@ -139,24 +142,24 @@ class Runs:
         return attempt_id in self._runs
 
     def progressed(self, progress: agent_pb2.RunProgress) -> None:
-        """Report an agent's progress to the attempt's callback."""
+        """Pass an agent's progress report to the attempt's callback."""
         run = self._runs.get(progress.attempt_id)
         if run is not None and run.device_id == progress.device_id:
             run.on_progress(progress)
 
     def holder_of(self, attempt_id: str) -> str:
-        """Return the holder of what the attempt's agent uploaded; empty for an admin's agent, which is trusted.
+        """Return the holder of the agent's uploads for an attempt; empty for an admin's agent, which is trusted.
 
-        Of an attempt that is not live, a holder that holds nothing.
+        For an attempt that is not live, return a holder without holdings.
         """
         run = self._runs.get(attempt_id)
         return agent_holder("") if run is None else run.holder
 
     def deliver(self, result: agent_pb2.RunResult, holder: str = "") -> bool:
-        """Accept a result, and return whether its attempt is live. A second delivery changes nothing.
+        """Accept a result; return whether its attempt is live. Repeated deliveries have no effect.
 
         Args:
-            holder: of the artifacts that the agent uploaded; empty for an admin's agent.
+            holder: holder of the agent's uploads; empty for an admin's agent.
         """
         run = self._runs.get(result.attempt_id)
         if run is None or run.device_id != result.device_id:
@@ -169,18 +172,18 @@ class Runs:
         return True
 
     def device_went(self, device_id: str) -> None:
-        """Start the time of `patience_s` after which an attempt on a device without a connection counts as lost."""
+        """Start the timeout of `patience_s`, after which an attempt on a disconnected device is lost."""
         for run in self._runs.values():
             if run.device_id == device_id and run.sent and run.giving_up is None:
                 loop = asyncio.get_running_loop()
                 run.giving_up = loop.call_later(self._patience_s, self._lose, run, f"was not heard of for {self._patience_s:g} s")
 
     def reconcile(self, device_ids: set[str], attempts: set[str], why: str = "came back without the run") -> None:
-        """Compare the live attempts with those of an agent that connected: what it no longer has is lost.
+        """Compare the live attempts with those of an agent that has connected: attempts that the agent no longer has are lost.
 
         Args:
             device_ids: the agent's devices.
-            attempts: those that the agent has.
+            attempts: ids of the agent's attempts.
             why: what happened to the device, for the error's message.
         """
         for run in list(self._runs.values()):

@@ -18,7 +18,7 @@ UNUSABLE: Final = DeviceState.DEVICE_STATE_UNUSABLE
 
 
 class NoSuchDevice(UserError):
-    """No known device, offline ones included, matches a selector."""
+    """A selector that matches no known device, including offline ones."""
 
     reason = "NO_SUCH_DEVICE"
     kind = Kind.FAILED_PRECONDITION
@@ -26,20 +26,20 @@ class NoSuchDevice(UserError):
 
 @dataclass(frozen=True)
 class Waiting:
-    """A cell that wants a device."""
+    """A cell that waits for a device."""
 
     cell_id: str
     selector: Selector
     priority: int
-    """Higher goes first."""
+    """Scheduling priority; a higher one goes first."""
     order: tuple[int, int]
-    """The job's number and the cell's index: earlier goes first at equal priority."""
+    """The job's number and the cell's index; the smaller one goes first at equal priority."""
     avoid: frozenset[str] = frozenset()
-    """Devices on which the cell failed before; used only if no other matches."""
+    """Ids of devices on which the cell failed before; used only if no other device matches."""
     unfit: frozenset[str] = frozenset()
-    """The `scopes_of` whose runner lacks a backend or kernel that the program needs."""
+    """Scopes, as `scopes_of` returns them, whose runner lacks a backend or kernel that the program needs."""
     project: str = DEFAULT_PROJECT
-    """The project of the cell, which may not use devices that are restricted to others."""
+    """Project of the cell, which may not use devices that are restricted to other projects."""
 
     def fits(self, device: Device) -> bool:
         """Return whether the cell may run on a device."""
@@ -47,12 +47,12 @@ class Waiting:
 
 
 def own_scope(device_id: str) -> str:
-    """Return the scope of a device's own runner, which no architecture equals, whatever the device's id."""
+    """Return the scope of a device's own runner, which never equals an architecture, whatever the device's id."""
     return f"device {device_id}"
 
 
 def scopes_of(device: Device) -> tuple[str, str]:
-    """Return the scopes of the runners that a device may have: its architecture's, and its own."""
+    """Return the scopes of the runners that a device may have: its architecture, and the device itself."""
     return device.arch, own_scope(device.id)
 
 
@@ -68,14 +68,14 @@ def open_to(project: str, devices: Sequence[Device]) -> list[Device]:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A cell and the idle device that it gets."""
+    """An idle device that is assigned to a cell."""
 
     cell_id: str
     device_id: str
 
 
 class Fitting:
-    """The devices that fit each cell, cached, since cells of one job mostly have the same selector."""
+    """The devices that fit each cell, cached by selector, since most cells of a job have the same one."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
@@ -85,7 +85,7 @@ class Fitting:
         self._known: dict[tuple[Selector, frozenset[str]], list[Device]] = {}
 
     def of(self, cell: Waiting) -> list[Device]:
-        """Return the devices that the cell fits."""
+        """Return the devices that fit the cell."""
         key = (cell.selector, cell.unfit)
         if key not in self._known:
             self._known[key] = [device for device in self._candidates(cell.selector) if cell.fits(device)]
@@ -99,10 +99,10 @@ class Fitting:
 
 
 def schedule(waiting: Sequence[Waiting], devices: Sequence[Device]) -> list[Assignment]:
-    """Return which cell goes to which idle device now. No I/O, no clock: equal arguments give equal results.
+    """Return the assignment of waiting cells to idle devices. Deterministic: uses neither I/O nor a clock.
 
-    A real device before an emulated one, a device that has not failed the cell before one that has; then by id, so that
-    repeated runs use the same device. A cell that waits does not block others that could run elsewhere.
+    Devices that have not failed the cell come first, then real devices before emulated ones, then by id, so that repeated runs
+    use the same device. A waiting cell does not block others that could run elsewhere.
     """
     idle = {device.id: device for device in devices if device.state == IDLE}
     assignments: list[Assignment] = []
@@ -123,7 +123,7 @@ def matching(selector: Selector, text: str, devices: Sequence[Device]) -> list[D
     """Return the known devices that a selector matches, real ones first.
 
     Raises:
-        NoSuchDevice: none does; the message lists the known ones.
+        NoSuchDevice: no device matches; the message lists the known ones.
     """
     selected = [device for device in devices if selector.matches(device)]
     if selected:
@@ -137,18 +137,18 @@ def matching(selector: Selector, text: str, devices: Sequence[Device]) -> list[D
 
 
 def describe(device: Device) -> str:
-    """Describe a device in a few words."""
+    """Return a short description of a device."""
     state = DeviceState.Name(device.state).removeprefix("DEVICE_STATE_").lower()
     emulated = ", emulated" if device.emulated else ""
     return f"{device.name} (id={device.id}, arch={device.arch}, soc={device.soc}, cores={device.cores}{emulated}, {state})"
 
 
 def why_waiting(cell: Waiting, devices: Sequence[Device] | Fitting, runs: Mapping[str, str]) -> str:
-    """Explain what a waiting cell waits for; empty if that is only its turn on a device.
+    """Return the reason why a cell waits; empty if it only waits for its turn on a device.
 
     Args:
-        devices: the known ones, as a `Fitting` if several cells are explained.
-        runs: the attempts by their devices.
+        devices: the known devices; a `Fitting` if the function is called for several cells.
+        runs: ids of live attempts by device id.
     """
     fitting = (devices if isinstance(devices, Fitting) else Fitting(devices)).of(cell)
     if not fitting:
@@ -164,5 +164,5 @@ def why_waiting(cell: Waiting, devices: Sequence[Device] | Fitting, runs: Mappin
 
 
 def _sentence(problem: Error) -> str:
-    """Return the problem and its remedy without the last full stop."""
+    """Return the problem and its remedy without the final full stop."""
     return f"{problem.message} {problem.remedy}".strip().removesuffix(".")

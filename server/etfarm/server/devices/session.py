@@ -8,23 +8,23 @@ from collections.abc import AsyncIterator, Callable
 from etfarm.v1 import agent_pb2
 
 HEARTBEAT_INTERVAL_S = 5.0
-"""Interval at which an agent has to send a heartbeat."""
+"""Interval in seconds at which an agent must send a heartbeat."""
 
 _MISSED = 3
-"""Number of missing heartbeats after which an agent counts as dead."""
+"""Number of missed heartbeats after which an agent counts as dead."""
 
 MAX_WAITING = 10_000
-"""Maximum number of messages that wait for an agent to read them."""
+"""Maximum number of messages that wait to be read by an agent."""
 
 
 class AgentSession:
     """The server's end of AgentService.Connect for one agent.
 
     Args:
-        boot_id: of the machine that the agent runs on; empty if the agent did not send it.
-        clock: seconds on a monotonic clock.
+        boot_id: boot id of the agent's machine; empty if the agent did not send it.
+        clock: returns seconds on a monotonic clock.
         principal: the owner of the agent's token.
-        is_admin: whether that is an admin, whose agent may serve every device.
+        is_admin: whether the principal is an admin, whose agents may serve every device.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class AgentSession:
         self._sign.set()
 
     async def is_alive_again(self) -> bool:
-        """Wait for the agent's next sign of life; return False if it counts as dead before."""
+        """Wait for the agent's next sign of life; return False if the agent counts as dead first."""
         self._sign.clear()
         try:
             async with asyncio.timeout(max(self.silence_left_s(), 0)):
@@ -57,7 +57,7 @@ class AgentSession:
         return self.is_alive()
 
     def is_alive(self) -> bool:
-        """Return whether the agent is connected and showed a sign of life lately."""
+        """Return whether the agent is connected and has recently shown a sign of life."""
         return not self._ended and self._clock() - self._alive_at_s < _MISSED * HEARTBEAT_INTERVAL_S
 
     def silence_left_s(self) -> float:
@@ -65,9 +65,9 @@ class AgentSession:
         return self._alive_at_s + _MISSED * HEARTBEAT_INTERVAL_S - self._clock()
 
     def send(self, message: agent_pb2.ServerMessage) -> None:
-        """Queue a message without waiting. After the end it is dropped: the answer to the next Hello repeats what matters.
+        """Queue a message without waiting. After the end of the session it is dropped: the next Hello restores the state.
 
-        The connection of an agent that does not read its messages is ended.
+        If the agent does not read its messages, its connection is ended.
         """
         if self._ended:
             return
@@ -79,7 +79,7 @@ class AgentSession:
         self._outgoing.put_nowait(message)
 
     def on_overflow(self, do: Callable[[], object]) -> None:
-        """Call `do` when the session ends because the agent does not read: its stream has to be cut from outside."""
+        """Register a function to call when the session ends because the agent does not read, to cancel its stream."""
         self._on_overflow = do
 
     def end(self) -> None:
@@ -90,6 +90,6 @@ class AgentSession:
             self._sign.set()
 
     async def outgoing(self) -> AsyncIterator[agent_pb2.ServerMessage]:
-        """Yield the messages to send, until the end."""
+        """Yield the messages to send, until the session ends."""
         while (message := await self._outgoing.get()) is not None:
             yield message
