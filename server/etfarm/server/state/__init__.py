@@ -1,1 +1,1 @@
-"""The database of jobs, devices and reports: engine, schema, migrations, and the paging of lists."""
+"""The database of jobs, devices and reports: engine, schema, migrations, and paging."""

@@ -1,4 +1,4 @@
-"""Shortening of stored messages that are too large to be listed, so that no row makes a list unreadable.
+"""Shortening of stored messages that are too large to list, so that no single row makes a list unreadable.
 
 New messages have passed the limits of requests. Rows that are older than the limits, and texts that compilers wrote, have not.
 """
@@ -11,18 +11,18 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 ENTRIES: Final = 1_000
-"""Number of entries to which a list or map is cut."""
+"""Default number of entries to which a list or map is cut."""
 
 _ELLIPSIS: Final = "…"
 
 
 def shorten(text: str, most: int) -> str:
-    """Return the text, cut to `most` characters where it is longer."""
+    """Return the text, cut to at most `most` characters."""
     return text if len(text) <= most else text[: most - 1] + _ELLIPSIS
 
 
 def cut(message: Message, characters: int, entries: int = ENTRIES) -> None:
-    """Cut every text of a message to `characters`, and every list and map to `entries`, recursively."""
+    """Cut every text of a message to `characters` characters, and every list and map to `entries` entries, recursively."""
     for field, value in message.ListFields():
         if _is_map(field):
             _cut_map(value, characters, entries)
@@ -50,7 +50,7 @@ def _cut_map(value: Any, characters: int, entries: int) -> None:
 
 
 def fit(message: Message, most_bytes: int) -> None:
-    """Cut a message step by step until it has at most `most_bytes`, if possible."""
+    """Cut a message step by step until it has at most `most_bytes` bytes, if possible."""
     characters, entries = 64 << 10, 10_000
     while message.ByteSize() > most_bytes and characters > 64:
         characters, entries = characters // 4, entries // 4

@@ -1,4 +1,4 @@
-"""The check that this server can use a database file, made before anything is written to it."""
+"""Check of a database file before anything is written to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from etfarm.wire.errors import FarmError, Kind
 log = structlog.get_logger()
 
 CHECK_S: Final = 30.0
-"""Time limit of the check of all pages, which takes about 4 s per GB from memory. Pages beyond it fail when they are read."""
+"""Time limit of the check of all pages, which takes about 4 s per GB from memory. Unchecked pages fail when they are read."""
 
 _MAGIC: Final = b"SQLite format 3\x00"
 _STEPS: Final = 100_000
@@ -29,14 +29,14 @@ _DAMAGED_CODES: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 class DatabaseUnusable(FarmError):
-    """The database file cannot be opened or written."""
+    """A database file that cannot be opened or written."""
 
     reason = "DATABASE_UNUSABLE"
     kind = Kind.FAILED_PRECONDITION
 
 
 class DatabaseDamaged(FarmError):
-    """The database file is corrupt."""
+    """A corrupt database file."""
 
     reason = "DATABASE_DAMAGED"
     kind = Kind.DATA_LOSS
@@ -51,7 +51,7 @@ class DatabaseDamaged(FarmError):
 
 
 class DatabaseForeign(FarmError):
-    """The file is a SQLite database of another program."""
+    """A SQLite database of another program."""
 
     reason = "DATABASE_FOREIGN"
     kind = Kind.FAILED_PRECONDITION
@@ -63,20 +63,20 @@ class DatabaseForeign(FarmError):
 
 
 class DatabaseTooNew(FarmError):
-    """A newer etfarm wrote this database."""
+    """A database that a newer etfarm has written."""
 
     reason = "DATABASE_TOO_NEW"
 
 
 def check(path: Path, head: str, known: Iterable[str]) -> None:
-    """Refuse a file that is not an intact database of this etfarm or of an earlier one. A missing file passes.
+    """Raise an error unless a file is an intact database of this etfarm or an earlier one. A missing file passes.
 
     Args:
-        head: the newest revision, whose tables are compared.
-        known: all revisions that can be migrated to it.
+        head: the newest revision, whose tables and columns are checked.
+        known: all revisions that can be migrated to `head`.
 
     Raises:
-        DatabaseUnusable, DatabaseDamaged, DatabaseForeign, DatabaseTooNew: the file cannot be used; the error says what to do.
+        DatabaseUnusable, DatabaseDamaged, DatabaseForeign, DatabaseTooNew: the file cannot be used; the error has a remedy.
     """
     if path.is_dir():
         raise DatabaseUnusable(f"{path} is a directory, not a database.", "Move it aside, or choose another --data.", path=path)
@@ -115,7 +115,7 @@ def _no_access(path: Path) -> DatabaseUnusable:
 
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
-    """Translate SQLite's errors about the file into the farm's."""
+    """Translate SQLite's errors about the file into etfarm's errors."""
     try:
         yield
     except sqlite3.Error as error:
@@ -125,7 +125,7 @@ def _translated(path: Path) -> Iterator[None]:
 
 
 def error_of(path: Path, error: BaseException | None) -> FarmError | None:
-    """Return the farm's error for an error of SQLite; None if the error is not about the file."""
+    """Return etfarm's error for a SQLite error; None if the error does not concern the file."""
     if not isinstance(error, sqlite3.Error):
         return None
     code = getattr(error, "sqlite_errorcode", None)
@@ -146,7 +146,7 @@ def error_of(path: Path, error: BaseException | None) -> FarmError | None:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Open the file read-only, so that a write-ahead log of another database is not copied into it."""
+    """Open the file read-only, so that the write-ahead log of another database is not merged into it."""
     return sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=10.0)
 
 
@@ -204,4 +204,4 @@ def _check_tables(connection: sqlite3.Connection, path: Path, tables: set[str]) 
 
 
 OnDamaged = Callable[[FarmError], None]
-"""Called with the error after which no further write can be trusted."""
+"""Called with the error after which no further write is safe."""

@@ -1,4 +1,4 @@
-"""The database: SQLite in WAL mode, one thread that writes and one that reads, so that the event loop never waits for a disk."""
+"""The database: SQLite in WAL mode with one writer and one reader thread, so that the event loop never waits for a disk."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 HEAD = "0006"
-"""The newest migration; `Database.open` brings an older database up to it."""
+"""The newest migration, to which `Database.open` upgrades older databases."""
 
 
 _AGAIN_S = 1.0
-"""Pause before the next attempt to write on a full disk."""
+"""Pause between attempts to write to a full disk."""
 
 
 class DatabaseFull(FarmError):
-    """No room on the disk for a change."""
+    """A disk without enough space for a change."""
 
     reason = "DISK_FULL"
     kind = Kind.RESOURCE_EXHAUSTED
 
 
 class Database:
-    """A SQLite file. Work is given as functions of a connection; each runs in one transaction of its own."""
+    """A SQLite database. Work is passed as functions of a connection, each of which runs in its own transaction."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._damage: FarmError | None = None
         self.on_damaged: damage.OnDamaged = lambda error: None
-        """Called on the event loop with the error with which the server should end, when the file turns out to be damaged."""
+        """Called on the event loop if the file turns out to be damaged, with the error that the server should exit with."""
         self._engine = create_engine(f"sqlite:///{path}", poolclass=NullPool, connect_args={"check_same_thread": False})
         event.listen(self._engine, "connect", _configure)
         event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
@@ -55,11 +55,11 @@ class Database:
         self._reader = _Lane(self._engine, "db-reader", path)
 
     async def open(self) -> None:
-        """Checks the file, then creates or migrates the tables.
+        """Check the file, then create or migrate the tables.
 
         Raises:
             DatabaseUnusable, DatabaseDamaged, DatabaseForeign, DatabaseTooNew: the file cannot be used.
-            DatabaseFull: there is no room for the tables.
+            DatabaseFull: the disk has no space for the tables.
         """
         await asyncio.get_running_loop().run_in_executor(self._writer.thread, self._open)
 
@@ -69,18 +69,18 @@ class Database:
             _migrate(self._engine)
 
     async def write(self, do: Callable[[Connection], T], *, durable: bool = False) -> T:
-        """`do` in a transaction, in order with all other writes.
+        """Run `do` in a transaction, in order with all other writes, and return its result.
 
         Args:
-            durable: wait for the disk, so that a power cut cannot take it back (about 8 ms instead of 0.2).
+            durable: whether to wait for the disk, so that the change survives a power failure (about 8 ms instead of 0.2 ms).
         """
         if self._damage is not None:
-            # Further writes could make the damage worse.
+            # Further writes could increase the damage.
             raise self._damage
         return await self._run(self._writer, do, f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
 
     async def read(self, do: Callable[[Connection], T]) -> T:
-        """`do` on a snapshot that sees every write that has returned."""
+        """Run `do` on a snapshot that includes every completed write, and return its result."""
         return await self._run(self._reader, do, "PRAGMA query_only=ON")
 
     async def _run(self, lane: _Lane, do: Callable[[Connection], T], pragma: str) -> T:
@@ -94,14 +94,14 @@ class Database:
             raise
 
     def close(self) -> None:
-        """Ends both threads after the work that they were given."""
+        """Stop both threads after their queued work."""
         self._writer.close()
         self._reader.close()
         self._engine.dispose()
 
 
 async def retry_when_full(work: Callable[[], Awaitable[T]]) -> T:
-    """Await `work`, and repeat it while the disk is full; for data that must not be lost. Cancel it to give up."""
+    """Await `work`, and repeat it while the disk is full; for data that must not be lost. To stop, cancel the task."""
     while True:
         try:
             return await work()
@@ -113,7 +113,7 @@ async def retry_when_full(work: Callable[[], Awaitable[T]]) -> T:
 
 
 class _Lane:
-    """One thread with one connection."""
+    """A thread with one connection."""
 
     def __init__(self, engine: Engine, name: str, path: Path) -> None:
         self._path = path
@@ -128,7 +128,7 @@ class _Lane:
         with _translated(self._path):
             if self._connection is None:
                 self._connection = self._engine.connect()
-            # Outside of a transaction: SQLite ignores it within one.
+            # Outside of a transaction, since SQLite ignores the pragma within one.
             self._connection.connection.driver_connection.execute(pragma)  # type: ignore[union-attr]
             with self._connection.begin():
                 return do(self._connection)
@@ -144,7 +144,7 @@ class _Lane:
 
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
-    """Translate SQLite's errors about the file and its disk into the farm's."""
+    """Translate SQLite's errors about the file and its disk into etfarm's errors."""
     try:
         yield
     except (DatabaseError, sqlite3.Error) as error:
@@ -158,7 +158,7 @@ def _translated(path: Path) -> Iterator[None]:
 
 
 def _is_of_a_reader(error: BaseException | None) -> bool:
-    """Return whether a statement wrote in a read-only transaction, which is a bug and not a problem of the file."""
+    """Return whether a read-only transaction tried to write, which is a bug and no problem of the file."""
     return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_READONLY
 
 
@@ -167,8 +167,8 @@ def _revisions() -> list[str]:
 
 
 def _configure(connection: object, _record: object) -> None:
-    # Python's sqlite3 would begin a transaction only at the first INSERT: several SELECTs would be no snapshot, and a
-    # migration that is cut off would stay half made.
+    # Python's sqlite3 starts a transaction only at the first INSERT: several SELECTs would not share a snapshot, and an
+    # interrupted migration would remain half done.
     connection.isolation_level = None  # type: ignore[attr-defined]
     cursor = connection.cursor()  # type: ignore[attr-defined]
     for pragma in ("journal_mode=WAL", "foreign_keys=ON", "busy_timeout=10000"):
@@ -183,7 +183,7 @@ def _migrate(engine: Engine) -> None:
             revision = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
     if revision == HEAD:
         return
-    # Imported only when there is something to migrate: it costs 10 MB and 0.2 s.
+    # Imported only if there is something to migrate: the import costs 10 MB and 0.2 s.
     from alembic import command
     from alembic.config import Config
 

@@ -1,26 +1,26 @@
-"""Pages of lists: sizes, and tokens that count the entries before a page."""
+"""Paging of lists: page sizes, and page tokens that state a position."""
 
 from __future__ import annotations
 
 from etfarm.wire.errors import UserError
 
 _MAX_DIGITS = 17
-"""Of a token: the number fits the database's 64-bit integers."""
+"""Maximum number of digits of a token, so that its number fits the database's 64-bit integers."""
 
 
 class BadPageToken(UserError):
-    """A page size is negative, or a page token is not one that an answer held."""
+    """A negative page size, or a page token that no response contained."""
 
     reason = "BAD_PAGE_TOKEN"
 
     @classmethod
     def of(cls, token: str) -> BadPageToken:
-        """Return the error of a token that no answer held."""
+        """Return the error for a token that no response contained."""
         return cls(f"{token[:80]!r} is not a page token.", "Send next_page_token of the page before.")
 
 
 def page_size(requested: int, default: int, maximum: int) -> int:
-    """Return how many entries a page has: `default` for 0, and at most `maximum`.
+    """Return the number of entries of a page: `default` if 0 is requested, and at most `maximum`.
 
     Raises:
         BadPageToken: the requested size is negative.
@@ -31,7 +31,7 @@ def page_size(requested: int, default: int, maximum: int) -> int:
 
 
 def page_start(token: str) -> int:
-    """Return the number that a token states, 0 for the first page: of entries before the page, or of the last entry there.
+    """Return the number in a token: the entries before the page, or the last one there; 0 for the first page.
 
     Raises:
         BadPageToken: the token is not such a number.

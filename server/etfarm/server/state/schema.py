@@ -1,4 +1,4 @@
-"""The tables. What is searched or compared is a column; what is only carried is a serialized etfarm.v1 message."""
+"""The tables. Columns hold values that are searched or compared; other data are serialized etfarm.v1 messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sqlalchemy import (
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """An aware instant; SQLite stores it naive, in UTC."""
+    """An aware datetime, which SQLite stores as a naive one in UTC."""
 
     impl = DateTime
     cache_ok = True
@@ -51,7 +51,7 @@ jobs = Table(
     Column("finished_at", UtcDateTime),
     Column("last_sequence", Integer, nullable=False),
     Column("project", String, nullable=False, server_default="default"),
-    # Starts of a server that found the job live after a server that did not end cleanly.
+    # Number of times that a server resumed the live job after an unclean end.
     Column("takeups", Integer, nullable=False, server_default="0"),
     UniqueConstraint("owner", "request_id"),
     Index("jobs_of_a_project", "project", "number"),
@@ -145,11 +145,11 @@ reports = Table(
     Column("created_at", UtcDateTime, nullable=False),
     Column("body", LargeBinary, nullable=False),
     Column("model_digest", String, nullable=False, server_default=""),
-    # As the report has them; null where it has none.
+    # Copied from the report; null if the report has no value.
     Column("recipe", String),
     Column("method", String),
     Column("threads", Integer),
-    # The body without what is large, as a history tells it.
+    # The body without its large parts, for the history.
     Column("slim", LargeBinary),
     Index("reports_of_a_job", "job_id"),
     Index("reports_of_a_model", "model_name", "created_at"),
@@ -177,7 +177,7 @@ projects = Table(
     Column("name", String, primary_key=True),
     Column("created_at", UtcDateTime, nullable=False),
     Column("created_by", String, nullable=False),
-    # Null: the server's default.
+    # Null selects the server's default.
     Column("storage_limit_bytes", Integer),
 )  # fmt: skip
 
@@ -192,12 +192,12 @@ tokens = Table(
     "tokens", metadata,
     Column("id", String, primary_key=True),
     Column("principal", String, nullable=False, index=True),
-    # "admin", "user", "agent" or "viewer".
+    # One of "admin", "user", "agent" and "viewer".
     Column("role", String, nullable=False),
-    # The sha256 of a secret with 256 random bits: no slow hash is needed against guessing.
+    # The sha256 of a secret of 256 random bits, which needs no slow hash against guessing.
     Column("secret_hash", LargeBinary, nullable=False, unique=True),
     Column("enrolment", Boolean, nullable=False),
-    # The only agent identity that it may use.
+    # The only agent identity that the token may use.
     Column("agent_id", String),
     Column("created_at", UtcDateTime, nullable=False),
     Column("created_by", String, nullable=False),
@@ -209,7 +209,7 @@ tokens = Table(
 agents = Table(
     "agents", metadata,
     Column("id", String, primary_key=True),
-    # Whose token may use the identity.
+    # The principal whose tokens may use the identity.
     Column("principal", String, nullable=False),
     Column("bound_at", UtcDateTime, nullable=False),
     Column("bound_by", String, nullable=False),
@@ -235,7 +235,7 @@ audit = Table(
     Column("detail", String, nullable=False),
 )  # fmt: skip
 
-# Who may read a stored artifact: a project by its name, an agent's principal as "agent:NAME", the server itself as "farm".
+# The holders that may read a stored artifact: a project by name, an agent's principal as "agent:NAME", the server as "farm".
 holdings = Table(
     "holdings", metadata,
     Column("holder", String, primary_key=True),
@@ -244,7 +244,7 @@ holdings = Table(
     Column("held_at", UtcDateTime, nullable=False),
 )  # fmt: skip
 
-# The compilations that a project asked for; the cache itself is shared.
+# The compilations that a project requested; the cache itself is shared.
 project_compilations = Table(
     "project_compilations", metadata,
     Column("project", String, primary_key=True),

@@ -1,4 +1,4 @@
-"""Variable-length integers of encoded messages, for code that looks into messages without decoding them.
+"""Variable-length integers of encoded protobuf messages, for code that inspects messages without decoding them.
 
 Source: https://protobuf.dev/programming-guides/encoding/#varints
 """
@@ -9,7 +9,7 @@ _MAX_BITS = 70
 
 
 def read_varint(data: bytes, start: int, end: int) -> tuple[int, int]:
-    """Return the integer at `start` and the position behind it; 0 and `end` if it does not end before `end`."""
+    """Return the integer at `start` and the position after it; 0 and `end` if it does not end before `end`."""
     value = shift = 0
     while start < end and shift < _MAX_BITS:
         byte = data[start]
@@ -22,7 +22,7 @@ def read_varint(data: bytes, start: int, end: int) -> tuple[int, int]:
 
 
 def encode_varint(number: int) -> bytes:
-    """Return the bytes of an integer from 0 on."""
+    """Return the encoding of an integer that is not negative."""
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)
