@@ -6,75 +6,75 @@ from etfarm.wire.errors import DeviceError, FarmError, Kind, UserError
 
 
 class BadSession(UserError):
-    """A request for a session contradicts itself."""
+    """A session request that contradicts itself."""
 
     reason = "BAD_SESSION"
 
 
 class SessionNotReady(UserError):
-    """A call came before the program was loaded."""
+    """A call that arrived before the program was loaded."""
 
     reason = "SESSION_NOT_READY"
     kind = Kind.FAILED_PRECONDITION
 
 
 class SessionServed(UserError):
-    """Two streams serve one session."""
+    """A second stream that serves the same session."""
 
     reason = "SESSION_SERVED"
     kind = Kind.ALREADY_EXISTS
 
 
 class CallKnown(UserError):
-    """Two calls have one id."""
+    """A call id that another open call already uses."""
 
     reason = "CALL_KNOWN"
     kind = Kind.ALREADY_EXISTS
 
 
 class TooManyCalls(UserError):
-    """More calls of a session wait than it keeps."""
+    """More open calls than a session may have."""
 
     reason = "TOO_MANY_CALLS"
     kind = Kind.RESOURCE_EXHAUSTED
 
 
 class NoReady(UserError):
-    """A session's stream begins with another message."""
+    """A session stream whose first message is not `ready`."""
 
     reason = "NO_READY"
 
 
 class ForeignStream(UserError):
-    """A session is served by another agent than the one of its device."""
+    """A stream from another agent than the one that serves the session's device."""
 
     reason = "NOT_YOURS"
     kind = Kind.PERMISSION_DENIED
 
 
 class SessionIdle(UserError):
-    """Nobody called for too long."""
+    """A session without calls for too long."""
 
     reason = "SESSION_IDLE"
     kind = Kind.DEADLINE_EXCEEDED
 
 
 class SessionLost(DeviceError):
-    """The device or its agent went away."""
+    """A session whose device or agent disappeared."""
 
     reason = "SESSION_LOST"
     kind = Kind.UNAVAILABLE
 
 
 class BadAnswer(DeviceError):
-    """A device answers with what no message may carry."""
+    """An answer from a device that exceeds the limits of a message."""
 
     reason = "BAD_ANSWER"
     kind = Kind.INVALID_ARGUMENT
 
 
 class ServerStopped(FarmError):
-    """The server ends, and its sessions with it."""
+    """A session that ends because the server stops."""
 
     reason = "SERVER_STOPPED"
     kind = Kind.UNAVAILABLE

@@ -1,4 +1,4 @@
-"""Leases of sessions: a session is placed on a device, starts there, and holds the device until it ends."""
+"""Leases of sessions: a session is placed on a device, is started there, and occupies the device until it ends."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from etfarm.wire.status import from_proto
 log = structlog.get_logger()
 
 START_DEADLINE_S: Final = 600.0
-"""Time limit for fetching and loading a program on the device."""
+"""Time limit for fetching and loading a program on the device, in seconds."""
 
 LAST_WORD_S: Final = 1.0
-"""Time within which a device that stopped serving may report the reason."""
+"""Time in which a device that stopped serving may report the reason, in seconds."""
 
 _MAX_PLACEMENTS: Final = 3
 
 
 class Leasing:
-    """Leads sessions through their leases on devices."""
+    """The sequence of steps that leads a session through its leases on devices."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Leasing:
         self._new_id = new_id
 
     async def lead(self, session: Session, selector: selectors.Selector, facts: list[compile_pb2.MethodFacts]) -> None:
-        """Lead a session from the queue to its end; the last event states why it ended, unless the owner left."""
+        """Lead a session from the queue to its end. The last event states why it ended, unless the owner left."""
         failed: list[str] = []
         error: EtfarmError
         try:
@@ -104,7 +104,7 @@ class Leasing:
         return Lease(attempt_id, await self._placement.device(waiting, attempt_id, on_progress, on_wait))
 
     async def _hold(self, session: Session, lease: Lease, facts: list[compile_pb2.MethodFacts]) -> EtfarmError:
-        """Start the session on its device and wait for its end; return why it ended."""
+        """Start the session on its device and wait for its end; return the reason of the end."""
         session.lease = lease
         result = asyncio.ensure_future(self._result(lease))
         ends: list[asyncio.Future[Any]] = [lease.over, lease.gone, result]
@@ -150,7 +150,7 @@ class Leasing:
             session=agent_pb2.SessionStart(methods=request.methods, cores=request.cores),
         )
         if runner.bundle is not None:
-            # The agent reads them from the bundle itself.
+            # The agent reads the operators from the bundle itself.
             del start.candidates[0].bundle.operators[:]
         agent = self._registry.session_of(lease.device.id)
         self._runs.mark_sent(lease.attempt_id)
@@ -159,7 +159,7 @@ class Leasing:
         agent.send(agent_pb2.ServerMessage(start_run=start))
 
     async def _result(self, lease: Lease) -> EtfarmError:
-        """Wait for the end of the attempt; return its reason, as the agent reports."""
+        """Wait for the end of the attempt; return the reason that the agent reports."""
         try:
             result = await self._runs.result(lease.attempt_id)
         except AttemptLost as lost:
@@ -167,7 +167,7 @@ class Leasing:
         return from_proto(result.error) if result.HasField("error") else lost_error(lease)
 
     def _release(self, session: Session, lease: Lease) -> None:
-        """Free the device, whose agent forgets the attempt or stops it."""
+        """Free the device. Its agent gets an acknowledgement of the result, or has to stop the attempt."""
         lease.end(SessionNotFound(f"The session {session.id} has ended.", session=session.id))
         session.wake()
         with suppress(DeviceOffline):

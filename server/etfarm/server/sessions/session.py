@@ -25,34 +25,33 @@ from etfarm.wire.status import to_proto
 _MAX_IDLE_S: Final = 86_400.0
 
 IDLE_TIMEOUT_S: Final = 600.0
-"""Default time that a session may be without a call."""
+"""Default time without calls after which a session ends, in seconds."""
 
 
 MAX_CALLS: Final = 64
-"""Maximum number of open calls of one session: each may hold its tensors here, 1 MiB inline."""
+"""Maximum number of open calls of one session: each may hold up to 1 MiB of inline tensors in the server's memory."""
 
 
 MAX_WAITING_BYTES: Final = 32 << 20
-"""Maximum size of the inline tensors of a session's running calls."""
+"""Maximum size of the inline tensors of a session's open calls."""
 
 MAX_EVENTS: Final = 1_000
 MAX_EVENT_BYTES: Final = 4 << 20
-"""Maximum number and size of events that an owner has not read. Log lines and reasons to wait beyond that are dropped; changes
-of the session's state are not."""
+"""Maximum number and size of unread events. Log lines and reasons to wait beyond them are dropped; state changes are not."""
 
 MAX_TENSORS: Final = 100_000
-"""Maximum number of digests that a session remembers, to delete them at its end."""
+"""Maximum number of digests that a session records for deletion at its end."""
 
 
 class Lease:
-    """A session's hold on one device, from its placement until the device is free again."""
+    """Lease of a device by a session, from the session's placement until the device is free again."""
 
     def __init__(self, attempt_id: str, device: Device) -> None:
         self.attempt_id = attempt_id
         self.device = device
         self.ready: asyncio.Future[session_pb2.SessionReady] = asyncio.get_running_loop().create_future()
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Set when the device does not serve any more; the reason is not known yet."""
+        """Done once the device no longer serves the session; the reason is not known yet."""
         self.over: asyncio.Future[EtfarmError] = asyncio.get_running_loop().create_future()
         """The reason why the session ended on this device."""
         self.outgoing: asyncio.Queue[agent_pb2.SessionCall | None] = asyncio.Queue()
@@ -60,13 +59,13 @@ class Lease:
         self.served = False
 
     def lose(self) -> None:
-        """Note that the device's stream ended."""
+        """Record that the device's stream ended."""
         if not self.gone.done():
             self.gone.set_result(None)
             self.outgoing.put_nowait(None)
 
     def end(self, error: EtfarmError) -> None:
-        """End the lease and the calls that wait; the first reason counts."""
+        """End the lease and its open calls. Only the first reason counts."""
         if self.over.done():
             return
         self.over.set_result(error)
@@ -77,7 +76,7 @@ class Lease:
 
 
 class Session:
-    """One owner's session."""
+    """A session of one owner."""
 
     def __init__(
         self, session_id: str, owner: str, project: str, request: session_pb2.OpenSessionRequest, *, order: tuple[int, int]
@@ -92,23 +91,23 @@ class Session:
         self.turn = asyncio.Lock()
         self.lease: Lease | None = None
         self.calls: dict[str, int] = {}
-        """Sizes of the inline tensors of open calls, by id."""
+        """Sizes of the inline tensors of open calls in bytes, by call id."""
         self.tensors: set[str] = set()
         """Digests of the tensors that calls transferred through the store."""
         self.exchanges: set[asyncio.Task[SessionAnswer]] = set()
         self._idle: asyncio.TimerHandle | None = None
         self.over: EtfarmError | None = None
-        """The reason why the session ended; None before."""
+        """The reason why the session ended; None while it is live."""
 
     def admit(self, call_id: str, size_bytes: int = 0) -> Lease:
-        """Return the lease that a new call goes to.
+        """Return the lease that a new call uses.
 
         Args:
-            size_bytes: the size of its inline tensors.
+            size_bytes: size of the call's inline tensors.
 
         Raises:
             SessionNotReady: the program is not loaded yet.
-            CallKnown: a call of this id is open.
+            CallKnown: a call with this id is open.
             TooManyCalls: the session has too many open calls.
         """
         if self.lease is None or not self.lease.ready.done():
@@ -132,7 +131,7 @@ class Session:
         return self.lease
 
     def publish(self, event: SessionEvent) -> None:
-        """Queue an event for the owner. Events that are not needed are dropped if the owner does not read."""
+        """Queue an event for the owner. If the owner does not read, events that can be missed are dropped."""
         event.session_id = self.id
         size = event.ByteSize()
         is_full = self.events.qsize() >= MAX_EVENTS or self._event_bytes + size > MAX_EVENT_BYTES
@@ -142,25 +141,25 @@ class Session:
         self.events.put_nowait(event)
 
     async def next_event(self) -> SessionEvent | None:
-        """Wait for the owner's next event; None after the last."""
+        """Wait for the owner's next event; return None after the last one."""
         event = await self.events.get()
         self._event_bytes -= event.ByteSize() if event is not None else 0
         return event
 
     def remember(self, digests: Iterable[str]) -> None:
-        """Remember the digests that the session's calls brought into the store."""
+        """Record the digests of tensors that the session's calls brought into the store."""
         for each in digests:
             if len(self.tensors) < MAX_TENSORS:
                 self.tensors.add(each)
 
     def end(self, error: EtfarmError) -> None:
-        """End the session with its last event, which states the reason."""
+        """End the session with a last event that states the reason."""
         self.over = error
         self.publish(SessionEvent(ended=to_proto(error)))
         self.events.put_nowait(None)
 
     def rest(self) -> None:
-        """Start the idle timeout, if the program is on a device."""
+        """Start the idle timeout if the program is on a device."""
         self.wake()
         if self.lease is None or self.lease.over.done():
             return
@@ -177,14 +176,14 @@ class Session:
 
 
 def lost_error(lease: Lease) -> SessionLost:
-    """Return the error for a session whose device gives no reason for its end."""
+    """Return the error for a session whose device states no reason for its end."""
     return SessionLost(
         f"{lease.device.name} does not serve the session any more.", "Open another session.", device=lease.device.id
     )
 
 
 def validate_request(request: session_pb2.OpenSessionRequest) -> None:
-    """Validate a request, regardless of the farm's devices.
+    """Validate a request, independently of the farm's devices.
 
     Raises:
         BadSession: the request contradicts itself.
@@ -201,12 +200,12 @@ def validate_request(request: session_pb2.OpenSessionRequest) -> None:
 
 
 def stored_digests(*carried: session_pb2.SessionTensors) -> list[str]:
-    """Return the digests of those tensors that are transferred through the store."""
+    """Return the digests of the tensors that are transferred through the store."""
     return [each.artifact.digest for each in carried if each.HasField("artifact")]
 
 
 def limit_answer(answer: SessionAnswer) -> SessionAnswer:
-    """Return the answer for the owner: an error in its place if a device sends more than may be inline."""
+    """Return the answer for the owner, replaced by an error if a device sends more than may be inline."""
     size = max(len(answer.outputs.inline), len(answer.measured.samples.inline))
     if size <= sessions.INLINE_BYTES:
         return answer

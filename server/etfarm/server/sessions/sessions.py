@@ -70,7 +70,7 @@ class Sessions:
         """Yield the events of a new session, which lives until this generator is closed or yields ENDED.
 
         Args:
-            project: owns the session and the artifacts of its program.
+            project: project that owns the session and the artifacts of its program.
 
         Raises:
             EtfarmError: before the first event; see SessionService.Open.
@@ -96,12 +96,12 @@ class Sessions:
         finally:
             del self._sessions[session.id]
             leading.cancel()
-            # What is left to do is for the device: it must not be cut short by a caller that is cancelled twice.
+            # The remaining work frees the device: a caller that is cancelled twice must not interrupt it.
             await asyncio.shield(asyncio.ensure_future(self._clear(session, leading)))
             log.info("session ended", session=session.id)
 
     async def _clear(self, session: Session, leading: asyncio.Task[None]) -> None:
-        """Wait for the end on the device; then discard what the calls brought into the store, unless it is used elsewhere."""
+        """Wait for the end on the device; then delete what the calls brought into the store, unless it is used elsewhere."""
         await asyncio.wait([leading])
         await self._store.discard(session.tensors)
 
@@ -109,7 +109,7 @@ class Sessions:
         """Return a live session that the caller sees.
 
         Raises:
-            SessionNotFound: the scope has no session of the id.
+            SessionNotFound: the scope has no session with this id.
         """
         session = self._sessions.get(session_id)
         if session is None or not scope.allows(session.project):
@@ -117,18 +117,18 @@ class Sessions:
         return session
 
     def owner_of(self, session_id: str, scope: Scope) -> str:
-        """Return the owner, who may call the session.
+        """Return the owner of a session, the only user who may call it.
 
         Raises:
-            SessionNotFound: the scope has no session of the id.
+            SessionNotFound: the scope has no session with this id.
         """
         return self.find(session_id, scope).owner
 
     async def call(self, request: session_pb2.CallRequest, on_queued: Callable[[], Awaitable[None]]) -> SessionAnswer:
-        """Return the answer of one call. A caller that is cancelled before its turn withdraws the call.
+        """Return the answer to one call. Cancelling before the call's turn withdraws the call.
 
         Args:
-            on_queued: called once the call has its place behind earlier ones.
+            on_queued: called once the call is queued behind earlier ones.
 
         Raises:
             EtfarmError: see SessionService.Call.
@@ -137,7 +137,7 @@ class Sessions:
         sessions.check_task(request.task)
         wanted = stored_digests(request.task.inputs)
         missing = [each for each in wanted if not await self._store.is_held(each, [session.project])]
-        # Nothing is awaited from here until the call has its place: others may come meanwhile, and the session may end.
+        # No await from here until the call is queued: otherwise other calls might overtake it, and the session might end.
         if session.over is not None:
             return SessionAnswer(error=to_proto(session.over))
         size = len(request.task.inputs.inline)
@@ -185,10 +185,10 @@ class Sessions:
     async def serve(
         self, replies: AsyncIterator[agent_pb2.SessionReply], principal: str, holder: str
     ) -> AsyncIterator[agent_pb2.SessionCall]:
-        """Yield the calls for a session until it ends. Its agent, of this principal, sends `replies`.
+        """Yield the calls of a session until it ends. The agent of the principal sends `replies`.
 
         Args:
-            holder: holds what the agent uploads.
+            holder: holder of the agent's uploads.
 
         Raises:
             EtfarmError: before the first call; see AgentService.ServeSession.
@@ -198,7 +198,7 @@ class Sessions:
         if first is None or first.WhichOneof("reply") != "ready":
             raise NoReady("The first message of a session's stream is ready.")
         session, lease = self._of_attempt(first.attempt_id)
-        # Attempts have ids that others can read: whoever serves one has the token of the device's own agent.
+        # Others may know an attempt's id, so only the agent of the device, identified by its token, may serve the attempt.
         if self._registry.session_of(lease.device.id).principal != principal:
             raise ForeignStream(f"Another agent serves the device of the attempt {first.attempt_id}.", attempt=first.attempt_id)
         if lease.served:
@@ -216,7 +216,7 @@ class Sessions:
             lease.lose()
 
     def stop(self) -> None:
-        """End all sessions, before the server ends."""
+        """End all sessions before the server stops."""
         for session in self._sessions.values():
             error = ServerStopped("The server stopped.", "Open another session when it is back.")
             if session.lease is not None:
@@ -233,7 +233,7 @@ class Sessions:
         return selector
 
     async def _facts(self, request: session_pb2.OpenSessionRequest, owner: str, project: str) -> list[compile_pb2.MethodFacts]:
-        """Return the requirements of the methods that the owner names, else of all methods."""
+        """Return the requirements of the requested methods, or of all methods if none is requested."""
         candidate = job_pb2.Candidate(name="session", program=request.program)
         silent = Listener(lambda stage, duration_ms, *, cached=False: None, lambda line: None)
         outcome = await self._compiler.compile(candidate, owner=owner, project=project, fresh=False, listener=silent)
@@ -253,7 +253,8 @@ class Sessions:
                 if kind == "answered":
                     answer = limit_answer(reply.answered.answer)
                     outputs = stored_digests(answer.outputs, answer.measured.samples)
-                    # Only what the agent has uploaded counts, not any digest that it names: the session discards them at its end.
+                    # Only artifacts that the agent uploaded count, not any digest that it names, since the session deletes them
+                    # at its end.
                     session.remember([each for each in outputs if await self._store.is_held(each, [holder])])
                     uploaded = [each for each in outputs if await self._store.is_held(each, [holder, session.project])]
                     await self._store.hold(session.project, uploaded, session.owner, for_now=True)
@@ -262,7 +263,7 @@ class Sessions:
                         awaited.set_result(answer)
                 elif kind == "log_line":
                     session.publish(SessionEvent(log_line=reply.log_line))
-        except Exception as error:  # noqa: BLE001 - whatever broke the stream, the session is over
+        except Exception as error:  # noqa: BLE001 - the session is over, whatever broke the stream
             log.info("a session's stream broke", session=session.id, error=str(error))
         lease.lose()
 
@@ -273,7 +274,7 @@ class Sessions:
         raise SessionNotFound(f"Nobody waits for the attempt {attempt_id!r}.", attempt=attempt_id)
 
     def _look_for_lost(self) -> None:
-        """End the sessions whose devices are not connected any more."""
+        """End the sessions whose devices are no longer connected."""
         for session in self._sessions.values():
             if session.lease is not None and not session.lease.over.done() and not self._is_served(session.lease):
                 session.lease.end(lost_error(session.lease))
