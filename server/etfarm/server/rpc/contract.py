@@ -1,4 +1,4 @@
-"""The services of the contract on a gRPC server, with health checks and reflection."""
+"""Registration of the contract's services on a gRPC server, with health checks and reflection."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SERVICES = tuple(
     )
     for service in module.DESCRIPTOR.services_by_name.values()
 )
-"""The contract's services by full name."""
+"""Full names of the contract's services."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Servicers:
     audit: AuditService
 
     def add_to(self, server: grpc.aio.Server) -> health.HealthServicer:
-        """Add the services to a server that is not started; return the servicer of its health checks."""
+        """Add the services to a server that is not started yet; return the servicer of its health checks."""
         artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(self.artifacts, server)
         compile_pb2_grpc.add_CompileServiceServicer_to_server(self.compile, server)
         job_pb2_grpc.add_JobServiceServicer_to_server(self.jobs, server)

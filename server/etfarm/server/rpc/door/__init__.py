@@ -1,1 +1,1 @@
-"""The door of the server: what every rpc passes before a servicer sees it. Connections, tokens, roles, limits, audit, errors."""
+"""The checks that every rpc passes before its servicer: connections, tokens, roles, limits, audit and errors."""

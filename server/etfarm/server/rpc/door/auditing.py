@@ -1,4 +1,4 @@
-"""The audit log's entries of rpcs: which rpcs change something, and which fields of their messages name the subject."""
+"""Audit log entries of rpcs: which rpcs change something, and which fields of their messages name the subject."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ CHANGES: Final[dict[str, tuple[str, str]]] = {
     "ProjectService.AddMember": ("project", ""),
     "ProjectService.RemoveMember": ("project", ""),
 }
-"""The rpcs that change something, each with the fields of its request and of its answer that name the subject. Transfers and
-calls within a session are left out: artifacts record their owner, and opening a session is recorded."""
+"""Rpcs that change something, with the fields of request and response that name the subject. Transfers and calls within a session
+are left out: artifacts record their owner, and opening a session is recorded."""
 
 DETAILS: Final = ("principal", "tag", "name", "role", "projects", "selector")
-"""Fields of a request that are written as its detail."""
+"""Request fields that are written as the entry's detail."""
 
 
 def rpc_of(method: str) -> str:
-    """Return `JobService.Submit` of `/etfarm.v1.JobService/Submit`."""
+    """Return `JobService.Submit` for `/etfarm.v1.JobService/Submit`."""
     return method.rpartition(".")[2].replace("/", ".")
 
 
 class Auditor:
-    """Writes one call's entry."""
+    """Writer of the audit entry of one call."""
 
     def __init__(self, audit: AuditLog, method: str, principal: Principal, peer: str) -> None:
         self._audit = audit
@@ -63,17 +63,17 @@ class Auditor:
         self._done = self._rpc not in CHANGES
 
     def examine(self, request: Any) -> None:
-        """Keep the call's request, once it is within the limits, to name the subject. Streams of requests have no subject."""
+        """Keep the checked request, which names the subject. Streams of requests have no subject."""
         self._request = request if isinstance(request, Message) else None
 
     def succeeded(self, answer: Any = None) -> None:
-        """Record that the call succeeded; a stream of answers counts from its first one on."""
+        """Record that the call succeeded. A stream of responses has succeeded once it sends the first one."""
         if not self._done:
             in_request, in_answer = CHANGES[self._rpc]
             self._write("OK", [*_value(self._request, in_request), *_value(answer, in_answer)])
 
     def failed(self, reason: str) -> None:
-        """Record why the call failed."""
+        """Record the reason why the call failed."""
         if not self._done:
             self._write(reason, _value(self._request, CHANGES[self._rpc][0]))
 
@@ -88,13 +88,13 @@ class Auditor:
 
 
 def entry_of(rpc: str, outcome: str, principal: Principal | None, peer: str, subject: str = "", detail: str = "") -> Entry:
-    """Return the entry of a call; `principal` is None where the caller is unknown."""
+    """Return the entry of a call; `principal` is None if the caller is unknown."""
     name, role = ("", "") if principal is None else (principal.name, ROLE_NAMES.get(principal.role, ""))
     return Entry(rpc, outcome, name, role, peer, subject, detail)
 
 
 def _value(message: Message | None, path: str) -> list[str]:
-    """Return the text of the field at a dotted path; empty if it is unset or the message has no such field."""
+    """Return the text of the field at a dotted path; empty if the field is unset or does not exist."""
     value: Any = message
     for name in path.split(".") if path else ("",):
         field = value.DESCRIPTOR.fields_by_name.get(name) if isinstance(value, Message) else None

@@ -1,4 +1,4 @@
-"""Authentication of calls by the tokens of the watched `--tokens` file and of the database."""
+"""Authentication of calls by the tokens of the `--tokens` file, which is watched, and of the database."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from etfarm.v1 import token_pb2
 log = structlog.get_logger()
 
 POLL_S: Final = 0.5
-"""Interval at which the token file is polled. A change counts once two polls see the same, so half-written files do not count."""
+"""Interval at which the token file is polled. A change applies after two equal polls, so half-written files are not read."""
 
 _SAVE_USES_S: Final = 60.0
 
@@ -25,12 +25,12 @@ Signature = tuple[int, int, int, int] | None
 
 
 class Authentication:
-    """The tokens of one server. Without a file and without tokens in the database every caller is LOCAL.
+    """The tokens of one server. Without a token file and tokens in the database, every caller is LOCAL.
 
     Args:
-        file: the `--tokens` file.
-        changed: a file that another process touches after it changed tokens in the database.
-        now: gives the instant, in UTC.
+        file: path of the `--tokens` file.
+        changed: path of the file that another process touches after it has changed tokens in the database.
+        now: returns the current time in UTC.
 
     Raises:
         BadTokenFile: the file cannot be used.
@@ -88,14 +88,14 @@ class Authentication:
             yield token_pb2.Token(id=f"file:{principal.name}", principal=principal.name, role=principal.role, from_file=True)
 
     async def watch(self, end_invalid: Callable[[], None]) -> None:
-        """Follow the file and other processes' changes for as long as the server runs.
+        """Apply changes of the token file, and of other processes, until the task is cancelled.
 
         Args:
-            end_invalid: ends the calls whose credential is no longer valid; called at every poll, since tokens expire.
+            end_invalid: ends calls with credentials that are no longer valid; called at every poll, since tokens expire.
         """
         loop = asyncio.get_running_loop()
         saved = loop.time()
-        while True:  # a poll is two stats; no notification of changes works on every file system
+        while True:  # a poll is two stats; change notifications do not work on every file system
             await asyncio.sleep(POLL_S)
             try:
                 await self._look()
@@ -107,7 +107,7 @@ class Authentication:
             end_invalid()
 
     async def close(self) -> None:
-        """Write when tokens were last used, when the server ends."""
+        """Write the times at which tokens were last used, at the end of the server."""
         try:
             await self._table.save_uses()
         except Exception:
@@ -129,7 +129,7 @@ class Authentication:
 
 
 def _read(path: Path) -> Tokens:
-    """Return the tokens of a changed file. Unlike at the start, the file may be empty, which revokes all its tokens.
+    """Return the tokens of a changed file. Unlike at startup, the file may be empty, which revokes all its tokens.
 
     Raises:
         BadTokenFile: the file cannot be used.

@@ -1,4 +1,4 @@
-"""The caller of the current rpc: what it may call, which projects it sees, and what it owns."""
+"""The caller of the current rpc: its role, the projects that it sees, and the project of what it creates."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _principal: ContextVar[Principal] = ContextVar("principal")
 
 
 class PermissionDenied(UserError):
-    """The caller's role does not permit the call."""
+    """A call that the caller's role does not permit."""
 
     reason = "PERMISSION_DENIED"
     kind = Kind.PERMISSION_DENIED
 
 
 Resolve = Callable[[Principal, str], Principal]
-"""Takes a principal and the call's `etfarm-project` metadata (or ""); returns the principal with `projects` and `project`."""
+"""Function that takes a principal and the call's `etfarm-project` metadata (or ""), and returns the principal with `projects` and
+`project`."""
 
 
 def resolve_default(principal: Principal, requested: str) -> Principal:
@@ -45,7 +46,7 @@ def resolve_default(principal: Principal, requested: str) -> Principal:
 
 
 def with_projects(principal: Principal, projects: Iterable[str], project: str) -> Principal:
-    """Return a copy of `principal` that sees `projects` and whose new jobs, artifacts and tags belong to `project`."""
+    """Return a copy of `principal` that sees `projects`, and whose new jobs, artifacts and tags belong to `project`."""
     member = Principal()
     member.CopyFrom(principal)
     member.projects[:] = sorted(projects)
@@ -60,7 +61,7 @@ def enter(credential: Credential, principal: Principal, method: str) -> None:
     """Authorize a caller for a method, and store it for `caller`, `scope` and `credential`.
 
     Raises:
-        PermissionDenied: as `authorize`, or an enrolment token is used for another method than Enroll.
+        PermissionDenied: as `authorize`; or an enrolment token is used for a method other than Enroll.
     """
     if credential.enrolment and method != ENROLL:
         raise PermissionDenied(
@@ -81,7 +82,7 @@ def authorize(principal: Principal, method: str) -> None:
     """Authorize a principal for a method, and store it for `caller`.
 
     Raises:
-        PermissionDenied: the method's row does not have the role, or there is no row.
+        PermissionDenied: the role is not in the method's row of the access table, or there is no row.
     """
     if principal.role not in ROLES.get(method, frozenset()):
         role = common_pb2.Role.Name(principal.role).removeprefix("ROLE_").lower()
@@ -106,7 +107,7 @@ def active_project() -> str:
     """Return the project that owns what the call creates.
 
     Raises:
-        ProjectAmbiguous: the caller has to choose one of several.
+        ProjectAmbiguous: the caller has to choose one of several projects.
     """
     return require_active(caller())
 
@@ -118,7 +119,7 @@ def require_owner(owner: str, what: str, remedy: str = "Ask them or an admin.") 
         what: names the resource in the error.
 
     Raises:
-        NotYours: the caller is neither.
+        NotYours: the caller is neither the owner nor an admin.
     """
     principal = caller()
     ownership.require_owner(owner, what, principal.name, is_admin=principal.role == ADMIN, remedy=remedy)

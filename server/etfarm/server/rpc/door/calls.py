@@ -1,4 +1,4 @@
-"""The running calls: their principals, the limit of each principal, and the end of calls with their token or membership."""
+"""The running calls: limits per principal, and cancellation once a token or membership is no longer valid."""
 
 from __future__ import annotations
 
@@ -18,38 +18,40 @@ MAX_CALLS: Final = 4096
 
 
 class TooManyCalls(UserError):
-    """A principal has too many open calls."""
+    """A principal with the maximum number of open calls."""
 
     reason = "TOO_MANY_CALLS"
     kind = Kind.RESOURCE_EXHAUSTED
 
 
 class ProjectsChanged(UserError):
-    """The caller of a call that runs is no longer a member of a project that the call may read."""
+    """A running call that may read a project which its caller is no longer a member of."""
 
     reason = "PROJECTS_CHANGED"
     kind = Kind.UNAVAILABLE
 
 
 class Call:
-    """One call, from authentication on."""
+    """One call after its authentication."""
 
     def __init__(self, method: str, credential: Credential, principal: Principal, task: asyncio.Task[Any]) -> None:
         self.method = method
         self.credential = credential
         self.principal = principal
         self.ending: EtfarmError | None = None
-        """Why the server ended the call and cancelled its handler: the token is no longer valid, or the caller left a project."""
+        """Error with which the server ended the call and cancelled its handler: the token became invalid, or the caller left a
+        project."""
         self.abort_sending: Callable[[EtfarmError], Awaitable[None]] | None = None
-        """Sends the status of a call while its handler waits for gRPC to send an answer that the caller may never read."""
+        """Function that sends the status of a call whose handler waits for gRPC to send a response that the caller may never
+        read."""
         self.is_handled = False
-        """Whether a handler runs, which may be cancelled. Before and after it gRPC receives the request and sends the answer; a
-        call that is cancelled there ends without a status, and its caller waits for one."""
+        """Whether a handler runs, which may be cancelled. Before and after it, gRPC receives the request or sends the response: a
+        call that is cancelled then ends without a status, for which its caller waits."""
         self._task = task
         self._aborting: asyncio.Task[None] | None = None
 
     def end(self, error: EtfarmError) -> None:
-        """Cancel the handler, which does not start if it does not run yet; the caller gets the error."""
+        """Cancel the handler, or prevent its start if it does not run yet; the caller gets the error."""
         self.ending = error
         if self.abort_sending is None:
             if self.is_handled:
@@ -58,14 +60,14 @@ class Call:
             self._aborting = asyncio.create_task(self._abort(self.abort_sending, error), name="end of a call")
 
     async def _abort(self, abort: Callable[[EtfarmError], Awaitable[None]], error: EtfarmError) -> None:
-        # gRPC takes the status before it is cancelled, and sends it after the answers that are on their way.
+        # gRPC takes the status before it is cancelled, and sends it after the responses that are already being sent.
         sending = asyncio.ensure_future(abort(error))
         await asyncio.sleep(0)
         self._task.cancel()
         await sending
 
     def recover(self) -> EtfarmError:
-        """Return `ending` and let the handler's task continue, so that it can send the error."""
+        """Return `ending`, and clear the cancellation of the handler's task so that it can send the error."""
         assert self.ending is not None
         self._task.uncancel()
         return self.ending
@@ -75,8 +77,8 @@ class Calls:
     """The running calls of a server.
 
     Args:
-        is_valid: whether calls with a credential may go on.
-        resolve: gives a principal the projects that it sees now.
+        is_valid: returns whether calls with a credential may continue.
+        resolve: returns a principal with the projects that it currently sees.
     """
 
     def __init__(self, is_valid: Callable[[Credential], bool], resolve: Resolve, most: int = MAX_CALLS) -> None:
@@ -87,10 +89,10 @@ class Calls:
         self._of_principal: Counter[str] = Counter()
 
     def begin(self, method: str, credential: Credential, principal: Principal) -> Call:
-        """Count a call, which the current task answers, until that task ends.
+        """Register a call, which the current task handles, until that task ends.
 
         Raises:
-            TooManyCalls: the principal has too many.
+            TooManyCalls: the principal has too many open calls.
         """
         name = principal.name
         if self._of_principal[name] >= self._most:
@@ -113,7 +115,7 @@ class Calls:
         return call
 
     def end_invalid(self) -> None:
-        """End the calls whose token was revoked, replaced or removed, or has expired, and those that see a former project."""
+        """End calls with tokens that were revoked, replaced or removed or have expired, and those that see a former project."""
         projects: dict[bytes, frozenset[str]] = {}
         for call in list(self._running):
             key = call.credential.key

@@ -1,7 +1,7 @@
-"""Limits on connections to the server. Connections without a valid token are closed before they exhaust the limits for others.
+"""Limits on connections to the server. Connections without a valid token are closed before they exhaust the limits.
 
-gRPC neither reports nor closes connections without calls. But they are sockets of this process, so their peers can be read and
-the sockets shut down, which gRPC handles as if the peer had closed them.
+gRPC neither reports nor closes connections without calls. However, they are sockets of this process, so their peers can be read
+and the sockets shut down, which gRPC handles as if the peer had closed them.
 """
 
 from __future__ import annotations
@@ -24,48 +24,48 @@ import structlog
 log = structlog.get_logger()
 
 STRANGER_S: Final = 15.0
-"""How long a connection may stay open without a call with a valid token."""
+"""Time for which a connection may stay open without a call with a valid token."""
 
 STRANGERS_OF_AN_ADDRESS: Final = 32
-"""Maximum number of such connections of one address."""
+"""Maximum number of connections without a valid token from one address."""
 
 CONNECTIONS_OF_AN_ADDRESS: Final = 1024
-"""Maximum number of connections of one address, which may be a gateway for a whole team."""
+"""Maximum number of connections from one address, which may be the gateway of a whole team."""
 
 MAX_CONNECTIONS: Final = 8192
 
 MAX_FILES: Final = 65_536
 
 HANDSHAKE_MS: Final = 10_000
-"""How long TLS and the first HTTP/2 frames of a connection may take."""
+"""Time limit for TLS and the first HTTP/2 frames of a connection, in milliseconds."""
 
 MAX_STREAMS: Final = 256
-"""Maximum number of concurrent calls over one connection; a client's further calls wait in the client.
+"""Maximum number of concurrent calls over one connection; further calls wait in the client.
 
-Refusing a call takes 0.35 ms, and calls of one method are taken in order: so many on all connections of an address's strangers
-delay others by up to 3 s.
+Refusing a call takes 0.35 ms, and calls of one method are handled in order. This many calls, on all connections that one address
+may open without a valid token, delay others by up to 3 s.
 """
 
 MAX_PENDING: Final = 65_536
-"""Calls of one method that wait for the event loop: more than the connections of one address's strangers may have open."""
+"""Maximum number of calls of one method that wait for the event loop: more than one address can open without a valid token."""
 
 MAX_REQUEST_BYTES: Final = 32 << 20
-"""The largest message that is received, which is an agent's result of eight programs; those of other rpcs are far smaller."""
+"""Maximum size of a received message. The largest is an agent's result of eight programs; other rpcs need far less."""
 
 MAX_METADATA_BYTES: Final = 16 << 10
-"""Maximum size of a request's metadata, which has a token and a project."""
+"""Maximum size of a request's metadata, which contains a token and a project."""
 
 LOOK_S: Final = 1.0
 
 _PAUSE_S: Final = 0.05
-"""Minimum time between two looks, however many calls with invalid tokens come."""
+"""Minimum time between two checks, regardless of the number of calls with invalid tokens."""
 
 _FEWEST_RESERVED: Final = 192
-"""Minimum number of descriptors for the server itself: the database, children's pipes, and artifacts in transfer."""
+"""Minimum number of file descriptors reserved for the server: the database, children's pipes, and artifact transfers."""
 
 
 def raise_file_limit() -> int:
-    """Raise this process's limit of open files as far as it may go, and return it."""
+    """Raise the limit on open files of this process as far as permitted, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -75,24 +75,24 @@ def raise_file_limit() -> int:
 
 
 def most_connections(files: int) -> int:
-    """Return how many connections to allow, so that enough of `files` descriptors remain for everything else."""
+    """Return the number of connections to allow, so that enough of `files` descriptors remain for everything else."""
     return max(min(files - max(_FEWEST_RESERVED, files // 3), MAX_CONNECTIONS), 16)
 
 
 def server_options(files: int) -> list[tuple[str, int]]:
-    """Return gRPC's options for a server that may open so many files."""
+    """Return gRPC's options for a server that may open this number of files."""
     return [
-        # Excess connections are closed as they come, and clients try again.
+        # Excess connections are closed immediately, and their clients try again.
         ("grpc.max_allowed_incoming_connections", most_connections(files)),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
-        # gRPC cancels calls of anybody at random where more wait for the event loop: a stranger's flood ended others' calls.
+        # If more calls wait for the event loop, gRPC cancels random ones: a flood without tokens would end other callers' calls.
         ("grpc.server.max_pending_requests", MAX_PENDING),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
-        # Only "identity": no client of etfarm compresses, and a small compressed message can become a large one.
+        # Only "identity": etfarm's clients do not compress, and a small compressed message can expand to a large one.
         ("grpc.compression_enabled_algorithms_bitset", 1),
     ]
 
@@ -106,8 +106,8 @@ class Connections:
     """The TCP connections to one port of this process.
 
     Args:
-        asks_for_tokens: returns whether callers need a token; if not, only the number of connections is limited.
-        clock: returns monotonic seconds.
+        asks_for_tokens: returns whether callers need a token; otherwise only the number of connections is limited.
+        clock: returns seconds on a monotonic clock.
     """
 
     def __init__(self, asks_for_tokens: Callable[[], bool], clock: Callable[[], float]) -> None:
@@ -119,18 +119,18 @@ class Connections:
         self._wake = asyncio.Event()
 
     def trust(self, peer: str) -> None:
-        """Note that a call with a valid token came over a connection; `peer` is gRPC's name of it."""
+        """Record that a call with a valid token arrived over a connection; `peer` is gRPC's name of the connection's peer."""
         if (known := _parse(peer)) is not None:
             self._trusted.add(known)
 
     def distrust(self, peer: str) -> None:
-        """Note that a connection keeps sending invalid tokens; it is closed at once, unless it has sent a valid one, too."""
+        """Record that a connection keeps sending invalid tokens. It is closed at once unless it has also sent a valid one."""
         if (known := _parse(peer)) is not None:
             self._distrusted.add(known)
             self._wake.set()
 
     async def watch(self, port: int) -> None:
-        """Close connections without a valid token for as long as the server runs."""
+        """Close connections without a valid token until the task is cancelled."""
         if not _SOCKETS.is_dir():
             return
         while True:
@@ -149,7 +149,8 @@ class Connections:
     def look(self, port: int) -> int:
         """Shut down excess connections and those without a valid token; return their number."""
         now = self._clock()
-        # This is a thread: a connection may come and be trusted while the sockets are listed, and an agent's calls only once.
+        # This runs in a thread: a connection may open and become trusted while the sockets are listed, and an agent calls only
+        # once.
         trusted = self._trusted.copy()
         descriptors: dict[Peer, int] = {}
         for name in _SOCKETS.iterdir():
@@ -164,7 +165,7 @@ class Connections:
         return len(excess)
 
     def _excess(self, now: float) -> Iterator[Peer]:
-        """Yield the connections to close. Of an address with too many, those without a valid token and the newest come first."""
+        """Yield the connections to close. Per address, connections without a valid token are closed first, then the newest."""
         strangers: defaultdict[str, int] = defaultdict(int)
         everything: defaultdict[str, int] = defaultdict(int)
         asks = self._asks_for_tokens()
@@ -182,16 +183,16 @@ class Connections:
 
 @contextlib.contextmanager
 def _socket(number: int) -> Iterator[socket.socket | None]:
-    """Yield the socket of a descriptor, duplicated since gRPC may close its own at any time; None if it is not a socket.
+    """Yield the duplicated socket of a descriptor, since gRPC may close its own at any time; None if it is not a socket.
 
-    A descriptor of a file is never duplicated: closing the duplicate would drop this process's locks on the file (`man 2 fcntl`),
-    among them those of SQLite, without which another program that opens the database deletes its write-ahead log.
+    The descriptor of a file is never duplicated: closing the duplicate would release this process's locks on the file (`man 2
+    fcntl`). Without SQLite's locks, another program that opens the database would delete its write-ahead log.
     """
     try:
         own = os.dup(number) if stat.S_ISSOCK(os.fstat(number).st_mode) else -1
     except OSError:
-        own = -1  # closed meanwhile
-    if own == -1 or not stat.S_ISSOCK(os.fstat(own).st_mode):  # a file that took the descriptor meanwhile stays open
+        own = -1  # closed in the meantime
+    if own == -1 or not stat.S_ISSOCK(os.fstat(own).st_mode):  # a file that took over the descriptor in the meantime stays open
         yield None
         return
     with socket.socket(fileno=own) as opened:
@@ -199,7 +200,7 @@ def _socket(number: int) -> Iterator[socket.socket | None]:
 
 
 def _peer(number: int, port: int) -> Peer | None:
-    """Return the peer of a descriptor that is a TCP connection to the port; None for any other."""
+    """Return the peer of a descriptor that is a TCP connection to the port; None for any other descriptor."""
     with _socket(number) as opened:
         return _peer_of(opened, port)
 
@@ -211,13 +212,13 @@ def _peer_of(opened: socket.socket | None, port: int) -> Peer | None:
         if opened.getsockname()[1] != port:
             return None
         host, peer_port = opened.getpeername()[:2]
-    except OSError:  # the listening socket, or one whose peer has left
+    except OSError:  # the listening socket, or a socket with a disconnected peer
         return None
     return _plain(host), peer_port
 
 
 def _shut_down(number: int, peer: Peer, port: int) -> None:
-    with _socket(number) as opened, contextlib.suppress(OSError):  # the peer left by itself
+    with _socket(number) as opened, contextlib.suppress(OSError):  # the peer has already disconnected
         if opened is not None and _peer_of(opened, port) == peer:  # the descriptor may belong to another connection by now
             opened.shutdown(socket.SHUT_RDWR)
 

@@ -1,4 +1,4 @@
-"""Failed authentications by network address: an address that keeps failing gets a retry delay, and its connections are closed."""
+"""Failed authentications by network address. Frequent failures lead to a retry delay and to closed connections."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ FREE: Final = 100
 """Number of failures of an address without consequences: a client with an old token calls a few rpcs and retries."""
 
 FLOOD: Final = 1000
-"""Number of failures of an address after which a connection that fails again is closed."""
+"""Number of failures of an address after which further failing connections are closed."""
 
 FORGET_S: Final = 300.0
-"""Time without a failure after which an address starts anew."""
+"""Time without a failure after which the count of an address restarts."""
 
 MAX_WAIT_S: Final = 60.0
 
 MAX_ADDRESSES: Final = 4096
-"""Maximum number of remembered addresses; the one that failed longest ago is dropped first."""
+"""Maximum number of recorded addresses; the one whose last failure is oldest is dropped first."""
 
 
 def address_of(peer: str) -> str:
@@ -29,7 +29,7 @@ def address_of(peer: str) -> str:
 
 
 class Failures:
-    """Counts of failed authentications by address. A valid token is never refused for failures of others at its address."""
+    """Counts of failed authentications by address. Failures never cause a valid token from the same address to be refused."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -46,7 +46,7 @@ class Failures:
         return self._wait(count)
 
     def is_flood(self, address: str) -> bool:
-        """Return whether an address failed so often that connections over which it fails again are closed."""
+        """Return whether an address has failed so often that connections which fail again are closed."""
         return self._failed.get(address, (0, 0.0))[0] > FLOOD
 
     def _wait(self, count: int) -> float:

@@ -1,4 +1,4 @@
-"""The interceptor of every rpc: it authenticates and authorizes the caller, checks requests, and turns errors into statuses."""
+"""The interceptor of every rpc: it authenticates and authorizes callers, checks requests, and turns errors into statuses."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Authenticator(Protocol):
 
 
 class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Determines the principal of every call, and turns every error into a status.
+    """The interceptor that determines the principal of every call, and turns every error into a status.
 
-    The call's metadata decides whether the caller is authenticated and authorized. The messages of a refused call are neither
-    received nor decoded, so that callers without a token cost no memory.
+    Authentication and authorization only need the call's metadata. The messages of a refused call are neither received nor
+    decoded, so callers without a token use no memory.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
 
         Args:
             tokens: the source of credentials.
-            resolve: adds the projects to a principal.
+            resolve: adds projects to a principal.
             audit: records changes and refusals.
             connections: closes connections without a valid token.
-            clock: gives seconds on a monotonic clock.
+            clock: returns seconds on a monotonic clock.
         """
         self._tokens = tokens
         self._resolve = resolve
@@ -90,7 +90,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
             credential = self._tokens.authenticate(_text(metadata, "authorization"))
             principal = credential.principal
             principal = self._resolve(principal, _text(metadata, PROJECT_METADATA) or "")
-            # This task runs the handler too, so that it sees the caller.
+            # The same task runs the handler, which therefore sees the caller in the context variables.
             enter(credential, principal, method)
             call = self.calls.begin(method, credential, principal)
         except EtfarmError as error:
@@ -113,7 +113,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         return wrapped
 
     def _refusal(self, error: EtfarmError, method: str, principal: Principal | None) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return a handler that refuses the call. It handles streams, of which gRPC reads no message unless the handler asks."""
+        """Return a handler that refuses the call. It handles streams, since gRPC then reads no message that is not requested."""
 
         async def refuse(requests: object, context: ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
             address = address_of(context.peer())
@@ -149,7 +149,7 @@ def _single(behavior: Callable[..., Any], admit: Admit, call: Call, check: Check
             if auditor is not None:
                 auditor.examine(admitted)
             answered = await _awaited(behavior(admitted, context))
-        except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001 - the edge: every error becomes a status
+        except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001 - outermost handler: every error becomes a status
             await _fail(context, error, call, auditor)
         call.is_handled = False
         if auditor is not None:
@@ -173,7 +173,7 @@ def _streaming(behavior: Callable[..., Any], admit: Admit, call: Call, check: Ch
             if auditor is not None:
                 auditor.examine(admitted)
             answers = behavior(admitted, context)
-            if asyncio.iscoroutine(answers):  # a handler that writes its answers itself, such as that of health checks
+            if asyncio.iscoroutine(answers):  # a handler that writes its responses itself, such as that of health checks
                 await answers
                 return
             async for message in answers:
@@ -185,14 +185,14 @@ def _streaming(behavior: Callable[..., Any], admit: Admit, call: Call, check: Ch
             call.is_handled = False
             if auditor is not None:
                 auditor.succeeded()
-        except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001 - the edge: every error becomes a status
+        except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001 - outermost handler: every error becomes a status
             await _fail(context, error, call, auditor)
 
     return answer
 
 
 async def _start(context: ServicerContext[Any, Any], call: Call) -> None:
-    """Let the call be cancelled from now on; end it here if that was wanted while gRPC received its request."""
+    """Permit cancellation of the call from now on; end it here if that was requested while gRPC received the request."""
     call.is_handled = True
     if call.ending is not None:
         await _abort(context, call.ending, call.method)

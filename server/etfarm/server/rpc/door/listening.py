@@ -1,4 +1,4 @@
-"""The address that the server listens on, and the file in which local clients find it."""
+"""The address that the server listens on, and the file in which local clients look it up."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from etfarm.wire.errors import UserError
 
 
 class CannotListen(UserError):
-    """The address is in use, or not this machine's."""
+    """An address that is in use or does not belong to this machine."""
 
     reason = "CANNOT_LISTEN"
 
 
 def bind(server: grpc.aio.Server, config: Config) -> str:
-    """Bind the server to the configured address; return it with the port that was chosen.
+    """Bind the server to the configured address; return the address with the chosen port.
 
     Raises:
         CannotListen: the address cannot be used.
@@ -32,8 +32,8 @@ def bind(server: grpc.aio.Server, config: Config) -> str:
             port = server.add_secure_port(text, credentials)
         else:
             if text.startswith("unix:") and (path := Path(text.removeprefix("unix:"))).is_socket():
-                path.unlink()  # a former server's; other files must not be deleted
-            before = os.umask(0o077)  # a unix socket is never open to other users, not even until its mode could be changed
+                path.unlink()  # left by an earlier server; other files must not be deleted
+            before = os.umask(0o077)  # other users must never reach a unix socket, not even before its mode is changed
             try:
                 port = server.add_insecure_port(text)
             finally:
@@ -52,7 +52,7 @@ def port_of(address: str) -> int | None:
 
 
 def write_address(path: Path, address: str) -> None:
-    """Write the address file, whole and readable by its owner only."""
+    """Write the address file atomically, readable only by its owner."""
     fresh = path.with_name(path.name + ".new")
     fresh.unlink(missing_ok=True)
     with os.fdopen(os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:

@@ -72,7 +72,7 @@ ROLES: Final[dict[str, frozenset[Role.ValueType]]] = {
     "/etfarm.v1.ProjectService/AddMember": _ADMINS,
     "/etfarm.v1.ProjectService/RemoveMember": _ADMINS,
     "/etfarm.v1.AuditService/List": _ADMINS,
-    # Tools of load balancers and people; they reveal nothing about jobs or devices.
+    # Services for load balancers and diagnosis; they reveal nothing about jobs or devices.
     "/grpc.health.v1.Health/Check": _ALL,
     "/grpc.health.v1.Health/List": _ALL,
     "/grpc.health.v1.Health/Watch": _ALL,

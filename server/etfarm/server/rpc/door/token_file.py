@@ -1,4 +1,4 @@
-"""Tokens of the `--tokens` file, and the credentials of `authorization` headers."""
+"""Tokens of the `--tokens` file, and credentials of `authorization` headers."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.errors import Kind, UserError
 
 LOCAL: Final = Principal(name="local", role=ADMIN)
-"""Every caller of a server without tokens, which only this machine can reach."""
+"""The principal of every caller of a server without tokens, which only this machine can reach."""
 
 
 class Unauthenticated(UserError):
-    """The call has no token, or an unknown one."""
+    """A call without a token, or with an unknown one."""
 
     reason = "UNAUTHENTICATED"
     kind = Kind.UNAUTHENTICATED
 
 
 class BadTokenFile(UserError):
-    """The token file cannot be used."""
+    """A token file that cannot be used."""
 
     reason = "BAD_TOKEN_FILE"
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The principals of tokens, which are kept as hashes; `None` for a server without tokens."""
+    """Principals by the hashes of their tokens; `None` for a server without tokens."""
 
     by_hash: dict[bytes, Principal] | None = None
 
     @classmethod
     def read(cls, path: Path) -> Tokens:
-        """Read the tokens of a file: one line `NAME ROLE TOKEN` each; `#` begins a comment.
+        """Read the tokens of a file, one line `NAME ROLE TOKEN` each; `#` starts a comment.
 
         Raises:
-            BadTokenFile: the file cannot be read, others may read it, or a line has another form.
+            BadTokenFile: the file cannot be read, users other than the owner may read it, or a line is malformed.
         """
         try:
             mode, text = path.stat().st_mode, path.read_text()
@@ -91,17 +91,17 @@ class Tokens:
         return Credential(key, f"file:{principal.name}" if key else "", principal)
 
     def is_valid(self, credential: Credential) -> bool:
-        """Return whether the credential still stands for the same principal."""
+        """Return whether the credential still belongs to the same principal."""
         if self.by_hash is None:
             return credential.key == b""
         return self.by_hash.get(credential.key) == credential.principal
 
 
 def sent_key(header: str | None) -> bytes:
-    """Return the key of an `authorization` header's token. Tokens are looked up by hash, so timing reveals nothing about them.
+    """Return the key of an `authorization` header's token. Tokens are looked up by hash, so timing reveals nothing.
 
     Raises:
-        Unauthenticated: there is no bearer token.
+        Unauthenticated: the header has no bearer token.
     """
     if header is None or not header.startswith("Bearer "):
         raise Unauthenticated("This server asks for a token and none came.", "Set ETFARM_TOKEN.")

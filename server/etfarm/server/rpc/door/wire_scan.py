@@ -1,4 +1,4 @@
-"""Counts the objects that protobuf would create from a request's bytes, before decoding: two bytes can become a hundred."""
+"""Count of the objects that decoding a request would create, before it is decoded: two bytes can become a hundred."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LENGTH: Final = 2
 _FIXED32: Final = 5
 
 _NUMBER_BYTES: Final = 10
-"""Length of the longest varint."""
+"""Length of the longest varint, in bytes."""
 
 _FIELDS_PER_ENTRY: Final = 8
 """Maximum number of fields of any kind per allowed entry."""
 
 
 class TooManyFields(Exception):
-    """The message would have more entries than are allowed."""
+    """A message with more entries than allowed."""
 
     def __init__(self, most: int, got: int) -> None:
         super().__init__(f"{got} entries, {most} allowed")
@@ -45,7 +45,7 @@ class Scan:
         self._entries = 0
         self._fields = 0
         self._open: list[tuple[int, int, _Known]] = [(0, len(data), _known(descriptor))]
-        """Ranges of bytes that remain to be scanned: start, end, and the fields of their message."""
+        """Byte ranges that remain to be scanned: start, end, and the fields of their message."""
 
     def slices(self, steps: int) -> Iterator[None]:
         """Scan all fields, about `steps` of them between two yields.
@@ -60,7 +60,7 @@ class Scan:
         """Scan about `steps` fields; return whether all were scanned.
 
         Raises:
-            TooManyFields: there are more entries than are allowed.
+            TooManyFields: there are more entries than allowed.
         """
         data = self._data
         while self._open:
@@ -91,7 +91,7 @@ class Scan:
                 elif kind in (_FIXED64, _FIXED32):
                     at += 8 if kind == _FIXED64 else 4
                 else:
-                    at = end  # a group, which the contract has none of, or no message at all
+                    at = end  # a group, which the contract does not use, or no valid message
         self._require_few()
         return True
 
@@ -102,10 +102,10 @@ class Scan:
 
 @dataclass(frozen=True)
 class _Known:
-    """The properties of a message's fields that the scan needs, by field number."""
+    """Properties of a message's fields that the scan needs, by field number."""
 
     entries: dict[int, Descriptor | None]
-    """Fields that count as entries: messages, with their type, and lists of texts."""
+    """Fields that count as entries: messages, with their type, and lists of texts, with None."""
     packed_bytes: dict[int, int]
     """Lists of numbers, with the maximum size of their packed bytes."""
 
@@ -123,7 +123,7 @@ def _known(descriptor: Descriptor) -> _Known:
 
 @cache
 def can_grow(descriptor: Descriptor) -> bool:
-    """Return whether messages of a type may hold any number of objects."""
+    """Return whether messages of a type may contain an unlimited number of objects."""
     return any(
         field.is_repeated or (field.message_type is not None and can_grow(field.message_type)) for field in descriptor.fields
     )

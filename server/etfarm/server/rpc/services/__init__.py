@@ -1,1 +1,1 @@
-"""The servicers, one module for each service of the contract. They translate between messages and the rooms below."""
+"""The servicers, one module for each service of the contract. They translate between messages and the packages below."""

@@ -1,4 +1,4 @@
-"""AgentService: one stream for each connected agent."""
+"""AgentService: a stream for each connected agent, enrolment, and agent identities."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ log = structlog.get_logger()
 
 
 class NoHello(UserError):
-    """An agent's first message is not Hello."""
+    """An agent stream whose first message is not Hello."""
 
     reason = "NO_HELLO"
 
 
 class ProtocolUnsupported(UserError):
-    """An agent speaks another version of the protocol."""
+    """An agent with another version of the protocol."""
 
     reason = "PROTOCOL_UNSUPPORTED"
     kind = Kind.FAILED_PRECONDITION
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
-    """See agent.proto."""
+    """The servicer of AgentService; see agent.proto."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 welcome=agent_pb2.Welcome(server_version=self._version, heartbeat_interval_s=HEARTBEAT_INTERVAL_S)
             )
         )
-        # A stream that breaks while its devices are being registered must not leave them behind.
+        # A stream that breaks while its devices are being registered must not leave them registered.
         try:
             await self._registry.connect(session, hello)
             log.info("agent connected", agent=hello.agent_id, host=hello.host, devices=[device.id for device in hello.devices])
@@ -137,7 +137,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         )
 
     async def _listen(self, session: AgentSession, messages: AsyncIterator[agent_pb2.AgentMessage]) -> None:
-        """Process an agent's messages until its Goodbye, a timeout, or the end of the stream."""
+        """Process an agent's messages until Goodbye, a timeout, or the end of the stream."""
         try:
             reader = aiter(messages)
             while True:
@@ -165,11 +165,11 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             self._runs.progressed(message.run_progress)
         elif kind == "run_result":
             result = message.run_result
-            # An admin's uploads are held by a project; an agent's by the agent.
+            # A project holds an admin's uploads; the agent's principal holds all others.
             holder = "" if session.is_admin else agent_holder(session.principal)
             is_awaited = self._registry.serves(session, result.device_id) and self._runs.deliver(result, holder)
             if not is_awaited and not self._runs.knows(result.attempt_id):
-                # The attempt was given up or cancelled: no cell reads the result, so the agent may forget it.
+                # The attempt was abandoned or cancelled: no cell reads the result, so the agent may delete it.
                 ack = agent_pb2.Ack(attempt_id=result.attempt_id)
                 session.send(agent_pb2.ServerMessage(ack=ack))
         elif kind == "device_update":

@@ -1,4 +1,4 @@
-"""ArtifactService: bytes into and out of the store."""
+"""ArtifactService: uploads, downloads and verification of artifacts."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from etfarm.v1.common_pb2 import Principal
 
 _MOST_DIGESTS: Final = 10_000
 _PAGE: Final = 100, 1000
-"""Artifacts of a page, by default and at most."""
+"""Default and maximum number of artifacts on a page."""
 _PAGE_BYTES: Final = 1 << 20
 
 NeededByAgent = Callable[[str, str], Awaitable[bool]]
-"""Takes an agent's principal and a digest; returns whether a live attempt or session of the principal needs the artifact."""
+"""Function that takes an agent's principal and a digest, and returns whether a live attempt or session needs the artifact."""
 
 
 def holder_of(principal: Principal) -> str:
-    """Return the holder of what the principal uploads.
+    """Return the holder of the principal's uploads.
 
     Raises:
-        ProjectAmbiguous: the principal has to choose one of its projects.
+        ProjectAmbiguous: the principal has to choose one of several projects.
     """
     return agent_holder(principal.name) if principal.role == AGENT else require_active(principal)
 
@@ -46,10 +46,10 @@ def readable_holders(principal: Principal) -> set[str]:
 
 
 class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
-    """See artifact.proto.
+    """The servicer of ArtifactService; see artifact.proto.
 
     Args:
-        needed_by_agent: decides what an agent may download besides its own uploads and the farm's runners.
+        needed_by_agent: returns whether an agent may download an artifact besides its own uploads and the farm's runners.
     """
 
     Delete: Any = unimplemented("ArtifactService.Delete")
@@ -76,7 +76,7 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
         self, request_iterator: AsyncIterator[artifact_pb2.UploadRequest], context: object
     ) -> artifact_pb2.UploadStatus:
         first = None
-        # A silent stream is refused like one that sends something else first.
+        # A silent stream is refused like one whose first message is not a header.
         with suppress(TimeoutError):
             async with asyncio.timeout(self._store.limits.upload_idle_s):
                 first = await anext(aiter(request_iterator), None)
@@ -125,7 +125,7 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
     async def Verify(
         self, request: artifact_pb2.VerifyArtifactsRequest, context: object
     ) -> AsyncIterator[artifact_pb2.VerifyArtifactsProgress]:
-        # One at a time: two would compete for the same disk.
+        # One at a time, since several would compete for the same disk.
         async with self._verifying:
             async for done, total, done_bytes, damaged in self._store.verify():
                 yield artifact_pb2.VerifyArtifactsProgress(done=done, total=total, done_bytes=done_bytes, damaged=damaged)
@@ -133,9 +133,9 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
 
 @contextmanager
 def _ended_when_idle(idle_s: float) -> Iterator[Callable[[], None]]:
-    """Cancel the current task when a stream's receiver reads nothing for too long. Yields a function to call for each message.
+    """Cancel the current task if a stream's receiver reads nothing for too long. Yield a function to call for each message.
 
-    The stream's generator is suspended while it waits for the receiver, so a timeout within it would not fire.
+    The stream's generator is suspended while it waits for the receiver, so a timeout within the generator would not fire.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None

@@ -1,4 +1,4 @@
-"""AuditService: see audit.proto."""
+"""AuditService: the audit log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from etfarm.v1 import audit_pb2, audit_pb2_grpc
 
 
 class AuditService(audit_pb2_grpc.AuditServiceServicer):
-    """See audit.proto."""
+    """The servicer of AuditService; see audit.proto."""
 
     def __init__(self, audit: AuditLog) -> None:
         self._audit = audit

@@ -17,11 +17,11 @@ from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.report import job_json, report_json
 
 _MOST_BYTES: Final = 60 << 20
-"""Maximum size of the document, which must fit a message of 64 MiB."""
+"""Maximum size of the document, which must fit into a message of 64 MiB."""
 
 
 class ComparisonTooLarge(UserError):
-    """A comparison is larger than a message can be."""
+    """A comparison that is too large for a message."""
 
     reason = "COMPARISON_TOO_LARGE"
     kind = Kind.RESOURCE_EXHAUSTED
@@ -34,15 +34,15 @@ async def compare(journal: Journal, request: report_pb2.CompareRequest, version:
     """Return the document etfarm.comparison/1 of two jobs.
 
     Args:
-        version: this server's version, for the jobs' JSON.
+        version: version of this server, for the jobs' JSON.
         scope: the projects that the caller sees.
 
     Raises:
-        JobNotFound, NoSuchReport, NothingToCompare: see the contract.
+        JobNotFound, NoSuchReport, NothingToCompare: see ReportService.Compare.
     """
     base = await _select(journal, request.base, version, scope)
     candidate = await _select(journal, request.candidate, version, scope)
-    # Hundreds of reports have some hundred thousand operators.
+    # Hundreds of reports have several hundred thousand operators.
     return await asyncio.to_thread(_answer, base, candidate)
 
 
@@ -54,7 +54,7 @@ async def _select(journal: Journal, reference: str, version: str, scope: Scope) 
 
 
 async def _reports(journal: Journal, job_id: str) -> Sequence[report_pb2.Report]:
-    """Return all reports of a job without the series, which a comparison does not read. Whole ones are in memory by the page."""
+    """Return all reports of a job without series, which a comparison does not read. Only one page is in memory with series."""
     stripped: list[report_pb2.Report] = []
     start: int | None = 0
     while start is not None:

@@ -8,7 +8,7 @@ from etfarm.v1 import compile_pb2, compile_pb2_grpc
 
 
 class CompileService(compile_pb2_grpc.CompileServiceServicer):
-    """See compile.proto."""
+    """The servicer of CompileService; see compile.proto."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler

@@ -16,7 +16,7 @@ _PAGE_BYTES: Final = 16 << 20
 
 
 class DeviceService(device_pb2_grpc.DeviceServiceServicer):
-    """See device.proto."""
+    """The servicer of DeviceService; see device.proto."""
 
     Watch: Any = unimplemented("DeviceService.Watch")
     Reserve: Any = unimplemented("DeviceService.Reserve")

@@ -1,4 +1,4 @@
-"""AgentService.Enroll: exchanges a one-time token for the token of one agent."""
+"""AgentService.Enroll: the exchange of a one-time token for the token of one agent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from etfarm.v1 import agent_pb2
 
 
 class Enrolment:
-    """The enrolment of agents, for AgentService.
+    """Enrolment of agents, for AgentService.
 
     Args:
         is_known: returns whether the farm has devices of an agent identity.
@@ -21,7 +21,7 @@ class Enrolment:
         self._is_known = is_known
 
     async def enroll(self, request: agent_pb2.EnrollAgentRequest) -> agent_pb2.EnrollAgentResponse:
-        """Answer AgentService.Enroll; see agent.proto for its errors."""
+        """Handle AgentService.Enroll; see agent.proto for its errors."""
         caller = credential()
         secret = await self._table.enroll(caller, request.agent_id, is_known=self._is_known(request.agent_id))
         return agent_pb2.EnrollAgentResponse(token=secret, principal=caller.principal.name)

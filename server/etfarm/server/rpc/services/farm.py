@@ -16,7 +16,7 @@ from etfarm.wire.status import to_proto
 
 
 class FarmService(farm_pb2_grpc.FarmServiceServicer):
-    """See farm.proto."""
+    """The servicer of FarmService; see farm.proto."""
 
     def __init__(
         self,

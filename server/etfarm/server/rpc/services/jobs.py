@@ -1,4 +1,4 @@
-"""JobService: submit, get, list, watch and cancel jobs."""
+"""JobService: submission, queries and cancellation of jobs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from etfarm.server.state.paging import BadPageToken, page_size, page_start
 from etfarm.v1 import job_pb2, job_pb2_grpc
 
 _PAGE: Final = 50, 500
-"""Jobs of a page, by default and at most."""
+"""Default and maximum number of jobs on a page."""
 
 
 class JobService(job_pb2_grpc.JobServiceServicer):
-    """See job.proto."""
+    """The servicer of JobService; see job.proto."""
 
     Retry: Any = unimplemented("JobService.Retry")
 
@@ -62,7 +62,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         project = active_project()
         await self._submission.require_quota(project)
         accepted = await self._submission.make(request.spec, owner=owner, project=project, at=self._now())
-        # A caller that disconnects meanwhile must not leave a job that is written but has no task.
+        # A caller that disconnects in the meantime must not leave a job that is written but has no task.
         accepting = asyncio.create_task(self._accept(accepted, request.request_id), name=f"accept-{accepted.id}")
         self._accepting.add(accepting)
         accepting.add_done_callback(self._accepting.discard)
@@ -83,7 +83,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
     async def List(self, request: job_pb2.ListJobsRequest, context: object) -> job_pb2.ListJobsResponse:
         try:
             size, before = page_size(request.page_size, *_PAGE), page_start(request.page_token)
-        except BadPageToken as error:  # clients know this fault of a list of jobs as BAD_JOB
+        except BadPageToken as error:  # clients know this error of a list of jobs as BAD_JOB
             raise BadJob(error.message, error.remedy) from None
         jobs, following = await self._journal.list(size, before if request.page_token else None, scope())
         token = "" if following is None else str(following)
@@ -117,10 +117,10 @@ class JobService(job_pb2_grpc.JobServiceServicer):
 
 
 def _visible(job: job_pb2.Job, request_id: str) -> job_pb2.Job:
-    """Return the job of an earlier request, unless its owner is no longer a member of its project.
+    """Return the job of an earlier request, unless the caller is no longer a member of its project.
 
     Raises:
-        JobNotFound: the job belongs to none of the caller's projects.
+        JobNotFound: the job does not belong to any of the caller's projects.
     """
     if not scope().allows(job.project):
         raise job_not_found(request_id)

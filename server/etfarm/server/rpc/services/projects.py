@@ -11,11 +11,11 @@ from etfarm.v1 import project_pb2, project_pb2_grpc
 from etfarm.wire.names import is_project_name
 
 _PAGE: Final = 100, 500
-"""Projects of a page, by default and at most."""
+"""Default and maximum number of projects on a page."""
 
 
 class ProjectService(project_pb2_grpc.ProjectServiceServicer):
-    """See project.proto."""
+    """The servicer of ProjectService; see project.proto."""
 
     def __init__(self, projects: Projects) -> None:
         self._projects = projects

@@ -23,7 +23,7 @@ from etfarm.wire.report import report_json
 
 _PAGE_OF_OPERATORS: Final = 100, 1000
 _PAGE_OF_HISTORY: Final = 50, 500
-"""Entries of a page, where the request does not say, and at most."""
+"""Default and maximum number of entries on a page."""
 
 _Row = Mapping[str, Any]
 
@@ -32,11 +32,11 @@ _ORDERS: Final[dict[str, Callable[[_Row], Any]]] = {
     "name": lambda row: (row["name"], row["index"]),
     "order": lambda row: row["index"],
 }
-"""How single rows are sorted. They have nothing below them: their total is their own."""
+"""Sort keys of single operators. They contain no other operators, so `total` sorts as `own` does."""
 
 
 class ReportService(report_pb2_grpc.ReportServiceServicer):
-    """See report.proto."""
+    """The servicer of ReportService; see report.proto."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class ReportService(report_pb2_grpc.ReportServiceServicer):
 
 
 def _of_job(job: job_pb2.Job) -> Scope:
-    """Return where a tag to remove is looked up: in the project of the job that is named, else wherever the caller sees."""
+    """Return the scope in which a tag to remove is looked up: the named job's project, else the caller's scope."""
     return Scope(frozenset({job.project}), job.project) if job.id else scope()
 
 
@@ -134,7 +134,7 @@ def _operators(report: report_pb2.Report, by: str, sort: str, start: int, size: 
 
 
 def _cut_off(answer: report_pb2.ListOperatorsResponse, start: int, count: int) -> report_pb2.ListOperatorsResponse:
-    """The page as far as a message can carry it, with the token of the next one."""
+    """Shorten a page to what a message can contain, set the token of the next page, and return it."""
     entries = answer.operators or answer.groups
     left = PAGE_BYTES
     count_on_page = 0

@@ -1,7 +1,7 @@
 """Salvage of agents' messages that exceed the limits, so that one program's output does not affect other devices and runs.
 
 A program may print anything, and its errors quote it, so over-long texts are cut. A result that is still too large becomes a
-device error, since the agent would send it again and again. Other messages that are too large are dropped.
+device error, since the agent would otherwise resend it forever. Other messages that are too large are dropped.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ log = structlog.get_logger()
 
 
 class ResultTooLarge(DeviceError):
-    """An agent's result exceeds the limits of a message."""
+    """An agent's result that exceeds the limits of a message."""
 
     reason = "RESULT_TOO_LARGE"
 
 
 class Salvaged:
-    """An agent's messages, with refused ones shortened or replaced where possible; a refused Hello raises."""
+    """The messages of an agent, with refused ones shortened or replaced where possible; a refused Hello raises."""
 
     def __init__(self, messages: AsyncIterator[Any]) -> None:
         self._messages = aiter(messages)
@@ -59,7 +59,7 @@ def _shortened(message: Any, error: LimitExceeded) -> Any:
 
 
 def _failed(message: Any, error: LimitExceeded) -> Any:
-    """Return a result with the reason of the refusal in place of the refused one; None for other messages."""
+    """Return a result with the reason of the refusal in place of the refused result; None for other messages."""
     if isinstance(message, agent_pb2.SessionReply):
         raise error
     if not message.HasField("run_result"):

@@ -1,4 +1,4 @@
-"""SessionService: leases on devices, and calls to the programs that are loaded there."""
+"""SessionService: leases of devices, and calls to the programs that are loaded there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from etfarm.v1 import session_pb2, session_pb2_grpc
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
-    """See session.proto."""
+    """The servicer of SessionService; see session.proto."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions

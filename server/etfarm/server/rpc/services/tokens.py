@@ -1,4 +1,4 @@
-"""TokenService: see token.proto."""
+"""TokenService: creation, listing, revocation and rotation of tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from etfarm.server.state.paging import page_size, page_start
 from etfarm.v1 import token_pb2, token_pb2_grpc
 
 PAGE: Final = 100, 1000
-"""Entries of a page, by default and at most."""
+"""Default and maximum number of entries on a page."""
 
 
 class TokenService(token_pb2_grpc.TokenServiceServicer):
-    """See token.proto.
+    """The servicer of TokenService; see token.proto.
 
     Args:
-        on_members: called after a principal became a member of projects, to refresh caches of the members.
+        on_members: called after a principal became a member of projects, to refresh the cached members.
     """
 
     def __init__(

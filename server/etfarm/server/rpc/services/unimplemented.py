@@ -9,14 +9,14 @@ from etfarm.wire.errors import Kind, UserError
 
 
 class Unimplemented(UserError):
-    """The server does not implement an rpc of the contract."""
+    """An rpc of the contract that this server does not implement."""
 
     reason = "UNIMPLEMENTED"
     kind = Kind.UNIMPLEMENTED
 
 
 def unimplemented(rpc: str) -> Callable[[object, object, object], NoReturn]:
-    """Return a handler that answers an rpc with UNIMPLEMENTED and its name."""
+    """Return a handler that answers an rpc with UNIMPLEMENTED and the rpc's name."""
 
     def answer(self: object, request: object, context: object) -> NoReturn:
         raise Unimplemented(f"This server does not have {rpc} yet.", "Update the server.", rpc=rpc)
